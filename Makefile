@@ -6,7 +6,7 @@ export PYTHON
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart demo test test-long test-root lint format docs bench chaos gpu-check scale staleness peers clean
+.PHONY: help setup quickstart demo test test-long test-root test-images lint format docs bench chaos gpu-check scale staleness peers clean
 
 help:  ## list the targets
 	@echo 'streamrl: make TARGET'
@@ -30,6 +30,9 @@ test-long:  ## the tests that take minutes each: at most 60 minutes
 
 test-root:  ## the tests that need root (network namespaces, disk limits): at most 30 minutes
 	@.ci/tier root $(ARGS)
+
+test-images:  ## images built and the manifests' pods run, with podman and without a network: at most 40 minutes
+	@.ci/tier images $(ARGS)
 
 lint: setup  ## style, formatting and types, without changing anything
 	.venv/bin/ruff check .

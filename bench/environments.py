@@ -15,7 +15,7 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,7 +37,7 @@ from streamrl.workers.engines.vllm_engine import VllmEngine
 from streamrl.workers.environments.playing import Plays, playing
 
 _AGENT = "bench.environments_agent:talk"
-_TURNS, _TURN_TOKENS = 4, 64
+_TURNS = 4
 _AT_ONCE, _SLEEPING, _WITH_LONG_CONTEXTS = 48, 160, 12
 _SHORT, _LONG = 32, 1500  # tokens of a prompt
 _LOOK_EVERY_S = 0.01
@@ -47,25 +47,37 @@ _TEMPLATE = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Size:
+    turn_tokens: int
+    num_rounds: int
+    num_rollouts: int  # of a round, on each side
+    num_long: int  # rollouts with long contexts
+    seconds: float  # with pauses
+
+
+_WHOLE = _Size(turn_tokens=64, num_rounds=4, num_rollouts=72, num_long=24, seconds=30.0)
+_QUICK = _Size(turn_tokens=24, num_rounds=1, num_rollouts=24, num_long=4, seconds=3.0)
+
+
 def bench(*, quick: bool, say: Say) -> list[Line]:
     with scratch_folder() as folder, environment_as_it_was():
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
-        return asyncio.run(_measure(folder, quick=quick, say=say))
+        return asyncio.run(_measure(folder, size=_QUICK if quick else _WHOLE, say=say))
 
 
-async def _measure(folder: Path, *, quick: bool, say: Say) -> list[Line]:
+async def _measure(folder: Path, *, size: _Size, say: Say) -> list[Line]:
     say("starting vLLM with 25 million parameters")
-    async with _opened(folder) as scene:
+    async with _opened(folder, size.turn_tokens) as scene:
         await scene.agents(8)  # until the code is warm, and connections are open
-        num_rounds, num_rollouts = (1, _AT_ONCE) if quick else (5, 3 * _AT_ONCE)
         rounds = []
-        for number in range(num_rounds):
-            rounds.append((await scene.direct(num_rollouts), await scene.agents(num_rollouts)))
+        for number in range(size.num_rounds):
+            rounds.append(await _round(scene, size.num_rollouts, direct_first=number % 2 == 0))
             say(f"round {number + 1}: direct {rounds[-1][0]:,.0f}, through sessions {rounds[-1][1]:,.0f} tokens/s")
-        served = await scene.cached(_WITH_LONG_CONTEXTS if quick else 4 * _WITH_LONG_CONTEXTS)
+        served = await scene.cached(size.num_long)
         say(f"{served:.1%} of the reusable blocks came from the cache")
-        busy, pace = await scene.sleeping(5.0 if quick else 30.0)
+        busy, pace = await scene.sleeping(size.seconds)
         say(f"with pauses of 1 s the engine is busy for {busy:.1%} of the time, at {pace:,.0f} tokens/s")
     direct = median(one[0] for one in rounds)
     return [
@@ -81,6 +93,14 @@ async def _measure(folder: Path, *, quick: bool, say: Say) -> list[Line]:
         Fact(name="direct", value=direct, unit="tokens/s"),
         Fact(name=f"{_SLEEPING} rollouts with pauses", value=pace, unit="tokens/s"),
     ]
+
+
+async def _round(scene: _Scene, num_rollouts: int, *, direct_first: bool) -> tuple[float, float]:
+    """(direct, through sessions): each side goes first as often as the other, since a machine's pace drifts."""
+    if direct_first:
+        return await scene.direct(num_rollouts), await scene.agents(num_rollouts)
+    through = await scene.agents(num_rollouts)
+    return await scene.direct(num_rollouts), through
 
 
 class _Engine(VllmEngine):
@@ -192,12 +212,12 @@ class _Scene:
 
 
 @contextlib.asynccontextmanager
-async def _opened(folder: Path) -> AsyncIterator[_Scene]:
+async def _opened(folder: Path, turn_tokens: int) -> AsyncIterator[_Scene]:
     facts = _make_model(folder / "model")
     config = schema.Config(
         model=schema.Model(path=str(folder / "model")),
         data=schema.Data(train="", max_prompt_tokens=2 * _LONG),
-        sampling=schema.Sampling(max_tokens=_TURN_TOKENS, min_tokens=_TURN_TOKENS),
+        sampling=schema.Sampling(max_tokens=turn_tokens, min_tokens=turn_tokens),
         environment=schema.Environment(target=_AGENT, max_tokens=1024, timeout_s=300.0),
         weights=schema.Weights(dtype="float32"),
         worker=schema.Worker(threads=1),

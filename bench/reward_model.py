@@ -19,7 +19,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.measure import seconds
-from streamrl.workers.rewards.model import prepare_process
+from streamrl.workers.reward_server.model import prepare_process
 
 ALPHABET = string.ascii_lowercase + string.digits + ".,"
 _PAD = "<pad>"

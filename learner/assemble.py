@@ -9,11 +9,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 
 from streamrl.config import schema
 from streamrl.errors import TrainingError, UserError
 from streamrl.learner.checkpoints.terms import highest_term
 from streamrl.learner.conductor import Conductor, Follower
+from streamrl.learner.groups.curriculum import open_order
 from streamrl.learner.groups.feed import Feed
 from streamrl.learner.groups.prompts import Prompt, PromptSet, tokenise
 from streamrl.learner.groups.quarantine import Quarantine
@@ -126,8 +128,8 @@ def _follow(context: RankContext, server: Server, show: Callable[[], None]) -> R
 def _lead(context: RankContext, server: Server, show: Callable[[], None]) -> RunState:
     """Rank 0: become the learner of the run, do the work, and say how it ended."""
     config, prompts = context.config, read_train_prompts(context)
-    held_out, tokenizer = config.data.validation_set(), context.tokenizer_info.tokenizer
-    validation_prompts = () if held_out is None else tokenise(held_out, tokenizer, config.data)
+    tokenizer, most = context.tokenizer_info.tokenizer, config.validation.max_prompts
+    held_out = [tokenise(one, tokenizer, config.data)[:most] for one in config.data.validation_sets()]
     policy = load_model_together(context)
     check_server(
         server.client,
@@ -157,7 +159,7 @@ def _lead(context: RankContext, server: Server, show: Callable[[], None]) -> Run
         note("running")
         try:
             context.patient.broadcast(start.to_bytes())
-            conductor = _make_conductor(context, admitted, keeper, prompts, validation_prompts)
+            conductor = _make_conductor(context, admitted, keeper, prompts, list(chain.from_iterable(held_out)))
             publisher = _make_publisher(context, server, policy, start, stream)
             state = work(context, policy, start, conductor=conductor, stream=stream, publisher=publisher)
         except (UserError, TrainingError) as error:
@@ -196,6 +198,8 @@ def _make_conductor(
     validation_prompts: Sequence[Prompt],
 ) -> Conductor:
     config, start = context.config, admitted.start
+    state = admitted.checkpoint.state.stream if admitted.checkpoint else None
+    since = admitted.checkpoint.name.term if admitted.checkpoint else 0
     feed = Feed(
         stream=admitted.stream,
         prompts=prompts,
@@ -204,7 +208,8 @@ def _make_conductor(
         fingerprint=context.tokenizer_info.fingerprint,
         keep=make_algorithm(config.algorithm).drop_reason,
         quarantine=Quarantine(config.folder, term=start.term),
-        state=admitted.checkpoint.state.stream if admitted.checkpoint else None,
+        order=open_order(config, prompts, root=config.folder, term=start.term, since=since, state=state),
+        state=state,
     )
     if admitted.checkpoint is not None:
         # Once more, in case its writer died before it could tell Redis.
@@ -219,6 +224,7 @@ def _make_conductor(
             term=start.term,
             fingerprint=context.tokenizer_info.fingerprint,
             max_attempts=config.worker.max_attempts,
+            decode=lambda ids: str(context.tokenizer_info.tokenizer.decode(ids, skip_special_tokens=True)),
         )
     return Conductor(
         context,

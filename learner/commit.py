@@ -61,6 +61,7 @@ class Commit:
                 term=self._name.term,
                 keep_last=self._settings.keep_last,
                 keep_best=self._settings.keep_best,
+                best_by=self._settings.best_by,
                 keep=self._undecided,
             )
         except OSError as error:

@@ -176,6 +176,7 @@ class Loop:
             rank=self._world.rank,
             vocabulary=self._context.tokenizer_info.vocabulary,
             oldest_step=oldest_trained_step(self._config.lag, plan.step),
+            taught=self._config.teacher is not None and bool(self._config.teacher.urls),
         )
         told = float(self._context.stop.is_set())
         *verdicts, num_told = self._world.total(np.append(fetched.verdicts, told))

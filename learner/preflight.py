@@ -1,6 +1,7 @@
 """Before a run: can the learner read what it is given? `python -m streamrl.learner.preflight`, configuration on stdin.
 
     own loss and advantages ─► tokenizer ─► prompts, by the run's own reader ─► the model on `meta`, its LoRA targets
+                                                         ─► a teacher's tokenizer
                                                          ─► what a rank takes of its GPU, `--elsewhere`: without workers
 
 It stops at the first mistake, with the words that the learner would end with some minutes later. No weights are loaded
@@ -61,11 +62,26 @@ def examine(config: schema.Config, part: Part = "all") -> Iterator[Finding]:
     yield from _prompts(config, info)
     model = outline(config)
     yield ok("model without weights", "it is a causal language model with room for the longest sequence")
+    yield from _teacher(config, info)
     yield from _memory(config, model, part)
+
+
+def _teacher(config: schema.Config, info: TokenizerInfo) -> Iterator[Finding]:
+    from streamrl.learner.model.teacher import check_teacher
+
+    path = None if config.teacher is None else config.teacher.path
+    if path is None:
+        return
+    if not _is_here(path):
+        yield warning("teacher", f"teacher.path = {path!r} is not on this machine yet", "the learner downloads it")
+        return
+    check_teacher(config, info)
+    yield ok("teacher", "its tokens are the policy's")
 
 
 def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterator[Finding]:
     """Of a rank on its GPU; where the learner is on several hosts, their number is not known here."""
+    from streamrl.learner.model.load import teacher_sizes
     from streamrl.learner.model.memory import REMEDY, Sizes, plan
 
     try:
@@ -74,7 +90,8 @@ def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterat
         return
     if share is None or not share.memory or config.model.dtype != "bfloat16":
         return
-    planned = plan(Sizes.of(model), config)
+    is_here = config.teacher is None or config.teacher.path is None or _is_here(config.teacher.path)
+    planned = plan(Sizes.of(model), config, teacher=teacher_sizes(config) if is_here else None)
     told = f"{size(planned.needed)} a rank at its peak, by calculation, {size(share.memory)} to have on {share.words}"
     if planned.needed <= share.memory:
         yield ok("learner on GPU", told)
@@ -101,7 +118,7 @@ def _prompts(config: schema.Config, info: TokenizerInfo) -> Iterator[Finding]:
     data, training = config.data, config.training
     prompts = PromptSet.load(tokenizer=info.tokenizer, data=data, seed=config.seed, at_most_s=_READ_S)
     rows = list(prompts.rows)
-    if (held_out := data.validation_set()) is not None:
+    for held_out in data.validation_sets():
         rows += tokenise(held_out, info.tokenizer, data, at_most_s=_READ_S)
     longest = max(rows, key=lambda row: len(row.token_ids))
     highest = max(int(row.token_ids.max()) for row in rows)

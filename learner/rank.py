@@ -19,6 +19,7 @@ from streamrl.learner.conductor import Conducting
 from streamrl.learner.loop import Loop, Parts
 from streamrl.learner.model.gradients import Gradients, make_optimizer, make_reference
 from streamrl.learner.model.policy import Policy
+from streamrl.learner.model.teacher import load_teacher
 from streamrl.learner.process.background import BackgroundThread
 from streamrl.learner.publishing.publish import Publishing
 from streamrl.learner.rank_context import RankContext
@@ -85,7 +86,7 @@ def _go_on(context: RankContext, state: RunState) -> RunState:
 
 def _make_gradients(context: RankContext, policy: Policy) -> Gradients:
     config, world = context.config, context.world
-    algorithm = make_algorithm(config.algorithm)
+    algorithm = make_algorithm(config.algorithm, config.reward_weights)
     asked = algorithm.needs_reference
     return Gradients(
         policy=policy,
@@ -94,4 +95,5 @@ def _make_gradients(context: RankContext, policy: Policy) -> Gradients:
         config=config,
         world=world,
         beat=context.watchdog.beat,
+        teacher=load_teacher(config, world, context.tokenizer_info.end_ids),
     )

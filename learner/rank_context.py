@@ -19,6 +19,7 @@ from streamrl.learner.metrics.exporters import check_exporters
 from streamrl.learner.metrics.record import Timers
 from streamrl.learner.model.load import TokenizerInfo, load_policy, read_tokenizer_info
 from streamrl.learner.model.policy import Policy
+from streamrl.learner.model.teacher import check_teacher
 from streamrl.learner.model.trial import try_out
 from streamrl.learner.process.job import job_began
 from streamrl.learner.process.ranks import World
@@ -52,11 +53,14 @@ def surround(
     if world.is_main:  # a mistake of the user shows before anything has an effect
         check_exporters(config)
         try_out(config.algorithm)
+    info = read_tokenizer_info(config.model.path)
+    if world.is_main:
+        check_teacher(config, info)
     return RankContext(
         config=config,
         world=world,
         patient=world.beside(timeout_s=at_disk_s(config)),
-        tokenizer_info=read_tokenizer_info(config.model.path),
+        tokenizer_info=info,
         progress=progress,
         watchdog=Watchdog(limit_s=stall_limit_s(config), at_disk_s=at_disk_s(config)),
         timers=Timers(),

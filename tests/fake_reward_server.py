@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 
 from streamrl.process import bind
-from streamrl.workers.rewards.batcher import Batcher, ScoringModelDouble
+from streamrl.workers.reward_server.batcher import Batcher, ScoringModelDouble
+from streamrl.workers.reward_server.server import RewardApp, run
 from streamrl.workers.rewards.http_request import read_token
-from streamrl.workers.rewards.server import RewardApp, run
 
 
 def main() -> None:

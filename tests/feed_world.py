@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from streamrl.config import schema
+from streamrl.learner.groups.curriculum import open_order
 from streamrl.learner.groups.feed import Feed
-from streamrl.learner.groups.ledger import Ending, FeedState
+from streamrl.learner.groups.ledger import Ending, FeedState, Retries
 from streamrl.learner.groups.plan import Kind, Plan
 from streamrl.learner.groups.prompts import Prompt, PromptSet
 from streamrl.learner.groups.quarantine import Quarantine
@@ -36,14 +38,14 @@ class Clock:
         self.now += seconds
 
 
-def make_prompts(count: int, *, shuffle: bool = True, own_tokens: bool = False) -> PromptSet:
+def make_prompts(count: int, *, shuffle: bool = True, own_tokens: bool = False, seed: int = 1) -> PromptSet:
     """`own_tokens`: answers to each can be told from others."""
     first = [i if own_tokens else 0 for i in range(count)]
     rows = [
         Prompt(line=i + 1, text=f"prompt {i}", token_ids=np.arange(3, dtype=np.int32) + first[i], fields={"answer": i})
         for i in range(count)
     ]
-    return PromptSet(rows, seed=1, shuffle=shuffle)
+    return PromptSet(rows, seed=seed, shuffle=shuffle)
 
 
 def make_config(**sections: dict[str, Any]) -> schema.Config:
@@ -94,14 +96,15 @@ class FeedWorld:
         num_prompts: int = 10,
         prompts: PromptSet | None = None,
         folder: Path | None = None,  # where suspects are noted
+        draws: Path | None = None,  # where a curriculum's are
     ) -> None:
-        self.folder = folder
+        self.folder, self.draws = folder, draws
         self.clock = Clock()
         self.server = MemoryServer(wait=self.clock.advance)
         self.config = config or make_config()
         self.prompts = prompts or make_prompts(num_prompts)
         self.committed = FeedState()
-        self.committed_step = 0
+        self.committed_step = self.committed_term = 0
         self.journal: dict[str, tuple[str | None, tuple[Ending, ...]]] = {}  # by file: the one before, and what ended
         self.term = 0
         self.published: dict[int, int] = {}  # step of each version, of all terms
@@ -112,9 +115,13 @@ class FeedWorld:
         self.term += 1
         self.step = self.committed_step
         self.stream = LearnerStreamDouble(self.server, term=self.term)
+        order = open_order(
+            self.config, self.prompts, root=self.draws, term=self.term, since=self.committed_term, state=self.committed
+        )
         self.feed = Feed(
             stream=self.stream,
             prompts=self.prompts,
+            order=order,
             config=self.config,
             run_uid=RUN,
             fingerprint=MODEL,
@@ -126,6 +133,14 @@ class FeedWorld:
         )
         self.num_published = 0
         self.publish()
+
+    def row_of(self, number: int) -> int:
+        """Which prompt this ticket stands for, as the data or the log of draws have it."""
+        place = Retries(self.feed.state().ledger.retries).place(number)
+        if not self.config.data.curriculum:
+            return self.prompts.locate(place)[1]
+        assert self.draws is not None, "a curriculum notes its draws"
+        return rows_drawn(self.draws)[place]
 
     def publish(self) -> None:
         version = make_version(self.term, self.num_published)
@@ -151,7 +166,7 @@ class FeedWorld:
         """A checkpoint; unless the feed is told, it goes on as if it were not there."""
         state, name = self.feed.state(), f"file {len(self.journal)}"
         self.journal[name] = (state.journal, state.uncommitted)
-        self.committed, self.committed_step = state.committed(name), self.step
+        self.committed, self.committed_step, self.committed_term = state.committed(name), self.step, self.term
         if told:
             self.feed.committed(self.committed, step=self.committed_step)
 
@@ -211,6 +226,16 @@ class FeedWorld:
                     self.train(plan)
             self.answer_all()
         raise AssertionError(f"no end after {max_rounds} rounds; {self.feed.metrics()}")
+
+
+def rows_drawn(root: Path) -> dict[int, int]:
+    """By place, the row that the youngest term has drawn for it."""
+    found: dict[int, int] = {}
+    for path in sorted((root / "curriculum").glob("*.jsonl")):
+        for line in path.read_text().splitlines()[1:]:
+            told = json.loads(line)
+            found |= {place: row for place, (_, row) in enumerate(told["asked"], told["first"])}
+    return found
 
 
 def planned(plan: Plan | None) -> list[int]:

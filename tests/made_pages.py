@@ -27,7 +27,7 @@ _LEVELS: Mapping[Level, str] = {
 _SERVED = {
     "run": ("", "streamrl/ops/monitor/exporter.py", r'self\._(?:one|by|family)\(\s*"(\w+)",\s*"([^"]+)"'),
     "worker": ("streamrl_worker_", "workers/http.py", r'yield _(?:gauge|counter)\(\s*"(\w+)",\s*"([^"]+)"'),
-    "reward server": ("", "workers/rewards/openapi.py", r'(?:Counter|Gauge|Histogram)\(\s*"(\w+)",\s*"([^"]+)"'),
+    "reward server": ("", "workers/reward_server/openapi.py", r'(?:Counter|Gauge|Histogram)\(\s*"(\w+)",\s*"([^"]+)"'),
 }
 
 

@@ -81,6 +81,9 @@ def lay_out(folder: Path, page: Path) -> None:
     (folder / "held-out.jsonl").write_text(rows[0])
     tasks = [{"text": "Write a line.", "task": "poem"}, {"text": "2+2=", "task": "sum"}]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tasks))
+    problem: dict[str, object] = {"text": "Write add(a, b).", "solution": "def add(a, b): return a + b"}
+    problem["tests"] = ["assert add(2, 3) == 5", "assert add(1, 1) == 3, 'three'"]
+    (folder / "problems.jsonl").write_text(json.dumps(problem) + "\n")
     for block in blocks(page, "python"):
         if named := re.match(r"# (\w+\.py)\n", block.text):
             (folder / named[1]).write_text(block.text)

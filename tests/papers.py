@@ -1,8 +1,8 @@
 """Objectives as their papers have them, in float64, one response at a time, for autograd: nothing of streamrl is used.
 
 Of a response: `now` the log-probs of today's policy, which carry the gradient, `old` those under which it was sampled,
-`proximal` those of the policy before the first pass over the batch, `reference`. Tokens without a loss are left out of
-all of them. A paper's objective is to be made large, a loss small: each is the objective's negative.
+`proximal` those of the policy before the first pass over the batch, `reference`, `teacher`. Tokens without a loss are
+left out of all of them. A paper's objective is to be made large, a loss small: each is the objective's negative.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Response:
     old: Tensor  # [T]
     proximal: Tensor  # [T]
     reference: Tensor  # [T]
+    teacher: Tensor  # [T]
 
     @property
     def ratio(self) -> Tensor:
@@ -139,6 +140,18 @@ def rejection_sampling(batch: Sequence[Responses]) -> Tensor:
     return -total / len(best)
 
 
+def distillation(batch: Sequence[Responses]) -> Tensor:
+    """Reverse KL by its gradient at sampled tokens, E[(log pi - log teacher) grad log pi], each token for itself, mean
+    over tokens: (log pi - log teacher)^2 / 2 has it. Off-policy, each token by its ratio, at most 5."""
+    total, num_tokens = torch.zeros((), dtype=torch.float64), 0
+    for group in batch:
+        for one in group:
+            weight = one.ratio.detach().clamp(max=5.0)
+            total = total + (weight * (one.now - one.teacher) ** 2 / 2).sum()
+            num_tokens += len(one.now)
+    return total / num_tokens
+
+
 def objectives(*, max_tokens: int) -> dict[str, Callable[[Sequence[Responses]], Tensor]]:
     return {
         "rloo": rloo,
@@ -150,4 +163,5 @@ def objectives(*, max_tokens: int) -> dict[str, Callable[[Sequence[Responses]], 
         "icepop": icepop,
         "ppo_clip": ppo_clip,
         "rejection_sampling": rejection_sampling,
+        "distillation": distillation,
     }

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -22,7 +24,7 @@ from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.engines.model import ModelFacts
 from streamrl.workers.environments.agents import AgentPlayer
 from streamrl.workers.environments.playing import playing
-from streamrl.workers.environments.trace import Played
+from streamrl.workers.sessions.trace import Played
 from tests.helpers import make_ticket
 from tests.tiny_models import PAD, UNKNOWN
 
@@ -147,6 +149,25 @@ def calling_tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
+def write_calling_model(folder: Path, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
+    tokenizer = tokenizer or calling_tokenizer()
+    config = transformers.Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 def _fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -160,8 +181,10 @@ def _fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return made
 
 
-def chat_facts() -> ModelFacts:
+def chat_facts(*more: str, special: bool = False) -> ModelFacts:
+    """`more` tokens, which may be special ones."""
     tokenizer = chat_tokenizer()
+    tokenizer.add_tokens(list(more), special_tokens=special)
     return ModelFacts(
         path="tiny-chat",
         tokenizer=tokenizer,
@@ -190,7 +213,7 @@ class Teller(EngineDouble):
         generated = Generated(
             token_ids=np.array(ids, np.int32),
             logprobs=np.full(len(ids), -0.5, np.float32),
-            text=text if ended else self._facts.decode(ids),
+            text=self._facts.decode(ids),
             finish_reason="stop" if ended else "length",
             spans=(Span(version=make_version(1, 1), step=1, start=0, end=len(ids)),),
         )
@@ -229,13 +252,18 @@ class AgentWorld:
 @contextlib.asynccontextmanager
 async def agent_world(folder: Path, code: str, name: str, **settings: Any) -> AsyncIterator[AgentWorld]:
     (folder / "agent.py").write_text(code)
-    target = f"{folder / 'agent.py'}:{name}"
+    async with world_of(f"{folder / 'agent.py'}:{name}", **settings) as world:
+        yield world
+
+
+@contextlib.asynccontextmanager
+async def world_of(target: str, **settings: Any) -> AsyncIterator[AgentWorld]:
     environment = schema.Environment(target=target, **{"timeout_s": 60.0, "max_tokens": 4096, **settings})
     config = schema.Config.model_validate(
         {"model": {"path": "m"}, "data": {"train": "t.jsonl", "max_prompt_tokens": 512}, "environment": environment}
     )
     facts = chat_facts()
-    allowed = Permissions(reward_code=(target,), reward_network=(target,))
+    allowed = Permissions(reward_code=(target,), reward_network=(target,), reward_environment=environment.environment)
     async with playing(config, allowed, facts) as player:
         assert isinstance(player, AgentPlayer)
         yield AgentWorld(player, facts, config)

@@ -139,9 +139,14 @@ def _redis(**changes: Any) -> View:
     return replace(WELL, redis=replace(WELL.redis, **changes))
 
 
+def _of_environment(**facts: int | float | str) -> dict[str, int | float | str]:
+    return {f"rewards/environment/{name}": fact for name, fact in facts.items()}
+
+
 _GONE = _part("worker/node-3-78", "generate", "silent", report_s=90.0)
 _REJECTING = _worker(rejected="2 of 290 tensors read back are others than those loaded", rejected_version="1.120")
 _DROPPED = Drops(trained=50, dropped=900, by_reason={"zero_variance": 890, "stale": 10}, rate_by_length={}, ignored={})
+_TOO_LATE = "the environment failed in step: no answer within 10 s"
 _LETTER = {"ticket": "812", "error": "reward right: ValueError: could not convert string to float: 'four'"}
 
 VIEWS: Mapping[str, View] = {
@@ -170,6 +175,7 @@ VIEWS: Mapping[str, View] = {
             RewardSource(name="judge", mean=0.5, latency_s=None, scored=900, errors=7, state="0 of 1 replicas well"),
         ),
     ),
+    "environment_fails": _workers(_worker(detail=_of_environment(scored=60, failed=36, error=_TOO_LATE))),
     "workers_starting": _workers(_worker(Wait.ENGINE, "waiting", 40.0)),
     "workers_without_weights": _workers(_worker(Wait.WEIGHTS, "waiting", 40.0)),
     "workers_stuck": _workers(_worker(for_s=400.0)),
@@ -185,9 +191,14 @@ VIEWS: Mapping[str, View] = {
     ),
     "stragglers": _waiting(Wait.STRAGGLERS, streams=_stream(oldest_s=600.0)),
     "lag_bound_reached": _workers(_worker(Wait.TICKETS, "waiting", 30.0), streams=_stream(tickets=0, groups=80)),
+    "environment_is_slow": _waiting(
+        Wait.GROUPS,
+        workers=(_worker(in_flight=2, detail=_of_environment(under_way=32, oldest_s=48.0, latency_s=41.0)),),
+    ),
     "generation_is_slow": _waiting(Wait.GROUPS),
     "evaluating": _waiting(Wait.EVALUATION),
     "most_groups_dropped": replace(WELL, drops=_DROPPED),
+    "few_prompts_fit": replace(WELL, prompts={"new": 40, "fitting": 60, "solved": 700, "hopeless": 240}),
     "some_workers_reject": _workers(_REJECTING, _worker(part=_part("worker/node-3-78", "generate", "working"))),
     "weights_behind": _workers(_worker(version="1.109", step=109, lag=11)),
     "engine_disagrees": replace(WELL, learner=replace(_LEARNER, fresh_mismatch=(1.8, 1.9, 2.0))),

@@ -18,7 +18,8 @@ from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import SampleRequest
 from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.environments.playing import Plays
-from streamrl.workers.rewards.base import Reward, RewardDouble, Rewards, ScoreItem, Weighted
+from streamrl.workers.rewards.base import GroupReward, Reward, RewardDouble, Rewards, ScoreItem, Weighted
+from streamrl.workers.rewards.teaching import Teaches
 from streamrl.workers.roles import TicketsDouble, WeightsDouble
 from streamrl.workers.rollout import Rollout
 from tests.helpers import make_ticket, wait_until_async
@@ -56,8 +57,9 @@ class WorkerWorld:
         *,
         engine: EngineDouble | None = None,
         judge: Callable[[ScoreItem], float] | None = None,
-        source: Reward | None = None,
+        source: Reward | GroupReward | None = None,
         player: Plays | None = None,
+        teacher: Teaches | None = None,
         **worker: Any,
     ) -> None:
         self.info = RunInfo(uid="uid", name="run", term=1, config_json="{}", fingerprint="model", state="running")
@@ -76,6 +78,7 @@ class WorkerWorld:
                 worker="0",
                 fingerprint="model",
                 player=player,
+                teacher=teacher,
             ),
             config=config,
             progress=self.progress,

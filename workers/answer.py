@@ -1,4 +1,5 @@
-"""One ticket's answer: its samples, generated and scored side by side, as a group; or the word that it failed.
+"""One ticket's answer: its samples, generated and scored side by side, as a group; or the word that it failed. Sources
+that see a whole group score it when all its samples are there.
 
 A sample fails for good when the engine refuses it or its reward cannot be had. With `min_survivors` left (or as many as
 the ticket asks for, if that is fewer) the group goes out without it; else the group is a failure, and the learner
@@ -8,43 +9,65 @@ RewardOutage pass through.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+import numpy as np
 import structlog
 
 from streamrl.config import schema
 from streamrl.errors import RewardError, RewardOutage, SampleError
 from streamrl.protocol.wire.group import Group, GroupHeader, Sample
+from streamrl.protocol.wire.taught import Taught
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.tasks import gather_or_cancel
 from streamrl.workers.engines.base import Engine, SampleRequest
+from streamrl.workers.environments.account import Account
 from streamrl.workers.environments.base import ENVIRONMENT
 from streamrl.workers.environments.playing import Plays
-from streamrl.workers.environments.trace import Played
-from streamrl.workers.rewards.base import Rewards, ScoreItem, Scores
+from streamrl.workers.rewards.base import Rewards, Score, ScoreItem, Scores
+from streamrl.workers.rewards.teaching import Teaches, rows_of
+from streamrl.workers.sessions.trace import Played
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Scored:
-    """A sample, and when each half of its making ended (monotonic)."""
+class _Made:
+    """A sample, and what those sources gave that see it alone."""
 
+    made: Played
+    item: ScoreItem
+    scores: Mapping[str, Score]
+    taught: Taught  # by a teacher
+    generated_at: float  # monotonic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scored:
     sample: Sample
     made: Played
     generated_at: float
-    scored_at: float
 
 
 class Answerer:
     def __init__(
-        self, *, rewards: Rewards, config: schema.Config, worker: str, fingerprint: str, player: Plays | None = None
+        self,
+        *,
+        rewards: Rewards,
+        config: schema.Config,
+        worker: str,
+        fingerprint: str,
+        player: Plays | None = None,
+        teacher: Teaches | None = None,
     ) -> None:
         self.rewards = rewards
         self._player = player  # of rollouts of several turns
+        self._account = Account()  # of these rollouts
+        self._teacher = teacher  # that is asked about each sample
         self._config = config
         self._worker = worker
         self._fingerprint = fingerprint
@@ -53,8 +76,12 @@ class Answerer:
 
     def outage(self) -> str | None:
         """Why no sample could be made or scored now: it is no use to take tickets."""
-        if (outage := self.rewards.outage()) is not None or self._player is None:
+        if (outage := self.rewards.outage()) is not None:
             return outage
+        if self._teacher is not None and (outage := self._teacher.outage()) is not None:
+            return outage
+        if self._player is None:
+            return None
         outage = self._player.outage()
         return None if outage is None else f"environment: {outage}"
 
@@ -63,13 +90,16 @@ class Answerer:
         facts = self.rewards.facts()
         if self._player is not None:
             facts[f"rewards/{ENVIRONMENT}/state"] = self._player.outage() or "well"
+            facts |= {f"rewards/{ENVIRONMENT}/{name}": fact for name, fact in self._account.facts().items()}
+        if self._teacher is not None:
+            facts["rewards/teacher/state"] = self._teacher.state
         return facts
 
     async def answer(self, ticket: Ticket, engine: Engine, *, sample_done: Callable[[], None] = lambda: None) -> Group:
-        """`sample_done` is called for each sample as it is made and scored, or has failed."""
+        """`sample_done` is called for each sample as it is made and scored by itself, or has failed."""
         began = time.monotonic()
 
-        async def sample() -> _Scored | str:
+        async def sample() -> _Made | str:
             outcome = await self._sample(ticket, engine)
             sample_done()
             return outcome
@@ -77,9 +107,9 @@ class Answerer:
         outcomes = await gather_or_cancel(
             {f"ticket {ticket.number} sample {i}": sample() for i in range(ticket.num_samples)}
         )
-        return self._group(ticket, outcomes, began)
+        return self._group(ticket, await self._mixed(outcomes), began)
 
-    async def _sample(self, ticket: Ticket, engine: Engine) -> _Scored | str:
+    async def _sample(self, ticket: Ticket, engine: Engine) -> _Made | str:
         """Or why there is none."""
         self._num_requests += 1
         request = SampleRequest(
@@ -91,21 +121,73 @@ class Answerer:
         try:
             made = await self._make(ticket, engine, request)
             generated_at = time.monotonic()
-            scores = await self._score(ticket, made)
+            item = ScoreItem(
+                prompt=ticket.prompt,
+                completion=made.text,
+                token_ids=made.sample.token_ids,
+                fields=ticket.fields,
+                finish_reason=made.sample.finish_reason,
+            )
+            scores = await self.rewards.score_sample(item)
+            taught = await self._teach(ticket, made.sample)
         except RewardOutage:
             raise
         except (SampleError, RewardError) as error:
             log.warning("sample_failed", ticket=ticket.number, error=str(error))
             return str(error)
-        self.num_scored += 1
+        self.num_scored += bool(scores)
+        return _Made(made=made, item=item, scores=scores, taught=taught, generated_at=generated_at)
+
+    async def _mixed(self, outcomes: Sequence[_Made | str]) -> list[_Scored | str]:
+        """With what the sources of groups give, and the sum."""
+        ready = [outcome for outcome in outcomes if isinstance(outcome, _Made)]
+        mixed = iter(await self._mix(ready))
+        return [outcome if isinstance(outcome, str) else self._finished(outcome, next(mixed)) for outcome in outcomes]
+
+    async def _mix(self, ready: Sequence[_Made]) -> Sequence[Scores | RewardError]:
+        if not self._config.rewards:  # an environment gives them
+            return [Scores(rewards={}, total=0.0)] * len(ready)
+        return await self.rewards.mix([one.item for one in ready], [one.scores for one in ready])
+
+    def _finished(self, ready: _Made, scores: Scores | RewardError) -> _Scored | str:
+        made = ready.made
+        try:
+            scores = self._with_environment(made, scores)
+        except (SampleError, RewardError) as error:
+            log.warning("sample_failed", error=str(error))
+            return str(error)
+        self.num_scored += not ready.scores
+        of_tokens = scores.token_rewards
         sample = made.sample._replace(
-            rewards=scores.rewards, reward=scores.total, turn_rewards=self._weighted(made.turn_rewards)
+            rewards=scores.rewards,
+            reward=scores.total,
+            turn_rewards=self._weighted(made.turn_rewards),
+            token_rewards=None if of_tokens is None else of_tokens.astype(np.float32),
+            teacher_logprobs=ready.taught,
         )
-        return _Scored(sample=sample, made=made, generated_at=generated_at, scored_at=time.monotonic())
+        return _Scored(sample=sample, made=made, generated_at=ready.generated_at)
+
+    def _with_environment(self, made: Played, scores: Scores | RewardError) -> Scores:
+        settings = self._config.environment
+        if isinstance(scores, RewardError):
+            raise scores
+        if settings is None:
+            return scores
+        total = scores.total + settings.weight * made.reward
+        if not all(map(math.isfinite, (total, *self._weighted(made.turn_rewards)))):
+            raise SampleError(f"the environment's rewards add up to {made.reward:g}, weighted to {total:g}")
+        return Scores(
+            rewards={**scores.rewards, ENVIRONMENT: made.reward, **made.rewards},
+            total=total,
+            token_rewards=scores.token_rewards,
+        )
 
     async def _make(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
         if self._player is not None:
-            return await self._player.play(ticket, engine, request)
+            with self._account.rollout():
+                played = await self._player.play(ticket, engine, request)
+            self._account.played(played)
+            return played
         began = time.monotonic()
         generated = await engine.generate(request)
         num_tokens = len(generated.token_ids)
@@ -120,18 +202,17 @@ class Answerer:
         )
         return Played(sample=sample, text=generated.text, model_s=time.monotonic() - began)
 
-    async def _score(self, ticket: Ticket, made: Played) -> Scores:
-        item = ScoreItem(
-            prompt=ticket.prompt, completion=made.text, token_ids=made.sample.token_ids, fields=ticket.fields
-        )
-        settings = self._config.environment
-        if settings is None:
-            return await self.rewards.score(item)
-        scores = await self.rewards.score(item) if self._config.rewards else Scores(rewards={}, total=0.0)
-        return Scores(
-            rewards={**scores.rewards, ENVIRONMENT: made.reward, **made.rewards},
-            total=scores.total + settings.weight * made.reward,
-        )
+    async def _teach(self, ticket: Ticket, sample: Sample) -> Taught:
+        """What the teacher gives the tokens that were sampled; 0 for those that were given."""
+        if self._teacher is None or ticket.purpose != "train":
+            return None
+        rows = rows_of(ticket.token_ids, sample)
+        each = [await self._teacher.logprobs(context, tokens) for context, tokens in rows]
+        taught = np.zeros(len(sample.token_ids), dtype=np.float32)
+        told = np.concatenate(each)
+        for span in sample.spans:
+            taught[span.start : span.end] = told[span.start : span.end]
+        return taught
 
     def _weighted(self, rewards: Sequence[float]) -> tuple[float, ...]:
         settings = self._config.environment
@@ -142,7 +223,6 @@ class Answerer:
         failed = [outcome for outcome in outcomes if isinstance(outcome, str)]
         enough = len(scored) >= min(self._config.worker.min_survivors, ticket.num_samples)
         generated_at = max((one.generated_at for one in scored), default=began)
-        scored_at = max((one.scored_at for one in scored), default=began)
         header = GroupHeader(
             ticket=ticket.number,
             identity=ticket.identity,
@@ -154,7 +234,7 @@ class Answerer:
             num_failed_samples=len(failed),
             error="" if enough else f"{len(failed)} of {len(outcomes)} samples failed: {failed[0]}",
             generate_s=generated_at - began,
-            reward_s=scored_at - generated_at,
+            reward_s=time.monotonic() - generated_at if scored else 0.0,
             model_s=fmean(one.made.model_s for one in scored) if scored else 0.0,
             environment_s=fmean(one.made.environment_s for one in scored) if scored else 0.0,
             num_tool_calls=sum(one.made.num_tool_calls for one in scored),

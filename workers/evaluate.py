@@ -15,7 +15,8 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -28,6 +29,7 @@ from streamrl.errors import RewardError, RewardOutage
 from streamrl.permissions import Permissions
 from streamrl.protocol.wire.group import Group
 from streamrl.protocol.wire.ticket import Ticket
+from streamrl.recipe.held_out import Judged, judge_samples, majority, passes, wilson
 from streamrl.tasks import cancel_all, gather_or_cancel, run_beside
 from streamrl.versions import make_version
 from streamrl.workers.answer import Answerer
@@ -47,6 +49,16 @@ class EvalPrompt:
     text: str
     token_ids: npt.NDArray[np.int32]  # [P]
     fields: Mapping[str, Any] = field(default_factory=dict)  # handed to the rewards
+    dataset: str = ""  # by which name `data.validation` knows it; empty where there is only one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Of prompts, with the ends of its interval of 95 % (Wilson's)."""
+
+    share: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +75,22 @@ class Result:
     response_length: float | None
     finished: float | None  # share that ended by themselves
     groups: tuple[Group | None, ...]  # by prompt
+    pass_at: Mapping[int, Share] = field(default_factory=dict)  # by k; empty without validation.pass_by
+    majority: Share | None = None  # None without validation.answer
+    datasets: Mapping[str, Result] = field(default_factory=dict)  # of each, where there are several
 
     def to_json(self) -> dict[str, Any]:
         """What `streamrl eval --json` prints."""
-        shown = (one.name for one in fields(self) if one.name not in ("groups", "rewards"))
-        return {name: getattr(self, name) for name in shown} | {"rewards": dict(self.rewards)}
+        apart = ("groups", "rewards", "pass_at", "majority", "datasets")
+        told = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in apart}
+        told["rewards"] = dict(self.rewards)
+        if self.pass_at:
+            told["pass_at"] = {str(k): asdict(share) for k, share in self.pass_at.items()}
+        if self.majority is not None:
+            told["majority"] = asdict(self.majority)
+        if self.datasets:
+            told["datasets"] = {name: one.to_json() for name, one in self.datasets.items()}
+        return told
 
 
 async def try_rewards(
@@ -133,16 +156,40 @@ async def evaluate(
             )
             began = time.monotonic()
             groups = await _answers(tickets, engine, answerer, config, show)
-            return summarise(groups, duration_s=time.monotonic() - began)
+            duration_s = time.monotonic() - began
     finally:
         await engine.stop()
         await rewards.close()
+    judge = partial(_judged, settings=config.validation, decode=model.decode)
+    whole = summarise(groups, duration_s=duration_s, judge=judge)
+    named = {
+        name: [group for prompt, group in zip(prompts, groups, strict=True) if prompt.dataset == name]
+        for name in dict.fromkeys(prompt.dataset for prompt in prompts if prompt.dataset)
+    }
+    datasets = {name: summarise(of, duration_s=duration_s, judge=judge) for name, of in named.items()}
+    return replace(whole, datasets=datasets)
 
 
-def summarise(groups: Sequence[Group | None], *, duration_s: float) -> Result:
+def _judged(group: Group, *, settings: schema.Validation, decode: Callable[[list[int]], str]) -> list[Judged]:
+    """Empty: nothing says what passes."""
+    if settings.pass_by is None:
+        return []
+    return judge_samples(
+        group.samples, by=settings.pass_by, at_least=settings.pass_score, answer=settings.answer, decode=decode
+    )
+
+
+def summarise(
+    groups: Sequence[Group | None],
+    *,
+    duration_s: float,
+    judge: Callable[[Group], list[Judged]] = lambda group: [],
+) -> Result:
     answered = [group for group in groups if group is not None and not group.header.failed]
     samples = [sample for group in answered for sample in group.samples]
     sources = sorted({source for sample in samples for source in sample.rewards})
+    judged = [one for group in answered if (one := judge(group))]
+    votes = any(sample.answer is not None for one in judged for sample in one)
     return Result(
         num_prompts=len(groups),
         num_answered=len(answered),
@@ -156,7 +203,14 @@ def summarise(groups: Sequence[Group | None], *, duration_s: float) -> Result:
         response_length=_mean(len(sample.token_ids) for sample in samples),
         finished=_mean(sample.finish_reason == "stop" for sample in samples),
         groups=tuple(groups),
+        pass_at={k: _share(share, len(judged)) for k, share in passes(judged).items()},
+        majority=_share(share, len(judged)) if votes and (share := majority(judged)) is not None else None,
     )
+
+
+def _share(share: float, num_prompts: int) -> Share:
+    low, high = wilson(share, num_prompts)
+    return Share(share=share, low=low, high=high)
 
 
 async def _answers(

@@ -34,7 +34,12 @@ log = structlog.get_logger(__name__)
 @click.option(
     "--allow-model-root", multiple=True, help="The run may name any model under this folder or hub organisation."
 )
-@click.option("--allow-reward-code", multiple=True, metavar="TARGET", help="The run may use this reward function.")
+@click.option(
+    "--allow-reward-code",
+    multiple=True,
+    metavar="TARGET",
+    help="The run may use this reward function; `sandbox`: run programs of models in one.",
+)
 @click.option(
     "--allow-reward-network", multiple=True, metavar="TARGET", help="This reward function may open connections."
 )

@@ -28,10 +28,10 @@ from streamrl.finding import Finding, error, ok, take_stdout, warning
 from streamrl.permissions import Permissions
 from streamrl.recipe.rewards import REWARDS
 from streamrl.terminal import plural
+from streamrl.workers.confined import confine
 from streamrl.workers.environments.base import Environment
 from streamrl.workers.environments.own import OwnEnvironment, build_children
 from streamrl.workers.environments.remote import build_remote
-from streamrl.workers.rewards import confine
 from streamrl.workers.rewards.base import Rewards, ScoreItem, Scores, build_rewards
 
 _CONFINED = "reward processes"
@@ -93,7 +93,7 @@ def confinement(lacking: Mapping[str, str]) -> Finding:
 
 
 def _is_asked(source: schema.Reward, *, ask_services: bool) -> bool:
-    return isinstance(source, schema.FunctionReward) or (ask_services and LOCAL_REWARD_SERVER not in source.urls)
+    return not isinstance(source, schema.SERVICES) or (ask_services and LOCAL_REWARD_SERVER not in source.urls)
 
 
 async def _try(name: str, source: schema.Reward, files: Files, allowed: Permissions) -> AsyncIterator[Finding]:
@@ -152,18 +152,24 @@ async def _try_environment(settings: schema.Environment, files: Files, allowed: 
 
 def _once(source: schema.Reward) -> schema.Reward:
     """One child, one request."""
-    if isinstance(source, schema.FunctionReward):
+    if not isinstance(source, schema.SERVICES):
         return source.model_copy(update={"processes": 1})
     return source.model_copy(update={"attempts": 1, "outage_s": source.timeout_s})
 
 
 def _named(source: schema.Reward) -> str:
+    if isinstance(source, schema.CodeReward):
+        return f"tests.field = {source.tests.field!r}"
+    if isinstance(source, schema.JudgeReward):
+        return f"judges = {', '.join(f'{name} at {judge.url}' for name, judge in source.judges.items())}"
     return f"url = {source.url!r}" if isinstance(source, schema.HttpReward) else f"target = {source.target!r}"
 
 
 def _remedy(source: schema.Reward) -> str:
-    if isinstance(source, schema.HttpReward):
+    if isinstance(source, schema.SERVICES):
         return "mend the service, or its address"
+    if isinstance(source, schema.CodeReward):
+        return "mend the rows: each needs tests"
     if source.target in REWARDS:
         return "mend its options, or the rows"
     return "mend it; a completion that it cannot judge gets a low score, not an error"

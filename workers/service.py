@@ -52,6 +52,7 @@ from streamrl.workers.health import Health, Parts
 from streamrl.workers.pretrained import PretrainedModel
 from streamrl.workers.proofs.proving import Prover
 from streamrl.workers.rewards.base import build_rewards
+from streamrl.workers.rewards.teaching import Teaches
 from streamrl.workers.rollout import Rollout
 from streamrl.workers.supervise import RestartPatience, Supervisor
 from streamrl.workers.weights import Patience, WeightFollower
@@ -161,7 +162,11 @@ class _Service:
             await rewards.start()
             at = parse_address(options.sessions, what="--sessions")
             player = await ending.enter_async_context(playing(config, options.permissions, model, at))
+            teacher = self._teacher(model)
+            if teacher is not None:
+                ending.push_async_callback(teacher.close)
             answerer = Answerer(
+                teacher=teacher,
                 rewards=rewards,
                 config=config,
                 worker=options.worker,
@@ -187,6 +192,17 @@ class _Service:
             )
             await supervisor.run(stop)
             await stream.leave()
+
+    def _teacher(self, model: ModelFacts) -> Teaches | None:
+        settings = self._config.teacher
+        if settings is None or not settings.urls:
+            return None
+        from streamrl.workers.rewards.teacher import build_teacher  # httpx only where it is needed
+
+        config = self._config
+        longest = config.data.max_prompt_tokens + config.max_response_tokens
+        permissions = self._options.permissions
+        return build_teacher(settings, permissions, model.tokenizer, model=model.path, longest=longest)
 
     def _check_fingerprint(self, model: ModelFacts) -> None:
         if model.fingerprint != self._info.fingerprint:

@@ -65,6 +65,8 @@ Files = Mapping[str, tuple[int, str]]  # size and digest, by path within the che
 _SCHEMA = 4
 _CHUNK_BYTES = 1 << 22
 
+BEST_METRIC = "val_rollouts/rewards"  # where nothing else is asked for; higher is better
+
 log = structlog.get_logger(__name__)
 
 
@@ -214,12 +216,13 @@ class CheckpointRoot:
         term: int,
         keep_last: int,
         keep_best: int,
+        best_by: str = BEST_METRIC,
         keep: Collection[CheckpointName] = (),  # whatever else
     ) -> list[CheckpointName]:
         """Remove what need not be kept, and what unfinished writes and removals left lying; the names removed."""
         self._clean_up(term)
         readable = list(self._readable(lineage))
-        kept = {*keep, *(c.name for c in (*readable[:keep_last], *best_first(readable)[:keep_best]))}
+        kept = {*keep, *(c.name for c in (*readable[:keep_last], *best_first(readable, best_by)[:keep_best]))}
         return [c.name for c in readable if c.name not in kept and self._remove(c.name, term)]
 
     def _readable(self, lineage: Lineage) -> Iterator[Checkpoint]:
@@ -298,7 +301,6 @@ def _digest_of(content: Mapping[str, Any]) -> str:
 
 
 SCORE = "validation.json"
-BEST_METRIC = "val_rollouts/rewards"  # higher is better
 
 
 def write_score(folder: Path, metrics: Mapping[str, float]) -> None:
@@ -307,20 +309,20 @@ def write_score(folder: Path, metrics: Mapping[str, float]) -> None:
         write_durably(folder / SCORE, json.dumps(dict(metrics), allow_nan=False).encode())
 
 
-def read_score(folder: Path) -> float | None:
+def read_score(folder: Path, metric: str = BEST_METRIC) -> float | None:
     """None: not validated, or nobody answered."""
     path = folder / SCORE
     if not path.exists():
         return None
     try:
-        score = json.loads(path.read_bytes()).get(BEST_METRIC)
+        score = json.loads(path.read_bytes()).get(metric)
         return None if score is None else float(score)
     except (OSError, ValueError, AttributeError, TypeError) as error:
         log.warning("score of a checkpoint ignored", path=str(path), error=str(error))
         return None
 
 
-def best_first(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
-    """Those that were validated; of equally good ones the newest first."""
-    scored = [(score, one.name, one) for one in checkpoints if (score := read_score(one.folder)) is not None]
+def best_first(checkpoints: Iterable[Checkpoint], metric: str = BEST_METRIC) -> list[Checkpoint]:
+    """Those that were validated, by a metric of that; of equally good ones the newest first."""
+    scored = [(score, one.name, one) for one in checkpoints if (score := read_score(one.folder, metric)) is not None]
     return [one for _, _, one in sorted(scored, key=lambda each: each[:2], reverse=True)]

@@ -30,6 +30,7 @@ from streamrl.config.load import config_from_json
 from streamrl.errors import ConfigError, DataError
 from streamrl.files import fsync_folder
 from streamrl.learner.checkpoints.checkpoint import (
+    BEST_METRIC,
     MANIFEST,
     SCORE,
     Checkpoint,
@@ -38,7 +39,7 @@ from streamrl.learner.checkpoints.checkpoint import (
     best_first,
 )
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry, claim_run
-from streamrl.learner.groups.ledger import DROPPED, Ending, FeedState, Ledger, LedgerState
+from streamrl.learner.groups.ledger import DROPPED, Ending, FeedState, Ledger
 
 ANY_DATA = "any"  # as a checkpoint's fingerprint of the data: a fork that begins its data anew
 
@@ -94,9 +95,12 @@ def find_checkpoint(text: str) -> Checkpoint:
         return newest
     names = root.names(lineage)
     if which == "best":
-        scored = best_first(root.open(name) for name in names)
+        kept = [root.open(name) for name in names]  # the newest first
+        config = config_of(kept[0]) if kept else None
+        metric = BEST_METRIC if config is None else config.checkpoint.best_by
+        scored = best_first(kept, metric)
         if not scored:
-            raise DataError(f"{text}: no checkpoint of the run has been validated")
+            raise DataError(f"{text}: no checkpoint of the run has been validated ({metric}, checkpoint.best_by)")
         return root.open(scored[0].name, digests=True)
     found = next((name for name in names if str(name.step) == which), None)
     if found is None:
@@ -145,7 +149,7 @@ def _make(source: Checkpoint, aside: Path, *, new_data: bool) -> Checkpoint:
     state = CheckpointState(
         run_uid=run_uid,
         step=source.state.step,
-        stream=FeedState() if new_data else _behind(source.state.stream.ledger, step=source.state.step),
+        stream=FeedState() if new_data else _behind(source.state.stream, step=source.state.step),
         data_fingerprint=ANY_DATA if new_data else source.state.data_fingerprint,
         extra={
             "consumed_samples": source.state.extra.get("consumed_samples", 0),
@@ -156,8 +160,9 @@ def _make(source: Checkpoint, aside: Path, *, new_data: bool) -> Checkpoint:
     return root.commit(name, state)
 
 
-def _behind(before: LedgerState, *, step: int) -> FeedState:
+def _behind(stream: FeedState, *, step: int) -> FeedState:
     """Everything that had ended there has ended here; what was open is to be asked for."""
+    before = stream.ledger
     ended = Ledger(before)
     still_open = set(ended.open_tickets())
     endings = tuple(Ending(step, OUTCOME, number) for number in range(before.issued) if number not in still_open)
@@ -165,7 +170,7 @@ def _behind(before: LedgerState, *, step: int) -> FeedState:
     ledger = replace(
         before, outcomes={OUTCOME: len(endings)}, ignored={}, attempts={}, begins=begins, asked={}, letters={}
     )
-    return FeedState(ledger=ledger, uncommitted=endings)
+    return FeedState(ledger=ledger, curriculum=stream.curriculum, uncommitted=endings)
 
 
 def _link(source: Path, target: Path) -> None:

@@ -21,7 +21,7 @@ from streamrl.learner.groups.ledger import DROPPED, TRAINED
 from streamrl.protocol.wire.group import GroupHeader
 
 ALL_REWARDS = "all_rollouts/rewards"
-_NOT_OURS = (f"{DROPPED}malformed", f"{DROPPED}wrong_model")  # what they say of rewards is nothing to this run
+NOT_OURS = (f"{DROPPED}malformed", f"{DROPPED}wrong_model")  # what they say of rewards is nothing to this run
 _PARTS = (8, 4, 2, 1)  # buckets end at these parts of the longest response there may be
 
 
@@ -63,7 +63,7 @@ class Datasets:
         if name:
             num_trained, num_dropped = self._known.get(name, (0, 0))
             self._known[name] = (num_trained + trained, num_dropped + (not trained))
-        if outcome in _NOT_OURS:
+        if outcome in NOT_OURS:
             return
         if step != self._step:
             self._step, self._rewards = step, {}

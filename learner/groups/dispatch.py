@@ -37,12 +37,14 @@ import structlog
 from streamrl.config import schema
 from streamrl.crashpoints import crashpoint
 from streamrl.learner.groups.backlog import Backlog, Inventory
+from streamrl.learner.groups.curriculum import PromptOrder
 from streamrl.learner.groups.gate import NOT_ASKED
 from streamrl.learner.groups.lag import LagRule
-from streamrl.learner.groups.ledger import Ledger, Retries
+from streamrl.learner.groups.ledger import CurriculumState, Ledger, Retries
 from streamrl.learner.groups.plan import ReadyGroups
-from streamrl.learner.groups.prompts import PromptSet
+from streamrl.learner.groups.prompts import Prompt, PromptSet
 from streamrl.protocol.transport.types import GroupStream, Letter
+from streamrl.protocol.wire.group import GroupHeader
 from streamrl.protocol.wire.ticket import Ticket
 
 log = structlog.get_logger(__name__)
@@ -54,6 +56,7 @@ class Dispatch:
         *,
         stream: GroupStream,
         prompts: PromptSet,
+        order: PromptOrder,
         ledger: Ledger,
         lag: LagRule,
         ready_groups: ReadyGroups,
@@ -61,7 +64,7 @@ class Dispatch:
         config: schema.Config,
         run_uid: str,
     ) -> None:
-        self._stream, self._prompts, self._run_uid = stream, prompts, run_uid
+        self._stream, self._prompts, self._order, self._run_uid = stream, prompts, order, run_uid
         self._ledger, self._lag, self._ready_groups, self._backlog = ledger, lag, ready_groups, backlog
         self._num_samples = config.sampling.num_samples
         self._max_attempts = config.worker.max_attempts
@@ -93,6 +96,26 @@ class Dispatch:
         """Outstanding tickets, but for those that Redis has yet to take."""
         return self._ledger.outstanding - len(self.refused)
 
+    def prompt_of(self, number: int) -> Prompt | None:
+        """What this ticket asks; None: of a replay, which need not know it."""
+        place = self._ledger.retries.place(number)
+        return self._prompts.rows[self._order.locate(place)[1]] if self._order.knows(place) else None
+
+    def dataset_of(self, number: int) -> str:
+        prompt = self.prompt_of(number)
+        return "" if prompt is None else prompt.dataset
+
+    def answered(self, header: GroupHeader, *, teaches: bool) -> None:
+        place = self._ledger.retries.place(header.ticket)
+        if self._order.knows(place):
+            self._order.ended(place, header, teaches=teaches)
+
+    def curriculum(self) -> CurriculumState | None:
+        return self._order.state(self._ledger)
+
+    def metrics(self) -> dict[str, float]:
+        return self._order.metrics()
+
     def top_up(self, *, step: int) -> None:
         """Issue as many new tickets as there is room for: none while others are refused."""
         room = self._room(step)
@@ -104,7 +127,9 @@ class Dispatch:
             self._ledger.repeat(dead, by=self._ledger.issued)
             self._ledger.issued += 1
             crashpoint("retry.counted")
-        self._ledger.issued = max(self._ledger.issued, min(first + room, self.num_tickets))
+        end, num_retries = min(first + room, self.num_tickets), len(self._ledger.retries)
+        self._order.draw(end - num_retries)
+        self._ledger.issued = max(self._ledger.issued, min(end, self._order.num_drawn + num_retries))
         crashpoint("issue.counted")
         self.issue(range(first, self._ledger.issued), step=step)
 
@@ -113,8 +138,7 @@ class Dispatch:
         first_version, begins_with = self._lag.first_version()
         before, self.refused = self.refused, []  # should this fail, reconciling finds out what is missing
         wanted = dict.fromkeys((*filter(self._ledger.is_open, before), *numbers))
-        retries = self._ledger.retries
-        tickets = [self._ticket(number, retries, step=step, min_version=first_version) for number in wanted]
+        tickets = self._tickets(wanted, step=step, min_version=first_version)
         for ticket in tickets:
             self._ledger.begin(ticket.number, step=begins_with, asked=ticket.identity)
         if tickets:
@@ -130,10 +154,10 @@ class Dispatch:
             self.issue([number], step=step)
         else:
             version, _ = self._lag.first_version()
-            ticket = self._ticket(number, self._ledger.retries, step=step, min_version=version)
+            tickets = self._tickets([number], step=step, min_version=version)
             letter = Letter(error, time.time())
             self._ledger.die(number, letter, step=step + 1)
-            self._stream.letters.put([(ticket, letter)])
+            self._stream.letters.put([(ticket, letter) for ticket in tickets])
 
     def reconcile(self, *, cursor: str, step: int) -> Inventory:
         """Groups up to the cursor have been read; those that were not resolved are to be read again, for the bodies may
@@ -192,7 +216,8 @@ class Dispatch:
         repeated = {number: dead for number, dead in retried.items() if number >= first}
         retries = Retries({**self._ledger.retries.known(), **repeated})
         for number in sorted(number for number in {*(n for n, _ in shown), *repeated} if number >= first):
-            if number - counter > self._widest_window or retries.place(number) >= self._num_of_data:
+            too_far = number - counter > self._widest_window or retries.num_places(number + 1) > self._order.num_drawn
+            if too_far or not self._order.knows(retries.place(number)):
                 break
             if number in repeated or (number, self._ticket(number, retries).identity) in shown:
                 counter = number + 1
@@ -218,13 +243,9 @@ class Dispatch:
         missing = [(number, letter) for number, letter in ledger.letters.items() if number not in listed]
         version, _ = self._lag.first_version()
         again = (
-            (
-                replace(
-                    self._ticket(number, ledger.retries, step=step, min_version=version), attempt=self._max_attempts
-                ),
-                letter,
-            )
+            (replace(ticket, attempt=self._max_attempts), letter)
             for number, letter in missing
+            for ticket in self._tickets([number], step=step, min_version=version)
         )
         if not self._stream.letters.put(again, wait_for_room=False):
             log.warning("Redis is full, and dead letters that it lost are not listed", letters=len(missing))
@@ -247,9 +268,15 @@ class Dispatch:
         """Dead tickets; one that a lost step has brought back to life must die first."""
         return [dead for dead in self.to_repeat if dead in self._ledger.letters]
 
+    def _tickets(self, numbers: Iterable[int], *, step: int, min_version: int) -> list[Ticket]:
+        """Those of which it is known what they ask; in a replay there may be others, and nobody to ask."""
+        retries = self._ledger.retries
+        known = (number for number in numbers if self._order.knows(retries.place(number)))
+        return [self._ticket(number, retries, step=step, min_version=min_version) for number in known]
+
     def _ticket(self, number: int, retries: Retries, *, step: int = 0, min_version: int = 0) -> Ticket:
         """What the number stands for, given these retries."""
-        data_epoch, prompt_index = self._prompts.locate(retries.place(number))
+        data_epoch, prompt_index = self._order.locate(retries.place(number))
         prompt = self._prompts.rows[prompt_index]
         return Ticket(
             number=number,

@@ -34,10 +34,10 @@ class FailuresInRow:
         """A group came that its worker could fill."""
         self._count = 0
 
-    def failed(self, prompt: Prompt, *, error: str) -> None:
+    def failed(self, prompt: Prompt | None, *, error: str) -> None:
+        """None: of a replay, which need not know it."""
         self._count += 1
-        text = prompt.text if len(prompt.text) <= _SHOWN_CHARS else f"{prompt.text[:_SHOWN_CHARS]}..."
-        self.latest = f"prompt {text!r} (line {prompt.line}): {error}"
+        self.latest = f"{self._told(prompt)}: {error}"
         if self._count >= self._limit:
             raise TrainingError(
                 f"{self._count} groups in a row failed, and none between was sound (training.max_failed_in_row). "
@@ -54,3 +54,10 @@ class FailuresInRow:
             f"all the data were asked for, and no step was made: of {ledger.issued} groups {'; '.join(endings)}. "
             "`streamrl groups` shows answers and their rewards; mend it and start the run again"
         )
+
+    @staticmethod
+    def _told(prompt: Prompt | None) -> str:
+        if prompt is None:
+            return "a prompt"
+        text = prompt.text if len(prompt.text) <= _SHOWN_CHARS else f"{prompt.text[:_SHOWN_CHARS]}..."
+        return f"prompt {text!r} (line {prompt.line})"

@@ -24,14 +24,15 @@ import structlog
 from streamrl.config import schema
 from streamrl.crashpoints import crashpoint
 from streamrl.learner.groups.backlog import Backlog, largest_group
-from streamrl.learner.groups.counts import Datasets, Lengths
+from streamrl.learner.groups.counts import NOT_OURS, Datasets, Lengths
+from streamrl.learner.groups.curriculum import PromptOrder, open_order
 from streamrl.learner.groups.dispatch import Dispatch
 from streamrl.learner.groups.failures import FailuresInRow
 from streamrl.learner.groups.gate import LATE_FAILURE, NOT_ASKED, NOT_LEASED, Gate
 from streamrl.learner.groups.lag import LagRule
 from streamrl.learner.groups.ledger import DEAD, DROPPED, TRAINED, FeedState, Ledger
 from streamrl.learner.groups.plan import GroupCheck, Kind, Plan, ReadyGroup, ReadyGroups, balance
-from streamrl.learner.groups.prompts import Prompt, PromptSet
+from streamrl.learner.groups.prompts import PromptSet
 from streamrl.learner.groups.quarantine import QUARANTINED, Quarantine
 from streamrl.learner.groups.waiting import WaitTimers
 from streamrl.protocol.transport.types import Control, Entry, GroupStream
@@ -56,21 +57,19 @@ class Feed:
         keep: Callable[[GroupHeader], str | None],  # the algorithm's reason to drop a group, if it has one
         state: FeedState | None = None,  # of the checkpoint to go on from
         quarantine: Quarantine | None = None,  # None: nobody is suspected
+        order: PromptOrder | None = None,  # None: as the settings want it, kept nowhere but in checkpoints
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         state = state or FeedState()
-        self._stream, self._prompts = stream, prompts
-        self._groups_per_step = config.training.groups_per_step
-        self._keep = keep
-        self._quarantine = quarantine or Quarantine()
+        self._stream, self._groups_per_step = stream, config.training.groups_per_step
+        self._keep, self._quarantine = keep, quarantine or Quarantine()
         self._failures = FailuresInRow(config.training.max_failed_in_row)
         self._wait_timers = WaitTimers(config, clock)
-        self._clock = clock
-        self._sleep = sleep
+        self._clock, self._sleep = clock, sleep
         self._ledger = Ledger(state.ledger, state.uncommitted)
         self._lengths = Lengths(config.max_response_tokens, state.lengths)
-        self._datasets = Datasets(lambda ticket: self._prompt_of(ticket).dataset, state.datasets)
+        self._datasets = Datasets(lambda ticket: self._dispatch.dataset_of(ticket), state.datasets)
         self._lag = LagRule(config.lag, state.versions)
         self._ready_groups = ReadyGroups(
             ledger=self._ledger, lag=self._lag, groups_per_step=self._groups_per_step, carry=state.carry
@@ -88,6 +87,7 @@ class Feed:
         self._dispatch = Dispatch(
             stream=stream,
             prompts=prompts,
+            order=order or open_order(config, prompts, state=state),
             ledger=self._ledger,
             lag=self._lag,
             ready_groups=self._ready_groups,
@@ -167,6 +167,7 @@ class Feed:
             versions=self._lag.known(),
             lengths=self._lengths.known(),
             datasets=self._datasets.known(),
+            curriculum=self._dispatch.curriculum(),
             journal=self._journal,
             uncommitted=self._ledger.uncommitted,
         )
@@ -201,6 +202,7 @@ class Feed:
             **ignored,
             **self._lengths.metrics(),
             **self._datasets.metrics(),
+            **self._dispatch.metrics(),
         }
 
     def check_trained(self) -> None:
@@ -308,7 +310,7 @@ class Feed:
             self._weigh(entry, header, step)
         else:
             self._dispatch.failed(entry.number, error=header.error, step=step)
-            self._failures.failed(self._prompt_of(entry.number), error=header.error)
+            self._failures.failed(self._dispatch.prompt_of(entry.number), error=header.error)
 
     def _set_aside(self, entry_id: str, number: int, reason: str) -> None:
         """It decides no ticket."""
@@ -339,11 +341,9 @@ class Feed:
             if self._lag.is_stale(held.header.min_version, held.header.max_version, step):
                 self._end(self._ready_groups.remove(held.header.ticket).header, f"{DROPPED}stale", step=step)
 
-    def _prompt_of(self, ticket: int) -> Prompt:
-        _, row = self._prompts.locate(self._ledger.retries.place(ticket))
-        return self._prompts.rows[row]
-
     def _end(self, header: GroupHeader, outcome: str, *, step: int) -> None:
         self._ledger.resolve(header.ticket, outcome, step=step + 1, answered=header.identity)
         self._lengths.count(header, dropped=outcome != TRAINED)
         self._datasets.count(header, outcome=outcome, step=step)
+        if outcome not in NOT_OURS:
+            self._dispatch.answered(header, teaches=self._keep(header) is None)

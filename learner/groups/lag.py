@@ -10,8 +10,10 @@ happens past the limit:
     drop   the group is dropped: the plainest, and the one that costs the most long answers
 
 Headers name versions only; the learner knows the step of each that it published, as far back as the limit reaches.
-Versions of an abandoned lineage, which it does not know, are let through: they cannot be measured by steps, the
-off-policy correction copes with them, and their tokens are counted. In the bodies, spans carry their step.
+What it does not know is of an abandoned lineage, or was on its way when the checkpoint that it goes on from was made.
+It ages as the last known version before it, from where that lineage was left: so none outlives the limit, and some go
+a step early. The off-policy correction copes with the rest, and their tokens are counted. In the bodies, spans carry
+their step.
 """
 
 from __future__ import annotations
@@ -43,9 +45,11 @@ class LagRule:
         judged = max_version if self.stale == "mask" else min_version
         if judged == 0 or not self._steps:  # no tokens at all, or nothing published to be older than
             return False
+        if judged > max(self._steps):  # it is out, and was not noted yet
+            return False
         # One before the oldest that is remembered is forgotten, or of an abandoned lineage.
-        made_at = self._steps.get(max(judged, min(self._steps)))
-        return made_at is not None and step - made_at > self._limit
+        made_at = self._steps[max((v for v in self._steps if v <= judged), default=min(self._steps))]
+        return step - made_at > self._limit
 
     def batches_ahead(self, step: int) -> int:
         """How many batches may be outstanding before this step is made."""

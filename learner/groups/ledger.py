@@ -62,6 +62,18 @@ class LedgerState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CurriculumState:
+    """What a curriculum (learner.groups.curriculum) has drawn and knows, as a checkpoint holds it."""
+
+    num_drawn: int = 0  # places that have their prompt
+    num_visited: int = 0  # candidates that were looked at for them
+    places: Mapping[int, tuple[int, int]] = field(
+        default_factory=dict
+    )  # (pass, row) of those that may yet be asked for
+    prompts: str = ""  # what is known of each that was asked (learner.groups.pool)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FeedState:
     """Where a learner stands in the stream; what a checkpoint commits."""
 
@@ -71,6 +83,7 @@ class FeedState:
     versions: tuple[tuple[int, int], ...] = ()  # (version, its step) as far back as the lag rule looks
     lengths: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # of what ended (learner.groups.counts)
     datasets: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # likewise (learner.groups.counts)
+    curriculum: CurriculumState | None = None  # None: tickets ask in the data's order
     journal: str | None = None  # its newest file
     uncommitted: tuple[Ending, ...] = ()  # what ended since that file; the next one gets it, not the manifest
 
@@ -260,7 +273,11 @@ class Retries:
         """How many tickets of the data come before the one that this number stands for."""
         while (dead := self._dead_of.get(number)) is not None:  # a retry may have died, and be repeated itself
             number = dead
-        return number - bisect_left(self._numbers, number)
+        return self.num_places(number)
+
+    def num_places(self, end: int) -> int:
+        """How many places of the data the numbers below stand for."""
+        return end - bisect_left(self._numbers, end)
 
     def known(self) -> dict[int, int]:
         """By the number of the retry, the ticket that it repeats."""

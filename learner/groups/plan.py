@@ -224,8 +224,10 @@ class Fetched:
     num_masked: int  # tokens of the sound groups that are too old for a loss
 
 
-def fetch_groups(stream: GroupStream, plan: Plan, *, rank: int, vocabulary: int, oldest_step: int = 0) -> Fetched:
-    """Tokens of versions before `oldest_step` get no loss."""
+def fetch_groups(
+    stream: GroupStream, plan: Plan, *, rank: int, vocabulary: int, oldest_step: int = 0, taught: bool = False
+) -> Fetched:
+    """Tokens of versions before `oldest_step` get no loss. `taught`: workers ask a teacher about all samples."""
     mine = plan.of_rank(rank)
     lacking = [planned.entry_id for _, planned in mine if planned.opened is None]
     entries = dict(zip(lacking, stream.fetch("train", lacking), strict=True)) if lacking else {}
@@ -234,6 +236,9 @@ def fetch_groups(stream: GroupStream, plan: Plan, *, rank: int, vocabulary: int,
     num_masked = 0
     for at, planned in mine:
         verdict, group, masked = _look_at(planned, entries.get(planned.entry_id), vocabulary, oldest_step)
+        if taught and group is not None and any(sample.teacher_logprobs is None for sample in group.samples):
+            log.warning("group refused", ticket=planned.ticket, error="it has no log-probs of the teacher")
+            verdict, group = GroupCheck.MALFORMED, None
         verdicts[at] = verdict
         if group is not None:
             groups.append(group)

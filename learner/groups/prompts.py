@@ -116,6 +116,10 @@ class PromptSet:
         """(passes over the data before it, index of its row)"""
         return self._mixture.locate(ticket)
 
+    def candidates(self, data_epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """The rows of a pass, in their order, and for each a throw between 0 and 1 (`groups.curriculum`)."""
+        return self._mixture.rows_of_pass(data_epoch), self._mixture.throws_of_pass(data_epoch)
+
 
 def tokenise(
     named: schema.NamedDataset, tokenizer: Tokenizer, data: schema.Data, *, at_most_s: float | None = None
@@ -231,6 +235,7 @@ class _Reader:
 
 _CACHED_PASSES = 2  # around the end of a pass, tickets of two passes are asked for by turns
 _FIRST_CIRCLE = 1 << 63  # draws for circles are numbered from here on, those for passes from 0 on
+_FIRST_THROWS = 1 << 62  # and those of candidates for admission, a number a pass, from here on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,12 +259,13 @@ class Mixture:
         self.num_places = sum(part.num_places for part in parts)  # of a pass
         self._seed = seed
         self._shuffle = shuffle
-        self._rows_of_pass = lru_cache(_CACHED_PASSES)(self._rows_of)
+        self.rows_of_pass = lru_cache(_CACHED_PASSES)(self._rows_of)
+        self.throws_of_pass = lru_cache(_CACHED_PASSES)(self._throws_of)
 
     def locate(self, place: int) -> tuple[int, int]:
         """(passes before it, its row)"""
         data_epoch, position = divmod(place, self.num_places)
-        return data_epoch, int(self._rows_of_pass(data_epoch)[position])
+        return data_epoch, int(self.rows_of_pass(data_epoch)[position])
 
     def _rows_of(self, data_epoch: int) -> npt.NDArray[np.int64]:  # [num_places]
         starts = np.cumsum([0, *(part.num_rows for part in self.parts)])
@@ -280,7 +286,15 @@ class Mixture:
             rest = self._permutation(_FIRST_CIRCLE + at, part.num_rows)[rest]
         return np.concatenate([np.tile(np.arange(part.num_rows), num_times), rest])
 
+    def _throws_of(self, data_epoch: int) -> npt.NDArray[np.float64]:  # [num_places]
+        draws: npt.NDArray[np.uint64] = self._draws(_FIRST_THROWS + data_epoch, self.num_places)
+        return (draws >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
     def _permutation(self, draw: int, count: int) -> npt.NDArray[np.intp]:
-        # Sorted raw draws: of a bit generator numpy promises the same stream in every release, of shuffles not.
+        return np.argsort(self._draws(draw, count), kind="stable")
+
+    def _draws(self, draw: int, count: int) -> npt.NDArray[np.uint64]:
+        # Raw ones: of a bit generator numpy promises the same stream in every release, of shuffles not.
         key = np.array([self._seed % (1 << 64), draw], dtype=np.uint64)
-        return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
+        drawn: npt.NDArray[np.uint64] = np.random.Philox(key=key).random_raw(count)
+        return drawn

@@ -75,7 +75,7 @@ class Tally:
             *_OF_TOKENS,
             *OF_SAMPLES,
             *OF_GROUPS,
-            *(f"{of}/{name}" for of in ("reward", "scored") for name in sources),
+            *(f"{of}/{name}" for of in ("reward", "reward_squared", "scored") for name in sources),
         )
         self._sums = dict.fromkeys(names, 0.0)
         self._peaks = dict.fromkeys(_PEAKS, -math.inf)
@@ -182,6 +182,7 @@ class Tally:
         self._add("reward_squared", sample.reward * sample.reward)  # may be inf, where a power raises
         for name in self._sources:
             self._add(f"reward/{name}", sample.rewards.get(name, 0.0))
+            self._add(f"reward_squared/{name}", sample.rewards.get(name, 0.0) * sample.rewards.get(name, 0.0))
             self._add(f"scored/{name}", name in sample.rewards)  # a source may not apply to every sample
         for span in sample.spans:
             lag, num_tokens = max(0, self._step - span.step), span.end - span.start
@@ -217,6 +218,9 @@ def _of_fresh(difference: torch.Tensor, fresh: torch.Tensor) -> dict[str, torch.
 def _of_rollouts(sums: Mapping[str, float], sources: Sequence[str]) -> dict[str, float]:
     groups, samples = max(1.0, sums["groups"]), max(1.0, sums["samples"])
     mean = sums["train_rollouts/rewards"] / samples
+    applied = {name: sums[f"scored/{name}"] for name in sources if sums[f"scored/{name}"]}
+    means = {name: sums[f"reward/{name}"] / count for name, count in applied.items()}
+    squares = {name: sums[f"reward_squared/{name}"] / count for name, count in applied.items()}
     return {
         **{name: sums[name] / samples for name in OF_SAMPLES},
         **{name: sums[name] / groups for name in OF_GROUPS},
@@ -224,10 +228,10 @@ def _of_rollouts(sums: Mapping[str, float], sources: Sequence[str]) -> dict[str,
         "train_rollouts/rewards_std": math.sqrt(max(0.0, sums["reward_squared"] / samples - mean**2)),
         "train_rollouts/rewards_with_kl": mean - sums["penalty"] / samples,
         "train_rollouts/baseline": sums["baseline"] / samples,
+        **{f"train_rollouts/rewards/{name}": means[name] for name in applied},
         **{
-            f"train_rollouts/rewards/{name}": sums[f"reward/{name}"] / sums[f"scored/{name}"]
-            for name in sources
-            if sums[f"scored/{name}"]
+            f"train_rollouts/rewards_std_by_source/{name}": math.sqrt(max(0.0, squares[name] - means[name] ** 2))
+            for name in applied
         },
     }
 

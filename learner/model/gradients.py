@@ -3,6 +3,7 @@
     prepare      groups ─ select ─► pieces ─ pack ─► micro-batches     as many on every rank, padded with empty ones
                               │                   │
                  N, T over all ranks     reference log-probs           only when the algorithm asks for them
+                              │          the teacher's                 where there is one; or as workers brought them
                               │                   ▼
                               │             advantages                 of each sample's own group, then of the batch
                               ▼                   ▼
@@ -43,13 +44,15 @@ from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.load import load_reference
 from streamrl.learner.model.logprobs import LogProbs
 from streamrl.learner.model.lora import without_adapters
-from streamrl.learner.model.packing import MicroBatch, Piece, empty_micro_batch, pack
+from streamrl.learner.model.packing import MicroBatch, Piece, Shape, empty_micro_batch, pack
 from streamrl.learner.model.policy import Policy, evaluating
+from streamrl.learner.model.teacher import Teacher
 from streamrl.learner.process.ranks import World
-from streamrl.protocol.wire.group import Group
+from streamrl.protocol.wire.group import Group, Sample
 from streamrl.recipe.advantages import STD_FLOOR, PerToken, discounted
 from streamrl.recipe.algorithms import Algorithm, Selection
 from streamrl.recipe.losses import TokenBatch
+from streamrl.recipe.teaching import taught
 
 Reference = Callable[[MicroBatch], torch.Tensor]  # [T] log-probs under the frozen policy
 
@@ -64,6 +67,7 @@ class Batch:
     begins: torch.Tensor  # [samples] of their responses
     advantages: torch.Tensor  # [tokens of responses] float64
     staleness: torch.Tensor  # [tokens of responses] steps
+    teacher_logprobs: torch.Tensor | None  # [tokens of responses]
     weights: torch.Tensor  # [samples] float64: of each trained token in the loss
     fresh: torch.Tensor  # [samples] bool: made wholly by the weights that the first pass finds
     num_tokens: int  # of all trained samples with their prompts
@@ -81,8 +85,10 @@ class Gradients:
         config: schema.Config,
         world: World,
         beat: Callable[[], None],  # called after each micro-batch: a long step is no stall
+        teacher: Teacher | None = None,  # on the ranks; None: there is none, or workers have asked it
     ) -> None:
         assert reference is not None or not algorithm.needs_reference
+        self._teacher, self._teaching = teacher, config.teacher
         self._policy, self._algorithm = policy, algorithm
         self._reference = reference if algorithm.needs_reference else None
         self._settings = config.algorithm
@@ -94,7 +100,7 @@ class Gradients:
         """`groups` are those of this rank that all ranks accepted."""
         selections = [self._algorithm.select(group) for group in groups]
         pieces = _pieces(groups, selections)
-        micro_batches = self._micro_batches(pieces)
+        micro_batches = self._micro_batches(pieces, self._policy.shape)
         reference_logprobs = [self._reference(batch) if self._reference else None for batch in micro_batches]
         samples = [sample for group in groups for sample in group.samples]
         lengths = torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64)
@@ -102,12 +108,14 @@ class Gradients:
         advantages = self._advantages(groups, pieces, penalties, tally)
         staleness = [tally.staleness(sample) for sample in samples]
         fresh = torch.tensor([tally.is_fresh(sample) for sample in samples], dtype=torch.bool)
+        begins = (lengths.cumsum(0) - lengths).to(self._world.device)
         return Batch(
             micro_batches=micro_batches,
             reference_logprobs=reference_logprobs,
-            begins=(lengths.cumsum(0) - lengths).to(self._world.device),
+            begins=begins,
             advantages=torch.from_numpy(np.concatenate([np.zeros(0), *advantages])).to(self._world.device),
             staleness=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *staleness])).to(self._world.device),
+            teacher_logprobs=self._taught(samples, pieces, begins),
             weights=self._sample_weights(pieces, selections),
             fresh=fresh.to(self._world.device),
             num_tokens=sum(piece.num_tokens for piece in pieces),
@@ -135,6 +143,7 @@ class Gradients:
             behaviour_logprobs=micro_batch.behaviour_logprobs.to(dtype),
             proximal_logprobs=batch.proximal_logprobs[at],
             reference_logprobs=batch.reference_logprobs[at],
+            teacher_logprobs=None if batch.teacher_logprobs is None else batch.teacher_logprobs[place].to(dtype),
             entropy=out.entropy if self._algorithm.needs_entropy else None,
             advantages=batch.advantages[place].to(dtype),
             staleness=batch.staleness[place],
@@ -142,6 +151,8 @@ class Gradients:
             num_samples=len(batch.begins),
         )
         values, metrics = self._algorithm.loss(tokens)
+        if self._teaching is not None:
+            values, metrics = taught(values, metrics, tokens, weight=self._teaching.weight)
         loss = (batch.weights[micro_batch.sample].to(dtype) * values).sum()
         # FSDP takes the mean over ranks of what is to be a sum.
         (loss * self._world.size).backward()
@@ -171,8 +182,24 @@ class Gradients:
             case "max_tokens":
                 return num_counted * self._max_response
 
-    def _micro_batches(self, pieces: Sequence[Piece]) -> list[MicroBatch]:
-        batches = pack(pieces, max_tokens=self._max_tokens, shape=self._policy.shape)
+    def _taught(
+        self, samples: Sequence[Sample], pieces: Sequence[Piece], begins: torch.Tensor
+    ) -> torch.Tensor | None:  # [tokens of responses]
+        if self._teaching is None:
+            return None
+        if self._teacher is None:
+            told = [sample.teacher_logprobs for sample in samples if sample.teacher_logprobs is not None]
+            return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *told])).to(self._world.device)
+        found = torch.zeros(
+            sum(len(sample.token_ids) for sample in samples), dtype=torch.float64, device=self._world.device
+        )
+        for batch in self._micro_batches(pieces, self._teacher.shape):
+            found[begins[batch.sample] + batch.position] = self._teacher.ask(batch).double()
+            self._beat()
+        return found
+
+    def _micro_batches(self, pieces: Sequence[Piece], shape: Shape) -> list[MicroBatch]:
+        batches = pack(pieces, max_tokens=self._max_tokens, shape=shape)
         most = int(self._world.largest(np.array([len(batches)], dtype=np.float64))[0])
         batches += [empty_micro_batch() for _ in range(most - len(batches))]
         return [batch.to(self._world.device) for batch in batches]

@@ -74,22 +74,41 @@ def load_policy(config: schema.Config, world: World, end_ids: tuple[int, ...]) -
     if config.model.lora is not None:
         inject_adapters(model, config.model.lora, world.device)
     if config.model.dtype == "float64":
-        _cast(model, torch.float64)
+        cast(model, torch.float64)
     if world.device.type == "cuda" and config.model.dtype == "bfloat16":
-        refuse_too_large(Sizes.of(model), config, ranks=world.size, room=_room(world.device))
+        teacher = teacher_sizes(config)
+        refuse_too_large(Sizes.of(model), config, ranks=world.size, room=_room(world.device), teacher=teacher)
     if recomputes(config.model, world.device):
         _checkpoint(model, is_wished=config.model.gradient_checkpointing is True)
+    return settled(model, sources, config, world, end_ids, on_host=config.model.masters == "cpu")
+
+
+def settled(
+    model: transformers.PreTrainedModel,
+    sources: Sources,
+    config: schema.Config,
+    world: World,
+    end_ids: tuple[int, ...],
+    *,
+    on_host: bool,
+) -> Policy:
+    """It lies over the ranks, and is asked in the fastest way that is right."""
     twin = unfilled(model) if config.model.dtype == "bfloat16" else None
-    # Tried in fp32; a frozen base that will be half of that waits on the host meanwhile.
-    place = _HOST if config.model.masters == "cpu" or config.model.lora is not None else world.device
+    # Tried in fp32; what is frozen and will be half of that waits on the host meanwhile.
+    is_frozen = not all(parameter.requires_grad for parameter in model.parameters())
+    place = _HOST if on_host or (is_frozen and twin is not None) else world.device
     policy = make_policy(model, config, end_ids).train()
     policy = fill(shard(policy, world, on_host=place != world.device), sources, place)
-    settle(policy, world, wished=attention)
+    settle(policy, world, wished=choose(config.model, world.device))
     if twin is None:
         return policy
-    return gathered_in_half(
-        policy, make_policy(twin, config, end_ids).train(), world, on_host=config.model.masters == "cpu"
-    )
+    return gathered_in_half(policy, make_policy(twin, config, end_ids).train(), world, on_host=on_host)
+
+
+def teacher_sizes(config: schema.Config) -> Sizes | None:
+    """Of a teacher that lies beside the policy; None: there is none."""
+    path = None if config.teacher is None else config.teacher.path
+    return None if path is None else Sizes.of(build_model(path, MASKED))
 
 
 def _room(device: torch.device) -> int:
@@ -107,7 +126,7 @@ def recomputes(settings: schema.Model, device: torch.device) -> bool:
 def outline(config: schema.Config) -> transformers.PreTrainedModel:
     """The model without weights or memory for them; what can be known to be wrong is refused as `load_policy` would."""
     device = torch.device("cpu")
-    model = _build(config.model.path, choose(config.model, device))
+    model = build_model(config.model.path, choose(config.model, device))
     refuse_long(model, config.data.max_prompt_tokens + config.max_response_tokens)
     if config.model.gradient_checkpointing is True:
         _checkpoint(model, is_wished=True)
@@ -135,7 +154,7 @@ def load_reference(
     """
     attention = choose(config.model, world.device)
     model, sources = begin_model(config.model.path, attention=attention, device=world.device)
-    _cast(model.requires_grad_(False), getattr(torch, config.model.dtype))
+    cast(model.requires_grad_(False), getattr(torch, config.model.dtype))
     reference = make_policy(model, config, end_ids)
     if like is not None:
         reference.take(like.way, like.head)
@@ -143,7 +162,7 @@ def load_reference(
     return fill(reference, sources, _HOST if on_host else world.device)
 
 
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Its parameters, and not its buffers: rotations need their fp32."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -213,7 +232,7 @@ def _read(source: Source, parameter: torch.Tensor) -> None:
 
 def begin_model(path: str, *, attention: str, device: torch.device) -> tuple[transformers.PreTrainedModel, Sources]:
     """The model on `meta` with what is to be read into it; or whole on the device, and nothing to read."""
-    model = _build(path, attention)
+    model = build_model(path, attention)
     try:
         sources = _match(model, path)
     except (OSError, SafetensorError, _Unlike) as reason:
@@ -276,7 +295,7 @@ def _file(path: str, name: str) -> Path:
     return Path(found)
 
 
-def _build(path: str, attention: str) -> transformers.PreTrainedModel:
+def build_model(path: str, attention: str) -> transformers.PreTrainedModel:
     """Parameters on `meta`; buffers on the host, with what the model computes into them."""
     with _usable(path, _LOADED, _UNLOADABLE):
         config = transformers.AutoConfig.from_pretrained(path, **_no_dropout(path))

@@ -13,6 +13,9 @@ layer keeps 16 H + 4 Q + 4 K + 8 I a token: of both norms an fp32 copy and two o
 what attention makes of them, four of the MLP's; and 2 H, its input. In the backward pass the MLP holds three gradients
 (6 I), the rest of the layer some of 10 H. AdamW is fused, and takes nothing of its own.
 
+A teacher's pass comes before, when nothing is kept yet: its shard always, and for a while two of its layers, what one
+of them holds, and the logits of a chunk.
+
 It is the arithmetic of layers as Llama and Qwen have them, in bf16 with flash attention; of others it is a guess. Held
 against the learner's own code on tensors without memory (`python -m bench memory`); never against a GPU.
 """
@@ -31,8 +34,8 @@ from streamrl.learner.model.ways import decoder_of
 from streamrl.terminal import size
 
 REMEDY = (
-    "lower training.micro_batch_tokens, leave model.gradient_checkpointing on, set model.reference or model.masters to "
-    "cpu, train adapters (model.lora), or take more GPUs (learner.processes)"
+    "lower training.micro_batch_tokens, leave model.gradient_checkpointing on, set model.reference, model.masters "
+    "or teacher.place to cpu, train adapters (model.lora), or take more GPUs (learner.processes)"
 )
 # Headroom; guesses, none of which a GPU has seen.
 _CONTEXT = 700_000_000  # the driver's, with the kernels that are loaded
@@ -92,11 +95,12 @@ class Plan:
     gathered: int
     kept: int
     at_work: int  # the most of a layer, the head and the end
+    teaching: int = 0  # of a teacher's pass, in the place of the last three
 
     @property
     def peak(self) -> int:
         """Of tensors alone."""
-        return self.always + self.gathered + self.kept + self.at_work
+        return self.always + max(self.gathered + self.kept + self.at_work, self.teaching)
 
     @property
     def needed(self) -> int:
@@ -104,17 +108,19 @@ class Plan:
         return int(self.peak * (1 + _FRAGMENTS)) + _CONTEXT + _WORKSPACES + _NCCL
 
 
-def refuse_too_large(sizes: Sizes, config: schema.Config, *, ranks: int, room: int) -> None:
+def refuse_too_large(
+    sizes: Sizes, config: schema.Config, *, ranks: int, room: int, teacher: Sizes | None = None
+) -> None:
     """ResourceError where tensors alone are more than this room on a GPU."""
-    needed = plan(sizes, config, ranks=ranks).peak
+    needed = plan(sizes, config, ranks=ranks, teacher=teacher).peak
     if needed > room:
         told = f"a rank takes {size(needed)} of its GPU at its peak, by calculation, and {size(room)} are to have"
         raise ResourceError(f"{told}: {REMEDY}")
 
 
-def plan(sizes: Sizes, config: schema.Config, *, ranks: int | None = None) -> Plan:
+def plan(sizes: Sizes, config: schema.Config, *, ranks: int | None = None, teacher: Sizes | None = None) -> Plan:
     """On GPUs, where layers are computed again unless the configuration says otherwise. `ranks`: of all hosts; by
-    default those of one."""
+    default those of one. `teacher`: of the one that lies beside the policy."""
     ranks = ranks or config.learner.processes
     tokens, is_lora = config.training.micro_batch_tokens, config.model.lora is not None
     on_host = config.model.masters == "cpu"
@@ -126,8 +132,12 @@ def plan(sizes: Sizes, config: schema.Config, *, ranks: int | None = None) -> Pl
     last = _of_layer(sizes, tokens) if again else 0
     # What the end holds comes when nothing is kept any longer.
     at_end = _at_the_end(sizes, ranks, is_lora=is_lora) - sizes.layers * kept
+    weights = own + copies * (sizes.trained + sizes.frozen)
+    if teacher is not None and config.teacher is not None and config.teacher.place == "device":
+        weights += 2 * (teacher.trained + teacher.frozen)
     return Plan(
-        always=(own + copies * (sizes.trained + sizes.frozen)) // ranks,
+        always=weights // ranks,
+        teaching=0 if teacher is None else _of_a_teacher(teacher, tokens, layers_at_once),
         gathered=2 * (sizes.outermost + layers_at_once * sizes.layer),
         kept=sizes.layers * kept,
         at_work=max(
@@ -136,6 +146,12 @@ def plan(sizes: Sizes, config: schema.Config, *, ranks: int | None = None) -> Pl
             at_end,
         ),
     )
+
+
+def _of_a_teacher(sizes: Sizes, tokens: int, layers_at_once: int) -> int:
+    """One pass forward, of which nothing stays."""
+    gathered = 2 * (sizes.outermost + layers_at_once * sizes.layer)
+    return gathered + max(_of_layer(sizes, tokens), _CHUNK_BYTES * CHUNK_ELEMENTS["cuda"]) + 4 * tokens * sizes.width
 
 
 def _of_layer(sizes: Sizes, tokens: int) -> int:

@@ -32,7 +32,7 @@ _TURNS = (((0, 3),), ((0, 2), (3, 5)), ((0, 2),), ())  # the third token of the 
 def try_out(settings: schema.Algorithm) -> None:
     if settings.name != "reinforce":
         return  # nothing in it is the user's
-    algorithm = Reinforce(settings)
+    algorithm = Reinforce(settings, {})
     for what, (rewards, finished) in _GROUPS.items():
         group = _made_up_group(rewards, finished)
         with _trying(f"algorithm.advantages = {settings.advantages!r}", what):
@@ -98,6 +98,7 @@ def _made_up_group(rewards: tuple[float, ...], finished: tuple[bool, ...]) -> Sc
         masks=tuple(_trained(*made) for made in zip(_LENGTHS, _TURNS, strict=True)),
         rewards_by_source={"made_up": np.array(rewards)},
         turns=_TURNS,
+        token_rewards=tuple(np.full(n, r / max(1, n)) for r, n in zip(rewards, _LENGTHS, strict=True)),
         turn_rewards=tuple(np.full(len(each), r / max(1, len(each))) for r, each in zip(rewards, _TURNS, strict=True)),
     )
 

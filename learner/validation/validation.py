@@ -24,6 +24,7 @@ from streamrl.learner.metrics.record import ValidationResult
 from streamrl.protocol.transport.types import START, Entry, GroupStream
 from streamrl.protocol.wire.group import Group, decode_body, decode_header
 from streamrl.protocol.wire.ticket import Ticket
+from streamrl.recipe.held_out import judge_samples, majority, passes
 
 _READ_COUNT = 64
 _NUM_SHOWN = 8
@@ -55,11 +56,13 @@ class Validation:
         term: int,
         fingerprint: str,  # of model and tokenizer, as answers must carry it
         max_attempts: int,
+        decode: Callable[[list[int]], str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream
-        self._prompts = prompts[: settings.max_prompts]
+        self._prompts = prompts
         self._settings = settings
+        self._decode = decode
         self._run_uid = run_uid
         self._fingerprint = fingerprint
         self._max_attempts = max_attempts
@@ -172,12 +175,43 @@ class Validation:
             step=current.step,
             version=current.version,
             complete=len(answers) == len(current.numbers),
-            metrics=_metrics([group for _, group in answers]),
+            metrics=self._metrics(answers),
             shown=tuple((prompt, group.samples[0]) for prompt, group in answers[:_NUM_SHOWN]),
         )
 
+    def _metrics(self, answers: Sequence[tuple[Prompt, Group]]) -> dict[str, float]:
+        """Of all prompts, and of each dataset where they have names."""
+        found = _means([group for _, group in answers])
+        found |= self._passing([group for _, group in answers])
+        for name in dict.fromkeys(prompt.dataset for prompt in self._prompts if prompt.dataset):
+            groups = [group for prompt, group in answers if prompt.dataset == name]
+            rewards = [sample.reward for group in groups for sample in group.samples]
+            found |= {f"val_rollouts/rewards_by_dataset/{name}": _mean(rewards)} if rewards else {}
+            found |= self._passing(groups, of=name)
+        return found
 
-def _metrics(groups: Sequence[Group]) -> dict[str, float]:
+    def _passing(self, groups: Sequence[Group], *, of: str = "") -> dict[str, float]:
+        settings = self._settings
+        if settings.pass_by is None:
+            return {}
+        judged = [
+            judge_samples(
+                group.samples,
+                by=settings.pass_by,
+                at_least=settings.pass_score,
+                answer=settings.answer,
+                decode=self._decode,
+            )
+            for group in groups
+        ]
+        place = f"_by_dataset/{of}" if of else ""
+        found = {f"val_rollouts/pass_at{place}/{k}": share for k, share in passes(judged).items()}
+        if settings.answer is not None and (share := majority(judged)) is not None:
+            found[f"val_rollouts/majority{place}"] = share
+        return found
+
+
+def _means(groups: Sequence[Group]) -> dict[str, float]:
     """Means over samples, where somebody answered."""
     samples = [sample for group in groups for sample in group.samples]
     steps = [span.step for sample in samples for span in sample.spans]

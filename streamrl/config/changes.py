@@ -20,6 +20,7 @@ _TICKETS = "tickets of this run stand for prompts in the order that it gives"
 _WEIGHTS = "the weights and the reference of this run are of that model"
 _SAMPLED = "the groups of this run are sampled with it, and log-probs would mean something else"
 _SCORED = "the groups of this run are scored with it, and its rewards would not be comparable"
+_TAUGHT = "the groups of this run are made for it, and its log-probs may be in them"
 _SERVED = "workers that run were started with it"
 
 _FREE = ("redis", "optimizer", "training", "lag", "checkpoint", "validation", "metrics", "worker", "learner")
@@ -44,6 +45,8 @@ RULES: tuple[tuple[str, str | None], ...] = (
     ("rewards*", _SCORED),
     *((f"environment.{name}", None) for name in (*_OF_A_PROCESS, "timeout_s")),
     ("environment*", _SAMPLED),
+    *((f"teacher.{name}", None) for name in ("urls", "weight", "place", *_OF_A_REQUEST)),
+    ("teacher*", _TAUGHT),
     *((f"reward_server.{name}", _SCORED) for name in ("model", "reward_*", "pool", "attribute_weights")),
     ("reward_server*", None),
     ("algorithm.name", "the optimizer's state is that of another objective"),

@@ -8,11 +8,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
 from functools import reduce
 from operator import getitem
 from typing import Any
 
-from streamrl.config import places
+from streamrl.config import files, places
 from streamrl.config.explain import Problem, show
 from streamrl.config.load import Where
 from streamrl.config.placement import parallel_in
@@ -20,6 +21,7 @@ from streamrl.config.schema import Algorithm, Config, Sampling
 from streamrl.errors import ConfigError
 from streamrl.protocol.wire.ticket import MAX_GROUP_TOKENS, MAX_REWARD_SOURCES, MAX_SAMPLES, MAX_TOKENS
 from streamrl.recipe.advantages import ADVANTAGES
+from streamrl.recipe.held_out import numbers_of_samples
 from streamrl.recipe.losses import LOSSES
 from streamrl.recipe.own import FORMS, is_own
 
@@ -35,7 +37,7 @@ _LIMITS: Mapping[str, tuple[Callable[[float], bool], str]] = {  # arguments of l
 }
 _OF_REINFORCE = (
     *("loss", "loss_args", "advantages", "advantages_args"),
-    *("discount_factor", "scale_by_std", "normalize_batch"),
+    *("discount_factor", "normalize_sources", "scale_by_std", "normalize_batch", "entropy_bonus"),
 )
 _MAX_TIME = re.compile(r"(\d+):([01]\d|2[0-3]):([0-5]\d):([0-5]\d)\Z")
 
@@ -110,9 +112,10 @@ def _groups(config: Config) -> Iterator[Problem]:
     num_samples, survivors, algorithm = config.sampling.num_samples, config.worker.min_survivors, config.algorithm
     baseline = "the leave-one-out baseline of reinforce compares samples of one prompt; must be at least 2"
     limit = f"must not exceed sampling.num_samples = {num_samples}"
-    if algorithm.name == "reinforce" and num_samples < 2:
+    compares = algorithm.name == "reinforce" and algorithm.advantages != "none"
+    if compares and num_samples < 2:
         yield Problem(key="sampling.num_samples", remedy=baseline)
-    elif algorithm.name == "reinforce" and survivors < 2:
+    elif compares and survivors < 2:
         yield Problem(key="worker.min_survivors", remedy=baseline)
     elif survivors > num_samples:
         yield Problem(key="worker.min_survivors", remedy=f"{limit}: no group could ever be delivered")
@@ -146,10 +149,16 @@ def _algorithm(config: Config) -> Iterator[Problem]:
             key="algorithm.discount_factor",
             remedy="gspo judges a response as a whole, so its tokens cannot have advantages of their own; must be 1",
         )
-    if settings.advantages == "turns" and settings.loss == "gspo":
+    parts = settings.advantages
+    if parts in ("turns", "tokens") and settings.normalize_sources:
+        remedy = (
+            f"with algorithm.advantages={parts} what each has earned is a sum over sources, which cannot be taken apart"
+        )
+        yield Problem(key="algorithm.normalize_sources", remedy=f"{remedy}; must be false")
+    if parts in ("turns", "tokens") and settings.loss == "gspo":
         yield Problem(
             key="algorithm.advantages",
-            remedy="algorithm.loss=gspo judges a response as a whole, so its turns cannot have advantages of their "
+            remedy=f"algorithm.loss=gspo judges a response as a whole, so its {parts} cannot have advantages of their "
             "own; choose another loss, or leave_one_out",
         )
 
@@ -200,6 +209,27 @@ def _of_reinforce_only(settings: Algorithm) -> Iterator[Problem]:
         )
 
 
+def _teaching(config: Config) -> Iterator[Problem]:
+    """Whether anything teaches, and a teacher can be compared with."""
+    algorithm, teacher = config.algorithm, config.teacher
+    drawn = algorithm.kl.placement == "loss" and algorithm.kl.coefficient > 0
+    if teacher is None:
+        if algorithm.advantages == "none" and not drawn:
+            remedy = "nothing would teach: name a teacher, or put algorithm.kl in the loss, or choose leave_one_out"
+            yield Problem(key="algorithm.advantages", remedy=remedy)
+        return
+    if algorithm.name == "rejection_sampling":
+        remedy = "its winners are trained as given answers, and a teacher is asked about samples; set it to reinforce"
+        yield Problem(key="algorithm.name", remedy=remedy)
+    alone = algorithm.advantages == "none" or not config.reward_sources
+    if alone and algorithm.drop_zero_variance:
+        remedy = "the teacher teaches by groups whose rewards are all equal, too, and there may be no others; set false"
+        yield Problem(key="algorithm.drop_zero_variance", remedy=remedy)
+    if teacher.urls and config.sampling.temperature != 1:
+        remedy = "a server's log-probs are at temperature 1, and would be compared with others; set 1, or teacher.path"
+        yield Problem(key="sampling.temperature", remedy=remedy)
+
+
 def _pace(config: Config) -> Iterator[Problem]:
     """Rate, time, lag and validation of training."""
     optimizer, max_time, lag = config.optimizer, config.training.max_time, config.lag
@@ -218,9 +248,48 @@ def _pace(config: Config) -> Iterator[Problem]:
             remedy=f"weights published so rarely are older than lag.max_steps = {lag.max_steps} allows; "
             f"must be at most {lag.max_steps + 1}",
         )
+    yield from _check_passing(config)
     if config.validation.every_steps and config.data.validation is None:
         remedy = "there are no prompts to validate on; name them in data.validation, or set this to 0"
         yield Problem(key="validation.every_steps", remedy=remedy)
+
+
+def _check_passing(config: Config) -> Iterator[Problem]:
+    """What tells whether a sample passes, and which checkpoint is the best."""
+    validation, sources = config.validation, config.reward_sources
+    if validation.pass_by is not None and validation.pass_by not in sources:
+        remedy = f"must be one of the sources of rewards: {', '.join(sources)}"
+        yield Problem(key="validation.pass_by", value=validation.pass_by, remedy=remedy)
+    if validation.answer is not None:
+        if validation.pass_by is None:
+            remedy = "whether the majority's answer passes is told by validation.pass_by: name a source of rewards"
+            yield Problem(key="validation.answer", remedy=remedy)
+        try:
+            re.compile(validation.answer)
+        except re.error as error:
+            yield Problem(key="validation.answer", value=validation.answer, remedy=f"is no regular expression: {error}")
+    metric = config.checkpoint.best_by
+    known = set(_told_by_validation(config))
+    if config.checkpoint.keep_best and metric not in known:
+        near = get_close_matches(metric, known, n=1)
+        remedy = f"is no metric of this run's validation; did you mean {near[0]!r}?" if near else "is no metric of it"
+        yield Problem(key="checkpoint.best_by", value=metric, remedy=remedy)
+
+
+def _told_by_validation(config: Config) -> Iterator[str]:
+    """The metrics of which more may be better."""
+    validation = config.validation
+    names = [one.name for one in config.data.validation_sets() if one.name]
+    yield from ("val_rollouts/rewards", "val_rollouts/fraction_of_samples_properly_ended")
+    yield from (f"val_rollouts/rewards/{source}" for source in config.reward_sources)
+    yield from (f"val_rollouts/rewards_by_dataset/{name}" for name in names)
+    if validation.pass_by is None:
+        return
+    count = validation.sampling.num_samples
+    for place in ("", *(f"_by_dataset/{name}" for name in names)):
+        yield from (f"val_rollouts/pass_at{place}/{k}" for k in numbers_of_samples(count))
+        if validation.answer is not None:
+            yield f"val_rollouts/majority{place}"
 
 
 def _gpus(config: Config) -> Iterator[Problem]:
@@ -245,7 +314,12 @@ def _adapters(config: Config) -> Iterator[Problem]:
 
 def _names(config: Config) -> Iterator[Problem]:
     datasets = config.data.train if isinstance(config.data.train, dict) else ()
-    for what, key, names in (("datasets", "data.train", datasets), ("sources", "rewards", config.rewards)):
+    held_out = config.data.validation if isinstance(config.data.validation, dict) else ()
+    for what, key, names in (
+        ("datasets", "data.train", datasets),
+        ("datasets", "data.validation", held_out),
+        ("sources", "rewards", config.rewards),
+    ):
         for name in names:
             if not _NAME.match(name):
                 remedy = f"names of {what} are letters, digits, - and _ (they become metric names)"
@@ -257,12 +331,14 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _messages,
     _groups,
     _algorithm,
+    _teaching,
     _pace,
     _gpus,
     _adapters,
     _names,
-    places.check_datasets,
+    files.check_datasets,
     places.check_rewards,
+    places.check_teacher,
     places.check_redis,
     places.check_store,
 )

@@ -13,13 +13,21 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from streamrl.config.engines import ENGINES
+from streamrl.config.reward_settings import SERVICES as SERVICES
+from streamrl.config.reward_settings import CodeReward as CodeReward
+from streamrl.config.reward_settings import FunctionReward as FunctionReward
+from streamrl.config.reward_settings import HttpReward as HttpReward
+from streamrl.config.reward_settings import Judge as Judge
+from streamrl.config.reward_settings import JudgeReward as JudgeReward
+from streamrl.config.reward_settings import Reward as Reward
+from streamrl.config.reward_settings import RewardServer as RewardServer
+from streamrl.config.reward_settings import Tests as Tests
 from streamrl.data.dataset import Dataset as Dataset
 from streamrl.data.settings import Data as Data
 from streamrl.data.settings import NamedDataset as NamedDataset
 from streamrl.recipe.settings import Algorithm as Algorithm
 from streamrl.recipe.settings import Kl as Kl
 from streamrl.settings import (
-    Arguments,
     DeepArguments,
     Fraction,
     NonNegative,
@@ -81,40 +89,6 @@ class ValidationSampling(Sampling):
     greedy: bool = True
 
 
-class FunctionReward(Section):
-    type: Literal["function"]
-    target: str  # a built-in name, `package.module:function` or `path/to/file.py:function`
-    weight: float = 1.0
-    max_abs: PositiveFloat = 1e6  # a score beyond is nonsense: the sample counts as failed
-    timeout_s: PositiveFloat = 10.0
-    memory_mb: Positive = 4096  # of one child process; beyond it the function gets a MemoryError
-    options: Arguments = Field(default_factory=dict)  # keyword arguments of the function
-    processes: Positive = 1  # child processes that run it side by side
-    network: bool = False  # it may open connections, where its worker allows it
-    environment: tuple[str, ...] = ()  # variables that it gets of its worker's, beside PATH, HOME and their like
-
-
-class HttpReward(Section):
-    type: Literal["http"]
-    url: str  # of a reward service: http://host:port
-    replicas: tuple[str, ...] = ()  # further addresses of the same service, asked in turn
-    form: Literal["streamrl", "openrlhf", "vllm-classify", "vllm-pooling"] = "streamrl"  # how it wants to be asked
-    weight: float = 1.0
-    max_abs: PositiveFloat = 1e6  # a score beyond is nonsense: the sample counts as failed
-    timeout_s: PositiveFloat = 30.0  # for one request
-    attempts: Positive = 5  # tries before the sample counts as failed
-    outage_s: PositiveFloat = 600.0  # how long samples wait while none can be asked; then their tickets go back
-    max_concurrency: Positive = 64
-    token_file: str | None = None  # a file that holds the bearer token
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        return (self.url, *self.replicas)
-
-
-Reward = Annotated[FunctionReward | HttpReward, Field(discriminator="type")]
-
-
 class Environment(Section):
     """What answers the model in a rollout of several turns; its rewards are a source of that name."""
 
@@ -122,7 +96,7 @@ class Environment(Section):
     # or `path/to/file.py:name`. null: a service at `urls`
     target: str | None = None
     urls: tuple[str, ...] = ()  # http://host:port of a service that plays; several are replicas of it
-    options: Arguments = Field(default_factory=dict)  # keyword arguments of the class, or of the function
+    options: DeepArguments = Field(default_factory=dict)  # keyword arguments of the class, or of the function
     weight: float = 1.0  # of its rewards beside those of `rewards`
     max_turns: Positive = 8  # of the model; then the rollout is cut off
     # Of a rollout beyond its prompt, sampled and given; sampling.max_tokens is that of a turn.
@@ -139,18 +113,21 @@ class Environment(Section):
     key_in_url: bool = False  # of an agent: its session's key stands in the base URL, for one that can send no header
 
 
-class RewardServer(Section):
-    """A reward model that `streamrl up` serves on this machine; http sources with url `local` use it."""
+class Teacher(Section):
+    """Whom the policy is drawn to on its own samples, token by token: on-policy distillation. It has the policy's
+    tokenizer."""
 
-    model: str  # folder or hub name of a sequence-classification model
-    host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: any free port [5555 in NeMo-Aligner]
-    max_delay_ms: NonNegativeFloat = 2.0  # how long a request may wait for others to share its batch
-    max_batch_tokens: Positive = 16384
-    pool: Literal["last", "average"] = "last"  # which tokens' rewards count: the last one's, or the mean of all
-    attribute_weights: tuple[float, ...] = ()  # of a model with several outputs: the reward is their weighted sum
-    reward_mean: float = 0.0  # standardisation: (r - mean) / std
-    reward_std: PositiveFloat = 1.0
+    path: str | None = None  # folder or hub name of a causal language model, frozen, on the learner's ranks
+    urls: tuple[str, ...] = ()  # instead: http://host:port of vLLM servers of one model, which workers ask
+    weight: PositiveFloat = 1.0  # of reverse KL to it, beside what rewards teach
+    place: Literal["device", "cpu"] = "device"  # of a path: as model.reference
+    timeout_s: PositiveFloat = 60.0  # of urls: for one request
+    attempts: Positive = 5  # of urls: tries before the sample counts as failed
+    outage_s: PositiveFloat = (
+        600.0  # of urls: how long samples wait while none can be asked; then their tickets go back
+    )
+    max_concurrency: Positive = 32  # of urls: requests at the same time, of one worker
+    token_file: str | None = None  # of urls: a file that holds the bearer token
 
 
 class Optimizer(Section):
@@ -200,7 +177,8 @@ class Weights(Section):
 class Checkpoint(Section):
     every_steps: Positive = 10  # [save_interval]
     keep_last: Positive = 2
-    keep_best: NonNegative = 1  # by val_rollouts/rewards of the validation at their step [save_top_k]
+    keep_best: NonNegative = 1  # by `best_by` of the validation at their step [save_top_k]
+    best_by: str = "val_rollouts/rewards"  # a metric of validation, of which more is better
     timeout_s: PositiveFloat = 1800.0  # so long all ranks wait for one that writes or verifies a checkpoint
     resume: bool = True  # [resume_if_exists]; false: a run folder with checkpoints is an error
 
@@ -209,8 +187,11 @@ class Validation(Section):
     every_steps: NonNegative = 10  # [val_check_interval]; 0: only at start and end where those are on
     at_start: bool = True
     at_end: bool = True
-    max_prompts: Positive = 256
+    max_prompts: Positive = 256  # of each dataset
     sampling: ValidationSampling = ValidationSampling()
+    pass_by: str | None = None  # the reward source by which a sample passes: pass@k, and the majority
+    pass_score: float = 1.0  # it gives at least so much
+    answer: str | None = None  # a regular expression: its last match, the group in it, is a sample's answer: majority
     timeout_s: PositiveFloat = 600.0
 
 
@@ -269,10 +250,12 @@ class Config(Section):
     model: Model
     data: Data
     sampling: Sampling = Sampling()
-    # Sources by name; the reward is their weighted sum. At least one, but where an environment gives rewards
+    # Sources by name; the reward is their weighted sum. At least one, but where an environment gives rewards, or a
+    # teacher teaches alone
     rewards: dict[str, Reward] = Field(default_factory=dict)
     environment: Environment | None = None  # rollouts of several turns
     reward_server: RewardServer | None = None
+    teacher: Teacher | None = None  # null: rewards alone teach
     algorithm: Algorithm = Algorithm()
     optimizer: Optimizer = Optimizer()
     training: Training = Training()
@@ -287,6 +270,11 @@ class Config(Section):
     @property
     def reward_sources(self) -> tuple[str, ...]:
         return (*self.rewards, *(() if self.environment is None else ("environment",)))
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        of_environment = {} if self.environment is None else {"environment": self.environment.weight}
+        return {name: source.weight for name, source in self.rewards.items()} | of_environment
 
     @property
     def max_response_tokens(self) -> int:

@@ -11,7 +11,7 @@ from streamrl.data.dataset import SOURCES, Dataset
 from streamrl.settings import Positive, Section
 
 
-def _form_of_train(value: object) -> str:
+def _form_of(value: object) -> str:
     """So that mistakes in a map are told of its entries, not that it is no path."""
     if isinstance(value, dict):
         is_one = any(name in value and not isinstance(value[name], dict) for name in SOURCES)
@@ -19,11 +19,11 @@ def _form_of_train(value: object) -> str:
     return "a dataset" if isinstance(value, Dataset) else "a path"
 
 
-Train = Annotated[
+Datasets = Annotated[
     Annotated[str, Tag("a path")]
     | Annotated[Dataset, Tag("a dataset")]
     | Annotated[dict[str, Dataset], Field(min_length=1), Tag("a map")],
-    Discriminator(_form_of_train),
+    Discriminator(_form_of),
 ]
 
 
@@ -39,26 +39,28 @@ class NamedDataset:
 class Data(Section):
     # JSONL of prompts: {"text"|"prompt"|"messages": ..., further fields go to the rewards}; a dataset with columns of
     # other names, or of a hub; or several, by name
-    train: Train
-    validation: str | Dataset | None = None
+    train: Datasets
+    validation: Datasets | None = None  # likewise; several have metrics by their names
     max_prompt_tokens: Positive = 1024
     # A prompt over max_prompt_tokens; truncate: its last tokens are the prompt, what they say is what rewards see
     overlong: Literal["error", "skip", "truncate"] = "error"
     malformed: Literal["error", "skip"] = "error"  # a line that is not a prompt; skipped ones are counted
     shuffle: bool = True
+    curriculum: bool = False  # prompts whose samples all get one reward are asked less often (docs/data.md)
 
     def train_sets(self) -> tuple[NamedDataset, ...]:
         if isinstance(self.train, dict):
             return tuple(_named(dataset, f"data.train.{name}", name) for name, dataset in self.train.items())
         return (_named(self.train, "data.train"),)
 
-    def validation_set(self) -> NamedDataset | None:
-        return None if self.validation is None else _named(self.validation, "data.validation")
+    def validation_sets(self) -> tuple[NamedDataset, ...]:
+        if isinstance(self.validation, dict):
+            return tuple(_named(dataset, f"data.validation.{name}", name) for name, dataset in self.validation.items())
+        return () if self.validation is None else (_named(self.validation, "data.validation"),)
 
     def datasets(self) -> tuple[NamedDataset, ...]:
-        """All that are trained on, then the one that is held out."""
-        held_out = self.validation_set()
-        return (*self.train_sets(), *([] if held_out is None else [held_out]))
+        """All that are trained on, then those that are held out."""
+        return (*self.train_sets(), *self.validation_sets())
 
 
 def _named(source: str | Dataset, key: str, name: str = "") -> NamedDataset:

@@ -28,28 +28,29 @@ from streamrl.files import write_durably
 ASSISTANT = "\n\nAssistant:"
 
 
-def read_texts(path: Path, *keys: str, what: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(the place of a line, its object, with a text under each of the keys); `what` they are is for errors."""
+def read_texts(path: Path, *keys: str, what: str, expected: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(the place of a line, its object, with a text under each of the keys); for errors, `what` they are, and what a
+    line is `expected` to be where the keys do not say it."""
+    expected = expected or "{" + ", ".join(f'"{key}": text' for key in keys) + "}"
     open_text = gzip.open if path.suffix == ".gz" else open
     try:
         with open_text(path, "rt", encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     place = f"{path}:{number}"
-                    yield place, _parse(line, keys, place)
+                    yield place, _parse(line, keys, place, expected)
     except (OSError, EOFError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise DataError(f"cannot read the {what} {str(path)!r}: {why}") from None
 
 
-def _parse(line: str, keys: tuple[str, ...], place: str) -> dict[str, Any]:
+def _parse(line: str, keys: tuple[str, ...], place: str, expected: str) -> dict[str, Any]:
     try:
         row, why = json.loads(line), ""
     except ValueError as error:
         row, why = None, f": {error}"
     if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in keys):
-        expected = ", ".join(f'"{key}": text' for key in keys)
-        raise DataError(f"{place}: expected {{{expected}}}, got {line.strip():.80}{why}")
+        raise DataError(f"{place}: expected {expected}, got {line.strip():.80}{why}")
     return row
 
 

@@ -1,6 +1,6 @@
 """The quickstart: its task, its model, and what is made before its run.
 
-    data ─► base model ─┬─► python -m learner.model.sft      ─► sft/           the start of the run, "before"
+    data ─► base model ─┬─► streamrl sft                     ─► sft/           the start of the run, "before"
                         └─► streamrl reward train      ─► reward-model/  at the same time, on the other core
 
 Everything is made in the run's folder, from the seed. Takes half a minute; blocks on the two processes, whose last line
@@ -82,19 +82,31 @@ def spoil(example: Example, rng: random.Random) -> str:
 
 PAD, END, UNKNOWN = "<pad>", "<eos>", "<unk>"
 VOCABULARY = (PAD, END, UNKNOWN, *DIGITS, RISING, FALLING)
-_HIDDEN, _LAYERS, _HEADS, _INNER = 128, 3, 4, 384  # heads of 32: vLLM on CPUs refuses narrower ones
 _SPREAD = 0.05  # of the random weights
 
 
-def write_base_model(folder: Path, *, seed: int, num_positions: int = 64) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Of 0.7M parameters."""
+
+    hidden: int = 128
+    layers: int = 3
+    heads: int = 4  # of 32: vLLM on CPUs refuses narrower ones
+    inner: int = 384
+
+
+_USUAL = Size()
+
+
+def write_base_model(folder: Path, *, seed: int, num_positions: int = 64, of: Size = _USUAL) -> None:
     """`num_positions`: the longest prompt and answer together."""
     from safetensors.numpy import save_file  # only machines that train have it
 
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
-    save_file(dict(_tensors(rng)), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(dict(_tensors(rng, of)), folder / "model.safetensors", metadata={"format": "pt"})
     ends = {"pad_token_id": VOCABULARY.index(PAD), "eos_token_id": VOCABULARY.index(END)}
-    _write_json(folder / "config.json", {**_architecture(num_positions), **ends})
+    _write_json(folder / "config.json", {**_architecture(num_positions, of), **ends})
     _write_json(folder / "generation_config.json", ends)
     _write_json(folder / "tokenizer.json", _tokenizer())
     words = {"pad_token": PAD, "eos_token": END, "unk_token": UNKNOWN}
@@ -102,17 +114,17 @@ def write_base_model(folder: Path, *, seed: int, num_positions: int = 64) -> Non
     _write_json(folder / "tokenizer_config.json", {**settings, **words})
 
 
-def _architecture(num_positions: int) -> dict[str, object]:
+def _architecture(num_positions: int, of: Size) -> dict[str, object]:
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
         "dtype": "float32",
         "vocab_size": len(VOCABULARY),
-        "hidden_size": _HIDDEN,
-        "intermediate_size": _INNER,
-        "num_hidden_layers": _LAYERS,
-        "num_attention_heads": _HEADS,
-        "num_key_value_heads": _HEADS,
+        "hidden_size": of.hidden,
+        "intermediate_size": of.inner,
+        "num_hidden_layers": of.layers,
+        "num_attention_heads": of.heads,
+        "num_key_value_heads": of.heads,
         "max_position_embeddings": num_positions,
         "rope_theta": 10_000.0,
         "rms_norm_eps": 1e-6,
@@ -122,25 +134,25 @@ def _architecture(num_positions: int) -> dict[str, object]:
     }
 
 
-def _tensors(rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(rng: np.random.Generator, of: Size) -> Iterator[tuple[str, np.ndarray]]:
     def matrix(rows: int, columns: int) -> np.ndarray:
         return (rng.standard_normal((rows, columns)) * _SPREAD).astype(np.float32)
 
-    ones, zeros = np.ones(_HIDDEN, dtype=np.float32), np.zeros(_HIDDEN, dtype=np.float32)
-    yield "model.embed_tokens.weight", matrix(len(VOCABULARY), _HIDDEN)
-    for layer in range(_LAYERS):
+    ones, zeros = np.ones(of.hidden, dtype=np.float32), np.zeros(of.hidden, dtype=np.float32)
+    yield "model.embed_tokens.weight", matrix(len(VOCABULARY), of.hidden)
+    for layer in range(of.layers):
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", ones
         yield f"{prefix}.post_attention_layernorm.weight", ones
         for name in ("q", "k", "v"):
-            yield f"{prefix}.self_attn.{name}_proj.weight", matrix(_HIDDEN, _HIDDEN)
+            yield f"{prefix}.self_attn.{name}_proj.weight", matrix(of.hidden, of.hidden)
             yield f"{prefix}.self_attn.{name}_proj.bias", zeros
-        yield f"{prefix}.self_attn.o_proj.weight", matrix(_HIDDEN, _HIDDEN)
-        yield f"{prefix}.mlp.gate_proj.weight", matrix(_INNER, _HIDDEN)
-        yield f"{prefix}.mlp.up_proj.weight", matrix(_INNER, _HIDDEN)
-        yield f"{prefix}.mlp.down_proj.weight", matrix(_HIDDEN, _INNER)
+        yield f"{prefix}.self_attn.o_proj.weight", matrix(of.hidden, of.hidden)
+        yield f"{prefix}.mlp.gate_proj.weight", matrix(of.inner, of.hidden)
+        yield f"{prefix}.mlp.up_proj.weight", matrix(of.inner, of.hidden)
+        yield f"{prefix}.mlp.down_proj.weight", matrix(of.hidden, of.inner)
     yield "model.norm.weight", ones
-    yield "lm_head.weight", matrix(len(VOCABULARY), _HIDDEN)
+    yield "lm_head.weight", matrix(len(VOCABULARY), of.hidden)
 
 
 def _tokenizer() -> dict[str, object]:
@@ -173,6 +185,7 @@ _NUM_TRAIN = 16_384
 _NUM_HELD_OUT = 400
 _NUM_DEMONSTRATIONS = 16_000  # 250 steps of 64 rows
 _NUM_PAIRS = 4_000
+_STREAMRL = ("-m", "streamrl.ops.cli.main")
 
 
 def prepare(config: Config, say: Callable[[str], None]) -> list[str]:
@@ -218,13 +231,13 @@ def write_data(folder: Path, *, seed: int) -> None:
 
 
 def warm_up(folder: Path, seed: int) -> Command:
-    options = {"--data": folder / "data" / "demonstrations.jsonl", "--output": folder / "sft"}
-    return _training("warm-up", ["-m", "streamrl.learner.model.sft"], options, folder, seed)
+    options = {"--data": folder / "data" / "demonstrations.jsonl", "--output": folder / "sft", "--lr": 2e-3}
+    return _training("warm-up", [*_STREAMRL, "sft"], options | {"--batch-size": 64}, folder, seed)
 
 
 def _train_reward_model(folder: Path, seed: int) -> Command:
     options = {"--pairs": folder / "data" / "pairs.jsonl", "--output": folder / "reward-model", "--lr": 1e-3}
-    return _training("reward model", ["-m", "streamrl.ops.cli.main", "reward", "train"], options, folder, seed)
+    return _training("reward model", [*_STREAMRL, "reward", "train"], options, folder, seed)
 
 
 def _training(name: str, words: list[str], options: dict[str, Any], folder: Path, seed: int) -> Command:

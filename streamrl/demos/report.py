@@ -113,8 +113,7 @@ def make_report(config: Config, case: Showcase, summary: Summary, *, prepare_s: 
 
 
 def count_prompts(config: Config) -> Prompts:
-    validation = config.data.validation_set()
-    assert validation is not None, "a demonstration has prompts that are held out"
+    [validation] = config.data.validation_sets()  # which a demonstration has
     train = {text for one in config.data.train_sets() for text in _texts(one.dataset)}
     held_out = _texts(validation.dataset, at_most=config.validation.max_prompts)
     return Prompts(to_train=len(train), held_out=len(held_out), in_both=len(train & held_out))

@@ -4,13 +4,21 @@ For sample i of n, with m_j = 1 where sample j may teach (it ended by itself, or
 
     leave_one_out   A_i = R_i - sum over j != i of m_j R_j / (sum over j of m_j - 1)     RLOO; 0 for a lone teacher
     group_mean      A_i = R_i - sum over j of m_j R_j / sum over j of m_j                GRPO
+    none            A_i = 0                                                              rewards are only watched
     turns           A_t = G_ik - mean of G_jk over j != i that may teach and came to turn k      t in turn k of sample i
                     G_ik = sum over l >= k of discount^(l - k) R_il                               return to go
+    tokens          the same, each token being a turn of its own
 
 R_ik is what turn k has in R_i; what the whole is worth, and the KL penalty, come with the last turn. Where no other
 came to turn k, the last turn that one of them came to stands in. A baseline is made of the other samples alone,
 whatever turn it is of, so that the gradient of `turns` with a discount of 1 is unbiased, as that of `leave_one_out`
 is. Below 1 a turn answers more for what comes soon, at 0 for its own reward alone: less noise, and another objective.
+
+R is the sum of sources by their weights; with `normalize_sources`, which GDPO calls decoupled, it is
+
+    R_i = sum over sources s of w_s (r_is - mean of r_s) / std of r_s     over the samples that may teach and have r_s
+
+where a source that does not apply to a sample, or says the same of all, adds nothing. A KL penalty comes off that.
 
 A function takes a `ScoredGroup` and returns [n] numbers, or a list of n arrays with a number for each token. With
 whatever it gives is done what settings of `algorithm` ask for, in this order, token t of T_i having A_t = A_i at first:
@@ -47,6 +55,7 @@ class ScoredGroup:
     rewards_by_source: Mapping[str, npt.NDArray[np.float64]]  # [n] each; before their weights, NaN where there is none
     turns: tuple[tuple[tuple[int, int], ...], ...] = ()  # n times: tokens [begin, end) of each turn of the model
     turn_rewards: tuple[npt.NDArray[np.float64], ...] = ()  # n times [turns] what each has in `rewards`
+    token_rewards: tuple[npt.NDArray[np.float64], ...] = ()  # n times [T_i] likewise
 
 
 def leave_one_out(group: ScoredGroup) -> npt.NDArray[np.float64]:  # [n]
@@ -69,31 +78,70 @@ def group_mean(group: ScoredGroup) -> npt.NDArray[np.float64]:  # [n]
 
 def turns(group: ScoredGroup, *, discount: float = 1.0) -> list[npt.NDArray[np.float64]]:  # n times [T_i]
     """Tokens that were given have no advantage."""
+    values = [np.zeros(length) for length in group.lengths]
+    of_turns = _beside_others(group.turn_rewards, group.may_teach, discount)
+    for of_sample, places, earned in zip(values, group.turns, of_turns, strict=True):
+        for (begin, end), value in zip(places, earned, strict=True):
+            of_sample[begin:end] = value
+    return values
+
+
+def tokens(group: ScoredGroup, *, discount: float = 1.0) -> list[npt.NDArray[np.float64]]:  # n times [T_i]
+    return _beside_others(group.token_rewards, group.may_teach, discount)
+
+
+def _beside_others(
+    rewards: Sequence[npt.NDArray[np.float64]], may_teach: npt.NDArray[np.bool_], discount: float
+) -> list[npt.NDArray[np.float64]]:
+    """Of each reward its return to go, less the mean of the others' from the same place on."""
     if not 0 <= discount <= 1:
         raise ValueError(f"discount must be from 0 to 1, and is {discount}")
-    values = [np.zeros(length) for length in group.lengths]
-    to_go = [_to_go(rewards, discount) for rewards in group.turn_rewards]
+    to_go = [_to_go(of_sample, discount) for of_sample in rewards]
+    values = [np.zeros(len(own)) for own in to_go]
     for i, own in enumerate(to_go):
-        others = [to_go[j] for j in np.flatnonzero(group.may_teach) if j != i and len(to_go[j])]
-        if not group.may_teach[i] or not others:
+        others = [to_go[j] for j in np.flatnonzero(may_teach) if j != i and len(to_go[j])]
+        if not may_teach[i] or not others:
             continue
-        furthest = max(map(len, others))
-        for k, (begin, end) in enumerate(group.turns[i]):
-            at = min(k, furthest - 1)
-            values[i][begin:end] = own[k] - np.mean([other[at] for other in others if len(other) > at])
+        total, count = np.zeros((2, max(map(len, others))))
+        for other in others:
+            total[: len(other)] += other
+            count[: len(other)] += 1
+        at = np.minimum(np.arange(len(own)), len(total) - 1)
+        values[i] = own - (total / count)[at]
     return values
 
 
 def _to_go(rewards: npt.NDArray[np.float64], discount: float) -> npt.NDArray[np.float64]:
-    backwards = accumulate(rewards[::-1], lambda later, reward: reward + discount * later)
+    backwards = accumulate(rewards[::-1].tolist(), lambda later, reward: reward + discount * later)
     return np.array(list(backwards), dtype=np.float64)[::-1]
+
+
+def none(group: ScoredGroup) -> npt.NDArray[np.float64]:  # [n]
+    """Rewards teach nothing; a teacher or KL in the loss does."""
+    return np.zeros_like(group.rewards)
 
 
 ADVANTAGES: Mapping[str, Callable[..., Advantages]] = {
     "leave_one_out": leave_one_out,
     "group_mean": group_mean,
     "turns": turns,
+    "tokens": tokens,
+    "none": none,
 }
+
+
+def standardized(
+    by_source: Mapping[str, npt.NDArray[np.float64]],  # [n] each, NaN where there is none
+    weights: Mapping[str, float],
+    may_teach: npt.NDArray[np.bool_],
+) -> npt.NDArray[np.float64]:  # [n]
+    total = np.zeros(len(may_teach))
+    for name, rewards in by_source.items():
+        known = rewards[may_teach & ~np.isnan(rewards)]
+        if len(known) > 1 and (known != known[0]).any():
+            scaled = (rewards - known.mean()) / (known.std(ddof=1) + STD_FLOOR)
+            total += weights.get(name, 0.0) * np.nan_to_num(scaled, nan=0.0)
+    return total
 
 
 def scaled_by_std(values: PerToken, group: ScoredGroup) -> PerToken:

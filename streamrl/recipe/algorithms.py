@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +32,7 @@ import numpy.typing as npt
 
 from streamrl.errors import ConfigError
 from streamrl.protocol.wire.group import Group, GroupHeader, Sample
-from streamrl.recipe.advantages import ADVANTAGES, PerToken, ScoredGroup, per_token, scaled_by_std
+from streamrl.recipe.advantages import ADVANTAGES, PerToken, ScoredGroup, per_token, scaled_by_std, standardized
 from streamrl.recipe.losses import KL_ESTIMATES, LOSSES, Losses, Metric, TokenBatch, uncorrected
 from streamrl.recipe.own import FORMS, bind, describe, is_own, load_function
 
@@ -64,21 +65,22 @@ class Reinforce:
                                                                        the sum if `reduction` says so
         A_t = `advantages` of R, then `scale_by_std`; see `streamrl.recipe.advantages`
         loss_t = `loss`(log pi_t, A_t) + beta * w_t * k(log pi_t, log pi_ref_t)    the second term: KL in the loss
+                 - `entropy_bonus` * H(pi(. | t))                                  of today's policy, with its gradient
 
     The penalty in the reward uses the log-probs under which the sample was made, so it needs no further forward pass of
     the policy. w_t is the loss's own weight: the KL is that of today's policy, not of the one that sampled. Where
     not `weighted`, it is 1.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, weights: Mapping[str, float]) -> None:
+        self._settings, self._weights = settings, weights
         self._loss = _function(settings, "loss", LOSSES, "batch")
         self._advantages = _function(settings, "advantages", ADVANTAGES, "group")
         self._kl_in = settings.kl.placement if settings.kl.coefficient > 0 else "none"
         self._estimate_kl = KL_ESTIMATES[settings.kl.estimator]
         asked: frozenset[str] = getattr(self._loss.func, "needs", frozenset())
         self.needs_reference = self._kl_in != "none" or "reference" in asked
-        self.needs_entropy = "entropy" in asked
+        self.needs_entropy = "entropy" in asked or settings.entropy_bonus > 0
 
     def drop_reason(self, header: GroupHeader) -> str | None:
         if not self._settings.drop_zero_variance:
@@ -100,19 +102,25 @@ class Reinforce:
 
     def advantages(self, group: Group, penalties: npt.NDArray[np.float64]) -> Judged:
         header, samples = group.header, group.samples
-        rewards = np.asarray(header.sample_rewards, dtype=np.float64) - penalties
+        may_teach = usable(header, self._settings)
+        by_source = {
+            name: np.array([sample.rewards.get(name, np.nan) for sample in samples])
+            for name in sorted({name for sample in samples for name in sample.rewards})
+        }
+        rewards = np.asarray(header.sample_rewards, dtype=np.float64)
+        if self._settings.normalize_sources:
+            rewards = standardized(by_source, self._weights, may_teach)
+        rewards = rewards - penalties
         scored = ScoredGroup(
             rewards=rewards,
-            may_teach=usable(header, self._settings),
+            may_teach=may_teach,
             lengths=np.asarray(header.sample_lengths, dtype=np.int64),
             finish_reasons=tuple(sample.finish_reason for sample in samples),
             masks=tuple(sample.loss_mask() for sample in samples),
-            rewards_by_source={
-                name: np.array([sample.rewards.get(name, np.nan) for sample in samples])
-                for name in sorted({name for sample in samples for name in sample.rewards})
-            },
+            rewards_by_source=by_source,
             turns=tuple(tuple(sample.turns()) for sample in samples),
             turn_rewards=tuple(map(_by_turn, samples, rewards)),
+            token_rewards=tuple(map(_by_token, samples, rewards)),
         )
         return self.judge(scored)
 
@@ -138,6 +146,9 @@ class Reinforce:
         wrong = _misshapen(values, metrics, batch)
         if wrong:
             raise ConfigError(f"algorithm.loss = {self._settings.loss!r}: {wrong}")
+        if self._settings.entropy_bonus > 0:
+            assert batch.entropy is not None, "it was asked for"
+            values = values - self._settings.entropy_bonus * batch.entropy
         if self._kl_in != "loss":
             return values, metrics
         assert batch.reference_logprobs is not None, "KL in the loss needs the reference's log-probs"
@@ -159,7 +170,7 @@ class RejectionSampling:
     needs_reference = False
     needs_entropy = False
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, weights: Mapping[str, float]) -> None:
         self._settings = settings
 
     def drop_reason(self, header: GroupHeader) -> str | None:
@@ -188,15 +199,24 @@ Algorithm = Reinforce | RejectionSampling
 ALGORITHMS: Mapping[str, type[Algorithm]] = {"reinforce": Reinforce, "rejection_sampling": RejectionSampling}
 
 
-def make_algorithm(settings: Settings) -> Algorithm:
-    """ConfigError where a function of the user's cannot be had, or not be called like this."""
-    return ALGORITHMS[settings.name](settings)
+def make_algorithm(settings: Settings, weights: Mapping[str, float] = MappingProxyType({})) -> Algorithm:
+    """ConfigError where a function of the user's cannot be had, or not be called like this. `weights`: of sources."""
+    return ALGORITHMS[settings.name](settings, weights)
 
 
 def _by_turn(sample: Sample, reward: float) -> npt.NDArray[np.float64]:  # [turns]
     """The reward of a sample, to each turn its own; what no turn has earned comes with the last."""
     found = np.zeros(len(sample.turns()))
     found[: len(sample.turn_rewards)] = sample.turn_rewards
+    found[-1:] += reward - found.sum()
+    return found
+
+
+def _by_token(sample: Sample, reward: float) -> npt.NDArray[np.float64]:  # [T]
+    """Likewise: what no token has earned comes with the last."""
+    found = np.zeros(len(sample.token_ids))
+    if sample.token_rewards is not None:
+        found += sample.token_rewards
     found[-1:] += reward - found.sum()
     return found
 

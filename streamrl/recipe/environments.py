@@ -1,6 +1,6 @@
 """Environments that need no code of the user's, named by `environment.target`, and allowed everywhere.
 
-Each is a class with the methods of every environment (see `workers.environments.own`).
+Each is a class with the methods of every environment, or of an agent (see `workers.environments.own`).
 """
 
 from __future__ import annotations
@@ -10,5 +10,9 @@ from typing import Any
 
 from streamrl.recipe.games import TextArena
 from streamrl.recipe.openenv import OpenEnv
+from streamrl.recipe.tasksets import Verifiers
 
-ENVIRONMENTS: Mapping[str, Callable[..., Any]] = {"textarena": TextArena, "openenv": OpenEnv}
+ENVIRONMENTS: Mapping[str, Callable[..., Any]] = {"textarena": TextArena, "openenv": OpenEnv, "verifiers": Verifiers}
+
+# They ask what runs elsewhere, so they need a network, and a worker that gives them one.
+OF_A_NETWORK = {"openenv": "openenv asks a server", "verifiers": "its programs ask the model over loopback"}

@@ -61,6 +61,7 @@ class TokenBatch:
     sample: torch.Tensor  # [T] whose token it is, from 0 up to num_samples; all trained tokens of a sample are here
     num_samples: int
     reference_logprobs: torch.Tensor | None = None  # [T] log pi_ref; None where neither KL nor the loss needs it
+    teacher_logprobs: torch.Tensor | None = None  # [T] None where there is no teacher
     entropy: torch.Tensor | None = None  # [T] of the next-token distribution; None where the loss does not need it
 
 

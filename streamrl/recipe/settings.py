@@ -29,6 +29,7 @@ class Algorithm(Section):
     advantages_args: Arguments = Field(default_factory=dict)
     reinforce_epochs: Positive = 1  # optimizer passes over a batch [reinforce_epochs]
     discount_factor: Annotated[float, Field(gt=0, le=1)] = 1.0  # a token, from the end of the response back
+    normalize_sources: bool = False  # each source's rewards to mean 0 and deviation 1 in their group, before weights
     scale_by_std: bool = False  # divide advantages by the group's standard deviation
     normalize_batch: bool = False  # advantages of the batch to mean 0 and standard deviation 1
     drop_zero_variance: bool = True  # groups whose rewards are all equal teach nothing; dropped and counted
@@ -36,5 +37,6 @@ class Algorithm(Section):
     # Over each sequence's tokens, then over sequences | over all tokens of the batch | over sequences, each the sum of
     # its tokens | the same, divided by sampling.max_tokens
     loss_mean: Literal["sequence", "token", "sum", "max_tokens"] = "sequence"
+    entropy_bonus: NonNegativeFloat = 0.0  # of each token's entropy, with its gradient, off the loss
     kl: Kl = Kl()
     top_n: Positive = 1  # rejection sampling: winners a group [top_n_rollouts]

@@ -47,6 +47,7 @@ METRICS: Mapping[str, Explained] = {
     "val_rollouts/rewards": ("reward", "mean weighted reward on the validation prompts"),
     "val_rollouts/response_lengths": ("tokens", "mean response tokens on the validation prompts"),
     "val_rollouts/fraction_of_samples_properly_ended": ("share", "share that ended by themselves"),
+    "val_rollouts/majority": ("share", "share of validation prompts whose most frequent answer passes"),
     "val_rollouts/num_prompts": ("prompts", "validation prompts answered"),
     "val_rollouts/min_version_step": ("steps", "oldest step that answered"),
     "val_rollouts/max_version_step": ("steps", "newest step that answered"),
@@ -82,6 +83,7 @@ METRICS: Mapping[str, Explained] = {
     "stream/retries": ("tickets", "tickets issued to repeat a dead one"),
     "stream/backlog_bytes": ("bytes", "bytes of groups in Redis, and about to be there for the tickets under way"),
     "stream/straggler_wait_s": ("s", "seconds that full batches waited for old tickets, since the learner began"),
+    "curriculum/passes": ("passes", "passes over the data that candidates were taken from, those at rest included"),
     "timers/rollout": ("s", "seconds the learner waited for groups"),
     "timers/generate": ("s", "mean seconds a group took to generate"),
     "timers/in_model": ("s", "mean seconds that a rollout waited for the engine, in all its turns together"),
@@ -121,12 +123,23 @@ OF_LOSS = "loss/"  # what the run's loss tells of itself
 # Names that begin so, and go on with whatever there is in a run.
 FAMILIES: Mapping[str, Explained] = {
     "train_rollouts/rewards/": ("reward", "mean reward of this source in trained groups, before weights"),
+    "train_rollouts/rewards_std_by_source/": (
+        "reward",
+        "standard deviation of this source's reward in trained groups, before weights",
+    ),
     "train_rollouts/rewards_by_dataset/": ("reward", "mean weighted reward of this dataset's trained groups"),
     "all_rollouts/rewards_by_dataset/": (
         "reward",
         "mean weighted reward of this dataset's groups, the dropped ones included",
     ),
     "val_rollouts/rewards/": ("reward", "mean reward of this source on the validation prompts, before weights"),
+    "val_rollouts/rewards_by_dataset/": ("reward", "mean weighted reward on the validation prompts of this dataset"),
+    "val_rollouts/pass_at/": (
+        "share",
+        "pass@k by validation.pass_by, unbiased: the chance that one of k samples of a prompt passes",
+    ),
+    "val_rollouts/pass_at_by_dataset/": ("share", "pass@k on the prompts of this dataset: its name, then k"),
+    "val_rollouts/majority_by_dataset/": ("share", "share of this dataset's prompts whose most frequent answer passes"),
     "policy/ratio_histogram/": (
         "share",
         "share of tokens whose ratio pi / mu is at most this, and above the next smaller one",
@@ -141,6 +154,10 @@ FAMILIES: Mapping[str, Explained] = {
     "stream/drop_rate_by_length/": ("share", "their share of the groups of that length that ended"),
     "stream/trained_by_dataset/": ("groups", "groups of this dataset trained since the start of the run"),
     "stream/dropped_by_dataset/": ("groups", "groups of this dataset dropped since the start of the run"),
+    "curriculum/prompts/": (
+        "prompts",
+        "prompts that are new, fitting (samples differ), solved or hopeless, by what the curriculum knows of them",
+    ),
     "stream/ignored/": ("messages", "messages that decided no ticket, for this reason"),
 }
 

@@ -49,6 +49,7 @@ SCENARIOS: Mapping[str, str] = {
     "T34": "replay of a run that lived through faults",
     "T35": "what was served as each version, against the learner's",
     "T36": "hosts: lost, cut off, one more, in any order",
+    "T37": "environments and agents of every bad kind",
 }
 
 _NAMED = re.compile(r"(T\d+(?:, T\d+)*): ")

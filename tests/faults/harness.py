@@ -36,6 +36,7 @@ from tests.helpers import wait_until
 
 FENCED, REFUSED = 70, 71  # exit codes: another was there at a write; when asking to be the learner
 _PATIENCE_S = 90.0
+_WORDS = 1500  # characters of a part's output that tell what became of it
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.faults.harness"])
@@ -122,6 +123,10 @@ class FaultWorld:
     def parts(self, kind: str) -> list[Part]:
         """All learners, or all workers, that were started, in their order."""
         return [part for part in self._parts if part.name.startswith(f"{kind}-")]
+
+    def last_words(self) -> str:
+        """Of all that were started."""
+        return "\n".join(f"{part.name} ({part.exit_code}): {part.output[-_WORDS:]}" for part in self._parts)
 
     def held_by(self, client: redis.Redis, worker: str) -> set[bytes]:
         """The tickets that the server counts as this worker's; none before the run is there."""

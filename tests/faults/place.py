@@ -30,19 +30,27 @@ class Place:
     reply_timeout_s: float = 5.0  # of Redis
     idle_timeout_s: float = 600.0  # a learner ends that gets no group for so long
     failing_every: int | None = None  # so many tickets one more fails, from the failing one on
+    curriculum: bool = False
     deadly_ticket: int | None = None  # its group kills the learner that trains it
     lag: Mapping[str, Any] = field(default_factory=dict)  # of the configuration; else one step
     deadline_s: int = _DEADLINE_S
+    environment: Mapping[str, Any] = field(default_factory=dict)  # of the configuration; none: answers of one turn
 
     def config(self) -> schema.Config:
         config = make_config(
-            training={"groups_per_step": GROUPS_PER_STEP, "max_epochs": self.max_epochs},
+            data={"curriculum": self.curriculum},
+            training={
+                "groups_per_step": GROUPS_PER_STEP,
+                "max_epochs": self.max_epochs,
+                **({"max_failed_in_row": 10_000} if self.environment else {}),  # bad ones may be the most
+            },
             worker={"max_attempts": 2, "lease_s": self.worker_lease_s, "max_groups_in_flight": 4, "grace_s": 0.01},
             learner={"lease_s": self.learner_lease_s, "idle_timeout_s": self.idle_timeout_s},
             checkpoint={"every_steps": self.commit_every, "keep_last": 1},
             redis={"connect_timeout_s": 2.0, "reply_timeout_s": self.reply_timeout_s, "give_up_after_s": 60.0},
             weights={"store": self.store},
             lag=dict(self.lag),
+            **({"environment": dict(self.environment)} if self.environment else {}),
         )
         return config.model_copy(update={"name": self.name, "dir": self.folder})
 

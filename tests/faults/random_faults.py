@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from tests.faults.place import Place
 from tests.faults.random_injections import INJECTIONS, NEED_REDIS
-from tests.faults.random_leaks import Footprint, unknown_keys
+from tests.faults.random_leaks import Footprint, shared_by_others, unknown_keys
 from tests.faults.random_outcome import Leaks, Outcome
 from tests.faults.random_team import Team
 from tests.helpers import wait_until
@@ -37,14 +38,16 @@ _TO_END_S = 180  # what a run has beyond its time
 
 def run_at_random(folder: Path, *, seconds: float, seed: int, say: Say) -> Outcome:
     say(f"seed {seed}, {seconds:.0f} s")
-    before = Footprint.now()
-    outcome = _suffer(folder, seconds=seconds, seed=seed, say=say)
-    of_the_run = outcome.leaks
-    leaks = before.leaks_since(num_keys=of_the_run.keys, num_descriptors_of_parts=of_the_run.descriptors)
+    before, strangers = Footprint.now(), set[int]()
+    outcome = _suffer(
+        folder, seconds=seconds, seed=seed, say=say, on_volley=lambda: strangers.update(shared_by_others())
+    )
+    seen = outcome.leaks
+    leaks = before.leaks_since(strangers, num_keys=seen.keys, num_descriptors_of_parts=seen.descriptors)
     return replace(outcome, leaks=leaks)
 
 
-def _suffer(folder: Path, *, seconds: float, seed: int, say: Say) -> Outcome:
+def _suffer(folder: Path, *, seconds: float, seed: int, say: Say, on_volley: Callable[[], None]) -> Outcome:
     """Of leaks it holds those that can be seen while the run is there."""
     with ExitStack() as parts:
         server = EmbeddedRedis.start(folder / "redis")
@@ -56,6 +59,7 @@ def _suffer(folder: Path, *, seconds: float, seed: int, say: Say) -> Outcome:
         usual, began = team.num_descriptors() + _SPARE_DESCRIPTORS, time.monotonic()
         while time.monotonic() < began + seconds:
             ordeal.volley()
+            on_volley()
         more = max(0, team.num_descriptors() - usual)
         audit = team.drain()
         num_keys = len(unknown_keys(client, team.world.keys))

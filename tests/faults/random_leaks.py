@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
@@ -24,18 +25,20 @@ _SETTLED_WITHIN_S = 5.0
 _PAUSE_S = 0.05
 _PURPOSES: tuple[Purpose, ...] = ("train", "eval")
 _NAMES_OF_SHARED_MEMORY = ("psm_", "sem.", "torch_", "streamrl-mirror-")
-_IN_SHARED_MEMORY = re.compile(r" /dev/shm/([^/\s]+)")
+_SHARED_MEMORY = Path("/dev/shm")
+# By number: glibc maps a semaphore under a name that is gone before the other one is there.
+_IN_SHARED_MEMORY = re.compile(rf" (\d+) +{_SHARED_MEMORY}/([^/\s]+)")
 _LEVELS = range(1, 10)  # of thinned metrics, and more than there are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Of this process and those below it; taken when nothing of the run is there."""
+    """Of this process and those below it, and what lies in shared memory; taken when nothing of the run is there."""
 
     processes: frozenset[int]
     num_descriptors: int
     num_threads: int
-    shared_memory: frozenset[str]
+    shared_memory: frozenset[int]  # inodes
 
     @classmethod
     def now(cls) -> Self:
@@ -46,11 +49,11 @@ class Footprint:
             processes=frozenset(_descendants(os.getpid())),
             num_descriptors=len(os.listdir("/proc/self/fd")),
             num_threads=threading.active_count(),
-            shared_memory=frozenset(_shared_memory() - _mapped_by_others()),
+            shared_memory=frozenset(_shared_memory()),
         )
 
-    def leaks_since(self, *, num_keys: int, num_descriptors_of_parts: int) -> Leaks:
-        """Once what is ending has ended, or has had time to."""
+    def leaks_since(self, strangers: Collection[int], *, num_keys: int, num_descriptors_of_parts: int) -> Leaks:
+        """Once what is ending has ended, or has had time to. `strangers`: what others were seen to share."""
         deadline = time.monotonic() + _SETTLED_WITHIN_S
         while True:
             now = self.now()
@@ -59,7 +62,7 @@ class Footprint:
                 descriptors=max(0, now.num_descriptors - self.num_descriptors),
                 threads=max(0, now.num_threads - self.num_threads),
                 keys=0,
-                shared_memory=len(now.shared_memory - self.shared_memory),
+                shared_memory=len(now.shared_memory - self.shared_memory - shared_by_others() - set(strangers)),
             )
             if not grown.num_found or time.monotonic() > deadline:
                 return replace(grown, keys=num_keys, descriptors=grown.descriptors + num_descriptors_of_parts)
@@ -75,18 +78,35 @@ def unknown_keys(client: redis.Redis, keys: Keys) -> list[bytes]:
     return [key for key in found if not key.startswith(keys.prefix.encode()) or client.ttl(key) == -1]
 
 
-def _shared_memory() -> set[str]:
+def _shared_memory() -> set[int]:
     """What Python, torch and our own parts put there."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith(_NAMES_OF_SHARED_MEMORY)}
+    with os.scandir(_SHARED_MEMORY) as entries:
+        return {entry.inode() for entry in entries if entry.name.startswith(_NAMES_OF_SHARED_MEMORY)}
 
 
-def _mapped_by_others() -> set[str]:
-    """Other tests may run on this machine."""
-    ours, found = {os.getpid(), *_descendants(os.getpid())}, set[str]()
+def shared_by_others() -> set[int]:
+    """Inodes; other tests may run on this machine. One that is killed leaves what it has: look now and then."""
+    ours, found = {os.getpid(), *_descendants(os.getpid())}, set[int]()
     for process in Path("/proc").glob("[0-9]*"):
         if int(process.name) not in ours:
             with suppress(OSError):  # it has ended, or is somebody else's
-                found |= set(_IN_SHARED_MEMORY.findall((process / "maps").read_text()))
+                found |= _shared_by(process)
+    return found
+
+
+def _shared_by(process: Path) -> set[int]:
+    """What it maps or has open, and the folder in which that lies."""
+    mapped = _IN_SHARED_MEMORY.findall((process / "maps").read_text())
+    found, names = {int(inode) for inode, _ in mapped}, {name for _, name in mapped}
+    for link in (process / "fd").iterdir():
+        with suppress(OSError):  # closed by now
+            path = link.readlink()
+            if path.is_relative_to(_SHARED_MEMORY):
+                found.add(link.stat().st_ino)
+                names |= set(path.relative_to(_SHARED_MEMORY).parts[:1])
+    for name in names:
+        with suppress(OSError):  # it has another name by now, or none
+            found.add((_SHARED_MEMORY / name).stat().st_ino)
     return found
 
 

@@ -25,6 +25,7 @@ from streamrl.errors import Fenced, TransportError
 from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
 from streamrl.learner.checkpoints.save import RankStateDouble, Saver
 from streamrl.learner.conductor import Conductor
+from streamrl.learner.groups.curriculum import open_order
 from streamrl.learner.groups.feed import Feed
 from streamrl.learner.groups.plan import GroupCheck, Kind, Plan, fetch_groups
 from streamrl.learner.groups.prompts import PromptSet
@@ -145,6 +146,14 @@ class _Loop:
             fingerprint=MODEL,
             keep=keep,
             quarantine=Quarantine(config.folder, term=start.term),
+            order=open_order(
+                config,
+                prompts,
+                root=config.folder,
+                term=start.term,
+                since=start.checkpoint.term if start.checkpoint else 0,
+                state=state,
+            ),
             state=state,
         )
         if state is not None:

@@ -11,13 +11,15 @@ import asyncio
 import random
 import signal
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 import redis
 
 from streamrl.config import schema
-from streamrl.errors import SampleError, WeightsError
+from streamrl.errors import SampleError, TransportError, WeightsError
+from streamrl.permissions import Permissions
 from streamrl.protocol.transport.connection import connect, connect_async
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.operator import read_letters, request_retries
@@ -28,16 +30,19 @@ from streamrl.telemetry.progress import Progress
 from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import Engine, Generated, SampleRequest
 from streamrl.workers.engines.double import EngineDouble
+from streamrl.workers.environments.playing import playing
 from streamrl.workers.rewards.base import RewardDouble, Rewards, ScoreItem, Weighted
 from streamrl.workers.roles import WeightsDouble
 from streamrl.workers.rollout import Rollout
 from tests.faults.place import FAILING_TICKET, Place
 from tests.faults.stand_in_learner import open_store_of, weights_of
+from tests.faults.stand_in_model import stand_in_model
 from tests.feed_world import MODEL
 from tests.helpers import wait_until_async
 
 _LOOK_EVERY_S = 0.02
 _DELIVERED = "delivered "
+LEFT = "left "  # sessions that are open and samples in flight, at the end
 _DULL_EVERY = 5  # prompts: their samples get equal rewards, so that the learner drops the group
 
 
@@ -48,6 +53,7 @@ class Habits:
     keeps_first_version: bool = False  # for good, and takes tickets that ask for younger ones all the same
     fingerprint: str = MODEL  # what it says of its model and tokenizer
     fails: bool = True  # the tickets that are made to
+    repeats: bool = True  # dead tickets, as their operator
 
 
 SOUND = Habits()
@@ -83,20 +89,34 @@ async def work(place: Place, *, name: str, habits: Habits = SOUND) -> None:
                 give_up_after_s=config.redis.give_up_after_s,
             )
             await wait_until_async(partial(_is_running, stream), description="there is a run", timeout_s=30.0)
-            operator = asyncio.create_task(_repeat_the_dead(client, keys), name="operator")
-            source = Weighted(reward=RewardDouble(_Judge()), weight=1.0)
-            rollout = Rollout(
-                tickets=stream,
-                weights=_Weights(stream, config, client, keys, keeps_first=habits.keeps_first_version),
-                answerer=Answerer(
-                    rewards=Rewards({"exact": source}), config=config, worker=name, fingerprint=habits.fingerprint
-                ),
-                config=config,
-                progress=Progress(part=f"worker/{name}", role="worker"),
+            operator = asyncio.create_task(
+                _repeat_the_dead(client, keys) if habits.repeats else asyncio.sleep(0), name="operator"
             )
-            await rollout.run(_PacedEngine(place, fails=habits.fails), stop)
+            source = Weighted(reward=RewardDouble(_Judge()), weight=1.0)
+            engine = _PacedEngine(place, fails=habits.fails)
+            async with playing(config, Permissions(reward_code=(_target(config),)), stand_in_model()) as player:
+                rollout = Rollout(
+                    tickets=stream,
+                    weights=_Weights(stream, config, client, keys, keeps_first=habits.keeps_first_version),
+                    answerer=Answerer(
+                        rewards=Rewards({"exact": source}),
+                        config=config,
+                        worker=name,
+                        fingerprint=habits.fingerprint,
+                        player=player,
+                    ),
+                    config=config,
+                    progress=Progress(part=f"worker/{name}", role="worker"),
+                )
+                await rollout.run(engine, stop)
+                left = getattr(getattr(player, "sessions", None), "num_open", 0), engine.stats().in_flight
+                print(f"{LEFT}{left[0]} {left[1]}")
             operator.cancel()
             await stream.leave()
+
+
+def _target(config: schema.Config) -> str:
+    return (config.environment and config.environment.target) or ""
 
 
 async def _is_running(stream: WorkerStream) -> bool:
@@ -168,15 +188,16 @@ class _Weights(WeightsDouble):
     def _has(self, manifest: bytes, version: int) -> bool:
         try:
             data = self._store.get(manifest.decode())
-        except WeightsError:
-            return False  # deleted since, for a newer one is there
+        except (WeightsError, TransportError):  # deleted since, for a newer one is there; or a store that is away
+            return False
         assert data == weights_of(version), f"version {version} is announced, and its blob is another's"
         return True
 
 
 async def _repeat_the_dead(client: redis.Redis, keys: Keys) -> None:
-    """Ask for a new ticket in the place of every dead one."""
+    """Ask for a new ticket in the place of every dead one; while Redis is away, later."""
     while True:
-        new = [letter for letter in read_letters(client, keys) if not letter.retry_requested]
-        request_retries(client, keys, new, by="the operator")
+        with suppress(TransportError):
+            new = [letter for letter in read_letters(client, keys) if not letter.retry_requested]
+            request_retries(client, keys, new, by="the operator")
         await asyncio.sleep(_LOOK_EVERY_S)

@@ -38,7 +38,16 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, run_name: str, redis_u
     point = request.getfixturevalue("point")
     store = f"file:{tmp_path / 'blobs'}" if point in IN_A_DIRECTORY else "redis:"
     pace_s = 0.1 if point in OF_WORKERS else 0.01  # so that they have tickets in hand
-    return Place(folder=tmp_path, name=run_name, url=redis_url, store=store, num_prompts=18, pace_s=pace_s)
+    curriculum = point == "draws.written"
+    return Place(
+        folder=tmp_path,
+        name=run_name,
+        url=redis_url,
+        store=store,
+        num_prompts=18,
+        pace_s=pace_s,
+        curriculum=curriculum,
+    )
 
 
 def finished(world: FaultWorld, point: str) -> Audit:

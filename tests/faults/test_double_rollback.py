@@ -85,12 +85,17 @@ def test_a_number_that_meant_another_ticket_in_a_branch_that_was_given_up_is_not
     assert disagreements(verdict, audit.to_json()) == []
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_copies_of_all_branches_come_back_in_any_order(tmp_path: Path, server: MortalRedis, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "curriculum"), [(0, False), pytest.param(1, False, marks=pytest.mark.long), (2, True)]
+)
+def test_copies_of_all_branches_come_back_in_any_order(
+    tmp_path: Path, server: MortalRedis, seed: int, curriculum: bool
+) -> None:
     chance = random.Random(seed)
     place = Place(
         folder=tmp_path, name="run", url=server.url, num_prompts=1000, pace_s=0.05, failing_every=5,
         worker_lease_s=1.0, deadline_s=180, reply_timeout_s=1.0, idle_timeout_s=5.0, commit_every=6,
+        curriculum=curriculum,
     )  # fmt: skip
     recorder = Recorder(server.client, place.name, to=tmp_path / "seen.msgpack")
     with FaultWorld(place) as world:
@@ -174,5 +179,6 @@ def finish(world: FaultWorld, server: MortalRedis, recorder: Recorder) -> Verdic
         history = read_history(world.place.run_folder)
         record = recorder.stop()
         record.final = look(client, world.place.name, history.run_uid)
-    prompts = Prompts(texts=[f"prompt {i}" for i in range(world.place.num_prompts)], seed=1, shuffle=True)
+    texts = [f"prompt {i}" for i in range(world.place.num_prompts)]
+    prompts = Prompts(texts=texts, seed=1, shuffle=True, drawn=Prompts.drawn_in(world.place.run_folder))
     return judge(history, record, Rules(prompts=prompts, max_lag=_HARD_LIMIT))

@@ -68,9 +68,18 @@ def test_each_ticket_is_accounted_for_over_failovers_by_sentinels(tmp_path: Path
 
 
 def goes_on(world: FaultWorld) -> None:
-    """Until a checkpoint was made that was not there."""
+    """Until a checkpoint was made that was not there; nobody has ended."""
     before = world.newest_checkpoint()
-    wait_until(lambda: world.newest_checkpoint() > before, description="the run goes on", timeout_s=_WITHIN_S)
+
+    def has_gone_on() -> bool:
+        parts = [*world.parts("learner"), *world.parts("worker")]
+        assert not [part.name for part in parts if part.exit_code is not None], "somebody has ended"
+        return world.newest_checkpoint() > before
+
+    try:
+        wait_until(has_gone_on, description="the run goes on", timeout_s=_WITHIN_S)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{world.last_words()}") from None
 
 
 class Service:

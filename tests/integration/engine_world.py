@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +49,10 @@ CASES: list[Any] = [
 class Served:
     """An engine, the versions it may serve, and what a plain forward pass of each says."""
 
-    def __init__(self, case: Case, folder: Path) -> None:
-        self.folders = [
-            make_model(folder / str(n), architecture=case.architecture, tied=case.tied, seed=n) for n in range(3)
-        ]
-        self.models = [
-            transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in self.folders
-        ]
+    def __init__(self, folders: Sequence[Path], *, engine: str) -> None:
+        self.folders = folders
         self.facts = read_model(str(self.folders[0]), trust_remote_code=False)
-        config = worker_config(threads=1, engine=case.engine)
+        config = worker_config(threads=1, engine=engine)
         self.config = config.model_copy(
             update={
                 "weights": schema.Weights(dtype="float32"),
@@ -67,6 +63,15 @@ class Served:
         self.engine: Engine = make_engine(EngineSettings(model=self.facts, config=self.config, seed=1))
         self._num_loads = 0
         self._num_requests = 0
+
+    @staticmethod
+    def of(case: Case, folder: Path) -> Served:
+        made = [make_model(folder / str(n), architecture=case.architecture, tied=case.tied, seed=n) for n in range(3)]
+        return Served(made, engine=case.engine)
+
+    @cached_property
+    def models(self) -> list[Any]:
+        return [transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in self.folders]
 
     async def load(self, model: int, kv_cache: KvCache = "salt", *, again: bool = False) -> int:
         """The version under which it is served: the next, or the same once more."""

@@ -4,13 +4,18 @@ lines      an environment behind a prompt that is text
 drops      a chat whose template drops what stands before "=" in earlier answers: branches
 agents     contexts as somebody else might ask: the last one gone on from, an earlier one, one cut down, one asked
            twice, one that has nothing to do with the rest
+calls      an agent's chat through a session, with calls of a tool: gone on with, cut down, asked again, a helper's
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import json
 import random
+import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +32,12 @@ from streamrl.workers.engines.base import Engine, Generated, KvCache, SampleRequ
 from streamrl.workers.environments.base import Answer, EnvironmentDouble
 from streamrl.workers.environments.play import Player
 from streamrl.workers.environments.tail import Tail
-from streamrl.workers.environments.trace import Trace
+from streamrl.workers.sessions import openai_answers
+from streamrl.workers.sessions.openai_asked import ChatRequest, Refused
+from streamrl.workers.sessions.session import Model, Session
+from streamrl.workers.sessions.tool_calls import Said, ToolCall, Tools
+from streamrl.workers.sessions.trace import Trace
+from tests.brute_force import check_by_brute_force
 from tests.helpers import make_group, make_ticket
 from tests.integration.engine_world import Served
 from tests.tiny_models import CHARACTERS
@@ -36,8 +46,16 @@ DROPS = (
     "{% for m in messages %}{{ m['role'] }}:{{ m['content'].split('=')[-1] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+CALLS = (
+    "{% for tool in tools or [] %}tool {{ tool['function']['name'] }};{% endfor %}"
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}{% for call in m['tool_calls'] or [] %} > "
+    "{% for value in call['function']['arguments'].values() %}{{ value }}{% endfor %}{% endfor %}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 SAMPLING = schema.Sampling(max_tokens=12, min_tokens=3)
 _SETTINGS = schema.Environment(target="m:f", max_turns=5, max_tokens=160)
+_OF_AGENTS = schema.Environment(target="m:f", max_turns=6, max_tokens=240)
 _LIMIT_S = 3.0  # an episode, on a machine that has much else to do
 
 
@@ -70,10 +88,10 @@ class Watched:
 
 
 async def play_all(
-    served: Served, count: int, *, kv_cache: KvCache, seed: int = 0
+    served: Served, count: int, *, kv_cache: KvCache, seed: int = 0, limit_s: float = _LIMIT_S
 ) -> tuple[list[Episode], dict[int, int]]:
-    """(the episodes, which model each version is): a third of each kind, side by side, while weights change."""
-    served.facts.tokenizer.chat_template = DROPS
+    """(the episodes, which model each version is): as many of each kind, side by side, while weights change."""
+    served.facts.tokenizer.chat_template = _with_its_end(DROPS, served)
     models: dict[int, int] = {}
     versions: list[int] = []
 
@@ -90,7 +108,7 @@ async def play_all(
         async with busy:
             episodes.append(await _KINDS[at % len(_KINDS)](served, random.Random(seed * 10_000 + at), at, versions))
 
-    async with asyncio.timeout(60 + _LIMIT_S * count):
+    async with asyncio.timeout(60 + limit_s * count):
         playing = asyncio.gather(*(one(at) for at in range(count)))
         model = 0
         while not playing.done():
@@ -144,7 +162,58 @@ async def _agents(served: Served, rng: random.Random, at: int, versions: list[in
     return episode
 
 
-_KINDS = (_lines, _drops, _agents)
+async def _calls(served: Served, rng: random.Random, at: int, versions: list[int]) -> Episode:
+    tokenizer: Any = copy.deepcopy(served.facts.tokenizer)
+    tokenizer.chat_template = _with_its_end(CALLS, served)
+    said: list[dict[str, Any]] = [{"role": "user", "content": _words(rng)}]
+    text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    episode = Episode(prompt=tokenizer(text, add_special_tokens=False)["input_ids"])
+    watched: Any = Watched(served.engine, episode, versions)
+    with ThreadPoolExecutor(1) as thread:
+        facts = replace(served.facts, tokenizer=tokenizer)
+        model = Model(facts=facts, parse=_parse, settings=_OF_AGENTS, max_length=380, thread=thread)
+        session = Session(model, watched, replace(served.request(episode.prompt), sampling=SAMPLING))
+        has_grown = False
+        for _ in range(rng.randint(1, 6)):
+            asked = ChatRequest(messages=said, tools=[ADD], tool_choice=rng.choice(["auto", "auto", "none"]))
+            try:
+                answered = await session.chat(asked)
+            except Refused:
+                if not session.spent:
+                    raise
+                break
+            if has_grown:
+                before, after = episode.turns[-2:]
+                so_far = [*before.context, *before.generated.token_ids.tolist()]
+                assert after.context[: len(so_far)] == so_far, "what was sampled was written anew"
+            message = openai_answers.chat(answered, asked)["choices"][0]["message"]
+            grown = [*said, message, *_to(message, rng)]
+            has_grown = rng.random() < 0.8
+            said = grown if has_grown else rng.choice([said, said[: rng.randint(1, len(said))], grown[-1:]])
+    episode.sample = session.trace.played("stop", 0.0).sample
+    await session.close()
+    return episode
+
+
+_KINDS = (_lines, _drops, _agents, _calls)
+
+
+def _with_its_end(template: str, served: Served) -> str:
+    return template.replace("<eos>", str(served.facts.tokenizer.decode([served.facts.stop_ids[0]])))
+
+
+def _parse(text: str, tools: Tools) -> Said:
+    """Many answers of a model that knows nothing are calls."""
+    content, sign, rest = re.split(r"([-+=>?])", text, maxsplit=1) if re.search(r"[-+=>?]", text) else (text, "", "")
+    calls = (ToolCall(name="add", arguments=json.dumps({"a": rest})),) if sign else ()
+    return Said(content=content, calls=calls)
+
+
+def _to(message: dict[str, Any], rng: random.Random) -> list[dict[str, Any]]:
+    """What an agent sends back."""
+    if not message.get("tool_calls"):
+        return [{"role": "user", "content": _words(rng)}]
+    return [{"role": "tool", "tool_call_id": call["id"], "content": _words(rng)} for call in message["tool_calls"]]
 
 
 def _words(rng: random.Random) -> str:
@@ -156,6 +225,54 @@ def through_the_wire(episode: Episode) -> Sample:
     group = make_group(make_ticket(1), samples=(episode.sample,))
     header, body = encode_group(replace(group, prompt_ids=np.asarray(episode.prompt, np.int32)))
     return decode_body(decode_header(header), body).samples[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    off: list[float]  # of each token whose log-prob must be its version's
+    num_tokens: int  # that are trained
+    num_episodes: int
+    num_across: int  # episodes with tokens of several versions
+    num_loads: int
+    num_branches: int
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.off)} of {self.num_tokens} tokens of {self.num_episodes} episodes, {self.num_across} across "
+            f"loads ({self.num_loads} of them), {self.num_branches} branches: off by {max(self.off):.1e}"
+        )
+
+
+def compare(served: Served, episodes: Sequence[Episode], models: dict[int, int], *, kv_cache: KvCache) -> Compared:
+    """Ids, masks and spans by brute force; log-probs with the learner's, where these must be the same."""
+    samples = [through_the_wire(episode) for episode in episodes]
+    for episode, sample in zip(episodes, samples, strict=True):
+        check_by_brute_force(episode.prompt, sample, [(turn.context, turn.generated) for turn in episode.turns])
+    asked = [(episode.prompt, sample) for episode, sample in zip(episodes, samples, strict=True)]
+    learnt = {model: learners_logprobs(served, model, asked) for model in set(models.values())}
+    off, num_tokens = [], 0
+    for i, (episode, sample) in enumerate(zip(episodes, samples, strict=True)):
+        # What a load found at work has keys and values of the version before, unless the cache was cleared.
+        begun = {turn.generated.logprobs.tobytes(): turn.version for turn in episode.turns}
+        for start, end in sample.turns():
+            num_tokens += end - start
+            spans = [span for span in sample.spans if start <= span.start < end]
+            begun_with = begun[sample.logprobs[start:end].tobytes()]
+            if kv_cache == "salt" and {span.version for span in spans} != {begun_with}:
+                continue
+            for span in spans:
+                off += [
+                    abs(float(sample.logprobs[at]) - learnt[models[span.version]][i][at])
+                    for at in range(span.start, span.end)
+                ]
+    return Compared(
+        off=off,
+        num_tokens=num_tokens,
+        num_episodes=len(episodes),
+        num_across=sum(len({span.version for span in sample.spans}) > 1 for sample in samples),
+        num_loads=len(models),
+        num_branches=sum(len(sample.branches) for sample in samples),
+    )
 
 
 def learners_logprobs(

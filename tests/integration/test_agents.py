@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
 from tests.helpers import wait_until
-from tests.session_world import calling_tokenizer
+from tests.session_world import chat_tokenizer, write_calling_model
 
 ROOT = Path(__file__).resolve().parents[2]
+RUN_HERE: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "check": False, "timeout": 300}
 AGENT = """
 import json
 from openai import AsyncOpenAI
@@ -62,22 +61,7 @@ learner: {{threads: 1}}
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    tokenizer = calling_tokenizer()
-    config = transformers.Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    write_calling_model(tmp_path / "model")
     rows = [{"messages": [{"role": "user", "content": f"{n} + 3"}], "answer": "5"} for n in range(400)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "agent.py").write_text(AGENT)
@@ -118,7 +102,8 @@ def test_an_agent_of_the_openai_package_learns_to_call_its_tool(folder: Path, en
 
 @pytest.mark.long
 def test_a_worker_that_is_killed_in_mid_episode_costs_no_ticket(folder: Path) -> None:
-    process = start(folder, "worker.engine=transformers", "training.max_steps=30")
+    # Who has learnt to call its tool always does: all groups are trained, else there are no 30 steps in the data.
+    process = start(folder, "worker.engine=transformers", "training.max_steps=30", "algorithm.drop_zero_variance=false")
     for killed in range(2):
         before = len(steps(folder))
         wait_until(lambda: len(steps(folder)) >= before + 3, description="three steps", timeout_s=120)  # noqa: B023
@@ -129,6 +114,77 @@ def test_a_worker_that_is_killed_in_mid_episode_costs_no_ticket(folder: Path) ->
     assert summary["restarts"] == {"worker/0": 2}
     assert (summary["state"], summary["steps"]) == ("finished", 30)
     assert (summary["lost"], summary["twice"], summary["clean"]) == (0, 0, True)
+
+
+# Tells its key wherever it can: to the model, in an address, to the server's errors, to whoever reads of its failure.
+LEAKY = """
+import urllib.error, urllib.request, json
+
+def ask(session, path, body):
+    headers = {"authorization": "Bearer " + session.api_key, "content-type": "application/json"}
+    request = urllib.request.Request(session.base_url + path, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read())["choices"][0]["message"]["content"]
+
+def leaky(session, row):
+    with open("DIR/keys", "a") as keys: keys.write(session.api_key + "\\n")
+    said = "GET " + session.base_url + " with " + session.api_key
+    hello = [{"role": "user", "content": said}]
+    ask(session, "/chat/completions?key=" + session.api_key, {"model": session.api_key, "messages": hello})
+    for path, body in (("/chat/completions", {"messages": hello, "n": said}), ("/no/" + session.api_key, {})):
+        try: ask(session, path, body)
+        except urllib.error.HTTPError as error: assert session.api_key not in error.read().decode()
+    if int(row["answer"]) % 3 == 0: raise ValueError(said)
+    return float(int(row["answer"]) % 2)
+"""
+# It writes what it is given into the worker's log.
+TOLD = """
+def told(prompt, completion, token_ids, fields):
+    print("told", repr(completion))
+    return float(sum(token_ids) % 7)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("key_in_url", [False, True])
+def test_no_key_of_a_session_is_in_anything_that_a_run_writes(folder: Path, key_in_url: bool) -> None:
+    write_calling_model(folder / "model", chat_tokenizer())
+    (folder / "agent.py").write_text(LEAKY.replace("DIR", str(folder)))
+    (folder / "rewards.py").write_text(TOLD)
+    rows = [{"messages": [{"role": "user", "content": f"{n} + 3"}], "answer": str(n)} for n in range(400)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    leaky = f"{{target: '{folder}/agent.py:leaky', max_turns: 3, max_tokens: 900, timeout_s: 60.0, "
+    running = start(
+        folder,
+        "worker.engine=transformers",
+        "training={groups_per_step: 2, max_steps: 150}",
+        f"environment={leaky} network: true, key_in_url: {str(key_in_url).lower()}}}",
+        f"rewards={{told: {{type: function, target: '{folder}/rewards.py:told'}}}}",
+    )
+    record = [sys.executable, "-m", "streamrl.ops.cli.main", "record"]
+    try:
+        wait_until(lambda: len(steps(folder)) >= 1 or running.poll() is not None, description="a step", timeout_s=240)
+        into = ["--once", "--output", str(folder / "recording")]
+        saved = subprocess.run([*record, str(folder / "agents"), *into], **RUN_HERE)
+    finally:
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=300)
+    assert saved.returncode == 0, saved.stderr + err
+    exported = subprocess.run([*record, "export", str(folder / "recording")], **RUN_HERE)
+    assert exported.returncode == 0, exported.stderr
+
+    keys = (folder / "keys").read_text().split()
+    places = [path for path in folder.rglob("*") if path.is_file() and path.name != "keys"]
+    written = {str(path): path.read_bytes().decode(errors="replace") for path in places}
+    written |= {"up": out + err, "record": saved.stdout + saved.stderr, "export": exported.stdout}
+    assert [place for place, text in written.items() if any(key in text for key in keys)] == []
+    assert len(keys) >= 2 * 2 * 4
+    assert "with [key]" in exported.stdout, "what was said has come through, but for the key"
+    logs = "".join(text for place, text in written.items() if place.endswith((".log", ".out")))
+    assert "told 'GET http" in logs
+    assert "with [key]" in logs
+    assert any("ValueError: GET http" in text for text in written.values()), "so has the failure"
 
 
 def worker_pid(folder: Path) -> int | None:

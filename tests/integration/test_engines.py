@@ -26,9 +26,8 @@ from streamrl.versions import make_version
 from streamrl.workers.engines.base import KvCache
 from streamrl.workers.engines.vllm_engine import VllmEngine
 from streamrl.workers.proofs.proving import Prover
-from tests.brute_force import check_by_brute_force
 from tests.integration.engine_world import CASES, MAX_PROMPT, TOLERANCE, Served, prompts, worst
-from tests.integration.episode_world import learners_logprobs, play_all, through_the_wire
+from tests.integration.episode_world import compare, play_all
 from tests.tiny_models import CHARACTERS
 
 pytestmark = [
@@ -39,7 +38,7 @@ pytestmark = [
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=CASES, ids=str)
 async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    made = Served(request.param, tmp_path_factory.mktemp("models"))
+    made = Served.of(request.param, tmp_path_factory.mktemp("models"))
     environment = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="engine-", dir="/tmp") as temporary, pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", temporary)
@@ -174,38 +173,13 @@ async def test_of_random_episodes_each_sampled_token_is_trained_once_with_its_ow
     """As the learner computes it, through packing and the policy: with tokens given between turns, branches, end
     tokens banned anew at the begin of each turn, and loads in the middle of it all."""
     episodes, models = await play_all(served, count, kv_cache=kv_cache)
-    samples = [through_the_wire(episode) for episode in episodes]
-    for episode, sample in zip(episodes, samples, strict=True):
-        check_by_brute_force(episode.prompt, sample, [(turn.context, turn.generated) for turn in episode.turns])
-
-    asked = [(episode.prompt, sample) for episode, sample in zip(episodes, samples, strict=True)]
-    learnt = {model: learners_logprobs(served, model, asked) for model in set(models.values())}
-    off, num_tokens = [], 0
-    for i, (episode, sample) in enumerate(zip(episodes, samples, strict=True)):
-        # What a load found at work has keys and values of the version before, unless the cache was cleared.
-        begun = {turn.generated.logprobs.tobytes(): turn.version for turn in episode.turns}
-        for start, end in sample.turns():
-            num_tokens += end - start
-            spans = [span for span in sample.spans if start <= span.start < end]
-            begun_with = begun[sample.logprobs[start:end].tobytes()]
-            if kv_cache == "salt" and {span.version for span in spans} != {begun_with}:
-                continue
-            for span in spans:
-                off += [
-                    abs(float(sample.logprobs[at]) - learnt[models[span.version]][i][at])
-                    for at in range(span.start, span.end)
-                ]
-    num_across = sum(len({span.version for span in sample.spans}) > 1 for sample in samples)
-    num_branches = sum(len(sample.branches) for sample in samples)
-    record_property(
-        "figure",
-        f"{len(off)} of {num_tokens} tokens of {count} episodes, {num_across} across loads ({len(models)} of them), "
-        f"{num_branches} branches: off by {max(off):.1e}",
-    )
-    assert num_across > 0
-    assert num_branches > count / 3
-    assert len(off) == num_tokens if kv_cache == "clear" else len(off) > num_tokens / 20
-    assert max(off) <= TOLERANCE
+    compared = compare(served, episodes, models, kv_cache=kv_cache)
+    record_property("figure", str(compared))
+    assert compared.num_across > 0
+    assert compared.num_branches > count / 3
+    num_off, num_tokens = len(compared.off), compared.num_tokens
+    assert num_off == num_tokens if kv_cache == "clear" else num_off > num_tokens / 20
+    assert max(compared.off) <= TOLERANCE
 
 
 async def test_a_cleared_cache_makes_each_token_what_its_own_version_makes_of_it(served: Served) -> None:

@@ -5,25 +5,36 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from streamrl.config import schema
 from streamrl.demos.pretrained import converter, find_gguf, make_model
 from streamrl.versions import make_version
-from streamrl.workers.engines.base import EngineSettings, SampleRequest, make_engine
+from streamrl.workers.engines.base import EngineSettings, KvCache, SampleRequest, make_engine
 from streamrl.workers.engines.model import read_model
 from streamrl.workers.environments.base import Answer, EnvironmentDouble
 from streamrl.workers.environments.play import Player
 from streamrl.workers.environments.tail import Tail
 from tests.brute_force import check_by_brute_force
 from tests.helpers import make_ticket
-from tests.integration.engine_world import TOLERANCE
-from tests.integration.episode_world import SAMPLING, Episode, Watched, learners_logprobs, through_the_wire
+from tests.integration.engine_world import TOLERANCE, Served
+from tests.integration.episode_world import (
+    SAMPLING,
+    Episode,
+    Watched,
+    compare,
+    learners_logprobs,
+    play_all,
+    through_the_wire,
+)
 from tests.worker_world import worker_config
 
 _ASKED = "What is {0} + {1}? Think aloud, then answer."
@@ -78,6 +89,43 @@ async def test_a_pretrained_model_plays_in_its_own_template_and_in_one_that_drop
     figures = ", ".join(f"{name} {len(each)} tokens off by {max(each):.1e}" for name, each in off.items())
     record_property("figure", figures)
     assert max(max(each) for each in off.values()) <= TOLERANCE
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kv_cache", ["clear", "salt"])
+async def test_of_its_random_episodes_each_sampled_token_is_trained_once_with_its_own_logprob(
+    tmp_path: Path, kv_cache: KvCache, record_property: Any
+) -> None:
+    """As those of `test_engines`, with two more versions of its weights, which come in mid-episode."""
+    folder = make_model(find_gguf(), tmp_path, converter(tmp_path / "logs", print))
+    folders = [folder, *(_moved(folder, tmp_path / str(seed), seed) for seed in (1, 2))]
+    served, environment = Served(folders, engine="vllm"), dict(os.environ)
+    try:
+        await served.engine.start()
+        episodes, models = await play_all(served, 24, kv_cache=kv_cache, limit_s=20.0)
+    finally:
+        await served.engine.stop()
+        os.environ.clear()  # as above
+        os.environ.update(environment)
+    compared = compare(served, episodes, models, kv_cache=kv_cache)
+    record_property("figure", str(compared))
+    assert compared.num_across > 0
+    assert max(compared.off) <= TOLERANCE
+    assert kv_cache == "salt" or len(compared.off) == compared.num_tokens
+
+
+def _moved(folder: Path, moved: Path, seed: int) -> Path:
+    """The model with all its weights a little off, as after many steps."""
+    shutil.copytree(folder, moved)
+    random, file = torch.Generator().manual_seed(seed), moved / "model.safetensors"
+    weights = {
+        name: (tensor.float() * (1 + 0.05 * torch.randn(tensor.shape, generator=random))).to(tensor.dtype)
+        for name, tensor in load_file(file).items()
+    }
+    save_file(weights, file, metadata={"format": "pt"})
+    return moved
 
 
 _DROPS = (

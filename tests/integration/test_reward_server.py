@@ -22,8 +22,8 @@ import pytest
 from streamrl.config import schema
 from streamrl.errors import RewardError
 from streamrl.permissions import Permissions
+from streamrl.workers.reward_server.model import RewardModel
 from streamrl.workers.rewards.http_client import HttpReward, build_http_reward
-from streamrl.workers.rewards.model import RewardModel
 from tests.helpers import wait_until, wait_until_async
 from tests.tiny_models import CHARACTERS, make_model
 from tests.tiny_rewards import make_item, make_reward_model

@@ -16,8 +16,8 @@ import pytest
 
 from streamrl.config import schema
 from streamrl.permissions import Permissions
+from streamrl.workers.reward_server.model import RewardModel
 from streamrl.workers.rewards.http_client import build_http_reward
-from streamrl.workers.rewards.model import RewardModel
 from tests.helpers import wait_until
 from tests.tiny_rewards import make_item, make_reward_model
 

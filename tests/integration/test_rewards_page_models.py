@@ -14,11 +14,12 @@ import pytest
 
 from streamrl.ops.cli.main import main
 from tests.helpers import wait_until
-from tests.pages import blocks
+from tests.pages import ROOT, blocks
 from tests.tiny_models import make_model
 from tests.unit.test_rewards_page import CONFIGURATIONS, PAGE, PLAIN
 
-TRAIN, SERVE, EVAL = [shlex.split(line) for block in blocks(PAGE, "sh") for line in block.text.splitlines()]
+OF_A_MODEL = [block.text for block in blocks(PAGE, "sh") if block.note == str(Path(__file__).relative_to(ROOT))]
+TRAIN, SERVE, EVAL = [shlex.split(line) for text in OF_A_MODEL for line in text.splitlines()]
 
 
 def test_a_reward_model_is_trained_served_and_asked_by_an_evaluation(

@@ -22,7 +22,7 @@ from tests.redis.monitor_world import Watched
 from tests.redis.run_world import RunWorld
 
 UID = "uid"
-LEASE_S = 0.3
+LEASE_S = 0.3  # of those whose leases are to run out; no test that wants them kept may take less than a minute
 
 MakeLearner = Callable[..., LearnerStream]
 MakeWorker = Callable[..., WorkerStream]
@@ -91,7 +91,7 @@ def learner(make_learner: MakeLearner) -> LearnerStream:
 
 @pytest.fixture
 def make_worker(worker_client: redis.asyncio.Redis, keys: Keys) -> MakeWorker:
-    def make(name: str = "w", *, lease_s: float = LEASE_S) -> WorkerStream:
+    def make(name: str = "w", *, lease_s: float = 60.0) -> WorkerStream:
         return WorkerStream(worker_client, keys, worker=name, lease_s=lease_s, give_up_after_s=5.0)
 
     return make

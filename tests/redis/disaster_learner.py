@@ -38,6 +38,7 @@ class Life(Learner):
             term=self.term,
             fingerprint=MODEL,
             max_attempts=2,
+            decode=str,
             clock=world.clock,
         )
         reconcile = self.feed.reconcile

@@ -25,7 +25,7 @@ from streamrl.protocol.transport.keys import WORKERS, Keys
 from streamrl.protocol.transport.operator import read_letters
 from streamrl.protocol.wire.ticket import PURPOSES
 from streamrl.versions import make_version
-from tests.feed_world import Clock
+from tests.feed_world import Clock, rows_drawn
 from tests.redis.disaster_learner import Life, make_prompts
 from tests.redis.disaster_site import SAFE, Peril, Site, facing
 from tests.redis.disaster_workers import Workers
@@ -142,7 +142,7 @@ class DisasterWorld:
                     return
                 places = Retries(life.feed.state().ledger.retries)
                 for ticket, group in zip(sound, fetched.groups, strict=True):
-                    prompt = self.prompts.rows[self.prompts.locate(places.place(ticket))[1]]
+                    prompt = self.prompts.rows[self._row_of(places.place(ticket))]
                     assert group.prompt_ids.tolist() == prompt.token_ids.tolist(), "an answer to another prompt"
                     self._check_lag(group.header.min_version, life.step)
                 life.trained += sound
@@ -284,6 +284,10 @@ class DisasterWorld:
         assert (audit.issued, audit.outstanding) == (NUM_TICKETS + retries, 0), audit.to_json()
 
     # Inside
+
+    def _row_of(self, place: int) -> int:
+        on = self.config.data.curriculum
+        return rows_drawn(self.config.folder)[place] if on else self.prompts.locate(place)[1]
 
     def _put_clock_ahead(self) -> None:
         """A server whose clock is behind the one before it gives ids by counting on from the last; here from the

@@ -13,6 +13,7 @@ import redis.asyncio
 from streamrl.config import schema
 from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry, claim_run
+from streamrl.learner.groups.curriculum import open_order
 from streamrl.learner.groups.feed import Feed
 from streamrl.learner.groups.ledger import FeedState
 from streamrl.learner.groups.plan import Kind, Plan
@@ -66,14 +67,17 @@ class Learner:
             client, keys, run_uid=uid, term=self.term, holder=holder, lease_s=lease_s, give_up_after_s=patience_s
         )
         self.stream.claim(config_json=config.model_dump_json(), fingerprint=MODEL, wait_s=0.0)
+        state = self.parent.state.stream if self.parent else None
+        since = self.parent.name.term if self.parent else 0
         self.feed = Feed(
             stream=self.stream,
             prompts=place.prompts,
+            order=open_order(config, place.prompts, root=config.folder, term=self.term, since=since, state=state),
             config=config,
             run_uid=uid,
             fingerprint=MODEL,
             keep=keep,
-            state=self.parent.state.stream if self.parent else None,
+            state=state,
             clock=clock,
         )
         self._num_versions = 0

@@ -43,8 +43,8 @@ GROUP = sum(len(part) for part in encode_answer(make_ticket(0)))
 
 STARTING: tuple[Point, ...] = ("lease.taken", "run.recorded", "term.recorded", "claim.written", "announce.written")
 PLANNING: tuple[Point, ...] = (
-    "restore.written", "reconcile.deleted", "reconcile.counted", "issue.counted", "issue.written", "dead.written",
-    "letters.removed", "retry.counted", "group.read",
+    "restore.written", "reconcile.deleted", "reconcile.counted", "draws.written", "issue.counted", "issue.written",
+    "dead.written", "letters.removed", "retry.counted", "group.read",
 )  # fmt: skip
 TRAINING: tuple[Point, ...] = ("group.settled", "announce.written")
 COMMITTING: tuple[Point, ...] = (
@@ -105,11 +105,20 @@ class AnyOrder(RuleBasedStateMachine):
         budget=st.sampled_from([1, 5, 1000]),
         max_attempts=st.integers(1, 2),
         clock_is_ahead=st.booleans(),
+        curriculum=st.booleans(),
     )
     def begin(
-        self, groups_per_step: int, max_lag: int, stale: str, budget: int, max_attempts: int, clock_is_ahead: bool
+        self,
+        groups_per_step: int,
+        max_lag: int,
+        stale: str,
+        budget: int,
+        max_attempts: int,
+        clock_is_ahead: bool,
+        curriculum: bool,
     ) -> None:
         config = make_config(
+            data={"curriculum": curriculum},
             redis={"max_backlog_bytes": budget * GROUP},
             training={"groups_per_step": groups_per_step, "max_epochs": 2},
             lag={"max_steps": max_lag, "stale": stale},

@@ -15,7 +15,7 @@ from streamrl.protocol.transport.types import START, Leased
 from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.protocol.wire.group import decode_body, decode_header, encode_group
 from tests.helpers import make_group, make_ticket, wait_until_async
-from tests.redis.conftest import MakeWorker
+from tests.redis.conftest import LEASE_S, MakeWorker
 
 
 def packed(leased: Leased) -> tuple[bytes, bytes]:
@@ -52,7 +52,7 @@ async def test_a_reclaimed_ticket_gives_one_group_and_the_second_delivery_is_cou
     learner: LearnerStream, make_worker: MakeWorker, client: redis.Redis, keys: Keys
 ) -> None:
     learner.issue([make_ticket(0)])
-    slow, quick = make_worker("slow"), make_worker("quick")
+    slow, quick = make_worker("slow"), make_worker("quick", lease_s=LEASE_S)
     [first] = await slow.lease(max_tickets=1, block_ms=0)
     reclaimed: list[Leased] = []
 

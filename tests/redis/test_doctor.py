@@ -22,6 +22,7 @@ from streamrl.ops.cli.main import main
 from streamrl.ops.monitor.doctor import look, machine
 from streamrl.ops.monitor.doctor.machine import worker_bytes
 from streamrl.ops.monitor.doctor.musts import check_packages
+from streamrl.ops.monitor.doctor.services import fitness
 from streamrl.ops.monitor.doctor.sizes import count_parameters, published_bytes, trained_parameters
 from streamrl.terminal import size
 from tests.gpus_world import machine_with
@@ -104,6 +105,25 @@ def test_a_server_that_would_evict_or_is_too_small_is_found(model: Path, redis_u
         client.config_set("maxmemory", 0)
     assert (findings["redis policy"].level, findings["redis memory"].level) == ("error", "warning")
     assert (refused.level, "takes a quarter more" in refused.evidence) == ("error", True)
+
+
+@pytest.mark.parametrize(
+    ("told", "name", "says"),
+    [
+        ({"role": "slave", "master_host": "primary", "master_port": 6379}, "redis role", "a replica of primary:6379"),
+        ({"cluster_enabled": 1}, "redis cluster", "a node of a cluster"),
+    ],
+)
+def test_a_server_that_takes_no_writes_of_ours_is_found(told: dict[str, Any], name: str, says: str) -> None:
+    """As the endpoints of managed services may be: one for readers, one of a cluster."""
+    found = fitness({"redis_version": "7.2.0", "role": "master", "cluster_enabled": 0, **told}, 0)
+    finding = next(one for one in found.values() if one.name == name)
+    assert finding.level == "error"
+    assert says in finding.evidence
+
+
+def test_a_server_that_does_not_say_all_of_itself_is_taken_at_its_word() -> None:
+    assert {finding.level for finding in fitness({"redis_version": "7.2.0"}, 0).values()} == {"ok"}
 
 
 def test_a_tokenizer_of_another_model_is_found(model: Path, redis_url: str) -> None:

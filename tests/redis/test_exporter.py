@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 import socket
+import subprocess
+import sys
 import threading
 import urllib.request
+from pathlib import Path
 
 import pytest
 import yaml
@@ -19,7 +22,9 @@ from streamrl.ops.monitor.poller import Poller, Seen, Watcher
 from streamrl.ops.monitor.runs import Target, opened
 from streamrl.ops.monitor.view import View
 from streamrl.process import address_of, bind
+from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.operator import set_control
+from tests.helpers import wait_until
 from tests.launch_world import make_view
 from tests.redis.monitor_world import Watched
 
@@ -139,3 +144,34 @@ def test_a_scrape_over_http_tells_what_was_last_seen_and_asks_redis_nothing(run:
             finally:
                 server.shutdown()
                 thread.join()
+
+
+def test_it_waits_for_a_redis_that_is_not_there_yet_and_says_so(tmp_path: Path) -> None:
+    server = EmbeddedRedis.start(tmp_path / "redis")
+    server.stop()
+    command = [sys.executable, "-m", "streamrl.ops.cli.main", "export", "prometheus", "--port", "0"]
+    command += ["--redis", server.url, "--run", "early"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            url = process.stdout.readline().rpartition(" ")[2].strip()
+            assert b'streamrl_up{run="early"} 0.0' in get(url)
+            told = process.stderr.readline()
+            assert told.startswith("waits for Redis at ")
+            assert "streamrl_up is 0 until it answers" in told
+            server = EmbeddedRedis.start(tmp_path / "redis")
+            wait_until(lambda: b'streamrl_up{run="early"} 1.0' in get(url), description="it has found its Redis")
+        finally:
+            process.terminate()
+            server.stop()
+
+
+def test_a_password_that_is_wrong_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server = EmbeddedRedis.start(tmp_path / "redis")
+    try:
+        url = server.url.replace("unix://", "unix://nobody:wrong@")
+        assert main(["export", "prometheus", "--redis", url, "--run", "x", "--port", "0"]) == 2
+    finally:
+        server.stop()
+    assert "Name the user in the URL" in capsys.readouterr().err

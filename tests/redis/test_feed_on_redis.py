@@ -227,6 +227,7 @@ async def test_a_validation_gets_its_answers_and_leaves_nothing_behind(
         term=1,
         fingerprint=MODEL,
         max_attempts=3,
+        decode=str,
     )
     validation.start(step=7, version=make_version(1, 7))
     assert validation.poll() is None

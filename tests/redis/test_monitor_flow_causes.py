@@ -27,6 +27,32 @@ def test_a_source_that_is_out_means_an_outage_though_workers_generate(run: Watch
     assert "exact: 0 of 1 replicas well, 7 errors" in run.view().causes[0].evidence
 
 
+def test_an_environment_that_fails_is_named_with_its_words(run: Watched) -> None:
+    run.learner("train", state="working")
+    told = {"rewards/environment/scored": 70, "rewards/environment/failed": 30}
+    run.worker(detail={**told, "rewards/environment/error": "the environment failed in step: KeyError: 'board'"})
+    assert run.first() == ("environment_fails", "degraded")
+    assert "30 of 100; the last one: the environment failed in step: KeyError: 'board'" in run.view().causes[0].evidence
+    run.worker(detail={**told, "rewards/environment/failed": 7})
+    assert [cause.name for cause in run.view().causes] == [], "a few are any environment's"
+
+
+async def test_an_environment_that_is_slow_or_hangs_is_named_and_its_worker_is_not_stuck(run: Watched) -> None:
+    run.world.learner.plan()
+    await run.world.worker.lease(max_tickets=2, block_ms=0)
+    run.learner("groups", for_s=300)
+    facts = {"under_way": 32, "oldest_s": 280.0, "latency_s": 40.0, "model_s": 2.0, "scored": 9, "failed": 0}
+    detail = {f"rewards/environment/{name}": fact for name, fact in facts.items()}
+    run.worker(for_s=300, detail={**detail, "in_flight": 2})
+    assert run.first() == ("environment_is_slow", "degraded")
+    told = run.view().causes[0].evidence
+    assert "30 of 32 rollouts under way, the oldest for 5m" in told
+    assert "spent 40.0 s there, and 2.0 s in the model" in told
+    assert "workers_stuck" not in [cause.name for cause in run.view().causes]
+    run.worker(for_s=300, detail={**detail, "in_flight": 30})
+    assert "environment_is_slow" not in [cause.name for cause in run.view().causes], "the model is what they wait for"
+
+
 async def test_failures_of_every_ticket_name_the_error(run: Watched) -> None:
     await run.world.train_steps(3, failing=frozenset({0, 1, 2}))
     run.learner("groups")
@@ -121,6 +147,18 @@ async def test_an_engine_that_computes_another_model_than_the_learner_is_told_of
     run.healthy()
     assert run.first() == ("engine_disagrees", "degraded")
     assert "0.3 apart" in run.view().causes[0].evidence
+
+
+async def test_a_curriculum_with_little_to_choose_from_is_told_of(run: Watched) -> None:
+    await run.world.train_steps(1)
+    run.record(**{f"curriculum/prompts/{kind}": 100.0 for kind in ("new", "fitting", "solved", "hopeless")})
+    run.healthy()
+    assert "few_prompts_fit" not in run.causes()
+    run.world.learner.step += 1
+    run.record(**{"curriculum/prompts/solved": 900.0, "curriculum/prompts/hopeless": 200.0})
+    run.healthy()
+    assert run.first() == ("few_prompts_fit", "degraded")
+    assert "900 are solved and 200 hopeless" in run.view().causes[0].evidence
 
 
 async def test_dead_letters_call_for_somebody(run: Watched) -> None:

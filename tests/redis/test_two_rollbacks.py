@@ -15,6 +15,7 @@ import redis
 from streamrl.learner.groups.plan import Kind, fetch_groups
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.operator import read_letters, request_retries
+from tests.feed_world import rows_drawn
 from tests.redis.conftest import MakeWorld
 from tests.redis.disaster_learner import make_prompts
 from tests.redis.run_world import RunWorld
@@ -73,9 +74,10 @@ class Trained:
         """Tickets that were trained twice, or by an answer to another prompt than the one that they stand for."""
         retries = world.learner.feed.state().ledger.retries
         places: dict[int, int] = {}
-        for number in range(NUM_PROMPTS + len(retries)):
+        for number in range(world.prompts.num_tickets(world.config.training.max_epochs) + len(retries)):
             places[number] = places[retries[number]] if number in retries else number - sum(r < number for r in retries)
-        prompts = {n: world.prompts.rows[world.prompts.locate(place)[1]] for n, place in places.items()}
+        drawn = rows_drawn(world.config.folder) if world.config.data.curriculum else {}
+        prompts = {n: world.prompts.rows[drawn.get(p, world.prompts.locate(p)[1])] for n, p in places.items()}
         return {n: found for n, found in self.prompts.items() if found != [prompts[n].token_ids.tolist()]}
 
 
@@ -111,13 +113,20 @@ async def test_tickets_of_another_branch_under_the_same_numbers_are_not_taken_fo
     assert world.learner.feed.metrics()["stream/ignored/not_asked"] > 0
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(15))
 async def test_whichever_copy_redis_returns_to_every_ticket_ends_by_an_answer_to_its_own_prompt(
     make_world: MakeWorld, client: redis.Redis, keys: Keys, seed: int
 ) -> None:
-    """In any order, with learners that die, and tickets that die and are asked for again."""
+    """In any order, with learners that die, and tickets that die and are asked for again; with a curriculum too."""
     chance = random.Random(seed)
-    world = make_world(worker={"max_attempts": 1}, prompts=make_prompts(NUM_PROMPTS))
+    curriculum, epochs = seed >= 10, 2 if seed >= 10 else 1
+    num_of_data, dull = NUM_PROMPTS * epochs, frozenset(range(0, 1000, 2) if curriculum else ())
+    world = make_world(
+        worker={"max_attempts": 1},
+        prompts=make_prompts(NUM_PROMPTS),
+        data={"curriculum": curriculum},
+        training={"groups_per_step": 3, "max_epochs": epochs},
+    )
     trained, committed = Trained(), Trained()
     copies = [copy_of(client, keys)]
     for _ in range(NUM_ACTS):
@@ -125,8 +134,8 @@ async def test_whichever_copy_redis_returns_to_every_ticket_ends_by_an_answer_to
             case "train":
                 trained.train(world)
             case "answer":
-                failing = frozenset(number for number in range(2 * NUM_PROMPTS) if chance.random() < 0.3)
-                await world.answer_some(chance.randrange(1, 6), failing=failing)
+                failing = frozenset(number for number in range(2 * num_of_data) if chance.random() < 0.3)
+                await world.answer_some(chance.randrange(1, 6), failing=failing, dull=dull)
             case "retry":
                 request_retries(client, keys, read_letters(client, keys), by="the test")
                 await world.answer_some(3)
@@ -147,13 +156,13 @@ async def test_whichever_copy_redis_returns_to_every_ticket_ends_by_an_answer_to
                 trained = deepcopy(committed)
                 trained.train(world)
     await trained.finish(world)
-    check(world, trained)
+    check(world, trained, num_of_data=num_of_data)
 
 
-def check(world: RunWorld, trained: Trained) -> None:
+def check(world: RunWorld, trained: Trained, *, num_of_data: int = NUM_PROMPTS) -> None:
     assert trained.others(world) == {}
     audit = world.audit()
     assert audit.clean, audit.to_json()
     num_retries = len(world.learner.feed.state().ledger.retries)
-    assert (audit.issued, audit.outstanding) == (NUM_PROMPTS + num_retries, 0)
+    assert (audit.issued, audit.outstanding) == (num_of_data + num_retries, 0)
     assert audit.trained == len(trained.prompts)

@@ -43,13 +43,13 @@ def make_cluster(tmp_path: Path) -> Iterator[MakeCluster]:
             world = stack.enter_context(hosts(HOSTS, tmp_path / "logs", services=SERVICES))
             changes = SMALL.replace("max_epochs: 50", f"max_epochs: 50, max_steps: {max_steps}")
             cluster = Cluster(world, render("cpu"), tmp_path, changes=changes)
-            _fill(cluster.volumes / "models")
+            fill(cluster.volumes / "models")
             return cluster
 
         yield make
 
 
-def _fill(models: Path) -> None:
+def fill(models: Path) -> None:
     """As k8s/README.md says: policy/, reward/, and data/."""
     write_base_model(models / "policy", seed=1)
     write_data(models / "data", seed=1)

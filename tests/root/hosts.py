@@ -60,7 +60,7 @@ class Hosts:
         _run("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
         _run("ip", "-n", self._switch, "link", "set", "br0", "up")
         for name, address in self._addresses.items():
-            space = self._space(name)
+            space = self.space(name)
             _run("ip", "netns", "add", space)
             ends = ["eth0", "type", "veth", "peer", "name", self._port(name), "netns", self._switch]
             _run("ip", "-n", space, "link", "add", *ends)
@@ -72,7 +72,7 @@ class Hosts:
         self._write_names()
 
     def start(self, host: str, words: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        inside = ["ip", "netns", "exec", self._space(host), *_LIVE, host, *words]
+        inside = ["ip", "netns", "exec", self.space(host), *_LIVE, host, *words]
         with (self._logs / f"{host}.log").open("ab") as log:
             process = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", *inside],
@@ -87,7 +87,7 @@ class Hosts:
 
     def ask(self, host: str, words: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
         """A short command on that host, to its end."""
-        inside = ["ip", "netns", "exec", self._space(host), *words]
+        inside = ["ip", "netns", "exec", self.space(host), *words]
         return subprocess.run(inside, env=dict(environment), capture_output=True, text=True, timeout=90, check=False)
 
     def log(self, host: str) -> str:
@@ -127,16 +127,20 @@ class Hosts:
                 stack.callback(process.wait, 10)
             stack.callback(_remove, self._switch)
             for name in self._addresses:
-                stack.callback(shutil.rmtree, _NETNS / self._space(name), ignore_errors=True)
-                stack.callback(_remove, self._space(name))
+                stack.callback(shutil.rmtree, _NETNS / self.space(name), ignore_errors=True)
+                stack.callback(_remove, self.space(name))
                 stack.callback(self.kill, name)
+
+    def space(self, host: str) -> str:
+        """Its network namespace, in /run/netns."""
+        return f"{host}-{self._tag}"
+
+    def address(self, host: str) -> str:
+        return self._addresses[host]
 
     @property
     def _switch(self) -> str:
         return f"switch-{self._tag}"
-
-    def _space(self, host: str) -> str:
-        return f"{host}-{self._tag}"
 
     def _port(self, host: str) -> str:
         return f"p{list(self._addresses).index(host)}"
@@ -150,11 +154,11 @@ class Hosts:
         others += "".join(f"{self._addresses[host]} {service}\n" for service, host in self._services.items())
         for name, address in self._addresses.items():
             own = f"127.0.0.1 localhost\n{address} {name}.{_service_of(name)} {name}\n"
-            (_NETNS / self._space(name) / "hosts").write_text(own + others)
+            (_NETNS / self.space(name) / "hosts").write_text(own + others)
 
     def _processes(self, host: str) -> list[int]:
         with contextlib.suppress(subprocess.CalledProcessError):  # there is no such host
-            return [int(pid) for pid in _run("ip", "netns", "pids", self._space(host)).split()]
+            return [int(pid) for pid in _run("ip", "netns", "pids", self.space(host)).split()]
         return []
 
 

@@ -153,9 +153,7 @@ def test_rewards_that_stay_out_end_it_with_what_they_said(
     judge = "rewards.judge={type: http, url: 'http://127.0.0.1:9', outage_s: 0.1}"
     assert main(["eval", str(run.folder), "--prompts", run.data.train, judge]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(
-        "error: reward 'judge': no replica gave a score for 0.1 s: http://127.0.0.1:9/score: Connect"
-    )
+    assert error.startswith("error: reward 'judge': no replica answered for 0.1 s: http://127.0.0.1:9/score: Connect")
 
 
 def test_a_reward_that_nobody_can_reach_is_told_at_once_however_long_a_run_would_wait(
@@ -203,3 +201,33 @@ def test_every_replica_that_the_configuration_names_may_be_asked(run: schema.Con
 def test_nothing_answered_is_no_number() -> None:
     result = summarise([None, None], duration_s=1.0)
     assert (result.reward, result.reward_error, result.response_length, result.rewards) == (None, None, None, {})
+
+
+def test_several_checkpoints_are_a_table_and_a_plot(
+    run: schema.Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = {"few": {"path": str(run.data.train)}, "again": {"path": str(run.data.train)}}
+    words = [f"{run.folder}@all", f"data.validation={json.dumps(sets)}", "validation.max_prompts=4"]
+    words += ["validation.pass_by=favourite", "validation.pass_score=1", "validation.answer=a+"]
+    words += ["validation.sampling.num_samples=2", "validation.sampling.greedy=false"]
+    output, plot = tmp_path / "answers.jsonl", tmp_path / "steps.png"
+
+    told = evaluated(capsys, *words, "--output", str(output), "--plot", str(plot))
+
+    first, second = told["checkpoints"]
+    assert ([first["step"], second["step"]], told["prompts"]) == ([2, 4], [run.data.train] * 2)
+    for one in (first, second):
+        assert list(one["datasets"]) == ["few", "again"]
+        assert (one["num_prompts"], one["datasets"]["few"]["num_prompts"]) == (8, 4)
+        share = one["pass_at"]["1"]
+        assert share["low"] <= share["share"] <= share["high"]
+        assert share["share"] <= one["pass_at"]["2"]["share"]
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [line["dataset"] for line in lines[:8]] == ["few"] * 4 + ["again"] * 4
+    assert {line["checkpoint"] for line in lines} == {f"{run.folder}@{step} (step {step})" for step in (2, 4)}
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+    assert main(["eval", *words]) == 0
+    heads, *rows = capsys.readouterr().out.splitlines()[1:]
+    assert heads.split()[:4] == ["checkpoint", "reward", "pass@1", "pass@2"]
+    assert [row.split()[0] for row in rows] == [f"{run.folder}@2", f"{run.folder}@4"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +156,25 @@ def test_mistakes_are_one_line(words: list[str], told: str, capsys: pytest.Captu
     error = capsys.readouterr().err
     assert told in error
     assert error.count("\n") == 1
+
+
+def test_of_a_sandbox_it_shows_what_became_of_each_test(capsys: pytest.CaptureFixture[str]) -> None:
+    tests = ["assert add(1, 1) == 2", "assert add(1, 1) == 3, 'not three'"]
+    problem = {"text": "Write add.", "tests": tests, "one": "def add(a, b): return a + b"}
+    Path("problems.jsonl").write_text(json.dumps(problem) + "\n")
+
+    [row] = tried(capsys, "sandbox", "--field", "one", data="problems.jsonl")
+    assert main(["reward", "try", "sandbox", "--field", "one", "--data", "problems.jsonl"]) == 0
+    told = capsys.readouterr().out
+
+    assert [one["passed"] for one in row["tests"]] == [True, False]
+    assert (row["score"], row["error"]) == (0.0, None)
+    assert re.search(r"score +0\ntest 1 +passed\ntest 2 +AssertionError: not three", told)
+
+
+def test_an_option_that_no_sandbox_has_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sandbox", "--data", "rows.jsonl", "--completion", "1", "--option", "time=2"]
+    assert main(["reward", "try", *words]) == 2
+    said = capsys.readouterr().err
+    assert "--option: time:" in said
+    assert "it takes field, partial, time_s, memory_mb" in said

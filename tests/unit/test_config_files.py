@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.config.files import check_files
 from streamrl.config.load import load_config
-from streamrl.config.places import check_files
 from streamrl.errors import DataError
 
 CONFIG = """\

@@ -201,8 +201,8 @@ def test_a_folder_an_empty_file_and_a_list_are_no_configuration(folder: Path) ->
         ("optimizer.betas=0.9", "optimizer.betas = 0.9: must be a list"),
         ("optimizer.betas=[0.9, x]", "optimizer.betas[1] = 'x': must be a valid number"),
         ("seed.x=1", "seed = a map: must be a valid integer"),
-        ("rewards.exact.type=htp", "rewards.exact.type = 'htp': must be 'function' or 'http'"),
-        ("rewards.other.url=http", "rewards.other.type = nothing: must be 'function' or 'http'"),
+        ("rewards.exact.type=htp", "rewards.exact.type = 'htp': must be 'function' or 'http' or 'judge' or 'code'"),
+        ("rewards.other.url=http", "rewards.other.type = nothing: must be 'function' or 'http' or 'judge' or 'code'"),
         (
             "rewards.other.type=http",
             "rewards.other.url is not set; set it in the file, or with the override rewards.other.url=VALUE",

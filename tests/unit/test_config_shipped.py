@@ -12,7 +12,17 @@ import pytest
 from streamrl.config.check import check_config
 from streamrl.config.explain import ANY_NAME, known_keys
 from streamrl.config.load import load_config
-from streamrl.config.schema import Config, Environment, FunctionReward, HttpReward, Lora, RewardServer, Wandb
+from streamrl.config.schema import (
+    Config,
+    Environment,
+    FunctionReward,
+    HttpReward,
+    JudgeReward,
+    Lora,
+    RewardServer,
+    Teacher,
+    Wandb,
+)
 from streamrl.config.source import parse
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -27,8 +37,13 @@ EXAMPLES = {
     "rewards.model.url",
     "rewards.answer.type",
     "rewards.answer.target",
+    "rewards.judge.type",
+    "rewards.judge.rubric",
+    "rewards.judge.judges.big.url",
+    "rewards.judge.judges.big.model",
     "reward_server.model",
     "environment.target",
+    "teacher.path",
 }
 
 
@@ -43,14 +58,17 @@ MAPS = {
     "model.lora": Lora(),
     "metrics.wandb": Wandb(),
     "environment": Environment(target="e"),
+    "teacher": Teacher(path="t"),
 }  # sections that are null by default
 
 
 def test_the_reference_holds_every_setting() -> None:
-    names = re.compile(r"^(rewards|data\.train)\.(model|answer|math)\.")
-    written = {names.sub(rf"\1.{ANY_NAME}.", key) for key in reference()}
+    names = re.compile(r"^(rewards|data\.train)\.(model|answer|judge|math)\.")
+    written = {
+        names.sub(rf"\1.{ANY_NAME}.", key).replace(".judges.big.", f".judges.{ANY_NAME}.") for key in reference()
+    }
     # A dataset has the same settings wherever it stands; they are shown once.
-    known = {re.sub(r"^data\.(train|validation)\.(?!NAME)", f"data.train.{ANY_NAME}.", key) for key in known_keys()}
+    known = {re.sub(r"^data\.(train|validation)\.(NAME\.)?", f"data.train.{ANY_NAME}.", key) for key in known_keys()}
 
     sections = {key for key in known_keys() if any(other.startswith(f"{key}.") for other in known_keys())}
     assert known - sections - written == set()
@@ -63,6 +81,7 @@ def test_the_reference_shows_the_true_defaults() -> None:
         rewards={
             "model": HttpReward(type="http", url="http://h"),
             "answer": FunctionReward(type="function", target="f"),
+            "judge": JudgeReward(type="judge", judges={"big": {"url": "u", "model": "m"}}, rubric="r"),
         },
         reward_server=RewardServer(model="m"),
     )
@@ -83,6 +102,7 @@ def reference() -> Mapping[str, Any]:
         text = re.sub(rf"(?m)^( *{name}: )null ", r"\1", text)
     assert "\n  train: prompts.jsonl " in text, "one file is the rule; a map is shown in comments"
     text = text.replace("\n  train: prompts.jsonl ", "\n  train: ")
+    text = text.replace("\n  # judge: ", "\n  judge: ")
     text = re.sub(r"(?m)^    # ( *\w+:)", r"    \1", text)
     return dict(_leaves(parse(text, name="reinforce.yaml", numbered=True).plain()))
 

@@ -76,6 +76,29 @@ async def test_a_plain_function_may_stream_and_give_several_rewards(tmp_path: Pa
         assert played.rewards == {"environment.right": 1.0, "environment.polite": 0.5}
 
 
+OF_A_CLASS = """
+import asyncio, itertools
+from openai import AsyncOpenAI
+
+class Agent:
+    def __init__(self, *, worth):
+        self.worth, self.calls = worth, itertools.count(1)
+
+    async def rollout(self, session, row):
+        client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
+        await client.chat.completions.create(model="gpt", messages=[{"role": "user", "content": "2 + 3"}])
+        return self.worth * next(self.calls)
+"""
+
+
+async def test_an_agent_may_be_a_class_and_rollouts_of_a_process_share_what_it_has_made(tmp_path: Path) -> None:
+    async with agent_world(tmp_path, OF_A_CLASS, "Agent", network=True, options={"worth": 0.5}) as world:
+        assert [(await world.play(well))[0].reward for _ in range(3)] == [0.5, 1.0, 1.5]
+    with pytest.raises(ConfigError, match="missing a required argument: 'worth'"):
+        async with agent_world(tmp_path, OF_A_CLASS, "Agent", network=True):
+            pass
+
+
 @pytest.mark.parametrize(
     ("what", "why"),
     [

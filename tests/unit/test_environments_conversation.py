@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from streamrl.errors import ConfigError, SampleError
-from streamrl.workers.environments.conversation import Context, Conversation, answer_of, read_messages
-from streamrl.workers.environments.tool_calls import Said, make_parser, parse_hermes
+from streamrl.workers.sessions.conversation import Context, Conversation, answer_of, read_messages
+from streamrl.workers.sessions.tool_calls import Said, make_parser, parse_hermes
 from tests.session_world import ADD, CALL, chat_tokenizer
 
 THINKING = (

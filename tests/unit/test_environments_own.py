@@ -18,7 +18,7 @@ from streamrl.workers.environments.base import Answer
 from streamrl.workers.environments.own import OwnEnvironment, build_children
 from tests.helpers import wait_until_async
 
-CODE = """
+CODE = r"""
 import asyncio, os, time
 
 class Echo:
@@ -41,11 +41,20 @@ class Bad(Echo):
     def step(self, completion):
         if completion == "raise": raise KeyError("what")
         if completion == "exit": os._exit(3)
+        if completion == "write":
+            for pipe in os.listdir("/proc/self/fd"):
+                if os.readlink(f"/proc/self/fd/{pipe}").startswith("pipe:") and int(pipe) > 2:
+                    try: os.write(int(pipe), b"garbage\n" * 10)
+                    except OSError: pass
+            time.sleep(3600)
         if completion == "hang": time.sleep(3600)
         if completion == "nan": return "", float("nan"), False
         if completion == "two": return "", 1.0
         if completion == "number": return 7, 1.0, False
-        if completion == "huge": return "x" * (1 << 22), 1.0, False
+        if completion == "huge": return "x" * (1 << 28), 1.0, False
+        if completion == "half": return "half a \ud800 character", 1.0, False
+        if completion == "tell": raise ValueError("half a \ud800 character")
+        if completion == "word": return "", "one", False
         if completion == "eat": return "x" * (1 << 34), 1.0, False
         return "well", 0.0, False
 
@@ -126,6 +135,10 @@ async def test_rollouts_that_wait_do_so_together(start: Start, name: str) -> Non
         ("two", "step\\(\\) must return \\(observation, reward, done\\)"),
         ("number", "step\\(\\) must say a text or nothing, and said 7"),
         ("eat", "MemoryError"),
+        ("huge", "step\\(\\) may say 1048576 characters, and said 268435456"),
+        ("half", "UnicodeEncodeError"),
+        ("tell", "ValueError: half a . character"),
+        ("word", "step\\(\\) must give a finite number"),
     ],
 )
 async def test_what_fails_a_rollout_fails_no_other(start: Start, said: str, why: str) -> None:
@@ -137,7 +150,7 @@ async def test_what_fails_a_rollout_fails_no_other(start: Start, said: str, why:
 
 
 @pytest.mark.parametrize(
-    ("said", "why"), [("exit", "ended with status 3"), ("hang", "no answer within 0.5 s"), ("huge", "no answer")]
+    ("said", "why"), [("exit", "ended with status 3"), ("hang", "no answer within 0.5 s"), ("write", "no answer")]
 )
 async def test_a_child_that_is_lost_takes_its_rollouts_along_and_another_begins(
     start: Start, said: str, why: str
@@ -150,6 +163,17 @@ async def test_a_child_that_is_lost_takes_its_rollouts_along_and_another_begins(
         for _ in range(2):
             next_one = await environment.begin({})
             assert (await next_one.step("")).given == "well"
+
+
+async def test_threads_that_hang_are_not_what_others_wait_for(start: Start) -> None:
+    """More of them than a process has: it goes on with those that are left, and then another takes its place."""
+    async with start("Bad", timeout_s=1.0) as environment:
+        for _ in range(4):
+            hanging = [await environment.begin({}) for _ in range(20)]
+            for error in await asyncio.gather(*(one.step("hang") for one in hanging), return_exceptions=True):
+                assert isinstance(error, SampleError)
+        good = await environment.begin({})
+        assert (await good.step("")).given == "well"
 
 
 @pytest.mark.parametrize(
@@ -165,6 +189,19 @@ async def test_what_cannot_be_used_is_an_error_at_start(start: Start, name: str,
     with pytest.raises(ConfigError, match=f"environment.target: .*{why}"):
         async with start(name, options={"unknown": 1} if name == "Echo" else {}):
             pass
+
+
+async def test_a_file_that_writes_on_the_pipe_while_it_is_imported_is_an_error_at_start(tmp_path: Path) -> None:
+    """And no worse when a child is begun anew in the midst of a run."""
+    write = "import os\nfor pipe in range(3, 20):\n  try: os.write(pipe, b'garbage\\n')\n  except OSError: pass\n"
+    (tmp_path / "mine.py").write_text(f"{write}class Game:\n  def reset(self, row): pass\n  step = reset\n")
+    target = f"{tmp_path / 'mine.py'}:Game"
+    environment = OwnEnvironment(build_children(schema.Environment(target=target), Permissions(reward_code=(target,))))
+    with pytest.raises(ConfigError, match=r"environment\.target: cannot use .*no answer"):
+        await environment.start()
+    with pytest.raises(SampleError, match="no answer"):
+        await environment.begin({})
+    await environment.close()
 
 
 async def test_code_that_nobody_allowed_is_not_run() -> None:

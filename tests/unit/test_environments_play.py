@@ -203,6 +203,26 @@ async def test_rewards_of_turns_are_delivered_with_their_weight_and_add_up(token
         assert len(sample.turns()) == 3
 
 
+@pytest.mark.parametrize("weight", [1.0, 10.0])
+async def test_rewards_beyond_all_numbers_fail_their_sample_and_no_worker(
+    tokenizer: PreTrainedTokenizerFast, weight: float
+) -> None:
+    earned = iter([1e308, 1e308, 1e308, -1e308, 1.0, 1.0])
+    environment = EnvironmentDouble(lambda row, said: Answer(given="no", reward=next(earned), done=len(said) == 2))
+    config = worker_config().model_copy(
+        update={"environment": schema.Environment(target="m:f", weight=weight), "rewards": {}}
+    )
+    assert config.environment is not None
+    player = Player(environment, tail=Tail(tokenizer), settings=config.environment)
+    answerer = Answerer(rewards=Rewards({}), config=config, worker="w", fingerprint="model", player=player)
+    groups = [await answerer.answer(make_ticket(n, num_samples=1), Recorded(0, tokenizer)) for n in range(3)]
+    for group in groups:
+        encode_group(group)
+    assert "rewards add up to inf" in groups[0].header.error
+    assert groups[1].header.failed == (weight > 1.0), "a turn's own may be too much where the sum is not"
+    assert not groups[2].header.failed
+
+
 async def test_a_turn_without_a_token_is_no_turn(tokenizer: PreTrainedTokenizerFast) -> None:
     class Silent(EngineDouble):
         async def generate(self, request: SampleRequest) -> Generated:

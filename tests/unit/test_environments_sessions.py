@@ -18,10 +18,11 @@ from streamrl.config import schema
 from streamrl.errors import EngineError
 from streamrl.versions import make_version
 from streamrl.workers.engines.base import SampleRequest
-from streamrl.workers.environments import session as session_module
-from streamrl.workers.environments.session import Model, Session
-from streamrl.workers.environments.sessions import MAX_BODY_BYTES, Sessions
-from streamrl.workers.environments.tool_calls import make_parser
+from streamrl.workers.engines.model import ModelFacts
+from streamrl.workers.sessions import session as session_module
+from streamrl.workers.sessions.session import Model, Session
+from streamrl.workers.sessions.sessions import MAX_BODY_BYTES, Sessions
+from streamrl.workers.sessions.tool_calls import make_parser
 from tests.helpers import wait_until_async
 from tests.session_world import ADD, CALL, Say, Teller, chat_facts
 
@@ -55,17 +56,19 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def world(say: Say | str = "well", *, hold: bool = False, **settings: Any) -> AsyncIterator[World]:
+async def world(
+    say: Say | str = "well", *, hold: bool = False, facts: ModelFacts = FACTS, **settings: Any
+) -> AsyncIterator[World]:
     environment = schema.Environment(target="m:f", **{"max_tokens": 1000, **settings})
     with ThreadPoolExecutor(1) as thread:
         model = Model(
-            facts=FACTS,
-            parse=make_parser("hermes", FACTS.tokenizer),
+            facts=facts,
+            parse=make_parser("hermes", facts.tokenizer),
             settings=environment,
             max_length=2000,
             thread=thread,
         )
-        engine = Teller(FACTS, say if callable(say) else lambda asked: say, hold=hold)
+        engine = Teller(facts, say if callable(say) else lambda asked: say, hold=hold)
         engine.loads.append((Path("weights"), make_version(1, 1), 1))
         made = World(Sessions(model), engine)
         async with made.http:
@@ -104,6 +107,31 @@ async def test_a_call_of_a_tool_is_parsed_where_there_are_tools() -> None:
             assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", f"I add. {CALL}")
 
 
+@pytest.mark.parametrize("special", [True, False])
+async def test_a_call_is_parsed_where_its_tags_are_tokens_of_their_own(special: bool) -> None:
+    facts = chat_facts("<tool_call>", "</tool_call>", "<|pause|>", special=special)
+    said = f"I<|pause|> add.{CALL}"
+    async with world(lambda asked: said if len(asked) == 1 else "5", facts=facts) as here, here.opened() as session:
+        first = (await here.chat(session, tools=[ADD])).json()["choices"][0]["message"]
+        assert [call["function"]["name"] for call in first["tool_calls"]] == ["add"]
+        assert first["content"] == ("I add." if special else "I<|pause|> add.")
+        told = {"role": "tool", "tool_call_id": "x", "content": "5"}
+        second = (await here.chat(session, [*HELLO, first, told], tools=[ADD])).json()["choices"][0]["message"]
+        assert second["content"] == "5"
+        (asked, called), (asked_again, _) = here.engine.said
+        assert asked_again[: len(asked) + len(called.token_ids)] == [*asked, *called.token_ids.tolist()]
+        assert session.num_tool_calls == 1
+
+
+async def test_a_key_may_come_as_x_api_key() -> None:
+    async with world() as here, here.opened() as session, here.opened() as other:
+        place = f"/sessions/{session.id}/v1/chat/completions"
+        asked = {"model": "any", "messages": HELLO}
+        for key, status in ((session.key, 200), (other.key, 401)):
+            headers = {"authorization": "Bearer EMPTY", "x-api-key": key}
+            assert (await here.http.post(place, json=asked, headers=headers)).status_code == status
+
+
 @pytest.mark.parametrize("call", ["<tool_call>{nothing}</tool_call>", "<tool_call>[1]</tool_call>", "<tool_call>"])
 async def test_what_only_looks_like_a_call_is_words(call: str) -> None:
     async with world(call) as here, here.opened() as session:
@@ -137,6 +165,8 @@ async def test_tokens_go_in_and_come_out() -> None:
         assert choice["token_ids"] == here.engine.said[1][1].token_ids.tolist()
         assert (len(choice["token_ids"]), choice["finish_reason"]) == (3, "length")
         assert [one["token_id"] for one in choice["logprobs"]["content"]] == choice["token_ids"]
+        named = [one["token"] for one in choice["logprobs"]["content"]]
+        assert named == [f"token_id:{i}" for i in choice["token_ids"]], "what the client of verifiers insists on"
         assert second.headers["x-streamrl-ignored"] == "temperature"
         assert session.trace.num_branches == 0
         assert session.trace.num_tokens == len(ids) + 3 - 5

@@ -12,7 +12,7 @@ from streamrl.protocol.wire.branches import MAX_BRANCHES, Branch
 from streamrl.protocol.wire.group import Span, decode_body, decode_header, encode_group
 from streamrl.versions import make_version
 from streamrl.workers.engines.base import Generated
-from streamrl.workers.environments.trace import Trace
+from streamrl.workers.sessions.trace import Trace
 from tests.brute_force import check_by_brute_force
 from tests.helpers import make_group, make_ticket
 

@@ -7,13 +7,15 @@ would hold the weights: a crash cuts it back to the last commit.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from streamrl.errors import TransportError
-from streamrl.learner.groups.ledger import TRAINED, Retries
+from streamrl.files import scratch_folder
+from streamrl.learner.groups.ledger import TRAINED
 from streamrl.learner.groups.plan import GroupCheck, Kind, Plan
 from tests.feed_world import FeedWorld, encode_answer, encode_failure, make_config
 from tests.helpers import make_ticket
@@ -34,16 +36,22 @@ class Crashes(RuleBasedStateMachine):
         stale=st.sampled_from(["keep", "mask", "wait", "drop"]),
         budget=st.sampled_from([1, 5, 1000]),
         max_attempts=st.integers(1, 2),
+        curriculum=st.booleans(),
     )
-    def begin(self, groups_per_step: int, max_lag: int, stale: str, budget: int, max_attempts: int) -> None:
+    def begin(
+        self, groups_per_step: int, max_lag: int, stale: str, budget: int, max_attempts: int, curriculum: bool
+    ) -> None:
         config = make_config(
+            data={"curriculum": curriculum},
             redis={"max_backlog_bytes": budget * GROUP},
             training={"groups_per_step": groups_per_step, "max_epochs": 2},
             lag={"max_steps": max_lag, "stale": stale},
             worker={"max_attempts": max_attempts},
             learner={"idle_timeout_s": 1e9},
         )
-        self.world = FeedWorld(config, num_prompts=NUM_PROMPTS)
+        self.stack = ExitStack()
+        draws = self.stack.enter_context(scratch_folder(in_memory=True))
+        self.world = FeedWorld(config, num_prompts=NUM_PROMPTS, draws=draws)
         self.trained: list[int] = []
         self.committed: list[int] = []
         self.answered: dict[str, int] = {}  # by the group's entry, which prompt the worker was given
@@ -195,6 +203,10 @@ class Crashes(RuleBasedStateMachine):
         """From wherever it came to: honest workers, and every ticket ends."""
         if not hasattr(self, "world"):
             return
+        with self.stack:
+            self._finish()
+
+    def _finish(self) -> None:
         if self.plan_in_work is not None:
             self.settle([GroupCheck.SOUND] * 3, lost=False)
         self.world.server.full = False
@@ -217,9 +229,8 @@ class Crashes(RuleBasedStateMachine):
 
     def _check_prompt(self, number: int, entry_id: str) -> None:
         """An answer to what this ticket stands for, retries and all; what nobody asked for says nothing of prompts."""
-        place = Retries(self.world.feed.state().ledger.retries).place(number)
         if entry_id in self.answered:
-            assert self.answered[entry_id] == self.world.prompts.locate(place)[1]
+            assert self.answered[entry_id] == self.world.row_of(number)
 
     @staticmethod
     def _some_of(numbers: list[int], pick: int, count: int = 1) -> list[int]:

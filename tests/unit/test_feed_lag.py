@@ -41,6 +41,21 @@ def test_a_version_of_an_abandoned_lineage_is_not_punished() -> None:
     assert lag.is_stale(make_version(1, 5), make_version(1, 5), 18), "it is older than one that is past the limit"
 
 
+def test_a_version_that_was_on_its_way_when_the_checkpoint_was_made_ages_as_the_one_before_it() -> None:
+    """A learner that goes on from step 3 does not know version 3 of the one before, and of step 6 none is out."""
+    known = published(rule(max_steps=2, stale="drop"), range(3)).known()
+    lag = LagRule(schema.Lag(max_steps=2, stale="drop"), known=known)
+    for n, step in enumerate((3, 4, 5)):
+        lag.note(make_version(2, n), step)
+    made_by = make_version(1, 3), make_version(1, 4)
+    assert [lag.is_stale(*made_by, step) for step in (4, 6)] == [False, True]
+
+
+def test_a_version_that_is_out_and_not_noted_yet_is_not_stale() -> None:
+    lag = published(rule(max_steps=0, stale="drop"), range(3))
+    assert not lag.is_stale(make_version(1, 3), make_version(1, 3), 3)
+
+
 def test_after_a_start_from_scratch_groups_of_the_learner_before_are_not_punished() -> None:
     assert not published(rule(stale="drop"), range(3), term=2).is_stale(make_version(1, 0), make_version(1, 0), 2)
 

@@ -20,11 +20,11 @@ from streamrl.learner.checkpoints.checkpoint import (
 )
 from streamrl.learner.checkpoints.resume import ANY_DATA, check_steps, find_checkpoint, fork
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry, claim_run
-from streamrl.learner.groups.ledger import Ending, FeedState, Ledger
+from streamrl.learner.groups.ledger import CurriculumState, Ending, FeedState, Ledger
 from streamrl.ops.audit import audit_folder
 
 
-def make_run(folder: Path, *, steps: Mapping[int, float | None]) -> Path:
+def make_run(folder: Path, *, steps: Mapping[int, float | None], curriculum: CurriculumState | None = None) -> Path:
     """A run with a checkpoint at each of these steps, each with its validation; 8 tickets issued, 5 ended."""
     root = CheckpointRoot(folder)
     uid = claim_run(folder)
@@ -45,7 +45,12 @@ def make_run(folder: Path, *, steps: Mapping[int, float | None]) -> Path:
                 run_uid=uid,
                 step=step,
                 stream=FeedState(
-                    cursor="50-0", carry=("40-0",), ledger=ledger.state(), journal=journal, uncommitted=uncommitted
+                    cursor="50-0",
+                    carry=("40-0",),
+                    ledger=ledger.state(),
+                    curriculum=curriculum,
+                    journal=journal,
+                    uncommitted=uncommitted,
                 ),
                 data_fingerprint="data",
                 extra={"consumed_samples": 16, "config": {"seed": 1}},
@@ -108,6 +113,15 @@ def test_the_data_of_a_fork_go_on_behind_the_old_run_and_its_books_are_in_order(
     assert dict(ledger.outcomes) == {"dropped/before_fork": 5}
     found = audit_folder(tmp_path / "new", redis_url=None, run=None)
     assert (found.issued, found.outstanding, found.unproven, found.lost, found.clean) == (8, 3, 0, 0, True)
+
+
+def test_a_fork_has_the_curriculum_of_the_old_run_unless_its_data_begin_anew(tmp_path: Path) -> None:
+    known = CurriculumState(num_drawn=9, num_visited=20, places={4: (0, 7), 6: (1, 3), 7: (1, 2), 8: (1, 0)})
+    old = make_run(tmp_path / "old", steps={10: None}, curriculum=known)
+    for name, new_data in (("same", False), ("anew", True)):
+        fork(find_checkpoint(str(old)), tmp_path / name, new_data=new_data)
+    assert newest(tmp_path / "same").state.stream.curriculum == known
+    assert newest(tmp_path / "anew").state.stream.curriculum is None
 
 
 def test_a_fork_may_begin_its_data_anew(old: Path, tmp_path: Path) -> None:

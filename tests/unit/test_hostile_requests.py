@@ -27,8 +27,8 @@ from streamrl.telemetry.progress import Progress
 from streamrl.web import Connection, Server
 from streamrl.workers.health import Health
 from streamrl.workers.http import make_app
-from streamrl.workers.rewards.batcher import Batcher, ScoringModelDouble
-from streamrl.workers.rewards.server import RewardApp
+from streamrl.workers.reward_server.batcher import Batcher, ScoringModelDouble
+from streamrl.workers.reward_server.server import RewardApp
 from tests.run_folders import make_folder
 
 _WAIT_S = 60.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from streamrl.learner.groups.plan import GroupCheck, Kind, Plan, PlanEntry, fetch_groups
@@ -75,3 +76,16 @@ def test_tokens_outside_the_vocabulary_are_refused() -> None:
     entry = entry_of(0, responses=[[3, VOCABULARY], [4]])
     assert not fetch_groups(stream_with(entry), plan_for(entry), rank=0, vocabulary=VOCABULARY).groups
     assert fetch_groups(stream_with(entry), plan_for(entry), rank=0, vocabulary=VOCABULARY + 1).groups
+
+
+def test_a_group_without_its_teachers_word_is_refused_where_workers_ask_one() -> None:
+    entries = [entry_of(0), entry_of(2)]
+    group = group_of(rewards=[0, 1], ticket=2, responses=[[3, 4], [5, 6]])
+    told = tuple(sample._replace(teacher_logprobs=np.full(2, -1, np.float32)) for sample in group.samples)
+    header, body = encode_group(replace(group, samples=told))
+    entries[1] = replace(entries[1], header=header, body=body)
+
+    found = fetch_groups(stream_with(*entries), plan_for(*entries), rank=0, vocabulary=VOCABULARY, taught=True)
+
+    assert [group.header.ticket for group in found.groups] == [2]
+    assert found.verdicts.tolist() == [GroupCheck.MALFORMED, GroupCheck.SOUND]

@@ -11,6 +11,7 @@ from bench.memory import planned, sizes_of
 from bench.memory_cases import CASES
 from bench.memory_run import run
 from streamrl.config.load import load_config
+from streamrl.config.schema import Teacher
 from streamrl.errors import ResourceError
 from streamrl.learner.model.memory import plan, refuse_too_large
 from streamrl.learner.preflight import examine
@@ -79,3 +80,20 @@ def test_a_learner_that_does_not_fit_is_refused_before_its_weights_are_loaded(
     found = findings["learner on GPU"]
     assert found.level == level
     assert told in found.evidence
+
+
+def test_a_teacher_beside_the_policy_is_counted_and_one_on_the_host_less() -> None:
+    case, large = CASES["1.5B full, 1 GPU"], sizes_of(CASES["32B full, 16 GPUs"])
+    taught = {
+        place: case.config.model_copy(update={"teacher": Teacher(path="t", place=place)}) for place in ("device", "cpu")
+    }
+    alone = plan(sizes_of(case), case.config)
+
+    beside = plan(sizes_of(case), taught["device"], teacher=large)
+
+    weights = 2 * (large.trained + large.frozen)
+    assert beside.always == alone.always + weights
+    assert beside.peak == beside.always + max(alone.peak - alone.always, beside.teaching)
+    assert plan(sizes_of(case), taught["cpu"], teacher=large).always == alone.always
+    with pytest.raises(ResourceError, match=r"teacher\.place to cpu"):
+        refuse_too_large(sizes_of(case), taught["device"], ranks=1, room=80 * 10**9, teacher=large)

@@ -33,7 +33,7 @@ def test_every_figure_for_prometheus_is_in_a_table() -> None:
     exporter, worker, server = (text.count("\n") - 2 for text in of_prometheus().values())
     assert exporter == (ROOT / "streamrl/ops/monitor/exporter.py").read_text().count("yield self._")
     assert worker == len(re.findall(r"yield _(?:gauge|counter)\(", (ROOT / "workers/http.py").read_text()))
-    assert server == (ROOT / "workers/rewards/openapi.py").read_text().count("registry=self._registry")
+    assert server == (ROOT / "workers/reward_server/openapi.py").read_text().count("registry=self._registry")
 
 
 def test_the_unit_of_a_chart_is_that_of_what_it_draws() -> None:

@@ -14,6 +14,7 @@ import pytest
 from streamrl.ops.monitor.alerts import alert_rules
 from streamrl.protocol.transport.acl import ROLES, grants
 from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.wire.ticket import PURPOSES
 from tests.manifest_world import COMPONENT, OVERLAYS, ROOT, Container, Object, Rendered, render
 
 KUBERNETES = "1.33"
@@ -92,7 +93,11 @@ def test_no_secret_is_in_the_manifests_and_each_is_named_in_the_readme(rendered:
     for one in rendered.of_kind("ConfigMap"):
         for file, text in one["data"].items():
             lines = [line.partition("#")[0] for line in text.splitlines()]
-            held = [line for line in lines if re.search(r"(password|secret|token|pass|auth)\s*[:= ]\s*\S", line, re.I)]
+            held = [
+                line
+                for line in lines
+                if re.search(r"(password|secret|(?<!per_)token|pass|auth)\s*[:= ]\s*\S", line, re.I)
+            ]
             assert held == [], file
 
 
@@ -208,12 +213,23 @@ def test_only_those_speak_that_must(rendered: Rendered) -> None:
 
 def test_the_scaler_counts_the_stream_of_the_run_as_a_user_who_may() -> None:
     rendered = render("cpu")
-    (trigger,) = rendered.named("ScaledObject", "worker")["spec"]["triggers"]
-    stream = Keys(rendered.place["RUN_NAME"]).tickets("train")
-    assert trigger["metadata"]["stream"] == stream
-    assert trigger["metadata"]["username"] == "monitor"
-    granted = grants("monitor", run=rendered.place["RUN_NAME"])
-    assert any("xlen" in commands.split() and stream in keys for commands, keys in granted)
+    triggers = rendered.named("ScaledObject", "worker")["spec"]["triggers"]
+    streams = [Keys(rendered.place["RUN_NAME"]).tickets(purpose) for purpose in PURPOSES]
+    assert [trigger["metadata"]["stream"] for trigger in triggers] == streams
+    assert {trigger["metadata"]["username"] for trigger in triggers} == {"monitor"}
+    granted = list(grants("monitor", run=rendered.place["RUN_NAME"]))
+    for stream in streams:
+        assert any("xlen" in commands.split() and stream in keys for commands, keys in granted)
+
+
+def test_workers_of_a_run_that_has_ended_cost_nothing() -> None:
+    """By themselves where KEDA scales them, since a finished run leaves no ticket; else by a line of the page."""
+    for overlay in ("cpu", "gpu-small"):
+        spec = render(overlay).named("ScaledObject", "worker")["spec"]
+        assert (spec["minReplicaCount"], spec["cooldownPeriod"]) == (0, 300)
+    page = (ROOT / "k8s" / "README.md").read_text()
+    assert "scale deployment worker --replicas=0" in page
+    assert 'annotate scaledobject worker autoscaling.keda.sh/paused-replicas="0"' in page
 
 
 def test_the_rules_of_prometheus_are_those_that_streamrl_prints() -> None:
@@ -223,3 +239,14 @@ def test_the_rules_of_prometheus_are_those_that_streamrl_prints() -> None:
 def test_the_other_scaler_follows_a_metric_that_is_exported() -> None:
     metric = render("gpu-large").named("HorizontalPodAutoscaler", "worker")["spec"]["metrics"][0]["external"]["metric"]
     assert f'"{metric["name"]}' in (ROOT / "streamrl" / "ops" / "monitor" / "exporter.py").read_text()
+
+
+def test_no_probe_puts_a_password_into_a_variable_or_a_word(rendered: Rendered) -> None:
+    """Both are seen by whoever may look at a process; a pipe is not."""
+    for container in rendered.containers():
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            said = " ".join(container.spec.get(kind, {}).get("exec", {}).get("command", ()))
+            for found in re.finditer(r"\$\(cat /run/secrets[^)]*\)", said):
+                begins = said.rfind("printf ", 0, found.start())
+                assert begins >= 0, said
+                assert "|" not in said[begins : found.start()], "printf is of the shell, and starts nothing"

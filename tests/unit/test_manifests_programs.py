@@ -27,7 +27,7 @@ READ_BY_OTHERS = {"HOME", "HF_HUB_OFFLINE"}
 # every path with the metrics (`tests/redis/test_exporter.py`).
 ANSWERED_BY = {
     "worker": "workers/http.py",
-    "reward": "workers/rewards/server.py",
+    "reward": "workers/reward_server/server.py",
     "dashboard": "streamrl/ops/monitor/web/server.py",
 }
 

@@ -98,7 +98,7 @@ def test_an_unknown_tier_is_a_mistake(checkout: Path) -> None:
     result = run(checkout, ".ci/tier", "quick")
 
     assert result.returncode == 2
-    assert "usage: .ci/tier [fast|long|root]" in result.stdout
+    assert "usage: .ci/tier [fast|long|root|images]" in result.stdout
 
 
 @pytest.fixture
@@ -149,11 +149,11 @@ def test_where_chromium_cannot_be_had_one_line_says_why(tmp_path: Path) -> None:
     assert tried.stdout.strip() in ("only root may install it", "there is no apt-get here to install it")
 
 
-def test_the_overrides_keep_out_the_three_packages_that_break_transformers() -> None:
+def test_the_overrides_keep_out_what_breaks_transformers_and_what_only_gpus_use() -> None:
     lines = (ROOT / ".ci" / "cpu-overrides.txt").read_text().splitlines()
     rules = [line for line in lines if line and not line.startswith("#")]
 
-    assert rules == [f'{name} ; python_version < "0"' for name in ("torchvision", "torchaudio", "torchcodec")]
+    assert rules == [f'{name} ; python_version < "0"' for name in ("torchvision", "torchaudio", "torchcodec", "triton")]
 
 
 def test_set_up_installs_extras_that_exist() -> None:

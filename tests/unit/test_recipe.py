@@ -141,7 +141,7 @@ def test_advantages_are_tried_out_on_a_group_of_which_one_sample_alone_may_teach
         ({"loss": "ppo", "loss_args": {"clamp": 3}}, "algorithm.loss_args = {'clamp': 3}: cannot use it: TypeError"),
         (
             {"advantages": "nobody"},
-            "algorithm.advantages = 'nobody': must be one of leave_one_out, group_mean, turns, or",
+            "algorithm.advantages = 'nobody': must be one of leave_one_out, group_mean, turns, tokens, none, or",
         ),
         ({"advantages_args": {"x": 1}}, "algorithm.advantages_args = {'x': 1}: cannot use it: TypeError"),
     ],

@@ -19,6 +19,7 @@ from streamrl.learner.model.gradients import Gradients
 from streamrl.learner.model.logprobs import LogProbs
 from streamrl.learner.model.packing import MicroBatch, Piece, Shape
 from streamrl.learner.model.policy import Policy
+from streamrl.learner.model.teacher import Teacher
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group, Sample, Span, decode_body, decode_header, encode_group
 from streamrl.recipe.algorithms import make_algorithm
@@ -64,6 +65,7 @@ class Made:
     now: torch.Tensor
     later: torch.Tensor  # after a step
     reference: torch.Tensor
+    teacher: torch.Tensor
 
     def responses(self, values: torch.Tensor) -> list[Responses]:
         """As the papers' side sees them, with `values` as today's log-probs."""
@@ -81,6 +83,7 @@ class Made:
                         old=self.old[at][kept],
                         proximal=self.now[at][kept],
                         reference=self.reference[at][kept],
+                        teacher=self.teacher[at][kept],
                     )
                 )
                 at += 1
@@ -128,12 +131,14 @@ def made_groups(num_groups: int = 6, num_samples: int = 5) -> Made:
         now=torch.from_numpy(now),
         later=torch.from_numpy(now + rng.normal(scale=0.2, size=shape)),
         reference=torch.from_numpy(now + rng.normal(scale=0.3, size=shape)),
+        teacher=torch.from_numpy(now + rng.normal(scale=0.5, size=shape)),
     )
 
 
 def config_of(recipe: Path, folder: Path) -> Config:
     (folder / "mine.yaml").write_text(BASE)
-    loaded = load_config(folder / "mine.yaml", [f"extends=recipes/{recipe.name}"])
+    named = ["teacher.path=teacher"] if recipe.stem == "distillation" else []
+    loaded = load_config(folder / "mine.yaml", [f"extends=recipes/{recipe.name}", *named])
     check_config(loaded.config, loaded.origin)
     return loaded.config
 
@@ -155,6 +160,11 @@ def test_loss_and_gradient_are_the_papers(recipe: Path, tmp_path: Path) -> None:
         config=config,
         world=World(rank=0, size=1, device=torch.device("cpu")),
         beat=lambda: None,
+        # Packed as the policy would not: its log-probs find their tokens all the same.
+        teacher=Teacher(
+            shape=Shape(hidden_size=8, share_prompts=False, alone=True),
+            ask=lambda batch: made.teacher[batch.sample, batch.position],
+        ),
     )
     tally = Tally(sources=("made_up",), step=3, is_dead=lambda _version, _step: False)
     batch = gradients.prepare(made.groups, tally)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from streamrl.config import schema
@@ -17,6 +18,7 @@ from streamrl.ops.audit import audit_folder
 from streamrl.ops.record.kept import KeptGroups
 from streamrl.ops.record.recording import Origin
 from streamrl.ops.record.write import RecordingWriter
+from streamrl.protocol.wire.group import Group, decode_header, encode_group
 from tests.integration.learner_world import lines
 from tests.replay_world import (
     last_state,
@@ -73,6 +75,24 @@ def test_a_checkpoint_is_committed_beside_the_steps_which_tell_what_it_took(tmp_
         "e000001-s00000003",
         "e000001-s00000006",
     ]
+
+
+def test_the_replay_of_a_run_with_a_curriculum_trains_what_was_recorded(config: schema.Config, tmp_path: Path) -> None:
+    """Failures and holes too: nobody knows what their tickets asked, and nobody has to."""
+    entries = make_entries(config, range(24))
+    del entries[5:8]
+    header = decode_header(entries[9].header)
+    failed = Group(header=replace(header, error="the engine said no"), prompt_ids=np.array([1], dtype=np.int32))
+    answer, entries[9] = entries[9], replace(entries[9], header=encode_group(failed)[0])
+    entries.insert(10, replace(answer, id=f"{answer.id[:-1]}1"))
+    with_it = config.data.model_copy(update={"curriculum": True})
+    plain = make_replay_run(tmp_path, name="plain", training=ENDLESS)
+    runs = [plain, make_replay_run(tmp_path, name="chosen", training=ENDLESS, data=with_it)]
+    recording = make_recording(tmp_path / "recording", config, entries)
+
+    assert [run_replay(run, recording) for run in runs] == ["finished", "finished"]
+    assert last_state(runs[0])["step"] == last_state(runs[1])["step"] == 5
+    assert same_bits(*map(last_tensors, runs))
 
 
 def test_other_groups_give_other_weights(config: schema.Config, tmp_path: Path) -> None:

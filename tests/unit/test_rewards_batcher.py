@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from streamrl.workers.rewards.batcher import Batcher, ScoringFailed, ScoringModelDouble
+from streamrl.workers.reward_server.batcher import Batcher, ScoringFailed, ScoringModelDouble
 from tests.helpers import wait_until
 
 

@@ -16,7 +16,7 @@ from streamrl.config.load import load_config
 from streamrl.errors import ConfigError, RewardError
 from streamrl.permissions import Permissions
 from streamrl.workers import preflight
-from streamrl.workers.rewards import function_child
+from streamrl.workers.confined import function_child
 from streamrl.workers.rewards.functions import build_function_reward
 from tests.tiny_rewards import make_item
 

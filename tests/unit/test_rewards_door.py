@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from streamrl.workers.rewards.door import Door
+from streamrl.workers.confined.door import Door
 
 CHILD = """
 import json, socket, subprocess, sys
-from streamrl.workers.rewards import confine, door
+from streamrl.workers.confined import confine, door
 
 handed, port, other, path = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 confine.keep_apart()

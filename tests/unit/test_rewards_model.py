@@ -14,8 +14,8 @@ import transformers
 
 from streamrl.config import schema
 from streamrl.errors import DataError
-from streamrl.workers.rewards.model import RewardModel
-from streamrl.workers.rewards.train import SUMMARY_FILE, TrainSettings, read_pairs, read_ratings, train
+from streamrl.workers.reward_server.model import RewardModel
+from streamrl.workers.reward_server.train import SUMMARY_FILE, TrainSettings, read_pairs, read_ratings, train
 from tests.tiny_models import CHARACTERS, Architecture, make_model
 from tests.tiny_rewards import make_reward_model
 

@@ -9,8 +9,8 @@ from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from starlette.applications import Starlette
 
-from streamrl.workers.rewards.batcher import Batcher, ScoringModelDouble
-from streamrl.workers.rewards.server import RewardApp
+from streamrl.workers.reward_server.batcher import Batcher, ScoringModelDouble
+from streamrl.workers.reward_server.server import RewardApp
 
 
 @pytest.fixture

@@ -164,7 +164,7 @@ async def test_an_outage_that_does_not_end_is_told_as_one() -> None:
         raise httpx.ConnectError("refused")
 
     reward = connect(answer, attempts=100, outage_s=0.05)
-    with pytest.raises(RewardOutage, match=r"no replica gave a score for 0\.05 s: http://reward:1/score: ConnectError"):
+    with pytest.raises(RewardOutage, match=r"no replica answered for 0\.05 s: http://reward:1/score: ConnectError"):
         await reward.score(make_item())
     await reward.close()
 

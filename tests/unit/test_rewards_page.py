@@ -35,8 +35,9 @@ validation: {every_steps: 0}
 
 @pytest.fixture(autouse=True)
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a user works, with what the page has them write."""
+    """Where a user works, with what the page has them write, and a judge's key."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JUDGE_API_KEY", "key")
     lay_out(tmp_path, PAGE)
 
 
@@ -67,7 +68,7 @@ async def scored(target: str, completion: str, **settings: Any) -> float | None:
 
 async def test_the_functions_of_the_page_score() -> None:
     assert await scored("my_rewards.py:near", "5", options={"scale": 5}) == 0.8
-    assert await scored("my_judge.py:patient", "it is 4") == 1.0
+    assert await scored("my_service_reward.py:patient", "it is 4") == 1.0
     assert await scored("of_trl.py:right", "4") == 1.0
     assert await scored("of_trl.py:right", "5") == 0.0
 

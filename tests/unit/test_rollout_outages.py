@@ -15,9 +15,10 @@ from streamrl.protocol.transport.types import Leased
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.workers.engines.base import Engine, EngineStats, SampleRequest
 from streamrl.workers.engines.double import EngineDouble
-from streamrl.workers.environments.trace import Played
 from streamrl.workers.rewards.base import RewardDouble, ScoreItem
 from streamrl.workers.rewards.http_client import build_http_reward
+from streamrl.workers.rewards.teaching import TeacherDouble
+from streamrl.workers.sessions.trace import Played
 from tests.worker_world import WorkerWorld
 
 
@@ -94,7 +95,7 @@ async def test_a_ticket_whose_samples_nobody_scores_is_handed_back_and_is_no_fai
 
     def judge(item: ScoreItem) -> float:
         if out:
-            raise RewardOutage("no replica gave a score for 600 s")
+            raise RewardOutage("no replica answered for 600 s")
         return 1.0
 
     world = WorkerWorld(judge=judge)
@@ -113,7 +114,7 @@ async def test_a_ticket_whose_samples_nobody_scores_is_handed_back_and_is_no_fai
 async def test_what_is_handed_back_is_not_tried_again_before_somebody_can_be_asked() -> None:
     def judge(item: ScoreItem) -> float:
         world.reward.outage = "down"
-        raise RewardOutage("no replica gave a score for 600 s")
+        raise RewardOutage("no replica answered for 600 s")
 
     world = WorkerWorld(judge=judge)
     put_back(world)
@@ -212,3 +213,37 @@ async def test_a_ticket_that_is_handed_back_is_not_renewed_any_more() -> None:
     may_go_on.set()
     await world.finish()
     assert num_renewed == 0
+
+
+async def test_each_sample_brings_what_the_teacher_gave_its_tokens_and_a_held_out_one_asks_nobody() -> None:
+    teacher = TeacherDouble(-0.5)
+    world = WorkerWorld(teacher=teacher)
+    world.put(1)
+    world.put(2, purpose="eval")
+    world.start()
+    groups = await world.delivered(2)
+    await world.finish()
+
+    trained, held_out = sorted(groups, key=lambda group: group.header.ticket)
+    asked = [(list(trained.prompt_ids), sample.token_ids.tolist()) for sample in trained.samples]
+    assert sorted(teacher.asked) == sorted(asked)
+    for sample in trained.samples:
+        assert sample.teacher_logprobs is not None
+        assert sample.teacher_logprobs.tolist() == [-0.5] * len(sample.token_ids)
+    assert [sample.teacher_logprobs for sample in held_out.samples] == [None, None]
+
+
+async def test_while_the_teacher_is_out_no_ticket_is_taken_and_the_wait_shows() -> None:
+    teacher = TeacherDouble()
+    teacher.out = "teacher: http://teacher:1: refused"
+    world = WorkerWorld(teacher=teacher)
+    world.put(1)
+    world.start()
+    await world.until(lambda: world.progress.report().doing == "rewards", "the worker waits")
+    told = await world.until(lambda: world.progress.report().detail.get("rewards/teacher/state"), "who is out shows")
+    assert told == teacher.out
+    assert world.tickets.waiting
+
+    teacher.out = ""
+    await world.delivered(1)
+    await world.finish()

@@ -14,6 +14,7 @@ from streamrl.learner.checkpoints.checkpoint import (
     BEST_METRIC,
     SCORE,
     CheckpointRoot,
+    best_first,
     describe,
     read_score,
     write_score,
@@ -194,6 +195,19 @@ def test_a_score_that_cannot_be_written_does_not_stop_training(tmp_path: Path) -
     (run.root.folder_of(CheckpointName(1, 10)) / SCORE).mkdir()
     run.wait()
     assert run.scores() == {10: None}
+
+
+def test_the_best_is_by_the_metric_that_is_asked_for_and_others_are_let_go(tmp_path: Path) -> None:
+    run, metric = Run(tmp_path, {}, checkpoint=schema.Checkpoint(keep_last=9)), "val_rollouts/rewards_by_dataset/sums"
+    for step, sums in ((10, 0.9), (20, 0.4), (30, 0.5)):
+        run.save(step)
+        write_score(run.root.folder_of(CheckpointName(1, step)), {BEST_METRIC: step / 100, metric: sums})
+    names = [run.root.open(name) for name in run.root.names(ancestry(run.root.root))]
+
+    assert [one.state.step for one in best_first(names)] == [30, 20, 10]
+    assert [one.state.step for one in best_first(names, metric)] == [10, 30, 20]
+    run.root.prune(ancestry(run.root.root), term=1, keep_last=1, keep_best=1, best_by=metric)
+    assert set(run.scores()) == {10, 30}
 
 
 def test_a_score_is_for_checkpoints_that_are_there(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,22 +22,26 @@ VERSION = make_version(2, 7)
 
 
 class ValidationWorld:
-    def __init__(self, *, term: int = 2, num_prompts: int = 3, **settings: Any) -> None:
+    def __init__(
+        self, *, term: int = 2, num_prompts: int = 3, datasets: Sequence[str] = ("",), **settings: Any
+    ) -> None:
         self.clock = Clock()
         self.server = MemoryServer(wait=self.clock.advance)
         self.settings = schema.Validation.model_validate({"timeout_s": 60.0, **settings})
-        self.num_prompts = num_prompts
+        rows = make_prompts(num_prompts).rows
+        self.prompts = [replace(row, dataset=datasets[i % len(datasets)]) for i, row in enumerate(rows)]
         self.validation = self.learner(term)
 
     def learner(self, term: int) -> Validation:
         return Validation(
             stream=LearnerStreamDouble(self.server, term=term),
-            prompts=make_prompts(self.num_prompts).rows,
+            prompts=self.prompts,
             settings=self.settings,
             run_uid=RUN,
             term=term,
             fingerprint=MODEL,
             max_attempts=2,
+            decode=lambda token_ids: " ".join(map(str, token_ids)),
             clock=self.clock,
         )
 
@@ -57,7 +62,7 @@ class ValidationWorld:
 
 
 def test_each_prompt_goes_out_once_for_the_version_to_evaluate() -> None:
-    world = ValidationWorld(max_prompts=2)
+    world = ValidationWorld(num_prompts=2)
     world.validation.start(step=5, version=VERSION)
     first, second = world.tickets()
     assert [first.number, second.number] == [2 << 32, (2 << 32) + 1]
@@ -93,6 +98,29 @@ def test_the_result_tells_means_by_source_lengths_and_the_steps_that_answered() 
     assert result.shown[0][1].token_ids.tolist() == [0, 1, 2, 3]
     assert not world.validation.running
     assert world.validation.poll() is None
+
+
+def test_several_datasets_are_told_of_by_their_names_and_passing_by_a_source() -> None:
+    world = ValidationWorld(
+        num_prompts=4, datasets=("sums", "words"), pass_by="exact", answer=r"\d+", sampling={"num_samples": 2}
+    )
+    world.validation.start(step=5, version=VERSION)
+    for i, ticket in enumerate(world.tickets()):
+        samples = tuple(
+            make_sample(num_tokens=2, rewards={"exact": float(right)}, reward=float(right))
+            for right in ((True, False) if i % 2 == 0 else (True, True))
+        )
+        world.deliver(ticket, encode_group(make_group(ticket, samples=samples)))
+
+    metrics = world.result().metrics
+
+    assert all(map(is_metric, metrics))
+    told = {name.removeprefix("val_rollouts/"): value for name, value in metrics.items()}
+    assert (told["rewards"], told["rewards_by_dataset/sums"], told["rewards_by_dataset/words"]) == (0.75, 0.5, 1.0)
+    assert (told["pass_at/1"], told["pass_at/2"]) == (0.75, 1.0)
+    assert (told["pass_at_by_dataset/sums/1"], told["pass_at_by_dataset/sums/2"]) == (0.5, 1.0)
+    assert (told["pass_at_by_dataset/words/1"], told["majority_by_dataset/words"]) == (1.0, 1.0)
+    assert told["majority"] == 0.75
 
 
 def test_all_metrics_have_names_that_are_known() -> None:

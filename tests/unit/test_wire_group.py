@@ -218,3 +218,19 @@ def test_one_byte_changed_gives_a_group_or_one_wire_error(place: int, byte: int,
     if not in_header:  # past the digest, too
         with contextlib.suppress(WireError):
             decode(forged(bytes(body)), bytes(body))
+
+
+def test_what_a_teacher_gave_comes_out_as_it_went_in_and_costs_nothing_where_there_is_none() -> None:
+    plain = [make_sample(num_tokens=num) for num in (3, 0, 5)]
+    taught = [one._replace(teacher_logprobs=-np.arange(len(one.token_ids), dtype=np.float32)) for one in plain]
+
+    def travelled(given: list[Sample]) -> Group:
+        header, body = encode_group(make_group(make_ticket(1), samples=tuple(given)))
+        return decode_body(decode_header(header), body)
+
+    assert [one.teacher_logprobs for one in travelled(plain).samples] == [None] * 3
+    told = [one.teacher_logprobs for one in travelled(taught).samples]
+    assert [each.tolist() for each in told if each is not None] == [[0, -1, -2], [], [0, -1, -2, -3, -4]]
+    for wrong in (np.zeros(2, np.float32), np.full(3, np.nan, np.float32)):
+        with pytest.raises(WireError, match="log-prob"):
+            travelled([taught[0]._replace(teacher_logprobs=wrong), *taught[1:]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from streamrl.errors import DataError
 from streamrl.protocol.wire.fingerprint import fingerprint, stop_ids
@@ -27,6 +27,23 @@ class ModelFacts:
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         assert isinstance(text, str), "one sequence is one text"
         return text
+
+    def decode_marked(self, token_ids: list[int]) -> str | None:
+        """With the special tokens that stand within it, but not the end; None where there are none."""
+        within = token_ids[:-1] if token_ids and token_ids[-1] in self.stop_ids else token_ids
+        if self._special().keys().isdisjoint(within):
+            return None
+        return str(self.tokenizer.decode(within, skip_special_tokens=False))
+
+    def without_special(self, text: str) -> str:
+        for token in self._special().values():
+            text = text.replace(token, "")
+        return text
+
+    def _special(self) -> dict[int, str]:
+        """Those that `decode` leaves out: more than the tokenizer has names for."""
+        added: dict[int, Any] = self.tokenizer.added_tokens_decoder
+        return {token_id: str(token) for token_id, token in added.items() if token.special}
 
 
 def read_model(path: str, *, trust_remote_code: bool) -> ModelFacts:

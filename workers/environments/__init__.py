@@ -1,1 +1,1 @@
-"""Environments: what a model plays against in rollouts of several turns, and how such a rollout keeps its tokens."""
+"""Environments: what a model plays against in rollouts of several turns."""

@@ -22,13 +22,13 @@ from streamrl.errors import SampleError
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.tasks import cancel_all, run_beside
 from streamrl.workers.engines.base import Engine, SampleRequest
-from streamrl.workers.environments.base import ENVIRONMENT
+from streamrl.workers.environments.base import ENVIRONMENT, read_reward
 from streamrl.workers.environments.own import Children
 from streamrl.workers.environments.own_child import THREADS
-from streamrl.workers.environments.session import Session
-from streamrl.workers.environments.sessions import Sessions
-from streamrl.workers.environments.trace import Played
 from streamrl.workers.rewards.functions import CANCEL_GRACE_S, CallFailed, Child
+from streamrl.workers.sessions.session import Session
+from streamrl.workers.sessions.sessions import Sessions
+from streamrl.workers.sessions.trace import Played
 
 MAX_NAMES = 8  # of rewards, over all rollouts: a group has room for so many beside those of `rewards`
 _LOOK_EVERY_S = 0.05  # at least, at an agent that asks nothing
@@ -90,10 +90,9 @@ class AgentPlayer:
                 child, number = await self._children.next()
             async with self._ended(child, number):
                 limit_s = self._settings.rollout_timeout_s + CANCEL_GRACE_S
-                rewards: dict[str, float] = await child.call(("rollout", number, argument), timeout_s=limit_s)
-        except CallFailed as error:
+                return _read_rewards(await child.call(("rollout", number, argument), timeout_s=limit_s))
+        except (CallFailed, ValueError) as error:
             raise SampleError(session.redacted(f"the agent failed: {error}")) from None
-        return rewards
 
     @contextlib.asynccontextmanager
     async def _ended(self, child: Child, number: int) -> AsyncIterator[None]:
@@ -122,6 +121,13 @@ class AgentPlayer:
             raise SampleError(f"an agent's rewards have at most {MAX_NAMES} names over all rollouts, and it gave more")
         self._names |= named.keys()
         return named
+
+
+def _read_rewards(rewards: object) -> dict[str, float]:
+    """As the child has read them already; but user code may also write on its pipe what it likes."""
+    if not isinstance(rewards, dict):
+        raise ValueError(f"answered {rewards!r:.80}, which is no map of rewards")
+    return {name: read_reward(reward) for name, reward in rewards.items()}
 
 
 async def _fail_with(session: Session) -> None:

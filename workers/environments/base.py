@@ -7,11 +7,13 @@ An environment knows nothing of tokens, versions and tickets: it reads text and 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 ENVIRONMENT = "environment"  # the name of its rewards among the sources
+MAX_GIVEN_CHARS = 1 << 20  # of what an environment says at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +23,31 @@ class Answer:
     given: str = ""  # what the model reads before its next turn
     reward: float = 0.0  # of this turn; a rollout's is the sum
     done: bool = False
+
+
+def read_answer(given: object, reward: object, done: object) -> Answer:
+    """What came of another process: ValueError where no model could be told it, or no learner count it."""
+    if not isinstance(done, bool):
+        raise ValueError(f"answered 'done' = {done!r:.80}, which is neither true nor false")
+    return Answer(given=read_text(given), reward=read_reward(reward), done=done)
+
+
+def read_reward(value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
+        raise ValueError(f"answered 'reward' = {value!r:.80}, which is no finite number")
+    return float(value)
+
+
+def read_text(value: object, name: str = "observation") -> str:
+    """Nothing is the empty text. ValueError where it is none, or has half a character: no tokenizer takes it."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise ValueError(f"answered {name!r} = {value!r:.80}, which is no text")
+    if len(value) > MAX_GIVEN_CHARS:
+        raise ValueError(f"answered {name!r} of {len(value)} characters; it may have {MAX_GIVEN_CHARS}")
+    value.encode()
+    return value
 
 
 class Episode(Protocol):

@@ -8,9 +8,14 @@
 
     async def rollout(session, row) -> float: ...                          # an agent (`agents.py`)
 
-An instance for each rollout; its methods may be `async def`, others run in threads of the child, so one that waits
-holds up nobody. A rollout stays with the child that began it, since its state is there: a child that dies, or is killed
-since an answer was late, takes its rollouts along. They count as failed samples, and another child begins.
+    class Agent:                                                           # one, for all the rollouts of its process
+        def __init__(self, *, place: str): ...
+        async def rollout(self, session, row) -> float: ...
+
+Of a class with `step` there is an instance for each rollout; its methods may be `async def`, others run in threads of
+the child, so one that waits holds up nobody. A rollout stays with the child that began it, since its state is there: a
+child that dies, or is killed since an answer was late, takes its rollouts along. They count as failed samples, and
+another child begins.
 """
 
 from __future__ import annotations
@@ -25,8 +30,8 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError, SampleError
 from streamrl.permissions import Permissions
 from streamrl.recipe.environments import ENVIRONMENTS
-from streamrl.workers.environments.base import Answer, Episode
-from streamrl.workers.rewards.door import Door
+from streamrl.workers.confined.door import Door
+from streamrl.workers.environments.base import Answer, Episode, read_answer, read_text
 from streamrl.workers.rewards.functions import CallFailed, Child, may_run
 
 _CHILD = "streamrl.workers.environments.own_child"
@@ -120,8 +125,8 @@ class OwnEnvironment:
     async def begin(self, row: Mapping[str, Any]) -> Episode:
         try:
             child, number = await self._children.next()
-            opening = await child.call(("reset", number, dict(row)))
-        except CallFailed as error:
+            opening = read_text(await child.call(("reset", number, dict(row))))
+        except (CallFailed, ValueError) as error:
             raise SampleError(f"the environment failed in reset: {error}") from None
         return _OwnEpisode(child, number, opening=opening)
 
@@ -140,9 +145,9 @@ class _OwnEpisode:
     async def step(self, said: str) -> Answer:
         try:
             given, reward, done = await self._child.call(("step", self._number, said))
-        except CallFailed as error:
+            return read_answer(given, reward, done)
+        except (CallFailed, ValueError, TypeError) as error:  # user code may also write on the pipe what it likes
             raise SampleError(f"the environment failed in step: {error}") from None
-        return Answer(given=given, reward=reward, done=done)
 
     async def close(self) -> None:
         self._child.tell(("close", self._number, None))

@@ -1,8 +1,8 @@
 """The process that rollouts of a user's environment or agent live in: calls come in by one pipe, answers go out by
-another, as those of reward functions do (`workers.rewards.function_child`).
+another, as those of reward functions do (`workers.confined.function_child`).
 
     class       any number of rollouts, each with an instance of its own and one call at a time; `close` forgets it
-    function    `rollout` runs it for a session and a row; `end` cancels it, and waits until it has ended
+    agent       `rollout` runs it for a session and a row; `end` cancels it, and waits until it has ended
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from streamrl.recipe.environments import ENVIRONMENTS
 from streamrl.recipe.own import bind, describe, load_function
-from streamrl.workers.rewards import confine as confining
-from streamrl.workers.rewards.door import shut_in
-from streamrl.workers.rewards.function_child import confine, limit_memory, take_pipes, write_answer
+from streamrl.workers.confined import confine as confining
+from streamrl.workers.confined.door import shut_in
+from streamrl.workers.confined.function_child import confine, limit_memory, take_pipes, write_answer
+from streamrl.workers.environments.base import MAX_GIVEN_CHARS
 
 THREADS = 64  # of environments that wait for something outside, and of agents that are plain functions
-_MAX_REWARDS = 8  # that a rollout may have by name
+_MOST_HANGING = THREADS // 2  # then another process begins
+_MAX_REWARDS, _MAX_NAME_CHARS = 8, 64  # that a rollout may have by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,21 +44,43 @@ class Games:
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._rollouts: dict[int, Any] = {}
+        self._threads = ThreadPoolExecutor(THREADS)
+        self._given_up: list[Future[Any]] = []  # calls whose threads may still run: nothing can stop them
 
     async def answer(self, what: str, rollout: int, argument: Any) -> Any:
         if what == "close":
             instance = self._rollouts.pop(rollout, None)
             if hasattr(instance, "close"):
                 with contextlib.suppress(BaseException):  # nobody waits for it
-                    await _call(instance.close)
+                    await self._call(instance.close)
             return None
         if what == "reset":
-            self._rollouts[rollout] = await asyncio.to_thread(self._make)
-        return await _ask(self._rollouts[rollout], what, argument)
+            instance = self._rollouts[rollout] = await self._call(self._make)
+            return _text(await self._call(instance.reset, argument), "reset()")
+        returned = await self._call(self._rollouts[rollout].step, argument)
+        if not isinstance(returned, tuple) or len(returned) != 3:
+            raise TypeError(f"step() must return (observation, reward, done), and returned {returned!r:.80}")
+        given, reward, done = returned
+        return _text(given, "step()"), _number(reward, "step()"), bool(done)
+
+    def last(self) -> str:
+        """Why this process is of no more use; empty where it is."""
+        self._given_up = [call for call in self._given_up if call.running()]
+        return f"{len(self._given_up)} calls hang in the process" if len(self._given_up) >= _MOST_HANGING else ""
+
+    async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        if inspect.iscoroutinefunction(method):
+            return await method(*arguments)
+        call = self._threads.submit(method, *arguments)
+        try:
+            return await asyncio.wrap_future(call)
+        except asyncio.CancelledError:
+            self._given_up.append(call)
+            raise
 
 
 class Agents:
-    """Rollouts of a function."""
+    """Rollouts of a function, or of a method of the one instance that this process has."""
 
     def __init__(self, function: Callable[..., Any], *, is_async: bool) -> None:
         self._function, self._is_async = function, is_async
@@ -73,6 +97,10 @@ class Agents:
             return _rewards(await running)
         finally:
             del self._rollouts[rollout]
+
+    def last(self) -> str:
+        """No thread is left behind: one that is late costs its process."""
+        return ""
 
     async def _in_thread(self, session: Session, row: Any) -> Any:
         return await asyncio.shield(asyncio.to_thread(self._function, session, row))
@@ -93,15 +121,16 @@ def main() -> None:
     try:
         has_way = _confine(own=setup["target"] not in ENVIRONMENTS, network=setup["network"], door=setup["door"])
         found = load_function(setup["target"], ENVIRONMENTS)
-        has_agent, is_async = not inspect.isclass(found), inspect.iscoroutinefunction(found)
+        player = getattr(found, "rollout", None) if inspect.isclass(found) else found
+        has_agent, is_async = player is not None, inspect.iscoroutinefunction(player)
         handler: Games | Agents
         if has_agent:
-            handler = Agents(bind(found, setup["options"], "session", "row"), is_async=is_async)
             if not has_way:
                 raise RuntimeError(
                     "this machine has no way from an agent to its session and nowhere else (seccomp's notifications, "
                     "Linux 5.14); if it may have a network, set environment.network: true"
                 )
+            handler = Agents(_agent(found, setup["options"]), is_async=is_async)
         else:
             handler = Games(_checked(bind(found, setup["options"]), setup["target"]))
     except BaseException as error:  # noqa: BLE001 - user code may raise anything while it is imported
@@ -133,6 +162,13 @@ def _confine(*, own: bool, network: bool, door: int) -> bool:
     return has_way
 
 
+def _agent(found: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """A class is made once: what it takes long to have ready, all rollouts of this process share."""
+    if inspect.isclass(found):
+        return bind(bind(found, options)().rollout, {}, "session", "row")
+    return bind(found, options, "session", "row")
+
+
 def _checked(make: Any, target: str) -> Callable[[], Any]:
     lacking = [name for name in ("reset", "step") if not callable(getattr(make.func, name, None))]
     if lacking:
@@ -153,6 +189,7 @@ async def _serve(handler: Games | Agents, calls: BinaryIO, answers: BinaryIO, *,
                 result = {"value": await handler.answer(what, rollout, argument)}
         except BaseException as error:  # noqa: BLE001 - whatever user code raises fails this rollout, and only it
             result = {"error": f"no answer within {timeout_s:g} s" if limit.expired() else describe(error)}
+            result |= {"last": last} if (last := handler.last()) else {}
         write_answer(answers, {"id": number, **result})
 
     tasks: set[asyncio.Task[None]] = set()
@@ -164,26 +201,14 @@ async def _serve(handler: Games | Agents, calls: BinaryIO, answers: BinaryIO, *,
         task.add_done_callback(tasks.discard)
 
 
-async def _ask(instance: Any, what: str, argument: Any) -> Any:
-    if what == "reset":
-        return _text(await _call(instance.reset, argument), "reset()")
-    returned = await _call(instance.step, argument)
-    if not isinstance(returned, tuple) or len(returned) != 3:
-        raise TypeError(f"step() must return (observation, reward, done), and returned {returned!r:.80}")
-    given, reward, done = returned
-    return _text(given, "step()"), _number(reward, "step()"), bool(done)
-
-
-async def _call(method: Callable[..., Any], *arguments: Any) -> Any:
-    if inspect.iscoroutinefunction(method):
-        return await method(*arguments)
-    return await asyncio.to_thread(method, *arguments)
-
-
 def _text(value: Any, of: str) -> str:
     if value is not None and not isinstance(value, str):
         raise TypeError(f"{of} must say a text or nothing, and said {value!r:.80}")
-    return value or ""
+    text = value or ""
+    if len(text) > MAX_GIVEN_CHARS:
+        raise ValueError(f"{of} may say {MAX_GIVEN_CHARS} characters, and said {len(text)}")
+    text.encode()  # half a character is an error
+    return text
 
 
 def _number(reward: Any, of: str) -> float:
@@ -196,9 +221,14 @@ def _rewards(returned: Any) -> dict[str, float]:
     """By name; the only one of a rollout has none."""
     if not isinstance(returned, Mapping):
         return {"": _number(returned, "the agent")}
-    if len(returned) > _MAX_REWARDS or not all(isinstance(name, str) and name.isidentifier() for name in returned):
-        raise TypeError(f"the agent's rewards must be at most {_MAX_REWARDS}, by names, and were {returned!r:.80}")
+    if len(returned) > _MAX_REWARDS or not all(map(_is_name, returned)):
+        most = f"at most {_MAX_REWARDS}, by names of at most {_MAX_NAME_CHARS} characters"
+        raise TypeError(f"the agent's rewards must be {most}, and were {returned!r:.80}")
     return {name: _number(reward, "the agent") for name, reward in returned.items()}
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and name.isidentifier() and len(name) <= _MAX_NAME_CHARS
 
 
 if __name__ == "__main__":

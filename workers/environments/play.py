@@ -21,7 +21,7 @@ from streamrl.protocol.wire.ticket import Ticket
 from streamrl.workers.engines.base import Engine, SampleRequest
 from streamrl.workers.environments.base import Environment, Episode
 from streamrl.workers.environments.tail import Tail
-from streamrl.workers.environments.trace import Played, Trace
+from streamrl.workers.sessions.trace import Played, Trace
 
 
 class Player:

@@ -15,7 +15,7 @@ from streamrl.workers.engines.model import ModelFacts
 from streamrl.workers.environments.own import OwnEnvironment, build_children
 from streamrl.workers.environments.play import Player
 from streamrl.workers.environments.tail import Tail
-from streamrl.workers.environments.trace import Played
+from streamrl.workers.sessions.trace import Played
 
 LOOPBACK = ("127.0.0.1", 0)
 
@@ -55,9 +55,9 @@ async def playing(
             yield Player(OwnEnvironment(children), tail=Tail(model.tokenizer), settings=settings)
             return
         from streamrl.workers.environments.agents import AgentPlayer  # starlette and uvicorn: only where asked for
-        from streamrl.workers.environments.session import Model
-        from streamrl.workers.environments.sessions import Sessions
-        from streamrl.workers.environments.tool_calls import make_parser
+        from streamrl.workers.sessions.session import Model
+        from streamrl.workers.sessions.sessions import Sessions
+        from streamrl.workers.sessions.tool_calls import make_parser
 
         with contextlib.closing(_Thread()) as thread:
             sessions = Sessions(

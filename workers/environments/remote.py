@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -27,8 +26,9 @@ import httpx
 from streamrl.config import schema
 from streamrl.errors import RewardOutage, SampleError
 from streamrl.permissions import Permissions
-from streamrl.workers.environments.base import Answer, Episode
-from streamrl.workers.rewards.http_client import FIRST_PAUSE_S, check_host
+from streamrl.workers.environments.base import Answer, Episode, read_answer, read_text
+from streamrl.workers.rewards.asking import FIRST_PAUSE_S
+from streamrl.workers.rewards.http_client import check_host
 from streamrl.workers.rewards.http_request import Refused, TryAgain, make_client, post, printable
 from streamrl.workers.rewards.replicas import Replica, Replicas
 
@@ -48,7 +48,7 @@ def build_remote(
     """Checks the addresses and this worker's permission for their hosts; connects to nothing yet."""
     for url in settings.urls:
         check_host("environment.urls", url, permissions)
-    client = make_client(settings, key="environment", transport=transport)
+    client = make_client(settings, key="environment", timeout_s=settings.timeout_s, transport=transport)
     return RemoteEnvironment(settings, client, first_pause_s=first_pause_s)
 
 
@@ -79,10 +79,10 @@ class RemoteEnvironment:
                 raise RewardOutage(f"{waited}: {self._replicas.last_errors}")
             try:
                 answer = await self.ask(replica, "reset", {"row": dict(row)})
-                return _RemoteEpisode(self, replica, _text(answer, "id", needed=True), _text(answer, "observation"))
+                return _RemoteEpisode(self, replica, *_opening(answer))
             except TryAgain as error:
                 last, reason = replica, f"{replica.url}: {error}"
-                attempts += error.reached
+                attempts += error.reached and error.rest_s is None
             except Refused as error:
                 raise SampleError(f"the environment failed in reset: {error}") from None
         raise SampleError(f"the environment failed in reset: {reason} ({attempts} attempts)")
@@ -94,7 +94,7 @@ class RemoteEnvironment:
             self._replicas.stay(replica)
             try:
                 answer = await self.ask(replica, "step", question)
-                told = Answer(given=_text(answer, "observation"), reward=_reward(answer), done=_done(answer))
+                told = _told(answer)
             except TryAgain as error:
                 reason = str(error)
             except Refused as error:
@@ -160,21 +160,18 @@ class _RemoteEpisode:
         self._environment.forget(self._replica, self._number)
 
 
-def _text(answer: Mapping[str, Any], name: str, *, needed: bool = False) -> str:
-    value = answer.get(name)
-    if not isinstance(value, str) and (needed or value is not None):
-        raise TryAgain(f"answered {name!r} = {value!r:.80}, which is no text", answered=True)
-    return value or ""
+def _opening(answer: Mapping[str, Any]) -> tuple[str, str]:
+    """(the rollout's id, what the environment says first)"""
+    try:
+        if number := read_text(answer.get("id"), "id"):
+            return number, read_text(answer.get("observation"))
+    except ValueError as error:
+        raise TryAgain(str(error), answered=True) from None
+    raise TryAgain("answered no 'id'", answered=True)
 
 
-def _reward(answer: Mapping[str, Any]) -> float:
-    value = answer.get("reward")
-    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
-        raise TryAgain(f"answered 'reward' = {value!r:.80}, which is no finite number", answered=True)
-    return float(value)  # type: ignore[arg-type]
-
-
-def _done(answer: Mapping[str, Any]) -> bool:
-    if not isinstance(value := answer.get("done"), bool):
-        raise TryAgain(f"answered 'done' = {value!r:.80}, which is neither true nor false", answered=True)
-    return value
+def _told(answer: Mapping[str, Any]) -> Answer:
+    try:
+        return read_answer(answer.get("observation"), answer.get("reward"), answer.get("done"))
+    except ValueError as error:
+        raise TryAgain(str(error), answered=True) from None

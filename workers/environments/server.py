@@ -27,7 +27,7 @@ from starlette.routing import Route
 from streamrl.errors import SampleError
 from streamrl.web import Server
 from streamrl.workers.environments.base import Answer, Environment, Episode
-from streamrl.workers.rewards.server import apologise, check_caller, explain, read_body
+from streamrl.workers.reward_server.server import apologise, check_caller, explain, read_body
 
 MAX_ROLLOUTS = 4096
 IDLE_S = 3600.0

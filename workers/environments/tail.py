@@ -55,5 +55,5 @@ class Tail:
 
         try:
             return str(self._tokenizer.apply_chat_template(list(said), tokenize=False, add_generation_prompt=True))
-        except TemplateError as error:
+        except (TemplateError, ValueError, TypeError) as error:  # a template may reach into what is not there
             raise SampleError(f"the chat template refuses what the environment said: {error}") from None

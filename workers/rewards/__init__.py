@@ -1,1 +1,1 @@
-"""Rewards: the sources that give numbers to samples (functions, reward servers), and the server itself."""
+"""Rewards: the sources that give numbers to samples: functions, programs, judges, services, a teacher."""

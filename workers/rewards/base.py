@@ -12,18 +12,21 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from streamrl.config import schema
-from streamrl.errors import RewardError
+from streamrl.errors import RewardError, RewardOutage
 from streamrl.permissions import Permissions
+from streamrl.protocol.wire.group import FinishReason
 
 _SCORE_S = 60.0  # a sample that waits so long for its score
+Score: TypeAlias = "float | npt.NDArray[np.float64] | None"  # [T]: of each token; the reward is their sum
 _FORGETTING = 0.05  # the share of the newest in the average latency
 
 
@@ -33,6 +36,14 @@ class ScoreItem:
     completion: str
     token_ids: npt.NDArray[np.int32]  # [T] of the completion
     fields: Mapping[str, Any] = field(default_factory=dict)  # the dataset row's further fields, `answer` for one
+    finish_reason: FinishReason = "stop"  # "length": it was cut off
+    rewards: Mapping[str, float] = field(default_factory=dict)  # for sources of groups: what the others gave
+
+    @property
+    def sample(self) -> dict[str, Any]:
+        """What differs within a group, as JSON has it."""
+        told = {"completion": self.completion, "token_ids": self.token_ids.tolist()}
+        return {**told, "finish_reason": self.finish_reason, "rewards": dict(self.rewards)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +52,7 @@ class Health:
 
     outage: str | None = None  # why it cannot score at all now
     state: str = "well"
+    num_tokens: int | None = None  # that judges have read and written; None of other sources
 
 
 class Reward(Protocol):
@@ -49,9 +61,23 @@ class Reward(Protocol):
     async def start(self) -> None:
         """Show that the source can be used at all; what the user must mend is a UserError."""
 
-    async def score(self, item: ScoreItem) -> float | None:
-        """A finite number within the source's own time limit, None where it does not apply to the sample, or
-        RewardError; RewardOutage where the sample is not at fault."""
+    async def score(self, item: ScoreItem) -> Score:
+        """A finite number within the source's own time limit, or one for each token; None where it does not apply to
+        the sample; or RewardError, RewardOutage where the sample is not at fault."""
+
+    def health(self) -> Health: ...
+
+    async def close(self) -> None: ...
+
+
+@runtime_checkable
+class GroupReward(Protocol):
+    """A source that sees all samples of a prompt at once, when the others have scored them."""
+
+    async def start(self) -> None: ...
+
+    async def score_group(self, items: Sequence[ScoreItem]) -> Sequence[float | RewardError | None]:
+        """For each what `score` has of one. RewardError: none has a score; RewardOutage: as above."""
 
     def health(self) -> Health: ...
 
@@ -61,7 +87,7 @@ class Reward(Protocol):
 class RewardDouble:
     """Scores by a plain function, remembers what it was asked, and waits or is out when told to."""
 
-    def __init__(self, judge: Callable[[ScoreItem], float | None] = lambda item: 1.0) -> None:
+    def __init__(self, judge: Callable[[ScoreItem], Score] = lambda item: 1.0) -> None:
         self._judge = judge
         self.items: list[ScoreItem] = []
         self.outage: str | None = None
@@ -71,7 +97,7 @@ class RewardDouble:
     async def start(self) -> None:
         pass
 
-    async def score(self, item: ScoreItem) -> float | None:
+    async def score(self, item: ScoreItem) -> Score:
         self.items.append(item)
         if self.held is not None:
             await self.held.wait()
@@ -88,13 +114,14 @@ class RewardDouble:
 class Scores:
     rewards: Mapping[str, float]  # by source that applies, before weights
     total: float  # the weighted sum
+    token_rewards: npt.NDArray[np.float64] | None = None  # [T] what each token has in it; None: no token by itself
 
 
 @dataclass(slots=True, kw_only=True)
 class Weighted:
     """One source in the mix, and how it has done since the worker's start."""
 
-    reward: Reward
+    reward: Reward | GroupReward
     weight: float
     max_abs: float = math.inf
     scored: int = 0
@@ -103,7 +130,8 @@ class Weighted:
 
 
 class Rewards:
-    """All sources of a run: scores an item with every one of them side by side and mixes by weight."""
+    """All sources of a run: each item is scored by every one of them side by side, those of groups when all items are
+    there; then they are mixed by weight."""
 
     def __init__(self, sources: Mapping[str, Weighted], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._sources = dict(sources)
@@ -123,17 +151,43 @@ class Rewards:
     def num_pending(self) -> int:
         return len(self._pending)
 
+    async def score_sample(self, item: ScoreItem) -> Mapping[str, Score]:
+        """By the sources of single samples, as soon as one is made."""
+        with self._asked():
+            scoring = {
+                name: asyncio.ensure_future(self._score_by(name, source.reward, item))
+                for name, source in self._sources.items()
+                if not isinstance(source.reward, GroupReward)
+            }
+            # All are awaited, so that a failed source does not leave the others running behind the sample's back.
+            await asyncio.gather(*scoring.values(), return_exceptions=True)
+            return {name: score.result() for name, score in scoring.items()}
+
+    async def mix(
+        self, items: Sequence[ScoreItem], scored: Sequence[Mapping[str, Score]]
+    ) -> list[Scores | RewardError]:
+        """Of a prompt's samples, which have been scored one by one: by the sources of groups too, and added up."""
+        with self._asked():
+            items = [replace(item, rewards=_applying(scores)) for item, scores in zip(items, scored, strict=True)]
+            scoring = {
+                name: asyncio.ensure_future(self._score_group_by(name, source.reward, items))
+                for name, source in self._sources.items()
+                if isinstance(source.reward, GroupReward) and items
+            }
+            await asyncio.gather(*scoring.values(), return_exceptions=True)
+            by_group = {name: scores.result() for name, scores in scoring.items()}
+        mixed = [
+            self._sum({**scores, **{name: of_all[i] for name, of_all in by_group.items()}})
+            for i, scores in enumerate(scored)
+        ]
+        self._failing = next((str(one) for one in mixed if isinstance(one, RewardError)), "")
+        return mixed
+
     async def score(self, item: ScoreItem) -> Scores:
-        asked = object()
-        self._pending[asked] = self._clock()
-        try:
-            scores = await self._mix(item)
-        except RewardError as error:
-            self._failing = str(error)
-            raise
-        finally:
-            del self._pending[asked]
-        self._failing = ""
+        """A sample without others."""
+        [scores] = await self.mix([item], [await self.score_sample(item)])
+        if isinstance(scores, RewardError):
+            raise scores
         return scores
 
     def trouble(self) -> str:
@@ -145,18 +199,31 @@ class Rewards:
             return f"a sample has waited {waited_s:.0f} s for its score"
         return f"the last score could not be had: {self._failing}" if self._failing else ""
 
-    async def _mix(self, item: ScoreItem) -> Scores:
-        scoring = {name: asyncio.ensure_future(self._score_by(name, item)) for name in self._sources}
-        # All are awaited, so that a failed source does not leave the others running behind the sample's back.
-        await asyncio.gather(*scoring.values(), return_exceptions=True)
-        scores = {name: score.result() for name, score in scoring.items()}
-        rewards = {name: value for name, value in scores.items() if value is not None}
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        asked = object()
+        self._pending[asked] = self._clock()
+        try:
+            yield
+        except RewardError as error:
+            self._failing = str(error)
+            raise
+        finally:
+            del self._pending[asked]
+        self._failing = ""
+
+    def _sum(self, scores: Mapping[str, Score | RewardError]) -> Scores | RewardError:
+        failed = [score for score in scores.values() if isinstance(score, RewardError)]
+        if failed:
+            return failed[0]
+        rewards = _applying(scores)
         if not rewards:
-            raise RewardError(f"no reward applies to this sample: {', '.join(scores)} returned None for it")
+            return RewardError(f"no reward applies to this sample: {', '.join(scores)} returned None for it")
         total = sum(self._sources[name].weight * value for name, value in rewards.items())
         if not math.isfinite(total):
-            raise RewardError(f"the weighted sum of {rewards} is not finite")
-        return Scores(rewards=rewards, total=total)
+            return RewardError(f"the weighted sum of {rewards} is not finite")
+        of_tokens = [self._sources[name].weight * s for name, s in scores.items() if isinstance(s, np.ndarray)]
+        return Scores(rewards=rewards, total=total, token_rewards=np.sum(of_tokens, axis=0) if of_tokens else None)
 
     def outage(self) -> str | None:
         """Which source cannot score at all now, and why: it is no use to make more samples for it."""
@@ -174,7 +241,10 @@ class Rewards:
         """What the monitor shows of each source."""
         facts: dict[str, int | float | str] = {}
         for name, source in self._sources.items():
-            facts[f"rewards/{name}/state"] = source.reward.health().state
+            health = source.reward.health()
+            facts[f"rewards/{name}/state"] = health.state
+            if health.num_tokens is not None:
+                facts[f"rewards/{name}/tokens"] = health.num_tokens
             facts[f"rewards/{name}/latency_s"] = round(source.latency_s, 4)
             facts[f"rewards/{name}/scored"] = source.scored
             facts[f"rewards/{name}/failed"] = source.failed
@@ -183,21 +253,60 @@ class Rewards:
     async def close(self) -> None:
         await asyncio.gather(*(source.reward.close() for source in self._sources.values()))
 
-    async def _score_by(self, name: str, item: ScoreItem) -> float | None:
-        source, began = self._sources[name], self._clock()
+    async def _score_by(self, name: str, reward: Reward, item: ScoreItem) -> Score:
+        began = self._clock()
         try:
-            value = await source.reward.score(item)
-            if value is not None and not math.isfinite(value):
-                raise RewardError(f"gave {value}, not a finite number")
-            if value is not None and abs(value) > source.max_abs:
-                raise RewardError(f"gave {value:g}, beyond its max_abs of {source.max_abs:g}")
+            value = await reward.score(item)
         except RewardError as error:
-            source.failed += 1
-            raise type(error)(f"reward {name!r}: {error}") from error
+            raise self._failed(name, error) from error
+        checked = self._checked(name, value, began)
+        if isinstance(checked, RewardError):
+            raise checked
+        return checked
+
+    async def _score_group_by(
+        self, name: str, reward: GroupReward, items: Sequence[ScoreItem]
+    ) -> list[Score | RewardError]:
+        began = self._clock()
+        values: Sequence[float | RewardError | None]
+        try:
+            values = await reward.score_group(items)
+        except RewardOutage as error:
+            raise self._failed(name, error) from error
+        except RewardError as error:
+            values = [error] * len(items)
+        return [self._checked(name, value, began) for value in values]
+
+    def _checked(self, name: str, value: Score | RewardError, began: float) -> Score | RewardError:
+        source = self._sources[name]
+        if isinstance(value, RewardError):
+            return self._failed(name, value)
+        worth = 0.0 if value is None else worth_of(value)
+        if not math.isfinite(worth):
+            return self._failed(name, RewardError(f"gave {worth}, not a finite number"))
+        if abs(worth) > source.max_abs:
+            return self._failed(name, RewardError(f"gave {worth:g}, beyond its max_abs of {source.max_abs:g}"))
         source.scored += 1
         share = max(_FORGETTING, 1 / source.scored)
         source.latency_s += share * (self._clock() - began - source.latency_s)
-        return None if value is None else float(value)
+        return float(value) if isinstance(value, int | float) else value
+
+    def _failed(self, name: str, error: RewardError) -> RewardError:
+        self._sources[name].failed += 1
+        return type(error)(f"reward {name!r}: {error}")
+
+
+def _applying(scores: Mapping[str, Score | RewardError]) -> dict[str, float]:
+    return {
+        name: worth_of(score)
+        for name, score in scores.items()
+        if score is not None and not isinstance(score, RewardError)
+    }
+
+
+def worth_of(score: float | npt.NDArray[np.float64]) -> float:
+    """Of a sample."""
+    return float(score) if not isinstance(score, np.ndarray) else float(sum(score.tolist()))  # inf - inf is no warning
 
 
 def build_rewards(
@@ -206,14 +315,27 @@ def build_rewards(
     """The run's sources, none of them begun yet; one that this worker may not use is a UserError."""
     built = {}
     for name, source in sources.items():
-        reward: Reward
-        if isinstance(source, schema.FunctionReward):
-            from streamrl.workers.rewards.functions import build_function_reward
-
-            reward = build_function_reward(name, source, permissions)
-        else:
-            from streamrl.workers.rewards.http_client import build_http_reward  # httpx only where a source needs it
-
-            reward = build_http_reward(name, source, permissions, local_reward_url)
+        reward = build_reward(name, source, permissions, local_reward_url)
         built[name] = Weighted(reward=reward, weight=source.weight, max_abs=source.max_abs)
     return Rewards(built)
+
+
+def build_reward(
+    name: str, source: schema.Reward, permissions: Permissions, local_reward_url: str | None
+) -> Reward | GroupReward:
+    """One of them; httpx is imported only where a source needs it."""
+    if isinstance(source, schema.FunctionReward):
+        from streamrl.workers.rewards.functions import build_function_reward
+
+        return build_function_reward(name, source, permissions)
+    if isinstance(source, schema.CodeReward):
+        from streamrl.workers.rewards.code import build_code_reward
+
+        return build_code_reward(name, source, permissions)
+    if isinstance(source, schema.JudgeReward):
+        from streamrl.workers.rewards.judge import build_judge_reward
+
+        return build_judge_reward(name, source, permissions)
+    from streamrl.workers.rewards.http_client import build_http_reward
+
+    return build_http_reward(name, source, permissions, local_reward_url)

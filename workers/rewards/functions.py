@@ -5,8 +5,9 @@ A function is
     def reward(prompt: str, completion: str, token_ids: list[int], fields: Mapping) -> float
 
 where `token_ids` are the completion's and `fields` the further fields of the prompt's row, `answer` for one; or it has
-the form of TRL's (`trl_form`), and may then say that it does not apply. It may be `async def`, and may take keyword
-arguments, set by `options`. It is named by `package.module:function` or
+the form of TRL's (`trl_form`), and may then say that it does not apply, or see all samples of a prompt at once
+(`of_group`). It may be `async def`, and may take keyword arguments, set by `options`; `finish_reason` and `truncated`
+are given where it has parameters of these names. It is named by `package.module:function` or
 `path/to/file.py:function`, and is run only if the worker was started with permission for just this target. Its process
 has no network (`confine`) and none of the worker's variables that may be secrets, but for what its source asks for and
 its worker allows.
@@ -33,9 +34,11 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Self
+
+import numpy as np
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError
@@ -43,18 +46,20 @@ from streamrl.permissions import Permissions
 from streamrl.process import dying_with_us
 from streamrl.recipe.own import FILES, FORMS, is_own
 from streamrl.recipe.rewards import REWARDS
-from streamrl.workers.rewards.base import Health, ScoreItem
+from streamrl.workers.rewards.base import Health, Score, ScoreItem
 
 CONCURRENT_CALLS = 32  # of an `async def` in one process
 
 
-def build_function_reward(name: str, source: schema.FunctionReward, permissions: Permissions) -> FunctionReward:
+def build_function_reward(
+    name: str, source: schema.FunctionReward, permissions: Permissions
+) -> FunctionReward | FunctionOfGroups:
     """Checks the target's form and this worker's permission for it; loads nothing yet."""
     key = f"rewards.{name}.target"
     check_target(source.target, key=key)
     if source.target not in REWARDS:
         may_run(source, permissions, section=f"rewards.{name}")
-    return FunctionReward(source, key=key)
+    return FunctionOfGroups(source, key=key) if source.of_group else FunctionReward(source, key=key)
 
 
 def may_run(source: schema.FunctionReward | schema.Environment, permissions: Permissions, *, section: str) -> None:
@@ -89,8 +94,8 @@ def _canonical(target: str) -> str:
     return f"{Path(place).resolve()}:{function}" if place.endswith(FILES) else target
 
 
-class FunctionReward:
-    """One function on a pool of child processes."""
+class _Pool:
+    """One function, in child processes."""
 
     def __init__(self, source: schema.FunctionReward, *, key: str) -> None:
         self._key = key
@@ -109,10 +114,10 @@ class FunctionReward:
             for place in self._places:
                 self._turns.put_nowait(place)
 
-    async def score(self, item: ScoreItem) -> float | None:
-        arguments = (item.prompt, item.completion, item.token_ids.tolist(), dict(item.fields))
+    async def of(self, items: Sequence[ScoreItem]) -> list[Any]:
+        """What it says of these samples, which have one prompt; or RewardError."""
         try:
-            return await self._call(arguments)
+            return await self._call((items[0].prompt, dict(items[0].fields), [item.sample for item in items]))
         except CallFailed as error:
             raise RewardError(f"the function failed: {error}") from None
 
@@ -123,7 +128,7 @@ class FunctionReward:
         for place in (*self._places, self._solo):
             await place.close()
 
-    async def _call(self, arguments: tuple[Any, ...]) -> float | None:
+    async def _call(self, arguments: tuple[Any, ...]) -> list[Any]:
         place = await self._turns.get()
         try:
             return await place.call(arguments)
@@ -134,6 +139,17 @@ class FunctionReward:
             self._turns.put_nowait(place)
         async with self._solo_turn:
             return await self._solo.call(arguments)
+
+
+class FunctionReward(_Pool):
+    async def score(self, item: ScoreItem) -> Score:
+        [score] = await self.of([item])
+        return np.array(score, dtype=np.float64) if isinstance(score, list) else score
+
+
+class FunctionOfGroups(_Pool):
+    async def score_group(self, items: Sequence[ScoreItem]) -> list[float | None]:
+        return await self.of(items)
 
 
 class _Place:
@@ -152,9 +168,9 @@ class _Place:
                 self._child = await Child.begin(self._source)
             return self._child
 
-    async def call(self, arguments: tuple[Any, ...]) -> float | None:
-        value: float | None = await (await self.child()).call(arguments)
-        return value
+    async def call(self, arguments: tuple[Any, ...]) -> list[Any]:
+        values: list[Any] = await (await self.child()).call(arguments)
+        return values
 
     async def close(self) -> None:
         if self._child is not None:
@@ -167,8 +183,8 @@ LOAD_TIMEOUT_S = 120.0  # a function's file may import torch
 CANCEL_GRACE_S = 1.0
 _EXIT_WAIT_S = 0.5  # between the end of its pipe and the end of a process
 _MAX_ANSWER_BYTES = 1 << 20
-_OF_FUNCTIONS = "streamrl.workers.rewards.function_child"
-_SETTINGS = {"target", "options", "timeout_s", "rollout_timeout_s", "memory_mb", "network"}
+_OF_FUNCTIONS = "streamrl.workers.confined.function_child"
+_SETTINGS = {"target", "options", "of_group", "per_token", "timeout_s", "rollout_timeout_s", "memory_mb", "network"}
 _PASSED = {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH"}
 _PASSED |= {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE"}  # not HF_TOKEN
 _PASSED_FAMILIES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "CUDA_", "NVIDIA_", "TORCH", "TOKENIZERS_", "XDG_")
@@ -201,7 +217,7 @@ class Child:
     @classmethod
     async def begin(
         cls,
-        source: schema.FunctionReward | schema.Environment,
+        source: schema.FunctionReward | schema.CodeReward | schema.Environment,
         module: str = _OF_FUNCTIONS,
         *,
         door: int | None = None,
@@ -286,9 +302,10 @@ class Child:
         if answer is None or answer.done():
             return
         if "error" in message:
-            answer.set_exception(CallFailed(str(message["error"])))
-            if message.get("last"):
-                self._lose("the process had used up its memory", culprit_known=True)
+            error = str(message["error"]).encode(errors="replace").decode()  # half a character goes into no message
+            answer.set_exception(CallFailed(error))
+            if last := message.get("last"):
+                self._lose(str(last), culprit_known=True)
         else:
             answer.set_result(message["value"])
 
@@ -303,7 +320,10 @@ async def _loaded(process: Process) -> dict[str, Any]:
         raise CallFailed(f"not loaded within {LOAD_TIMEOUT_S:g} s") from None
     if not line:
         raise CallFailed("the process ended while it loaded the function")
-    first: dict[str, Any] = json.loads(line)
+    try:
+        first: dict[str, Any] = json.loads(line)
+    except ValueError:
+        raise CallFailed("the process wrote something that is no answer") from None
     if "error" in first:
         raise CallFailed(str(first["error"]))
     return first

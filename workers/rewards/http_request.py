@@ -23,9 +23,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +44,21 @@ _MAX_ANSWER_BYTES = 4096  # beside what the form allows for each row
 _MAX_REASON_CHARS = 200
 _GONE = 410
 _REFUSALS = (400, 413, 422, _GONE)  # who says so has looked at the request, and will say so again
-_NOT_NOW = (408, 429, 502, 503, 504)
+_TOO_OFTEN = 429
+_LONGEST_REST_S = 3600.0  # whatever it asks for: it may have meant milliseconds
+_NOT_NOW = (408, 502, 503, 504)
 
 
 class TryAgain(Exception):
     """This attempt gave no scores; another may."""
 
-    def __init__(self, reason: str, *, reached: bool = True, answered: bool = False) -> None:
+    def __init__(
+        self, reason: str, *, reached: bool = True, answered: bool = False, rest_s: float | None = None
+    ) -> None:
         super().__init__(reason)
         self.reached = reached or answered  # else nobody is there, or the address or the token is wrong
         self.answered = answered  # the service said something of these samples, and it was no score
+        self.rest_s = rest_s  # nothing is wrong, but it is asked too often: not before so long; 0: it did not say
 
 
 class Refused(Exception):
@@ -60,32 +69,43 @@ class Refused(Exception):
         self.gone = gone  # what it was about is there no more
 
 
-class TokenFile(httpx.Auth):
-    """The bearer token in a file, read again when it is refused: tokens are put right while workers run."""
+class Token(httpx.Auth):
+    """The bearer token, read again when it is refused: tokens are put right while workers run."""
 
-    def __init__(self, path: str, *, key: str) -> None:
-        self._path, self._key = path, key
-        self._token = read_token(path, key=key)
+    def __init__(self, read: Callable[[], str]) -> None:
+        self._read = read
+        self._token = read()
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
         request.headers["authorization"] = f"Bearer {self._token}"
         response = yield request
         if response.status_code == 401:
             with contextlib.suppress(ConfigError):  # not there now: the service's own word says what is wrong
-                self._token = read_token(self._path, key=self._key)
+                self._token = self._read()
+
+    def hidden(self, text: str) -> str:
+        """Some services repeat a token that they do not know."""
+        return text.replace(self._token, "[token]")
 
 
 def make_client(
-    source: schema.HttpReward | schema.Environment,
+    source: schema.HttpReward | schema.Environment | schema.Judge | schema.Teacher,
     *,
     key: str,
+    timeout_s: float,
     transport: httpx.AsyncBaseTransport | None,
     max_connections: int | None = None,
 ) -> httpx.AsyncClient:
+    """`key`: of the section in the configuration."""
+    auth = None
+    if source.token_file is not None:
+        auth = Token(partial(read_token, source.token_file, key=f"{key}.token_file"))
+    elif isinstance(source, schema.Judge) and source.token_env is not None:
+        auth = Token(partial(token_in, source.token_env, key=f"{key}.token_env"))
     return httpx.AsyncClient(
-        auth=None if source.token_file is None else TokenFile(source.token_file, key=f"{key}.token_file"),
+        auth=auth,
         headers={"accept-encoding": "identity", "content-type": "application/json"},
-        timeout=httpx.Timeout(source.timeout_s, connect=min(_CONNECT_TIMEOUT_S, source.timeout_s)),
+        timeout=httpx.Timeout(timeout_s, connect=min(_CONNECT_TIMEOUT_S, timeout_s)),
         limits=httpx.Limits(max_connections=max_connections),
         follow_redirects=False,
         trust_env=False,  # no proxy and no .netrc password that the operator did not name here
@@ -119,11 +139,27 @@ async def post(
         raise TryAgain(f"{type(error).__name__}: {error}", reached=reached) from None
     if response.status_code == 200:
         return body
-    reason = f"answered {response.status_code}: {printable(body)}"
+    reason = f"answered {response.status_code}: {printable(_without_token(client, body))}"
     if response.status_code in _REFUSALS:
         raise Refused(f"{url}: {reason}", gone=response.status_code == _GONE)
+    if response.status_code == _TOO_OFTEN:
+        raise TryAgain(reason, rest_s=_rest_s(response.headers.get("retry-after", "")))
     not_now = response.status_code in _NOT_NOW
     raise TryAgain(reason, reached=not_now, answered=response.status_code >= 500 and not not_now)
+
+
+def _without_token(client: httpx.AsyncClient, body: bytes) -> bytes:
+    return client.auth.hidden(body.decode(errors="replace")).encode() if isinstance(client.auth, Token) else body
+
+
+def _rest_s(retry_after: str) -> float:
+    """Seconds, or the time at which it ends; 0 for what is neither."""
+    if retry_after.isdecimal():
+        return min(float(retry_after), _LONGEST_REST_S)
+    try:
+        return min(max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time()), _LONGEST_REST_S)
+    except ValueError:
+        return 0.0
 
 
 async def _read(response: httpx.Response, max_bytes: int) -> bytes:
@@ -231,6 +267,8 @@ FORMS: Mapping[str, Form] = {
         number=lambda row: _last(row.get("data")),
         max_answer_bytes_per_row=1 << 18,
     ),
+    # Asked test by test, by `sandbox_fusion`.
+    "sandbox-fusion": Form(path="/run_code", request=lambda items: {}, rows=""),
 }
 
 
@@ -244,7 +282,17 @@ def read_token(path: str, *, key: str) -> str:
             content = file.read(_MAX_TOKEN_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{key}: cannot read the token file {path!r}: {error.strerror}") from None
-    token = content.strip().decode("ascii", errors="replace")
-    if not token or len(content) > _MAX_TOKEN_BYTES or not all("!" <= character <= "~" for character in token):
-        raise ConfigError(f"{key}: {path!r} must hold one token of visible ASCII characters and nothing else")
+    return _checked(content.strip().decode("ascii", errors="replace"), f"{key}: {path!r}")
+
+
+def token_in(variable: str, *, key: str) -> str:
+    """Of this process's environment."""
+    if variable not in os.environ:
+        raise ConfigError(f"{key}: there is no variable {variable} in this worker's environment; it holds the token")
+    return _checked(os.environ[variable].strip(), f"{key}: {variable}")
+
+
+def _checked(token: str, place: str) -> str:
+    if not token or len(token) > _MAX_TOKEN_BYTES or not all("!" <= character <= "~" for character in token):
+        raise ConfigError(f"{place} must hold one token of visible ASCII characters and nothing else")
     return token

@@ -4,7 +4,8 @@
                                                      ▲      (the others go elsewhere, or wait)      │
                                                      └──── failed: a longer pause, with jitter ◄────┘
 
-Only when no replica is well is the service out; `one` waits while it is.
+Only when no replica is well is the service out; `one` waits while it is. One that says that it is asked too often (429)
+is well, and rests for as long as it wants; who has only such ones waits, too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from streamrl.workers.rewards.http_request import Refused, TryAgain
 
 FAILURES_TO_OPEN = 3
 _LONGEST_PAUSE_S = 30.0
+_SHORT_REST_S = 1.0  # not worth telling
 
 
 class Replica:
@@ -32,11 +34,17 @@ class Replica:
         self.on_trial = False  # it is out, and one request finds out whether it still is
         self.trials_failed = 0  # since it was well
         self.retry_at = 0.0  # on the set's clock; of one that is out
+        self.rests_in_row = 0  # since it answered
+        self.rest_until = 0.0  # likewise on that clock: it was asked too often
         self.last_error = ""
 
     @property
     def well(self) -> bool:
         return self.failures_in_row < FAILURES_TO_OPEN
+
+    @property
+    def ready_at(self) -> float:
+        return self.rest_until if self.well else self.retry_at
 
 
 class Replicas:
@@ -59,7 +67,8 @@ class Replicas:
         """For people: how many are well, and what one of the others said last."""
         out = [replica for replica in self._replicas if not replica.well]
         if not out:
-            return "well"
+            rest_s = min(replica.rest_until for replica in self._replicas) - self._clock()
+            return "well" if rest_s < _SHORT_REST_S else f"is asked again in {rest_s:.0f} s: {self.last_errors}"
         return f"{self.num_well} of {len(self)} replicas well; {out[0].url}: {out[0].last_error}"
 
     @property
@@ -76,7 +85,7 @@ class Replicas:
     def choose(self, *, but: Replica | None = None) -> Replica | None:
         """Whom to ask, counted as in flight until `asking` ends; `but`: rather not this one. None: wait."""
         trials = [replica for replica in self._replicas if not replica.well and self._may_try(replica)]
-        well = [replica for replica in self._replicas if replica.well]
+        well = [replica for replica in self._replicas if replica.well and self._clock() >= replica.rest_until]
         candidates = trials or [replica for replica in well if replica is not but] or well
         if not candidates:
             return None
@@ -93,7 +102,7 @@ class Replicas:
     def pause_s(self) -> float:
         """Until one may be tried; at least a little, for whoever waits for another's trial to end."""
         now = self._clock()
-        return max(min(replica.retry_at for replica in self._replicas) - now, self._first_pause_s)
+        return max(min(replica.ready_at for replica in self._replicas) - now, self._first_pause_s)
 
     async def one(self, *, until: float, but: Replica | None = None) -> Replica | None:
         """Whom to ask, as `choose` has it; None: the whole service stayed out until then, on the loop's clock."""
@@ -110,7 +119,10 @@ class Replicas:
         try:
             yield
         except TryAgain as error:
-            self._failed(replica, str(error))
+            if error.rest_s is None:
+                self._failed(replica, str(error))
+            else:
+                self._rests(replica, str(error), error.rest_s)
             raise
         except Refused:
             _answered(replica)
@@ -131,10 +143,20 @@ class Replicas:
         pause_s = min(_LONGEST_PAUSE_S, self._first_pause_s * 2 ** min(replica.trials_failed, 10))
         replica.retry_at = self._clock() + pause_s * random.uniform(0.5, 1.0)
 
+    def _rests(self, replica: Replica, error: str, wanted_s: float) -> None:
+        """As long as it wants; longer each time, where it does not say."""
+        replica.last_error, replica.on_trial = error, False
+        pause_s = wanted_s or min(_LONGEST_PAUSE_S, self._first_pause_s * 2 ** min(replica.rests_in_row, 10))
+        until = self._clock() + pause_s * random.uniform(1.0, 1.1)
+        # Those that were in flight are refused in a crowd: only what is asked after a rest makes the next one longer.
+        replica.rests_in_row += self._clock() >= replica.rest_until
+        replica.rest_until = max(replica.rest_until, until)
+        replica.retry_at = max(replica.retry_at, until)
+
     def _may_try(self, replica: Replica) -> bool:
         return replica.in_flight == 0 and self._clock() >= replica.retry_at
 
 
 def _answered(replica: Replica) -> None:
     replica.num_answered += 1
-    replica.failures_in_row = replica.trials_failed = 0
+    replica.failures_in_row = replica.trials_failed = replica.rests_in_row = 0

@@ -16,6 +16,7 @@ COMMANDS: Mapping[str, Entry] = {
     "game": Entry("streamrl.ops.cli.up:game", "Watch a small model learn a game of several turns."),
     "demo": Entry("streamrl.ops.cli.up:demo", "Watch a pretrained model learn on this machine."),
     "up": Entry("streamrl.ops.cli.up:up", "Run everything on this machine: Redis, rewards, workers, learner."),
+    "sft": Entry("streamrl.ops.cli.sft:sft", "Train a model on prompts with their answers, before a run."),
     "learn": Entry("streamrl.ops.cli.learn:learn", "Run the learner alone, under torchrun, on one machine or several."),
     "worker": Entry("streamrl.workers.main:main", "Work for a run: generate and score, from any machine."),
     "pause": Entry("streamrl.ops.cli.operate:pause", "Hold a run: no more steps, no more tickets."),

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from streamrl.config.check import check_config
+from streamrl.config.files import check_files
 from streamrl.config.load import dump_config, load_config
-from streamrl.config.places import check_files
 from streamrl.config.shipped import shipped_config
 from streamrl.errors import ConfigError
 from streamrl.extras import is_installed

@@ -1,4 +1,4 @@
-"""`streamrl environment`: serve one over HTTP. The server loads inside the command."""
+"""`streamrl environment`: serve one over HTTP, make prompts of a taskset. The server loads inside the command."""
 
 from __future__ import annotations
 
@@ -8,19 +8,40 @@ from typing import Any
 import click
 
 from streamrl.config import schema
+from streamrl.errors import DataError
 from streamrl.extras import need
 from streamrl.files import write_durably
 from streamrl.ops.cli.arguments import OutputFile
 from streamrl.ops.cli.reward_try import as_option
 from streamrl.permissions import Permissions
 from streamrl.process import address_of, bind
+from streamrl.recipe import tasksets
 
 _DEFAULTS = schema.Environment.model_fields
 
 
 @click.group()
 def environment() -> None:
-    """Serve an environment to the workers of a run."""
+    """Serve an environment to the workers of a run; make prompts of a taskset."""
+
+
+@environment.command()
+@click.argument("taskset")
+@click.option("--python", required=True, metavar="FILE", help="An interpreter that has verifiers and the taskset.")
+@click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="A setting of the taskset.")
+@click.option("--first", type=click.IntRange(min=0), default=0, help="The place of the first task.")
+@click.option("--count", type=click.IntRange(min=1), default=1000, help="How many tasks, where there are so many.")
+def tasks(taskset: str, *, python: str, options: tuple[str, ...], first: int, count: int) -> None:
+    """Print tasks of verifiers as prompts, one JSON line each.
+
+    Send them to a file and name it in data.train; what of them is held out begins where those end (--first). The run
+    plays them with environment.target = verifiers, and the same interpreter and taskset in environment.options.
+    """
+    try:
+        for row in tasksets.tasks(python, {"id": taskset, **dict(map(as_option, options))}, first=first, count=count):
+            click.echo(row)
+    except ValueError as error:
+        raise DataError(f"taskset {taskset}: {error}") from None
 
 
 @environment.command()

@@ -1,10 +1,11 @@
-"""`streamrl eval CHECKPOINT`: how good is it, on a file of prompts?"""
+"""`streamrl eval CHECKPOINT...`: how good is it, on a file of prompts, or on several?"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,13 +18,15 @@ import numpy as np
 from streamrl.config import schema
 from streamrl.config.check import check_config
 from streamrl.config.engines import ENGINES
+from streamrl.config.files import check_files
 from streamrl.config.load import load_config
-from streamrl.config.places import LOCAL_REWARD_SERVER, check_files, granted
+from streamrl.config.places import LOCAL_REWARD_SERVER, granted
 from streamrl.data.prompts import read_prompts
 from streamrl.errors import ConfigError
 from streamrl.files import scratch_folder, write_durably
-from streamrl.ops.cli.arguments import MovingLine, OutputFile, takes_json, takes_overrides, tell
-from streamrl.ops.cli.subject import find_subject
+from streamrl.ops.cli.arguments import MovingLine, OutputFile, takes_json, tell
+from streamrl.ops.cli.eval_told import Evaluated, answers, comparison, save_plot, table
+from streamrl.ops.cli.subject import checkpoints_of, find_subject
 from streamrl.ops.launch.parts import RewardPart, reward_server
 from streamrl.ops.launch.processes import part_error
 from streamrl.ops.monitor.doctor.musts import check_packages
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from streamrl.workers.evaluate import EvalPrompt, Result
     from streamrl.workers.rewards.base import Rewards
 
+_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 _LOOK_EVERY_S = 0.2
 _GRACE_S = 5.0  # beside the time that a reward has for a request
 
@@ -51,8 +55,7 @@ class _Subject:
 
 
 @click.command("eval")
-@click.argument("checkpoint")
-@takes_overrides
+@click.argument("words", nargs=-1, required=True, metavar="CHECKPOINT... [KEY.SUB=VALUE]...")
 @click.option("--config", "file", type=click.Path(path_type=Path), help="By default, that of the checkpoint's run.")
 @click.option("--prompts", type=click.Path(), help="Prompts as JSON Lines; by default data.validation.")
 @click.option("--max-prompts", type=click.IntRange(min=1), help="At most so many; by default validation.max_prompts.")
@@ -67,10 +70,10 @@ class _Subject:
     help="How long a reward may be out of reach at the start; later it is the source's outage_s.",
 )
 @click.option("--output", type=OutputFile(), help="Write prompts and answers here, JSONL.")
+@click.option("--plot", type=OutputFile(), help="Draw what several checkpoints are worth here, PNG.")
 @takes_json
 def evaluate(
-    checkpoint: str,
-    overrides: tuple[str, ...],
+    words: tuple[str, ...],
     file: Path | None,
     prompts: str | None,
     max_prompts: int | None,
@@ -78,9 +81,10 @@ def evaluate(
     local_reward_url: str | None,
     patience_s: float,
     output: Path | None,
+    plot: Path | None,
     as_json: bool,
 ) -> int:
-    """Score a checkpoint, or any model, on a file of prompts.
+    """Score a checkpoint, or any model, on a file of prompts; or several of them, for a table and a plot.
 
     \b
         streamrl eval runs/mine                                  its newest checkpoint
@@ -88,61 +92,61 @@ def evaluate(
         streamrl eval runs/mine/export                           what the run has exported
         streamrl eval ./sft --config conf/mine.yaml              any model folder or hub name
         streamrl eval runs/mine validation.sampling.num_samples=8 validation.sampling.greedy=false
+        streamrl eval runs/mine@all --plot steps.png             all that it keeps, one after another
+        streamrl eval runs/a@best runs/b@best ./sft --config conf/mine.yaml
 
     Samples as validation does, by validation.sampling, and scores with the rewards of the configuration: that of the
-    run, or --config. Prompts are those of data.validation, or --prompts. KEY.SUB=VALUE changes a setting. It needs no
-    Redis and no workers, and does not touch the run; validation.timeout_s bounds it. A reward server of the
-    configuration's own is started for it, and ended with it. Each reward is asked once before the model is loaded.
+    run, or --config. Prompts are those of data.validation, or --prompts; of several datasets there each is told of by
+    its name. With validation.pass_by there are pass@k, the majority's answer, and intervals. KEY.SUB=VALUE changes a
+    setting. It needs no Redis and no workers, and does not touch the run; validation.timeout_s bounds it. A reward
+    server of the configuration's own is started for it, and ended with it. Each reward is asked once before the model
+    is loaded.
 
     \b
     --json prints one object:
       checkpoint, step (null: a model), prompts, engine
       num_prompts, num_answered, num_failed (the rest ran out of time), num_samples, num_tokens, duration_s
       reward, reward_error (standard error over prompts), rewards {source: mean}, response_length, finished (share)
+      pass_at {k: {share, low, high}}, majority {share, low, high}: where validation.pass_by and .answer are set
+      datasets {name: as above}: where data.validation names several
+    of several checkpoints: checkpoints [as above]
     --output has a line a prompt:
-      prompt, prompt_token_ids, fields, error
+      prompt, prompt_token_ids, fields, error; of several datasets also dataset, of several checkpoints checkpoint
       samples [{completion, token_ids, reward, rewards {source: reward}, finish_reason}]
 
     Exits with 1 when not every prompt was answered.
     """
+    overrides = [word for word in words if _OVERRIDE.match(word)]
     chosen = [*overrides, f"worker.engine={engine}"]
     chosen += [f"data.validation={json.dumps(prompts)}"] if prompts is not None else []
     chosen += [f"validation.max_prompts={max_prompts}"] if max_prompts is not None else []
-    subject = _find(checkpoint, file, chosen)
-    texts = subject.config.data.validation_set()
-    if texts is None:
-        raise ConfigError(
-            "there are no prompts to score it on; name a file with --prompts FILE, or set data.validation"
-        )
-    config = _checked(subject.config, local_reward_url)
-    result, asked, model = _evaluate(subject, config, local_reward_url, patience_s)
+    checkpoints = [each for word in words if word not in overrides for each in checkpoints_of(word)]
+    if not checkpoints:
+        raise ConfigError("name at least one checkpoint: a run, RUN@STEP, RUN@best, RUN@all, or a model")
+    subjects = [_find(checkpoint, file, chosen) for checkpoint in checkpoints]
+    done, lines = [], []
+    for subject, config in [(one, _checked(one.config, local_reward_url)) for one in subjects]:
+        result, asked, model = _evaluate(subject, config, local_reward_url, patience_s)
+        step = subject.checkpoint.state.step if subject.checkpoint else None
+        done.append(Evaluated(name=subject.name, step=step, result=result))
+        named = {"checkpoint": subject.name} if len(subjects) > 1 else {}
+        lines += [named | line for line in answers(asked, result, model, config.validation.sampling.stop)]
     if output is not None:
-        answers = _answers(asked, result, model, config.validation.sampling.stop)
-        lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in answers)
-        write_durably(output, "".join(lines).encode())
-    step, place = subject.checkpoint.state.step if subject.checkpoint else None, texts.dataset.place
-    told = {"checkpoint": subject.name, "step": step, "prompts": place, "engine": engine, **result.to_json()}
-    tell(told, _table(subject.name, place, result), as_json=as_json)
-    return 0 if result.num_answered == result.num_prompts else 1
+        write_durably(output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+    if plot is not None:
+        save_plot(plot, done)
+    _tell(done, subjects[0].config, engine, as_json=as_json)
+    return 0 if all(one.result.num_answered == one.result.num_prompts for one in done) else 1
 
 
-def _table(name: str, prompts: str, result: Result) -> Iterator[str]:
-    yield f"{name} on {prompts}"
-    error = "" if result.reward_error is None else f" ± {result.reward_error:.2g}"
-    speed = result.num_tokens / max(result.duration_s, 1e-9)
-    rows = {
-        "reward": f"{_number(result.reward)}{error}",
-        **{f"  {source}": _number(mean) for source, mean in result.rewards.items()},
-        "response length": f"{_number(result.response_length)} tokens",
-        "ended by itself": "-" if result.finished is None else f"{result.finished:.1%}",
-        "prompts answered": f"{result.num_answered} of {result.num_prompts}",
-        "samples": str(result.num_samples),
-        "took": f"{result.duration_s:.1f} s, {speed:.0f} tokens/s",
-    }
-    if result.num_failed:
-        first = next(group.header.error for group in result.groups if group is not None and group.header.failed)
-        rows["failed"] = f"{result.num_failed} prompts had no sample with a score; of the first: {first}"
-    yield from (f"{key:<18}{value}" for key, value in rows.items())
+def _tell(done: Sequence[Evaluated], config: schema.Config, engine: str, *, as_json: bool) -> None:
+    places = [one.dataset.place for one in config.data.validation_sets()]
+    asked = {"prompts": places[0] if len(places) == 1 else places, "engine": engine}
+    if len(done) == 1:
+        tell(done[0].to_json() | asked, table(done[0], ", ".join(places)), as_json=as_json)
+    else:
+        told = {"checkpoints": [one.to_json() for one in done], **asked}
+        tell(told, comparison(done, ", ".join(places)), as_json=as_json)
 
 
 def _find(text: str, file: Path | None, overrides: Sequence[str]) -> _Subject:
@@ -158,8 +162,12 @@ def _find(text: str, file: Path | None, overrides: Sequence[str]) -> _Subject:
 def _checked(config: schema.Config, local_reward_url: str | None) -> schema.Config:
     """With a reward server only where one is to be started here. Raises UserError for what would fail later, and
     imports neither torch nor transformers."""
+    if not config.data.validation_sets():
+        raise ConfigError(
+            "there are no prompts to score it on; name a file with --prompts FILE, or set data.validation"
+        )
     check_config(config)
-    urls = [url for one in config.rewards.values() if isinstance(one, schema.HttpReward) for url in one.urls]
+    urls = [url for one in config.rewards.values() if isinstance(one, schema.SERVICES) for url in one.urls]
     if local_reward_url is not None or LOCAL_REWARD_SERVER not in urls:
         config = config.model_copy(update={"reward_server": None})
     check_packages(config)
@@ -232,13 +240,12 @@ def _try_rewards(config: schema.Config, rewards: Rewards, patience_s: float, lin
 
     if not config.rewards:  # an environment gives them
         return
-    named = config.data.validation_set()
-    assert named is not None, "asked before"
+    named = config.data.validation_sets()[0]
     row = read_prompts(named.dataset, malformed=config.data.malformed, key=named.key).rows[0]
     # Some services refuse an empty completion, and a prompt is a text as well.
     item = ScoreItem(prompt=row.plain, completion=row.plain, token_ids=np.zeros(1, dtype=np.int32), fields=row.fields)
     # A function whose process dies is tried once more.
-    limits = [one.timeout_s * (1 + isinstance(one, schema.FunctionReward)) for one in config.rewards.values()]
+    limits = [one.timeout_s * (1 + (not isinstance(one, schema.HttpReward))) for one in config.rewards.values()]
     trying = try_rewards(
         rewards, item, patience_s=patience_s, limit_s=max(limits) + _GRACE_S, show=line.show, notice=line.notice
     )
@@ -268,35 +275,6 @@ def _read_prompts(config: schema.Config, tokenizer: Any) -> list[EvalPrompt]:
     from streamrl.learner.groups.prompts import tokenise
     from streamrl.workers.evaluate import EvalPrompt
 
-    named = config.data.validation_set()
-    assert named is not None, "asked before"
-    rows = tokenise(named, tokenizer, config.data)[: config.validation.max_prompts]
-    return [EvalPrompt(text=row.text, token_ids=row.token_ids, fields=row.fields) for row in rows]
-
-
-def _answers(
-    prompts: Sequence[EvalPrompt], result: Result, model: ModelFacts, stop: Sequence[str]
-) -> Iterator[dict[str, Any]]:
-    for prompt, group in zip(prompts, result.groups, strict=True):
-        samples = [
-            {
-                "completion": _without_stop(model.decode(sample.token_ids.tolist()), stop),
-                "token_ids": sample.token_ids.tolist(),
-                "reward": sample.reward,
-                "rewards": dict(sample.rewards),
-                "finish_reason": sample.finish_reason,
-            }
-            for sample in (group.samples if group is not None else ())
-        ]
-        error = "not answered in time" if group is None else group.header.error
-        asked = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids.tolist(), "fields": dict(prompt.fields)}
-        yield {**asked, "error": error, "samples": samples}
-
-
-def _without_stop(text: str, stop: Sequence[str]) -> str:
-    """As rewards were given it."""
-    return text[: min((text.index(one) for one in stop if one in text), default=len(text))]
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+    most = config.validation.max_prompts
+    rows = [row for named in config.data.validation_sets() for row in tokenise(named, tokenizer, config.data)[:most]]
+    return [EvalPrompt(text=row.text, token_ids=row.token_ids, fields=row.fields, dataset=row.dataset) for row in rows]

@@ -20,9 +20,10 @@ import click
 
 from streamrl.config.changes import check_changes
 from streamrl.config.check import check_config
+from streamrl.config.files import check_files
 from streamrl.config.load import Loaded, load_config
 from streamrl.config.placement import Placement, place
-from streamrl.config.places import EMBEDDED_REDIS, check_files
+from streamrl.config.places import EMBEDDED_REDIS
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, ResourceError
 from streamrl.gpus import gpus_here

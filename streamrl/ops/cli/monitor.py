@@ -25,6 +25,7 @@ from streamrl.ops.monitor.runs import Target, find_target, opened
 from streamrl.ops.monitor.text import WIDTH, cause_lines, status_lines, why_lines
 from streamrl.ops.monitor.view import EXIT_CODES, EXIT_UNREACHABLE, SCHEMA, View
 from streamrl.process import LOOPBACK, address_of, bind
+from streamrl.protocol.transport.address import masked
 
 _EXITS = """\b
 Exits with
@@ -250,14 +251,21 @@ def prometheus(target: Target, host: str, port: int) -> None:
     """Serve GET /metrics of one run, until Ctrl-C.
 
     It holds numbers and names of parts only, no text of rollouts; it listens on loopback unless --host says otherwise.
+    While Redis is not there, streamrl_up is 0 and nothing else is told.
     `streamrl dashboard` serves the same at its own /metrics.
     """
     need("the exporter", "prometheus_client", extra="monitor")
     from streamrl.ops.monitor.exporter import serve_metrics
 
-    with opened(target) as there, bind(host, port, what="exporter") as bound:
+    with bind(host, port, what="exporter") as bound:
         url = f"http://{address_of(bound, host=host)}/metrics"
-        serve_metrics(there, bound, ready=lambda: click.echo(f"metrics of {target.run}: {url}"))
+
+        def ready(error: str) -> None:
+            click.echo(f"metrics of {target.run}: {url}")
+            if error:
+                click.echo(f"waits for Redis at {masked(target.server())}: streamrl_up is 0 until it answers", err=True)
+
+        serve_metrics(target, bound, ready=ready)
 
 
 @export.command()

@@ -83,8 +83,8 @@ def serve(**options: Any) -> None:
     configuration's rewards.NAME.replicas.
     """
     need("the reward server", "torch", "transformers", "starlette", "uvicorn", extra="rewards")
+    from streamrl.workers.reward_server.server import build_app, run
     from streamrl.workers.rewards.http_request import read_token
-    from streamrl.workers.rewards.server import build_app, run
 
     token = None if options["token_file"] is None else read_token(options["token_file"], key="--token-file")
     bound = bind(options["host"], options["port"], what="reward server")  # before the model: a taken port shows at once
@@ -142,9 +142,9 @@ def train(threads: int | None, pairs: Path | None, ratings: Path | None, **optio
     if (pairs is None) == (ratings is None):
         raise ConfigError("exactly one of --pairs and --ratings is needed")
     need("training a reward model", "torch", "transformers", extra="rewards")
-    from streamrl.workers.rewards.model import prepare_process
-    from streamrl.workers.rewards.train import TrainSettings, read_pairs, read_ratings
-    from streamrl.workers.rewards.train import train as train_model
+    from streamrl.workers.reward_server.model import prepare_process
+    from streamrl.workers.reward_server.train import TrainSettings, read_pairs, read_ratings
+    from streamrl.workers.reward_server.train import train as train_model
 
     _make_folder(options["output"])
     prepare_process(threads)

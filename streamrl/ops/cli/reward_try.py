@@ -1,20 +1,23 @@
-"""`streamrl reward try`: a reward function on some rows, in the process that workers run it in, and what it says."""
+"""`streamrl reward try`: a reward function on some rows, in the process that workers run it in, and what it says; or a
+source of a configuration, whatever asks it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
+from pydantic import ValidationError
 
 from streamrl.config import schema
 from streamrl.config.load import load_config
+from streamrl.config.places import SANDBOX, granted
 from streamrl.config.source import parse
 from streamrl.data.prompts import PromptRow, read_prompts
 from streamrl.errors import ConfigError, DataError, RewardError
@@ -23,8 +26,10 @@ from streamrl.ops.cli.arguments import MovingLine, takes_json, tell
 from streamrl.terminal import plural
 
 if TYPE_CHECKING:
-    from streamrl.workers.rewards.functions import FunctionReward
+    from streamrl.workers.rewards.base import GroupReward, Reward, ScoreItem
+    from streamrl.workers.rewards.code import CodeReward
 
+_CONFIGURATIONS = (".yaml", ".yml")
 _MAX_SHOWN = 300  # characters of a text
 _FILE = click.Path(path_type=Path)
 _DEFAULTS = schema.FunctionReward.model_fields
@@ -39,14 +44,17 @@ class _Tried:
     score: float | None  # None: it does not apply, or there is an error
     error: str | None
     seconds: float
+    tests: tuple[dict[str, Any], ...] = ()  # of a source of type `code`: what became of each
 
 
 @click.command("try")
-@click.argument("target", metavar="FILE:FUNCTION")
+@click.argument("target", metavar="FILE:FUNCTION|SOURCE|sandbox")
 @click.option("--data", required=True, type=_FILE, help="Prompts as JSON Lines, or a run's .yaml: its data.train.")
 @click.option("--completion", metavar="TEXT", help="Score this for each row.")
 @click.option(
-    "--completions", type=_FILE, help='Score these, JSON Lines: for each row in turn a text, or {"completion": text}.'
+    "--completions",
+    type=_FILE,
+    help='Score these, JSON Lines: for each row in turn a text, {"completion": text}, or a list: a group of samples.',
 )
 @click.option("--field", metavar="NAME", help="Score what this field of each row holds: the right answer, say.")
 @click.option("--num", "num_rows", type=click.IntRange(min=1), default=5, help="Rows to try, from the first on.")
@@ -76,12 +84,18 @@ def try_reward(
 
     FILE:FUNCTION is a function of yours in streamrl's form or in TRL's; package.module:function and the name of a
     built-in will do, too. It runs in a process of its own with a worker's limits; what it prints goes to stderr.
+    SOURCE is one of the rewards in --data RUN.YAML by its name, with its settings there: also a judge or a service.
+
+    `sandbox` is a source of type `code`: it runs each completion's program against the row's tests, and shows what
+    became of each of them. Its options are those of `tests`: field, partial, time_s, memory_mb.
 
     \b
         streamrl reward try my_rewards.py:near --data prompts.jsonl --field answer
         streamrl reward try my_rewards.py:near --data prompts.jsonl --completion 7 --option scale=5
         streamrl reward try my_rewards.py:near --data prompts.jsonl --completions said.jsonl
         streamrl reward try numeric_match --data run.yaml --field answer --num 100
+        streamrl reward try sandbox --data problems.jsonl --field solution --option time_s=2
+        streamrl reward try helpful --data run.yaml --completions said.jsonl
 
     Without --model a chat's prompt is what its messages say, a line each, and each byte of a completion is a token.
 
@@ -89,35 +103,64 @@ def try_reward(
     --json prints one object:
       target, num_failed
       rows [{line, prompt, completion, score, error, seconds}]; without score and error: the function does not apply
+        of programs also tests [{passed, why, seconds}]
 
     Exits with 1 when a row has an error in place of a score.
     """
     limits = {name: chosen.pop(name) for name in ("timeout_s", "memory_mb", "network", "environment")}
     rows = read_prompts(_dataset(data), malformed="error", key="--data").rows[:num_rows]
     pairs = list(zip(rows, _completions(rows, data, **chosen), strict=False))
-    source = schema.FunctionReward(type="function", target=target, options=dict(map(as_option, options)), **limits)
-    tried = asyncio.run(_try(source, pairs, _as_text if model is None else _encoder(model)))
+    tried = asyncio.run(_try(_reward(target, data, options, limits), pairs, _encoder(model) if model else _as_text))
     num_failed = sum(one.error is not None for one in tried)
-    told = {"target": target, "num_failed": num_failed, "rows": [asdict(one) for one in tried]}
+    told = {"target": target, "num_failed": num_failed, "rows": list(map(_told, tried))}
     tell(told, _lines(tried), as_json=as_json)
     return 1 if num_failed else 0
 
 
 def _dataset(data: Path) -> schema.Dataset:
     """Of a configuration the first that it trains on."""
-    if data.suffix not in (".yaml", ".yml"):
+    if data.suffix not in _CONFIGURATIONS:
         return schema.Dataset(path=str(data))
     return load_config(data).config.data.train_sets()[0].dataset
 
 
+def _reward(target: str, data: Path, options: Sequence[str], limits: Mapping[str, Any]) -> Reward | GroupReward:
+    """Not begun yet."""
+    from streamrl.workers.rewards.base import build_reward
+    from streamrl.workers.rewards.functions import FunctionReward, check_target
+
+    config = load_config(data).config if data.suffix in _CONFIGURATIONS else None
+    if config is not None and target in config.rewards:
+        if options or any(limits[name] != _DEFAULTS[name].get_default() for name in limits):
+            raise ConfigError(f"{target} has its settings from {data}: change them there")
+        return build_reward(target, config.rewards[target], granted(config), None)
+    chosen = dict(map(as_option, options))
+    if target == SANDBOX:
+        return _sandbox(chosen)
+    source = schema.FunctionReward(type="function", target=target, options=chosen, **limits)
+    check_target(target, key="FILE:FUNCTION")
+    return FunctionReward(source, key=target)
+
+
+def _sandbox(options: dict[str, Any]) -> CodeReward:
+    from streamrl.workers.rewards.code import CodeReward
+
+    try:
+        source = schema.CodeReward(type="code", tests=schema.Tests(**options))
+    except ValidationError as error:
+        mistakes = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ConfigError(f"--option: {mistakes}; it takes {', '.join(schema.Tests.model_fields)}") from None
+    return CodeReward(source, key=SANDBOX)
+
+
 def _completions(
     rows: Sequence[PromptRow], data: Path, *, completion: str | None, completions: Path | None, field: str | None
-) -> list[str]:
-    """One for each row, or fewer where the file holds fewer."""
+) -> list[list[str]]:
+    """For each row one or several, or for fewer rows where the file holds fewer."""
     if sum(given is not None for given in (completion, completions, field)) != 1:
         raise ConfigError("exactly one of --completion, --completions and --field is needed: what shall be scored?")
     if completion is not None:
-        return [completion] * len(rows)
+        return [[completion]] * len(rows)
     if completions is not None:
         return list(_read_completions(completions))
     assert field is not None, "one of the three is given"
@@ -125,10 +168,10 @@ def _completions(
         if field not in row.fields:
             has = ", ".join(sorted(row.fields)) or "none"
             raise DataError(f"--field: {data}:{row.line} has no field {field!r}; it has: {has}")
-    return [str(row.fields[field]) for row in rows]
+    return [[str(row.fields[field])] for row in rows]
 
 
-def _read_completions(path: Path) -> Iterator[str]:
+def _read_completions(path: Path) -> Iterator[list[str]]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -139,9 +182,10 @@ def _read_completions(path: Path) -> Iterator[str]:
         except ValueError:
             read = None
         text = read.get("completion") if isinstance(read, dict) else read
-        if not isinstance(text, str):
-            raise DataError(f'--completions: {path}:{number} must be a JSON text, or {{"completion": text}}')
-        yield text
+        texts: list[Any] = text if isinstance(text, list) else [text]
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise DataError(f'--completions: {path}:{number} must be a JSON text, or {{"completion": text}}, or a list')
+        yield texts
 
 
 def as_option(text: str) -> tuple[str, Any]:
@@ -177,39 +221,81 @@ def _encoder(model: str) -> _Encode:
     return encode
 
 
-async def _try(source: schema.FunctionReward, pairs: Sequence[tuple[PromptRow, str]], encode: _Encode) -> list[_Tried]:
-    from streamrl.workers.rewards.functions import FunctionReward, check_target
+async def _try(
+    reward: Reward | GroupReward, pairs: Sequence[tuple[PromptRow, list[str]]], encode: _Encode
+) -> list[_Tried]:
+    from streamrl.workers.rewards.base import GroupReward, ScoreItem
 
-    check_target(source.target, key="FILE:FUNCTION")
-    encoded = [encode(row, completion) for row, completion in pairs]
+    groups = [
+        [
+            (
+                row,
+                ScoreItem(prompt=prompt, completion=one, token_ids=np.asarray(ids, dtype=np.int32), fields=row.fields),
+            )
+            for one in completions
+            for prompt, ids in [encode(row, one)]
+        ]
+        for row, completions in pairs
+    ]
+    if not isinstance(reward, GroupReward):
+        groups = [[one] for group in groups for one in group]
     line = MovingLine()
-    reward = FunctionReward(source, key=source.target)
     try:
         await reward.start()
         tried: list[_Tried] = []
-        for (row, completion), (prompt, token_ids) in zip(pairs, encoded, strict=True):
-            line.show(f"{len(tried)} of {len(pairs)} rows")
-            tried.append(await _score(reward, row, prompt, completion, token_ids))
+        for number, group in enumerate(groups):
+            line.show(f"{number} of {len(groups)}")
+            tried += await _score(reward, group)
         return tried
     finally:
         line.end()
         await reward.close()
 
 
-async def _score(
-    reward: FunctionReward, row: PromptRow, prompt: str, completion: str, token_ids: Sequence[int]
-) -> _Tried:
-    from streamrl.workers.rewards.base import ScoreItem
+async def _score(reward: Reward | GroupReward, group: Sequence[tuple[PromptRow, ScoreItem]]) -> list[_Tried]:
+    from streamrl.workers.rewards.base import GroupReward
+    from streamrl.workers.rewards.code import CodeReward
 
-    ids = np.asarray(token_ids, dtype=np.int32)
-    item = ScoreItem(prompt=prompt, completion=completion, token_ids=ids, fields=row.fields)
-    score, error, began = None, None, time.monotonic()
+    items = [item for _, item in group]
+    scores: Sequence[float | RewardError | None]
+    tests: list[tuple[dict[str, Any], ...]] = [()] * len(items)
+    began = time.monotonic()
     try:
-        score = await reward.score(item)
+        if isinstance(reward, CodeReward):  # all tests are run, also behind one that fails
+            judged = [await reward.judge(item) for item in items]
+            scores = [reward.score_of(outcomes) for outcomes in judged]
+            tests = [tuple(map(asdict, outcomes)) for outcomes in judged]
+        elif isinstance(reward, GroupReward):
+            scores = await reward.score_group(items)
+        else:
+            scores = await _alone(reward, items)
     except RewardError as failed:
-        error = str(failed)
+        scores = [failed] * len(items)
     seconds = time.monotonic() - began
-    return _Tried(line=row.line, prompt=prompt, completion=completion, score=score, error=error, seconds=seconds)
+    return [
+        _Tried(
+            line=row.line,
+            prompt=item.prompt,
+            completion=item.completion,
+            score=None if isinstance(score, RewardError) else score,
+            error=str(score) if isinstance(score, RewardError) else None,
+            seconds=seconds,
+            tests=became,
+        )
+        for (row, item), score, became in zip(group, scores, tests, strict=True)
+    ]
+
+
+async def _alone(reward: Reward, items: Sequence[ScoreItem]) -> list[float | None]:
+    from streamrl.workers.rewards.base import worth_of
+
+    scores = [await reward.score(item) for item in items]
+    return [None if score is None else worth_of(score) for score in scores]
+
+
+def _told(one: _Tried) -> dict[str, Any]:
+    told = asdict(one)
+    return told if one.tests else {name: value for name, value in told.items() if name != "tests"}
 
 
 def _lines(tried: Sequence[_Tried]) -> Iterator[str]:
@@ -218,6 +304,9 @@ def _lines(tried: Sequence[_Tried]) -> Iterator[str]:
         yield f"prompt      {one.prompt[:_MAX_SHOWN]}"
         yield f"completion  {one.completion[:_MAX_SHOWN]}"
         yield f"error       {one.error}" if one.error else f"score       {said}"
+        for number, test in enumerate(one.tests, start=1):
+            became = "passed" if test["passed"] else test["why"]
+            yield f"{f'test {number}':<12}{became}"
         yield f"took        {1000 * one.seconds:.1f} ms"
         yield ""
     scores = [one.score for one in tried if one.score is not None]

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from streamrl.errors import DataError
+
 if TYPE_CHECKING:
     from streamrl.learner.checkpoints.checkpoint import Checkpoint
 
@@ -30,6 +32,20 @@ def find_subject(text: str, *, exported: bool = False) -> Subject:
     found = find_checkpoint(text)
     config_file = found.folder.parent.parent / "config.yaml"
     return Subject(name=f"{text} (step {found.state.step})", checkpoint=found, config_file=config_file)
+
+
+def checkpoints_of(text: str) -> list[str]:
+    """`RUN@all`: each checkpoint that the run keeps, the oldest first; else what was said."""
+    place, _, which = text.rpartition("@")
+    if which != "all" or Path(text).is_dir():
+        return [text]
+    from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
+    from streamrl.learner.checkpoints.terms import ancestry
+
+    names = CheckpointRoot(Path(place)).names(ancestry(Path(place))) if Path(place).is_dir() else []
+    if not names:
+        raise DataError(f"{text}: the run keeps no checkpoint")
+    return [f"{place}@{name.step}" for name in reversed(names)]
 
 
 def _is_model(text: str) -> bool:

@@ -57,6 +57,7 @@ def build_view(
         streams=tuple(_stream(purpose, counts) for purpose, counts in snapshot.streams.items()),
         weights=_weights(snapshot, steps, workers),
         drops=_drops({**learner.metrics, **learner.live}),
+        prompts=_prompts({**learner.metrics, **learner.live}),
         dead=view.Dead(
             count=snapshot.num_dead,
             retry_requests=snapshot.num_retry_requests,
@@ -243,6 +244,9 @@ def _rewards(
             scored=sum(_integer(d, f"rewards/{name}/scored") or 0 for d in alive),
             errors=sum(_integer(d, f"rewards/{name}/failed") or 0 for d in alive),
             state=states[0] if states else None,
+            tokens=sum(tokens)
+            if (tokens := [n for d in alive if (n := _integer(d, f"rewards/{name}/tokens"))])
+            else None,
         )
 
 
@@ -279,16 +283,21 @@ def _weights(snapshot: Snapshot, steps: Sequence[Record], workers: Sequence[view
 
 
 def _drops(metrics: Mapping[str, float]) -> view.Drops:
-    def family(prefix: str) -> dict[str, float]:
-        return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
-
     return view.Drops(
         trained=int(metrics.get("stream/groups_trained", 0)),
         dropped=int(metrics.get("stream/groups_dropped", 0)),
-        by_reason={name: int(count) for name, count in family("stream/dropped/").items()},
-        rate_by_length=family("stream/drop_rate_by_length/"),
-        ignored={name: int(count) for name, count in family("stream/ignored/").items()},
+        by_reason={name: int(count) for name, count in _family(metrics, "stream/dropped/").items()},
+        rate_by_length=_family(metrics, "stream/drop_rate_by_length/"),
+        ignored={name: int(count) for name, count in _family(metrics, "stream/ignored/").items()},
     )
+
+
+def _prompts(metrics: Mapping[str, float]) -> dict[str, int]:
+    return {kind: int(count) for kind, count in _family(metrics, "curriculum/prompts/").items()}
+
+
+def _family(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
 
 
 def _number(detail: Mapping[str, Any], name: str) -> float | None:

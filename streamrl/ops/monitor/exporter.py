@@ -9,7 +9,8 @@ prometheus_client is loaded here and in `scrape`.
 
 GET /metrics over plain HTTP: a scrape every few seconds needs no more than the server of the standard library.
 
-Blocks until it is interrupted. A scrape never waits for Redis: a thread looks at it once a second.
+Blocks until it is interrupted. A scrape never waits for Redis: a thread looks at it once a second, also where it is not
+there yet, as when all parts of a run are started at once.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from prometheus_client import CollectorRegistry, MetricsHandler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from streamrl.ops.monitor.poller import Poller, Seen, watch
-from streamrl.ops.monitor.remains import Remains
-from streamrl.ops.monitor.runs import Opened
+from streamrl.ops.monitor.poller import Awaited, Poller, Seen
+from streamrl.ops.monitor.runs import Target
 from streamrl.ops.monitor.view import EXIT_CODES, View
 
 
@@ -127,10 +127,12 @@ def make_server(
     return server
 
 
-def serve_metrics(there: Opened | Remains, bound: socket.socket, *, ready: Callable[[], None]) -> None:
-    poller = Poller(watch(there), period_s=_LOOK_EVERY_S)
-    poller.look()
-    figures = make_registry(there.name, lambda: poller.seen)
-    with poller.looking(), make_server(figures, bound) as server:
-        ready()
-        server.serve_forever()
+def serve_metrics(target: Target, bound: socket.socket, *, ready: Callable[[str], None]) -> None:
+    """`ready` is told what keeps Redis from being seen; empty: nothing."""
+    with Awaited(target) as watcher:
+        poller = Poller(watcher, period_s=_LOOK_EVERY_S)
+        poller.look()
+        figures = make_registry(target.run, lambda: poller.seen)
+        with poller.looking(), make_server(figures, bound) as server:
+            ready(poller.seen.error)
+            server.serve_forever()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 
 from streamrl.ops.monitor.evidence import alive, is_running, lead, lead_waiting, waiting_for
-from streamrl.ops.monitor.view import Cause, View, attention, blocking, info
+from streamrl.ops.monitor.view import Cause, View, Worker, attention, blocking, info
 from streamrl.telemetry.progress import Wait
 from streamrl.terminal import age, plural, size
 
@@ -26,9 +26,12 @@ _FRESH_MISMATCH: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.15}
 _TIMES_ROUNDING = 3.0  # or so many times what a worker has measured its engine's rounding to be
 _ENOUGH_FRESH = 3  # steps
 _ENOUGH_GROUPS = 64  # to speak of a share
+_OF_ENVIRONMENT = "rewards/environment/"
+_ENOUGH_FAILED, _MANY_FAILED = 8, 0.2  # rollouts, and their share: a few are any environment's
+_MANY_WAIT, _SLOW_EPISODE_S = 0.5, 5.0  # of the rollouts under way; the oldest, for how long
 _REMEDIES: Mapping[str, str] = {  # by why groups are dropped
-    "zero_variance": "all samples of a group get the same reward: make prompts or reward less easy or less hard, "
-    "raise sampling.num_samples or temperature, or set algorithm.drop_zero_variance=false",
+    "zero_variance": "all samples of a group get the same reward: set data.curriculum=true, make prompts or reward "
+    "less easy or less hard, raise sampling.num_samples or temperature, or set algorithm.drop_zero_variance=false",
     "stale": "groups are too old when they come: raise lag.max_steps or hard_limit_steps, add workers, "
     "or lower sampling.max_tokens",
     "wrong_model": "a worker serves another model or tokenizer: compare its --model with the run's",
@@ -50,9 +53,63 @@ def reward_outage(view: View) -> Iterator[Cause]:
             level="blocking" if waiting and len(waiting) == len(workers) else "attention",
             title="a reward source does not answer",
             evidence="; ".join(told),
-            remedy="start or mend the reward server (GET its /health from a worker's machine); workers go on by "
-            "themselves",
+            remedy="start or mend the service that is named (a reward server tells by GET /health; of a judge look at "
+            "key, model and token_budget); workers go on by themselves",
         )
+
+
+def environment_fails(view: View) -> Iterator[Cause]:
+    """What it raises, what its processes die of, and answers that do not come in time."""
+    told = _environment(view)
+    played, failed = (sum(round(facts.get(name, 0.0)) for _, facts in told) for name in ("scored", "failed"))
+    if failed < _ENOUGH_FAILED or failed < _MANY_FAILED * (played + failed):
+        return
+    errors = [str(worker.detail.get(f"{_OF_ENVIRONMENT}error", "")) for worker, _ in told]
+    last = next((f"; the last one: {error}" for error in errors if error), "")
+    yield Cause(
+        level="attention" if played else "blocking",
+        title="the environment fails rollouts",
+        evidence=f"{failed} of {played + failed}{last}",
+        remedy="mend what it says; one that hangs is given up after environment.timeout_s, one that dies takes the "
+        "rollouts of its process along; `streamrl doctor CONFIG` plays it on your rows",
+    )
+
+
+def environment_is_slow(view: View) -> Iterator[Cause]:
+    """The learner waits for groups, and most rollouts for their environment."""
+    part = lead_waiting(view, Wait.GROUPS)
+    told = [(worker, facts) for worker, facts in _environment(view) if facts.get("under_way")]
+    if part is None or not told:
+        return
+    under_way = round(sum(facts["under_way"] for _, facts in told))
+    in_model = min(under_way, sum(worker.in_flight or 0 for worker, _ in told))
+    theirs, ours = (median(facts.get(name, 0.0) for _, facts in told) for name in ("latency_s", "model_s"))
+    oldest = max(facts.get("oldest_s", 0.0) for _, facts in told)
+    if under_way - in_model < _MANY_WAIT * under_way or oldest < _SLOW_EPISODE_S:
+        return
+    slow = part.doing_s > max(_SLOW_S, 10 * view.learner.metrics.get("timers/step", 0.0))
+    yield Cause(
+        level="attention" if slow else "info",
+        title="rollouts wait for their environment",
+        evidence=f"{under_way - in_model} of {plural(under_way, 'rollout')} under way, the oldest for {age(oldest)}; "
+        f"one that has ended spent {theirs:.1f} s there, and {ours:.1f} s in the model",
+        remedy="raise worker.max_groups_in_flight, so that others keep the engine busy meanwhile, or "
+        "environment.processes where it computes; a service gets more replicas, and environment.timeout_s bounds what "
+        "hangs",
+    )
+
+
+def _environment(view: View) -> list[tuple[Worker, dict[str, float]]]:
+    """What workers tell of theirs, in numbers."""
+    told = []
+    for worker in alive(view):
+        found = {
+            name.removeprefix(_OF_ENVIRONMENT): float(fact)
+            for name, fact in worker.detail.items()
+            if name.startswith(_OF_ENVIRONMENT) and not isinstance(fact, str)
+        }
+        told += [(worker, found)] if found else []
+    return told
 
 
 def byte_budget_reached(view: View) -> Iterator[Cause]:
@@ -105,6 +162,21 @@ def most_groups_dropped(view: View) -> Iterator[Cause]:
 
 def _remedy_of_drops(reason: str) -> str:
     return _REMEDIES.get(reason, "the learner's log and `streamrl groups tail` show such groups")
+
+
+def few_prompts_fit(view: View) -> Iterator[Cause]:
+    """The curriculum has nothing to choose from."""
+    found = view.prompts
+    asked = sum(count for kind, count in found.items() if kind != "new")
+    rest = found.get("solved", 0) + found.get("hopeless", 0)
+    if asked >= _ENOUGH_GROUPS and rest >= _MOST * asked and found.get("new", 0) < asked:
+        yield attention(
+            title="few prompts are left to learn from",
+            evidence=f"of {asked} that were asked, {found.get('solved', 0)} are solved and {found.get('hopeless', 0)} "
+            f"hopeless; {found.get('fitting', 0)} fit, and {found.get('new', 0)} are new",
+            remedy="they are asked again and again, and others only looked at: add prompts between the two, raise "
+            "sampling.num_samples or temperature, or end the run",
+        )
 
 
 def poison_ticket(view: View) -> Iterator[Cause]:

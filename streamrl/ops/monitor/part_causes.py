@@ -170,7 +170,10 @@ def _refusals(workers: list[Worker]) -> str:
 def workers_stuck(view: View) -> Iterator[Cause]:
     workers = alive(view)
     limit = max(_STUCK_S, _STUCK_STEPS * view.learner.metrics.get("timers/generate", 0.0))
-    stuck = [w.part for w in workers if w.part.state == "working" and w.leases and w.part.progress_s > limit]
+    # Rollouts of several turns may take longer than any limit here: `environment_is_slow` tells what holds them up.
+    plays = [worker.part for worker in workers if worker.detail.get("rewards/environment/under_way")]
+    busy = [worker.part for worker in workers if worker.part.state == "working" and worker.leases]
+    stuck = [part for part in busy if part.progress_s > limit and part not in plays]
     if stuck:
         names = ", ".join(part.name for part in stuck[:3])
         yield Cause(

@@ -11,9 +11,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import redis
 
@@ -21,7 +21,7 @@ from streamrl.errors import TransportError
 from streamrl.ops.monitor.build import build_view
 from streamrl.ops.monitor.history import History
 from streamrl.ops.monitor.remains import FolderWatcher, Remains, view_of
-from streamrl.ops.monitor.runs import Opened
+from streamrl.ops.monitor.runs import Opened, Target, opened
 from streamrl.ops.monitor.view import View
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.snapshot import snapshot
@@ -51,6 +51,27 @@ def watch(there: Opened | Remains) -> Watching:
     if isinstance(there, Remains):
         return FolderWatcher(there)
     return Watcher(there.client, there.keys, server=there.server)
+
+
+class Awaited:
+    """A run whose Redis may come later: each look tries to reach it, until one has. It closes what it opened."""
+
+    def __init__(self, target: Target) -> None:
+        self.history = History()
+        self._target, self._parts = target, ExitStack()
+        self._there: Watching | None = None
+
+    def look(self) -> View:
+        if self._there is None:
+            self._there = watch(self._parts.enter_context(opened(self._target, may_come=True)))
+            self.history = self._there.history
+        return self._there.look()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._parts.close()
 
 
 def look_once(there: Opened | Remains) -> View:

@@ -85,11 +85,13 @@ def find_target(folder: Path | None, url: str | None, run: str | None) -> Target
 
 
 @contextmanager
-def opened(target: Target) -> Iterator[Opened | Remains]:
-    """The run in its Redis; what its folder tells of it where that is not there any more."""
+def opened(target: Target, *, may_come: bool = False) -> Iterator[Opened | Remains]:
+    """The run in its Redis; what its folder tells of it where that is not there any more. `may_come`: a Redis that is
+    away is a TransportError, for who asks again."""
     with ExitStack() as stack:
         try:
-            there: Opened | Remains = _look_in(stack.enter_context(open_server(target.server())), target)
+            client = stack.enter_context(open_server(target.server(), may_come=may_come))
+            there: Opened | Remains = _look_in(client, target)
         except (ResourceError, TransportError) as error:
             there = left_of(target, error)
         yield there
@@ -111,14 +113,15 @@ def left_of(target: Target, error: ResourceError | TransportError) -> Remains:
     if remains is None:
         raise error
     if remains.state == "running" or (remains.state == "absent" and target.url is not None):
-        raise ResourceError(f"{error}; the run in {remains.folder} {remains.words}") from None
+        raise type(error)(f"{error}; the run in {remains.folder} {remains.words}") from None
     return remains
 
 
 @contextmanager
-def open_server(url: str) -> Iterator[redis.Redis]:
+def open_server(url: str, *, may_come: bool = False) -> Iterator[redis.Redis]:
     """What the server refuses, or leaves unanswered, of what its user asks inside is a TransportError."""
-    with connect(url, _Timeouts()) as client:
+    times = _Timeouts()
+    with connect(url, times, patience_s=times.connect_timeout_s if may_come else None) as client:
         try:
             yield client
         except redis.RedisError as error:

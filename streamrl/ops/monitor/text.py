@@ -36,6 +36,7 @@ def _of_folder(view: View, *, width: int) -> list[tuple[str, str]]:
         ("held out", held_out_line(view)),
         ("rewards", "  ".join(f"{s.name} mean {number(s.mean)}" for s in view.rewards if s.mean is not None)),
         ("drops", drops_line(view)),
+        ("prompts", prompts_line(view)),
         ("dead", dead_line(view)),
         ("summary", summary_words(view.summary)),
         ("folder", f"{view.run.folder}, which tells all this: its Redis is not there any more"),
@@ -53,6 +54,7 @@ def _of_redis(view: View, *, width: int) -> list[tuple[str, str]]:
         *_labelled("streams", stream_lines(view)),
         ("weights", weights_line(view)),
         ("drops", drops_line(view)),
+        ("prompts", prompts_line(view)),
         ("dead", dead_line(view)),
         ("redis", redis_line(view)),
         ("others", others_line(view)),
@@ -205,6 +207,8 @@ def reward_lines(view: View) -> Iterator[str]:
         if source.latency_s is not None:
             words.append(f"{1000 * source.latency_s:.0f} ms")
         words.append(plural(source.errors, "error"))
+        if source.tokens is not None:
+            words.append(plural(source.tokens, "token"))
         if source.state is not None:
             words.append(source.state)
         yield "  ".join(words)
@@ -244,6 +248,12 @@ def drops_line(view: View) -> str:
     if lengths:
         line += "; by length " + " ".join(f"<={length} {rate:.0%}" for length, rate in lengths)
     return line
+
+
+def prompts_line(view: View) -> str:
+    """Of a run with a curriculum."""
+    found = view.prompts
+    return ", ".join(f"{found[kind]} {kind}" for kind in ("new", "fitting", "solved", "hopeless") if kind in found)
 
 
 def summary_words(summary: Mapping[str, Any] | None) -> str:

@@ -7,7 +7,7 @@ Every duration is in seconds, every `*_at` is unix time; what is not known is nu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -115,6 +115,7 @@ class RewardSource:
     scored: int  # since the workers that report began
     errors: int
     state: str | None  # as the worker has it that fares worst: well, or what is out
+    tokens: int | None = None  # that judges have read and written for all workers; None of other sources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +203,7 @@ class View:
     drops: Drops
     dead: Dead
     redis: Redis
+    prompts: Mapping[str, int] = field(default_factory=dict)  # of a curriculum: new, fitting, solved, hopeless ones
     summary: Mapping[str, Any] | None = None  # what the last launch came to, where the folder alone tells
     unreadable: tuple[str, ...] = ()  # what lies in Redis under the run's name and is not what it should be
     verdict: Verdict = "healthy"

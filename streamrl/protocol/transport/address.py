@@ -29,6 +29,13 @@ from redis.connection import parse_url
 from redis.sentinel import SentinelConnectionPool
 
 from streamrl.errors import ConfigError
+from streamrl.protocol.transport.sentinels import (
+    AsyncMasterConnection,
+    AsyncMasterSslConnection,
+    MasterConnection,
+    MasterSslConnection,
+    of_sentinels,
+)
 
 AnyClient = redis.Redis | redis.asyncio.Redis
 
@@ -60,7 +67,14 @@ def open_client(url: str, *, environment: Mapping[str, str] = os.environ, **opti
     options |= _secret(url, environment)
     if not _by_sentinel(url):
         return redis.Redis.from_url(_checked(url), **options)
-    client: redis.Redis = _watched(url, environment, options, by=redis.sentinel.Sentinel, client_class=_SentinelClient)
+    client: redis.Redis = _watched(
+        url,
+        environment,
+        options,
+        by=redis.sentinel.Sentinel,
+        redis_class=_SentinelClient,
+        connection_class=MasterSslConnection if _with_tls(url) else MasterConnection,
+    )
     return client
 
 
@@ -68,8 +82,14 @@ def open_async_client(url: str, *, environment: Mapping[str, str] = os.environ, 
     options |= _secret(url, environment)
     if not _by_sentinel(url):
         return redis.asyncio.Redis.from_url(_checked(url), **options)
-    sentinel = redis.asyncio.sentinel.Sentinel
-    client: redis.asyncio.Redis = _watched(url, environment, options, by=sentinel, client_class=_AsyncSentinelClient)
+    client: redis.asyncio.Redis = _watched(
+        url,
+        environment,
+        options,
+        by=redis.asyncio.sentinel.Sentinel,
+        redis_class=_AsyncSentinelClient,
+        connection_class=AsyncMasterSslConnection if _with_tls(url) else AsyncMasterConnection,
+    )
     return client
 
 
@@ -103,6 +123,10 @@ def _by_sentinel(url: str) -> bool:
     return url.partition("://")[0].endswith("+sentinel")
 
 
+def _with_tls(url: str) -> bool:
+    return url.startswith("rediss")
+
+
 def _secret(url: str, environment: Mapping[str, str]) -> dict[str, str]:
     """A private socket without a user is the embedded server's, which asks for no password."""
     if url.startswith("unix:") and "@" not in url:
@@ -125,7 +149,7 @@ def _from_environment(name: str, environment: Mapping[str, str]) -> str | None:
 
 
 def _watched(
-    url: str, environment: Mapping[str, str], options: Mapping[str, Any], *, by: Any, client_class: type[AnyClient]
+    url: str, environment: Mapping[str, str], options: Mapping[str, Any], *, by: Any, **classes: type[Any]
 ) -> Any:
     """A client of the server that sentinels know by the name of a service."""
     parts = urlsplit(url)
@@ -143,9 +167,9 @@ def _watched(
     tls |= {name: value for name, value in found.items() if name.startswith("ssl_")}
     password = _from_environment(SENTINEL_PASSWORD, environment)
     shared = {name: value for name, value in options.items() if name not in ("password", "username")}
-    of_sentinels = {**shared, **tls, **({"password": password} if password else {})}
-    sentinels = by([_host(text, url) for text in hosts.split(",")], sentinel_kwargs=of_sentinels)
-    return sentinels.master_for(service[1], redis_class=client_class, **{**options, **found, **tls})
+    asking = of_sentinels({**shared, **tls, **({"password": password} if password else {})})
+    sentinels = by([_host(text, url) for text in hosts.split(",")], sentinel_kwargs=asking)
+    return sentinels.master_for(service[1], **{**options, **found, **tls, **classes})
 
 
 def _host(text: str, url: str) -> tuple[str, int]:

@@ -152,7 +152,7 @@ def server_faults(
     if policy != "noeviction" and limit:
         faults["policy"] = (
             f"Redis at {server} has maxmemory-policy {policy}: it would throw rollouts away; "
-            "set it to noeviction (redis-cli CONFIG SET maxmemory-policy noeviction)"
+            "set it to noeviction (redis-cli CONFIG SET maxmemory-policy noeviction, or a managed service's parameters)"
         )
     needed = needed_memory(max_backlog_bytes, max_store_bytes)
     if limit and needed > limit:

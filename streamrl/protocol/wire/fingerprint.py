@@ -9,6 +9,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 
+# What tokenizers of one vocabulary may still cut differently: spaces, digits, capitals, other scripts, code, marks.
+PROBE_TEXTS = (
+    "The quick brown fox jumps over the lazy dog.",
+    "  two  spaces,\ttab\nand\n\nlines ",
+    "1234567890 3.14159 1,000,000 -17e-3",
+    "def f(x):\n    return {x: [y**2 for y in x]}  # ok\n",
+    "naïve café, Größe, ελληνικά, русский, 日本語, العربية, 🙂🚀",
+    "don't I'LL we've CamelCaseWords snake_case_words https://a.b/c?d=e",
+    "52918<12589>",
+)
+
 
 def stop_ids(*, tokenizer_eos: int | None, generation_eos: int | Iterable[int] | None) -> tuple[int, ...]:
     """The tokens that end a response, sorted: the tokenizer's end token and those of the generation configuration.

@@ -19,6 +19,8 @@ large arrays. What is large lies in front, raw and in this order, and is used wh
                        and name a number: NaN where it has none of that source; then what each turn of each sample
                        earned, or nothing of all
     finish_reasons     one a sample, likewise as the header says
+    token_rewards      what each token earned, f32 each; only where any sample's tokens did
+    teacher_logprobs   f4 a token, where the worker has asked a teacher (`wire.taught`)
 """
 
 from __future__ import annotations
@@ -34,9 +36,10 @@ import numpy.typing as npt
 import xxhash
 
 from streamrl.errors import WireError
-from streamrl.protocol.wire.branches import MAX_BRANCHES, MAX_KEPT_TOKENS, Branch, check_branches
+from streamrl.protocol.wire.branches import MAX_KEPT_TOKENS, Branch, take_branches
 from streamrl.protocol.wire.checks import check_cover, check_logprobs, check_tokens
 from streamrl.protocol.wire.codec import MAX_MESSAGE_BYTES, Fields, fields_of, pack, pack_numbers, unpack
+from streamrl.protocol.wire.taught import Taught, pack_taught, take_taught
 from streamrl.protocol.wire.ticket import (
     IDENTITY_CHARS,
     MAX_REWARD_SOURCES,
@@ -76,6 +79,8 @@ class Sample(NamedTuple):
     reward: float  # the weighted sum
     turn_rewards: tuple[float, ...] = ()  # what each of `turns()` has in it, after weights; none: only the whole earns
     branches: tuple[Branch, ...] = ()  # rows beside the first, in order
+    token_rewards: npt.NDArray[np.float32] | None = None  # [T] likewise; None: no token earns by itself
+    teacher_logprobs: Taught = None  # [T] of a teacher that the worker has asked
 
     def loss_mask(self) -> npt.NDArray[np.bool_]:  # [T]
         values = np.arange(len(self.mask_runs)) % 2 == 0
@@ -244,13 +249,25 @@ def _columns(samples: Sequence[Sample]) -> dict[str, object]:
     runs = [run for s in samples for run in s.mask_runs]
     rewards = [s.rewards.get(source, math.nan) for s in samples for source in sources]
     branches = [branch for s in samples for branch in s.branches]
+    earned = _earned_by_tokens(samples)
     tail = [*(len(s.branches) for s in samples), *chain.from_iterable(zip(*branches, strict=True))] if branches else []
     return {
         "integers": pack_numbers("Q", [*counts, *runs, *chain.from_iterable(zip(*spans, strict=True)), *tail]),
         "sources": sources,
         "fractions": pack_numbers("d", [*(s.reward for s in samples), *rewards, *turn_rewards]),
         "finish_reasons": [s.finish_reason for s in samples],
+        **({} if earned is None else {"token_rewards": earned}),
+        **pack_taught([s.teacher_logprobs for s in samples], lengths),
     }
+
+
+def _earned_by_tokens(samples: Sequence[Sample]) -> bytes | None:
+    if all(s.token_rewards is None for s in samples):
+        return None
+    each = [np.zeros(len(s.token_ids)) if s.token_rewards is None else s.token_rewards for s in samples]
+    if any(len(rewards) != len(s.token_ids) for rewards, s in zip(each, samples, strict=True)):
+        raise WireError("a sample has not as many rewards of tokens as tokens")
+    return np.concatenate(each).astype(_F4).tobytes()
 
 
 def _raw(dtype: np.dtype[Any], arrays: Sequence[npt.NDArray[Any]]) -> list[memoryview]:
@@ -272,7 +289,14 @@ def _unpack_samples(
     if tuple([reason == "stop" for reason in reasons]) != header.sample_finished:
         raise WireError("finish reasons of header and body differ")
     columns = (_cut(token_ids, lengths), _cut(logprobs, lengths), runs, spans, reasons, rewards, totals)
-    return tuple(map(Sample._make, zip(*columns, turn_rewards, branches, strict=True)))
+    earned: Sequence[npt.NDArray[np.float32] | None] = [None] * len(lengths)
+    if "token_rewards" in f:
+        of_tokens = f.array("token_rewards", _F4, count=sum(lengths))
+        if not np.isfinite(of_tokens).all():
+            raise WireError("rewards of tokens must be finite")
+        earned = _cut(of_tokens, lengths)
+    taught = take_taught(f, lengths)
+    return tuple(map(Sample._make, zip(*columns, turn_rewards, branches, earned, taught, strict=True)))
 
 
 def _cut(column: C, lengths: Sequence[int]) -> list[C]:
@@ -322,24 +346,6 @@ def _take_integers(
     columns = (integers[at : at + count] for at in range(begin, end, count or 1))
     spans = _cut(tuple(map(Span, *columns)) if count else (), num_spans)
     check_cover(runs, spans, lengths)
-    return runs, spans, _take_branches(integers[end:], header, spans)
-
-
-def _take_branches(
-    integers: tuple[int, ...], header: GroupHeader, spans: Sequence[Sequence[Span]]
-) -> list[tuple[Branch, ...]]:
-    lengths = header.sample_lengths
-    counts = integers[: len(lengths)] or (0,) * len(lengths)
-    if max(counts, default=0) > MAX_BRANCHES:
-        raise WireError(f"more than {MAX_BRANCHES} branches in a sample")
-    count, begin = sum(counts), len(lengths) if integers else 0
-    if len(integers) != begin + 3 * count or bool(integers) != bool(count):
-        raise WireError(f"{len(integers)} integers where {count} branches need {begin + 3 * count}, or none at all")
-    columns = (integers[at : at + count] for at in range(begin, len(integers), count or 1))
-    branches = _cut(tuple(map(Branch, *columns)) if count else (), counts)
-    for of_sample, length, of_spans in zip(branches, lengths, spans, strict=True):
-        sampled = [(span.start, span.end) for span in of_spans]
-        check_branches(of_sample, num_prompt=header.num_prompt_tokens, num_tokens=length, spans=sampled)
-    if sum(branch.keep for of_sample in branches for branch in of_sample) != header.num_kept_tokens:
-        raise WireError(f"branches keep not the {header.num_kept_tokens} tokens that the header says")
-    return branches
+    num_prompt, num_kept = header.num_prompt_tokens, header.num_kept_tokens
+    branches = take_branches(integers[end:], lengths, spans, num_prompt=num_prompt, num_kept=num_kept)
+    return runs, spans, branches

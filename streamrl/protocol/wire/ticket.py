@@ -1,7 +1,8 @@
 """A ticket: the request to sample one prompt n times.
 
-Ticket t = 0, 1, 2, ... is a function of t, the seed and the dataset, so the learner can always issue it again. It
-carries the prompt already tokenised: workers need neither the dataset nor an opinion on the chat template.
+Ticket t = 0, 1, 2, ... is a function of t, the seed and the dataset, or of the draws that a curriculum has on the disk
+(`learner.groups.curriculum`), so the learner can always issue it again. It carries the prompt already tokenised:
+workers need neither the dataset nor an opinion on the chat template.
 
 A number alone does not say which ticket it is. Where Redis returns to an older copy of itself, and from there to a
 newer one, two learners have issued the same numbers, one as retries of dead tickets and one as places of the data. So a

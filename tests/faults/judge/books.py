@@ -50,15 +50,29 @@ class Prompts:
     texts: Sequence[str]  # of the prompt file, in its order
     seed: int = 0
     shuffle: bool = False
+    drawn: Mapping[int, int] = field(default_factory=dict)  # by place, where the run has a curriculum
 
     def text_of(self, ticket: int, retries: Mapping[int, int]) -> str:
         while ticket in retries:
             ticket = retries[ticket]
-        passes, place = divmod(ticket - sum(number < ticket for number in retries), len(self.texts))
+        place = ticket - sum(number < ticket for number in retries)
+        if self.drawn:  # of another branch's numbers, with other retries, some have no place in this one
+            return self.texts[self.drawn[place]] if place in self.drawn else ""
+        passes, place = divmod(place, len(self.texts))
         if not self.shuffle:
             return self.texts[place]
         raw = np.random.Philox(key=np.array([self.seed, passes], dtype=np.uint64)).random_raw(len(self.texts))
         return self.texts[int(np.argsort(raw, kind="stable")[place])]
+
+    @staticmethod
+    def drawn_in(folder: Path) -> dict[int, int]:
+        """By place, the row that a run's curriculum has drawn for it; of two terms the younger counts."""
+        found: dict[int, int] = {}
+        for path in sorted((folder / "curriculum").glob("*.jsonl")):
+            for line in path.read_text().split("\n")[1:-1]:
+                block = json.loads(line)
+                found |= {block["first"] + n: row for n, (_, row) in enumerate(block["asked"])}
+        return found
 
     @staticmethod
     def read(path: Path, *, seed: int, shuffle: bool) -> Prompts:

@@ -41,14 +41,19 @@ class Scene:
         self.team.server.put_back(copy)
 
 
+class NothingThereError(Exception):
+    """What it was to befall is not there just now."""
+
+
 Fault = Callable[[Scene], AbstractContextManager[None]]
 
 
 @contextmanager
 def rank_hit(scene: Scene, *, by: signal.Signals) -> Iterator[None]:
     """Where it was stopped, those beside it find that out and all are replaced."""
-    if ranks := scene.team.ranks():
-        _send(scene.chance.choice(ranks), by)
+    if not (ranks := scene.team.ranks()):
+        raise NothingThereError
+    _send(scene.chance.choice(ranks), by)
     yield
 
 
@@ -175,9 +180,12 @@ def connections_broken(scene: Scene) -> Iterator[None]:
 
 @contextmanager
 def group_forged(scene: Scene, *, how: str) -> Iterator[None]:
+    made = set[str]()
     for _ in range(3):
-        made = forge(scene.team.server, scene.recorder.record, scene.chance, how=how, before=scene.forged)
-        scene.forged |= made
+        made |= forge(scene.team.server, scene.recorder.record, scene.chance, how=how, before=scene.forged | made)
+    scene.forged |= made
+    if not made:
+        raise NothingThereError
     yield
 
 
@@ -199,6 +207,8 @@ def paused(scene: Scene) -> Iterator[None]:
 def dead_repeated(scene: Scene) -> Iterator[None]:
     with scene.team.server.client() as client:
         letters = [letter for letter in read_letters(client, KEYS) if not letter.retry_requested]
+        if not letters:
+            raise NothingThereError
         request_retries(client, KEYS, letters, by="the judge")
     yield
 
@@ -233,5 +243,4 @@ FAULTS: Mapping[str, Fault] = {
     **{f"road of {road} blocked": partial(road_blocked, road=road) for road in ("learner", "worker")},
     **{f"replies to {road} lost": partial(replies_lost, road=road) for road in ("learner", "worker")},
 }
-ON_ROADS = tuple(name for name in FAULTS if name.startswith(("road of", "replies to")))
 NEED_WATCHDOG = ("rank stopped",)  # nobody else finds out

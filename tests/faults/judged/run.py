@@ -1,8 +1,9 @@
 """One run of a kind, from its start through volleys of faults to its drain, and what the judge says of it.
 
-    start ─► first checkpoint ─► volley: one or two faults begin ─► a moment ─► they end ─► the next checkpoint ─► ...
+    start ─► first checkpoint ─► volley: up to three faults begin ─► a moment ─► they end ─► the next checkpoint ─► ...
           ─► drain ─► verdict ─► beside the audit's
 
+Some volleys do not wait for that checkpoint: they fall on a run that has not recovered from the one before.
 The seed decides what happens and in which order; when it meets the run, the machine does. Every wait is bounded.
 """
 
@@ -29,7 +30,7 @@ from tests.faults.judge.compare import disagreements
 from tests.faults.judge.history import read_history
 from tests.faults.judge.recorder import Recorder, look
 from tests.faults.judge.weights import Store, WeightsWatch, file_store, redis_store
-from tests.faults.judged.faults import FAULTS, NEED_WATCHDOG, ON_ROADS, Scene
+from tests.faults.judged.faults import FAULTS, NEED_WATCHDOG, NothingThereError, Scene
 from tests.faults.judged.kinds import DTYPE, RUN, Kind
 from tests.faults.judged.light import LightTeam
 from tests.faults.judged.team import Team
@@ -38,8 +39,9 @@ from tests.helpers import wait_until
 _BEGUN_WITHIN_S = 180.0
 _RECOVERED_WITHIN_S = 150.0
 _LASTS_S = (0.2, 2.0)
-_QUIET_S = (0.0, 2.0)  # between two volleys
-_MOST_AT_ONCE = 2
+_QUIET_S = (0.0, 1.0)  # between two volleys
+_MOST_AT_ONCE = 3
+_INTO_RECOVERY = 1 / 3  # of the volleys
 _AWAY = (redis.RedisError, TransportError)  # by a plain client, and by an operator's word
 
 
@@ -152,7 +154,7 @@ class _Ordeal:
         # Of its own: what faults draw depends on what they find.
         self._order = random.Random(f"{seed} {scene.team.kind.name}")
         kind = scene.team.kind
-        left_out = {*without, *(ON_ROADS if kind.tls else ()), *(NEED_WATCHDOG if kind.light else ())}
+        left_out = {*without, *(NEED_WATCHDOG if kind.light else ())}
         self._names = sorted(FAULTS.keys() - left_out)
 
     def suffer(self, seconds: float) -> str:
@@ -178,15 +180,19 @@ class _Ordeal:
                 try:
                     under_way.enter_context(FAULTS[name](self.scene))
                     self.injections[name] += 1
-                except _AWAY:  # the one before has ended the server that this one needs
+                except (NothingThereError, *_AWAY):  # or the one before has ended the server that this one needs
                     continue
             self.scene.wait(lasts_s)
-        self.recoveries_s.append(self._wait_for_progress(f"a checkpoint after {names}", _RECOVERED_WITHIN_S))
+        if self._order.random() < _INTO_RECOVERY:
+            self.scene.team.tend()
+        else:
+            self.recoveries_s.append(self._wait_for_progress(f"a checkpoint after {names}", _RECOVERED_WITHIN_S))
 
     def _draw(self) -> list[str]:
         """Nobody ends a server that somebody else is about to start."""
         names = self._order.sample(self._names, k=self._order.randint(1, _MOST_AT_ONCE))
-        return names if sum(name.startswith("Redis") for name in names) < len(names) else names[:1]
+        of_redis = [name for name in names if name.startswith("Redis")]
+        return [name for name in names if name not in of_redis[1:]]
 
     def _wait_for_progress(self, description: str, timeout_s: float) -> float:
         """Seconds until a checkpoint was made that was not there."""

@@ -1,7 +1,7 @@
 """The parts of a run that is judged, as real processes: the learner under torchrun, workers with a real engine, Redis.
 
-The learner and the workers reach Redis on a road each, but where they speak TLS; the judge and the operator have their
-own. Who has ended is replaced, as a supervisor does. Blocks on what it starts and ends, within bounds.
+The learner and the workers reach Redis on a road each, where TLS is spoken up to the road; the judge and the operator
+have their own. Who has ended is replaced, as a supervisor does. Blocks on what it starts and ends, within bounds.
 """
 
 from __future__ import annotations
@@ -63,9 +63,13 @@ class Team:
         users = [f"user {role} on >{role} {rules(role, run=RUN)}" for role in ROLES] if kind.tls else []
         self.server = MortalRedis(folder / "redis", users=users)
         parts.callback(self.server.kill)
-        self._tls = parts.enter_context(TlsRoad(self.server.socket, folder)) if kind.tls else None
-        names = () if kind.tls else ("learner", "worker")
-        self.roads = {name: parts.enter_context(Proxy(self.server.url, seed=seed)) for name in names}
+        self.roads: dict[str, Proxy] = {}
+        self._tls: dict[str, TlsRoad] = {}
+        for role in ("learner", "worker"):
+            road = self.roads[role] = parts.enter_context(Proxy(f"unix://{self.server.socket}", seed=seed))
+            if kind.tls:
+                socket = Path(road.url.removeprefix("unix://"))
+                self._tls[role] = parts.enter_context(TlsRoad(socket, folder / f"tls-{role}"))
         parts.callback(self.end_all)
         self.endings: Counter[str] = Counter()  # of parts, by how
         self._num_started = 0
@@ -147,7 +151,7 @@ class Team:
         return self._start("worker", words)
 
     def _url(self, role: str) -> str:
-        return self._tls.url_of(role) if self._tls else self.roads[role].url
+        return self._tls[role].url_of(role) if self._tls else self.roads[role].url
 
     def _start(self, role: str, words: Sequence[str]) -> Process:
         environment = {

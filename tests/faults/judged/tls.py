@@ -30,7 +30,9 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
 
 class TlsRoad:
     def __init__(self, socket: Path, folder: Path) -> None:
+        """`folder`: of its own, for its certificate."""
         self._socket = socket
+        folder.mkdir(exist_ok=True)
         self.certificate, key = make_certificate(folder)
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.load_cert_chain(self.certificate, key)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from streamrl.config.check import check_config
 from streamrl.config.engines import ENGINES
+from streamrl.config.files import check_files
 from streamrl.config.load import Loaded
 from streamrl.config.placement import Part, num_workers, place
-from streamrl.config.places import check_files, is_object_store
+from streamrl.config.places import is_object_store
 from streamrl.config.schema import Config
 from streamrl.extras import check_learner, need
 from streamrl.files import check_writable

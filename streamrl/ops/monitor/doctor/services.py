@@ -10,7 +10,7 @@ import time
 import timeit
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
@@ -18,7 +18,7 @@ import redis
 
 from streamrl.config.load import Loaded
 from streamrl.config.places import EMBEDDED_REDIS, LOCAL_REWARD_SERVER
-from streamrl.config.schema import HttpReward
+from streamrl.config.schema import SERVICES
 from streamrl.finding import Finding, error, ok, warning
 from streamrl.protocol.transport.address import server_name
 from streamrl.protocol.transport.connection import connect, needed_memory, server_faults
@@ -28,6 +28,7 @@ from streamrl.terminal import size
 
 _PINGS = 20
 _SLOW_MS, _TOO_SLOW_MS = 5.0, 100.0
+_MANAGED = "a managed service has it among its parameters"
 _TIMEOUT_S = 5.0  # of a reward server
 
 
@@ -46,14 +47,14 @@ def check_redis(loaded: Loaded) -> Iterator[Finding]:
             return
         sizes = settings.max_backlog_bytes, budget_in_redis(loaded.config.weights)
         faults = server_faults(server_name(client), info, *sizes)
-        for name, finding in _fitness(info, needed_memory(*sizes)).items():
+        for name, finding in fitness(info, needed_memory(*sizes)).items():
             yield error(f"redis {name}", faults[name], "mend it as it says") if name in faults else finding
         yield _durability(info)
         yield latency
 
 
-def _fitness(info: dict[str, Any], needed: int) -> dict[str, Finding]:
-    """Of a server without `server_faults`, by what those are of."""
+def fitness(info: Mapping[str, Any], needed: int) -> dict[str, Finding]:
+    """Of a server without `server_faults`, by what those are of. What it does not tell is taken for well."""
     policy = str(info.get("maxmemory_policy", "noeviction"))
     limit, used = info.get("maxmemory", 0), info.get("used_memory", 0)
     found = {
@@ -63,10 +64,16 @@ def _fitness(info: dict[str, Any], needed: int) -> dict[str, Finding]:
     }
     if policy != "noeviction":
         told, remedy = f"{policy}, harmless only as long as maxmemory is not set", "maxmemory-policy noeviction"
-        found["policy"] = warning("redis policy", told, f"redis-cli CONFIG SET {remedy}")
+        found["policy"] = warning("redis policy", told, f"redis-cli CONFIG SET {remedy}; {_MANAGED}")
     if limit and used + needed > limit:
         told = f"{found['memory'].evidence}; redis.max_backlog_bytes and weights.max_store_bytes may need "
         found["memory"] = warning("redis memory", f"{told}{size(needed)} more", "raise maxmemory, or lower them")
+    if info.get("role", "master") != "master":
+        told = f"a replica of {info.get('master_host')}:{info.get('master_port')}, which takes no writes"
+        found["role"] = error("redis role", told, "name the master in redis.url; a managed service's primary endpoint")
+    if info.get("cluster_enabled"):
+        told = "a node of a cluster, which leads its clients to others"
+        found["cluster"] = error("redis cluster", told, "use a server without cluster mode; sentinels may watch it")
     return found
 
 
@@ -76,7 +83,7 @@ def _durability(info: dict[str, Any]) -> Finding:
     return warning(
         "redis durability",
         "append-only file is off: after a crash the tickets since the last checkpoint are generated again",
-        "redis-cli CONFIG SET appendonly yes, if that is dear",
+        f"redis-cli CONFIG SET appendonly yes, if that is dear; {_MANAGED}",
     )
 
 
@@ -94,19 +101,21 @@ def _latency(client: redis.Redis) -> Finding:
 def check_rewards(loaded: Loaded) -> Iterator[Finding]:
     """Whether services are there; functions are tried."""
     for name, source in loaded.config.rewards.items():
-        if isinstance(source, HttpReward):
-            yield from (_reward_server(f"reward {name}", url) for url in source.urls)
+        if isinstance(source, SERVICES):
+            yield from (_reward_server(f"reward {name}", url, judges=source.type == "judge") for url in source.urls)
 
 
-def _reward_server(label: str, address: str) -> Finding:
+def _reward_server(label: str, address: str, *, judges: bool) -> Finding:
     if address == LOCAL_REWARD_SERVER:
         return ok(label, "the reward server that `streamrl up` starts here")
-    url = f"{address.rstrip('/')}/health"
+    url = f"{address.rstrip('/')}/{'models' if judges else 'health'}"
     began = time.perf_counter()
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S):
             pass
     except urllib.error.HTTPError as answer:  # something serves there; it need not know /health
+        if judges and answer.code in (401, 403):
+            return ok(label, f"{address} answers, and wants its key")
         return warning(label, f"{url} answers {answer.code}", "look whether a reward server is there")
     except (OSError, ValueError) as failed:
         return error(label, f"{url} does not answer: {failed}", "start it, or mend the source's url")

@@ -1,0 +1,228 @@
+"""Which prompt each place of the data asks for: the data's own order (`DataOrder`), or one by what is known of the
+prompts (`Curriculum`). Tickets stand for places (`groups.ledger`).
+
+    data's order      0 1 2 3 4 5 6 7 8 9 ...   candidates, pass after pass, without an end
+    admitted          y . y y . . y . y y       each by a chance of its own, and a throw that follows from seed and pass
+    places            0   1 2     3   4 5       as many as without a curriculum
+
+The chance comes from the pool (`groups.pool`), so prompts are asked in proportion to it, each once a pass at most, and
+as long as nothing is known the order is the data's. A group's size is that of every group, whatever became of others,
+and no answer has a say in whether it was asked for: so the mean gradient is that of the prompts, weighed by their
+chances.
+
+What a place asks for depends on when its draw was made, and never changes afterwards:
+
+    groups that ended ─► pool ─► a block of draws ─► a line of the log, synced ─► tickets
+                          │                              │
+                          └───────► checkpoint ◄─────────┘   pool, and the places that may yet be asked for
+
+    crash, takeover   places beyond the checkpoint are those of the logs since its own term: tickets that are under way
+                      keep their meaning. Groups that ended since then end anew, and are observed anew
+    a log is lost     these places are drawn anew; what Redis has under their numbers is of another branch, and goes
+    fork              has the checkpoint's pool and places; or begins anew with its data
+    Redis goes back   a number asks for what it did, or its identity tells (`wire.ticket`)
+    replay            asks nobody: `NothingAsked`
+
+A pass counts by candidates. What is observed of a ticket belongs to the pass that it was drawn in, so the same groups
+make the same pool whether or not a learner died between. Blocks on the disk, when it draws.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from streamrl.config import schema
+from streamrl.crashpoints import crashpoint
+from streamrl.learner.groups.draws import DrawLog, Draws
+from streamrl.learner.groups.ledger import CurriculumState, FeedState, Ledger
+from streamrl.learner.groups.pool import Pool
+from streamrl.learner.groups.prompts import PromptSet
+from streamrl.protocol.wire.group import GroupHeader
+
+
+class PromptOrder(Protocol):
+    @property
+    def num_drawn(self) -> int:
+        """Places below have their prompt."""
+        ...
+
+    def draw(self, num_places: int) -> None:
+        """So many places are wanted; there may be fewer afterwards."""
+        ...
+
+    def knows(self, place: int) -> bool: ...
+
+    def locate(self, place: int) -> tuple[int, int]:
+        """(passes over the data before it, index of its row)"""
+        ...
+
+    def ended(self, place: int, header: GroupHeader, *, teaches: bool) -> None:
+        """A group of this place came, whether it is trained or not."""
+        ...
+
+    def state(self, ledger: Ledger) -> CurriculumState | None:
+        """What a checkpoint holds, given what became of the tickets."""
+        ...
+
+    def metrics(self) -> dict[str, float]: ...
+
+
+class DataOrder:
+    def __init__(self, prompts: PromptSet, *, num_places: int) -> None:
+        self._prompts = prompts
+        self.num_drawn = num_places
+
+    def draw(self, num_places: int) -> None: ...
+
+    def knows(self, place: int) -> bool:
+        return True
+
+    def locate(self, place: int) -> tuple[int, int]:
+        return self._prompts.locate(place)
+
+    def ended(self, place: int, header: GroupHeader, *, teaches: bool) -> None: ...
+
+    def state(self, ledger: Ledger) -> CurriculumState | None:
+        return None
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+class NothingAsked:
+    """Of a replay: which prompts its groups answer, its recording alone knows."""
+
+    num_drawn = 0
+
+    def draw(self, num_places: int) -> None: ...
+
+    def knows(self, place: int) -> bool:
+        return False
+
+    def locate(self, place: int) -> tuple[int, int]:
+        raise AssertionError(f"nobody knows what place {place} asks for")
+
+    def ended(self, place: int, header: GroupHeader, *, teaches: bool) -> None: ...
+
+    def state(self, ledger: Ledger) -> CurriculumState | None:
+        return None
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+class Curriculum:
+    def __init__(
+        self,
+        prompts: PromptSet,
+        *,
+        num_samples: int,
+        num_places: int,
+        block: int,  # so many draws at least are made at once: each block is a line, and a sync, of the log
+        log: DrawLog | None = None,  # None: of a run without a folder
+        state: CurriculumState | None = None,
+    ) -> None:
+        state = state or CurriculumState()
+        self._prompts, self._num_places, self._block, self._log = prompts, num_places, block, log
+        self._pool = Pool([row.dataset for row in prompts.rows], num_samples=num_samples, packed=state.prompts)
+        self._places, self._census = dict(state.places), self._pool.census(0)
+        self.num_drawn, self._num_visited = state.num_drawn, state.num_visited
+        if log is not None and (draws := log.earlier(self.num_drawn)):
+            self._take(draws)
+
+    def draw(self, num_places: int) -> None:
+        if num_places <= self.num_drawn:
+            return
+        wanted = min(max(num_places, self.num_drawn + self._block), self._num_places) - self.num_drawn
+        self._pool.refit()
+        draws = self._choose(wanted)
+        if self._log is None or self._log.write(draws):
+            crashpoint("draws.written")
+            self._take(draws)
+            self._census = self._pool.census(self._num_visited // self._prompts.num_tickets(1))
+
+    def knows(self, place: int) -> bool:
+        return place in self._places
+
+    def locate(self, place: int) -> tuple[int, int]:
+        return self._places[place]
+
+    def ended(self, place: int, header: GroupHeader, *, teaches: bool) -> None:
+        data_epoch, row = self._places[place]
+        if header.sample_rewards:
+            self._pool.observe(row, header.sample_rewards, at=data_epoch, teaches=teaches)
+
+    def state(self, ledger: Ledger) -> CurriculumState:
+        """Places that nobody can ask for any more are forgotten."""
+        ahead = range(ledger.retries.num_places(ledger.issued), self.num_drawn)
+        needed = sorted({*_asked_by(ledger), *ahead})
+        self._places = {place: self._places[place] for place in needed if place in self._places}
+        return CurriculumState(
+            num_drawn=self.num_drawn,
+            num_visited=self._num_visited,
+            places=dict(self._places),
+            prompts=self._pool.packed(),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """The pool as of the latest draws."""
+        found = {f"curriculum/prompts/{kind}": float(count) for kind, count in self._census.items()}
+        passes = self._num_visited / self._prompts.num_tickets(1)
+        return {**found, "curriculum/passes": passes}
+
+    def _choose(self, count: int) -> Draws:
+        chosen: list[tuple[int, int]] = []
+        chances: list[float] = []
+        visited, of_a_pass = self._num_visited, self._prompts.num_tickets(1)
+        while len(chosen) < count:
+            data_epoch, first = divmod(visited, of_a_pass)
+            rows, throws = self._prompts.candidates(data_epoch)
+            admission = self._pool.admission(data_epoch)[rows[first:]]
+            admitted = np.flatnonzero(throws[first:] < admission)[: count - len(chosen)]
+            chosen += [(data_epoch, int(row)) for row in rows[first:][admitted]]
+            chances += admission[admitted].tolist()
+            visited += int(admitted[-1]) + 1 if len(chosen) == count else of_a_pass - first
+        return Draws(first=self.num_drawn, num_visited=visited, asked=tuple(chosen), chances=tuple(chances))
+
+    def _take(self, draws: Draws) -> None:
+        self._places.update(enumerate(draws.asked, draws.first))
+        self.num_drawn, self._num_visited = draws.first + len(draws.asked), draws.num_visited
+
+
+def open_order(
+    config: schema.Config,
+    prompts: PromptSet,
+    *,
+    root: Path | None = None,  # the run's folder
+    term: int = 1,
+    since: int = 0,  # the term of the checkpoint
+    state: FeedState | None = None,
+) -> PromptOrder:
+    """As the settings want it."""
+    num_places = prompts.num_tickets(config.training.max_epochs)
+    if not config.data.curriculum:
+        return DataOrder(prompts, num_places=num_places)
+    given = state or FeedState()
+    return Curriculum(
+        prompts,
+        num_samples=config.sampling.num_samples,
+        num_places=num_places,
+        block=config.training.groups_per_step,
+        log=DrawLog(root, term=term, since=since) if root is not None else None,
+        state=given.curriculum or _behind_data_order(Ledger(given.ledger), prompts),
+    )
+
+
+def _behind_data_order(ledger: Ledger, prompts: PromptSet) -> CurriculumState:
+    """Where a run goes on with a curriculum that began without."""
+    begin = ledger.retries.num_places(ledger.issued)
+    places = {place: prompts.locate(place) for place in sorted(_asked_by(ledger))}
+    return CurriculumState(num_drawn=begin, num_visited=begin, places=places)
+
+
+def _asked_by(ledger: Ledger) -> set[int]:
+    """Places of the tickets that have not ended, and of dead ones that may be repeated."""
+    return {ledger.retries.place(number) for number in (*ledger.open_tickets(), *ledger.letters)}

@@ -1,0 +1,105 @@
+"""The log of a curriculum's draws: which prompt each place of the data asks for, durable before a ticket says so.
+
+    run folder/
+      curriculum/
+        000006.jsonl      the draws that the learner of this term has made, a line a block; never removed
+
+    {"schema": 1, "term": 6}
+    {"first": 40, "num_visited": 61, "asked": [[0, 57], [0, 3], [1, 12]], "chances": [1.0, 0.25, 0.8]}
+
+`asked` has a pass and a row for each place from `first` on, and `chances` what they were admitted with; behind them so
+many candidates had been visited. A line that is cut short was never acted on. A learner that was replaced may go on in
+its own file; of two terms that have drawn for a place, the younger counts. Blocks on the disk only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from streamrl.files import fsync_folder
+
+_SCHEMA = 1
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draws:
+    """A block."""
+
+    first: int  # place
+    num_visited: int  # candidates, up to the last one that was taken
+    asked: tuple[tuple[int, int], ...]  # (pass, row) of each place
+    chances: tuple[float, ...]
+
+
+class DrawLog:
+    def __init__(self, root: Path, *, term: int, since: int = 0) -> None:
+        """`since`: the term of the checkpoint that we go on from."""
+        self._folder, self._term, self._since = root / "curriculum", term, since
+        self._path = self._folder / f"{term:06d}.jsonl"
+
+    def earlier(self, first: int) -> Draws | None:
+        """What learners before us have drawn from this place on, without a gap."""
+        found: dict[int, tuple[tuple[int, int], float, int]] = {}
+        for term in sorted(self._terms()):
+            for line in _lines(self._folder / f"{term:06d}.jsonl"):
+                told = zip(line["asked"], line["chances"], strict=True)
+                for place, (asked, chance) in enumerate(told, line["first"]):
+                    found[place] = ((int(asked[0]), int(asked[1])), float(chance), int(line["num_visited"]))
+        end = first
+        while end in found:
+            end += 1
+        if end == first:
+            return None
+        asked, chances, visited = zip(*(found[place] for place in range(first, end)), strict=True)
+        return Draws(first=first, num_visited=visited[-1], asked=asked, chances=chances)
+
+    def write(self, draws: Draws) -> bool:
+        """Durably; False where the disk has no room. Then nothing was drawn, and another time will do."""
+        line = {**asdict(draws), "chances": [round(chance, 4) for chance in draws.chances]}
+        try:
+            if not self._path.exists() or not self._path.stat().st_size:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._append({"schema": _SCHEMA, "term": self._term})
+                fsync_folder(self._folder)
+                fsync_folder(self._folder.parent)
+            self._append(line)
+        except OSError as error:
+            log.warning("no prompts are drawn, for the log of draws cannot be written", error=str(error))
+            return False
+        return True
+
+    def _append(self, line: dict[str, Any]) -> None:
+        with self._path.open("ab") as file:
+            size = file.tell()
+            try:
+                file.write(json.dumps(line).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError:
+                os.truncate(self._path, size)  # or the next line would begin in the midst of this one
+                raise
+
+    def _terms(self) -> Iterator[int]:
+        if self._folder.is_dir():
+            terms = (int(path.stem) for path in self._folder.glob("[0-9]*.jsonl"))
+            yield from (term for term in terms if self._since <= term < self._term)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Blocks, as far as they are whole."""
+    for line in path.read_bytes().splitlines(keepends=True)[1:]:
+        if not line.endswith(b"\n"):
+            return
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return

@@ -1,0 +1,105 @@
+"""A teacher on the learner's ranks: another frozen policy, sharded as this one is, and packed in its own way.
+
+    teacher.path ─► the same tokenizer? ─► the model, tried against itself ─► log-probs of the policy's own samples
+
+Token ids must mean the same to both: the vocabularies are compared, and what both make of some texts. An error names
+the two. Temperature and the ban on early ends are the policy's: like is compared with like. Blocks on the disk, and on
+the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import transformers
+
+from streamrl.config import schema
+from streamrl.errors import DataError
+from streamrl.learner.model.load import TokenizerInfo, begin_model, read_tokenizer_info, settled
+from streamrl.learner.model.load import cast as cast_parameters
+from streamrl.learner.model.packing import MicroBatch, Shape
+from streamrl.learner.model.policy import evaluating
+from streamrl.learner.model.ways import choose, refuse_long
+from streamrl.learner.process.ranks import World
+from streamrl.protocol.wire.fingerprint import PROBE_TEXTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Teacher:
+    shape: Shape  # how it wants its micro-batches
+    ask: Callable[[MicroBatch], torch.Tensor]  # [T] its log-probs
+
+
+def load_teacher(config: schema.Config, world: World, end_ids: tuple[int, ...]) -> Teacher | None:
+    """None: there is none, or workers ask it."""
+    if config.teacher is None or config.teacher.path is None:
+        return None
+    path = config.teacher.path
+    with _as_teacher():
+        model, sources = begin_model(path, attention=choose(config.model, world.device), device=world.device)
+        refuse_long(model, config.data.max_prompt_tokens + config.max_response_tokens)
+        model.requires_grad_(False)
+        if config.model.dtype == "float64":
+            cast_parameters(model, torch.float64)
+        on_host = config.teacher.place == "cpu" and world.device.type != "cpu"
+        policy = settled(model, sources, config, world, end_ids, on_host=on_host)
+
+    def ask(batch: MicroBatch) -> torch.Tensor:
+        with evaluating(policy):
+            logp: torch.Tensor = policy(batch).logp
+        return logp
+
+    return Teacher(shape=policy.shape, ask=ask)
+
+
+def check_teacher(config: schema.Config, info: TokenizerInfo) -> None:
+    """DataError where its tokens are not the policy's. One that a server has is held against them by the workers."""
+    if config.teacher is None or config.teacher.path is None:
+        return
+    path, policy = config.teacher.path, config.model.path
+    with _as_teacher():
+        theirs = read_tokenizer_info(path)
+    if wrong := differences(info.tokenizer, theirs.tokenizer):
+        raise DataError(
+            f"teacher.path = {path!r} has another tokenizer than model.path = {policy!r}, so token ids would mean "
+            f"something else: {wrong}"
+        )
+    if theirs.vocabulary < info.vocabulary:
+        raise DataError(
+            f"teacher.path = {path!r} has {theirs.vocabulary} outputs, fewer than the {info.vocabulary} of "
+            f"model.path = {policy!r}: it has no log-prob for the last ones"
+        )
+
+
+def differences(ours: transformers.PreTrainedTokenizerBase, theirs: transformers.PreTrainedTokenizerBase) -> str:
+    """Of vocabulary, or of what they make of a text; empty: none is seen. Tokens that are theirs alone may be."""
+    mine, other = ours.get_vocab(), theirs.get_vocab()
+    unlike = sorted((token for token in mine if other.get(token) != mine[token]), key=lambda token: mine[token])
+    if unlike:
+        token = unlike[0]
+        return (
+            f"{len(unlike)} of {len(mine)} tokens differ, {token!r} for one is {mine[token]} here and "
+            f"{other.get(token, 'nothing')} there"
+        )
+    for text in PROBE_TEXTS:
+        a, b = (_ids(tokenizer, text) for tokenizer in (ours, theirs))
+        if a != b:
+            return f"{text!r} is {a} here and {b} there"
+    return ""
+
+
+def _ids(tokenizer: transformers.PreTrainedTokenizerBase, text: str) -> Sequence[int]:
+    ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+@contextmanager
+def _as_teacher() -> Iterator[None]:
+    """What is wrong with it is said of its own setting."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(str(error).replace("model.path", "teacher.path")) from error

@@ -1,0 +1,1 @@
+"""Supervised training on prompts with their answers: what comes before a run."""

@@ -1,0 +1,146 @@
+"""Prompts with their answers as tokens, and which of these have a loss: those that the model is to say.
+
+    {"prompt": "2+2=", "completion": "4"}                2+2=[4<eos>]
+    {"messages": [user, assistant, user, assistant]}     <user>Hi<assistant>[Hello.<end>]<user>...<assistant>[...<end>]
+
+A text is read as a run's prompts are, and the end token is put behind its answer. Messages go through the chat
+template, each answer behind what a run would ask it with; all answers of a dialogue have a loss, with the token that
+ends each. What is longer than `max_tokens` is left out, and counted. Blocks on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from streamrl.data.texts import read_texts
+from streamrl.errors import DataError
+from streamrl.learner.model.packing import Piece
+
+_EXPECTED = '{"prompt": text, "completion": text}, or {"messages": [{"role": ..., "content": text}, ...]}'
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    pieces: tuple[Piece, ...]
+    num_overlong: int
+
+
+def read_rows(
+    path: Path, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int], *, max_tokens: int, chat: bool = False
+) -> Rows:
+    """`chat`: texts are what a user says, and what is answered, put into the chat template."""
+    reader = _Reader(tokenizer, tuple(end_ids))
+    pieces: list[Piece] = []
+    num_overlong = 0
+    for place, row in read_texts(path, what="demonstrations", expected=_EXPECTED):
+        ids, trained = reader.tokens(place, row, chat=chat)
+        if len(ids) > max_tokens:
+            num_overlong += 1
+            continue
+        pieces.append(_piece(len(pieces), ids, trained))
+    if not pieces:
+        why = f": all {num_overlong} are longer than --max-tokens {max_tokens}" if num_overlong else ""
+        raise DataError(f"{path} holds no demonstrations to learn from{why}")
+    return Rows(pieces=tuple(pieces), num_overlong=num_overlong)
+
+
+def _piece(number: int, ids: Sequence[int], trained: Sequence[bool]) -> Piece:
+    begin = trained.index(True)
+    mask = np.array(trained[begin:], dtype=np.bool_)
+    end = int(np.flatnonzero(mask)[-1]) + 1  # what follows the last trained token teaches nothing
+    return Piece(
+        sample=number,
+        group=number,
+        prompt_ids=np.array(ids[:begin], dtype=np.int32),
+        token_ids=np.array(ids[begin : begin + end], dtype=np.int32),
+        behaviour_logprobs=np.zeros(end, dtype=np.float32),
+        mask=mask[:end],
+    )
+
+
+class _Reader:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...]) -> None:
+        self._tokenizer, self._end_ids = tokenizer, end_ids
+        own = tokenizer.eos_token_id
+        self._end = own if own is not None else end_ids[0]
+
+    def tokens(self, place: str, row: dict[str, Any], *, chat: bool) -> tuple[list[int], list[bool]]:
+        """(ids, which have a loss)"""
+        prompt, completion = row.get("prompt"), row.get("completion")
+        is_text = isinstance(prompt, str) and isinstance(completion, str)
+        if is_text and not chat:
+            return self._text(place, str(prompt), str(completion))
+        said = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        messages: Any = said if is_text else row.get("messages")
+        if not _is_dialogue(messages):
+            told = json.dumps(row, ensure_ascii=False)
+            raise DataError(f"{place}: expected {_EXPECTED}, with an assistant's message among them, got {told:.80}")
+        return self._dialogue(place, messages)
+
+    def _text(self, place: str, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
+        asked = list(self._tokenizer(prompt)["input_ids"])
+        answered = [*self._encode(completion), self._end]
+        if not asked:
+            raise DataError(f"{place}: the prompt has no tokens")
+        return asked + answered, [False] * len(asked) + [True] * len(answered)
+
+    def _dialogue(self, place: str, messages: Messages) -> tuple[list[int], list[bool]]:
+        ids: list[int] = []
+        trained: list[bool] = []
+        so_far = ""
+        for before, after in self._turns(place, messages):
+            if not before.startswith(so_far) or not after.startswith(before):
+                raise DataError(
+                    f"{place}: the chat template writes earlier turns anew, so that answers cannot be told from it; "
+                    "make a row of each turn, whose last message is its answer"
+                )
+            given = self._encode(before[len(so_far) :])
+            answer, tail = self._cut(self._encode(after[len(before) :]))
+            ids += given + answer + tail
+            trained += [False] * len(given) + [True] * len(answer) + [False] * len(tail)
+            so_far = after
+        if not any(trained) or trained[0]:
+            raise DataError(f"{place}: the chat template leaves no prompt, or no answer")
+        return ids, trained
+
+    def _turns(self, place: str, messages: Messages) -> Iterator[tuple[str, str]]:
+        """(what an answer is asked with, the same with the answer) of each"""
+        if not self._tokenizer.chat_template:
+            raise DataError(
+                f"{place}: messages need a chat template, and the model's tokenizer has none; use prompt and completion"
+            )
+        write = self._tokenizer.apply_chat_template
+        for at, message in enumerate(messages):
+            if message["role"] == "assistant":
+                try:
+                    before = write(messages[:at], tokenize=False, add_generation_prompt=True)
+                    yield str(before), str(write(messages[: at + 1], tokenize=False))
+                except TemplateError as error:
+                    raise DataError(f"{place}: the tokenizer's chat template refuses the messages: {error}") from None
+
+    def _cut(self, said: list[int]) -> tuple[list[int], list[int]]:
+        """(up to the token that ends the answer, what the template writes behind it)"""
+        ends = [at for at, token in enumerate(said) if token in self._end_ids]
+        return (said[: ends[-1] + 1], said[ends[-1] + 1 :]) if ends else ([*said, self._end], [])
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _is_dialogue(value: object) -> TypeGuard[Messages]:
+    return (
+        isinstance(value, list)
+        and all(
+            isinstance(one, dict) and all(isinstance(one.get(k), str) for k in ("role", "content")) for one in value
+        )
+        and any(one["role"] == "assistant" for one in value)
+    )

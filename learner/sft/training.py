@@ -1,0 +1,267 @@
+"""Supervised training of a model on one machine, as `streamrl sft` begins it.
+
+    rows ─► an order of each pass, by the seed ─► batches ─► packed as the learner packs ─► loss, AdamW ─► OUTPUT
+                                                                    │
+              OUTPUT.training/: every `save_every` steps what a later start goes on from, to the same weights
+
+    loss = - sum over trained tokens of a batch of log pi / their number
+
+Model, packing, head, optimizer and schedule are those of a run. OUTPUT appears whole, at the end. One process, on the
+first GPU where there is one. Blocks on computing and the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+import xxhash
+
+from streamrl.config import schema
+from streamrl.errors import ConfigError, DataError, TrainingError
+from streamrl.files import locked, replace_folder, write_durably
+from streamrl.learner.checkpoints.export import export
+from streamrl.learner.checkpoints.shard import Shard, load_state
+from streamrl.learner.model.gradients import learning_rate, make_optimizer, update
+from streamrl.learner.model.load import load_policy, read_config, read_tokenizer_info
+from streamrl.learner.model.packing import Piece, pack
+from streamrl.learner.model.policy import Policy, evaluating
+from streamrl.learner.process.ranks import World
+from streamrl.learner.sft.rows import read_rows
+from streamrl.terminal import age
+
+_REPORTS = 20  # lines about the loss, over the whole training
+_REPORT_S = 5.0  # or more of them, where steps are slow
+_STATE, _RANKS = "state.json", "ranks"
+_MAX_SKIPPED_IN_ROW = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """`save_every` alone may change when a training goes on."""
+
+    model: str  # folder or hub name
+    data: Path
+    output: Path
+    epochs: int = 1
+    batch_size: int = 32  # rows of a step
+    lr: float = 1e-5
+    warmup_steps: int = 20
+    schedule: str = "cosine"  # down to a tenth of `lr` | constant
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    max_tokens: int = 2048  # of a row
+    micro_batch_tokens: int = 4096
+    dtype: str = "float32"  # of forward and backward passes
+    held_out: float = 0.0  # share of the rows that only measures
+    chat: bool = False
+    save_every: int = 100  # steps
+    seed: int = 1234
+
+    @property
+    def partial(self) -> Path:
+        return self.output.with_name(f"{self.output.name}.training")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    loss: float  # of the last twentieth of the steps
+    held_out_loss: float | None
+    num_steps: int
+    went_on_from: int  # step
+    num_rows: int  # to learn from
+    num_held_out: int
+    num_overlong: int
+    num_tokens: int  # that had a loss, of one pass
+
+
+def prepare_process(threads: int | None) -> None:
+    """Only we speak to the user."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def train(settings: Settings, say: Callable[[str], None]) -> Outcome:
+    """The trained model and its tokenizer are in `output` afterwards. Again after it was killed, it goes on."""
+    if settings.output.exists() and (not settings.output.is_dir() or any(settings.output.iterdir())):
+        raise ConfigError(f"--output: {str(settings.output)!r} is not empty; nothing is overwritten")
+    info = read_tokenizer_info(settings.model)
+    rows = read_rows(settings.data, info.tokenizer, info.end_ids, max_tokens=settings.max_tokens, chat=settings.chat)
+    if rows.num_overlong:
+        say(f"{rows.num_overlong} rows are longer than {settings.max_tokens} tokens, and left out")
+    learned, measured = _shared_out(rows.pieces, settings)
+    settings.partial.mkdir(parents=True, exist_ok=True)
+    with locked(settings.partial, taken=f"another process trains into {settings.output} now"):
+        training = _Training(settings, learned, info.end_ids, say)
+        loss = training.run()
+        told = _mean_loss(training.policy, measured, settings, training.world) if measured else None
+        made = export(training.policy, info.tokenizer, training.config, training.world)
+        replace_folder(made, settings.output)
+        shutil.rmtree(settings.partial)
+    return Outcome(
+        loss=loss,
+        held_out_loss=told,
+        num_steps=training.num_steps,
+        went_on_from=training.went_on_from,
+        num_rows=len(learned),
+        num_held_out=len(measured),
+        num_overlong=rows.num_overlong,
+        num_tokens=sum(int(piece.mask.sum()) for piece in learned),
+    )
+
+
+def _shared_out(pieces: Sequence[Piece], settings: Settings) -> tuple[list[Piece], list[Piece]]:
+    """(to learn from, to measure with)"""
+    count = int(settings.held_out * len(pieces) + 0.5)
+    if count == len(pieces):
+        raise ConfigError(f"--held-out: {settings.held_out} of {len(pieces)} rows leaves none to learn from")
+    order = np.random.default_rng([settings.seed, 0]).permutation(len(pieces))
+    measured = set(order[:count].tolist())
+    return (
+        [piece for at, piece in enumerate(pieces) if at not in measured],
+        [piece for at, piece in enumerate(pieces) if at in measured],
+    )
+
+
+class _Training:
+    def __init__(
+        self, settings: Settings, pieces: Sequence[Piece], end_ids: tuple[int, ...], say: Callable[[str], None]
+    ) -> None:
+        self._settings, self._pieces, self._say = settings, pieces, say
+        self.config = _config(settings, longest=max(piece.num_tokens + 1 for piece in pieces))
+        self.world = World(rank=0, size=1, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.manual_seed(settings.seed)
+        self.policy = load_policy(self.config, self.world, end_ids)
+        self._optimizer = make_optimizer(self.policy, self.config.optimizer)
+        self._per_pass = -(-len(pieces) // settings.batch_size)
+        self.num_steps = self._per_pass * settings.epochs
+        self._losses: list[float] = []
+        self.went_on_from = self._restore()
+        self._saving: Shard | None = None
+
+    def run(self) -> float:
+        """The mean loss of the last steps."""
+        began, first, skipped = time.monotonic(), self.went_on_from, 0
+        told = began
+        every = max(1, self.num_steps // _REPORTS)
+        for step in range(first, self.num_steps):
+            lr = learning_rate(step, self.config.optimizer, total_steps=self.num_steps)
+            loss = self._accumulate(self._batch(step))
+            clip = self._settings.clip_norm
+            made = update(self._optimizer, loss=loss, lr=lr, clip_norm=clip, world=self.world)
+            skipped = 0 if made.applied else skipped + 1
+            if skipped >= _MAX_SKIPPED_IN_ROW:
+                raise TrainingError(f"{skipped} steps in a row had a loss that is not finite: try a smaller --lr")
+            self._losses.append(loss)
+            done = step + 1
+            now = time.monotonic()
+            if done % every == 0 or now - told > _REPORT_S:
+                told, left_s = now, (now - began) / (done - first) * (self.num_steps - done)
+                self._say(f"step {done} of {self.num_steps}: loss {loss:.3f}, {age(left_s)} left")
+            if done % self._settings.save_every == 0 and done < self.num_steps:
+                self._save(done)
+        last = self._losses[-max(1, self.num_steps // _REPORTS) :]
+        return sum(last) / len(last)
+
+    def _batch(self, step: int) -> list[Piece]:
+        data_epoch, at = divmod(step, self._per_pass)
+        order = np.random.default_rng([self._settings.seed, 1 + data_epoch]).permutation(len(self._pieces))
+        size = self._settings.batch_size
+        return [self._pieces[i] for i in order[at * size : (at + 1) * size]]
+
+    def _accumulate(self, pieces: Sequence[Piece]) -> float:
+        """Gradients of the batch's loss, and the loss."""
+        num_tokens = sum(int(piece.mask.sum()) for piece in pieces)
+        total = 0.0
+        for micro_batch in pack(pieces, max_tokens=self._settings.micro_batch_tokens, shape=self.policy.shape):
+            loss = -self.policy(micro_batch.to(self.world.device)).logp.sum() / num_tokens
+            loss.backward()
+            total += float(loss.detach())
+        return total
+
+    # What a later start goes on from
+
+    def _save(self, step: int) -> None:
+        if self._saving is None:
+            self._saving = Shard(self.policy, self._optimizer, self.world)
+        made = self._settings.partial / f".{_RANKS}"
+        shutil.rmtree(made, ignore_errors=True)
+        made.mkdir()
+        self._saving.take()
+        self._saving.write(made)
+        state = {"step": step, "losses": self._losses, "identity": self._identity()}
+        write_durably(made / _STATE, json.dumps(state).encode())
+        replace_folder(made, self._settings.partial / _RANKS)
+
+    def _restore(self) -> int:
+        """The step; 0 at the beginning."""
+        folder = self._settings.partial / _RANKS
+        if not (folder / _STATE).is_file():
+            return 0
+        try:
+            state = json.loads((folder / _STATE).read_bytes())
+            before, step, losses = state["identity"], int(state["step"]), list(state["losses"])
+        except (ValueError, KeyError, TypeError):
+            raise DataError(f"{folder} cannot be read; remove {self._settings.partial} to begin anew") from None
+        now = self._identity()
+        if changed := [f"{key}: {before.get(key)} -> {now[key]}" for key in now if before.get(key) != now[key]]:
+            raise ConfigError(
+                f"{self._settings.partial} holds a training with other settings ({'; '.join(changed)}): set them back, "
+                "choose another --output, or remove it to begin anew"
+            )
+        load_state(folder, self.policy, self._optimizer, self.world)
+        self._losses = losses
+        self._say(f"going on at step {step} of {self.num_steps}")
+        return step
+
+    def _identity(self) -> dict[str, str]:
+        """What decides the weights."""
+        settings = {key: str(value) for key, value in asdict(self._settings).items() if key != "save_every"}
+        digest = xxhash.xxh3_64()
+        for piece in self._pieces:
+            digest.update(piece.prompt_ids.tobytes() + piece.token_ids.tobytes() + piece.mask.tobytes())
+        return {**settings, "what the data hold": digest.hexdigest()}
+
+
+def _config(settings: Settings, *, longest: int) -> schema.Config:
+    """Of a run that would train like this."""
+    dtype = read_config(settings.model).dtype
+    return schema.Config.model_validate(
+        {
+            "name": "sft",
+            "dir": settings.partial,
+            "seed": settings.seed,
+            "model": {"path": settings.model, "dtype": settings.dtype},
+            "data": {"train": str(settings.data), "max_prompt_tokens": 1},
+            "sampling": {"max_tokens": longest, "min_tokens": 0},
+            "training": {"micro_batch_tokens": settings.micro_batch_tokens},
+            "weights": {"dtype": "bfloat16" if dtype == torch.bfloat16 else "float32"},  # as it was
+            "algorithm": {"kl": {"placement": "none"}},
+            "optimizer": {
+                "lr": settings.lr,
+                "min_lr": settings.lr / 10,
+                "weight_decay": settings.weight_decay,
+                "warmup_steps": settings.warmup_steps,
+                "constant_steps": 0,
+                "schedule": settings.schedule,
+                "clip_norm": settings.clip_norm,
+            },
+        }
+    )
+
+
+def _mean_loss(policy: Policy, pieces: Sequence[Piece], settings: Settings, world: World) -> float:
+    total = 0.0
+    with evaluating(policy):
+        for batch in pack(pieces, max_tokens=settings.micro_batch_tokens, shape=policy.shape):
+            total -= float(policy(batch.to(world.device)).logp.sum())
+    return total / sum(int(piece.mask.sum()) for piece in pieces)

@@ -1,0 +1,145 @@
+"""The files that a configuration names: there, readable, and what they should be. Looked at before a run starts
+anything, so that a wrong path costs a second and not a minute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from streamrl.config.explain import Problem
+from streamrl.config.schema import (
+    Config,
+    Dataset,
+    FunctionReward,
+    HttpReward,
+    JudgeReward,
+    NamedDataset,
+    Reward,
+    Teacher,
+)
+from streamrl.data.dataset import MADE, SOURCES
+from streamrl.data.prompts import read_prompts
+from streamrl.errors import DataError
+from streamrl.recipe.own import FILES
+
+_LFS_POINTER = b"version https://git-lfs"
+# One of these makes a folder a tokenizer's.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+
+# Settings that datasets of one kind alone have.
+_OF_SOURCES = {
+    **dict.fromkeys(("name", "split", "revision"), ("hub",)),
+    **dict.fromkeys(("size", "seed", "options"), MADE),
+    "level": ("reasoning_gym",),
+}
+
+
+def check_datasets(config: Config) -> Iterator[Problem]:
+    """Each lies in one place, and has no setting that would do nothing there."""
+    for one in config.data.datasets():
+        dataset, key = one.dataset, one.key.removesuffix(f".{one.dataset.source}")
+        named = [name for name in SOURCES if getattr(dataset, name) is not None]
+        if not named:
+            remedy = f"name a file of JSON Lines, or what holds prompts by one of {', '.join(SOURCES[1:])}"
+            yield Problem(key=f"{key}.path", remedy=remedy)
+        for name in named[1:]:
+            remedy = f"the dataset is that of {named[0]} = {getattr(dataset, named[0])!r}; set one to null"
+            yield Problem(key=f"{key}.{name}", remedy=remedy)
+        for name, sources in _OF_SOURCES.items():
+            if dataset.source not in sources and getattr(dataset, name) != Dataset().model_dump()[name]:
+                remedy = f"it is of a dataset of {' or '.join(sources)}, and this one is of {dataset.source}"
+                yield Problem(key=f"{key}.{name}", remedy=remedy)
+    for held_out in config.data.validation_sets():
+        if held_out.dataset.weight != 1:
+            key = "data.validation.weight" if not held_out.name else f"data.validation.{held_out.name}.weight"
+            yield Problem(key=key, remedy="each prompt that is held out is asked once; leave it out")
+
+
+def check_files(config: Config, *, trains: bool = True) -> None:
+    """Refuse paths that do not hold what they should; prompts are read to their end. Who does not train needs no data
+    for it."""
+    problems = [*_model("model.path", config.model.path)]
+    for one in config.data.datasets() if trains else config.data.validation_sets():
+        problems += _prompts(one, config)
+    if config.reward_server is not None:
+        problems += _model("reward_server.model", config.reward_server.model)
+    if config.teacher is not None:
+        problems += _teacher(config.teacher)
+    if config.environment is not None:
+        problems += _code("environment.target", config.environment.target or "")
+        problems += _file("environment.token_file", config.environment.token_file)
+    for name, source in config.rewards.items():
+        problems += _of_source(f"rewards.{name}", source)
+    if problems:
+        raise DataError("\n".join(problems))
+
+
+def _teacher(teacher: Teacher) -> Iterator[str]:
+    if teacher.path is not None:
+        yield from _model("teacher.path", teacher.path)
+    if teacher.token_file is not None:
+        yield from _file("teacher.token_file", teacher.token_file)
+
+
+def _code(key: str, target: str) -> Iterator[str]:
+    file, colon, _ = target.rpartition(":")
+    if colon and file.endswith(FILES):
+        yield from _file(key, file)
+
+
+def _model(key: str, path: str) -> Iterator[str]:
+    """A folder must hold a model and its tokenizer; the name of a model on a hub is left to the hub."""
+    folder = Path(path)
+    if not folder.exists() and _may_be_hub_name(path):
+        return
+    if not folder.is_dir():
+        yield f"{key} = {path!r}: there is no such folder, and the name of a model on a hub is OWNER/NAME"
+    elif not (folder / "config.json").is_file():
+        yield f"{key} = {path!r}: the folder holds no model (config.json)"
+    elif not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        yield f"{key} = {path!r}: the folder holds no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}, ...)"
+    else:
+        yield from _weights(key, folder)
+
+
+def _weights(key: str, folder: Path) -> Iterator[str]:
+    files = [file for kind in ("*.safetensors", "*.bin") for file in sorted(folder.glob(kind))]
+    if not files:
+        yield f"{key} = {str(folder)!r}: the folder holds no weights (model.safetensors, ...)"
+    elif pointers := [file.name for file in files if _is_pointer(file)]:
+        yield f"{key} = {str(folder)!r}: {pointers[0]} is git's pointer to a large file; `git lfs pull` brings it here"
+
+
+def _is_pointer(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(len(_LFS_POINTER)) == _LFS_POINTER
+
+
+def _may_be_hub_name(path: str) -> bool:
+    """OWNER/NAME, where no folder OWNER is here that would make it a path with a typing error."""
+    owner, slash, name = path.partition("/")
+    return bool(owner and slash and name) and "/" not in name and owner != "~" and not Path(owner).is_dir()
+
+
+def _prompts(named: NamedDataset, config: Config) -> Iterator[str]:
+    try:
+        read_prompts(named.dataset, malformed=config.data.malformed, key=named.key)
+    except DataError as error:
+        yield str(error)
+
+
+def _of_source(key: str, source: Reward) -> Iterator[str]:
+    if isinstance(source, FunctionReward):
+        yield from _code(f"{key}.target", source.target)
+    elif isinstance(source, HttpReward):
+        yield from _file(f"{key}.token_file", source.token_file)
+    elif isinstance(source, JudgeReward):
+        for called, judge in source.judges.items():
+            yield from _file(f"{key}.judges.{called}.token_file", judge.token_file)
+
+
+def _file(key: str, path: str | None) -> Iterator[str]:
+    if path is not None and not Path(path).is_file():
+        yield f"{key} = {path!r}: there is no such file"

@@ -1,0 +1,72 @@
+"""`streamrl sft`: supervised training on prompts with their answers, before a run. torch loads inside the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from streamrl.extras import check_learner
+from streamrl.ops.cli.arguments import takes_json
+
+_POSITIVE, _ABOVE_0 = click.IntRange(min=1), click.FloatRange(min=0, min_open=True)
+
+
+@click.command()
+@click.option("--model", required=True, help="What to start from: folder or hub name of a causal language model.")
+@click.option(
+    "--data",
+    required=True,
+    type=click.Path(path_type=Path),
+    help='JSONL, .gz or not, of {"prompt": ..., "completion": ...} or {"messages": [...]}.',
+)
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="Folder for the trained model.")
+@click.option("--chat", is_flag=True, help="Prompt and completion are messages: they go into the chat template.")
+@click.option("--epochs", type=_POSITIVE, default=1, help="Times that all is learned from.")
+@click.option("--batch-size", type=_POSITIVE, default=32, help="Rows of one step.")
+@click.option("--lr", type=_ABOVE_0, default=1e-5, help="Learning rate of AdamW, at its highest.")
+@click.option("--warmup-steps", type=click.IntRange(min=0), default=20, help="Steps up to there, in a straight line.")
+@click.option(
+    "--schedule", type=click.Choice(["cosine", "constant"]), default="cosine", help="Then: down to a tenth, or not."
+)
+@click.option("--weight-decay", type=click.FloatRange(min=0), default=0.0, help="Of AdamW.")
+@click.option("--clip-norm", type=_ABOVE_0, default=1.0, help="Largest norm of a step's gradient.")
+@click.option("--max-tokens", type=_POSITIVE, default=2048, help="Rows of more are left out.")
+@click.option("--micro-batch-tokens", type=_POSITIVE, default=4096, help="Of one pass: memory, not the result.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of passes; masters are float32."
+)
+@click.option(
+    "--held-out", type=click.FloatRange(0, 1, max_open=True), default=0.0, help="Share of the rows that only measures."
+)
+@click.option("--save-every", type=_POSITIVE, default=100, help="Steps between states that a later start goes on from.")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=1234, help="Of the order, and of what is held out.")
+@click.option("--threads", type=_POSITIVE, help="CPU threads; torch's choice by default.")
+@takes_json
+def sft(threads: int | None, as_json: bool, **options: Any) -> None:
+    """Train a model on prompts with their answers: what it starts a run from.
+
+    \b
+        streamrl sft --model HuggingFaceTB/SmolLM2-135M-Instruct --data answers.jsonl --output ./sft
+        streamrl up conf/pretrained.yaml model.path=./sft data.train=prompts.jsonl
+
+    The answers and what ends them have a loss, and nothing else; of a dialogue all answers have. Rows are packed as the
+    learner packs them, without padding. What was ended in the middle goes on when the same command is given again, and
+    comes to the same weights; the model's folder appears at the end, whole, in the dtype of the one it began with.
+    """
+    check_learner()
+    from streamrl.learner.sft.training import Settings, prepare_process, train
+
+    prepare_process(threads)
+    outcome = train(Settings(**options), lambda line: click.echo(line, err=as_json))
+    if as_json:
+        click.echo(json.dumps({"output": str(options["output"]), **asdict(outcome)}))
+        return
+    click.echo(
+        f"trained on {outcome.num_rows} rows ({outcome.num_tokens} tokens with a loss): loss {outcome.loss:.3f}"
+        + ("" if outcome.held_out_loss is None else f", {outcome.held_out_loss:.3f} on {outcome.num_held_out} held out")
+        + f"; in {options['output']}"
+    )

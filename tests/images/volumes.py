@@ -1,0 +1,118 @@
+"""A pod's volumes, laid as kubelet lays them: owners, modes, secrets, and memory of a limited size.
+
+claim       a folder of the test's, the group's when it may be written
+emptyDir    a folder of the pod's own, 2777; with `medium: Memory` a tmpfs of its `sizeLimit`
+secret      files of root's for the pod's group, by `defaultMode`
+configMap   files of root's, 0644
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.images.engine import Engine
+from tests.manifest_world import Object, Rendered
+
+# What k8s/README.md has people put into their secrets.
+_KEYS: Mapping[str, Sequence[str]] = {
+    "redis-passwords": ("worker", "learner", "monitor", "operator"),
+    "reward-token": ("token",),
+    "dashboard-token": ("token",),
+}
+_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "k": 10**3, "M": 10**6, "G": 10**9}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Volumes:
+    """Of all pods of a namespace: what several share, and what each has alone."""
+
+    engine: Engine
+    rendered: Rendered
+    folder: Path
+    changes: str  # settings over those of the overlay's run.yaml
+    values: dict[tuple[str, str], str] = field(default_factory=dict)  # of secrets
+
+    def claim(self, name: str) -> Path:
+        return self.folder / "claims" / name
+
+    def secret(self, name: str, key: str) -> str:
+        return self.values.setdefault((name, key), secrets.token_hex(32))
+
+    def fill_secrets(self) -> None:
+        for name, keys in _KEYS.items():
+            for key in keys:
+                self.secret(name, key)
+
+    def lay(self, spec: Object, pod: str, claims: Sequence[Object] = ()) -> dict[str, Path]:
+        """Of a pod's spec, by their names; `claims`: the templates of a StatefulSet."""
+        group = int(spec["securityContext"]["fsGroup"])
+        laid = {}
+        for one in claims:
+            laid[one["metadata"]["name"]] = self._claim(f"{one['metadata']['name']}-{pod}", group, read_only=False)
+        for volume in spec["volumes"]:
+            laid[volume["name"]] = self._volume(volume, self.folder / "pods" / pod / volume["name"], group)
+        return laid
+
+    def _volume(self, volume: Object, place: Path, group: int) -> Path:
+        if "persistentVolumeClaim" in volume:
+            claim = volume["persistentVolumeClaim"]
+            return self._claim(str(claim["claimName"]), group, read_only=bool(claim.get("readOnly")))
+        place.mkdir(parents=True, exist_ok=True)
+        if "emptyDir" in volume:
+            self._empty(volume["emptyDir"], place, group)
+        elif "secret" in volume:
+            name = str(volume["secret"]["secretName"])
+            keys = [item["key"] for item in volume["secret"].get("items", ())] or _KEYS[name]
+            mode = int(volume["secret"]["defaultMode"])
+            _write({key: self.secret(name, key) for key in keys}, place, group, mode)
+        else:
+            _write(self._config_map(str(volume["configMap"]["name"])), place, group, 0o644)
+        return place
+
+    def _claim(self, name: str, group: int, *, read_only: bool) -> Path:
+        """`fsGroupChangePolicy: OnRootMismatch`: what lies in it is left as it is when its root is right."""
+        place = self.claim(name)
+        place.mkdir(parents=True, exist_ok=True)
+        if not read_only and place.stat().st_gid != group:
+            os.chown(place, -1, group)
+            place.chmod(0o2775)
+        return place
+
+    def _empty(self, told: Object, place: Path, group: int) -> None:
+        if told.get("medium") == "Memory":
+            options = f"size={num_bytes(told['sizeLimit'])},mode=2777,gid={group}"
+            self.engine.inside("mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place))
+        else:
+            os.chown(place, -1, group)
+            place.chmod(0o2777)
+
+    def _config_map(self, name: str) -> dict[str, str]:
+        files = next(dict(one["data"]) for one in self.rendered.of_kind("ConfigMap") if one["metadata"]["name"] == name)
+        if "run.yaml" in files:
+            files |= {"overlay.yaml": files["run.yaml"], "run.yaml": f"extends: overlay.yaml\n{self.changes}"}
+        return files
+
+
+def num_bytes(quantity: str) -> int:
+    """`2Gi`, as Kubernetes writes it."""
+    found = re.fullmatch(r"(\d+)(\w*)", quantity)
+    assert found, quantity
+    return int(found[1]) * (_UNITS[found[2]] if found[2] else 1)
+
+
+def num_cores(quantity: str) -> float:
+    """`100m` or `2`."""
+    return int(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
+
+
+def _write(files: Mapping[str, str], place: Path, group: int, mode: int) -> None:
+    for name, text in files.items():
+        path = place / name
+        path.write_text(text)
+        path.chmod(mode)
+        os.chown(path, 0, group)

@@ -1,0 +1,74 @@
+"""pass@k, the majority and the interval, against what they estimate."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from statistics import fmean
+
+import pytest
+
+from streamrl.recipe.held_out import Judged, answer_in, majority, numbers_of_samples, pass_at, passes, wilson
+
+
+def judged(*samples: tuple[str | None, bool]) -> list[Judged]:
+    return [Judged(answer=answer, passed=passed) for answer, passed in samples]
+
+
+@pytest.mark.parametrize(("num_samples", "num_passed"), [(1, 0), (1, 1), (5, 2), (6, 6), (8, 1)])
+def test_pass_at_k_is_the_share_of_draws_of_k_samples_in_which_one_passes(num_samples: int, num_passed: int) -> None:
+    samples = [True] * num_passed + [False] * (num_samples - num_passed)
+    for k in range(1, num_samples + 1):
+        share = fmean(any(draw) for draw in itertools.combinations(samples, k))
+        assert pass_at(k, num_samples=num_samples, num_passed=num_passed) == pytest.approx(share)
+
+
+def test_pass_at_k_is_told_for_powers_of_two_and_for_all_samples() -> None:
+    assert [numbers_of_samples(most) for most in (0, 1, 2, 6, 8)] == [[], [1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    prompts = [judged((None, True), (None, False), (None, False)), judged((None, False), (None, False))]
+    assert passes(prompts) == {1: pytest.approx(1 / 6), 2: pytest.approx(1 / 3)}
+    assert passes([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("samples", "share"),
+    [
+        ([("4", True), ("4", True), ("5", False)], 1.0),
+        ([("4", True), ("5", False), ("5", False)], 0.0),
+        ([("4", True), ("5", False)], 0.5),
+        ([("4", True), (None, False), (None, False)], 1.0),
+        ([(None, False)], 0.0),
+    ],
+)
+def test_the_majoritys_answer_is_that_of_most_samples_that_gave_one(
+    samples: list[tuple[str | None, bool]], share: float
+) -> None:
+    assert majority([judged(*samples)]) == share
+
+
+def test_of_no_prompts_there_is_no_majority() -> None:
+    assert majority([]) is None
+
+
+@pytest.mark.parametrize(("share", "num_prompts"), [(0.0, 10), (0.5, 40), (0.93, 200), (1.0, 3)])
+def test_the_intervals_ends_are_the_shares_that_are_just_not_refused(share: float, num_prompts: int) -> None:
+    for end in wilson(share, num_prompts):
+        assert 0 <= end <= 1
+        if 1e-9 < end < 1 - 1e-9:
+            assert abs(share - end) / math.sqrt(end * (1 - end) / num_prompts) == pytest.approx(1.959964, rel=1e-4)
+
+
+def test_the_interval_holds_the_truth_in_95_of_100_samples() -> None:
+    truth, num_prompts = 0.3, 50
+    chances = [
+        math.comb(num_prompts, k) * truth**k * (1 - truth) ** (num_prompts - k)
+        for k in range(num_prompts + 1)
+        if wilson(k / num_prompts, num_prompts)[0] <= truth <= wilson(k / num_prompts, num_prompts)[1]
+    ]
+    assert 0.93 <= sum(chances) <= 0.97
+
+
+def test_an_answer_is_the_patterns_last_match() -> None:
+    assert answer_in("#### 3 and #### 72 ", r"#### ?(-?\d+)") == "72"
+    assert answer_in("3, then 4", r"\d") == "4"
+    assert answer_in("none", r"\d") is None

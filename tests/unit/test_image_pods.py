@@ -1,0 +1,25 @@
+"""What runs pods as kubelet does, without podman: quantities, and what is said where something is missing."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.images.engine import why_not
+from tests.images.volumes import num_bytes, num_cores
+
+
+@pytest.mark.parametrize(("said", "meant"), [("128Mi", 2**27), ("2Gi", 2**31), ("2G", 2 * 10**9), ("512", 512)])
+def test_a_quantity_of_memory_is_read_as_kubernetes_writes_it(said: str, meant: int) -> None:
+    assert num_bytes(said) == meant
+
+
+def test_a_share_of_a_core_is_read_as_kubernetes_writes_it() -> None:
+    assert (num_cores("100m"), num_cores("2")) == (0.1, 2.0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root is asked for first")
+def test_what_is_missing_for_images_is_named_with_its_package() -> None:
+    missing = why_not({"no-such-program": "its-package", "sh": "dash"})
+    assert missing == "install what it needs: apt-get install --no-install-recommends its-package"

@@ -1,0 +1,1 @@
+"""User code and programs of models, in processes of their own that the kernel confines."""

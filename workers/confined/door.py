@@ -1,0 +1,138 @@
+"""One way out of a process that has no network: to its worker's own endpoint, and nowhere else, held by the kernel.
+
+    in the child   socket(TCP) ──► the kernel asks the worker ──► a socket that is connected to the endpoint already
+                   connect(...) ──► the kernel asks the worker ──► "done" for the endpoint's address, else `NO_NETWORK`
+
+Neither call ever runs in the child, so no address of its making reaches the network: what it holds are connections of
+the worker's making. That is so for whatever it starts, too, in any language. All else is as `confine` has it. While the
+worker has no endpoint, nothing is there to be connected to.
+
+Needs seccomp's notifications (Linux 5.14). Nothing here waits: the worker answers from its event loop.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import fcntl
+import os
+import select
+import socket
+import struct
+
+from streamrl.workers.confined.confine import NO_NETWORK, admit_by_listener
+
+# Of <linux/seccomp.h>.
+_RECEIVE, _SEND, _ADD_FD = 0xC0502100, 0xC0182101, 0x40182103
+_NOTIFICATION = struct.Struct("=QIIiIQ6Q")
+_RESPONSE, _ADDITION = struct.Struct("=QqiI"), struct.Struct("=QIIII")
+_AND_SEND = 2
+_INET = struct.Struct("!2xH4s")
+_FAMILY = struct.Struct("=H")
+_SOCKET_CALLS = (41, 198)  # on x86-64, on ARM; the other call that is asked for is `connect`
+
+
+def shut_in(door: int) -> None:
+    """In the child, before any code of the user's: `door` is its end of the pair. OSError where the kernel cannot."""
+    listener = admit_by_listener()
+    try:
+        with socket.socket(fileno=os.dup(door)) as ours:
+            ours.sendmsg([b"."], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [listener]))])
+    finally:
+        os.close(listener)
+
+
+class Door:
+    """The worker's side, for one child; `address` is the endpoint's, once there is one."""
+
+    def __init__(self, address: tuple[str, int] | None = None) -> None:
+        self.address = address
+        self._ours, self.theirs = socket.socketpair()
+        self._ours.setblocking(False)
+        self._listener: int | None = None
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._ours, self._take)
+
+    def close(self) -> None:
+        """Who asks now is told that there is no such call."""
+        if self._ours.fileno() >= 0:
+            self._loop.remove_reader(self._ours)
+            self._ours.close()
+        self.theirs.close()
+        self._forget()
+
+    def _take(self) -> None:
+        """The child's listener, or its end."""
+        self._loop.remove_reader(self._ours)
+        _, attached, _, _ = self._ours.recvmsg(1, socket.CMSG_SPACE(4))
+        for _, kind, data in attached:
+            if kind == socket.SCM_RIGHTS:
+                self._listener = struct.unpack("=i", data[:4])[0]
+                os.set_blocking(self._listener, False)
+                self._loop.add_reader(self._listener, self._answer)
+
+    def _forget(self) -> None:
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener)
+            os.close(self._listener)
+            self._listener = None
+
+    def _answer(self) -> None:
+        assert self._listener is not None, "it is read only while it is there"
+        if not _has_question(self._listener):
+            self._forget()  # all who could ask have ended
+            return
+        buffer = bytearray(_NOTIFICATION.size)
+        try:
+            fcntl.ioctl(self._listener, _RECEIVE, buffer)
+        except OSError:  # who asked was killed meanwhile
+            return
+        asked, pid, _, number, _, _, *arguments = _NOTIFICATION.unpack(buffer)
+        with contextlib.suppress(OSError):  # who asked was killed meanwhile
+            if number in _SOCKET_CALLS:
+                try:
+                    self._give_socket(asked, kind=arguments[1])
+                except OSError as error:  # the worker has no more files, or the asker
+                    self._say(asked, error.errno or NO_NETWORK)
+            else:
+                reached = self.address is not None and _meant(pid, *arguments[1:3]) in (None, self.address)
+                self._say(asked, 0 if reached else NO_NETWORK)
+
+    def _give_socket(self, asked: int, *, kind: int) -> None:
+        assert self._listener is not None, "who asks is there"
+        if self.address is None:
+            self._say(asked, NO_NETWORK)
+            return
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as connected:
+            connected.setblocking(False)
+            connected.connect_ex(self.address)  # which listens on this machine: there is nothing to wait for
+            connected.setblocking(not kind & socket.SOCK_NONBLOCK)
+            close_on_exec = os.O_CLOEXEC if kind & socket.SOCK_CLOEXEC else 0
+            fcntl.ioctl(self._listener, _ADD_FD, _ADDITION.pack(asked, _AND_SEND, connected.fileno(), 0, close_on_exec))
+
+    def _say(self, asked: int, refusal: int) -> None:
+        assert self._listener is not None, "who asks is there"
+        fcntl.ioctl(self._listener, _SEND, _RESPONSE.pack(asked, 0, -refusal, 0))
+
+
+def _has_question(listener: int) -> bool:
+    """To receive where there is none would wait."""
+    asking = select.poll()
+    asking.register(listener, select.POLLIN)
+    return any(event & select.POLLIN for _, event in asking.poll(0))
+
+
+def _meant(pid: int, place: int, num_bytes: int) -> tuple[str, int] | None:
+    """The address in the asker's memory, for a true answer and nothing else: it may change it at any time. None: it
+    cannot be read."""
+    try:
+        with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+            memory.seek(place)
+            name = memory.read(min(num_bytes, _INET.size))
+    except (OSError, ValueError, OverflowError):
+        return None
+    if len(name) < _INET.size or _FAMILY.unpack_from(name)[0] != socket.AF_INET:
+        return "", 0
+    port, host = _INET.unpack(name)
+    return socket.inet_ntoa(host), port

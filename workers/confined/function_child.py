@@ -1,0 +1,199 @@
+"""The process that a reward function runs in: calls come in by one pipe, a JSON line each, answers go out by another.
+
+It owns nothing that matters: its parent kills it when a call takes too long and begins another. It waits only for the
+next call, and ends with its parent. What the function prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import math
+import os
+import resource
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from streamrl.recipe.own import bind, describe, load_function
+from streamrl.recipe.rewards import LOADS, REWARDS
+from streamrl.terminal import plural
+from streamrl.workers.confined import confine as confining
+from streamrl.workers.confined.trl_form import TOLD, bind_of_trl, is_of_trl, rewards_in
+
+_NO_NAMES = -3  # EAI_AGAIN: no server of names can be asked
+_NO_NETWORK_HINT = "; a function has a network only where its source says `network: true`"
+
+# The scores in what a function returned of these samples; None: it does not apply; a list: of each token
+Read = Callable[[Any, list[Any]], list[Any]]
+
+
+def main() -> None:
+    calls, answers = take_pipes()
+    setup = json.loads(calls.readline())
+    limit_memory(setup["memory_mb"] << 20)
+    try:
+        confine(own=setup["target"] not in REWARDS, network=setup["network"])
+        function = load_function(setup["target"], REWARDS)
+        if setup["target"] in LOADS:
+            LOADS[setup["target"]]()
+        asynchronous = inspect.iscoroutinefunction(function)
+        read: Read = _only_number
+        if is_of_trl(function):
+            function, read = bind_of_trl(function, setup["options"]), _numbers_of_trl
+        elif setup["of_group"]:
+            raise TypeError("of_group wants the form of TRL's: a function with a parameter called `completions`")
+        else:
+            function = _bind(function, setup["options"])
+            read = _numbers_of_tokens if setup["per_token"] else read
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything while it is imported
+        write_answer(answers, {"error": describe(error)})
+        return
+    write_answer(answers, {"concurrent": asynchronous})
+    if asynchronous:
+        import asyncio  # costs as much time as all the rest of the start
+
+        asyncio.run(_serve_concurrently(function, read, setup["timeout_s"], calls, answers))
+    else:
+        _serve(function, read, calls, answers)
+
+
+def _serve(function: Callable[..., Any], read: Read, calls: BinaryIO, answers: BinaryIO) -> None:
+    for line in calls:
+        call = json.loads(line)
+        answer: dict[str, Any]
+        try:
+            answer = {"value": read(function(*call["arguments"]), call["arguments"][-1])}
+        except BaseException as error:  # noqa: BLE001 - whatever user code raises fails this sample, and only it
+            answer = _failure(error)
+        write_answer(answers, {"id": call["id"], **answer})
+        if answer.get("last"):
+            return
+
+
+async def _serve_concurrently(
+    function: Callable[..., Any], read: Read, timeout_s: float, calls: BinaryIO, answers: BinaryIO
+) -> None:
+    import asyncio
+
+    async def answer(call: dict[str, Any]) -> None:
+        result: dict[str, Any]
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                result = {"value": read(await function(*call["arguments"]), call["arguments"][-1])}
+        except BaseException as error:  # noqa: BLE001 - as above
+            result = {"error": f"no answer within {timeout_s:g} s"} if limit.expired() else _failure(error)
+        write_answer(answers, {"id": call["id"], **result})
+
+    loop = asyncio.get_running_loop()
+    tasks: set[asyncio.Task[None]] = set()
+    while line := await loop.run_in_executor(None, calls.readline):
+        call = json.loads(line)
+        task = asyncio.create_task(answer(call), name=f"call {call['id']}")
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+
+def _bind(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """To be called with a prompt, its row's fields, and one sample."""
+    wanted = [name for name in TOLD if name in inspect.signature(function).parameters and name not in options]
+    bound = bind(function, {**dict.fromkeys(wanted), **options}, "prompt", "completion", "token_ids", "fields")
+
+    def call(prompt: str, fields: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> Any:
+        [sample] = samples
+        told = {name: TOLD[name](sample) for name in wanted}
+        return bound(prompt, sample["completion"], sample["token_ids"], fields, **told)
+
+    return call
+
+
+def _only_number(value: Any, _: list[Any]) -> list[Any]:
+    return [_as_number(value)]
+
+
+def _numbers_of_tokens(value: Any, samples: list[Any]) -> list[Any]:
+    [sample] = samples
+    if not hasattr(value, "__len__") or len(value) != len(sample["token_ids"]):
+        count = len(sample["token_ids"])
+        raise TypeError(
+            f"per_token: the function returned {value!r:.80}, not a number for each of {plural(count, 'token')}"
+        )
+    return [[_as_number(one) for one in value]]
+
+
+def _as_number(value: Any) -> float:
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise TypeError(f"the function returned {value!r:.80}, not a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"the function returned {number}, not a finite number")
+    return number
+
+
+def _numbers_of_trl(returned: Any, samples: list[Any]) -> list[Any]:
+    return [None if reward is None else _as_number(reward) for reward in rewards_in(returned, len(samples))]
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    """`last`: who has eaten all its memory may have leaked it, so its place begins another process."""
+    hint = _NO_NETWORK_HINT if _wanted_network(error) else ""
+    last = {"last": "the process had used up its memory"} if isinstance(error, MemoryError) else {}
+    return {"error": describe(error) + hint} | last
+
+
+def _wanted_network(error: BaseException | None) -> bool:
+    """By the error, or by those that it came of."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (confining.NO_NETWORK, _NO_NAMES):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def write_answer(answers: BinaryIO, answer: Mapping[str, Any]) -> None:
+    answers.write(json.dumps(answer).encode() + b"\n")
+    answers.flush()
+
+
+def take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Move the pipes to where the function's own reads and prints cannot reach them, nor its subprocesses."""
+    calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # said at once: it may be killed any moment
+    return calls, answers
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Of data, not of addresses: libraries reserve far more than they ever use. And where memory is short, the kernel
+    ends this process before the worker: code that eats it costs its samples and no more."""
+    with contextlib.suppress(OSError):  # a container may hide the file
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
+
+
+def confine(
+    *,
+    own: bool,
+    network: bool,
+    keep_apart: Callable[[], None] = confining.keep_apart,
+    forbid_calls: Callable[..., None] = confining.forbid_calls,
+) -> None:
+    """Before any code of the user's. What is built in opens no connections, and runs where the kernel has no guard."""
+    with contextlib.suppress(OSError):  # `streamrl doctor` says so
+        keep_apart()
+    try:
+        forbid_calls(network=network)
+    except OSError as error:
+        if own and not network:
+            reason = f"this machine cannot keep a function from the network ({error.strerror})"
+            raise RuntimeError(f"{reason}; if it may have one, set the source's `network: true`") from None
+
+
+if __name__ == "__main__":
+    main()

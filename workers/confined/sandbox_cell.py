@@ -1,0 +1,118 @@
+"""The process that one program runs in, once: forked by the keeper, sealed, and gone with its last line.
+
+    keeper ──fork──► seal ──► program ──► its test, in the same names ──► one line to the keeper, of how it ended
+
+It has nothing of value: no file but its input and its two pipes, no variables, none of the outputs that are expected.
+Its line says no more than the program could have forged: whoever runs in here may write it. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import types
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from streamrl.process import die_with_parent
+from streamrl.workers.confined.sandbox_guard import readable_folders, seal
+
+PROGRAM, TEST = "program.py", "test.py"
+_VERDICT = 3
+_MAX_WORDS = 300
+_ENVIRONMENT = {"PATH": "/usr/bin", "LANG": "C.UTF-8", "HOME": "/nowhere", "OMP_NUM_THREADS": "1"}
+_ENVIRONMENT |= {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a cell is asked to run."""
+
+    program: str
+    then: str  # code that runs behind it and raises where the program is wrong; empty: there is none
+    stdin: str
+    time_s: float
+    memory_mb: int
+
+
+def run_in_cell(run: Run, *, stdin: int, stdout: int, verdict: int, keeper: int) -> NoReturn:
+    """In the child, right after the fork; the files are the keeper's."""
+    try:
+        die_with_parent()
+        if os.getppid() != keeper:
+            os._exit(1)
+        _take_files(stdin, stdout, verdict)
+        os.environ.clear()
+        os.environ.update(_ENVIRONMENT)
+        os.chdir("/")
+        folders = readable_folders()
+        sys.path[:] = [place for place in sys.path if any(place.startswith(one) for one in folders)]
+        seal(memory_bytes=run.memory_mb << 20, cpu_s=int(run.time_s) + 2)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, no program may run in here
+        _tell({"ended": "not begun", "why": f"{type(error).__name__}: {error}"})
+        os._exit(1)
+    _tell(_ending(run))
+    os._exit(0)
+
+
+def _take_files(stdin: int, stdout: int, verdict: int) -> None:
+    """Of all that the keeper has open only these; the order is such that none is overwritten before it is taken."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    high = [os.dup(one) for one in (stdin, stdout, nothing, verdict)]  # all beyond 3, which the keeper has open
+    for place, file in enumerate(high):
+        os.dup2(file, place)
+    os.closerange(_VERDICT + 1, os.sysconf("SC_OPEN_MAX"))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115 - as long as the process
+    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+
+
+def _ending(run: Run) -> dict[str, Any]:
+    module = types.ModuleType("program" if run.then else "__main__")  # so that a test calls what it wants of it
+    sys.modules[module.__name__] = module
+    sys.argv = [PROGRAM]
+    try:
+        exec(compile(run.program, PROGRAM, "exec", dont_inherit=True), module.__dict__)
+        if run.then:
+            exec(compile(run.then, TEST, "exec", dont_inherit=True), module.__dict__)
+        _finish()
+    except SystemExit as ended:
+        with contextlib.suppress(BaseException):
+            _finish()
+        return {"ended": "exited", "status": ended.code if isinstance(ended.code, int) else int(ended.code is not None)}
+    except BaseException as error:  # noqa: BLE001 - a program may raise anything
+        return {"ended": "raised", "why": _words_of(error)}
+    return {"ended": "done"}
+
+
+def _finish() -> None:
+    """As an interpreter does at its end."""
+    if (threading := sys.modules.get("threading")) is not None:
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+    import atexit
+
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+
+
+def _words_of(error: BaseException) -> str:
+    try:
+        words = f"{type(error).__name__}: {error}"[:_MAX_WORDS]
+    except BaseException:  # noqa: BLE001 - its words are the program's own code
+        words = type(error).__name__
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == PROGRAM:
+            place = f" (line {trace.tb_lineno} of the program)"
+        trace = trace.tb_next
+    return words + place
+
+
+def _tell(ending: dict[str, Any]) -> None:
+    os.write(_VERDICT, json.dumps(ending).encode())

@@ -1,0 +1,240 @@
+"""The process that makes cells, one for each run of a program, and watches them: runs come in by one pipe, a JSON line
+each, and how they ended goes out by another.
+
+    a run ──► fork: a cell (`sandbox_cell`) ──► its output, up to a limit ──► it ended, or its time is up: killed
+                                                                                 │
+                                        {"ended", "why", "stdout", "seconds"} ◄──┘
+
+That a machine is busy otherwise is no fault of the program: the time that it waited for a processor does not count.
+Where it has not had its time within `patience_s`, its run is an error, which says nothing of the program.
+
+It and its cells run when nobody else wants the processor (SCHED_IDLE). Each cell is one process, and dies with it. It
+waits for runs and for cells, and looks at these every `_LOOK_EVERY_S`.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import resource
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from streamrl.workers.confined import confine
+from streamrl.workers.confined.function_child import take_pipes, write_answer
+from streamrl.workers.confined.sandbox_cell import Run, run_in_cell
+
+MAX_OUTPUT_BYTES = 512 << 10
+_LOOK_EVERY_S = 0.05
+_READ_BYTES = 64 << 10
+_NANO = 1e-9
+
+
+@dataclass(slots=True, kw_only=True)
+class _Cell:
+    number: int  # of the call
+    run: Run
+    patience_s: float
+    pid: int
+    pidfd: int
+    stdout: int
+    verdict: int
+    began: float = field(default_factory=time.monotonic)
+    output: bytearray = field(default_factory=bytearray)
+    killed: str = ""  # why, by the keeper
+
+
+class Keeper:
+    def __init__(self, answers: BinaryIO, waited_s: Callable[[int], float]) -> None:
+        self._answers = answers
+        self._waited_s = waited_s  # for a processor, by the process
+        self._selector = selectors.DefaultSelector()
+        self._cells: dict[int, _Cell] = {}  # by each of its files
+
+    def serve(self, calls: int) -> None:
+        """Until the pipe of calls ends."""
+        os.set_blocking(calls, False)
+        self._selector.register(calls, selectors.EVENT_READ)
+        waiting = bytearray()
+        while True:
+            for key, _ in self._selector.select(_LOOK_EVERY_S if self._cells else None):
+                if key.fd == calls:
+                    if not (read := os.read(calls, _READ_BYTES)):
+                        return
+                    waiting += read
+                elif (cell := self._cells.get(key.fd)) is not None:
+                    self._look_at(cell, key.fd)
+            *lines, rest = waiting.split(b"\n")
+            waiting = bytearray(rest)
+            for line in lines:
+                self.begin(json.loads(line))
+            for cell in {cell.pid: cell for cell in self._cells.values()}.values():
+                self._limit(cell)
+
+    def begin(self, call: dict[str, Any]) -> None:
+        asked, patience_s = call["arguments"]
+        run = Run(**asked)
+        stdin = _sealed_file(run.stdin.encode(errors="replace"))
+        (out, out_end), (verdict, verdict_end) = os.pipe(), os.pipe()
+        keeper = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            run_in_cell(run, stdin=stdin, stdout=out_end, verdict=verdict_end, keeper=keeper)
+        for file in (stdin, out_end, verdict_end):
+            os.close(file)
+        os.set_blocking(out, False)
+        os.set_blocking(verdict, False)
+        cell = _Cell(
+            number=call["id"],
+            run=run,
+            patience_s=patience_s,
+            pid=pid,
+            pidfd=os.pidfd_open(pid),
+            stdout=out,
+            verdict=verdict,
+        )
+        for file in (cell.pidfd, cell.stdout):
+            self._cells[file] = cell
+            self._selector.register(file, selectors.EVENT_READ)
+
+    def _look_at(self, cell: _Cell, file: int) -> None:
+        if file == cell.pidfd:
+            self._end(cell)
+        elif not _read_into(cell.output, cell.stdout):
+            self._forget(cell.stdout)
+        elif len(cell.output) > MAX_OUTPUT_BYTES:
+            _kill(cell, "output")
+
+    def _limit(self, cell: _Cell) -> None:
+        passed_s = time.monotonic() - cell.began
+        if passed_s <= cell.run.time_s or cell.killed:
+            return
+        if passed_s - self._waited_s(cell.pid) > cell.run.time_s:
+            _kill(cell, "time")
+        elif passed_s > cell.patience_s:
+            _kill(cell, "patience")
+
+    def _end(self, cell: _Cell) -> None:
+        _, status, used = os.wait4(cell.pid, 0)
+        while cell.stdout in self._cells and len(cell.output) <= MAX_OUTPUT_BYTES:
+            if not _read_into(cell.output, cell.stdout):
+                self._forget(cell.stdout)
+        told = bytearray()
+        with contextlib.suppress(BlockingIOError):
+            _read_into(told, cell.verdict)
+        os.close(cell.verdict)
+        for file in (cell.pidfd, cell.stdout):
+            self._forget(file)
+        ending = _ending(cell, status, used, bytes(told))
+        seconds = time.monotonic() - cell.began
+        if ending["ended"] in ("not begun", "patience", "lost"):
+            write_answer(self._answers, {"id": cell.number, "error": ending["why"]})
+            return
+        stdout = base64.b64encode(cell.output[:MAX_OUTPUT_BYTES]).decode()
+        write_answer(self._answers, {"id": cell.number, "value": ending | {"stdout": stdout, "seconds": seconds}})
+
+    def _forget(self, file: int) -> None:
+        if self._cells.pop(file, None) is not None:
+            self._selector.unregister(file)
+            os.close(file)
+
+
+def _ending(cell: _Cell, status: int, used: resource.struct_rusage, told: bytes) -> dict[str, Any]:
+    """How it ended, in one word, and why."""
+    number = os.waitstatus_to_exitcode(status)
+    of_cpu = -number in (signal.SIGXCPU, signal.SIGKILL) and used.ru_utime + used.ru_stime > cell.run.time_s
+    if cell.killed == "patience":
+        waited = f"the machine had no time for it: {cell.run.time_s:g} s of computing in {cell.patience_s:g} s"
+        return {"ended": "patience", "why": waited}
+    if len(cell.output) > MAX_OUTPUT_BYTES:
+        return {"ended": "output", "why": f"printed more than {MAX_OUTPUT_BYTES >> 10} KiB"}
+    if cell.killed == "time" or of_cpu:
+        return {"ended": "time", "why": f"took more than {cell.run.time_s:g} s"}
+    if number == -signal.SIGKILL:
+        return {"ended": "lost", "why": "the cell was killed from outside: is the machine short of memory?"}
+    if number < 0:
+        return {"ended": "killed", "why": f"ended by {signal.Signals(-number).name}"}
+    try:
+        ending: dict[str, Any] = dict(json.loads(told))
+        ending["ended"] = str(ending["ended"])
+    except (ValueError, TypeError, KeyError):  # it ended itself, or wrote on the pipe
+        ending = {"ended": "exited", "status": number}
+    if ending["ended"] == "exited":
+        ending["why"] = f"ended itself with status {ending['status']}"
+    return ending
+
+
+def waited_s(pid: int) -> float:
+    """For a processor: the longest of its threads. 0 where the kernel keeps no books: all time is the program's."""
+    waited = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):  # it ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            waited = max(waited, int((thread / "schedstat").read_text().split()[1]))
+    return waited * _NANO
+
+
+def _kill(cell: _Cell, why: str) -> None:
+    cell.killed = cell.killed or why
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(cell.pidfd, signal.SIGKILL)
+
+
+def _read_into(buffer: bytearray, file: int) -> bool:
+    """False at the end."""
+    read = os.read(file, _READ_BYTES)
+    buffer += read
+    return bool(read)
+
+
+def _sealed_file(content: bytes) -> int:
+    """In memory, and nobody changes it any more."""
+    import fcntl
+
+    file = os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    with os.fdopen(os.dup(file), "wb") as writing:
+        writing.write(content)
+    os.lseek(file, 0, os.SEEK_SET)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    return file
+
+
+def step_back() -> None:
+    """Behind all others, for a processor and for memory."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    # Where the kernel groups processes by session, that orders those of one session alone, and each session has as much
+    # as another; this one is to have the least.
+    for file, word in {"autogroup": "19", "oom_score_adj": "1000"}.items():
+        with contextlib.suppress(OSError):
+            Path("/proc/self", file).write_text(word)
+
+
+def main(step_back: Callable[[], None] = step_back, waited_s: Callable[[int], float] = waited_s) -> None:
+    calls, answers = take_pipes()
+    pipe = os.dup(calls.fileno())
+    json.loads(_first_line(pipe))
+    step_back()
+    with contextlib.suppress(OSError):  # a cell's own calls are refused anyway
+        confine.keep_apart()
+    write_answer(answers, {"concurrent": True})
+    Keeper(answers, waited_s).serve(pipe)
+
+
+def _first_line(file: int) -> bytes:
+    """And nothing beyond it."""
+    line = bytearray()
+    while not line.endswith(b"\n") and (read := os.read(file, 1)):
+        line += read
+    return bytes(line)
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)

@@ -1,0 +1,99 @@
+"""Reward functions in the form of TRL's trainers, as they are, but called with one sample at a time, or with all of one
+prompt where their source says `of_group`.
+
+    def reward(prompts, completions, **kwargs) -> list[float | None]
+
+A function is of this form when one of its parameters is called `prompts`, `completions` or `completion_ids`; any other
+is of ours. It is called by keyword, with lists of an entry for each sample, which is one, since a sample is scored as
+soon as it is made; or all samples of a prompt:
+
+    prompts          texts; of a row with `messages` the lists of these
+    completions      texts; where prompts are messages, lists of one message, the assistant's
+    completion_ids   lists of token ids; TRL's guide calls them `completions_ids`, so that name is known too
+    answer, ...      lists of what the row's further fields hold; all of them where the function has `**kwargs`
+    finish_reason, truncated, rewards   lists, where parameters are called so: "stop" or "length", whether it was cut
+                     off, and by source what those have given that see samples alone
+
+None in the list that it returns means that it has nothing to say of that sample: the other sources' rewards count
+alone. What only a trainer has (`trainer_state`, `log_extra`, ...) is not given.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from streamrl.terminal import plural
+
+_GIVEN = ("prompts", "completions", "completion_ids", "completions_ids")
+# What a sample tells whoever has a parameter of that name, in our form too.
+TOLD: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "finish_reason": lambda sample: sample["finish_reason"],
+    "truncated": lambda sample: sample["finish_reason"] == "length",
+}
+_TOLD_IN_LISTS = {**TOLD, "rewards": lambda sample: sample["rewards"]}
+_OF_A_TRAINER = ("trainer_state", "log_extra", "log_metric", "environments")
+
+
+def is_of_trl(function: Callable[..., Any]) -> bool:
+    return not inspect.signature(function).parameters.keys().isdisjoint(_GIVEN)
+
+
+def bind_of_trl(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function, to be called with a prompt, its row's fields, and samples; TypeError where it asks for what nobody
+    can give."""
+    parameters = inspect.signature(function).parameters
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    name = getattr(function, "__name__", "it")
+    for key in options:
+        if key not in parameters and not takes_any:
+            raise TypeError(f"{name} cannot be called: got an unexpected keyword argument {key!r}")
+    columns = [
+        key for key, one in parameters.items() if _is_needed(one) and key not in (*_GIVEN, *_TOLD_IN_LISTS, *options)
+    ]
+    for key in _OF_A_TRAINER:
+        if key in columns:
+            raise TypeError(f"{name} cannot be called: only TRL's trainer has {key!r}; give it a default, {key}=None")
+
+    def call(prompt: str, fields: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> Any:
+        for column in columns:
+            if column not in fields:
+                has = ", ".join(sorted(fields)) or "none"
+                raise ValueError(f"{name} takes {column!r}, and the prompt's row has no such field; it has: {has}")
+        given = {name: list(map(tell, samples)) for name, tell in _TOLD_IN_LISTS.items() if name in parameters}
+        given |= {key: [value] * len(samples) for key, value in fields.items() if key != "messages"}
+        given |= _texts(prompt, samples, fields.get("messages"))
+        taken = {key: value for key, value in given.items() if takes_any or key in parameters}
+        return function(**(taken | dict(options)))
+
+    return call
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in (
+        parameter.VAR_KEYWORD,
+        parameter.VAR_POSITIONAL,
+    )
+
+
+def _texts(
+    prompt: str, samples: Sequence[Mapping[str, Any]], messages: list[dict[str, Any]] | None
+) -> dict[str, list[Any]]:
+    token_ids = [sample["token_ids"] for sample in samples]
+    said = [sample["completion"] for sample in samples]
+    ids = {"completion_ids": token_ids, "completions_ids": token_ids}
+    if messages is None:
+        return {"prompts": [prompt] * len(samples), "completions": said, **ids}
+    answers = [[{"role": "assistant", "content": completion}] for completion in said]
+    return {"prompts": [messages] * len(samples), "completions": answers, **ids}
+
+
+def rewards_in(returned: Any, count: int) -> list[Any]:
+    """What the function says of each sample."""
+    if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__iter__"):
+        raise TypeError(f"the function returned {returned!r:.80}, not a list with a reward for each completion")
+    rewards = list(returned)
+    if len(rewards) != count:
+        raise ValueError(f"the function returned {len(rewards)} rewards for {plural(count, 'completion')}")
+    return rewards

@@ -1,0 +1,296 @@
+"""The reward server: a finite number a row or an error with its reason, and the truth about its health.
+
+    POST /score       {"texts": ["prompt and completion", ...]} or {"tokens": [[1, 2], ...]} ──► {"rewards": [0.5, ...]}
+    POST /get_reward  {"query": ["prompt and completion", ...]}: as OpenRLHF asks remote reward models
+    GET  /health, /metrics (for Prometheus), /openapi.json
+
+A request is read (bounded in bytes and time), checked, tokenised in a thread of its own and handed to the batcher.
+
+SIGTERM or Ctrl-C ends it in order: no new connections, what was asked is answered, then the process leaves. Whose
+scores take longer than `STOP_TIMEOUT_S`, or until another such signal, is told to ask elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from streamrl.config import schema
+from streamrl.tasks import run_beside
+from streamrl.web import Server
+from streamrl.workers.reward_server.batcher import Batcher, ScoringFailed, ScoringModel
+from streamrl.workers.reward_server.openapi import ServiceMetrics, document
+
+if TYPE_CHECKING:
+    from streamrl.workers.reward_server.model import Dtype
+
+MAX_BODY_BYTES = 8 << 20
+MAX_ROWS = 4096  # of one request
+MAX_PENDING_ROWS = 16384  # of all requests that were read and not answered; with more the server says that it is busy
+BODY_TIMEOUT_S = 30.0
+HEALTH_TIMEOUT_S = 5.0  # a model that scored nothing for so long is asked to prove itself
+STOP_TIMEOUT_S = 10
+_LEAVE_TIMEOUT_S = 5  # for a caller to take its answer
+_KEEP_ALIVE_S = 60  # longer than callers keep an idle connection (httpx: 5 s): else it may close just as they ask
+
+
+class ScoreRequest(BaseModel):
+    """Score texts, or tokens."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    texts: Annotated[list[str], Field(min_length=1, max_length=MAX_ROWS)] | None = None
+    tokens: Annotated[list[list[int]], Field(min_length=1, max_length=MAX_ROWS)] | None = None
+
+
+class OpenRlhfRequest(BaseModel):
+    """Score texts, as OpenRLHF asks."""
+
+    # Its versions send more beside the query (prompts, labels), and nothing of that matters here.
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    texts: Annotated[list[str], Field(alias="query", min_length=1, max_length=MAX_ROWS)]
+    tokens: ClassVar[None] = None
+
+
+class RewardApp:
+    """The routes, and what they share."""
+
+    def __init__(
+        self,
+        model: ScoringModel,
+        batcher: Batcher,
+        *,
+        token: str | None,
+        health_timeout_s: float = HEALTH_TIMEOUT_S,
+    ) -> None:
+        self._model = model
+        self._batcher = batcher
+        self._token = token
+        self._health_timeout_s = health_timeout_s
+        self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._num_rows = 0  # read and not answered
+        self._ending = asyncio.Event()
+        self._metrics = ServiceMetrics(pending_rows=lambda: batcher.num_pending)
+
+    def asgi(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/score", self.score, methods=["POST"]),
+                Route("/get_reward", self.get_reward, methods=["POST"]),
+                Route("/health", self.health),
+                Route("/metrics", self.metrics),
+                Route("/openapi.json", self.openapi),
+            ],
+            exception_handlers={HTTPException: explain, Exception: apologise},
+            lifespan=self._lifespan,
+        )
+
+    async def score(self, request: Request) -> Response:
+        return JSONResponse({"rewards": await self._answer(request, ScoreRequest)})
+
+    async def get_reward(self, request: Request) -> Response:
+        rewards = await self._answer(request, OpenRlhfRequest)
+        return JSONResponse({"rewards": rewards, "scores": rewards, "extra_logs": {}})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(document({"/score": ScoreRequest, "/get_reward": OpenRlhfRequest}))
+
+    async def health(self, request: Request) -> Response:
+        """Well means: the model scored something within the last seconds, or does so now."""
+        facts = {"model": self._model.name, "pending_rows": self._batcher.num_pending}
+        asked, limit_s = time.monotonic(), self._health_timeout_s
+        if asked - self._batcher.last_success > limit_s:
+            try:
+                await asyncio.wait_for(self._batcher.score([[0]]), limit_s)
+            except TimeoutError:
+                if self._batcher.last_success < asked:  # else it has much to do, and scored others meanwhile
+                    return JSONResponse({"status": "stuck", "reason": f"no score within {limit_s:g} s", **facts}, 503)
+            except ScoringFailed as error:
+                return JSONResponse({"status": "failing", "reason": str(error), **facts}, 503)
+        return JSONResponse({"status": "ok", **facts})
+
+    def give_up(self) -> None:
+        """The server is about to end: whoever still waits for scores is told to ask elsewhere."""
+        self._ending.set()
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        batching = asyncio.create_task(self._batcher.run(), name="reward batcher")
+        try:
+            yield
+        finally:
+            batching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await batching
+            self._tokenizing.shutdown(wait=True, cancel_futures=True)
+
+    async def _answer(self, request: Request, form: type[ScoreRequest | OpenRlhfRequest]) -> list[float]:
+        status = 500
+        with self._metrics.seconds.time():
+            try:
+                check_caller(request, self._token)
+                self._check_room(1)  # nothing is read that will not be scored
+                body = _parse(await read_body(request), form)
+                rewards = await self._rewards(request, body)
+                status = 200
+            except HTTPException as error:
+                status = error.status_code
+                raise
+            finally:
+                self._metrics.requests.labels(str(status)).inc()
+        return rewards
+
+    def _check_room(self, num_rows: int) -> None:
+        if self._num_rows + num_rows > MAX_PENDING_ROWS:
+            raise HTTPException(503, f"busy: {self._num_rows} rows wait already", {"retry-after": "1"})
+
+    async def _rewards(self, request: Request, body: ScoreRequest | OpenRlhfRequest) -> list[float]:
+        if (body.texts is None) == (body.tokens is None):
+            raise HTTPException(422, "exactly one of `texts` and `tokens` is needed")
+        num_rows = len(body.texts or body.tokens or ())
+        self._check_room(num_rows)
+        self._num_rows += num_rows
+        try:
+            # A caller that gave up and asks again must not wait behind what it asked before.
+            ends = {"hang-up": _wait_for_hang_up(request), "end": self._wait_for_end()}
+            return await run_beside(self._score(body), ends)
+        finally:
+            self._num_rows -= num_rows
+
+    async def _score(self, body: ScoreRequest | OpenRlhfRequest) -> list[float]:
+        rows: Sequence[Sequence[int]] | None = body.tokens
+        if rows is None:
+            loop = asyncio.get_running_loop()
+            rows = await loop.run_in_executor(self._tokenizing, self._model.encode, body.texts or ())
+        self._check_rows(rows)
+        try:
+            rewards = await self._batcher.score(rows)
+        except ScoringFailed as error:
+            raise HTTPException(500, str(error)) from None
+        self._metrics.rows.inc(len(rows))
+        self._metrics.tokens.inc(sum(map(len, rows)))
+        return rewards
+
+    async def _wait_for_end(self) -> None:
+        await self._ending.wait()
+        raise HTTPException(503, "the server is ending: ask another one, or later", {"retry-after": "1"})
+
+    def _check_rows(self, rows: Sequence[Sequence[int]]) -> None:
+        for index, row in enumerate(rows):
+            if not row:
+                raise HTTPException(422, f"row {index} has no tokens")
+            if self._model.max_tokens is not None and len(row) > self._model.max_tokens:
+                raise HTTPException(422, f"row {index} has {len(row)} tokens; the model takes {self._model.max_tokens}")
+            if min(row) < 0 or max(row) >= self._model.vocab_size:
+                raise HTTPException(422, f"row {index} has a token outside of [0, {self._model.vocab_size})")
+
+
+def check_caller(request: Request, token: str | None) -> None:
+    if "origin" in request.headers:  # a browser adds it, for whatever page somebody reads beside this server
+        raise HTTPException(403, "pages in browsers get no answers")
+    if token is None:
+        return
+    given = request.headers.get("authorization", "").encode()
+    if not hmac.compare_digest(given, f"Bearer {token}".encode()):
+        raise HTTPException(401, "a bearer token is needed, and this is not it", {"www-authenticate": "Bearer"})
+
+
+async def _wait_for_hang_up(request: Request) -> None:
+    await request.receive()  # the body has been read: what can still come is the end of the connection
+    raise HTTPException(499, "the caller hung up")
+
+
+async def read_body(request: Request) -> bytes:
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise HTTPException(413, f"the body exceeds {MAX_BODY_BYTES} bytes: send less at once")
+    except TimeoutError:
+        raise HTTPException(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+    except ClientDisconnect:
+        raise HTTPException(400, "the body ended early") from None
+    return bytes(body)
+
+
+def _parse(body: bytes, form: type[ScoreRequest | OpenRlhfRequest]) -> ScoreRequest | OpenRlhfRequest:
+    try:
+        return form.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        reason = first["msg"]
+        if first["type"] == "extra_forbidden":
+            reason = f"no such key; a request has {' or '.join(form.model_fields)}"
+        raise HTTPException(422, f"{place}: {reason}" if place else reason) from None
+
+
+async def explain(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    reason = f"nothing is at {request.scope['path']}; see /openapi.json" if error.status_code == 404 else error.detail
+    return JSONResponse({"error": reason}, error.status_code, error.headers)
+
+
+async def apologise(request: Request, error: Exception) -> Response:
+    return JSONResponse({"error": "internal error; the server's log has it"}, 500)
+
+
+def build_app(
+    settings: schema.RewardServer, *, dtype: Dtype, threads: int | None, token: str | None, trust_remote_code: bool
+) -> RewardApp:
+    """Load the model, which takes its time, and build the application around it."""
+    from streamrl.workers.reward_server.model import RewardModel, prepare_process  # torch: only where a model is served
+
+    prepare_process(threads)
+    model = RewardModel.load(settings, dtype=dtype, trust_remote_code=trust_remote_code)
+    batcher = Batcher(model, max_delay_s=settings.max_delay_ms / 1000, max_batch_tokens=settings.max_batch_tokens)
+    return RewardApp(model, batcher, token=token)
+
+
+class _Server(Server):
+    """It ends without an error for anybody."""
+
+    def __init__(self, app: RewardApp, on_ready: Callable[[], None]) -> None:
+        super().__init__(
+            app.asgi(),
+            on_ready=on_ready,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=STOP_TIMEOUT_S + _LEAVE_TIMEOUT_S,
+        )
+        self._app = app
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # uvicorn's own would raise the signal again in the end, and an orderly end is exit code 0.
+        if self.should_exit:
+            self._app.give_up()
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        giving_up = asyncio.get_running_loop().call_later(STOP_TIMEOUT_S, self._app.give_up)
+        await super().shutdown(sockets=sockets)
+        giving_up.cancel()
+
+
+def run(app: RewardApp, bound: socket.socket, on_ready: Callable[[], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C, and return."""
+    asyncio.run(_Server(app, on_ready).serve(sockets=[bound]))

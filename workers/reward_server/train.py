@@ -1,0 +1,226 @@
+"""Training a reward model on pairs or ratings, in one sitting, on one device.
+
+Starts from any model of transformers with a new reward head, and leaves a folder that `streamrl reward serve` and plain
+transformers load. A share of the examples is held out; the summary says how many of them the model orders rightly, and
+the mean and deviation of its rewards on them, which standardise it when served.
+
+What reward models learn from: pairs of texts, one better than the other, or texts with their ratings.
+
+    {"prompt": ..., "chosen": ..., "rejected": ...}      loss = -log sigmoid(r(chosen) - r(rejected))   (Bradley-Terry)
+    {"prompt": ..., "completion": ..., "score": ...}     loss = mean (output - score)^2, of a number or a list of them
+
+Prompt and what follows are joined as the reward client joins them. What is no example is a DataError that names file
+and line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from streamrl.config import schema
+from streamrl.errors import DataError, TrainingError
+from streamrl.files import write_durably
+from streamrl.workers.reward_server.model import RewardModel, Row
+
+SUMMARY_FILE = "reward_summary.json"
+_REPORTS = 10  # of the loss, over the whole training
+_SCORE_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSettings:
+    model: str  # what to start from: a folder or hub name
+    output: Path
+    epochs: int = 1
+    batch_size: int = 32  # examples of one optimizer step
+    lr: float = 1e-5
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    held_out: float = 0.1  # share of the examples
+    max_tokens: int = 2048  # an example with a longer text is left out, and counted
+    seed: int = 1234
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    num_trained: int
+    num_held_out: int
+    num_overlong: int
+    steps: int
+    accuracy: float  # share of held-out pairs (of ratings: of neighbours that differ) that are ordered rightly
+    reward_mean: float  # over the held-out texts; of a model with several outputs, of their mean
+    reward_std: float
+    num_outputs: int  # of the model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Encoded:
+    rows: tuple[Row, ...]
+    scores: tuple[float, ...]
+
+
+def train(examples: Sequence[Example], settings: TrainSettings, say: Callable[[str], None]) -> Summary:
+    torch.manual_seed(settings.seed)  # the new head, and dropout
+    outputs = max(1, len(examples[0].scores))
+    start = schema.RewardServer(model=settings.model)
+    scorer = RewardModel.load(start, new_head=outputs, trust_remote_code=settings.trust_remote_code)
+    if scorer.tokenizer.pad_token_id is not None:
+        scorer.model.config.get_text_config().pad_token_id = scorer.tokenizer.pad_token_id
+    encoded = _encode(scorer, examples, settings.max_tokens)
+    random.Random(settings.seed).shuffle(encoded)
+    num_held_out = max(1, round(len(encoded) * settings.held_out))
+    held_out, kept = encoded[:num_held_out], encoded[num_held_out:]
+    if not kept:
+        raise DataError(
+            f"{len(encoded)} of {len(examples)} examples have texts that fit, and {len(held_out)} of these are held "
+            "out: none is left to train on; allow more with --max-tokens, or hold out less with --held-out"
+        )
+
+    batches = list(_batches(kept, settings))
+    optimizer = torch.optim.AdamW(scorer.model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+    scorer.model.train()
+    for step, batch in enumerate(batches, start=1):
+        loss = _step(scorer, optimizer, batch, settings.clip_norm)
+        if step % math.ceil(len(batches) / _REPORTS) == 0 or step == len(batches):
+            say(f"step {step}/{len(batches)}: loss {loss:.4f}")
+    scorer.model.eval()
+
+    rewards = _rewards(scorer, held_out)
+    summary = Summary(
+        num_trained=len(kept),
+        num_held_out=len(held_out),
+        num_overlong=len(examples) - len(encoded),
+        steps=len(batches),
+        accuracy=_accuracy(held_out, rewards),
+        reward_mean=statistics.fmean(rewards),
+        reward_std=statistics.pstdev(rewards) or 1.0,
+        num_outputs=outputs,
+    )
+    scorer.model.config.use_cache = True
+    scorer.model.save_pretrained(settings.output)
+    scorer.tokenizer.save_pretrained(settings.output)
+    write_durably(settings.output / SUMMARY_FILE, json.dumps(asdict(summary), indent=2).encode() + b"\n")
+    return summary
+
+
+def _encode(scorer: RewardModel, examples: Sequence[Example], max_tokens: int) -> list[_Encoded]:
+    limit = min(max_tokens, scorer.max_tokens or max_tokens)
+    rows = iter(scorer.encode([text for example in examples for text in example.texts]))
+    encoded = [_Encoded(rows=tuple(next(rows) for _ in example.texts), scores=example.scores) for example in examples]
+    return [one for one in encoded if max(map(len, one.rows)) <= limit]
+
+
+def _batches(examples: Sequence[_Encoded], settings: TrainSettings) -> Iterator[Sequence[_Encoded]]:
+    order = random.Random(settings.seed + 1)
+    for _ in range(settings.epochs):
+        shuffled = order.sample(examples, len(examples))
+        for start in range(0, len(shuffled), settings.batch_size):
+            yield shuffled[start : start + settings.batch_size]
+
+
+def _step(scorer: RewardModel, optimizer: torch.optim.Optimizer, batch: Sequence[_Encoded], clip_norm: float) -> float:
+    outputs = scorer.forward([row for example in batch for row in example.rows])
+    if batch[0].scores:
+        loss = torch.nn.functional.mse_loss(outputs, outputs.new_tensor([example.scores for example in batch]))
+    else:
+        chosen, rejected = outputs.view(-1, 2).T
+        loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+    if not torch.isfinite(loss):
+        raise TrainingError(f"the loss became {loss.item()}: try a smaller learning rate")
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(scorer.model.parameters(), clip_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@torch.inference_mode()
+def _rewards(scorer: RewardModel, held_out: Sequence[_Encoded]) -> list[float]:
+    """Of every held-out text, in order; of a model with several outputs their mean."""
+    rows = [row for example in held_out for row in example.rows]
+    parts = [scorer.forward(rows[start : start + _SCORE_ROWS]) for start in range(0, len(rows), _SCORE_ROWS)]
+    rewards: list[float] = torch.cat(parts).mean(dim=1).tolist()
+    return rewards
+
+
+def _accuracy(held_out: Sequence[_Encoded], rewards: Sequence[float]) -> float:
+    if not held_out[0].scores:
+        pairs = zip(rewards[::2], rewards[1::2], strict=True)
+        return statistics.fmean(chosen > rejected for chosen, rejected in pairs)
+    rated = [(statistics.fmean(example.scores), reward) for example, reward in zip(held_out, rewards, strict=True)]
+    differing = [(a, b) for a, b in itertools.pairwise(rated) if a[0] != b[0]]
+    if not differing:
+        return 1.0
+    return statistics.fmean((a[0] < b[0]) == (a[1] < b[1]) for a, b in differing)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    texts: tuple[str, ...]  # a pair: the better one first
+    scores: tuple[float, ...] = ()  # of the one text; empty: a pair
+
+
+def read_pairs(path: Path) -> list[Example]:
+    return _read(path, _pair, what="preference pairs")
+
+
+def read_ratings(path: Path) -> list[Example]:
+    examples = _read(path, _rating, what="ratings")
+    if len({len(example.scores) for example in examples}) > 1:
+        raise DataError(f"{path}: the ratings differ in how many numbers they have")
+    return examples
+
+
+def _read(path: Path, read: Callable[[Any], Example], *, what: str) -> list[Example]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"cannot read the {what} {str(path)!r}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"the {what} {str(path)!r} are no UTF-8 text: {error}") from None
+    examples = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            example = read(json.loads(line))
+        except ValueError as error:
+            raise DataError(f"{path}:{number}: {error}; got {line:.80}") from None
+        if not all(example.texts):
+            raise DataError(f"{path}:{number}: an empty text cannot be scored")
+        examples.append(example)
+    if len(examples) < 2:
+        raise DataError(f"{path} holds {len(examples)} {what}; at least 2 are needed")
+    return examples
+
+
+def _pair(row: Any) -> Example:
+    prompt, chosen, rejected = _texts(row, "prompt", "chosen", "rejected")
+    return Example(texts=(prompt + chosen, prompt + rejected))
+
+
+def _rating(row: Any) -> Example:
+    prompt, completion = _texts(row, "prompt", "completion")
+    score = row.get("score")
+    scores = score if isinstance(score, list) else [score]
+    if not scores or not all(type(one) in (int, float) and math.isfinite(one) for one in scores):
+        raise ValueError("expected `score` to be a finite number or a list of them")
+    return Example(texts=(prompt + completion,), scores=tuple(map(float, scores)))
+
+
+def _texts(row: Any, *keys: str) -> list[str]:
+    texts = [row[key] for key in keys if isinstance(row, dict) and isinstance(row.get(key), str)]
+    if len(texts) < len(keys):
+        raise ValueError("expected {" + ", ".join(f'"{key}": text' for key in keys) + "}")
+    return texts

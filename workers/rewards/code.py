@@ -1,0 +1,133 @@
+"""Rewards of type `code`: the program in a completion runs against its row's tests, in sandboxes of this worker.
+
+    score ──► its turn among `processes` ──► keeper ──► a cell for each test ──► outcomes ──► number
+
+That the sandbox failed, and not the program, is an error and never a 0: the keeper died, the machine had no time for
+the program within `timeout_s`, a row holds no tests. Waits for a turn (bounded by the tests before) and for each test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Sequence
+
+from streamrl.config import schema
+from streamrl.config.places import SANDBOX
+from streamrl.errors import ConfigError, RewardError
+from streamrl.permissions import Permissions
+from streamrl.workers.rewards.base import Health, ScoreItem
+from streamrl.workers.rewards.code_tests import Case, Ending, Outcome, judge, score_of
+from streamrl.workers.rewards.functions import CallFailed, Child
+
+_KEEPER = "streamrl.workers.confined.sandbox_keeper"
+_GRACE_S = 15.0  # for the keeper to say that a program had no time: it waits for the processor, too
+_SERVICE = "a service can: type http, form sandbox-fusion"
+
+
+def build_code_reward(name: str, source: schema.CodeReward, permissions: Permissions) -> CodeReward:
+    """Checks this worker's permission; begins nothing yet."""
+    if SANDBOX not in permissions.reward_code:
+        raise ConfigError(
+            f"rewards.{name}: this worker runs no programs of models, nor tests of rows; if it may, in its sandbox, "
+            f"start it with --allow-reward-code {SANDBOX}"
+        )
+    return CodeReward(source, key=f"rewards.{name}")
+
+
+class CodeReward:
+    def __init__(self, source: schema.CodeReward, *, key: str, keeper: str = _KEEPER) -> None:
+        self._source, self._key = source, key
+        self._cells = Cells(source, keeper=keeper)
+
+    async def start(self) -> None:
+        """A program tries what it may not, and another prints: a machine that cannot hold it runs none at all."""
+        try:
+            await self._cells.prove()
+        except RewardError as error:
+            await self._cells.close()
+            raise ConfigError(f"{self._key}: this machine holds no sandbox: {error}; {_SERVICE}") from None
+
+    async def score(self, item: ScoreItem) -> float:
+        return self.score_of(await self.judge(item, every=self._source.tests.partial))
+
+    async def judge(self, item: ScoreItem, *, every: bool = True) -> list[Outcome]:
+        """What became of each test; without `every` no further than to the first that fails."""
+        return await judge(item, self._source.tests, self._cells, every=every)
+
+    def score_of(self, outcomes: Sequence[Outcome]) -> float:
+        return score_of(outcomes, partial=self._source.tests.partial)
+
+    def health(self) -> Health:
+        return Health()  # a sandbox is always to be had: what fails is a sample's
+
+    async def close(self) -> None:
+        await self._cells.close()
+
+
+class Cells:
+    """The keeper, begun on first use and again after its death, and how many of its cells may be at once."""
+
+    def __init__(self, source: schema.CodeReward, *, keeper: str) -> None:
+        self._source, self._module = source, keeper
+        self._turns = asyncio.Semaphore(source.processes)
+        self._beginning = asyncio.Lock()
+        self._keeper: Child | None = None
+
+    async def run(self, program: str, case: Case) -> Ending:
+        tests, patience_s = self._source.tests, max(self._source.timeout_s, self._source.tests.time_s)
+        asked = {
+            "program": program,
+            "then": case.then,
+            "stdin": case.stdin,
+            "time_s": tests.time_s,
+            "memory_mb": tests.memory_mb,
+        }
+        async with self._turns:
+            try:
+                keeper = await self._begun()
+                told = await keeper.call((asked, patience_s), timeout_s=patience_s + _GRACE_S)
+            except CallFailed as failed:
+                raise RewardError(f"the sandbox failed: {failed}") from None
+        stdout = base64.b64decode(told.pop("stdout")).decode(errors="replace")
+        return Ending(ended=told["ended"], why=str(told.get("why", "")), stdout=stdout, seconds=told["seconds"])
+
+    async def prove(self) -> None:
+        """RewardError where a cell holds no program, or lets it do what it may not."""
+        ending = await self.run(_PROBE, Case())
+        if ending.stdout != "held\n":
+            raise RewardError(f"a program could {ending.stdout.strip() or 'not run'} {ending.why}".strip())
+
+    async def close(self) -> None:
+        if self._keeper is not None:
+            keeper, self._keeper = self._keeper, None
+            await keeper.close()
+
+    async def _begun(self) -> Child:
+        async with self._beginning:
+            if self._keeper is not None and self._keeper.lost:
+                await self.close()
+            if self._keeper is None:
+                self._keeper = await Child.begin(self._source, self._module)
+            return self._keeper
+
+
+# What a cell must refuse, tried in one.
+_PROBE = """
+import os
+for name, attempt in {
+    "start a process": os.fork,
+    "write a file": lambda: os.open("/tmp/sandbox", os.O_WRONLY | os.O_CREAT, 0o600),
+    "read what is not Python's": lambda: os.listdir("/"),
+    "compute before others": lambda: os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0)),
+    "open a connection": lambda: __import__("_socket").socket(),
+}.items():
+    try:
+        attempt()
+    except OSError:
+        continue
+    print(name)
+    break
+else:
+    print("held")
+"""

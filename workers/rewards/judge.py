@@ -1,0 +1,270 @@
+"""Rewards from models that judge, behind any URL in OpenAI's form: each sample for itself, or one beside another.
+
+    score ──► question (`verdicts`) ──► each judge: known? ─ yes ─► its verdict
+                                            │ no
+                                            ▼
+                              its turn by requests a second ──► service (`asking`) ──► verdict, or RewardError
+
+Judges are services: one that hangs, fails, limits, or talks nonsense is asked again, and while one of several is out
+all samples wait, since the mean of those that are left would be another reward. The same question is asked once, also
+while its answer is under way. A verdict is one of those that were offered, or none at all.
+
+What a budget of tokens cannot pay any more waits like an outage: no sample is at fault. The budget is this worker's
+own, counted from its start, and may be exceeded by what is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import httpx
+
+from streamrl.config import schema
+from streamrl.errors import ConfigError, RewardError, RewardOutage
+from streamrl.permissions import Permissions
+from streamrl.workers.rewards.asking import FIRST_PAUSE_S, Service
+from streamrl.workers.rewards.base import Health, ScoreItem
+from streamrl.workers.rewards.http_client import check_host
+from streamrl.workers.rewards.http_request import make_client, post
+from streamrl.workers.rewards.verdicts import Question, field_of, pairwise, pointwise, read, request, worth
+
+_MAX_ANSWER_BYTES = 1 << 16  # and for each token of the verdict
+_MAX_BYTES_PER_TOKEN = 64
+Ask = Callable[[Question], Coroutine[Any, Any, float]]
+
+
+def build_judge_reward(
+    name: str,
+    source: schema.JudgeReward,
+    permissions: Permissions,
+    *,
+    transport: httpx.AsyncBaseTransport | None = None,
+    first_pause_s: float = FIRST_PAUSE_S,
+) -> JudgeReward | JudgeOfGroups:
+    """Checks the addresses and this worker's permission for hosts and keys; connects to nothing yet."""
+    budget = Budget(source.token_budget, key=f"rewards.{name}.token_budget")
+    judges = {}
+    for called, judge in source.judges.items():
+        key = f"rewards.{name}.judges.{called}"
+        for url in judge.urls:
+            check_host(f"{key}.url", url, permissions)
+        if judge.token_env is not None and judge.token_env not in permissions.reward_environment:
+            raise ConfigError(
+                f"{key}.token_env: this worker gives {judge.token_env} to nobody; if the judge may have it, start the "
+                f"worker with --allow-reward-env {judge.token_env}"
+            )
+        most = source.max_concurrency
+        client = make_client(judge, key=key, timeout_s=source.timeout_s, transport=transport, max_connections=most)
+        judges[called] = AskedJudge(judge, source, client, budget, first_pause_s=first_pause_s)
+    bench = Bench(judges, source, budget)
+    return JudgeOfGroups(source, bench) if source.of_group else JudgeReward(source, bench)
+
+
+def address(url: str) -> str:
+    """Where chat completions are asked; without a path, below /v1."""
+    base = url.rstrip("/")
+    return f"{base}/chat/completions" if httpx.URL(base).path.strip("/") else f"{base}/v1/chat/completions"
+
+
+class Budget:
+    """Tokens that all judges of a source have read and written."""
+
+    def __init__(self, most: int | None, *, key: str) -> None:
+        self.spent = 0
+        self._most, self._key = most, key
+
+    @property
+    def outage(self) -> str | None:
+        if self._most is None or self.spent < self._most:
+            return None
+        return (
+            f"its judges have read and written {self.spent} tokens, and {self._key} = {self._most}: raise it, or leave "
+            "it out, and start the worker again"
+        )
+
+
+class Pace:
+    """So many a second, one behind the other."""
+
+    def __init__(self, per_s: float | None) -> None:
+        self._every_s = 0.0 if per_s is None else 1 / per_s
+        self._next = 0.0  # on the loop's clock
+
+    async def turn(self) -> None:
+        now = asyncio.get_running_loop().time()
+        begin = max(now, self._next)
+        self._next = begin + self._every_s
+        if begin > now:
+            await asyncio.sleep(begin - now)
+
+
+class Remembering:
+    """Asks each question once. The newest `size` answers are kept; who asks what is under way waits for it, too."""
+
+    def __init__(self, ask: Ask, *, size: int) -> None:
+        self._ask, self._size = ask, size
+        self._asked: OrderedDict[bytes, asyncio.Task[float]] = OrderedDict()
+
+    async def __call__(self, question: Question) -> float:
+        if not self._size:
+            return await self._ask(question)
+        key = hashlib.blake2b(question.text.encode(errors="replace"), digest_size=16).digest()
+        if key not in self._asked:
+            self._asked[key] = task = asyncio.ensure_future(self._ask(question))
+            task.add_done_callback(partial(self._drop_failed, key))
+            if len(self._asked) > self._size:
+                self._asked.popitem(last=False)
+        self._asked.move_to_end(key)
+        return await asyncio.shield(self._asked[key])  # who gives up waiting leaves it to the others
+
+    def _drop_failed(self, key: bytes, task: asyncio.Task[float]) -> None:
+        if (task.cancelled() or task.exception() is not None) and self._asked.get(key) is task:
+            del self._asked[key]
+
+
+class AskedJudge:
+    """One model, of one or several replicas."""
+
+    def __init__(
+        self,
+        judge: schema.Judge,
+        source: schema.JudgeReward,
+        client: httpx.AsyncClient,
+        budget: Budget,
+        *,
+        first_pause_s: float,
+    ) -> None:
+        self._judge, self._source, self._client, self._budget = judge, source, client, budget
+        self._pace = Pace(source.max_requests_per_s)
+        urls = [address(url) for url in judge.urls]
+        self._service = Service(urls, self._request, source, max_rows=1, first_pause_s=first_pause_s)
+        self.ask = Remembering(self._service.ask, size=source.cache_size)
+
+    def health(self) -> Health:
+        return self._service.health()
+
+    async def close(self) -> None:
+        await self._service.close()
+        await self._client.aclose()
+
+    async def _request(self, url: str, questions: Sequence[Question]) -> list[float]:
+        [question] = questions
+        await self._pace.turn()
+        if (outage := self._budget.outage) is not None:
+            raise RewardOutage(outage)
+        asked = request(question, self._judge, self._source)
+        most = _MAX_ANSWER_BYTES + _MAX_BYTES_PER_TOKEN * self._source.max_tokens
+        body = await post(self._client, url, asked, timeout_s=self._source.timeout_s, max_bytes=most)
+        answer = read(body, question)
+        self._budget.spent += answer.num_tokens  # nonsense costs as much
+        return [worth(answer, question, structured=self._source.structured)]
+
+
+class Bench:
+    """All judges of a source, who are asked side by side."""
+
+    def __init__(self, judges: Mapping[str, AskedJudge], source: schema.JudgeReward, budget: Budget) -> None:
+        self._judges, self._budget = judges, budget
+        self._combine = fmean if source.combine == "mean" else majority
+
+    async def ask(self, question: Question) -> float:
+        return self._combine(await _all(judge.ask(question) for judge in self._judges.values()))
+
+    def health(self) -> Health:
+        each = {name: judge.health() for name, judge in self._judges.items()}
+        outages = [f"judge {name!r}: {one.outage}" for name, one in each.items() if one.outage is not None]
+        states = [f"judge {name!r}: {one.state}" for name, one in each.items() if one.state != "well"]
+        spent = self._budget.outage
+        outage = spent or (outages[0] if outages else None)
+        return Health(outage=outage, state=spent or "; ".join(states) or "well", num_tokens=self._budget.spent)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(judge.close() for judge in self._judges.values()))
+
+
+def majority(verdicts: Sequence[float]) -> float:
+    """What most say; where several are said equally often, their mean."""
+    counts = Counter(verdicts)
+    most = max(counts.values())
+    return fmean(verdict for verdict, count in counts.items() if count == most)
+
+
+class JudgeReward:
+    """Each sample for itself, or beside what its row holds."""
+
+    def __init__(self, source: schema.JudgeReward, bench: Bench) -> None:
+        self._source, self._bench = source, bench
+
+    async def start(self) -> None:
+        """Nothing to show: a judge that is not there yet is an outage, not a mistake."""
+
+    def health(self) -> Health:
+        return self._bench.health()
+
+    async def score(self, item: ScoreItem) -> float:
+        if self._source.against is None:
+            return await self._bench.ask(pointwise(self._source, item))
+        return await _compare(self._bench, self._source, item, field_of(item, self._source.against))
+
+    async def close(self) -> None:
+        await self._bench.close()
+
+
+class JudgeOfGroups:
+    """Each sample beside others of its group: the share of comparisons that it won, ties half."""
+
+    def __init__(self, source: schema.JudgeReward, bench: Bench) -> None:
+        self._source, self._bench = source, bench
+
+    async def start(self) -> None:
+        """As above."""
+
+    def health(self) -> Health:
+        return self._bench.health()
+
+    async def score_group(self, items: Sequence[ScoreItem]) -> list[float | RewardError]:
+        pairs = neighbours(len(items), self._source.opponents)
+        asking = [_compare(self._bench, self._source, items[i], items[j].completion) for i, j in pairs]
+        won: list[list[float]] = [[] for _ in items]
+        failed: dict[int, RewardError] = {}
+        for (i, j), share in zip(pairs, await asyncio.gather(*asking, return_exceptions=True), strict=True):
+            if isinstance(share, RewardOutage) or (isinstance(share, BaseException) and type(share) is not RewardError):
+                raise share
+            if isinstance(share, RewardError):  # what is left would be another reward
+                failed |= {i: share, j: share}
+            else:
+                won[i].append(share)
+                won[j].append(1 - share)
+        return [failed.get(i) or (fmean(shares) if shares else _ALONE) for i, shares in enumerate(won)]
+
+    async def close(self) -> None:
+        await self._bench.close()
+
+
+_ALONE = 0.5  # with nobody to be compared with, neither better nor worse
+
+
+def neighbours(num_samples: int, reach: int) -> list[tuple[int, int]]:
+    """Each sample with the next `reach` around the circle, each pair once: samples of a prompt come in no order."""
+    steps = ((i, (i + d) % num_samples) for d in range(1, reach + 1) for i in range(num_samples))
+    return sorted({(min(i, j), max(i, j)) for i, j in steps if i != j})
+
+
+async def _compare(bench: Bench, source: schema.JudgeReward, item: ScoreItem, other: str) -> float:
+    """1 where it is the better one. Judges like what comes first, or last: both orders are asked."""
+    there, back = pairwise(source, item, item.completion, other), pairwise(source, item, other, item.completion)
+    as_first, of_other = await _all(map(bench.ask, (there, back)))
+    return (as_first + 1 - of_other) / 2
+
+
+async def _all(asking: Iterable[Coroutine[Any, Any, float]]) -> list[float]:
+    """All are awaited, so that one that fails does not leave the others behind."""
+    tasks = [asyncio.ensure_future(one) for one in asking]
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return [task.result() for task in tasks]

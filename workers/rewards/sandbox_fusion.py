@@ -1,0 +1,86 @@
+"""Programs judged by a sandbox service, in the form of SandboxFusion, which other trainers ask, too: a request a test.
+
+    POST /run_code  {"code", "language": "python", "stdin", "run_timeout", "compile_timeout", "memory_limit_MB"}
+    {"status": "Success" | "Failed" | "SandboxError", "message", "run_result":
+        {"status": "Finished" | "TimeLimitExceeded" | "Error", "return_code", "execution_time", "stdout", "stderr"}}
+
+A test that is code runs behind the program; that it came to its end is told by a word at the end of what is printed,
+which is another in each request. `SandboxError`, and whatever is no such answer, is the service's failure, and is asked
+again as the client has it.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from streamrl.config import schema
+from streamrl.errors import RewardError
+from streamrl.workers.rewards.base import ScoreItem
+from streamrl.workers.rewards.code_tests import Case, Ending, judge, score_of
+from streamrl.workers.rewards.http_request import Refused, TryAgain, post, printable
+
+_MAX_ANSWER_BYTES = 8 << 20  # a program prints, and the service may or may not bound it
+_MAX_WORDS = 200
+
+
+async def ask_programs(
+    client: httpx.AsyncClient, source: schema.HttpReward, url: str, items: Sequence[ScoreItem]
+) -> list[float]:
+    """A number an item; or TryAgain, or Refused."""
+    service = _Service(client, source, url)
+    try:
+        judged = [await judge(item, source.tests, service, every=source.tests.partial) for item in items]
+    except RewardError as error:  # a row without tests
+        raise Refused(str(error)) from None
+    return [score_of(outcomes, partial=source.tests.partial) for outcomes in judged]
+
+
+class _Service:
+    """One address, as a sandbox."""
+
+    def __init__(self, client: httpx.AsyncClient, source: schema.HttpReward, url: str) -> None:
+        self._client, self._source, self._url = client, source, url
+
+    async def run(self, program: str, case: Case) -> Ending:
+        tests, word = self._source.tests, secrets.token_hex(8)
+        code = program if not case.then else f"{program}\n\n{case.then}\n\nprint({word!r}, flush=True)\n"
+        question = {
+            "code": code,
+            "language": "python",
+            "stdin": case.stdin,
+            "run_timeout": tests.time_s,
+            "compile_timeout": tests.time_s,
+            "memory_limit_MB": tests.memory_mb,
+        }
+        body = await post(
+            self._client, self._url, question, timeout_s=self._source.timeout_s, max_bytes=_MAX_ANSWER_BYTES
+        )
+        ending = _read(body, time_s=tests.time_s)
+        if case.then and ending.ended == "done" and not ending.stdout.rstrip().endswith(word):
+            return Ending(ended="exited", why="ended itself before its test", seconds=ending.seconds)
+        return ending
+
+
+def _read(body: bytes, *, time_s: float) -> Ending:
+    try:
+        answer: Any = json.loads(body)
+        status, result = answer["status"], answer.get("run_result")
+        if status == "SandboxError":
+            raise TryAgain(f"answered SandboxError: {printable(str(answer.get('message')).encode())}")
+        ended, code = result["status"], result.get("return_code")
+        stdout, stderr = str(result.get("stdout") or ""), str(result.get("stderr") or "")
+        seconds = float(result.get("execution_time") or 0.0)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise TryAgain(f"answered no result of a run: {printable(body)}", answered=True) from None
+    if ended == "TimeLimitExceeded":
+        return Ending(ended="time", why=f"took more than {time_s:g} s", seconds=seconds)
+    if ended != "Finished" or type(code) is not int:
+        raise TryAgain(f"answered no result of a run: {printable(body)}", answered=True)
+    last = next(reversed(stderr.strip().splitlines()), "")[:_MAX_WORDS]
+    why = "" if code == 0 else last or f"ended with status {code}"
+    return Ending(ended="done" if code == 0 else "raised", why=why, stdout=stdout, seconds=seconds)

@@ -1,0 +1,187 @@
+"""A teacher that vLLM serves: what it gives each token of a sample, bound to the very token ids.
+
+    POST /tokenize, /detokenize     once an address, and again after it failed: its tokens are the policy's
+    POST /v1/completions            {"prompt": [ids], "prompt_logprobs": 0, "max_tokens": 1}
+                                    {"choices": [{"prompt_logprobs": [null, {"ID": {"logprob": -0.1}}, ...]}]}
+
+Workers ask, and not the learner: what cannot be had is waited for where tickets in flight are bounded anyway, the
+learner's step never waits for a network, and what the teacher said travels with its tokens under one digest: a replay
+has it, too. It is asked with the patience of `rewards.asking`. An answer without a finite log-prob for each token id is
+none: nothing is made up. What a server gives is at temperature 1, with nothing banned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.config import schema
+from streamrl.errors import ConfigError, RewardError
+from streamrl.permissions import Permissions
+from streamrl.protocol.wire.fingerprint import PROBE_TEXTS
+from streamrl.workers.rewards.asking import FIRST_PAUSE_S, Service
+from streamrl.workers.rewards.http_client import check_host
+from streamrl.workers.rewards.http_request import TryAgain, make_client, post, printable
+from streamrl.workers.rewards.teaching import Ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_Asked = tuple[list[int], int]  # ids, and of how many of the last ones a log-prob is wanted
+_ANSWER_BYTES, _ANSWER_BYTES_PER_TOKEN = 1 << 16, 512
+
+
+def build_teacher(
+    settings: schema.Teacher,
+    permissions: Permissions,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    model: str,
+    longest: int,
+    transport: httpx.AsyncBaseTransport | None = None,
+    first_pause_s: float = FIRST_PAUSE_S,
+) -> Teacher:
+    """Checks the addresses and this worker's permission for their hosts; connects to nothing yet. `model`: whose
+    tokenizer it is; `longest`: tokens of a prompt with its response, at most."""
+    for url in settings.urls:
+        check_host("teacher.urls", url, permissions)
+    client = make_client(
+        settings,
+        key="teacher",
+        timeout_s=settings.timeout_s,
+        transport=transport,
+        max_connections=settings.max_concurrency,
+    )
+    return Teacher(settings, client, tokenizer, model=model, longest=longest, first_pause_s=first_pause_s)
+
+
+class Teacher:
+    def __init__(
+        self,
+        settings: schema.Teacher,
+        client: httpx.AsyncClient,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        model: str,
+        longest: int,
+        first_pause_s: float,
+    ) -> None:
+        self._settings, self._client, self._tokenizer, self._model = settings, client, tokenizer, model
+        self._longest = longest
+        urls = [url.rstrip("/") for url in settings.urls]
+        self._service: Service[_Asked, npt.NDArray[np.float32]] = Service(
+            urls, self._request, settings, max_rows=1, first_pause_s=first_pause_s
+        )
+        self._known: dict[str, asyncio.Lock] = {}  # addresses whose tokenizer is being held against ours
+        self._alike: set[str] = set()  # and those where it is
+
+    def outage(self) -> str | None:
+        outage = self._service.health().outage
+        return None if outage is None else f"teacher: {outage}"
+
+    @property
+    def state(self) -> str:
+        return self._service.health().state
+
+    async def close(self) -> None:
+        await self._service.close()
+        await self._client.aclose()
+
+    async def logprobs(self, context: Ids, tokens: Ids) -> npt.NDArray[np.float32]:
+        ids = [*context.tolist(), *tokens.tolist()]
+        found = np.zeros(len(tokens), np.float32)
+        if num := min(len(tokens), len(ids) - 1):
+            try:
+                found[-num:] = await self._service.ask((ids, num))
+            except RewardError as error:
+                raise type(error)(f"teacher: {error}") from None
+        return found
+
+    async def _request(self, url: str, asked: Sequence[_Asked]) -> list[npt.NDArray[np.float32]]:
+        try:
+            await self._hold_against_ours(url)
+            return [await self._ask(url, ids, num) for ids, num in asked]
+        except TryAgain:
+            self._alike.discard(url)  # another model may come in its place
+            raise
+
+    async def _ask(self, url: str, ids: list[int], num: int) -> npt.NDArray[np.float32]:
+        question = {"prompt": ids, "prompt_logprobs": 0, "max_tokens": 1, "temperature": 0.0}
+        answer = await self._post(f"{url}/v1/completions", question, _ANSWER_BYTES_PER_TOKEN * len(ids))
+        return _read(answer, ids, num)
+
+    async def _hold_against_ours(self, url: str) -> None:
+        """ConfigError where token ids mean something else there."""
+        async with self._known.setdefault(url, asyncio.Lock()):
+            if url in self._alike:
+                return
+            for text in PROBE_TEXTS:
+                mine = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+                answer = await self._post(f"{url}/tokenize", {"prompt": text, "add_special_tokens": False}, 0)
+                self._refuse(url, text, mine, answer.get("tokens"))
+            room = answer.get("max_model_len")
+            if isinstance(room, int) and room <= self._longest:
+                raise ConfigError(
+                    f"teacher.urls: {url} serves sequences of {room} tokens, and data.max_prompt_tokens + "
+                    f"sampling.max_tokens, and one more, is {self._longest + 1}: start it with a larger --max-model-len"
+                )
+            # All of the vocabulary at once: bytes that are no text by themselves come out alike, too.
+            everything = list(range(len(self._tokenizer)))
+            answer = await self._post(f"{url}/detokenize", {"tokens": everything}, 64 * len(everything))
+            what, mine = f"tokens 0 to {everything[-1]}", self._tokenizer.decode(everything)
+            self._refuse(url, what, mine, answer.get("prompt"))
+            self._alike.add(url)
+
+    def _refuse(self, url: str, what: str, ours: object, theirs: object) -> None:
+        if ours != theirs:
+            a, b = _part(ours, theirs)
+            raise ConfigError(
+                f"teacher.urls: the model that {url} serves has another tokenizer than model.path = {self._model!r}, "
+                f"so token ids would mean something else: {what!r} is {a} here and {b} there"
+            )
+
+    async def _post(self, url: str, question: Mapping[str, Any], num_bytes: int) -> dict[str, Any]:
+        timeout_s = self._settings.timeout_s
+        body = await post(self._client, url, question, timeout_s=timeout_s, max_bytes=_ANSWER_BYTES + num_bytes)
+        try:
+            answer = json.loads(body)
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict):
+            raise TryAgain(f"answered no JSON object: {printable(body)}", answered=True)
+        return answer
+
+
+def _part(ours: object, theirs: object) -> tuple[str, str]:
+    """Where the two begin to differ, short enough for an error."""
+    if not (isinstance(ours, str | list) and isinstance(theirs, type(ours))):
+        return f"{ours!r:.80}", f"{theirs!r:.80}"
+    unlike = (at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+    begin = max(0, next(unlike, min(len(ours), len(theirs))) - 5)
+    return f"{ours[begin : begin + 20]!r:.80}", f"{theirs[begin : begin + 20]!r:.80}"
+
+
+def _read(answer: Mapping[str, Any], ids: Sequence[int], num: int) -> npt.NDArray[np.float32]:
+    """Of the last `num` ids; TryAgain where one of them has no log-prob."""
+    choices = answer.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else None
+    told = first.get("prompt_logprobs") if isinstance(first, dict) else None
+    if not isinstance(told, list) or len(told) != len(ids):
+        raise TryAgain(f"answered no prompt_logprobs for {len(ids)} tokens", answered=True)
+    found = [_logprob(each, token) for each, token in zip(told[-num:], ids[-num:], strict=True)]
+    return np.array(found, dtype=np.float32)
+
+
+def _logprob(told: Any, token: int) -> float:
+    of_token = told.get(str(token)) if isinstance(told, dict) else None
+    value: Any = of_token.get("logprob") if isinstance(of_token, dict) else None
+    if type(value) not in (int, float) or not math.isfinite(value) or value > 1e-3:
+        raise TryAgain(f"answered no log-prob of token {token}: {str(told)[:100]}", answered=True)
+    return float(value)

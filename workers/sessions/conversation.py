@@ -1,0 +1,210 @@
+"""A conversation in the tokens of a model: what is asked is written by its chat template, what was answered stays as it
+was sampled.
+
+    an earlier turn's messages, its answer, more     the tokens of that turn, and behind them only what the template
+                                                     writes from the end of the answer on
+    anything else                                    all of it as the template writes it
+
+An agent returns messages, not tokens. Those of an earlier turn are known by their role, content and calls of tools;
+and its tokens stand for them only where the template writes what lies before the answer as it did then, and the answer
+whole. One that drops old reasoning does not, nor does an agent that shortens its history: there all is written anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.errors import SampleError
+from streamrl.workers.sessions.tool_calls import Said, Tools
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MARK = "streamrl-answer"  # which no template writes by itself
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What the model is asked with."""
+
+    token_ids: npt.NDArray[np.int32]
+    given: str  # the words of what is new in it, for rewards and people
+    written: str = ""  # by the template, where it is a conversation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Turn:
+    messages: tuple[Message, ...]  # what was asked, and the answer
+    tools: str
+    asked: str  # as the template wrote it
+    token_ids: npt.NDArray[np.int32]  # of both, as they were
+
+
+class Conversation:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
+        self._tokenizer: Any = tokenizer
+        self._ends = [str(tokenizer.decode([stop_id])) for stop_id in stop_ids]
+        self._turns: list[_Turn] = []
+
+    @property
+    def knows_tools(self) -> bool:
+        return "tools" in str(self._tokenizer.chat_template)
+
+    def context(self, messages: Sequence[Message], tools: Tools) -> Context:
+        """SampleError where the template refuses them."""
+        whole = self._written(messages, tools, asks=True)
+        for turn in sorted(self._turns, key=lambda turn: -len(turn.messages)):
+            reached = len(turn.messages)
+            if not (_begins_with(messages, turn, tools) and whole.startswith(turn.asked)):
+                continue
+            tail = self._tail(messages, reached, tools, behind=whole[len(turn.asked) :])
+            if tail is not None:
+                ids = _without_end(self._tokens_of(tail), turn.token_ids)
+                return Context(
+                    token_ids=np.concatenate([turn.token_ids, np.asarray(ids, dtype=np.int32)]),
+                    given=_words(messages[reached:]),
+                    written=whole,
+                )
+        token_ids = np.asarray(self._tokens_of(whole), dtype=np.int32)
+        return Context(token_ids=token_ids, given=_words(messages), written=whole)
+
+    def answered(
+        self,
+        context: Context,
+        answer_ids: npt.NDArray[np.int32],
+        *,
+        messages: Sequence[Message],
+        tools: Tools,
+        said: Said,
+    ) -> None:
+        """What `context` was made of, and what came."""
+        self._turns.append(
+            _Turn(
+                messages=(*messages, answer_of(said)),
+                tools=json.dumps(tools, sort_keys=True),
+                asked=context.written,
+                token_ids=np.concatenate([context.token_ids, answer_ids]),
+            )
+        )
+
+    def _tail(self, messages: Sequence[Message], reached: int, tools: Tools, *, behind: str) -> str | None:
+        """What the template writes from the end of the answer at `reached` - 1 on; None where it rewrites the answer,
+        or its end cannot be found."""
+        answer = messages[reached - 1]
+        if answer["content"].strip() not in behind:
+            return None
+        marked = [*messages[: reached - 1], _marked(answer), *messages[reached:]]
+        alone = self._written(marked[:reached], tools, asks=False)
+        whole = self._written(marked, tools, asks=True)
+        end = alone.rfind(_MARK) + len(_MARK)
+        if _MARK not in alone or not whole.startswith(alone[:end]):
+            return None
+        rest = whole[end:]
+        ends = [at for at in (rest.find(end) for end in self._ends) if at >= 0]
+        if ends:
+            return rest[min(ends) :]
+        return None if answer.get("tool_calls") else rest
+
+    def _written(self, messages: Sequence[Message], tools: Tools, *, asks: bool) -> str:
+        from jinja2 import TemplateError  # comes with transformers, which a worker looks for before it begins
+
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=asks
+                )
+            )
+        except (TemplateError, ValueError, TypeError) as error:  # a template may reach into what is not there
+            raise SampleError(f"the model's chat template refuses the messages: {error}") from None
+
+    def _tokens_of(self, text: str) -> list[int]:
+        token_ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote them
+        return token_ids
+
+
+def answer_of(said: Said) -> Message:
+    """As an agent returns it, in the form of `read_messages`."""
+    message: dict[str, Any] = {"role": "assistant", "content": said.content}
+    if said.calls:
+        message["tool_calls"] = [_call(one.name, one.arguments) for one in said.calls]
+    return message
+
+
+def read_messages(messages: Sequence[Any]) -> list[Message]:
+    """As templates want them, and no two forms of the same. ValueError where they are none."""
+    return [_read(place, message) for place, message in enumerate(messages)]
+
+
+def _read(place: int, message: Any) -> Message:
+    role = message.get("role") if isinstance(message, dict) else None
+    if not isinstance(role, str):
+        raise ValueError(f"messages[{place}] must have a role and a content")
+    read: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    read["content"] = _text(message.get("content"), place)
+    read |= {key: message[key] for key in ("name", "tool_call_id", "reasoning_content") if message.get(key)}
+    if message.get("tool_calls"):
+        try:
+            functions = [call["function"] for call in message["tool_calls"]]
+            read["tool_calls"] = [_call(one["name"], one["arguments"]) for one in functions]
+        except (TypeError, KeyError):
+            raise ValueError(f"messages[{place}].tool_calls must be calls of functions") from None
+    return read
+
+
+def _call(name: str, arguments: Any) -> dict[str, Any]:
+    """Templates write arguments as a map; interfaces send it as JSON in a text."""
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):  # whatever it is, the template is to write it
+            arguments = json.loads(arguments)
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _text(content: Any, place: int) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    try:
+        if all(part["type"] == "text" for part in content):
+            return "".join(part["text"] for part in content)
+    except (TypeError, KeyError):
+        pass
+    raise ValueError(f"messages[{place}].content must be text: the model reads nothing else")
+
+
+def _begins_with(messages: Sequence[Message], turn: _Turn, tools: Tools) -> bool:
+    reached = len(turn.messages)
+    return (
+        len(messages) > reached
+        and all(map(_is_same, messages, turn.messages))
+        and json.dumps(tools, sort_keys=True) == turn.tools
+    )
+
+
+def _is_same(one: Message, other: Message) -> bool:
+    return all(one.get(key) == other.get(key) for key in ("role", "content", "tool_calls"))
+
+
+def _marked(answer: Message) -> Message:
+    """The mark stands as near to its end as can be."""
+    calls = answer.get("tool_calls")
+    if not calls:
+        return {**answer, "content": _MARK}
+    function = {**calls[-1]["function"], "arguments": {"mark": _MARK}}
+    return {**answer, "tool_calls": [*calls[:-1], {**calls[-1], "function": function}]}
+
+
+def _without_end(tail: list[int], before: npt.NDArray[np.int32]) -> list[int]:
+    """An answer that ended by itself has its end token already."""
+    return tail[1:] if tail and len(before) and tail[0] == int(before[-1]) else tail
+
+
+def _words(messages: Sequence[Message]) -> str:
+    return "\n".join(message["content"] for message in messages)

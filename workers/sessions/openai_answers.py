@@ -1,0 +1,148 @@
+"""What agents are answered, in the form of OpenAI's interface and of vLLM's `/inference/v1/generate`.
+
+The engine gives a turn as a whole, so a stream brings it in a few chunks once it is there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.workers.engines.base import Generated
+from streamrl.workers.sessions.openai_asked import ChatRequest, CompletionRequest
+from streamrl.workers.sessions.tool_calls import Said
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """Asked and answered."""
+
+    id: str  # of the session and the turn in it
+    model: str
+    context_ids: npt.NDArray[np.int32]
+    generated: Generated
+    said: Said
+    pieces: tuple[str, ...] = ()  # the text of each token, where log-probs are asked for
+
+    @property
+    def usage(self) -> Body:
+        given, made = len(self.context_ids), len(self.generated.token_ids)
+        return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
+
+    @property
+    def finish_reason(self) -> str:
+        return "tool_calls" if self.said.calls else self.generated.finish_reason
+
+
+def chat(turn: Turn, asked: ChatRequest) -> Body:
+    message: Body = {"role": "assistant", "content": turn.said.content or None, "refusal": None}
+    if calls := _calls(turn):
+        message["tool_calls"] = calls
+    elif message["content"] is None:
+        message["content"] = ""
+    choice = {"index": 0, "message": message, "finish_reason": turn.finish_reason, "logprobs": _of_chat(turn, asked)}
+    return _whole(turn, "chat.completion", "chatcmpl", choice, wants_ids=bool(asked.return_token_ids))
+
+
+def chat_chunks(turn: Turn, asked: ChatRequest) -> Iterator[Body]:
+    deltas: list[Body] = [{"role": "assistant", "content": ""}]
+    if turn.said.content:
+        deltas.append({"content": turn.said.content})
+    deltas += [{"tool_calls": [{"index": place, **call}]} for place, call in enumerate(_calls(turn))]
+    logprobs = _of_chat(turn, asked)
+    for place, delta in enumerate(deltas):
+        choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": logprobs if place == 0 else None}
+        yield _chunk(turn, "chat.completion.chunk", "chatcmpl", [choice])
+    last = {"index": 0, "delta": {}, "finish_reason": turn.finish_reason, "logprobs": None}
+    yield _chunk(turn, "chat.completion.chunk", "chatcmpl", [last])
+    if asked.wants_usage:
+        yield {**_chunk(turn, "chat.completion.chunk", "chatcmpl", []), "usage": turn.usage}
+
+
+def completion(turn: Turn, asked: CompletionRequest) -> Body:
+    return _whole(turn, "text_completion", "cmpl", _text(turn, asked), wants_ids=bool(asked.return_token_ids))
+
+
+def completion_chunks(turn: Turn, asked: CompletionRequest) -> Iterator[Body]:
+    yield _chunk(turn, "text_completion", "cmpl", [_text(turn, asked)])
+    if asked.wants_usage:
+        yield {**_chunk(turn, "text_completion", "cmpl", []), "usage": turn.usage}
+
+
+def generate(turn: Turn) -> Body:
+    made = turn.generated
+    logprobs = [{"token": _name(i), "token_id": i, "logprob": p, "top_logprobs": []} for i, p in _tokens(turn)]
+    choice = {
+        "index": 0,
+        "token_ids": made.token_ids.tolist(),
+        "finish_reason": made.finish_reason,
+        "stop_reason": None,
+        "logprobs": {"content": logprobs},
+        "weight_versions": [{"version": str(s.version), "start": s.start, "end": s.end} for s in made.spans],
+    }
+    return {"request_id": turn.id, **_head(turn, "generate"), "choices": [choice], "usage": turn.usage}
+
+
+def _whole(turn: Turn, kind: str, prefix: str, choice: Body, *, wants_ids: bool) -> Body:
+    body: Body = {"id": f"{prefix}-{turn.id}", **_head(turn, kind), "choices": [choice], "usage": turn.usage}
+    if wants_ids:  # as vLLM gives them
+        choice["token_ids"] = turn.generated.token_ids.tolist()
+        body["prompt_token_ids"] = turn.context_ids.tolist()
+    return body
+
+
+def _chunk(turn: Turn, kind: str, prefix: str, choices: list[Body]) -> Body:
+    return {"id": f"{prefix}-{turn.id}", **_head(turn, kind), "choices": choices}
+
+
+def _head(turn: Turn, kind: str) -> Body:
+    return {"object": kind, "created": int(time.time()), "model": turn.model}
+
+
+def _calls(turn: Turn) -> list[Body]:
+    return [
+        {
+            "id": f"call_{turn.id}_{place}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for place, call in enumerate(turn.said.calls)
+    ]
+
+
+def _of_chat(turn: Turn, asked: ChatRequest) -> Body | None:
+    if not asked.logprobs:
+        return None
+    named = [_name(i) for i, _ in _tokens(turn)] if asked.return_tokens_as_token_ids else turn.pieces
+    return {
+        "content": [
+            {"token": name, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
+            for name, piece, (_, logprob) in zip(named, turn.pieces, _tokens(turn), strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+def _text(turn: Turn, asked: CompletionRequest) -> Body:
+    logprobs = None
+    if asked.logprobs is not None:
+        named = [_name(i) for i, _ in _tokens(turn)] if asked.return_tokens_as_token_ids else list(turn.pieces)
+        logprobs = {"tokens": named, "token_logprobs": [p for _, p in _tokens(turn)], "top_logprobs": None}
+    reason = turn.generated.finish_reason
+    return {"index": 0, "text": turn.generated.text, "finish_reason": reason, "logprobs": logprobs}
+
+
+def _name(token_id: int) -> str:
+    """As vLLM names a token where ids are asked for, and clients that train on what they are told want it."""
+    return f"token_id:{token_id}"
+
+
+def _tokens(turn: Turn) -> list[tuple[int, float]]:
+    return list(zip(turn.generated.token_ids.tolist(), turn.generated.logprobs.tolist(), strict=True))

@@ -1,0 +1,233 @@
+"""One rollout as an agent sees it: a model that answers, and a trace of all that it was asked.
+
+    chat / complete / generate ──► the context in tokens ──► engine ──► trace ──► the answer
+
+Bounded in turns, tokens, bytes and (by who plays it) time. It ends with its rollout: what is under way then is given
+up, and whoever asks afterwards is told. Waits for the engine alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.config import schema
+from streamrl.errors import EngineError, SampleError, StreamrlError
+from streamrl.tasks import cancel_all
+from streamrl.workers.engines.base import Engine, Generated, SampleRequest
+from streamrl.workers.engines.model import ModelFacts
+from streamrl.workers.sessions.conversation import Context, Conversation, read_messages
+from streamrl.workers.sessions.openai_answers import Turn
+from streamrl.workers.sessions.openai_asked import ChatRequest, CompletionRequest, GenerateRequest, Refused
+from streamrl.workers.sessions.tool_calls import Parse, Said, Tools
+from streamrl.workers.sessions.trace import Trace
+
+MAX_SESSION_BYTES = 256 << 20  # of all requests together
+KEY_REDACTED = "[key]"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What the sessions of a worker have in common."""
+
+    facts: ModelFacts
+    parse: Parse  # calls of tools
+    settings: schema.Environment
+    max_length: int  # of a context and its answer
+    thread: Executor  # where conversations become tokens: long ones take their time
+
+    @property
+    def name(self) -> str:
+        return self.facts.path
+
+
+class Session:
+    def __init__(self, model: Model, engine: Engine, request: SampleRequest) -> None:
+        """`request` is the form of all that it asks the engine."""
+        self.id, self.key = secrets.token_hex(8), secrets.token_urlsafe(32)
+        self.model = model
+        self.trace = Trace(request.prompt_ids)
+        self.spent = ""  # the bound that was reached
+        self.model_s = 0.0  # that the engine took
+        self.num_tool_calls = 0
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # what ends the rollout
+        self._engine, self._request = engine, request
+        self._conversation = Conversation(model.facts.tokenizer, model.facts.stop_ids)
+        self._asking: set[asyncio.Task[Generated]] = set()
+        self._num_heard = 0  # requests under way
+        self._num_asked = self._num_bytes = 0
+        self._quiet_since = time.monotonic()
+        self._is_over = False
+
+    # Who may
+
+    def opens_with(self, key: str) -> bool:
+        return hmac.compare_digest(key.encode(), self.key.encode())
+
+    def redacted(self, text: str) -> str:
+        return text.replace(self.key, KEY_REDACTED)
+
+    @property
+    def quiet_s(self) -> float:
+        """Since a request was last under way."""
+        return 0.0 if self._num_heard else time.monotonic() - self._quiet_since
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        self._num_heard += 1
+        try:
+            yield
+        finally:
+            self._num_heard -= 1
+            self._quiet_since = time.monotonic()
+
+    def count_bytes(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        if self._num_bytes > MAX_SESSION_BYTES:
+            raise self._spend(f"a rollout's requests may have {MAX_SESSION_BYTES} bytes together")
+
+    async def close(self) -> None:
+        self._is_over = True
+        await cancel_all(list(self._asking))
+        if self.failure.done() and not self.failure.cancelled():
+            self.failure.exception()  # who plays it may have had another reason to end it
+        self.failure.cancel()
+
+    # What it answers
+
+    async def chat(self, asked: ChatRequest) -> Turn:
+        tools = asked.tools or ()
+        if tools and not self._conversation.knows_tools:
+            message = f"the chat template of {self.model.name!r} writes no tools: describe them in a message"
+            raise Refused(400, message, code="unsupported_parameter", param="tools")
+        try:
+            messages = read_messages(asked.messages)
+            context = await self._in_thread(partial(self._conversation.context, messages, tools))
+        except (ValueError, SampleError) as error:
+            raise Refused(400, str(error), code="invalid_value", param="messages") from None
+        generated = await self._ask(context, most=asked.most, stops=asked.stops)
+        said = Said(content=generated.text)
+        if tools and asked.tool_choice != "none":
+            said = self._parsed(generated, tools)
+            self.num_tool_calls += len(said.calls)
+        self._conversation.answered(context, generated.token_ids, messages=messages, tools=tools, said=said)
+        return self._turn(context, generated, said, wants_pieces=bool(asked.logprobs))
+
+    def _parsed(self, generated: Generated, tools: Tools) -> Said:
+        """Where the tags of a call are special tokens, the text has none of them, and it is read with them."""
+        facts = self.model.facts
+        marked = facts.decode_marked(generated.token_ids.tolist())
+        if marked is None or not (said := self.model.parse(marked, tools)).calls:
+            return self.model.parse(generated.text, tools)
+        return replace(said, content=facts.without_special(said.content))
+
+    async def complete(self, asked: CompletionRequest) -> Turn:
+        given, ids = ("", asked.prompt) if isinstance(asked.prompt, list) else (asked.prompt, [])
+        if given:
+            ids = await self._in_thread(lambda: self.model.facts.tokenizer(given)["input_ids"])
+        context = Context(token_ids=self._checked(ids), given=given)
+        generated = await self._ask(context, most=asked.most, stops=asked.stops)
+        said = Said(content=generated.text)
+        return self._turn(context, generated, said, wants_pieces=asked.logprobs is not None)
+
+    async def generate(self, asked: GenerateRequest) -> Turn:
+        context = Context(token_ids=self._checked(asked.token_ids), given="")
+        generated = await self._ask(context, most=asked.sampling_params.most, stops=asked.sampling_params.stops)
+        return self._turn(context, generated, Said(content=generated.text), wants_pieces=False)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.model.thread, work)
+
+    async def _ask(self, context: Context, *, most: int | None, stops: Sequence[str]) -> Generated:
+        sampling = self._sampling(context, most, stops)
+        self._num_asked += 1
+        request = replace(
+            self._request,
+            request_id=f"{self._request.request_id}-{self._num_asked}",
+            prompt_ids=context.token_ids,
+            sampling=sampling,
+        )
+        asking = asyncio.create_task(self._engine.generate(request), name=f"turn {request.request_id}")
+        self._asking.add(asking)
+        began = time.monotonic()
+        try:
+            generated = await asking
+            self.trace.take(context.token_ids, generated, given=context.given)
+        except asyncio.CancelledError:
+            if self._is_over:
+                raise is_over() from None
+            raise
+        except (EngineError, SampleError) as error:
+            raise self._fail(error) from None
+        finally:
+            self.model_s += time.monotonic() - began
+            self._asking.discard(asking)
+        return generated
+
+    def _sampling(self, context: Context, most: int | None, stops: Sequence[str]) -> schema.Sampling:
+        """The run's, with what may be asked for; Refused where a bound is reached."""
+        settings, run = self.model.settings, self._request.sampling
+        if self._is_over:
+            raise is_over()
+        if self._num_asked >= settings.max_turns:
+            raise self._spend(f"environment.max_turns = {settings.max_turns}: the rollout may not ask more often")
+        length = len(context.token_ids)
+        left = settings.max_tokens - self.trace.num_tokens - self.trace.num_given(context.token_ids)
+        if left < 1:
+            raise self._spend(f"environment.max_tokens = {settings.max_tokens}: the rollout has no more tokens")
+        room = self.model.max_length - length
+        if room < 1:
+            message = f"the messages are {length} tokens; the model takes {self.model.max_length} with its answer"
+            raise Refused(400, message, code="context_length_exceeded", param="messages")
+        num_tokens = min(run.max_tokens, left, room, most or run.max_tokens)
+        return run.model_copy(
+            update={
+                "max_tokens": num_tokens,
+                "min_tokens": min(num_tokens, run.min_tokens),
+                "stop": (*run.stop, *(stop for stop in stops if stop)),
+            }
+        )
+
+    def _checked(self, token_ids: Sequence[int]) -> npt.NDArray[np.int32]:
+        if not token_ids or max(token_ids) >= self.model.facts.vocab_size:
+            vocabulary = f"[0, {self.model.facts.vocab_size})"
+            raise Refused(400, f"a prompt must have tokens, all of them in {vocabulary}", code="invalid_value")
+        return np.asarray(token_ids, dtype=np.int32)
+
+    def _turn(self, context: Context, generated: Generated, said: Said, *, wants_pieces: bool) -> Turn:
+        facts = self.model.facts
+        return Turn(
+            id=f"{self.id}-{self._num_asked}",
+            model=self.model.name,
+            context_ids=context.token_ids,
+            generated=generated,
+            said=said,
+            pieces=tuple(facts.decode([i]) for i in generated.token_ids.tolist()) if wants_pieces else (),
+        )
+
+    def _spend(self, bound: str) -> Refused:
+        self.spent = self.spent or bound
+        return Refused(400, bound, code="rollout_spent")
+
+    def _fail(self, error: StreamrlError) -> Refused:
+        """It ends the rollout, whatever the agent makes of it."""
+        if not self.failure.done():
+            self.failure.set_exception(error)
+        return Refused(503, f"the rollout cannot go on: {error}", code="rollout_failed")
+
+
+def is_over() -> Refused:
+    return Refused(404, "no rollout has this session: it is over, or never was", code="session_over")
