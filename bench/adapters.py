@@ -16,15 +16,13 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from bench.learner_side import LearnerSide
+from bench.learner_side import Announced, LearnerSide
 from bench.measure import Say
 from bench.report import Bar, Fact, Line
 from bench.training import make_model
 from streamrl.config import schema
 from streamrl.files import scratch_folder
 from streamrl.learner.process.background import BackgroundThreadDouble
-from streamrl.protocol.transport.types import Announcement
-from streamrl.protocol.weights.manifest import Manifest, decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.pretrained import PretrainedFiles
 from streamrl.protocol.weights.stores import MemoryStore
@@ -33,17 +31,6 @@ _ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pr
 _LORA = schema.Lora(rank=32, alpha=64.0, targets=_ALL)
 _TRAINED = {"adapters": (_LORA, 2e-4), "all weights": (None, 1e-6)}  # with the learning rates that they want
 _NUM_TOKENS = 256
-
-
-class _Announced:
-    def __init__(self) -> None:
-        self.manifests: list[Manifest] = []
-
-    def announce(self, announcement: Announcement, *, keep: list[int]) -> None:
-        self.manifests.append(decode_manifest(announcement.manifest))
-
-    def amend(self, announcement: Announcement, *, keep: list[int]) -> None:
-        """Nobody comes late."""
 
 
 def bench(*, quick: bool, say: Say) -> list[Line]:
@@ -57,7 +44,7 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
 
 
 def _publish(folder: Path, name: str, lora: schema.Lora | None, *, lr: float, num_versions: int) -> list[Line]:
-    announced, store = _Announced(), MemoryStore()
+    announced, store = Announced(), MemoryStore()
     learner = LearnerSide(
         _config(folder / "model", lora),
         store=store,

@@ -18,11 +18,26 @@ from streamrl.learner.process.ranks import World
 from streamrl.learner.publishing.host_copy import CastDigests, cast_digests
 from streamrl.learner.publishing.publish import Publisher
 from streamrl.learner.publishing.shipping import Announcer, Published
+from streamrl.protocol.transport.types import Announcement
 from streamrl.protocol.weights.format import DType
+from streamrl.protocol.weights.manifest import Manifest, decode_manifest
 from streamrl.protocol.weights.stores import BlobStore
 
 _LR = 1e-6
 _CANARY_TOKENS = 16
+
+
+class Announced:
+    """What was announced, for a mirror beside it."""
+
+    def __init__(self) -> None:
+        self.manifests: list[Manifest] = []
+
+    def announce(self, announcement: Announcement, *, keep: list[int]) -> None:
+        self.manifests.append(decode_manifest(announcement.manifest))
+
+    def amend(self, announcement: Announcement, *, keep: list[int]) -> None:
+        """Nobody comes late."""
 
 
 class LearnerSide:

@@ -19,15 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.learner_side import LearnerSide
+from bench.learner_side import Announced, LearnerSide
 from bench.measure import Say, seconds
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
 from streamrl.errors import LoadRejected
 from streamrl.files import scratch_folder
 from streamrl.learner.process.background import BackgroundThreadDouble
-from streamrl.protocol.transport.types import Announcement
-from streamrl.protocol.weights.manifest import Manifest, decode_manifest
+from streamrl.protocol.weights.manifest import Manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.telemetry.progress import Progress
@@ -41,17 +40,6 @@ _NUM_VERSIONS = 500
 _STEP_ROWS, _STEP_LENGTH = 48, 56  # tokens of a step of the demo: samples with their prompts
 _UPDATE_TOKENS = 32  # of the steps between versions
 _NUM_CANARY_TOKENS = 64
-
-
-class _Announced:
-    def __init__(self) -> None:
-        self.manifests: list[Manifest] = []
-
-    def announce(self, announcement: Announcement, *, keep: list[int]) -> None:
-        self.manifests.append(decode_manifest(announcement.manifest))
-
-    def amend(self, announcement: Announcement, *, keep: list[int]) -> None:
-        """Nobody comes late."""
 
 
 @dataclass(slots=True)
@@ -110,7 +98,7 @@ def _facts(found: _Found) -> list[Line]:
 
 async def _prove_versions(num_versions: int, found: _Found, say: Say) -> None:
     config, facts = _config(), read_model(str(MODEL), trust_remote_code=False)
-    announced, store = _Announced(), MemoryStore()
+    announced, store = Announced(), MemoryStore()
     learner = LearnerSide(
         config, store=store, announcer=announced, beside=BackgroundThreadDouble(), num_tokens=_UPDATE_TOKENS, lr=1e-5
     )

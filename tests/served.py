@@ -1,12 +1,14 @@
-"""`streamrl serve` as a process: started, waited for, and not left behind."""
+"""vLLM's own server as a process, by `streamrl serve` or by itself: started, waited for, and not left behind."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -14,37 +16,46 @@ from urllib.error import URLError
 
 from tests.helpers import wait_until
 
-_START_S = 240.0
+_START_S = 300.0
 
 
 class Served:
-    def __init__(self, model: Path, *, logs: Path, options: tuple[str, ...] = ()) -> None:
-        self.model = model
+    def __init__(self, model: Path, *, logs: Path, options: Sequence[str] = (), by_itself: bool = False) -> None:
+        """`by_itself`: vLLM without streamrl."""
         self._log = logs / "served.log"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        words = ["serve", str(model), "--port", str(port), *options]
-        self._command = [sys.executable, "-m", "streamrl.ops.cli.main", *words]
+        ours = ["streamrl.ops.cli.main", "serve", str(model)]
+        words = (
+            ["vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"] if by_itself else ours
+        )
+        self._command = [sys.executable, "-m", *words, "--port", str(port), *options]
 
     def __enter__(self) -> Self:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command, env=environment, stdout=log, stderr=log, start_new_session=True
             )
-        wait_until(self._is_well, description="vLLM's server answers", timeout_s=_START_S, poll_s=0.5)
+        try:
+            wait_until(self._is_well, description="vLLM's server answers", timeout_s=_START_S, poll_s=0.5)
+        except BaseException:
+            self._end()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._end()
+
+    def _end(self) -> None:
         self._process.terminate()
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, 9)
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def _is_well(self) -> bool:

@@ -4,21 +4,15 @@ With the packages that only `.ci/setup demo` installs."""
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from streamrl.demos.pretrained import converter, find_gguf, make_model
 from streamrl.errors import RewardError
-from tests.helpers import wait_until
 from tests.judging_world import judge_of, judge_of_groups
+from tests.served import Served
 from tests.tiny_rewards import make_item
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -32,37 +26,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Its address, as clients are told it; the model is called `judge`."""
     folder = tmp_path_factory.mktemp("judge")
     model = make_model(find_gguf(), folder, converter(folder / "logs", print))
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    words = ["serve", str(model), "--name", "judge", "--port", port, "--max-model-len", "1024", "--enforce-eager"]
-    log = folder / "log"
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "streamrl.ops.cli.main", *words],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
-    url = f"http://127.0.0.1:{port}/v1"
-    try:
-        wait_until(lambda: server.poll() is not None or answers(url), description="vLLM serves", timeout_s=300)
-        assert server.poll() is None, log.read_text()[-2000:]
-        yield url
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/models", trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False
+    options = ("--name", "judge", "--max-model-len", "1024", "--enforce-eager")
+    with Served(model, logs=folder, options=options) as server:
+        yield f"{server.url}/v1"
 
 
 def judges(url: str) -> dict[str, Any]:

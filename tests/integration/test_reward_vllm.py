@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from streamrl.config import schema
 from streamrl.permissions import Permissions
 from streamrl.workers.reward_server.model import RewardModel
 from streamrl.workers.rewards.http_client import build_http_reward
-from tests.helpers import wait_until
+from tests.served import Served
 from tests.tiny_rewards import make_item, make_reward_model
 
 pytestmark = pytest.mark.long
@@ -33,37 +27,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def vllm(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    url, log = f"http://127.0.0.1:{port}", tmp_path_factory.mktemp("vllm") / "log"
-    words = ["--model", str(model), "--runner", "pooling", "--host", "127.0.0.1", "--port", port]
-    words += ["--dtype", "float32", "--max-model-len", "128", "--enforce-eager"]
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"},
-            start_new_session=True,
-        )
-    try:
-        wait_until(lambda: server.poll() is not None or answers(url), description="vLLM serves", timeout_s=180)
-        assert server.poll() is None, log.read_text()[-2000:]
-        yield url
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False
+    options = ("--runner", "pooling", "--dtype", "float32", "--max-model-len", "128", "--enforce-eager")
+    with Served(model, logs=tmp_path_factory.mktemp("vllm"), options=options, by_itself=True) as server:
+        yield server.url
 
 
 @pytest.mark.parametrize("form", ["vllm-classify", "vllm-pooling"])

@@ -124,6 +124,19 @@ def evaluate(
     if not checkpoints:
         raise ConfigError("name at least one checkpoint: a run, RUN@STEP, RUN@best, RUN@all, or a model")
     subjects = [_find(checkpoint, file, chosen) for checkpoint in checkpoints]
+    done, lines = _evaluate_all(subjects, local_reward_url, patience_s)
+    if output is not None:
+        write_durably(output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+    if plot is not None:
+        save_plot(plot, done)
+    _tell(done, subjects[0].config, engine, as_json=as_json)
+    return 0 if all(one.result.num_answered == one.result.num_prompts for one in done) else 1
+
+
+def _evaluate_all(
+    subjects: Sequence[_Subject], local_reward_url: str | None, patience_s: float
+) -> tuple[list[Evaluated], list[dict[str, Any]]]:
+    """What each is worth, and a line for each prompt of each. All are checked before the first is loaded."""
     done, lines = [], []
     for subject, config in [(one, _checked(one.config, local_reward_url)) for one in subjects]:
         result, asked, model = _evaluate(subject, config, local_reward_url, patience_s)
@@ -131,12 +144,7 @@ def evaluate(
         done.append(Evaluated(name=subject.name, step=step, result=result))
         named = {"checkpoint": subject.name} if len(subjects) > 1 else {}
         lines += [named | line for line in answers(asked, result, model, config.validation.sampling.stop)]
-    if output is not None:
-        write_durably(output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
-    if plot is not None:
-        save_plot(plot, done)
-    _tell(done, subjects[0].config, engine, as_json=as_json)
-    return 0 if all(one.result.num_answered == one.result.num_prompts for one in done) else 1
+    return done, lines
 
 
 def _tell(done: Sequence[Evaluated], config: schema.Config, engine: str, *, as_json: bool) -> None:
