@@ -22,6 +22,7 @@ _START_S = 300.0
 class Served:
     def __init__(self, model: Path, *, logs: Path, options: Sequence[str] = (), by_itself: bool = False) -> None:
         """`by_itself`: vLLM without streamrl."""
+        self.model = model
         self._log = logs / "served.log"
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
