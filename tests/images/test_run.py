@@ -1,7 +1,4 @@
-"""A run of the overlay `cpu` in its own images, while pods go, come again and are upgraded.
-
-Never run to its end yet: the pods of Redis and the monitors were, those of learner, rewards and workers were not.
-"""
+"""A run of the overlay `cpu` in its own images, while pods go, come again and are upgraded."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ configMap   files of root's, 0644
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -58,6 +59,16 @@ class Volumes:
             laid[volume["name"]] = self._volume(volume, self.folder / "pods" / pod / volume["name"], group)
         return laid
 
+    def overfull(self, spec: Object, laid: Mapping[str, Path], pod: str) -> list[str]:
+        """The emptyDirs on disk beyond their limit, for which kubelet evicts a pod; in memory the kernel refuses."""
+        limits = {one["name"]: one["emptyDir"] for one in spec["volumes"] if "emptyDir" in one}
+        held = {
+            name: (_num_bytes_in(laid[name]), num_bytes(told["sizeLimit"]))
+            for name, told in limits.items()
+            if told.get("medium") != "Memory"
+        }
+        return [f"{pod}: {name} holds {has:,} bytes of {most:,}" for name, (has, most) in held.items() if has > most]
+
     def _volume(self, volume: Object, place: Path, group: int) -> Path:
         if "persistentVolumeClaim" in volume:
             claim = volume["persistentVolumeClaim"]
@@ -103,6 +114,15 @@ def num_bytes(quantity: str) -> int:
     found = re.fullmatch(r"(\d+)(\w*)", quantity)
     assert found, quantity
     return int(found[1]) * (_UNITS[found[2]] if found[2] else 1)
+
+
+def _num_bytes_in(folder: Path) -> int:
+    total = 0
+    for parent, _, names in os.walk(folder):  # passes over what has just been removed
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
+    return total
 
 
 def num_cores(quantity: str) -> float:
