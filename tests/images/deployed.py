@@ -17,6 +17,7 @@ from typing import Any
 
 from tests.helpers import wait_until
 from tests.images.engine import Engine, command_lines
+from tests.images.judged import Judge
 from tests.images.outside import seconds_to_ready
 from tests.images.pods import Pod
 from tests.images.volumes import Volumes
@@ -37,13 +38,16 @@ class Deployed:
         self.found: set[str] = set()  # secrets, and where they were seen
         self._over = threading.Event()
         self._spy = threading.Thread(target=self._look, name="spy", daemon=True)
+        self.judge = Judge(world, rendered.place["RUN_NAME"], seen=volumes.folder / "seen.msgpack")
         volumes.fill_secrets()
 
     def open(self) -> None:
         self._spy.start()
+        self.judge.start()
 
     def close(self) -> None:
         self._over.set()
+        self.judge.stop()
         self._spy.join(timeout=60)
         for pod in self.pods:
             pod.forget()

@@ -75,6 +75,7 @@ class Pod:
         self._mounts = self._volumes.lay(self._spec, self.name, self.workload["spec"].get("volumeClaimTemplates", ()))
         for spec in self._spec.get("initContainers", ()):
             self._run(containers[spec["name"]], images, f"{self.name}-{spec['name']}", "--rm")
+        self._volumes.let_in_judge(self._mounts)
         self._container = containers[self._spec["containers"][0]["name"]]
         self._began = time.monotonic()
         self._run(self._container, images, self.name, "--detach")
