@@ -21,16 +21,8 @@ bare = [p for p in sources if not list((p.parent / "__pycache__").glob(f"{p.stem
 told = json.loads((root / "sbom.cdx.json").read_text())
 print(json.dumps({"sources": len(sources), "bare": len(bare), "names": [one["name"] for one in told["components"]]}))
 """
-# What package managers leave: lists, archives and caches, of which apt's own are made again from its lists.
+# What package managers leave: lists, archives and caches.
 _LEFT = ("/var/lib/apt/lists", "/var/cache/apt", "/root/.cache", "/home/streamrl", "/tmp", "/src")
-    "/var/lib/apt/lists",
-    "/var/cache/apt",
-    "/root/.cache",
-    "/home/streamrl",
-    "/tmp",
-    "/src",
-    "/opt/streamrl/bin/uv",
-)
 
 
 @pytest.mark.parametrize("target", TARGETS)
