@@ -1,4 +1,7 @@
-"""A worker of the overlay `cpu`, vLLM and all: its container is ready about as soon as its command is without one."""
+"""A worker of the overlay `cpu`, vLLM and all: its container is ready about as soon as its command is without one.
+
+Never run yet: the ratio is a bar that nobody has measured.
+"""
 
 from __future__ import annotations
 
