@@ -12,9 +12,7 @@ import kubernetes_validate
 import pytest
 
 from streamrl.ops.monitor.alerts import alert_rules
-from streamrl.protocol.transport.acl import ROLES, grants
-from streamrl.protocol.transport.keys import Keys
-from streamrl.protocol.wire.ticket import PURPOSES
+from streamrl.protocol.transport.acl import ROLES
 from tests.manifest_world import COMPONENT, OVERLAYS, ROOT, Container, Object, Rendered, render
 
 KUBERNETES = "1.33"
@@ -211,25 +209,18 @@ def test_only_those_speak_that_must(rendered: Rendered) -> None:
 # What follows the run
 
 
-def test_the_scaler_counts_the_stream_of_the_run_as_a_user_who_may() -> None:
-    rendered = render("cpu")
-    triggers = rendered.named("ScaledObject", "worker")["spec"]["triggers"]
-    streams = [Keys(rendered.place["RUN_NAME"]).tickets(purpose) for purpose in PURPOSES]
-    assert [trigger["metadata"]["stream"] for trigger in triggers] == streams
-    assert {trigger["metadata"]["username"] for trigger in triggers} == {"monitor"}
-    granted = list(grants("monitor", run=rendered.place["RUN_NAME"]))
-    for stream in streams:
-        assert any("xlen" in commands.split() and stream in keys for commands, keys in granted)
+def test_the_scaler_asks_the_monitor_where_it_listens(rendered: Rendered) -> None:
+    """What it makes of the answers: `tests/redis/test_autoscaling.py`."""
+    (service,) = [one for one in rendered.of_kind("Service") if one["metadata"]["name"] == "monitor"]
+    where = f"http://monitor.{service['metadata']['namespace']}.svc.cluster.local:{service['spec']['ports'][0]['port']}"
+    for scaler in rendered.of_kind("ScaledObject"):
+        assert {trigger["metadata"]["url"] for trigger in scaler["spec"]["triggers"]} == {f"{where}/metrics"}
+        (policy,) = [one for one in rendered.of_kind("NetworkPolicy") if one["metadata"]["name"] == "keda-to-monitor"]
+        assert policy["spec"]["podSelector"]["matchLabels"] == service["spec"]["selector"]
 
 
-def test_workers_of_a_run_that_has_ended_cost_nothing() -> None:
-    """By themselves where KEDA scales them, since a finished run leaves no ticket; else by a line of the page."""
-    for overlay in ("cpu", "gpu-small"):
-        spec = render(overlay).named("ScaledObject", "worker")["spec"]
-        assert (spec["minReplicaCount"], spec["cooldownPeriod"]) == (0, 300)
-    page = (ROOT / "k8s" / "README.md").read_text()
-    assert "scale deployment worker --replicas=0" in page
-    assert 'annotate scaledobject worker autoscaling.keda.sh/paused-replicas="0"' in page
+def test_workers_of_a_run_that_has_ended_and_are_not_scaled_by_keda_end_by_a_line_of_the_page() -> None:
+    assert "scale deployment worker --replicas=0" in (ROOT / "k8s" / "README.md").read_text()
 
 
 def test_the_rules_of_prometheus_are_those_that_streamrl_prints() -> None:
