@@ -3,8 +3,8 @@
     exporter's text ─► triggers ─► formula ─► Keda: none or some, every pollingInterval    ─► replicas
                                          └──► Autoscaler: how many, every 15 s             ─┘
 
-Their settings are those of the rendered objects. Written after KEDA 2.20 (metrics_api_scaler.go, scale_scaledobjects.go)
-and Kubernetes 1.33 (podautoscaler/horizontal.go): where a metric cannot be had neither does anything.
+Their settings are those of the rendered objects. Written after KEDA 2.20 (metrics_api_scaler.go,
+scale_scaledobjects.go) and Kubernetes 1.33 (podautoscaler/horizontal.go): where a metric cannot be had neither acts.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any
 
 import jsonschema
 import kubernetes_validate
@@ -13,7 +11,7 @@ import pytest
 
 from streamrl.ops.monitor.alerts import alert_rules
 from streamrl.protocol.transport.acl import ROLES
-from tests.manifest_world import COMPONENT, OVERLAYS, ROOT, Container, Object, Rendered, render
+from tests.manifest_world import COMPONENT, OVERLAYS, ROOT, Container, Rendered, render
 
 KUBERNETES = "1.33"
 NO_RIGHTS = {
@@ -166,44 +164,6 @@ def test_everything_that_is_named_is_there(rendered: Rendered) -> None:
     for scaler in rendered.of_kind("ScaledObject", "HorizontalPodAutoscaler"):
         target = scaler["spec"]["scaleTargetRef"]
         assert (target["kind"], target["name"]) in names
-
-
-# Who speaks to whom, by reading the policies
-
-
-def matches(selector: Object, component: str) -> bool:
-    wanted = selector.get("matchLabels", {}).get(COMPONENT, component)
-    listed = [one["values"] for one in selector.get("matchExpressions", ()) if one["key"] == COMPONENT]
-    return wanted == component and all(component in values for values in listed)
-
-
-def allows(rendered: Rendered, direction: str, pod: str, peer: str) -> bool:
-    side = "from" if direction == "ingress" else "to"
-    policies = [
-        policy["spec"]
-        for policy in rendered.of_kind("NetworkPolicy")
-        if direction.capitalize() in policy["spec"]["policyTypes"] and matches(policy["spec"]["podSelector"], pod)
-    ]
-    assert policies, f"nothing limits the {direction} of {pod}"
-    peers: list[Mapping[str, Any]] = [
-        one
-        for policy in policies
-        for rule in policy.get(direction, ())
-        for one in rule.get(side, [{"podSelector": {}}])
-    ]
-    return any("podSelector" in one and matches(one["podSelector"], peer) for one in peers)
-
-
-def test_only_those_speak_that_must(rendered: Rendered) -> None:
-    pods = ["redis", "reward", "learner", "worker", "monitor", "dashboard"]
-    speak = {
-        (one, other)
-        for one in pods
-        for other in pods
-        if allows(rendered, "egress", one, other) and allows(rendered, "ingress", other, one)
-    }
-    readers = {(one, "redis") for one in ("worker", "learner", "monitor", "dashboard")}
-    assert speak == readers | {("worker", "reward"), ("learner", "learner")}
 
 
 # What follows the run
