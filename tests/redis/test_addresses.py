@@ -102,6 +102,30 @@ async def test_a_password_comes_from_a_file_named_in_the_environment(
         assert await client.execute_command("ACL", "WHOAMI") == b"part"
 
 
+async def test_a_password_is_read_for_each_connection_so_that_it_may_change(
+    guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "password"
+    file.write_text(SECRET)
+    monkeypatch.setenv(f"{PASSWORD}_FILE", str(file))
+    with connect(guarded.url, SETTINGS) as client, redis.Redis.from_url(guarded.url, password=SECRET) as admin:
+        async with connect_async(guarded.url, SETTINGS) as beside:
+            assert await beside.ping()
+            admin.execute_command("ACL", "SETUSER", "part", ">another")
+            file.write_text(f"another\n{SECRET}\n")  # the first is given, both are good
+            admin.execute_command("ACL", "SETUSER", "part", f"<{SECRET}")
+            try:
+                client.connection_pool.disconnect()
+                assert client.ping()
+                await beside.connection_pool.disconnect()
+                assert await beside.ping()
+                file.write_text("")  # somebody writes it just now
+                client.connection_pool.disconnect()
+                assert client.ping()
+            finally:
+                admin.execute_command("ACL", "SETUSER", "part", f">{SECRET}", "<another")
+
+
 def test_a_password_may_stand_in_the_environment_or_in_the_url(
     guarded: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,7 +197,20 @@ def test_no_probe_puts_a_password_into_a_variable_or_a_word(rendered: Rendered) 
     for container in rendered.containers():
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             said = " ".join(container.spec.get(kind, {}).get("exec", {}).get("command", ()))
-            for found in re.finditer(r"\$\(cat /run/secrets[^)]*\)", said):
+            for found in re.finditer(r"\$\([^)]*/run/secrets[^)]*\)", said):
                 begins = said.rfind("printf ", 0, found.start())
                 assert begins >= 0, said
                 assert "|" not in said[begins : found.start()], "printf is of the shell, and starts nothing"
+
+
+def test_the_trainers_form_of_the_learner_is_the_job_but_for_where_its_pods_meet() -> None:
+    was, made = (json.dumps(render(overlay).named("Job", "learner")["spec"]) for overlay in ("gpu-small", "trainjob"))
+    meet, meet_there = "--rendezvous=learner-0.learner:29400", "--rendezvous=learner-node-0-0.learner:29400"
+    assert json.loads(made) == json.loads(was.replace(meet, meet_there))
+    assert was.count(meet) == 1
+
+
+def test_the_trainer_finds_no_job_and_no_service_of_the_name_under_which_it_makes_them() -> None:
+    objects = render("trainjob").objects
+    assert [one["kind"] for one in objects if one["metadata"]["name"] == "learner"].count("Job") == 1, "the Trainer's"
+    assert not any(one["kind"] == "Service" and one["metadata"]["name"] == "learner" for one in objects)
