@@ -116,14 +116,14 @@ def test_a_server_that_would_evict_or_is_too_small_is_found(model: Path, redis_u
 )
 def test_a_server_that_takes_no_writes_of_ours_is_found(told: dict[str, Any], name: str, says: str) -> None:
     """As the endpoints of managed services may be: one for readers, one of a cluster."""
-    found = fitness({"redis_version": "7.2.0", "role": "master", "cluster_enabled": 0, **told}, 0)
+    found = fitness({"redis_version": "7.2.0", "role": "master", "cluster_enabled": 0, **told}, 0, str)
     finding = next(one for one in found.values() if one.name == name)
     assert finding.level == "error"
     assert says in finding.evidence
 
 
 def test_a_server_that_does_not_say_all_of_itself_is_taken_at_its_word() -> None:
-    assert {finding.level for finding in fitness({"redis_version": "7.2.0"}, 0).values()} == {"ok"}
+    assert {finding.level for finding in fitness({"redis_version": "7.2.0"}, 0, str).values()} == {"ok"}
 
 
 def test_a_tokenizer_of_another_model_is_found(model: Path, redis_url: str) -> None:

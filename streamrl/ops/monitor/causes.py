@@ -86,7 +86,7 @@ def redis_evicts(view: View) -> Iterator[Cause]:
         yield attention(
             title="Redis may throw rollouts away",
             evidence=f"maxmemory-policy is {view.redis.policy}",
-            remedy="redis-cli CONFIG SET maxmemory-policy noeviction",
+            remedy="redis-cli CONFIG SET maxmemory-policy noeviction, or a managed service's parameters",
         )
 
 
