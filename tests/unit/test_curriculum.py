@@ -231,7 +231,9 @@ def test_on_a_full_disk_no_ticket_goes_out_and_afterwards_they_do(
         world = make_world(tmp_path)
         world.plan()
         assert world.tickets() == {}
+        assert world.feed.metrics()["curriculum/refused"] > 0
     world.plan()
+    assert world.feed.metrics()["curriculum/refused"] == 0
     assert len(world.tickets()) == 8
     assert DrawLog(tmp_path, term=2).earlier(0) is not None
 

@@ -189,6 +189,7 @@ TABLE: Mapping[str, Callable[[View], Iterator[Cause]]] = {
     "workers_without_weights": parts.workers_without_weights,
     "workers_stuck": parts.workers_stuck,
     "byte_budget_reached": flow.byte_budget_reached,
+    "draws_refused": flow.draws_refused,
     "all_groups_dropped": flow.all_groups_dropped,
     "poison_ticket": flow.poison_ticket,
     "failing_tickets": flow.failing_tickets,
