@@ -85,7 +85,7 @@ def make_model(task: Task, folder: Path) -> Path:
             ),
         )
         settings = Settings(
-            model=folder / "base", data=folder / "demonstrations.jsonl", output=made, batch_size=64, lr=2e-3, seed=1
+            model=str(folder / "base"), data=folder / "demonstrations.jsonl", output=made, batch_size=64, lr=2e-3, seed=1
         )
         train(settings, lambda text: None)
     return made
