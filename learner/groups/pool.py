@@ -123,7 +123,7 @@ class Pool:
 
 def _all_teach(alike: list[Chances]) -> Chances:
     """The chance that so many groups would each teach, by the chances that one is alike, that two are, and so on."""
-    terms = [math.comb(len(alike), k) * (-1) ** k * chance for k, chance in enumerate(alike, 1)]
+    terms: list[Chances] = [math.comb(len(alike), k) * (-1) ** k * chance for k, chance in enumerate(alike, 1)]
     return np.maximum(_TINY, 1 + sum(terms))
 
 
