@@ -36,7 +36,7 @@ _FADE = 0.9  # of what is known of a prompt, with each pass
 _LEAST = 1 / 64  # nobody waits for ever
 _TINY = 1e-9  # of small differences nothing but rounding may be left
 _IN_A_ROW = 8  # groups that would each teach: with one, a prompt that is alike every other time is asked half as often
-_ENOUGH = 8  # prompts of a dataset, or half of all, before anything is said of them
+_ENOUGH = 4  # prompts of a dataset, or half of all, before anything is said of them
 _BREADTH = (0.02, 2000.0)  # a0 + b0: each prompt is always alike, or never; each is like another
 _SEEN = np.dtype(
     [("row", "<i4"), ("at", "<i4"), ("samples", "<f8"), ("minority", "<f8"), ("reward", "<f8"), ("alike", "<f8")]
