@@ -201,6 +201,16 @@ def test_reward_sources_are_asked_whether_they_are_there(model: Path, redis_url:
     assert found(model, redis_url, *reward("http://127.0.0.1:9"))["reward judge"].level == "error"
 
 
+def test_a_teacher_behind_an_address_is_asked_whether_it_is_there(
+    model: Path, redis_url: str, reward_server: str
+) -> None:
+    def levels(*urls: str) -> list[str]:
+        loaded = load(model, redis_url, f"teacher.urls={json.dumps(urls)}")
+        return [finding.level for _, finding in look(loaded) if finding.name == "teacher"]
+
+    assert levels(reward_server, f"{reward_server}/v1", "http://127.0.0.1:9") == ["ok", "warning", "error"]
+
+
 @pytest.fixture
 def on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """A machine with so many, to a torch that could use them."""

@@ -1,7 +1,7 @@
 """What the run asks of others.
 
 Its Redis: there, new enough, keeping what it is given, quick.
-Its reward services answer.
+Its reward services and its teacher's servers answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import redis
 
@@ -29,7 +29,7 @@ from streamrl.terminal import size
 _PINGS = 20
 _SLOW_MS, _TOO_SLOW_MS = 5.0, 100.0
 _MANAGED = "a managed service has it among its parameters"
-_TIMEOUT_S = 5.0  # of a reward server
+_TIMEOUT_S = 5.0  # of a service
 
 
 def check_redis(loaded: Loaded) -> Iterator[Finding]:
@@ -102,21 +102,30 @@ def check_rewards(loaded: Loaded) -> Iterator[Finding]:
     """Whether services are there; functions are tried."""
     for name, source in loaded.config.rewards.items():
         if isinstance(source, SERVICES):
-            yield from (_reward_server(f"reward {name}", url, judges=source.type == "judge") for url in source.urls)
+            judges = source.type == "judge"
+            yield from (
+                _service(f"reward {name}", url, looks_at="models" if judges else "health") for url in source.urls
+            )
 
 
-def _reward_server(label: str, address: str, *, judges: bool) -> Finding:
+def check_teacher(loaded: Loaded) -> Iterator[Finding]:
+    """Whether its servers are there; that their tokens are the policy's, workers find out."""
+    teacher = loaded.config.teacher
+    yield from () if teacher is None else (_service("teacher", url, looks_at="health") for url in teacher.urls)
+
+
+def _service(label: str, address: str, *, looks_at: Literal["models", "health"]) -> Finding:
     if address == LOCAL_REWARD_SERVER:
         return ok(label, "the reward server that `streamrl up` starts here")
-    url = f"{address.rstrip('/')}/{'models' if judges else 'health'}"
+    url = f"{address.rstrip('/')}/{looks_at}"
     began = time.perf_counter()
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S):
             pass
     except urllib.error.HTTPError as answer:  # something serves there; it need not know /health
-        if judges and answer.code in (401, 403):
+        if looks_at == "models" and answer.code in (401, 403):
             return ok(label, f"{address} answers, and wants its key")
-        return warning(label, f"{url} answers {answer.code}", "look whether a reward server is there")
+        return warning(label, f"{url} answers {answer.code}", "look whether what it is asked for is served there")
     except (OSError, ValueError) as failed:
-        return error(label, f"{url} does not answer: {failed}", "start it, or mend the source's url")
+        return error(label, f"{url} does not answer: {failed}", "start it, or mend the address")
     return ok(label, f"{address} answers in {1000 * (time.perf_counter() - began):.0f} ms")
