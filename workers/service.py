@@ -146,10 +146,6 @@ class _Service:
     async def run(self, client: redis.asyncio.Redis, stop: asyncio.Event) -> None:
         options, config = self._options, self._config
         path = allowed_model(config.model.path, override=options.model, permissions=options.permissions)
-        rewards = build_rewards(config.rewards, options.permissions, options.local_reward_url)
-        self._progress.working("load the tokenizer")
-        model = await asyncio.to_thread(read_model, path, trust_remote_code=options.permissions.trust_remote_code)
-        self._check_fingerprint(model)
         stream = WorkerStream(
             client,
             self._keys,
@@ -157,6 +153,10 @@ class _Service:
             lease_s=config.worker.lease_s,
             give_up_after_s=config.redis.give_up_after_s,
         )
+        rewards = build_rewards(config.rewards, options.permissions, options.local_reward_url, stream.spend)
+        self._progress.working("load the tokenizer")
+        model = await asyncio.to_thread(read_model, path, trust_remote_code=options.permissions.trust_remote_code)
+        self._check_fingerprint(model)
         async with self._following(stream, model) as weights, contextlib.AsyncExitStack() as ending:
             ending.push_async_callback(rewards.close)
             await rewards.start()

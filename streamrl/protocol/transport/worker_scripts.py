@@ -90,6 +90,9 @@ end
 return {'OK', lost}
 """)
 
+# Count what the run's workers have spent of something; answers what all of them have.
+SPEND = _guarded("return {'OK', redis.call('HINCRBY', KEYS[1], ARGV[1], ARGV[2])}")
+
 # Give back whatever is pending under this name, known to the worker or not, and forget the name.
 LEAVE = _guarded("""
 local group, worker, idle_ms, nobody = unpack(ARGV)
