@@ -166,7 +166,8 @@ def _watched(
     tls = {"ssl": True} if scheme == "rediss" else {}
     tls |= {name: value for name, value in found.items() if name.startswith("ssl_")}
     password = _from_environment(SENTINEL_PASSWORD, environment)
-    shared = {name: value for name, value in options.items() if name not in ("password", "username")}
+    masters = ("password", "username", "command_packer")  # alone: sentinels have other users, and are told little
+    shared = {name: value for name, value in options.items() if name not in masters}
     asking = of_sentinels({**shared, **tls, **({"password": password} if password else {})})
     sentinels = by([_host(text, url) for text in hosts.split(",")], sentinel_kwargs=asking)
     return sentinels.master_for(service[1], **{**options, **found, **tls, **classes})
