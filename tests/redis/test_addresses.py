@@ -335,6 +335,13 @@ def test_a_service_that_cannot_be_found_is_one_clear_error() -> None:
             connect(url, settings)
 
 
+def test_what_is_large_is_written_to_the_server_as_it_is(redis_url: str) -> None:
+    body = bytes(1 << 20)
+    with connect(redis_url, SETTINGS) as client:
+        pieces = client.connection_pool.make_connection().pack_command("SET", "body", body)
+    assert any(piece is body for piece in pieces)
+
+
 async def test_a_workers_unix_socket_has_room_for_a_whole_delivery(tmp_path: Path) -> None:
     allowed = min(1 << 20, int(Path("/proc/sys/net/core/wmem_max").read_text()))
     with EmbeddedRedis.start(tmp_path / "redis") as server:
