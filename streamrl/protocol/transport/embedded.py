@@ -34,7 +34,7 @@ _LONGEST_SOCKET_PATH = 100  # the kernel allows 108 bytes, and the error past th
 _PAUSE_S = 0.02
 _STOP_TIMEOUT_S = 15.0
 # A server with the C library's allocator gives each megabyte back to the kernel as it comes free, and has it cleared
-# when it takes the next: a quarter of its time. One with an allocator of its own does not look here.
+# when it takes the next: a fifth of its time. One with an allocator of its own does not look here.
 _KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(128 << 20)}
 
 
