@@ -1,9 +1,9 @@
 """From the quickstart's command to its first sample: this checkout against another commit, by turns.
 
-Each round runs the quickstart of both, for two steps, and looks at its processes ten times a second. A sample can be made
-from the moment at which the worker has loaded the first weights, as its log says. Time is the machine's, on which others
-may work too; processors' seconds are the run's own up to then, by process, and tell what there is to save. The other
-commit is `$STREAMRL_START_AGAINST`, by default HEAD~1; it runs in a work tree of its own, in this environment.
+Each round runs the quickstart of both, for two steps, and looks at its processes ten times a second. A sample can be
+made from the moment at which the worker has loaded the first weights, as its log says. Others may work on the machine,
+too; core-seconds are the run's own up to then, by process, and tell what there is to save. The other commit is
+`$STREAMRL_START_AGAINST`, by default HEAD~1; it runs in a work tree of its own, in this environment.
 """
 
 from __future__ import annotations
@@ -61,10 +61,8 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
             ways = {"here": HERE, "there": other}
             order = list(ways) if number % 2 else list(reversed(ways))
             rounds.append({way: _start(ways[way]) for way in order})
-            here, there = rounds[-1]["here"], rounds[-1]["there"]
-            say(
-                f"round {number + 1}: first sample after {here.first_sample_s:.1f} s, {there.first_sample_s:.1f} s there"
-            )
+            here, there = (rounds[-1][way].first_sample_s for way in ways)
+            say(f"round {number + 1}: first sample after {here:.1f} s here, {there:.1f} s there")
     return list(_lines(rounds))
 
 

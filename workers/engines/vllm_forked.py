@@ -26,8 +26,6 @@ from streamrl.workers.engines.vllm_plugin import OWNER_VARIABLE
 
 _IMPORTED = "streamrl.workers.engines.vllm_imported"
 _PRELOAD = "LD_PRELOAD"
-# torch reads it as it is imported, and that is over when a process is forked.
-_DYNAMO = "TORCHDYNAMO_DISABLE"
 
 
 def is_cpu_build() -> bool:
@@ -63,7 +61,8 @@ def is_ahead() -> bool:
 @contextmanager
 def _environment_of_server() -> Iterator[None]:
     before = dict(os.environ)
-    wanted = {OWNER_VARIABLE: str(os.getpid()), "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "OMP_NUM_THREADS": "1"}
+    # What is read as torch and vLLM are imported must stand here: that is over when an engine is forked.
+    wanted = {OWNER_VARIABLE: str(os.getpid()), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     if (library := _openmp()) is not None and "gomp" not in before.get(_PRELOAD, ""):
         wanted[_PRELOAD] = ":".join(filter(None, [before.get(_PRELOAD), str(library)]))
     os.environ.update(wanted)
@@ -87,7 +86,7 @@ def _openmp() -> Path | None:
 
 @contextmanager
 def forking_engines() -> Iterator[None]:
-    """Inside the context vLLM forks its engine from that server, if there is one."""
+    """Inside the context vLLM forks its engine from that server, if there is one. For engines that compile nothing."""
     if not is_ahead():
         yield
         return
@@ -112,13 +111,11 @@ class _Process(ForkServerProcess):
 
     def run(self) -> None:
         import torch
-        import torch._dynamo
         from vllm import plugins
 
         os.environ.clear()
         os.environ.update(self._environment)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
-        torch._dynamo.config.disable = os.environ.get(_DYNAMO) == "1"
         plugins.plugins_loaded = False  # ours is what ties an engine to its worker
         super().run()
 

@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -107,7 +107,7 @@ def build_llm(settings: EngineSettings, scratch: Path) -> tuple[AsyncLLM, StepWa
     os.environ.update(_platform_environment(arguments, settings.config.worker, on_cpu=current_platform.is_cpu()))
     config = engine_config(AsyncEngineArgs, arguments)
     try:
-        with forking_engines():
+        with forking_engines() if arguments["enforce_eager"] else nullcontext():
             llm = AsyncLLM(config, Executor.get_class(config), log_stats=True, log_requests=False)
     except Exception as error:  # vLLM's own errors share no base
         raise EngineError(f"vLLM did not start: {error}") from error
