@@ -29,11 +29,18 @@ def test_what_comes_then_begins_when_the_first_has_ended_and_beside_the_others(t
 
 
 def test_nothing_comes_then_before_one_has_ended_and_its_failure_counts(tmp_path: Path) -> None:
-    made = tmp_path / "made"
-    first = python(tmp_path, "first", f"open({str(made)!r}, 'w')")
+    seen, made = tmp_path / "seen", tmp_path / "made"
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        if len(said) == 3:  # looks, of which each has left the time to begin
+            seen.touch()
+
+    first = python(tmp_path, "first", f"{until(seen)}; open({str(made)!r}, 'w')")
     then = python(tmp_path, "then", f"import pathlib, sys; sys.exit(3 if pathlib.Path({str(made)!r}).exists() else 0)")
     with pytest.raises(PartError, match="then ended with exit code 3"):
-        run_all([first], lambda _: None, then=[then])
+        run_all([first], say, then=[then])
 
 
 def test_a_mistake_of_the_users_that_a_program_finds_is_told_as_one(tmp_path: Path) -> None:
