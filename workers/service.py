@@ -123,8 +123,11 @@ async def _serve(options: Options, stop: asyncio.Event, grace: _Grace) -> None:
             if info is not None:
                 config = config_from_json(info.config_json)
                 grace.seconds = config.worker.grace_s
-                progress.working("import vLLM")
-                await unless(stop, importing)
+                if not importing.done():
+                    progress.working("import vLLM")
+                    await unless(stop, importing)
+                if stop.is_set():
+                    return
                 await _Service(options, keys, config, info, health).run(client, stop)
         except RunGone:
             log.info("run_gone", run=options.run)
