@@ -27,6 +27,7 @@ from bench.report import Bar, Fact, Line
 from bench.stepping import Stepping
 from streamrl.config import schema
 from streamrl.files import scratch_folder
+from streamrl.learner.model.packing import MicroBatch
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.wire.group import Group
@@ -96,7 +97,7 @@ def _step(groups: Sequence[Group], *, quick: bool, say: Say) -> list[Line]:
     return lines
 
 
-def _used(groups: Sequence[Group], packed: Sequence[object]) -> float:
+def _used(groups: Sequence[Group], packed: Sequence[MicroBatch]) -> float:
     cells = sum(batch.input_ids.numel() for batch in packed)
     once = sum(g.header.num_prompt_tokens + sum(n - 1 for n in g.header.sample_lengths) for g in groups)
     return once / cells

@@ -11,8 +11,9 @@ from bench.measure import seconds
 from bench.publishing import RUN_UID
 from bench.training import train_once
 from streamrl.config import schema
-from streamrl.learner.model.load import Policy, load_policy
+from streamrl.learner.model.load import load_policy
 from streamrl.learner.model.lora import merged_parameters
+from streamrl.learner.model.policy import Policy
 from streamrl.learner.process.background import BackgroundThread, BackgroundThreadDouble
 from streamrl.learner.process.ranks import World
 from streamrl.learner.publishing.host_copy import CastDigests, cast_digests

@@ -6,6 +6,7 @@ The clock is read there too, so that neither messages nor the step that is under
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from safetensors.torch import load_file
 from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
@@ -25,8 +26,10 @@ class OwnReload(ReadBackExtension):
 
     def reload_held(self) -> float:
         """How long it takes with tensors that lie in memory."""
-        return seconds(lambda: self.reload_weights(weights_iterator=iter(self._held.items())))
+        worker: Any = self
+        return seconds(lambda: worker.reload_weights(weights_iterator=iter(self._held.items())))
 
     def reload_file(self, path: str) -> float:
+        worker: Any = self
         tensors = safetensors_weights_iterator([path], use_tqdm_on_load=False)
-        return seconds(lambda: self.reload_weights(weights_iterator=tensors))
+        return seconds(lambda: worker.reload_weights(weights_iterator=tensors))

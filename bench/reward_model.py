@@ -43,8 +43,8 @@ def write_reward_model(folder: Path) -> None:
         num_key_value_heads=4,
         max_position_embeddings=1024,
         pad_token_id=tokenizer.pad_token_id,
-        num_labels=1,
     )
+    config.num_labels = 1
     torch.manual_seed(0)
     transformers.Qwen2ForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

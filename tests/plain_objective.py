@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from streamrl.config import schema
-from streamrl.learner.model.load import Policy, load_model
+from streamrl.learner.model.load import load_model
 from streamrl.learner.model.logprobs import Head
+from streamrl.learner.model.policy import Policy
 from streamrl.protocol.wire.group import Group, Sample
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from streamrl.protocol.weights.manifest import (
 from streamrl.protocol.weights.stores import BlobStore
 from streamrl.versions import make_version
 
+Store = TypeVar("Store", bound=BlobStore)
 Bits = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 State = Mapping[str, Bits]  # flat bits by tensor
 
@@ -52,11 +54,11 @@ def nudged(rng: np.random.Generator, state: State, *, share: float = 0.05) -> St
     return moved
 
 
-class World:
+class World(Generic[Store]):
     """Ranks that publish into a store, each a part of every tensor."""
 
     def __init__(
-        self, store: BlobStore, *, num_ranks: int = 1, tensors: Sequence[TensorMeta] = TENSORS, term: int = 1
+        self, store: Store, *, num_ranks: int = 1, tensors: Sequence[TensorMeta] = TENSORS, term: int = 1
     ) -> None:
         self.store = store
         self.tensors = tuple(tensors)

@@ -105,7 +105,10 @@ async def _serve(options: Options, stop: asyncio.Event, grace: _Grace) -> None:
     progress = Progress(part=f"worker/{options.worker}", role="worker")
     keys = Keys(options.run)
     health = Health(progress)
-    await asyncio.to_thread(_check_server, options.redis_url)
+    try:
+        await asyncio.to_thread(_await_server, options.redis_url, stop)
+    except _ToldToStop:
+        return
     async with contextlib.AsyncExitStack() as ending:
         if options.http is not None:
             from streamrl.workers.http import serving  # starlette and uvicorn: only where asked for
@@ -150,9 +153,25 @@ async def _importing(options: Options) -> AsyncIterator[asyncio.Task[None]]:
             await cancel_all([task])
 
 
-def _check_server(url: str) -> None:
-    with connect(url, schema.Redis()) as client:
-        check_server(client)
+class _ToldToStop(Exception):
+    pass
+
+
+def _await_server(url: str, stop: asyncio.Event) -> None:
+    """It may be away, or come later than its workers: an exit code of 2, which nobody restarts, would be wrong."""
+    num_failures = 0
+
+    def note(why: str) -> None:
+        nonlocal num_failures
+        if stop.is_set():
+            raise _ToldToStop
+        if num_failures == 0:
+            log.warning("waiting_for_redis", why=why)
+        num_failures += 1
+
+    settings = schema.Redis()
+    with connect(url, settings, patience_s=settings.give_up_after_s, on_trouble=note) as client:
+        check_server(client, give_up_after_s=settings.give_up_after_s)
 
 
 class _Service:
@@ -249,7 +268,7 @@ class _Service:
             pretrained = await asyncio.to_thread(find)
         with (
             mirror_folder(self._info.uid, self._options.worker) as folder,
-            connect(self._options.redis_url, config.redis) as client,
+            connect(self._options.redis_url, config.redis, patience_s=config.redis.give_up_after_s) as client,
         ):
             weights = WeightFollower(
                 announcements=stream,

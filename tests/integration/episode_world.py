@@ -24,9 +24,10 @@ import numpy.typing as npt
 import torch
 
 from streamrl.config import schema
-from streamrl.learner.model.load import Policy, load_model
+from streamrl.learner.model.load import load_model
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.packing import Piece, pack
+from streamrl.learner.model.policy import Policy
 from streamrl.protocol.wire.group import Sample, decode_body, decode_header, encode_group
 from streamrl.workers.engines.base import Engine, Generated, KvCache, SampleRequest
 from streamrl.workers.environments.base import Answer, EnvironmentDouble

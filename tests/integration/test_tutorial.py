@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -107,7 +107,7 @@ def free_port() -> int:
 
 
 def test_a_stranger_goes_from_own_data_to_a_served_model(
-    empty: Path, alone: dict[str, str], record_property: pytest.RecordProperty
+    empty: Path, alone: dict[str, str], record_property: Callable[[str, object], None]
 ) -> None:
     reader, port = Reader(empty, alone), str(free_port())
     said: dict[str, str] = {}  # by a block's first words

@@ -86,6 +86,7 @@ class TwoServers:
         client = LossyAsyncRedis.from_url(
             self.url, protocol=2, socket_timeout=5.0, retry=AsyncRetry(NoBackoff(), 0), decode_responses=False
         )
+        assert isinstance(client, LossyAsyncRedis)
         client.luck = Luck()
         return client
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.trouble import VIEWS, WELL, causes
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_says_what_the_code_says(page: object) -> None:
+def test_a_page_says_what_the_code_says(page: Path) -> None:
     assert page.read_text() == renewed(page), "python -m tests.made_pages"
 
 

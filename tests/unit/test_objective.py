@@ -13,8 +13,9 @@ import torch
 from streamrl.config import schema
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.gradients import Gradients
-from streamrl.learner.model.load import Policy, load_policy
+from streamrl.learner.model.load import load_policy
 from streamrl.learner.model.packing import MicroBatch
+from streamrl.learner.model.policy import Policy
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group
 from streamrl.recipe.algorithms import make_algorithm

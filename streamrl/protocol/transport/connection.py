@@ -58,19 +58,34 @@ class Timeouts(Protocol):
     def reply_timeout_s(self) -> float: ...
 
 
-def connect(url: str, settings: Timeouts, *, patience_s: float | None = None) -> redis.Redis:
+def connect(
+    url: str,
+    settings: Timeouts,
+    *,
+    patience_s: float | None = None,
+    on_trouble: Callable[[str], None] = lambda why: None,
+) -> redis.Redis:
     """A client whose server answered. Where none does within `connect_timeout_s`, the user has to mend something. With
-    `patience_s` the server was there before: it is tried for so long, and then it is away (TransportError); what it
-    answers that no waiting changes is for the user all the same."""
+    `patience_s` the server was there before, or comes: it is tried for so long, and then it is away (TransportError);
+    what it answers that no waiting changes is for the user, at once. `on_trouble` hears of each try that failed."""
     client = open_client(url, retry=Retry(NoBackoff(), 0), **_options(url, settings))
+    server = server_name(client)
+
+    def note(error: redis.RedisError) -> None:
+        if patience_s is not None and not _is_away(error):
+            raise TransportError(f"Redis at {server} could not answer: {error}") from error
+        on_trouble(f"Redis at {server} does not answer: {str(error).rstrip('.')}. {_remedy(url, error)}")
+
     give_up_after_s = settings.connect_timeout_s if patience_s is None else patience_s
     try:
-        repeat(client, "answer", client.ping, give_up_after_s=give_up_after_s)
+        repeat(client, "answer", client.ping, give_up_after_s=give_up_after_s, on_trouble=note)
     except TransportError as error:
         client.close()
-        if patience_s is not None and _is_away(error.__cause__):
-            raise
-        raise ResourceError(f"{str(error).rstrip('.')}. {_remedy(url, error.__cause__)}") from None
+        kind = TransportError if patience_s is not None and _is_away(error.__cause__) else ResourceError
+        raise kind(f"{str(error).rstrip('.')}. {_remedy(url, error.__cause__)}") from None
+    except BaseException:
+        client.close()
+        raise
     return client
 
 
