@@ -113,8 +113,12 @@ class _Process(ForkServerProcess):
         import torch
         from vllm import plugins
 
-        os.environ.clear()
-        os.environ.update(self._environment)
+        # Only what differs: who moves the whole environment loses the place of the process' title, "VLLM::EngineCore".
+        for name in set(os.environ) - set(self._environment):
+            del os.environ[name]
+        for name, value in self._environment.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
         plugins.plugins_loaded = False  # ours is what ties an engine to its worker
         super().run()

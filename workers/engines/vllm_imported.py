@@ -26,5 +26,6 @@ if os.getppid() != int(os.environ[OWNER_VARIABLE]):  # it died before we asked
     os.kill(os.getpid(), signal.SIGKILL)
 for module in _ENGINE:
     import_module(module)
+import_module("vllm.utils.system_utils").set_process_title("ForkServer")  # as `ps` shows it: VLLM::ForkServer
 gc.collect()
 gc.freeze()  # or the first collection in an engine would copy every page that they share
