@@ -28,6 +28,7 @@ from bench.report import Bar, Fact, Line
 HERE = Path(__file__).parents[1]
 _GOAL = 0.6  # of the other commit's time
 _LIMIT_S = 900.0
+_END_S = 60.0  # for one that is told to end, in order
 _LOOK_EVERY_S = 0.1
 _TICKS = os.sysconf("SC_CLK_TCK")
 # By a word of the command line; the first that fits.
@@ -104,8 +105,14 @@ def _start(checkout: Path) -> Start:
             run = subprocess.Popen(
                 [sys.executable, *words], cwd=folder, env=environment, stdout=out, stderr=out, start_new_session=True
             )
+        try:
             found = _watch(run, folder / "quickstart", began)
-        if run.wait(_LIMIT_S) != 0:
+            code = run.wait(_LIMIT_S)
+        finally:
+            if run.poll() is None:
+                run.terminate()
+                run.wait(_END_S)
+        if code != 0:
             raise RuntimeError(f"the quickstart of {checkout} failed:\n{(folder / 'out').read_text()[-2000:]}")
     return found
 
