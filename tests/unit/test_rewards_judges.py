@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -139,6 +140,41 @@ async def test_reasons_and_options_and_services_without_schemas() -> None:
     assert '{"reasons": "...", "score": ...}' in server.asked[0].text
 
 
+@pytest.mark.parametrize(
+    ("content", "score"),
+    [
+        ('Well.\n```json\n{"reasons": "it is short", "score": 4}\n```', 1.0),
+        (r'{"reasons": "\frac{1}{2} + \sqrt{x}, so f{x} is right", "score": 3}', 0.75),
+        ('{"score": 1, "reasons": "{}"}', 0.25),
+        ('{"score": 1}, or rather {"score": 2}', 0.5),
+    ],
+)
+async def test_of_a_judge_that_knows_no_schema_the_last_verdict_counts(content: str, score: float) -> None:
+    async with judges_serving(lambda asked: Reply(content=content)) as server:
+        reward = judge_of(server.url, structured=False, explain=True, scale=(0, 4), attempts=1)
+        assert await reward.score(make_item()) == score
+        await reward.close()
+
+
+@pytest.mark.parametrize(
+    "content", ['{"score": 5}', '{"score": 3.5}', '{"score": "3"}', '{"score": true}', '"score": 3']
+)
+async def test_nothing_else_that_it_says_is_a_verdict(content: str) -> None:
+    async with judges_serving(lambda asked: Reply(content=content)) as server:
+        reward = judge_of(server.url, structured=False, scale=(0, 4), attempts=1)
+        with pytest.raises(RewardError, match="answered no verdict"):
+            await reward.score(make_item())
+        await reward.close()
+
+
+async def test_half_a_character_is_no_verdict_and_is_asked_again() -> None:
+    replies = iter([Reply(content="half a \ud800 character"), Reply(content='{"score": 10}')])
+    async with judges_serving(lambda asked: next(replies)) as server:
+        reward = judge_of(server.url, attempts=2)
+        assert await reward.score(make_item()) == 1.0
+        await reward.close()
+
+
 async def test_the_same_question_is_asked_once_also_while_it_is_under_way() -> None:
     async with judges_serving() as server:
         reward = judge_of(server.url, cache_size=2)
@@ -207,6 +243,21 @@ async def test_a_judge_that_is_gone_is_an_outage_and_the_score_comes_when_it_is_
     await reward.close()
     with pytest.raises(RewardError):
         await score
+
+
+async def test_requests_that_waited_for_a_busy_loop_do_not_go_out_together() -> None:
+    pace, begun = Pace(20.0), list[float]()
+
+    async def ask() -> None:
+        await pace.turn()
+        begun.append(time.monotonic())
+
+    asking = [asyncio.create_task(ask()) for _ in range(6)]
+    await asyncio.sleep(0)
+    time.sleep(0.4)  # noqa: ASYNC251 - a loop that is busy for so long
+    await asyncio.gather(*asking)
+
+    assert min(after - before for before, after in pairwise(begun)) > 0.9 / 20.0
 
 
 async def test_no_more_requests_a_second_than_are_allowed() -> None:

@@ -90,18 +90,19 @@ class Budget:
 
 
 class Pace:
-    """So many a second, one behind the other."""
+    """So many a second, one behind the other: also behind one that came late, for the loop was busy."""
 
     def __init__(self, per_s: float | None) -> None:
         self._every_s = 0.0 if per_s is None else 1 / per_s
         self._next = 0.0  # on the loop's clock
+        self._first = asyncio.Lock()
 
     async def turn(self) -> None:
-        now = asyncio.get_running_loop().time()
-        begin = max(now, self._next)
-        self._next = begin + self._every_s
-        if begin > now:
-            await asyncio.sleep(begin - now)
+        loop = asyncio.get_running_loop()
+        async with self._first:
+            if (left_s := self._next - loop.time()) > 0:
+                await asyncio.sleep(left_s)
+            self._next = loop.time() + self._every_s
 
 
 class Remembering:
