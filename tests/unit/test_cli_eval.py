@@ -50,12 +50,12 @@ def evaluated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
 def test_a_checkpoint_is_scored_with_its_own_weights(
     run: schema.Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts = ["--prompts", run.data.train, "validation.sampling.num_samples=2"]
+    prompts = ["--prompts", run.data.train]
     output = tmp_path / "answers.jsonl"
 
     newest = evaluated(capsys, str(run.folder), *prompts, "--output", str(output))
 
-    assert (newest["step"], newest["num_prompts"], newest["num_answered"], newest["num_samples"]) == (4, 10, 10, 20)
+    assert (newest["step"], newest["num_prompts"], newest["num_answered"], newest["num_samples"]) == (4, 10, 10, 10)
     assert newest["reward"] == pytest.approx(newest["rewards"]["favourite"])
     answers = [json.loads(line) for line in output.read_text().splitlines()]
     assert [answer["prompt"] for answer in answers] == [f"say {i}:" for i in range(10)]
