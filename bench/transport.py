@@ -10,8 +10,10 @@ Then whether that grows with the run (bench.growth), and how soon others have wh
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -31,7 +33,7 @@ from bench.answering import (
 )
 from bench.growth import growth
 from bench.learning import Learning, groups_per_second
-from bench.measure import Rounds, Say
+from bench.measure import Rounds, Say, cpu_s
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
 from streamrl.files import scratch_folder
@@ -77,6 +79,7 @@ def _speed(server: EmbeddedRedis, client: redis.Redis, *, quick: bool, say: Say)
     ways: dict[str, Callable[[], float]] = {"plain": partial(_plain, server, client, for_s)}
     ways |= {f"{size} workers": partial(_whole_path, server, client, size, for_s) for size in _TEAMS}
     rounds = Rounds(ways, num_rounds=2 if quick else 5, say=say)
+    cpu = Rounds({"ms": partial(_cpu_ms, server, client, for_s)}, num_rounds=2 if quick else 5)
     lines: list[Line] = [
         Bar(
             name="full path / plain XADD + XREAD + XTRIM",
@@ -84,7 +87,14 @@ def _speed(server: EmbeddedRedis, client: redis.Redis, *, quick: bool, say: Say)
             unit="x",
             goal=0.5,
             better="higher",
-        )
+        ),
+        Bar(
+            name="CPU time of a group in all three processes",
+            value=cpu.median("ms"),
+            unit="ms",
+            goal=0.2,
+            better="lower",
+        ),
     ]
     for size in _TEAMS[1:]:
         value = rounds.ratio(f"{size} workers", to="1 workers")
@@ -101,14 +111,31 @@ def _plain(server: EmbeddedRedis, client: redis.Redis, for_s: float) -> float:
 
 
 def _whole_path(server: EmbeddedRedis, client: redis.Redis, num_workers: int, for_s: float) -> float:
+    with _learning(server, client, num_workers) as (learning, _):
+        # The more workers, the later the last of them has connected.
+        return groups_per_second(learning.step, warm_up=_WARM_UP + num_workers // 8, for_s=for_s)
+
+
+def _cpu_ms(server: EmbeddedRedis, client: redis.Redis, for_s: float) -> float:
+    """What a group costs the server, one worker and the learner together."""
+    with _learning(server, client, 1) as (learning, worker):
+        groups_per_second(learning.step, warm_up=_WARM_UP, for_s=0.0)
+        pids, before = (server.pid, worker, os.getpid()), learning.num_trained
+        began_s = sum(map(cpu_s, pids))
+        groups_per_second(learning.step, warm_up=0, for_s=for_s)
+        return 1000 * (sum(map(cpu_s, pids)) - began_s) / (learning.num_trained - before)
+
+
+@contextmanager
+def _learning(server: EmbeddedRedis, client: redis.Redis, num_workers: int) -> Iterator[tuple[Learning, int]]:
+    """A learner, and the pid of its workers."""
     client.flushall()
     learning = Learning(client, "speed", shape=_LARGE, groups_per_step=_GROUPS_PER_STEP, commit_every=_COMMIT_EVERY)
     # One worker alone has as many groups at work as the plain writer sends at once, or it would wait for tickets.
     at_work = max(32, _GROUPS_PER_STEP // num_workers)
     team = Team(url=server.url, run="speed", shape=_LARGE, num_workers=num_workers, max_groups_in_flight=at_work)
-    with in_background(answer_tickets, team):
-        # The more workers, the later the last of them has connected.
-        return groups_per_second(learning.step, warm_up=_WARM_UP + num_workers // 8, for_s=for_s)
+    with in_background(answer_tickets, team) as pid:
+        yield learning, pid
 
 
 class _PlainReader:

@@ -13,6 +13,7 @@ from typing import Any
 
 from streamrl.config import schema
 from streamrl.permissions import Permissions
+from streamrl.workers.rewards.base import Spend
 from streamrl.workers.rewards.judge import JudgeOfGroups, JudgeReward, build_judge_reward
 
 _MARKED = re.compile(r"--- (answer|first answer|second answer) (\w+) ---\n(.*?)\n--- end of \1 \2 ---", re.DOTALL)
@@ -145,13 +146,15 @@ def source_of(*urls: str, **settings: Any) -> schema.JudgeReward:
     )
 
 
-def build(source: schema.JudgeReward, *, environment: tuple[str, ...] = ()) -> JudgeReward | JudgeOfGroups:
+def build(
+    source: schema.JudgeReward, *, environment: tuple[str, ...] = (), spend: Spend | None = None
+) -> JudgeReward | JudgeOfGroups:
     allowed = Permissions(hosts=("127.0.0.1",), reward_environment=environment)
-    return build_judge_reward("mine", source, allowed, first_pause_s=0.01)
+    return build_judge_reward("mine", source, allowed, spend, first_pause_s=0.01)
 
 
-def judge_of(*urls: str, **settings: Any) -> JudgeReward:
-    reward = build(source_of(*urls, **settings))
+def judge_of(*urls: str, spend: Spend | None = None, **settings: Any) -> JudgeReward:
+    reward = build(source_of(*urls, **settings), spend=spend)
     assert isinstance(reward, JudgeReward)
     return reward
 

@@ -96,4 +96,16 @@ def render(overlay: str) -> Rendered:
     words = [kubectl, "kustomize", str(ROOT / "k8s" / "overlays" / overlay)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    return Rendered([one for one in yaml.safe_load_all(done.stdout) if one])
+    objects = [one for one in yaml.safe_load_all(done.stdout) if one]
+    return Rendered([*objects, *_made_by_trainer(objects)])
+
+
+def _made_by_trainer(objects: list[Object]) -> Iterator[Object]:
+    """The Job that Kubeflow's Trainer makes of a TrainJob and its runtime, under the TrainJob's name."""
+    runtimes = {one["metadata"]["name"]: one for one in objects if one["kind"] == "TrainingRuntime"}
+    for one in objects:
+        if one["kind"] == "TrainJob":
+            (made,) = runtimes[one["spec"]["runtimeRef"]["name"]]["spec"]["template"]["spec"]["replicatedJobs"]
+            pods = one["spec"]["trainer"]["numNodes"]
+            spec = {**made["template"]["spec"], "parallelism": pods, "completions": pods}
+            yield {"apiVersion": "batch/v1", "kind": "Job", "metadata": one["metadata"], "spec": spec}

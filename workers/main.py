@@ -60,6 +60,7 @@ log = structlog.get_logger(__name__)
     type=click.FloatRange(0, 1, min_open=True),
     help="Share of its GPUs' memory for vLLM, where others use them too; worker.engine_args wins.",
 )
+@click.option("--import-vllm", is_flag=True, help="Import vLLM while the run is waited for: its engine is vLLM.")
 @click.option("--log-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON lines go to this file.")
 def main(
     worker_id: str | None,

@@ -41,13 +41,14 @@ class PretrainedModel:
 
     def _load(self, like: TensorMeta) -> Iterator[tuple[str, Bits]]:
         import torch
+        from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
 
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 self._path, dtype=getattr(torch, like.dtype), trust_remote_code=self._trust_remote_code
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise DataError(f"model {self._path!r} cannot be loaded: {str(error).splitlines()[0]}") from error
         integers = torch.int32 if BITS[like.dtype].itemsize == 4 else torch.int16
         for name, parameter in model.named_parameters():

@@ -31,7 +31,7 @@ from streamrl.config import schema
 from streamrl.config.load import config_from_json
 from streamrl.errors import ConfigError, ResourceError, RunGone
 from streamrl.extras import need
-from streamrl.files import mirror_folder
+from streamrl.files import mirror_folder, scratch_folder
 from streamrl.permissions import Permissions, allowed_model
 from streamrl.process import parse_address
 from streamrl.protocol.transport.connection import check_server, connect, connect_async
@@ -42,7 +42,7 @@ from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.rejected import spread_s
 from streamrl.protocol.weights.stores import open_store
-from streamrl.tasks import run_beside, unless
+from streamrl.tasks import cancel_all, run_beside, unless
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import Engine, EngineSettings, make_engine
@@ -76,6 +76,7 @@ class Options:
     http: str | None = None  # HOST:PORT to answer probes and metrics on
     sessions: str = "127.0.0.1:0"  # HOST:PORT that agents ask the model at
     gpu_memory: float | None = None  # share of its GPUs' memory that its engine may take
+    import_vllm: bool = False  # while the run is waited for
 
 
 @dataclass(slots=True)
@@ -120,13 +121,36 @@ async def _serve(options: Options, stop: asyncio.Event, grace: _Grace) -> None:
         await ending.enter_async_context(report_progress(client, keys, progress))
         try:
             stream = WorkerStream(client, keys, worker=options.worker, lease_s=_FIRST_LEASE_S)
+            importing = await ending.enter_async_context(_importing(options))
             info = await await_run(stream, name=options.run, stop=stop, progress=progress)
             if info is not None:
                 config = config_from_json(info.config_json)
                 grace.seconds = config.worker.grace_s
+                if not importing.done():
+                    progress.working("import vLLM")
+                    await unless(stop, importing)
+                if stop.is_set():
+                    return
                 await _Service(options, keys, config, info, health).run(client, stop)
         except RunGone:
             log.info("run_gone", run=options.run)
+
+
+@contextlib.asynccontextmanager
+async def _importing(options: Options) -> AsyncIterator[asyncio.Task[None]]:
+    """One import at a time: what two threads import of the same packages, each may find half made."""
+    with contextlib.ExitStack() as stack:
+        if options.import_vllm:
+            from streamrl.workers.engines.vllm_start import import_vllm_ahead
+
+            ahead = import_vllm_ahead(stack.enter_context(scratch_folder()))
+        else:
+            ahead = asyncio.sleep(0)
+        task = asyncio.create_task(ahead, name="import vLLM")
+        try:
+            yield task
+        finally:
+            await cancel_all([task])
 
 
 class _ToldToStop(Exception):
@@ -165,10 +189,6 @@ class _Service:
     async def run(self, client: redis.asyncio.Redis, stop: asyncio.Event) -> None:
         options, config = self._options, self._config
         path = allowed_model(config.model.path, override=options.model, permissions=options.permissions)
-        rewards = build_rewards(config.rewards, options.permissions, options.local_reward_url)
-        self._progress.working("load the tokenizer")
-        model = await asyncio.to_thread(read_model, path, trust_remote_code=options.permissions.trust_remote_code)
-        self._check_fingerprint(model)
         stream = WorkerStream(
             client,
             self._keys,
@@ -176,6 +196,10 @@ class _Service:
             lease_s=config.worker.lease_s,
             give_up_after_s=config.redis.give_up_after_s,
         )
+        rewards = build_rewards(config.rewards, options.permissions, options.local_reward_url, stream.spend)
+        self._progress.working("load the tokenizer")
+        model = await asyncio.to_thread(read_model, path, trust_remote_code=options.permissions.trust_remote_code)
+        self._check_fingerprint(model)
         async with self._following(stream, model) as weights, contextlib.AsyncExitStack() as ending:
             ending.push_async_callback(rewards.close)
             await rewards.start()

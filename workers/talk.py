@@ -50,7 +50,7 @@ def load_speaker(path: str, *, seed: int, weights: Path | None = None, dtype: st
         return Speaker(model, facts, seed=seed)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise DataError(f"model {path!r} cannot be loaded: {str(error).splitlines()[0]}") from error
     return Speaker(model.eval(), facts, seed=seed)
 

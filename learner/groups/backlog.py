@@ -72,9 +72,10 @@ class Backlog:
         """A commit with this cursor and carry is about to trim: forget what it frees. Returns the entries that have
         ended and lie above the trim, among those that have not."""
         kept, last, lowest = set(carry), entry_order(cursor), entry_order(trim_below)
-        ended = [i for i in self._sizes if i not in kept and entry_order(i) <= last]
-        self.num_bytes -= sum(self._sizes.pop(entry_id) for entry_id in ended)
-        return [entry_id for entry_id in ended if entry_order(entry_id) >= lowest]
+        places = {entry_id: entry_order(entry_id) for entry_id in self._sizes if entry_id not in kept}
+        ended = {entry_id: place for entry_id, place in places.items() if place <= last}
+        self.num_bytes -= sum(map(self._sizes.pop, ended))
+        return [entry_id for entry_id, place in ended.items() if place >= lowest]
 
     @property
     def _mean(self) -> float:

@@ -130,6 +130,7 @@ class Curriculum:
         self._pool = Pool([row.dataset for row in prompts.rows], num_samples=num_samples, packed=state.prompts)
         self._places, self._census = dict(state.places), self._pool.census(0)
         self.num_drawn, self._num_visited = state.num_drawn, state.num_visited
+        self._num_refused = 0  # by the disk, in a row
         if log is not None and (draws := log.earlier(self.num_drawn)):
             self._take(draws)
 
@@ -139,10 +140,13 @@ class Curriculum:
         wanted = min(max(num_places, self.num_drawn + self._block), self._num_places) - self.num_drawn
         self._pool.refit()
         draws = self._choose(wanted)
-        if self._log is None or self._log.write(draws):
-            crashpoint("draws.written")
-            self._take(draws)
-            self._census = self._pool.census(self._num_visited // self._prompts.num_tickets(1))
+        if self._log is not None and not self._log.write(draws):
+            self._num_refused += 1
+            return
+        self._num_refused = 0
+        crashpoint("draws.written")
+        self._take(draws)
+        self._census = self._pool.census(self._num_visited // self._prompts.num_tickets(1))
 
     def knows(self, place: int) -> bool:
         return place in self._places
@@ -171,7 +175,7 @@ class Curriculum:
         """The pool as of the latest draws."""
         found = {f"curriculum/prompts/{kind}": float(count) for kind, count in self._census.items()}
         passes = self._num_visited / self._prompts.num_tickets(1)
-        return {**found, "curriculum/passes": passes}
+        return {**found, "curriculum/passes": passes, "curriculum/refused": float(self._num_refused)}
 
     def _choose(self, count: int) -> Draws:
         chosen: list[tuple[int, int]] = []

@@ -11,9 +11,8 @@ bound has to say from where on a reward counts as right, and rewards that always
                 E (1 - e)^n = prod_k<n (b + k) / (a + b + k)      a = a0 + minority,  b = b0 + samples - minority
 
                 minority and samples are this prompt's, faded by each pass since
-    admission   the chance that three groups in a row would each teach, E (1 - (1 - e)^n)^3, over the largest of those
-                that were asked. New prompts are compared with new ones alone, dataset with dataset: within one, all
-                are asked in the first pass, or the model would learn a few by heart
+    admission   the chance that eight groups in a row would each teach, E (1 - (1 - e)^n)^8, over the largest of all
+                prompts. A new one has that of its dataset: high where many fit, though as many do not, so it is tried
 
 The Beta is that of a dataset's prompts: its mean is that of their e, and it is as broad as needed for the share of them
 whose latest group was alike. Where prompts are much like one another, a group says little of its prompt; where they are
@@ -24,6 +23,7 @@ hopeless one gets its next chance. Pure: no Redis, no disk, nothing that waits.
 from __future__ import annotations
 
 import base64
+import math
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,8 @@ import numpy.typing as npt
 _FADE = 0.9  # of what is known of a prompt, with each pass
 _LEAST = 1 / 64  # nobody waits for ever
 _TINY = 1e-9  # of small differences nothing but rounding may be left
-_ENOUGH = 16  # prompts of a dataset, or half of all, before anything is said of them
+_IN_A_ROW = 8  # groups that would each teach: with one, a prompt that is alike every other time is asked half as often
+_ENOUGH = 4  # prompts of a dataset, or half of all, before anything is said of them
 _BREADTH = (0.02, 2000.0)  # a0 + b0: each prompt is always alike, or never; each is like another
 _SEEN = np.dtype(
     [("row", "<i4"), ("at", "<i4"), ("samples", "<f8"), ("minority", "<f8"), ("reward", "<f8"), ("alike", "<f8")]
@@ -84,17 +85,13 @@ class Pool:
             if len(of_it) >= min(_ENOUGH, (size + 1) // 2) and self._num_samples > 1:
                 self._known[number] = True
                 self._priors[number] = _beta(of_it, self._num_samples)
-        a0, b0 = self._priors.T
-        self._new = _thrice(_chances_of_alike(a0, b0, self._num_samples, times=3))  # [datasets] of a prompt of it
         self._admission: dict[int, Chances] = {}  # by pass
 
     def admission(self, at: int) -> Chances:
         """Of each row, the chance with which it is asked where it is a candidate in this pass."""
         if at not in self._admission:
-            teaches, asked = _thrice(self._alike(at, times=3)), self._seen["samples"] > 0
-            known, chances = self._known[self._dataset_of], np.ones(len(asked))
-            for some, of_all in ((known & ~asked, self._new[self._known]), (known & asked, teaches[known & asked])):
-                chances[some] = teaches[some] / of_all.max(initial=_TINY)
+            teach, known = _all_teach(self._alike(at, times=_IN_A_ROW)), self._known[self._dataset_of]
+            chances = np.where(known, teach / teach[known].max(initial=_TINY), 1.0)
             self._admission = {at: np.maximum(_LEAST, chances)}
         return self._admission[at]
 
@@ -124,10 +121,10 @@ class Pool:
         return _chances_of_alike(a0 + minority, b0 + samples - minority, self._num_samples, times=times)
 
 
-def _thrice(alike: list[Chances]) -> Chances:
-    """The chance that three groups would each teach."""
-    one, two, three = alike
-    return np.maximum(_TINY, 1 - 3 * one + 3 * two - three)
+def _all_teach(alike: list[Chances]) -> Chances:
+    """The chance that so many groups would each teach, by the chances that one is alike, that two are, and so on."""
+    terms: list[Chances] = [math.comb(len(alike), k) * (-1) ** k * chance for k, chance in enumerate(alike, 1)]
+    return np.maximum(_TINY, 1 + sum(terms))
 
 
 def _beta(seen: npt.NDArray[np.void], num_samples: int) -> tuple[float, float]:

@@ -49,7 +49,7 @@ from streamrl.protocol.wire.fingerprint import fingerprint, stop_ids
 
 _HOST = torch.device("cpu")
 # What transformers raises of a model that is incomplete, unknown, or asks for a package that is not here.
-_UNLOADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, NotImplementedError, RuntimeError)
+_UNLOADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, SafetensorError)
 _LOADED = "be loaded as a causal language model"
 _NUMBERS = ("F64", "F32", "F16", "BF16")  # what may be cast to the parameter's dtype without asking anybody
 

@@ -25,6 +25,7 @@ _SERVED = "workers that run were started with it"
 
 _FREE = ("redis", "optimizer", "training", "lag", "checkpoint", "validation", "metrics", "worker", "learner")
 _OF_A_REQUEST = ("url", "replicas", "timeout_s", "attempts", "outage_s", "max_concurrency", "token_file")
+_OF_JUDGES = ("max_requests_per_s", "token_budget", "cache_size")
 _OF_A_PROCESS = ("processes", "memory_mb", "network", "environment")
 
 # The first pattern that fits decides; None: it may change. Every setting is decided, which a test holds.
@@ -41,7 +42,7 @@ RULES: tuple[tuple[str, str | None], ...] = (
     ("data.*", None),  # what the files hold is compared by itself
     ("sampling.accept_mismatch", None),
     ("sampling.*", _SAMPLED),
-    *((f"rewards.*.{name}", None) for name in (*_OF_A_REQUEST, *_OF_A_PROCESS)),
+    *((f"rewards.*.{name}", None) for name in (*_OF_A_REQUEST, *_OF_JUDGES, *_OF_A_PROCESS)),
     ("rewards*", _SCORED),
     *((f"environment.{name}", None) for name in (*_OF_A_PROCESS, "timeout_s")),
     ("environment*", _SAMPLED),

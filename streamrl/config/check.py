@@ -77,6 +77,9 @@ def _sampling(config: Config) -> Iterator[Problem]:
     if config.sampling.greedy:
         remedy = "greedy samples of a prompt are all alike and teach nothing; it is for validation.sampling"
         yield Problem(key="sampling.greedy", remedy=remedy)
+    if (held_out := config.validation.sampling).greedy and held_out.num_samples > 1 and config.environment is None:
+        remedy = "greedy samples of a prompt are all alike; set validation.sampling.greedy=false, or this to 1"
+        yield Problem(key="validation.sampling.num_samples", remedy=remedy)
     if config.algorithm.name == "reinforce" and not config.sampling.accept_mismatch:
         # What changes the distribution in a way that the learner's log-probs do not follow.
         for name, off in (("top_k", 0), ("top_p", 1.0), ("repetition_penalty", 1.0)):
@@ -149,12 +152,13 @@ def _algorithm(config: Config) -> Iterator[Problem]:
             key="algorithm.discount_factor",
             remedy="gspo judges a response as a whole, so its tokens cannot have advantages of their own; must be 1",
         )
-    parts = settings.advantages
+    parts, by_parts = settings.advantages, f"with algorithm.advantages={settings.advantages}"
     if parts in ("turns", "tokens") and settings.normalize_sources:
-        remedy = (
-            f"with algorithm.advantages={parts} what each has earned is a sum over sources, which cannot be taken apart"
-        )
-        yield Problem(key="algorithm.normalize_sources", remedy=f"{remedy}; must be false")
+        remedy = f"{by_parts} what each has earned is a sum over sources, which cannot be taken apart; must be false"
+        yield Problem(key="algorithm.normalize_sources", remedy=remedy)
+    if parts in ("turns", "tokens") and settings.scale_by_std:
+        remedy = f"{by_parts} samples may earn the same sum in other places, whose deviation is 0; must be false"
+        yield Problem(key="algorithm.scale_by_std", remedy=f"{remedy} (algorithm.normalize_batch may be true)")
     if parts in ("turns", "tokens") and settings.loss == "gspo":
         yield Problem(
             key="algorithm.advantages",

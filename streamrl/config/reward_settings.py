@@ -114,9 +114,9 @@ class JudgeReward(Section):
     timeout_s: PositiveFloat = 60.0  # for one request
     attempts: Positive = 5  # tries before the sample counts as failed
     outage_s: PositiveFloat = 600.0  # how long samples wait while none can be asked; then their tickets go back
-    max_concurrency: Positive = 64  # requests at the same time to one judge; this and what follows: of one worker
-    max_requests_per_s: PositiveFloat | None = None  # to one judge
-    token_budget: Positive | None = None  # read and written by all judges since the worker began; then it is an outage
+    max_concurrency: Positive = 64  # requests at the same time to one judge, of one worker
+    max_requests_per_s: PositiveFloat | None = None  # to one judge, of one worker
+    token_budget: Positive | None = None  # read and written by all judges, for all workers of the run; then an outage
     cache_size: NonNegative = 10_000  # verdicts a judge that are kept: the same question is asked once; 0: off
 
     @property

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from streamrl.config.load import as_overrides
 from streamrl.config.schema import Config
 from streamrl.demos.quickstart import END, FALLING, RISING, warm_up, write_base_model
-from streamrl.demos.report import Showcase
+from streamrl.demos.report import Showcase, Trial
 from streamrl.demos.run import run_all, write_rows
 
 LOWEST, HIGHEST = 1, 50
@@ -88,7 +89,7 @@ def right(prompt: str, completion: str, token_ids: Sequence[int], fields: Mappin
     return float(found(completion, fields))
 
 
-def prepare(config: Config, say: Callable[[str], None]) -> list[str]:
+def prepare(config: Config, say: Callable[[str], None], trial: Trial) -> list[str]:
     folder, seed = config.folder, config.seed
     say("writing the numbers and an untrained model")
     rng = random.Random(seed)
@@ -97,9 +98,13 @@ def prepare(config: Config, say: Callable[[str], None]) -> list[str]:
     write_rows(folder / "data" / "train.jsonl", map(_row, [*numbers] * _REPEATS))
     write_rows(folder / "data" / "demonstrations.jsonl", _demonstrations(rng))
     write_base_model(folder / "base", seed=seed)
-    run_all([warm_up(folder, seed)], say)
+    run_all([warm_up(folder, seed), trial(_overrides(folder, model="base"))], say)
+    return _overrides(folder, model="sft")
+
+
+def _overrides(folder: Path, *, model: str) -> list[str]:
     settings = {
-        "model.path": str(folder / "sft"),
+        "model.path": str(folder / model),
         "data.train": str(folder / "data" / "train.jsonl"),
         "data.validation": str(folder / "data" / "validation.jsonl"),
     }

@@ -22,7 +22,7 @@ from typing import Any
 from streamrl.config.load import as_overrides
 from streamrl.config.schema import Config
 from streamrl.demos import sums
-from streamrl.demos.report import Showcase
+from streamrl.demos.report import Showcase, Trial
 from streamrl.demos.run import program, run_all, write_rows
 from streamrl.errors import ResourceError
 from streamrl.extras import need
@@ -107,7 +107,7 @@ def check(_: Config) -> None:
     check_gguf(find_gguf())
 
 
-def prepare(config: Config, say: Callable[[str], None]) -> list[str]:
+def prepare(config: Config, say: Callable[[str], None], trial: Trial) -> list[str]:
     """Says again and again what is going on. The settings of the run that follow from where things were made."""
     folder = config.folder
     say("writing the data")

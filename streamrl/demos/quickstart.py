@@ -1,9 +1,10 @@
 """The quickstart: its task, its model, and what is made before its run.
 
     data ─► base model ─┬─► streamrl sft                     ─► sft/           the start of the run, "before"
-                        └─► streamrl reward train      ─► reward-model/  at the same time, on the other core
+                        └─► streamrl reward train      ─► reward-model/  at the same time, on the other core;
+                                then streamrl config check              what `up` would try when both are there
 
-Everything is made in the run's folder, from the seed. Takes half a minute; blocks on the two processes, whose last line
+Everything is made in the run's folder, from the seed. Takes half a minute; blocks on these processes, whose last line
 is shown while they work.
 
 The task: write digits in rising order when `<` follows them, in falling order when `>` does.
@@ -33,7 +34,7 @@ import numpy as np
 
 from streamrl.config.load import as_overrides
 from streamrl.config.schema import Config
-from streamrl.demos.report import Showcase
+from streamrl.demos.report import Showcase, Trial
 from streamrl.demos.run import program, run_all, write_rows
 from streamrl.ops.launch.processes import Command
 
@@ -188,20 +189,21 @@ _NUM_PAIRS = 4_000
 _STREAMRL = ("-m", "streamrl.ops.cli.main")
 
 
-def prepare(config: Config, say: Callable[[str], None]) -> list[str]:
+def prepare(config: Config, say: Callable[[str], None], trial: Trial) -> list[str]:
     """`say` is told, again and again, what is going on. Returns the settings of the run that follow from where things
     were made, and from what the reward model turned out."""
     folder, seed = config.folder, config.seed
     say("writing the data and an untrained model")
     write_data(folder / "data", seed=seed)
     write_base_model(folder / "base", seed=seed)
-    run_all([warm_up(folder, seed), _train_reward_model(folder, seed)], say)
+    trying = trial(overrides(folder, model="base"))  # but for its weights the model of the run
+    run_all([warm_up(folder, seed), _train_reward_model(folder, seed)], say, then=[trying])
     return overrides(folder)
 
 
-def overrides(folder: Path) -> list[str]:
+def overrides(folder: Path, *, model: str = "sft") -> list[str]:
     settings: dict[str, object] = {
-        "model.path": str(folder / "sft"),
+        "model.path": str(folder / model),
         "data.train": str(folder / "data" / "train.jsonl"),
         "data.validation": str(folder / "data" / "validation.jsonl"),
         "reward_server.model": str(folder / "reward-model"),

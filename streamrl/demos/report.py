@@ -13,6 +13,7 @@ from typing import Any
 
 from streamrl.config.schema import Config, Dataset
 from streamrl.data.prompts import read_prompts
+from streamrl.ops.launch.processes import Command
 from streamrl.ops.launch.summary import Summary, summary_lines
 from streamrl.ops.monitor.charts import Chart, running_mean, save_report
 from streamrl.ops.monitor.history import History, read_lines
@@ -21,6 +22,10 @@ from streamrl.terminal import printable
 _NUM_SHOWN = 3
 _MAX_CELL = 40  # characters of a text in the table
 _SPACES = 4
+
+
+# What tries a run with these settings, as `up` would before it begins; whoever asks for it runs it.
+Trial = Callable[[Sequence[str]], Command]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +39,7 @@ class Showcase:
     # What comes before the run.
     check: Callable[[Config], None]  # that what it needs is here
     # Makes what the run needs, telling again and again what is going on; the settings that follow from that.
-    prepare: Callable[[Config, Callable[[str], None]], list[str]]
+    prepare: Callable[[Config, Callable[[str], None], Trial], list[str]]
     prepared: str  # what that was, as people call it
 
 

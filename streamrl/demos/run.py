@@ -5,7 +5,7 @@ It begins anew each time. Ctrl-C ends it at any moment, with all that it has sta
 A demonstration begins anew each time: its run's folder is cleared, if it is its own.
 
 What a demonstration needs is made here: files, and programs that run side by side, each with a log. Blocks until all
-have ended.
+have ended. What `up` would try before the run can be tried beside them (`Trials`).
 
 The last line that each has written about its steps is shown while they work.
 """
@@ -32,7 +32,7 @@ from streamrl.errors import ConfigError, PartError
 from streamrl.extras import need
 from streamrl.files import LOCK, only_one
 from streamrl.ops.launch.display import Display, spinner
-from streamrl.ops.launch.processes import Command, Process, end_all
+from streamrl.ops.launch.processes import Command, Process, end_all, part_error
 from streamrl.ops.launch.up import up
 from streamrl.ops.monitor.doctor.musts import check_packages
 
@@ -47,9 +47,9 @@ def run_showcase(case: Showcase, overrides: Sequence[str], *, as_json: bool) -> 
     console = Console(stderr=as_json, highlight=False)
     for line in case.explanation:
         console.print(line, markup=False)
-    loaded = _prepare(case, overrides, console)
+    loaded, is_tried = _prepare(case, overrides, console)
     prepare_s = time.monotonic() - began
-    outcome = up(loaded, display=Display(console))
+    outcome = up(loaded, display=Display(console), is_tried=is_tried)
     summary = outcome.summary
     if summary is None or summary.state != "finished":
         console.print(f"The {case.name} was ended before it had finished; it begins anew next time.")
@@ -64,8 +64,8 @@ def run_showcase(case: Showcase, overrides: Sequence[str], *, as_json: bool) -> 
     return outcome.exit_code
 
 
-def _prepare(case: Showcase, overrides: Sequence[str], console: Console) -> Loaded:
-    """The configuration, with everything made that it names."""
+def _prepare(case: Showcase, overrides: Sequence[str], console: Console) -> tuple[Loaded, bool]:
+    """The configuration, with everything made that it names; and whether it was tried."""
     file = shipped_config(f"{case.name}.yaml")
     loaded = load_config(file, overrides)
     check_config(loaded.config, loaded.origin)
@@ -76,9 +76,24 @@ def _prepare(case: Showcase, overrides: Sequence[str], console: Console) -> Load
     with only_one(config.folder, config.name):
         if clear(config.folder, what=case.name):
             console.print(f"Starting afresh: what was in {config.folder} is removed.")
+        trials = Trials(file, overrides, logs=config.folder / "logs")
         with spinner(console) as say:
-            settings = case.prepare(config, say)
-    return load_config(file, (*settings, *overrides))
+            settings = case.prepare(config, say, trials.command)
+    return load_config(file, (*settings, *overrides)), trials.are_made
+
+
+class Trials:
+    """`streamrl config check` of a run whose model is still being made, with one that differs by its weights alone."""
+
+    def __init__(self, file: Path, overrides: Sequence[str], *, logs: Path) -> None:
+        self._file, self._overrides, self._logs = file, overrides, logs
+        self.are_made = False
+
+    def command(self, settings: Sequence[str]) -> Command:
+        """What the user sets wins."""
+        self.are_made = True
+        words = ["-m", "streamrl.ops.cli.main", "config", "check", str(self._file), *settings, *self._overrides]
+        return program("checks", words, {}, logs=self._logs)
 
 
 def clear(folder: Path, *, what: str) -> bool:
@@ -115,25 +130,28 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def run_all(commands: Sequence[Command], say: Callable[[str], None]) -> None:
-    """PartError when one of them fails. None is left running."""
+def run_all(commands: Sequence[Command], say: Callable[[str], None], *, then: Sequence[Command] = ()) -> None:
+    """`then`: begun when the first of the others has ended, since then there is a core for it. UserError or PartError
+    when one fails. None is left running."""
     processes: list[Process] = []
     try:
         processes.extend(map(Process, commands))
-        _wait(processes, say)
+        _wait(processes, say, list(then))
     finally:
         end_all(processes, within_s=0.0)
 
 
-def _wait(processes: list[Process], say: Callable[[str], None]) -> None:
+def _wait(processes: list[Process], say: Callable[[str], None], then: list[Command]) -> None:
     deadline = time.monotonic() + _TIMEOUT_S
     while True:
         codes = [process.poll() for process in processes]
         for process, code in zip(processes, codes, strict=True):
             if code not in (None, 0):
-                tail = "\n".join(f"  {line}" for line in process.last_words())
-                raise PartError(f"{process.command.name} ended with exit code {code}:\n{tail}")
-        if all(code == 0 for code in codes):
+                raise part_error(process)
+        if then and 0 in codes:
+            processes.extend(map(Process, then))
+            then.clear()
+        elif all(code == 0 for code in codes):
             return
         if time.monotonic() > deadline:
             raise PartError(f"the preparation took more than {_TIMEOUT_S:g} s; see {processes[0].command.log.parent}")
@@ -146,4 +164,4 @@ def _step(process: Process) -> str:
     if process.poll() == 0:
         return "done"
     steps = [line for line in process.last_words(num_lines=_LOOKED_AT) if line.startswith("step")]
-    return steps[-1].partition(": ")[0] if steps else "starting"
+    return steps[-1].partition(": ")[0] if steps else "under way"

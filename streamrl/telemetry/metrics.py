@@ -84,6 +84,10 @@ METRICS: Mapping[str, Explained] = {
     "stream/backlog_bytes": ("bytes", "bytes of groups in Redis, and about to be there for the tickets under way"),
     "stream/straggler_wait_s": ("s", "seconds that full batches waited for old tickets, since the learner began"),
     "curriculum/passes": ("passes", "passes over the data that candidates were taken from, those at rest included"),
+    "curriculum/refused": (
+        "times",
+        "times in a row that the disk refused the log of draws: no ticket goes out meanwhile",
+    ),
     "timers/rollout": ("s", "seconds the learner waited for groups"),
     "timers/generate": ("s", "mean seconds a group took to generate"),
     "timers/in_model": ("s", "mean seconds that a rollout waited for the engine, in all its turns together"),

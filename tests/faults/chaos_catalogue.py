@@ -50,6 +50,7 @@ SCENARIOS: Mapping[str, str] = {
     "T35": "what was served as each version, against the learner's",
     "T36": "hosts: lost, cut off, one more, in any order",
     "T37": "environments and agents of every bad kind",
+    "T38": "passwords, certificates and tokens changed under a run",
 }
 
 _NAMED = re.compile(r"(T\d+(?:, T\d+)*): ")

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from streamrl.learner.checkpoints.terms import CheckpointName
 from streamrl.learner.groups.ledger import Ending
 from streamrl.ops.audit import Audit, audit_folder
 from streamrl.ops.audit.folder import read_chain, read_commit
+from streamrl.protocol.transport.address import PASSWORD
 from streamrl.protocol.transport.keys import WORKERS, Keys
 from tests.faults.place import Place
 from tests.faults.stand_in_learner import learn
@@ -49,7 +50,7 @@ class Part:
         self.name = name
         self._out = place.folder / f"{name}.out"
         self._process = _CONTEXT.Process(
-            target=_live, args=(run, self._out, crash_at, place.deadline_s), name=name, daemon=True
+            target=_live, args=(run, self._out, _told(place, name, crash_at), place.deadline_s), name=name, daemon=True
         )
         self._process.start()
 
@@ -194,11 +195,16 @@ class _Worker:
         asyncio.run(work(self._place, name=self._name, habits=self._habits))
 
 
-def _live(run: Callable[[], Any], out: Path, crash_at: str, deadline_s: int) -> None:
+def _told(place: Place, name: str, crash_at: str) -> dict[str, str]:
+    """Its variables, beside those of the server that forks it."""
+    password = place.passwords and place.passwords / name.partition("-")[0]
+    return {**({VARIABLE: crash_at} if crash_at else {}), **({f"{PASSWORD}_FILE": str(password)} if password else {})}
+
+
+def _live(run: Callable[[], Any], out: Path, told: Mapping[str, str], deadline_s: int) -> None:
     """In the new process."""
     signal.alarm(deadline_s)
-    if crash_at:
-        os.environ[VARIABLE] = crash_at
+    os.environ.update(told)
     with out.open("a", buffering=1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         try:
             run()

@@ -34,6 +34,7 @@ class Place:
     deadly_ticket: int | None = None  # its group kills the learner that trains it
     lag: Mapping[str, Any] = field(default_factory=dict)  # of the configuration; else one step
     deadline_s: int = _DEADLINE_S
+    passwords: Path | None = None  # a folder with a file for each role, as `streamrl redis acl` has it
     environment: Mapping[str, Any] = field(default_factory=dict)  # of the configuration; none: answers of one turn
 
     def config(self) -> schema.Config:

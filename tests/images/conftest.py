@@ -6,6 +6,7 @@ there, so that the next run builds only what has changed.
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -61,6 +62,7 @@ def say(pytestconfig: pytest.Config) -> Callable[[str], None]:
 
     def tell(line: str) -> None:
         reporter.write_line(f"  {time.monotonic() - began:5.0f} s  {line}")
+        reporter.flush()  # into a file, too
 
     return tell
 
@@ -106,9 +108,15 @@ def make_deployed(images: Engine, tmp_path: Path) -> Iterator[MakeDeployed]:
             changes = SMALL.replace("engine: transformers", f"engine: {engine}").replace("max_epochs: 50", LASTS)
             volumes = Volumes(engine=images, rendered=rendered, folder=tmp_path, changes=changes)
             fill(volumes.claim("models"))
+            let_read(volumes.claim("models"))
             return stack.enter_context(deployed(images, world, rendered, volumes, logs))
 
         yield make
+
+
+def let_read(folder: Path) -> None:
+    """As k8s/README.md says: pods are nobody in particular, and what writes a model may keep it to itself."""
+    subprocess.run(["chmod", "-R", "a+rX", str(folder)], check=True, timeout=60)
 
 
 def _base() -> str:

@@ -17,6 +17,8 @@ from typing import Any
 
 from tests.helpers import wait_until
 from tests.images.engine import Engine, command_lines
+from tests.images.judged import Judge
+from tests.images.outside import seconds_to_ready
 from tests.images.pods import Pod
 from tests.images.volumes import Volumes
 from tests.manifest_world import COMPONENT, Object, Rendered
@@ -36,13 +38,16 @@ class Deployed:
         self.found: set[str] = set()  # secrets, and where they were seen
         self._over = threading.Event()
         self._spy = threading.Thread(target=self._look, name="spy", daemon=True)
+        self.judge = Judge(world, rendered.place["RUN_NAME"], seen=volumes.folder / "seen.msgpack")
         volumes.fill_secrets()
 
     def open(self) -> None:
         self._spy.start()
+        self.judge.start()
 
     def close(self) -> None:
         self._over.set()
+        self.judge.stop()
         self._spy.join(timeout=60)
         for pod in self.pods:
             pod.forget()
@@ -62,6 +67,16 @@ class Deployed:
         made.start(containers, images or {})
         return made
 
+    def ready_outside_s(self, component: str, host: str, *, timeout_s: float) -> float:
+        """Of the same command without image and container, with the same files; it is killed then."""
+        self._lives[host] += 1
+        name = f"{host}-outside-{self._lives[host]}"
+        container = next(one for one in self._rendered.containers() if one.pod == component)
+        container = replace(container, variables={**container.variables, "POD_NAME": name})
+        laid = self.volumes.lay(self._workload(component)["spec"]["template"]["spec"], name)
+        folder = self.volumes.folder / name
+        return seconds_to_ready(self._world, host, container, laid, folder, timeout_s=timeout_s)
+
     # What is asked about the run
 
     def step(self) -> int:
@@ -75,6 +90,11 @@ class Deployed:
         """So many more than now."""
         wanted = self.step() + count
         self.wait(lambda: self.step() >= wanted, description=f"step {wanted}", timeout_s=timeout_s)
+
+    def has_weights(self) -> bool:
+        """That a worker could load."""
+        told = self.ask("status")
+        return bool(told.get("weights", {}).get("latest"))
 
     def end_after(self, count: int) -> int:
         """The run's last step, so many after this one, for a learner that is started from now on."""

@@ -66,7 +66,7 @@ class Pod:
         self._pid = 0  # among podman's processes
         self._began = 0.0
         self.ready = threading.Event()
-        self.ready_after_s = 0.0  # since its container was started
+        self.ready_after_s = 0.0  # since its container was asked for
         self.restarts = 0
         self.complaints: list[str] = []  # what kubelet would have killed it for
 
@@ -75,7 +75,9 @@ class Pod:
         self._mounts = self._volumes.lay(self._spec, self.name, self.workload["spec"].get("volumeClaimTemplates", ()))
         for spec in self._spec.get("initContainers", ()):
             self._run(containers[spec["name"]], images, f"{self.name}-{spec['name']}", "--rm")
+        self._volumes.let_in_judge(self._mounts)
         self._container = containers[self._spec["containers"][0]["name"]]
+        self._began = time.monotonic()
         self._run(self._container, images, self.name, "--detach")
         self._note_process()
         self._watch.start()
@@ -190,6 +192,7 @@ class Pod:
         ready = _Probe(spec=spec["readinessProbe"]) if "readinessProbe" in spec else None
         alive = _Probe(spec=spec["livenessProbe"]) if "livenessProbe" in spec else None
         while not self._over.wait(_POLL_S) and not self._has_ended():
+            self.complaints += self._volumes.overfull(self._spec, self._mounts, self.name)
             if ready and ready.is_due():
                 # Asked more often than kubelet asks, until it passes: when that is, is measured.
                 ready.note(self._passes(ready.spec), period_s=None if self.ready.is_set() else _UNREADY_S)
@@ -203,12 +206,14 @@ class Pod:
                     return
 
     def _has_begun(self, probe: _Probe) -> bool:
+        """Asked more often than kubelet asks, for no longer: when it passes is measured."""
+        most_s = probe.threshold * float(probe.spec.get("periodSeconds", 10))
         while not self._over.wait(_POLL_S) and not self._has_ended():
             if probe.is_due():
-                probe.note(self._passes(probe.spec))
+                probe.note(self._passes(probe.spec), period_s=_UNREADY_S)
                 if not probe.failures:
                     return True
-                if probe.failures >= probe.threshold:
+                if time.monotonic() - self._began > most_s:
                     self.complaints.append(f"{self.name}: its startup probe never passed")
                     return False
         return False
@@ -237,10 +242,10 @@ class Pod:
         self.restarts += 1
         if self._over.wait(back_off_s):
             return True
+        self._began = time.monotonic()
         self._engine.podman("start", self.name)
         self._note_process()
         return False
 
     def _note_process(self) -> None:
-        self._began = time.monotonic()
         self._pid = int(self._engine.inspect("container", self.name)["State"]["Pid"])

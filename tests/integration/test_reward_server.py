@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from streamrl.config import schema
-from streamrl.errors import RewardError
+from streamrl.errors import RewardOutage
 from streamrl.permissions import Permissions
 from streamrl.workers.reward_server.model import RewardModel
 from streamrl.workers.rewards.http_client import HttpReward, build_http_reward
@@ -152,13 +152,13 @@ async def test_a_second_signal_ends_the_server_at_once_and_whoever_waits_is_told
     model: Path, tmp_path: Path
 ) -> None:
     with serving(model, tmp_path, "--max-delay-ms", "3600000", "--max-batch-tokens", "32") as server:
-        reward = connect(server.url, attempts=1)
+        reward = connect(server.url, outage_s=0.01)  # else it would wait for another server
         asking = await ask_and_wait(reward, server)
         server.process.send_signal(signal.SIGTERM)
         await asyncio.to_thread(wait_until, lambda: not listens(server), description="it takes no new connections")
         server.process.send_signal(signal.SIGTERM)
-        with pytest.raises(RewardError, match=r"answered 503: .*the server is ending"):
-            await asyncio.wait_for(asking, 5)
+        with pytest.raises(RewardOutage, match=r"answered 503: .*the server is ending"):
+            await asyncio.wait_for(asking, 60)
         await reward.close()
         _, errors = await asyncio.to_thread(server.process.communicate)
         assert (server.process.returncode, errors) == (0, "")

@@ -257,12 +257,17 @@ def test_a_mistake_of_the_operators_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("options", [(), ("--import-vllm",)], ids=["spawned", "forked"])
 def test_a_vllm_that_dies_is_replaced_and_dies_with_its_worker_of_which_nothing_stays(
-    make_learner: MakeLearner, workers: Workers, models: list[Path], monkeypatch: pytest.MonkeyPatch
+    make_learner: MakeLearner,
+    workers: Workers,
+    models: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
 ) -> None:
     learner = make_learner(engine="vllm", engine_args={"kv_cache_memory_bytes": 64 << 20})
     version = learner.publish(models[1]).version
-    process = workers.start("--model", str(models[0]))
+    process = workers.start("--model", str(models[0]), *options)
     learner.issue(PROMPTS[0], num_samples=2)
     assert_true_to(models[1], learner.groups(1, timeout_s=120)[0], version=version)
 

@@ -294,7 +294,7 @@ def test_the_printed_file_of_users_is_one_that_a_server_starts_with(tmp_path: Pa
     passwords = tmp_path / "passwords"
     passwords.mkdir()
     for role in ROLES:
-        (passwords / role).write_text(f"of-{role}\n")
+        (passwords / role).write_text(f"of-{role}\nnext-of-{role}\n")
     words = [sys.executable, "-m", "streamrl.ops.cli.main", "redis", "acl", "--passwords", str(passwords)]
     users = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
     assert "of-worker" not in users
@@ -302,7 +302,8 @@ def test_the_printed_file_of_users_is_one_that_a_server_starts_with(tmp_path: Pa
         for line in users.splitlines():
             _, name, *granted = line.split()
             client.execute_command("ACL", "SETUSER", name, *granted)
-        with connect(server.url.replace("unix://", "unix://worker:of-worker@"), SETTINGS) as worker:
-            assert worker.execute_command("PING")
+        for known in ("of-worker", "next-of-worker"):
+            with connect(server.url.replace("unix://", f"unix://worker:{known}@"), SETTINGS) as worker:
+                assert worker.execute_command("PING")
         with pytest.raises(ResourceError, match="STREAMRL_REDIS_PASSWORD_FILE"):
             connect(server.url, SETTINGS)

@@ -102,6 +102,30 @@ async def test_a_password_comes_from_a_file_named_in_the_environment(
         assert await client.execute_command("ACL", "WHOAMI") == b"part"
 
 
+async def test_a_password_is_read_for_each_connection_so_that_it_may_change(
+    guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "password"
+    file.write_text(SECRET)
+    monkeypatch.setenv(f"{PASSWORD}_FILE", str(file))
+    with connect(guarded.url, SETTINGS) as client, redis.Redis.from_url(guarded.url, password=SECRET) as admin:
+        async with connect_async(guarded.url, SETTINGS) as beside:
+            assert await beside.ping()
+            admin.execute_command("ACL", "SETUSER", "part", ">another")
+            file.write_text(f"another\n{SECRET}\n")  # the first is given, both are good
+            admin.execute_command("ACL", "SETUSER", "part", f"<{SECRET}")
+            try:
+                client.connection_pool.disconnect()
+                assert client.ping()
+                await beside.connection_pool.disconnect()
+                assert await beside.ping()
+                file.write_text("")  # somebody writes it just now
+                client.connection_pool.disconnect()
+                assert client.ping()
+            finally:
+                admin.execute_command("ACL", "SETUSER", "part", f">{SECRET}", "<another")
+
+
 def test_a_password_may_stand_in_the_environment_or_in_the_url(
     guarded: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,6 +357,13 @@ def test_a_service_that_cannot_be_found_is_one_clear_error() -> None:
     for url in wrong:
         with pytest.raises(ConfigError, match=r"redis\.url"):
             connect(url, settings)
+
+
+def test_what_is_large_is_written_to_the_server_as_it_is(redis_url: str) -> None:
+    body = bytes(1 << 20)
+    with connect(redis_url, SETTINGS) as client:
+        pieces = client.connection_pool.make_connection().pack_command("SET", "body", body)
+    assert any(piece is body for piece in pieces)
 
 
 async def test_a_workers_unix_socket_has_room_for_a_whole_delivery(tmp_path: Path) -> None:

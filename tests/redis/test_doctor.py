@@ -116,14 +116,14 @@ def test_a_server_that_would_evict_or_is_too_small_is_found(model: Path, redis_u
 )
 def test_a_server_that_takes_no_writes_of_ours_is_found(told: dict[str, Any], name: str, says: str) -> None:
     """As the endpoints of managed services may be: one for readers, one of a cluster."""
-    found = fitness({"redis_version": "7.2.0", "role": "master", "cluster_enabled": 0, **told}, 0)
+    found = fitness({"redis_version": "7.2.0", "role": "master", "cluster_enabled": 0, **told}, 0, str)
     finding = next(one for one in found.values() if one.name == name)
     assert finding.level == "error"
     assert says in finding.evidence
 
 
 def test_a_server_that_does_not_say_all_of_itself_is_taken_at_its_word() -> None:
-    assert {finding.level for finding in fitness({"redis_version": "7.2.0"}, 0).values()} == {"ok"}
+    assert {finding.level for finding in fitness({"redis_version": "7.2.0"}, 0, str).values()} == {"ok"}
 
 
 def test_a_tokenizer_of_another_model_is_found(model: Path, redis_url: str) -> None:
@@ -199,6 +199,16 @@ def test_reward_sources_are_asked_whether_they_are_there(model: Path, redis_url:
     assert found(model, redis_url, *reward(reward_server))["reward judge"].level == "ok"
     assert found(model, redis_url, *reward(f"{reward_server}/deeper"))["reward judge"].level == "warning"
     assert found(model, redis_url, *reward("http://127.0.0.1:9"))["reward judge"].level == "error"
+
+
+def test_a_teacher_behind_an_address_is_asked_whether_it_is_there(
+    model: Path, redis_url: str, reward_server: str
+) -> None:
+    def levels(*urls: str) -> list[str]:
+        loaded = load(model, redis_url, f"teacher.urls={json.dumps(urls)}")
+        return [finding.level for _, finding in look(loaded) if finding.name == "teacher"]
+
+    assert levels(reward_server, f"{reward_server}/v1", "http://127.0.0.1:9") == ["ok", "warning", "error"]
 
 
 @pytest.fixture

@@ -161,6 +161,13 @@ async def test_a_curriculum_with_little_to_choose_from_is_told_of(run: Watched) 
     assert "900 are solved and 200 hopeless" in run.view().causes[0].evidence
 
 
+async def test_a_disk_that_refuses_the_draws_of_a_curriculum_is_told_of(run: Watched) -> None:
+    run.report("learner/0", "groups", state="waiting", detail={"step": 0, "curriculum/refused": 3.0})
+    run.worker()
+    assert run.first() == ("draws_refused", "stalled")
+    assert "3 times in a row" in run.view().causes[0].evidence
+
+
 async def test_dead_letters_call_for_somebody(run: Watched) -> None:
     await run.world.train_steps(2, failing=frozenset({1}))
     run.learner("train", state="working")

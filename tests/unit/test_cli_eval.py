@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,12 +51,12 @@ def evaluated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
 def test_a_checkpoint_is_scored_with_its_own_weights(
     run: schema.Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts = ["--prompts", run.data.train, "validation.sampling.num_samples=2"]
+    prompts = ["--prompts", run.data.train]
     output = tmp_path / "answers.jsonl"
 
     newest = evaluated(capsys, str(run.folder), *prompts, "--output", str(output))
 
-    assert (newest["step"], newest["num_prompts"], newest["num_answered"], newest["num_samples"]) == (4, 10, 10, 20)
+    assert (newest["step"], newest["num_prompts"], newest["num_answered"], newest["num_samples"]) == (4, 10, 10, 10)
     assert newest["reward"] == pytest.approx(newest["rewards"]["favourite"])
     answers = [json.loads(line) for line in output.read_text().splitlines()]
     assert [answer["prompt"] for answer in answers] == [f"say {i}:" for i in range(10)]
@@ -231,3 +232,23 @@ def test_several_checkpoints_are_a_table_and_a_plot(
     heads, *rows = capsys.readouterr().out.splitlines()[1:]
     assert heads.split()[:4] == ["checkpoint", "reward", "pass@1", "pass@2"]
     assert [row.split()[0] for row in rows] == [f"{run.folder}@2", f"{run.folder}@4"]
+
+
+def test_one_that_cannot_be_read_costs_the_others_nothing(
+    run: schema.Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken, output = tmp_path / "broken", tmp_path / "answers.jsonl"
+    shutil.copytree(run.folder / "export", broken)
+    for weights in broken.glob("*.safetensors"):
+        weights.write_bytes(weights.read_bytes()[:1000])
+    words = [f"{run.folder}@2", str(broken), "--config", config_file(run), "--max-prompts", "2"]
+    words += ["--prompts", run.data.train]
+    capsys.readouterr()
+
+    assert main(["eval", *words, "--output", str(output), "--json"]) != 0
+
+    said = capsys.readouterr()
+    [only] = json.loads(said.out)["checkpoints"]
+    assert (only["step"], only["num_answered"]) == (2, 2)
+    assert len(output.read_text().splitlines()) == 2
+    assert f"error: model.path '{broken}' cannot be loaded as a causal language model" in said.err

@@ -109,6 +109,17 @@ def test_a_dataset_that_nobody_can_solve_waits_though_its_prompts_were_not_all_a
     assert pool.admission(0)[199] > 0.9
 
 
+def test_new_prompts_of_an_easy_dataset_are_compared_with_those_that_are_known_to_fit() -> None:
+    """And not with what is expected of another new prompt alone: that falls as the model gets better."""
+    pool, solved = Pool(["easy"] * 100 + ["fit"] * 40, num_samples=NUM_SAMPLES), (1.0,) * NUM_SAMPLES
+    for row in range(40):
+        pool.observe(row, HALF if row % 5 == 0 else solved, at=0, teaches=row % 5 == 0)
+        pool.observe(100 + row, HALF if row % 2 else solved, at=0, teaches=row % 2 == 1)
+    pool.refit()
+    assert 0.05 < pool.admission(0)[99] < 0.25
+    assert pool.admission(0)[101] > 0.9
+
+
 def test_what_was_observed_does_not_depend_on_the_order_in_which_groups_ended() -> None:
     seen = [(row % 10, HALF if row % 3 else (1.0,) * NUM_SAMPLES, row // 10) for row in range(60)]
     found = []
@@ -231,7 +242,9 @@ def test_on_a_full_disk_no_ticket_goes_out_and_afterwards_they_do(
         world = make_world(tmp_path)
         world.plan()
         assert world.tickets() == {}
+        assert world.feed.metrics()["curriculum/refused"] > 0
     world.plan()
+    assert world.feed.metrics()["curriculum/refused"] == 0
     assert len(world.tickets()) == 8
     assert DrawLog(tmp_path, term=2).earlier(0) is not None
 

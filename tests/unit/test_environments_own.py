@@ -37,6 +37,11 @@ class Left(Echo):
     def step(self, completion): return str(Left.left), 0, False
     def close(self): Left.left += 1
 
+class Choosy(Left):
+    def reset(self, row):
+        if row["name"] == "nobody": raise KeyError("nobody")
+        if row["name"] == "late": time.sleep(3600)
+
 class Bad(Echo):
     def step(self, completion):
         if completion == "raise": raise KeyError("what")
@@ -116,6 +121,20 @@ async def test_a_rollout_that_is_over_is_closed(start: Start) -> None:
             return (await watching.step("")).given == "3"
 
         await wait_until_async(all_closed, description="three rollouts are closed")
+
+
+async def test_a_rollout_that_could_not_begin_is_closed_too(start: Start) -> None:
+    async with start("Choosy", timeout_s=2.0) as environment:
+        watching = await environment.begin({"name": "a"})
+        with pytest.raises(SampleError, match=r"failed in reset: KeyError: 'nobody'"):
+            await environment.begin({"name": "nobody"})
+        with pytest.raises(SampleError, match="failed in reset: no answer within 2 s"):
+            await environment.begin({"name": "late"})
+
+        async def all_closed() -> bool:
+            return (await watching.step("")).given == "2"
+
+        await wait_until_async(all_closed, description="what they had made is closed")
 
 
 @pytest.mark.parametrize("name", ["Waits", "Sleeps"])

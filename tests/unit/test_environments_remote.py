@@ -122,6 +122,31 @@ async def test_an_outage_that_lasts_gives_tickets_back() -> None:
             await remote.begin({"name": "a"})
 
 
+@pytest.mark.parametrize("status", [502, 503, 504])
+async def test_a_gateway_before_a_service_that_is_away_is_an_outage_too(status: int) -> None:
+    services, away = Services("one", "two"), [True]
+    services.meddle = lambda host, path, answer: httpx.Response(status) if away[0] else answer
+    async with played_by(services, ONE, TWO) as remote:
+        waiting = [asyncio.create_task(remote.begin({"name": str(i)})) for i in range(2)]
+
+        async def is_asked_often() -> bool:
+            return len(services.asked) > 2 * ATTEMPTS
+
+        await wait_until_async(is_asked_often, description="more questions than all rollouts have attempts")
+        assert not any(task.done() for task in waiting)
+        away[0] = False
+        rollouts = await asyncio.gather(*waiting)
+        assert [(await one.step("x")).given for one in rollouts] == [f"{i}: x" for i in range(2)]
+
+
+async def test_a_gateway_before_a_service_that_stays_away_gives_tickets_back() -> None:
+    services = Services("one")
+    services.meddle = lambda host, path, answer: httpx.Response(503, text="no backend")
+    async with played_by(services, ONE, outage_s=0.5) as remote:
+        with pytest.raises(RewardOutage, match=r"answered for 0.5 s: http://one:1: answered 503: no backend"):
+            await remote.begin({"name": "a"})
+
+
 async def test_a_replica_that_dies_costs_its_own_rollouts_alone() -> None:
     services = Services("one", "two")
     async with played_by(services, ONE, TWO) as remote:

@@ -296,6 +296,40 @@ async def test_a_rollout_is_bounded_in_turns_tokens_and_bytes(monkeypatch: pytes
         assert (await here.chat(session)).json()["error"]["code"] == "rollout_spent"
 
 
+async def test_turns_that_are_asked_side_by_side_keep_the_bound_on_tokens_together() -> None:
+    async with world(max_tokens=300, max_turns=100, hold=True) as here, here.opened(max_tokens=20) as session:
+        several = [[{"role": "user", "content": f"helper {number}"}] for number in range(12)]
+        asking = [asyncio.create_task(here.chat(session, messages)) for messages in several]
+
+        async def asked() -> bool:
+            return len(here.engine.requests) > 1
+
+        await wait_until_async(asked, description="some are under way together")
+        here.engine.release()
+        answers = await asyncio.gather(*asking)
+        assert session.trace.num_tokens <= 300
+        done = [one for one in answers if one.status_code == 200]
+        assert len(done) == session.trace.num_turns > 2, "what fits is answered, those that waited too"
+        assert {one.json()["choices"][0]["message"]["content"] for one in done} == {"well"}, (
+            "and not cut short for others"
+        )
+        assert {one.json()["error"]["code"] for one in answers if one not in done} == {"rollout_spent"}
+
+
+async def test_who_waits_for_tokens_when_the_rollout_ends_is_told() -> None:
+    async with world(max_tokens=100, hold=True) as here:
+        async with here.opened() as session:
+            asking = [asyncio.create_task(here.chat(session)) for _ in range(3)]
+
+            async def asked() -> bool:
+                return bool(here.engine.requests)
+
+            await wait_until_async(asked, description="a turn is under way")
+        answers = await asyncio.gather(*asking)
+        assert {one.json()["error"]["code"] for one in answers} == {"session_over"}
+        assert len(here.engine.requests) == 1, "the others waited"
+
+
 async def test_an_engine_that_dies_ends_the_rollout_and_not_only_the_request() -> None:
     async with world() as here, here.opened() as session:
         here.engine.die()

@@ -33,6 +33,12 @@ from streamrl.ops.cli.main import main
 for name in COMMANDS:
     assert main([name, "--help"]) == 0, name
 """
+_TRY = """
+from streamrl.config.load import load_config
+from streamrl.ops.monitor.doctor.trials import try_rewards
+for found in try_rewards(load_config("run.yaml")):
+    print(found.level, found.evidence, found.remedy, sep=" | ")
+"""
 _WORKER = 'runpy.run_module("workers", run_name="__main__", alter_sys=True)'
 
 
@@ -94,6 +100,15 @@ def test_a_worker_says_so_too() -> None:
     assert ended.returncode == 2
     line = ended.stderr.splitlines()[-1]
     assert f"a worker needs torch and transformers, not installed here: `{install('worker-cpu')}`" in line
+
+
+def test_rewards_are_left_to_the_workers_where_what_they_need_is_missing(folder: Path) -> None:
+    """As in the learner's image."""
+    ended = core_alone(_TRY, folder=folder)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    [line] = ended.stdout.splitlines()
+    assert line.startswith("warning | httpx is not here: reward functions were not tried | the workers will show it")
+    assert install("rewards") in line
 
 
 @pytest.mark.parametrize(

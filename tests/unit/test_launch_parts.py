@@ -69,6 +69,11 @@ def test_a_worker_that_needs_no_permission_gets_none() -> None:
     assert not [word for word in worker(make_config()).arguments if word.startswith("--allow")]
 
 
+def test_a_worker_imports_vllm_ahead_where_its_engine_is_vllm() -> None:
+    assert "--import-vllm" in worker(make_config()).arguments
+    assert "--import-vllm" not in worker(make_config(worker={"engine": "transformers"})).arguments
+
+
 def test_the_learner_runs_under_torchrun_with_its_ranks_and_restarts() -> None:
     config = make_config(learner={"processes": 2, "max_restarts": 7, "threads": 3})
 

@@ -30,9 +30,12 @@ def test_a_server_that_ended_is_ready_again_only_when_it_says_so(tmp_path: Path,
 
     folder = RunFolder(tmp_path)
     part = RewardPart(schema.RewardServer(model="m"), folder, say=lambda text: None, start=start)
+    folder.reward_bound.write_text("http://127.0.0.1:4711")
+    part.look()
+    assert (part.url, part.is_ready) == ("http://127.0.0.1:4711", False)  # which workers may be started with
     folder.reward_url.write_text("http://127.0.0.1:4711")
     part.look()
-    assert (part.url, part.progress.report().doing) == ("http://127.0.0.1:4711", "serve")
+    assert (part.is_ready, part.progress.report().doing) == (True, "serve")
 
     started[0][1].code = code
 

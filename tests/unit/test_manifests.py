@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any
 
 import jsonschema
 import kubernetes_validate
 import pytest
 
 from streamrl.ops.monitor.alerts import alert_rules
-from streamrl.protocol.transport.acl import ROLES, grants
-from streamrl.protocol.transport.keys import Keys
-from streamrl.protocol.wire.ticket import PURPOSES
-from tests.manifest_world import COMPONENT, OVERLAYS, ROOT, Container, Object, Rendered, render
+from streamrl.protocol.transport.acl import ROLES
+from tests.manifest_world import COMPONENT, OVERLAYS, ROOT, Container, Rendered, render
 
 KUBERNETES = "1.33"
 NO_RIGHTS = {
@@ -170,66 +166,21 @@ def test_everything_that_is_named_is_there(rendered: Rendered) -> None:
         assert (target["kind"], target["name"]) in names
 
 
-# Who speaks to whom, by reading the policies
-
-
-def matches(selector: Object, component: str) -> bool:
-    wanted = selector.get("matchLabels", {}).get(COMPONENT, component)
-    listed = [one["values"] for one in selector.get("matchExpressions", ()) if one["key"] == COMPONENT]
-    return wanted == component and all(component in values for values in listed)
-
-
-def allows(rendered: Rendered, direction: str, pod: str, peer: str) -> bool:
-    side = "from" if direction == "ingress" else "to"
-    policies = [
-        policy["spec"]
-        for policy in rendered.of_kind("NetworkPolicy")
-        if direction.capitalize() in policy["spec"]["policyTypes"] and matches(policy["spec"]["podSelector"], pod)
-    ]
-    assert policies, f"nothing limits the {direction} of {pod}"
-    peers: list[Mapping[str, Any]] = [
-        one
-        for policy in policies
-        for rule in policy.get(direction, ())
-        for one in rule.get(side, [{"podSelector": {}}])
-    ]
-    return any("podSelector" in one and matches(one["podSelector"], peer) for one in peers)
-
-
-def test_only_those_speak_that_must(rendered: Rendered) -> None:
-    pods = ["redis", "reward", "learner", "worker", "monitor", "dashboard"]
-    speak = {
-        (one, other)
-        for one in pods
-        for other in pods
-        if allows(rendered, "egress", one, other) and allows(rendered, "ingress", other, one)
-    }
-    readers = {(one, "redis") for one in ("worker", "learner", "monitor", "dashboard")}
-    assert speak == readers | {("worker", "reward"), ("learner", "learner")}
-
-
 # What follows the run
 
 
-def test_the_scaler_counts_the_stream_of_the_run_as_a_user_who_may() -> None:
-    rendered = render("cpu")
-    triggers = rendered.named("ScaledObject", "worker")["spec"]["triggers"]
-    streams = [Keys(rendered.place["RUN_NAME"]).tickets(purpose) for purpose in PURPOSES]
-    assert [trigger["metadata"]["stream"] for trigger in triggers] == streams
-    assert {trigger["metadata"]["username"] for trigger in triggers} == {"monitor"}
-    granted = list(grants("monitor", run=rendered.place["RUN_NAME"]))
-    for stream in streams:
-        assert any("xlen" in commands.split() and stream in keys for commands, keys in granted)
+def test_the_scaler_asks_the_monitor_where_it_listens(rendered: Rendered) -> None:
+    """What it makes of the answers: `tests/redis/test_autoscaling.py`."""
+    (service,) = [one for one in rendered.of_kind("Service") if one["metadata"]["name"] == "monitor"]
+    where = f"http://monitor.{service['metadata']['namespace']}.svc.cluster.local:{service['spec']['ports'][0]['port']}"
+    for scaler in rendered.of_kind("ScaledObject"):
+        assert {trigger["metadata"]["url"] for trigger in scaler["spec"]["triggers"]} == {f"{where}/metrics"}
+        (policy,) = [one for one in rendered.of_kind("NetworkPolicy") if one["metadata"]["name"] == "keda-to-monitor"]
+        assert policy["spec"]["podSelector"]["matchLabels"] == service["spec"]["selector"]
 
 
-def test_workers_of_a_run_that_has_ended_cost_nothing() -> None:
-    """By themselves where KEDA scales them, since a finished run leaves no ticket; else by a line of the page."""
-    for overlay in ("cpu", "gpu-small"):
-        spec = render(overlay).named("ScaledObject", "worker")["spec"]
-        assert (spec["minReplicaCount"], spec["cooldownPeriod"]) == (0, 300)
-    page = (ROOT / "k8s" / "README.md").read_text()
-    assert "scale deployment worker --replicas=0" in page
-    assert 'annotate scaledobject worker autoscaling.keda.sh/paused-replicas="0"' in page
+def test_workers_of_a_run_that_has_ended_and_are_not_scaled_by_keda_end_by_a_line_of_the_page() -> None:
+    assert "scale deployment worker --replicas=0" in (ROOT / "k8s" / "README.md").read_text()
 
 
 def test_the_rules_of_prometheus_are_those_that_streamrl_prints() -> None:
@@ -246,7 +197,20 @@ def test_no_probe_puts_a_password_into_a_variable_or_a_word(rendered: Rendered) 
     for container in rendered.containers():
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             said = " ".join(container.spec.get(kind, {}).get("exec", {}).get("command", ()))
-            for found in re.finditer(r"\$\(cat /run/secrets[^)]*\)", said):
+            for found in re.finditer(r"\$\([^)]*/run/secrets[^)]*\)", said):
                 begins = said.rfind("printf ", 0, found.start())
                 assert begins >= 0, said
                 assert "|" not in said[begins : found.start()], "printf is of the shell, and starts nothing"
+
+
+def test_the_trainers_form_of_the_learner_is_the_job_but_for_where_its_pods_meet() -> None:
+    was, made = (json.dumps(render(overlay).named("Job", "learner")["spec"]) for overlay in ("gpu-small", "trainjob"))
+    meet, meet_there = "--rendezvous=learner-0.learner:29400", "--rendezvous=learner-node-0-0.learner:29400"
+    assert json.loads(made) == json.loads(was.replace(meet, meet_there))
+    assert was.count(meet) == 1
+
+
+def test_the_trainer_finds_no_job_and_no_service_of_the_name_under_which_it_makes_them() -> None:
+    objects = render("trainjob").objects
+    assert [one["kind"] for one in objects if one["metadata"]["name"] == "learner"].count("Job") == 1, "the Trainer's"
+    assert not any(one["kind"] == "Service" and one["metadata"]["name"] == "learner" for one in objects)

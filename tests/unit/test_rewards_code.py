@@ -178,6 +178,7 @@ ATTACKS = {
     "higher limits": ("import resource\nresource.setrlimit(7, (9, 9))", "not allowed|not permitted"),
     "another root": ("import os\nos.chroot('/')", "not permitted"),
     "a crash": ("import os\nos.abort()", "ended by SIGABRT"),
+    "a signal without a name": ("import os\nos.kill(os.getpid(), 40)", "ended by signal 40"),
 }
 
 
@@ -254,6 +255,31 @@ async def test_nothing_is_left_of_a_program_or_of_its_keeper() -> None:
     with pytest.raises(RewardError, match="the sandbox failed"):
         await running
     await until(lambda: not Path(f"/proc/{cell}").exists() and not Path(f"/proc/{keeper}").exists(), "both are gone")
+
+
+FORGED = {
+    "half a line": b'{"ended": "exited"}',
+    "no map": b"[1]",
+    "no JSON": b"{",
+    "a deep one": b"[" * 60_000,
+    "an end that it cannot have": b'{"ended": "patience", "why": "I had no time"}',
+    "an end before its begin": b'{"ended": "not begun", "why": "no sandbox here"}',
+    "a word that is none": b'{"ended": "raised", "why": {}}',
+    "a status that is none": b'{"ended": "exited", "status": [0]}',
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+async def test_a_program_that_writes_its_own_end_fails_its_test_and_nobody_elses(forged: str) -> None:
+    program = f"import os\nos.write(3, {FORGED[forged]!r})\nos._exit(3)"
+    async with sandbox() as reward:
+        [attacked] = await reward.judge(make_item(program, tests=["pass"]))
+        keeper = _keeper_of(reward)
+        [after] = await reward.judge(make_item("print(6)", tests=[{"input": "", "output": "6"}]))
+        assert _keeper_of(reward) == keeper, "it lives on"
+
+    assert not attacked.passed
+    assert after.passed
 
 
 # --- what is no word of the program ---------------------------------------------------------------------------------

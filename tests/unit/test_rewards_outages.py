@@ -61,7 +61,10 @@ async def test_an_outage_of_all_replicas_costs_no_attempt_and_shows() -> None:
     await reward.close()
 
 
-@pytest.mark.parametrize("status", [302, 401, 403, 404, 405])
+GATEWAYS = [502, 503, 504]  # which find nobody behind them
+
+
+@pytest.mark.parametrize("status", [302, 401, 403, 404, 405, *GATEWAYS])
 async def test_a_wrong_address_or_token_is_an_outage_that_names_itself_and_costs_no_attempt(status: int) -> None:
     wrong, num_asked = True, 0
 

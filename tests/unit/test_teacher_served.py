@@ -125,6 +125,21 @@ async def test_while_the_teacher_is_out_samples_wait_and_then_have_their_log_pro
     await teacher.close()
 
 
+async def test_a_busy_teacher_is_not_asked_for_its_vocabulary_again() -> None:
+    paths: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        paths.append(request.url.path)
+        if paths.count("/v1/completions") == 1 and paths[-1] == "/v1/completions":
+            return httpx.Response(429, headers={"retry-after": "0"}, text="too often")
+        return vllm(request)
+
+    teacher = connect(answer)
+    await asyncio.wait_for(teacher.logprobs(CONTEXT, TOKENS), 60)
+    await teacher.close()
+    assert (paths.count("/v1/completions"), paths.count("/detokenize")) == (2, 1)
+
+
 async def test_an_outage_that_does_not_end_gives_the_ticket_back() -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(503, text="loading")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import numpy.typing as npt
 import pytest
 
 from streamrl.config import schema
-from streamrl.errors import RewardError, WireError
+from streamrl.errors import ConfigError, RewardError, WireError
 from streamrl.permissions import Permissions
 from streamrl.protocol.wire.group import Group, decode_body, decode_header, encode_group
+from streamrl.protocol.wire.ticket import MAX_TOKENS
 from streamrl.recipe.advantages import ScoredGroup, tokens, turns
 from streamrl.recipe.algorithms import make_algorithm
 from streamrl.workers.rewards.base import RewardDouble, Rewards, ScoreItem, Weighted, build_reward
@@ -30,6 +32,12 @@ def short(prompt, completion, token_ids, fields):
 
 def whole(prompt, completion, token_ids, fields):
     return 1.0
+
+def long(prompt, completion, token_ids, fields):
+    return [1 / (3 + one) for one in token_ids]
+
+def of_trl(completions, **kwargs):
+    return [1.0 for one in completions]
 
 def broken(prompt, completion, token_ids, fields):
     return [float("nan")] * len(token_ids)
@@ -64,6 +72,16 @@ async def test_a_function_gives_a_number_for_each_token(tmp_path: Path) -> None:
 async def test_anything_else_fails_the_sample(function: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=words):
         await scored(tmp_path, function, make_item("abc"))
+
+
+async def test_a_response_as_long_as_they_come_has_a_number_for_each_token_too(tmp_path: Path) -> None:
+    item = replace(make_item("a"), token_ids=np.arange(MAX_TOKENS, dtype=np.int32))
+    assert (await scored(tmp_path, "long", item)).sum() == pytest.approx(sum(1 / (3 + i) for i in range(MAX_TOKENS)))
+
+
+async def test_a_function_of_trls_form_that_is_to_give_them_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="per_token wants streamrl's form, and this is a function of TRL's"):
+        await scored(tmp_path, "of_trl", make_item("abc"))
 
 
 async def test_they_are_added_by_weight_beside_rewards_of_the_whole() -> None:

@@ -122,6 +122,7 @@ BAD_SAMPLES: dict[str, Sample] = {
     "an empty span": make_sample(
         spans=(Span(version=1, step=0, start=0, end=0), Span(version=1, step=0, start=0, end=4))
     ),
+    "an empty span of no tokens": make_sample(num_tokens=0, spans=(Span(version=1, step=0, start=0, end=0),)),
     "spans beyond the end": make_sample(spans=(Span(version=1, step=0, start=0, end=5),)),
     "a reward that is NaN": make_sample(reward=float("nan")),
     "a source's reward that is NaN": make_sample()._replace(rewards={"exact": float("nan")}),
@@ -183,6 +184,7 @@ def forged(body: bytes, **changes: Any) -> bytes:
         {"sample_finished": [True, False]},
         {"sample_finished": [1, 0]},
         {"num_prompt_tokens": 4},
+        {"num_kept_tokens": 3},
         {"purpose": "war"},
         {"num_failed_samples": -1},
         {"generate_s": float("inf")},

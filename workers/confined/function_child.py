@@ -41,6 +41,8 @@ def main() -> None:
             LOADS[setup["target"]]()
         asynchronous = inspect.iscoroutinefunction(function)
         read: Read = _only_number
+        if is_of_trl(function) and setup["per_token"]:
+            raise TypeError("per_token wants streamrl's form, and this is a function of TRL's: a reward a sample")
         if is_of_trl(function):
             function, read = bind_of_trl(function, setup["options"]), _numbers_of_trl
         elif setup["of_group"]:

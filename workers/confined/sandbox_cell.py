@@ -3,7 +3,8 @@
     keeper ──fork──► seal ──► program ──► its test, in the same names ──► one line to the keeper, of how it ended
 
 It has nothing of value: no file but its input and its two pipes, no variables, none of the outputs that are expected.
-Its line says no more than the program could have forged: whoever runs in here may write it. Nothing here waits.
+Its line says no more than the program could have forged: whoever runs in here may write it. But that it runs at all is
+told before, by `BEGUN`, and nobody takes that back. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from streamrl.process import die_with_parent
 from streamrl.workers.confined.sandbox_guard import readable_folders, seal
 
 PROGRAM, TEST = "program.py", "test.py"
+BEGUN = b"."
 _VERDICT = 3
 _MAX_WORDS = 300
 _ENVIRONMENT = {"PATH": "/usr/bin", "LANG": "C.UTF-8", "HOME": "/nowhere", "OMP_NUM_THREADS": "1"}
@@ -54,6 +56,7 @@ def run_in_cell(run: Run, *, stdin: int, stdout: int, verdict: int, keeper: int)
     except BaseException as error:  # noqa: BLE001 - whatever it is, no program may run in here
         _tell({"ended": "not begun", "why": f"{type(error).__name__}: {error}"})
         os._exit(1)
+    os.write(_VERDICT, BEGUN)
     _tell(_ending(run))
     os._exit(0)
 

@@ -30,12 +30,14 @@ from typing import Any, BinaryIO
 
 from streamrl.workers.confined import confine
 from streamrl.workers.confined.function_child import take_pipes, write_answer
-from streamrl.workers.confined.sandbox_cell import Run, run_in_cell
+from streamrl.workers.confined.sandbox_cell import BEGUN, Run, run_in_cell
 
 MAX_OUTPUT_BYTES = 512 << 10
 _LOOK_EVERY_S = 0.05
 _READ_BYTES = 64 << 10
 _NANO = 1e-9
+_ENDS = ("done", "raised", "exited")  # of a program by itself
+_MAX_WORDS = 400
 
 
 @dataclass(slots=True, kw_only=True)
@@ -160,16 +162,36 @@ def _ending(cell: _Cell, status: int, used: resource.struct_rusage, told: bytes)
         return {"ended": "time", "why": f"took more than {cell.run.time_s:g} s"}
     if number == -signal.SIGKILL:
         return {"ended": "lost", "why": "the cell was killed from outside: is the machine short of memory?"}
+    if not told.startswith(BEGUN):
+        return {"ended": "not begun", "why": _not_begun(told) or f"the cell ended with status {number}"}
     if number < 0:
-        return {"ended": "killed", "why": f"ended by {signal.Signals(-number).name}"}
+        return {"ended": "killed", "why": f"ended by {_name_of(-number)}"}
+    return _by_itself(told.removeprefix(BEGUN), number)
+
+
+def _by_itself(told: bytes, number: int) -> dict[str, Any]:
+    """The program may have written this: what is none of its ends is no more than that it ended itself."""
     try:
-        ending: dict[str, Any] = dict(json.loads(told))
-        ending["ended"] = str(ending["ended"])
-    except (ValueError, TypeError, KeyError):  # it ended itself, or wrote on the pipe
-        ending = {"ended": "exited", "status": number}
-    if ending["ended"] == "exited":
-        ending["why"] = f"ended itself with status {ending['status']}"
-    return ending
+        said = json.loads(told)
+        ended, why, status = said["ended"], str(said.get("why", ""))[:_MAX_WORDS], said.get("status", number)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        ended, why, status = "exited", "", number
+    if ended not in _ENDS or type(status) is not int:
+        ended, status = "exited", number
+    return {"ended": ended, "why": f"ended itself with status {status}" if ended == "exited" else why}
+
+
+def _not_begun(told: bytes) -> str:
+    """The cell's own word; empty: it had none."""
+    return str(json.loads(told)["why"]) if told else ""
+
+
+def _name_of(number: int) -> str:
+    """Most of the real-time signals have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def waited_s(pid: int) -> float:

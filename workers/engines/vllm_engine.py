@@ -43,6 +43,7 @@ from streamrl.workers.engines.base import (
     ReadBack,
     SampleRequest,
 )
+from streamrl.workers.engines.vllm_forked import look_after_server
 from streamrl.workers.engines.vllm_plugin import READ_BACK
 from streamrl.workers.engines.vllm_start import StepWatch, build_llm, check_installed
 
@@ -73,6 +74,7 @@ class VllmEngine(Engine):
 
     async def start(self) -> None:
         timeout_s = self._settings.config.worker.start_timeout_s
+        look_after_server()  # here and not in `_thread`, with which it would end
         building = asyncio.get_running_loop().run_in_executor(self._thread, self._build)
         try:
             await asyncio.wait_for(building, timeout_s)

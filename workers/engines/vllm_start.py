@@ -10,10 +10,13 @@ request, on the event loop that also answers requests. Here the engine's message
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -28,6 +31,7 @@ from streamrl.errors import ConfigError, EngineError, ResourceError
 from streamrl.extras import install
 from streamrl.misfits import misfits
 from streamrl.workers.engines.base import EngineSettings
+from streamrl.workers.engines.vllm_forked import forking_engines, import_ahead
 from streamrl.workers.engines.vllm_plugin import (
     OWNER_VARIABLE,
     SOCKETS_VARIABLE,
@@ -68,6 +72,21 @@ def check_installed(
         )
 
 
+async def import_vllm_ahead(scratch: Path) -> None:
+    """While the run is still waited for: in a thread here, and in a process that engines are forked from."""
+    if find_spec("vllm") is None:
+        return  # said when the run is known, and needs it
+    os.environ.update(_quiet())
+    import_ahead(scratch)
+    beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="imports vllm")  # not asyncio's, which is waited for
+    with suppress(ImportError):  # said when an engine is built
+        await asyncio.get_running_loop().run_in_executor(beside, _import_front_end)
+
+
+def _import_front_end() -> None:
+    import vllm.v1.engine.async_llm  # noqa: F401
+
+
 def build_llm(settings: EngineSettings, scratch: Path) -> tuple[AsyncLLM, StepWatch]:
     """Imports vLLM, starts its processes, returns when the model stands. `scratch`: for sockets and temporary files, of
     which vLLM leaves some behind."""
@@ -88,7 +107,8 @@ def build_llm(settings: EngineSettings, scratch: Path) -> tuple[AsyncLLM, StepWa
     os.environ.update(_platform_environment(arguments, settings.config.worker, on_cpu=current_platform.is_cpu()))
     config = engine_config(AsyncEngineArgs, arguments)
     try:
-        llm = AsyncLLM(config, Executor.get_class(config), log_stats=True, log_requests=False)
+        with forking_engines() if arguments["enforce_eager"] else nullcontext():
+            llm = AsyncLLM(config, Executor.get_class(config), log_stats=True, log_requests=False)
     except Exception as error:  # vLLM's own errors share no base
         raise EngineError(f"vLLM did not start: {error}") from error
     return llm, watch_steps(llm)
@@ -129,14 +149,21 @@ def _environment(worker: schema.Worker, scratch: Path) -> dict[str, str]:
         # Forked, as is vLLM's default on GPUs, an engine takes the plugin for loaded: no signal tells it that this
         # worker has died, and it keeps the GPU. The locks of this worker's threads it would inherit, too.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        **_quiet(),
+    }
+    if worker.threads:
+        wanted["OMP_NUM_THREADS"] = str(worker.threads)
+    return wanted
+
+
+def _quiet() -> dict[str, str]:
+    """Read as vLLM is imported."""
+    return {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     }
-    if worker.threads:
-        wanted["OMP_NUM_THREADS"] = str(worker.threads)
-    return wanted
 
 
 def _platform_environment(arguments: Mapping[str, Any], worker: schema.Worker, *, on_cpu: bool) -> dict[str, str]:

@@ -125,7 +125,11 @@ class OwnEnvironment:
     async def begin(self, row: Mapping[str, Any]) -> Episode:
         try:
             child, number = await self._children.next()
-            opening = read_text(await child.call(("reset", number, dict(row))))
+            try:
+                opening = read_text(await child.call(("reset", number, dict(row))))
+            except BaseException:  # nobody has a rollout to close, and what it opened would stay
+                child.tell(("close", number, None))
+                raise
         except (CallFailed, ValueError) as error:
             raise SampleError(f"the environment failed in reset: {error}") from None
         return _OwnEpisode(child, number, opening=opening)

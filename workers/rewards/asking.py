@@ -151,7 +151,8 @@ class Service(Generic[Row, Said]):
                 answered[replica] = replica.num_answered
                 # That nobody is there, or lets us in, or that an outage goes on, says nothing about these rows,
                 # unless others get their answers there, or nothing was ever answered that could tell.
-                about_them = error.answered and not self._answered if on_trial else error.reached
+                here = error.reached and not error.away
+                about_them = error.answered and not self._answered if on_trial else here
                 if about_them or replica.num_answered > before:
                     attempts += 1
                     until = loop.time() + self._patience.outage_s

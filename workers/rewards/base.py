@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -27,6 +27,7 @@ from streamrl.protocol.wire.group import FinishReason
 
 _SCORE_S = 60.0  # a sample that waits so long for its score
 Score: TypeAlias = "float | npt.NDArray[np.float64] | None"  # [T]: of each token; the reward is their sum
+Spend = Callable[[str, int], Awaitable[int]]  # of what, how many more ─► how many all workers of the run have spent
 _FORGETTING = 0.05  # the share of the newest in the average latency
 
 
@@ -310,18 +311,26 @@ def worth_of(score: float | npt.NDArray[np.float64]) -> float:
 
 
 def build_rewards(
-    sources: Mapping[str, schema.Reward], permissions: Permissions, local_reward_url: str | None
+    sources: Mapping[str, schema.Reward],
+    permissions: Permissions,
+    local_reward_url: str | None,
+    spend: Spend | None = None,
 ) -> Rewards:
-    """The run's sources, none of them begun yet; one that this worker may not use is a UserError."""
+    """The run's sources, none of them begun yet; one that this worker may not use is a UserError. `spend`: for budgets
+    that workers share; None: this process has them alone."""
     built = {}
     for name, source in sources.items():
-        reward = build_reward(name, source, permissions, local_reward_url)
+        reward = build_reward(name, source, permissions, local_reward_url, spend)
         built[name] = Weighted(reward=reward, weight=source.weight, max_abs=source.max_abs)
     return Rewards(built)
 
 
 def build_reward(
-    name: str, source: schema.Reward, permissions: Permissions, local_reward_url: str | None
+    name: str,
+    source: schema.Reward,
+    permissions: Permissions,
+    local_reward_url: str | None,
+    spend: Spend | None = None,
 ) -> Reward | GroupReward:
     """One of them; httpx is imported only where a source needs it."""
     if isinstance(source, schema.FunctionReward):
@@ -335,7 +344,7 @@ def build_reward(
     if isinstance(source, schema.JudgeReward):
         from streamrl.workers.rewards.judge import build_judge_reward
 
-        return build_judge_reward(name, source, permissions)
+        return build_judge_reward(name, source, permissions, spend)
     from streamrl.workers.rewards.http_client import build_http_reward
 
     return build_http_reward(name, source, permissions, local_reward_url)

@@ -44,6 +44,7 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError
 from streamrl.permissions import Permissions
 from streamrl.process import dying_with_us
+from streamrl.protocol.wire.ticket import MAX_TOKENS
 from streamrl.recipe.own import FILES, FORMS, is_own
 from streamrl.recipe.rewards import REWARDS
 from streamrl.workers.rewards.base import Health, Score, ScoreItem
@@ -182,7 +183,7 @@ LOAD_TIMEOUT_S = 120.0  # a function's file may import torch
 # An `async def` is given up inside the child; the child itself only when it does not even do that.
 CANCEL_GRACE_S = 1.0
 _EXIT_WAIT_S = 0.5  # between the end of its pipe and the end of a process
-_MAX_ANSWER_BYTES = 1 << 20
+_MAX_ANSWER_BYTES, _MAX_NUMBERS_BYTES = 1 << 20, 32 * MAX_TOKENS  # the latter with a number for each token
 _OF_FUNCTIONS = "streamrl.workers.confined.function_child"
 _SETTINGS = {"target", "options", "of_group", "per_token", "timeout_s", "rollout_timeout_s", "memory_mb", "network"}
 _PASSED = {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH"}
@@ -223,12 +224,13 @@ class Child:
         door: int | None = None,
     ) -> Self:
         """`door`: a file that it is given, to send its listener through (see `door`)."""
+        gives_many = isinstance(source, schema.FunctionReward) and source.per_token
         process = await asyncio.create_subprocess_exec(
             # By the kernel, since a function that loops never sees its pipe close.
             *dying_with_us([sys.executable, "-m", module], by=signal.SIGKILL),
             stdin=PIPE,
             stdout=PIPE,
-            limit=_MAX_ANSWER_BYTES,
+            limit=_MAX_NUMBERS_BYTES if gives_many else _MAX_ANSWER_BYTES,
             env=_environment(source.environment),
             start_new_session=True,  # Ctrl-C is for the worker alone, and what a function forks dies with it
             pass_fds=() if door is None else (door,),

@@ -46,17 +46,25 @@ _GONE = 410
 _REFUSALS = (400, 413, 422, _GONE)  # who says so has looked at the request, and will say so again
 _TOO_OFTEN = 429
 _LONGEST_REST_S = 3600.0  # whatever it asks for: it may have meant milliseconds
-_NOT_NOW = (408, 502, 503, 504)
+_AWAY = (502, 503, 504)
+_NOT_NOW = (408, *_AWAY)
 
 
 class TryAgain(Exception):
     """This attempt gave no scores; another may."""
 
     def __init__(
-        self, reason: str, *, reached: bool = True, answered: bool = False, rest_s: float | None = None
+        self,
+        reason: str,
+        *,
+        reached: bool = True,
+        away: bool = False,
+        answered: bool = False,
+        rest_s: float | None = None,
     ) -> None:
         super().__init__(reason)
         self.reached = reached or answered  # else nobody is there, or the address or the token is wrong
+        self.away = away  # so a gateway says of what is behind it, or a service of itself
         self.answered = answered  # the service said something of these samples, and it was no score
         self.rest_s = rest_s  # nothing is wrong, but it is asked too often: not before so long; 0: it did not say
 
@@ -144,8 +152,8 @@ async def post(
         raise Refused(f"{url}: {reason}", gone=response.status_code == _GONE)
     if response.status_code == _TOO_OFTEN:
         raise TryAgain(reason, rest_s=_rest_s(response.headers.get("retry-after", "")))
-    not_now = response.status_code in _NOT_NOW
-    raise TryAgain(reason, reached=not_now, answered=response.status_code >= 500 and not not_now)
+    not_now, away = response.status_code in _NOT_NOW, response.status_code in _AWAY
+    raise TryAgain(reason, reached=not_now, away=away, answered=response.status_code >= 500 and not not_now)
 
 
 def _without_token(client: httpx.AsyncClient, body: bytes) -> bytes:

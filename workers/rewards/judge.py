@@ -9,8 +9,8 @@ Judges are services: one that hangs, fails, limits, or talks nonsense is asked a
 all samples wait, since the mean of those that are left would be another reward. The same question is asked once, also
 while its answer is under way. A verdict is one of those that were offered, or none at all.
 
-What a budget of tokens cannot pay any more waits like an outage: no sample is at fault. The budget is this worker's
-own, counted from its start, and may be exceeded by what is under way.
+What a budget of tokens cannot pay any more waits like an outage: no sample is at fault. The budget is the run's: each
+answer is counted in Redis, which tells what all workers have spent. What is under way may exceed it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing import Any
 import httpx
 
 from streamrl.config import schema
-from streamrl.errors import ConfigError, RewardError, RewardOutage
+from streamrl.errors import ConfigError, RewardError, RewardOutage, TransportError
 from streamrl.permissions import Permissions
 from streamrl.workers.rewards.asking import FIRST_PAUSE_S, Service
-from streamrl.workers.rewards.base import Health, ScoreItem
+from streamrl.workers.rewards.base import Health, ScoreItem, Spend
 from streamrl.workers.rewards.http_client import check_host
 from streamrl.workers.rewards.http_request import make_client, post
 from streamrl.workers.rewards.verdicts import Question, field_of, pairwise, pointwise, read, request, worth
@@ -43,12 +43,13 @@ def build_judge_reward(
     name: str,
     source: schema.JudgeReward,
     permissions: Permissions,
+    spend: Spend | None = None,
     *,
     transport: httpx.AsyncBaseTransport | None = None,
     first_pause_s: float = FIRST_PAUSE_S,
 ) -> JudgeReward | JudgeOfGroups:
     """Checks the addresses and this worker's permission for hosts and keys; connects to nothing yet."""
-    budget = Budget(source.token_budget, key=f"rewards.{name}.token_budget")
+    budget = Budget(source.token_budget, name=name, spend=spend)
     judges = {}
     for called, judge in source.judges.items():
         key = f"rewards.{name}.judges.{called}"
@@ -73,35 +74,51 @@ def address(url: str) -> str:
 
 
 class Budget:
-    """Tokens that all judges of a source have read and written."""
+    """Tokens that all judges of a source have read and written, in all workers of the run."""
 
-    def __init__(self, most: int | None, *, key: str) -> None:
-        self.spent = 0
-        self._most, self._key = most, key
+    def __init__(self, most: int | None, *, name: str, spend: Spend | None) -> None:
+        self.own = 0  # of this worker
+        self._of_all = 0  # as far as it knows; what Redis has lost is not forgotten here
+        self._untold = 0
+        self._most, self._name, self._spend = most, name, spend
+
+    async def add(self, num: int) -> None:
+        self.own += num
+        self._of_all += num
+        if self._most is None or self._spend is None:
+            return
+        telling, self._untold = self._untold + num, 0
+        try:
+            of_all = await self._spend(f"rewards/{self._name}/tokens", telling)
+        except TransportError:  # the worker's own loop ends of it; the verdict is one all the same
+            self._untold += telling
+        else:
+            self._of_all = max(self._of_all, of_all)
 
     @property
     def outage(self) -> str | None:
-        if self._most is None or self.spent < self._most:
+        if self._most is None or self._of_all < self._most:
             return None
         return (
-            f"its judges have read and written {self.spent} tokens, and {self._key} = {self._most}: raise it, or leave "
-            "it out, and start the worker again"
+            f"its judges have read and written {self._of_all} tokens, and rewards.{self._name}.token_budget = "
+            f"{self._most}: raise it, or leave it out, and resume the run"
         )
 
 
 class Pace:
-    """So many a second, one behind the other."""
+    """So many a second, one behind the other: also behind one that came late, for the loop was busy."""
 
     def __init__(self, per_s: float | None) -> None:
         self._every_s = 0.0 if per_s is None else 1 / per_s
         self._next = 0.0  # on the loop's clock
+        self._first = asyncio.Lock()
 
     async def turn(self) -> None:
-        now = asyncio.get_running_loop().time()
-        begin = max(now, self._next)
-        self._next = begin + self._every_s
-        if begin > now:
-            await asyncio.sleep(begin - now)
+        loop = asyncio.get_running_loop()
+        async with self._first:
+            if (left_s := self._next - loop.time()) > 0:
+                await asyncio.sleep(left_s)
+            self._next = loop.time() + self._every_s
 
 
 class Remembering:
@@ -162,7 +179,7 @@ class AskedJudge:
         most = _MAX_ANSWER_BYTES + _MAX_BYTES_PER_TOKEN * self._source.max_tokens
         body = await post(self._client, url, asked, timeout_s=self._source.timeout_s, max_bytes=most)
         answer = read(body, question)
-        self._budget.spent += answer.num_tokens  # nonsense costs as much
+        await self._budget.add(answer.num_tokens)  # nonsense costs as much
         return [worth(answer, question, structured=self._source.structured)]
 
 
@@ -171,6 +188,7 @@ class Bench:
 
     def __init__(self, judges: Mapping[str, AskedJudge], source: schema.JudgeReward, budget: Budget) -> None:
         self._judges, self._budget = judges, budget
+        self.start = partial(budget.add, 0)  # to hear what others have spent
         self._combine = fmean if source.combine == "mean" else majority
 
     async def ask(self, question: Question) -> float:
@@ -182,7 +200,7 @@ class Bench:
         states = [f"judge {name!r}: {one.state}" for name, one in each.items() if one.state != "well"]
         spent = self._budget.outage
         outage = spent or (outages[0] if outages else None)
-        return Health(outage=outage, state=spent or "; ".join(states) or "well", num_tokens=self._budget.spent)
+        return Health(outage=outage, state=spent or "; ".join(states) or "well", num_tokens=self._budget.own)
 
     async def close(self) -> None:
         await asyncio.gather(*(judge.close() for judge in self._judges.values()))
@@ -202,7 +220,8 @@ class JudgeReward:
         self._source, self._bench = source, bench
 
     async def start(self) -> None:
-        """Nothing to show: a judge that is not there yet is an outage, not a mistake."""
+        """No judge is asked: one that is not there yet is an outage, not a mistake."""
+        await self._bench.start()
 
     def health(self) -> Health:
         return self._bench.health()
@@ -224,6 +243,7 @@ class JudgeOfGroups:
 
     async def start(self) -> None:
         """As above."""
+        await self._bench.start()
 
     def health(self) -> Health:
         return self._bench.health()

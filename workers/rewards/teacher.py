@@ -108,8 +108,9 @@ class Teacher:
         try:
             await self._hold_against_ours(url)
             return [await self._ask(url, ids, num) for ids, num in asked]
-        except TryAgain:
-            self._alike.discard(url)  # another model may come in its place
+        except TryAgain as error:
+            if error.rest_s is None:  # it is not merely busy: another model may come in its place
+                self._alike.discard(url)
             raise
 
     async def _ask(self, url: str, ids: list[int], num: int) -> npt.NDArray[np.float32]:

@@ -2,8 +2,9 @@
 
     chat / complete / generate ──► the context in tokens ──► engine ──► trace ──► the answer
 
-Bounded in turns, tokens, bytes and (by who plays it) time. It ends with its rollout: what is under way then is given
-up, and whoever asks afterwards is told. Waits for the engine alone.
+Bounded in turns, tokens, bytes and (by who plays it) time. Turns may be asked side by side: one for which the others
+could take the tokens waits until they are done. It ends with its rollout: what is under way then is given up, and
+whoever asks afterwards is told. Waits for the engine alone.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class Session:
         self._engine, self._request = engine, request
         self._conversation = Conversation(model.facts.tokenizer, model.facts.stop_ids)
         self._asking: set[asyncio.Task[Generated]] = set()
+        self._promised = 0  # tokens that those may add
+        self._one_is_done = asyncio.Event()  # another one each time
         self._num_heard = 0  # requests under way
         self._num_asked = self._num_bytes = 0
         self._quiet_since = time.monotonic()
@@ -152,8 +155,10 @@ class Session:
         return await asyncio.get_running_loop().run_in_executor(self.model.thread, work)
 
     async def _ask(self, context: Context, *, most: int | None, stops: Sequence[str]) -> Generated:
-        sampling = self._sampling(context, most, stops)
+        sampling = await self._sampling(context, most, stops)
         self._num_asked += 1
+        promised = sampling.max_tokens + self.trace.num_given(context.token_ids)
+        self._promised += promised
         request = replace(
             self._request,
             request_id=f"{self._request.request_id}-{self._num_asked}",
@@ -175,24 +180,22 @@ class Session:
         finally:
             self.model_s += time.monotonic() - began
             self._asking.discard(asking)
+            self._promised -= promised
+            self._one_is_done.set()
+            self._one_is_done = asyncio.Event()
         return generated
 
-    def _sampling(self, context: Context, most: int | None, stops: Sequence[str]) -> schema.Sampling:
+    async def _sampling(self, context: Context, most: int | None, stops: Sequence[str]) -> schema.Sampling:
         """The run's, with what may be asked for; Refused where a bound is reached."""
-        settings, run = self.model.settings, self._request.sampling
-        if self._is_over:
-            raise is_over()
-        if self._num_asked >= settings.max_turns:
-            raise self._spend(f"environment.max_turns = {settings.max_turns}: the rollout may not ask more often")
-        length = len(context.token_ids)
-        left = settings.max_tokens - self.trace.num_tokens - self.trace.num_given(context.token_ids)
-        if left < 1:
-            raise self._spend(f"environment.max_tokens = {settings.max_tokens}: the rollout has no more tokens")
+        run, length = self._request.sampling, len(context.token_ids)
         room = self.model.max_length - length
+        wanted = min(run.max_tokens, room, most or run.max_tokens)
+        while (left := self._left(context)) < self._promised + wanted and self._promised:
+            await self._one_is_done.wait()
         if room < 1:
             message = f"the messages are {length} tokens; the model takes {self.model.max_length} with its answer"
             raise Refused(400, message, code="context_length_exceeded", param="messages")
-        num_tokens = min(run.max_tokens, left, room, most or run.max_tokens)
+        num_tokens = min(wanted, left)
         return run.model_copy(
             update={
                 "max_tokens": num_tokens,
@@ -200,6 +203,18 @@ class Session:
                 "stop": (*run.stop, *(stop for stop in stops if stop)),
             }
         )
+
+    def _left(self, context: Context) -> int:
+        """How many tokens a turn with this context may sample, were it alone; Refused where there is none."""
+        settings = self.model.settings
+        if self._is_over:
+            raise is_over()
+        if self._num_asked >= settings.max_turns:
+            raise self._spend(f"environment.max_turns = {settings.max_turns}: the rollout may not ask more often")
+        left = settings.max_tokens - self.trace.num_tokens - self.trace.num_given(context.token_ids)
+        if left < 1:
+            raise self._spend(f"environment.max_tokens = {settings.max_tokens}: the rollout has no more tokens")
+        return left
 
     def _checked(self, token_ids: Sequence[int]) -> npt.NDArray[np.int32]:
         if not token_ids or max(token_ids) >= self.model.facts.vocab_size:

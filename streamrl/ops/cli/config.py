@@ -125,7 +125,8 @@ def doctor(file: str, overrides: tuple[str, ...], part: Part, as_json: bool, ask
 
     \b
     Settings and files; Redis: version, policy, memory, durability, latency; model, tokenizer and vocabulary;
-    reward services; packages, GPUs and drivers; memory of learner and worker (estimated), shared memory, disk, limits.
+    reward services and a teacher's servers; packages, GPUs and drivers; memory of learner and worker (estimated),
+    shared memory, disk, limits.
     Last, in some seconds: each reward function on a row of the data; losses of yours; all prompts with the model's own
     tokenizer; the model without its weights, and its LoRA targets.
 

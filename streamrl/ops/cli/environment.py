@@ -53,7 +53,10 @@ def tasks(taskset: str, *, python: str, options: tuple[str, ...], first: int, co
     "--processes", type=click.IntRange(min=1), default=_DEFAULTS["processes"].default, help="That rollouts live in."
 )
 @click.option(
-    "--timeout-s", type=float, default=_DEFAULTS["timeout_s"].default, help="For one answer; less than workers wait."
+    "--timeout-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=_DEFAULTS["timeout_s"].default,
+    help="For one answer; less than workers wait.",
 )
 @click.option(
     "--memory-mb", type=click.IntRange(min=1), default=_DEFAULTS["memory_mb"].default, help="Of each process."

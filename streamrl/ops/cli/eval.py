@@ -22,7 +22,7 @@ from streamrl.config.files import check_files
 from streamrl.config.load import load_config
 from streamrl.config.places import LOCAL_REWARD_SERVER, granted
 from streamrl.data.prompts import read_prompts
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, StreamrlError
 from streamrl.files import scratch_folder, write_durably
 from streamrl.ops.cli.arguments import MovingLine, OutputFile, takes_json, tell
 from streamrl.ops.cli.eval_told import Evaluated, answers, comparison, save_plot, table
@@ -114,7 +114,8 @@ def evaluate(
       prompt, prompt_token_ids, fields, error; of several datasets also dataset, of several checkpoints checkpoint
       samples [{completion, token_ids, reward, rewards {source: reward}, finish_reason}]
 
-    Exits with 1 when not every prompt was answered.
+    Exits with 1 when not every prompt was answered. Of several checkpoints, what is known when one of them cannot be
+    evaluated, or at Ctrl-C, is told and written all the same.
     """
     overrides = [word for word in words if _OVERRIDE.match(word)]
     chosen = [*overrides, f"worker.engine={engine}"]
@@ -124,33 +125,42 @@ def evaluate(
     if not checkpoints:
         raise ConfigError("name at least one checkpoint: a run, RUN@STEP, RUN@best, RUN@all, or a model")
     subjects = [_find(checkpoint, file, chosen) for checkpoint in checkpoints]
-    done, lines = _evaluate_all(subjects, local_reward_url, patience_s)
+    done, lines, trouble = _evaluate_all(subjects, local_reward_url, patience_s)
     if output is not None:
         write_durably(output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
     if plot is not None:
         save_plot(plot, done)
-    _tell(done, subjects[0].config, engine, as_json=as_json)
+    _tell(done, subjects[0].config, engine, several=len(subjects) > 1, as_json=as_json)
+    if trouble is not None:
+        raise trouble
     return 0 if all(one.result.num_answered == one.result.num_prompts for one in done) else 1
 
 
 def _evaluate_all(
     subjects: Sequence[_Subject], local_reward_url: str | None, patience_s: float
-) -> tuple[list[Evaluated], list[dict[str, Any]]]:
-    """What each is worth, and a line for each prompt of each. All are checked before the first is loaded."""
-    done, lines = [], []
+) -> tuple[list[Evaluated], list[dict[str, Any]], StreamrlError | KeyboardInterrupt | None]:
+    """What each is worth, a line for each prompt of each, and what ended it: what is known by then is not lost. All are
+    checked before the first is loaded."""
+    done: list[Evaluated] = []
+    lines: list[dict[str, Any]] = []
     for subject, config in [(one, _checked(one.config, local_reward_url)) for one in subjects]:
-        result, asked, model = _evaluate(subject, config, local_reward_url, patience_s)
+        try:
+            result, asked, model = _evaluate(subject, config, local_reward_url, patience_s)
+        except (StreamrlError, KeyboardInterrupt) as error:
+            if not done:
+                raise
+            return done, lines, error
         step = subject.checkpoint.state.step if subject.checkpoint else None
         done.append(Evaluated(name=subject.name, step=step, result=result))
         named = {"checkpoint": subject.name} if len(subjects) > 1 else {}
         lines += [named | line for line in answers(asked, result, model, config.validation.sampling.stop)]
-    return done, lines
+    return done, lines, None
 
 
-def _tell(done: Sequence[Evaluated], config: schema.Config, engine: str, *, as_json: bool) -> None:
+def _tell(done: Sequence[Evaluated], config: schema.Config, engine: str, *, several: bool, as_json: bool) -> None:
     places = [one.dataset.place for one in config.data.validation_sets()]
     asked = {"prompts": places[0] if len(places) == 1 else places, "engine": engine}
-    if len(done) == 1:
+    if not several:
         tell(done[0].to_json() | asked, table(done[0], ", ".join(places)), as_json=as_json)
     else:
         told = {"checkpoints": [one.to_json() for one in done], **asked}

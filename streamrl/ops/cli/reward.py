@@ -74,6 +74,7 @@ reward.add_command(try_reward)
 @click.option("--threads", type=_POSITIVE, help="CPU threads of the model; torch's choice by default.")
 @click.option("--token-file", help="File with the bearer token that callers of /score must send.")
 @click.option("--url-file", type=OutputFile(), help="File to write the server's URL to, once it listens.")
+@click.option("--bound-file", type=OutputFile(), help="The same, before the model is loaded: the port is taken.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the model brings along.")
 def serve(**options: Any) -> None:
     """Serve a reward model: POST /score, GET /health, /metrics and /openapi.json.
@@ -90,6 +91,8 @@ def serve(**options: Any) -> None:
     bound = bind(options["host"], options["port"], what="reward server")  # before the model: a taken port shows at once
     with bound:
         url = f"http://{address_of(bound, host=options['host'])}"
+        if options["bound_file"] is not None:
+            write_durably(options["bound_file"], url.encode())
 
         def ready() -> None:
             if options["url_file"] is not None:

@@ -18,6 +18,7 @@ from streamrl.ops.monitor.runs import URL_VARIABLE, Listing, list_runs, open_ser
 from streamrl.protocol.transport.acl import ANY_RUN, ROLES, WEAKER_BEFORE_7, Role, rules
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.operator import remove_run
+from streamrl.protocol.transport.secret_files import read_passwords
 from streamrl.terminal import age, plural, printable
 
 _takes_url = click.option("--redis", "url", metavar="URL", help=f"The server; by default {URL_VARIABLE}.")
@@ -128,17 +129,18 @@ def acl(roles: tuple[Role, ...], run: str | None, server: str, passwords: Path |
         streamrl redis acl --role monitor --run big                 one role, for one run only
 
     DIR holds a file for each role, named worker, learner, monitor, operator, with its password; only their SHA-256 is
-    printed. Without it users are printed that nobody can be yet. Parts name their user in the URL (redis://worker@host)
-    and the password's file in STREAMRL_REDIS_PASSWORD_FILE.
+    printed. A second line is a second password, while one takes the place of the other. Without DIR users are printed
+    that nobody can be yet. Parts name their user in the URL (redis://worker@host) and the password's file in
+    STREAMRL_REDIS_PASSWORD_FILE.
 
     Printed for all roles, the default user is switched off. With --server 6.2 the rules are weaker; what follows from
     that is said on stderr.
     """
     for role in roles or ROLES:
-        password = "" if passwords is None else f"#{_digest(passwords / role)} "
+        known = "" if passwords is None else "".join(f"#{digest} " for digest in _digests(passwords / role))
         granted = rules(role, run=run or ANY_RUN, selectors=server != "6.2")
         start = f"user {role} on" if form == "users" else f"ACL SETUSER {role} reset on"
-        click.echo(f"{start} {password}{granted}")
+        click.echo(f"{start} {known}{granted}")
         if server == "6.2":
             click.echo(f"note: {role} on Redis 6.2: {WEAKER_BEFORE_7[role]}", err=True)
     if not roles:  # last: who set up the others may be it
@@ -147,11 +149,5 @@ def acl(roles: tuple[Role, ...], run: str | None, server: str, passwords: Path |
         click.echo("note: no passwords yet: give --passwords DIR, or ACL SETUSER NAME >PASSWORD", err=True)
 
 
-def _digest(file: Path) -> str:
-    try:
-        password = file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--passwords: cannot read the password of {file.name}: {error}") from None
-    if not password:
-        raise ConfigError(f"--passwords: {file} is empty; it must hold the password of {file.name} and nothing else")
-    return hashlib.sha256(password.encode()).hexdigest()
+def _digests(file: Path) -> list[str]:
+    return [hashlib.sha256(word.encode()).hexdigest() for word in read_passwords(file, key=f"--passwords: {file}")]

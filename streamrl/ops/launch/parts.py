@@ -49,6 +49,7 @@ class RunFolder:
         self.asked = path / "asked.yaml"  # the latest launch's, which a learner may refuse
         self.redis = path / "redis"
         self.reward_url = path / "reward.url"
+        self.reward_bound = path / "reward.bound"
         self.learner_error = path / "learner.error"
         self.summary = path / "summary.json"
         self.logs = path / "logs"
@@ -68,7 +69,8 @@ def reward_command(
     server: schema.RewardServer, folder: RunFolder, *, port: int, placement: Placement = _NOWHERE
 ) -> Command:
     weights = ",".join(map(str, server.attribute_weights))
-    options = server.model_dump() | {"port": port, "attribute_weights": weights, "url_file": folder.reward_url}
+    files = {"url_file": folder.reward_url, "bound_file": folder.reward_bound}
+    options = server.model_dump() | {"port": port, "attribute_weights": weights, **files}
     # With =, since a mean may begin with a minus.
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     return Command(
@@ -101,6 +103,8 @@ def worker_command(
     words += [word for option, values in allowed.items() for value in values for word in (option, value)]
     if reward_url is not None:
         words += ["--local-reward-url", reward_url]
+    if config.worker.engine == "vllm":
+        words += ["--import-vllm"]
     if (fraction := placement.fraction(name)) is not None:
         words += ["--gpu-memory", f"{fraction:.3f}"]
     return Command(
@@ -219,8 +223,9 @@ class RedisPart:
 
 
 class RewardPart:
-    """The run's own reward server: started, waited for, and kept at one address for as long as the run lasts. This
-    reports for it, which does not know Redis."""
+    """The run's own reward server: started, and kept at one address for as long as the run lasts. Workers need not wait
+    for its model, only for that address: they take no tickets before it answers. This reports for it, which does not
+    know Redis."""
 
     def __init__(
         self,
@@ -233,31 +238,39 @@ class RewardPart:
     ) -> None:
         self._command = partial(reward_command, server, folder, placement=placement)
         self._folder = folder
-        folder.reward_url.unlink(missing_ok=True)
+        self.forget_address()
         self.progress = Progress(part=REWARD, role="reward")
         self.progress.working("load the model")
         self.kept = Kept(self._command(port=server.port), say=say, start=start)
-        self.url: str | None = None  # once it is ready
+        self.url: str | None = None  # once its port is taken
+        self.is_ready = False  # it answered once
         self._ready_by = time.monotonic() + _READY_S
 
     def look(self) -> None:
         self.kept.look(is_needed=True)
         if self.kept.process.poll() is not None:
             self.progress.working("start again")
-            self._folder.reward_url.unlink(missing_ok=True)  # written anew by the one that comes, once it is ready
+            self.forget_address()  # written anew by the one that comes
             self._ready_by = time.monotonic() + _READY_S
-        elif self._folder.reward_url.exists():
-            self._note_ready(self._folder.reward_url.read_text())
+            return
+        if self.url is None and self._folder.reward_bound.exists():
+            self._note_bound(self._folder.reward_bound.read_text())
+        if self._folder.reward_url.exists():
+            self.is_ready = True
+            self.progress.working("serve")
+            self.progress.advanced(restarts=self.kept.num_restarts)
         elif time.monotonic() > self._ready_by:
             raise PartError(f"the reward server was not ready in {_READY_S:g} s (see {self.kept.command.log})")
 
-    def _note_ready(self, url: str) -> None:
-        self.progress.working("serve")
-        self.progress.advanced(restarts=self.kept.num_restarts)
-        if self.url is None:
-            # Workers have this address for good, so another start must come up at the same port.
-            self.url = url
-            self.kept.command = self._command(port=urlsplit(url).port or 0)
+    def _note_bound(self, url: str) -> None:
+        # Workers have this address for good, so another start must come up at the same port.
+        self.url = url
+        self.kept.command = self._command(port=urlsplit(url).port or 0)
+
+    def forget_address(self) -> None:
+        """In files of a launcher before this one, or for one after it."""
+        for file in (self._folder.reward_url, self._folder.reward_bound):
+            file.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -274,7 +287,7 @@ def reward_server(
         mine = server.model_copy(update={"host": LOOPBACK[0], "port": 0})
         part, began = RewardPart(mine, RunFolder(folder), say=say, start=start), time.monotonic()
         try:
-            while part.url is None:
+            while not part.is_ready:
                 if part.kept.process.poll() is not None:
                     raise part_error(part.kept.process)
                 part.look()

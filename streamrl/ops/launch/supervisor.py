@@ -1,6 +1,6 @@
 """Looks after the parts of a run while Redis is there: starts them, watches them, starts the dead again, ends them.
 
-    reward server ──ready──► workers      a dead one is started again, after a pause that grows; one that left, too,
+    reward server ──its port──► workers   a dead one is started again, after a pause that grows; one that left, too,
                                           as long as the run goes on
     learner (torchrun)                    looks after its own ranks; when it ends, the run is over
     embedded Redis                        a dead one is started again on its append-only file
@@ -111,7 +111,7 @@ class Supervisor:
         """End the reward server, and remove what parts that were killed have left."""
         if self._reward is not None:
             end_all([self._reward.kept.process], within_s=_ABORT_S)
-        self._folder.reward_url.unlink(missing_ok=True)
+            self._reward.forget_address()
         remove_those_of_the_dead()
 
     @property

@@ -39,10 +39,11 @@ class Outcome:
     exit_code: int  # 0, or that of the signal which ended it
 
 
-def up(loaded: Loaded, *, display: Audience, takeover: bool = False) -> Outcome:
-    """`takeover` replaces a learner elsewhere that holds the run. Raises UserError when something is not as it must be,
-    PartError when a part of the run cannot go on, and KeyboardInterrupt when asked twice to end."""
-    _check(loaded, display)
+def up(loaded: Loaded, *, display: Audience, takeover: bool = False, is_tried: bool = False) -> Outcome:
+    """`takeover` replaces a learner elsewhere that holds the run; `is_tried`: rewards and learner were. Raises
+    UserError when something is not as it must be, PartError when a part of the run cannot go on, and KeyboardInterrupt
+    when asked twice to end."""
+    _check(loaded, display, is_tried=is_tried)
     config, folder = loaded.config, RunFolder(loaded.config.folder)
     placement = place(config, gpus_here())
     began = time.monotonic()
@@ -72,7 +73,7 @@ def up(loaded: Loaded, *, display: Audience, takeover: bool = False) -> Outcome:
         return Outcome(summary=summary, exit_code=interrupts.exit_code)
 
 
-def _check(loaded: Loaded, display: Audience) -> None:
+def _check(loaded: Loaded, display: Audience, *, is_tried: bool) -> None:
     """One UserError for the first thing that is not as the run needs it, so that a mistake costs seconds and leaves
     nothing. Imports neither torch nor vLLM: what does is tried in processes of its own, last."""
     for check in MUSTS.values():
@@ -81,6 +82,8 @@ def _check(loaded: Loaded, display: Audience) -> None:
         find_server()
     else:
         check_redis(loaded.config.redis.url, loaded.config)
+    if is_tried:
+        return
     with display.checking() as say:
         undergo(loaded, say=say, warn=lambda text: display.say(f"warning: {text}"))
 

@@ -86,7 +86,7 @@ def redis_evicts(view: View) -> Iterator[Cause]:
         yield attention(
             title="Redis may throw rollouts away",
             evidence=f"maxmemory-policy is {view.redis.policy}",
-            remedy="redis-cli CONFIG SET maxmemory-policy noeviction",
+            remedy="redis-cli CONFIG SET maxmemory-policy noeviction, or a managed service's parameters",
         )
 
 
@@ -189,6 +189,7 @@ TABLE: Mapping[str, Callable[[View], Iterator[Cause]]] = {
     "workers_without_weights": parts.workers_without_weights,
     "workers_stuck": parts.workers_stuck,
     "byte_budget_reached": flow.byte_budget_reached,
+    "draws_refused": flow.draws_refused,
     "all_groups_dropped": flow.all_groups_dropped,
     "poison_ticket": flow.poison_ticket,
     "failing_tickets": flow.failing_tickets,

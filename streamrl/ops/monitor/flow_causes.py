@@ -129,6 +129,18 @@ def byte_budget_reached(view: View) -> Iterator[Cause]:
         )
 
 
+def draws_refused(view: View) -> Iterator[Cause]:
+    """What a curriculum has drawn has no room on the disk of the run's folder, and no ticket goes out before."""
+    if times := {**view.learner.metrics, **view.learner.live}.get("curriculum/refused", 0.0):
+        yield Cause(
+            level="blocking" if lead_waiting(view, Wait.GROUPS) and not view.train.tickets else "attention",
+            title="the disk refuses the log of the curriculum's draws: no more tickets go out",
+            evidence=f"{times:.0f} times in a row; {plural(view.train.tickets, 'ticket')} are still under way",
+            remedy="make room where the run's folder lies, or mend its permissions (the learner's log has the error); "
+            "the run goes on by itself",
+        )
+
+
 def all_groups_dropped(view: View) -> Iterator[Cause]:
     """Since the last step, which is long ago: a model that gets good drops many groups between steps, and is well."""
     live, then = view.learner.live, view.learner.metrics

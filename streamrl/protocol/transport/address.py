@@ -2,7 +2,8 @@
 
 A URL is written down in configurations, command lines and logs; the password is not, so it comes from the environment:
 STREAMRL_REDIS_PASSWORD_FILE names a file that holds it, STREAMRL_REDIS_PASSWORD is it. One in the URL itself is used
-too, but no configuration may carry it. Nothing here speaks to a server: clients connect with their first call.
+too, but no configuration may carry it. Nothing here speaks to a server: clients connect with their first call. The file
+is read again for each connection, so that a password may be changed under a run.
 
 The address of a Redis as text: its forms, and how it is written down without its password.
 
@@ -29,6 +30,7 @@ from redis.connection import parse_url
 from redis.sentinel import SentinelConnectionPool
 
 from streamrl.errors import ConfigError
+from streamrl.protocol.transport.secret_files import AsyncSslConnection, PasswordFile, read_passwords
 from streamrl.protocol.transport.sentinels import (
     AsyncMasterConnection,
     AsyncMasterSslConnection,
@@ -64,9 +66,10 @@ class _AsyncSentinelClient(redis.asyncio.Redis):
 
 def open_client(url: str, *, environment: Mapping[str, str] = os.environ, **options: Any) -> redis.Redis:
     """ConfigError when the URL is none, or a password's file cannot be read."""
-    options |= _secret(url, environment)
     if not _by_sentinel(url):
-        return redis.Redis.from_url(_checked(url), **options)
+        options |= _secret(_checked(url), environment)
+        return redis.Redis.from_url(_of_library(url, options), **options)
+    options |= _secret(url, environment)
     client: redis.Redis = _watched(
         url,
         environment,
@@ -79,9 +82,13 @@ def open_client(url: str, *, environment: Mapping[str, str] = os.environ, **opti
 
 
 def open_async_client(url: str, *, environment: Mapping[str, str] = os.environ, **options: Any) -> redis.asyncio.Redis:
-    options |= _secret(url, environment)
     if not _by_sentinel(url):
-        return redis.asyncio.Redis.from_url(_checked(url), **options)
+        options |= _secret(_checked(url), environment)
+        found: redis.asyncio.Redis = redis.asyncio.Redis.from_url(_of_library(url, options), **options)
+        if _with_tls(url):
+            found.connection_pool.connection_class = AsyncSslConnection  # an option is overruled by the URL
+        return found
+    options |= _secret(url, environment)
     client: redis.asyncio.Redis = _watched(
         url,
         environment,
@@ -127,25 +134,31 @@ def _with_tls(url: str) -> bool:
     return url.startswith("rediss")
 
 
-def _secret(url: str, environment: Mapping[str, str]) -> dict[str, str]:
+def _secret(url: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """A private socket without a user is the embedded server's, which asks for no password."""
-    if url.startswith("unix:") and "@" not in url:
+    if (url.startswith("unix:") and "@" not in url) or split_password(url)[1] is not None:
         return {}
+    if file := environment.get(f"{PASSWORD}_FILE"):
+        user = urlsplit(url).username
+        told = PasswordFile(user and unquote(user), Path(file), key=f"{PASSWORD}_FILE = {file!r}")
+        return {"credential_provider": told}
     password = _from_environment(PASSWORD, environment)
     return {} if password is None else {"password": password}
+
+
+def _of_library(url: str, options: Mapping[str, Any]) -> str:
+    """Without its user, where that comes with the password."""
+    if "credential_provider" not in options:
+        return url
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def _from_environment(name: str, environment: Mapping[str, str]) -> str | None:
     file = environment.get(f"{name}_FILE")
     if not file:
         return environment.get(name) or None
-    try:
-        password = Path(file).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}_FILE = {file!r}: cannot read the password: {error}") from None
-    if not password:
-        raise ConfigError(f"{name}_FILE = {file!r}: the file is empty; it must hold the password and nothing else")
-    return password
+    return read_passwords(Path(file), key=f"{name}_FILE = {file!r}")[0]
 
 
 def _watched(
@@ -161,12 +174,18 @@ def _watched(
     # The same words as of any other URL, for user, database and TLS.
     plain = urlunsplit((scheme, f"{userinfo}{at}{hosts.partition(',')[0]}", f"/{service[2] or 0}", parts.query, ""))
     found: dict[str, Any] = dict(parse_url(_checked(plain)))  # type: ignore[no-untyped-call]
-    for name in ("host", "port", "connection_class"):
+    given = ("username",) if "credential_provider" in options else ()
+    for name in ("host", "port", "connection_class", *given):
         found.pop(name, None)
     tls = {"ssl": True} if scheme == "rediss" else {}
     tls |= {name: value for name, value in found.items() if name.startswith("ssl_")}
     password = _from_environment(SENTINEL_PASSWORD, environment)
-    shared = {name: value for name, value in options.items() if name not in ("password", "username")}
+    masters = (
+        "password",
+        "credential_provider",
+        "command_packer",
+    )  # alone: sentinels have other users, and hear little
+    shared = {name: value for name, value in options.items() if name not in masters}
     asking = of_sentinels({**shared, **tls, **({"password": password} if password else {})})
     sentinels = by([_host(text, url) for text in hosts.split(",")], sentinel_kwargs=asking)
     return sentinels.master_for(service[1], **{**options, **found, **tls, **classes})

@@ -24,9 +24,11 @@ from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import redis
 import redis.asyncio
+from redis._parsers import Encoder
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.client import Pipeline
+from redis.connection import PythonRespSerializer
 from redis.retry import Retry
 
 from streamrl.errors import ResourceError, ServerFull, TransportError
@@ -42,6 +44,11 @@ _UNIX_SEND_BYTES = 1 << 20
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _ROLES = "the user of another role? `streamrl redis acl` prints what each may do"
+# Where hiredis reads the replies, redis would have it write the commands too, and it copies all that is large into one
+# piece, some times over. This one hands bodies and weights to the socket as they are.
+_LARGE_BYTES = 6000
+_ENCODER = Encoder("utf-8", "strict", decode_responses=False)  # type: ignore[no-untyped-call]
+_PACKER = PythonRespSerializer(_LARGE_BYTES, _ENCODER.encode)
 _TLS_MISTAKES = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
 _FULL_ANSWERS = ("OOM", "MISCONF")  # memory or disk; what asks for it has written nothing before
 # Answers of a server that is starting, full, or changing its role: the same call may succeed in a moment.
@@ -68,7 +75,7 @@ def connect(
     """A client whose server answered. Where none does within `connect_timeout_s`, the user has to mend something. With
     `patience_s` the server was there before, or comes: it is tried for so long, and then it is away (TransportError);
     what it answers that no waiting changes is for the user, at once. `on_trouble` hears of each try that failed."""
-    client = open_client(url, retry=Retry(NoBackoff(), 0), **_options(url, settings))
+    client = open_client(url, retry=Retry(NoBackoff(), 0), command_packer=_PACKER, **_options(url, settings))
     server = server_name(client)
 
     def note(error: redis.RedisError) -> None:

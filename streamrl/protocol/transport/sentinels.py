@@ -19,6 +19,8 @@ from redis.asyncio.sentinel import SentinelManagedConnection as AsyncManaged
 from redis.asyncio.sentinel import SentinelManagedSSLConnection as AsyncManagedSsl
 from redis.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
 
+from streamrl.protocol.transport.secret_files import AuthorityReadAnew
+
 _ASK_EVERY_S = 1.0
 _AWAY_S = 30.0  # they are not asked again for so long: to find out that they are away may take seconds
 _REPLY_S = 2.0
@@ -87,5 +89,5 @@ class AsyncMasterConnection(_Following, AsyncManaged):
             self._asked(answered=True)
 
 
-class AsyncMasterSslConnection(AsyncMasterConnection, AsyncManagedSsl):
+class AsyncMasterSslConnection(AuthorityReadAnew, AsyncMasterConnection, AsyncManagedSsl):
     pass

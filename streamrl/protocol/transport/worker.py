@@ -273,6 +273,12 @@ class WorkerStream:
         for one in leased:
             self._held.pop((one.purpose, one.entry_id), None)
 
+    async def spend(self, what: str, num: int) -> int:
+        """Count what this worker has spent of something; returns what all workers of the run have, as far as this Redis
+        knows. Where a reply is lost the call is repeated, and may count twice."""
+        reply = await self._call("count what is spent", scripts.SPEND, [self._keys.counters], f"spent:{what}", num)
+        return num if reply is None else int(reply[0])
+
     # Delivering
 
     async def _deliver(self, lane: int, deliveries: Sequence[Delivery]) -> Sequence[bool]:

@@ -90,6 +90,9 @@ end
 return {'OK', lost}
 """)
 
+# Count what the run's workers have spent of something; answers what all of them have.
+SPEND = _guarded("return {'OK', redis.call('HINCRBY', KEYS[1], ARGV[1], ARGV[2])}")
+
 # Give back whatever is pending under this name, known to the worker or not, and forget the name.
 LEAVE = _guarded("""
 local group, worker, idle_ms, nobody = unpack(ARGV)
@@ -131,7 +134,7 @@ local function outcome_of(tickets, id, number, identity)
   redis.call('XACK', tickets, group, id)
   return 'delivered'
 end
-local outcomes = {}
+local outcomes, counts = {}, {}
 for i = 5, #ARGV, 6 do
   local purpose, id, number, identity = unpack(ARGV, i, i + 3)
   local tickets, groups = unpack(KEYS, purpose == 'eval' and 3 or 5, purpose == 'eval' and 4 or 6)
@@ -142,8 +145,10 @@ for i = 5, #ARGV, 6 do
     redis.call('XADD', groups, '*', 'n', number, 'u', uid, 'd', identity, 't', id, 'h', header, 'b', body)
   end
   outcomes[#outcomes + 1] = outcome == 'delivered' and '1' or '0'
-  redis.pcall('HINCRBY', counters, outcome .. ':' .. purpose, 1)
+  local counted = outcome .. ':' .. purpose
+  counts[counted] = (counts[counted] or 0) + 1
 end
+for counted, count in pairs(counts) do redis.pcall('HINCRBY', counters, counted, count) end
 local all = table.concat(outcomes)
 -- Where nothing was delivered, repeating the call finds nothing to deliver either.
 if string.find(all, '1', 1, true) then redis.call('SET', receipt, token .. all, 'PX', receipt_ms) end

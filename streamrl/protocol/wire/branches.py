@@ -71,6 +71,8 @@ def take_branches(
     num_kept: int,
 ) -> list[tuple[Branch, ...]]:
     """Those of each sample, from the integers of a group's body behind all others; what cannot be is a WireError."""
+    if not integers and not num_kept:  # as in most groups
+        return [()] * len(lengths)
     counts = integers[: len(lengths)] or (0,) * len(lengths)
     if max(counts, default=0) > MAX_BRANCHES:
         raise WireError(f"more than {MAX_BRANCHES} branches in a sample")

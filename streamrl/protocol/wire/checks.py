@@ -32,6 +32,8 @@ def check_cover(
     lengths: Sequence[int],
 ) -> None:
     for of_runs, of_sample, length in zip(runs, spans, lengths, strict=True):
+        if length and len(of_sample) == 1 and of_sample[0][2:] == (0, length):  # whatever the runs are, they lie in it
+            continue
         covered: list[tuple[int, int]] = []
         reached = 0
         for _, _, start, end in of_sample:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import msgpack
@@ -41,7 +43,14 @@ def pack(values: Mapping[str, object]) -> bytes:
 
 def fields_of(data: DataclassInstance) -> dict[str, Any]:
     """As they are, under their names."""
-    return {field.name: getattr(data, field.name) for field in fields(data)}
+    names, values_of = _reader(type(data))
+    return dict(zip(names, values_of(data), strict=True))
+
+
+@cache
+def _reader(kind: type[DataclassInstance]) -> tuple[Sequence[str], Callable[[DataclassInstance], tuple[Any, ...]]]:
+    names = [field.name for field in fields(kind)]
+    return names, attrgetter(*names)
 
 
 def pack_numbers(code: Code, values: Sequence[float]) -> bytes:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -161,19 +161,18 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
     logprobs = _raw(_F4, [s.logprobs for s in samples])
     body = b"".join((*token_ids, *logprobs, pack(_columns(samples))))
     versions = [span.version for s in samples for span in s.spans]
-    header = replace(
-        group.header,
-        num_prompt_tokens=len(group.prompt_ids),
-        sample_lengths=tuple(len(s.token_ids) for s in samples),
-        sample_rewards=tuple(float(s.reward) for s in samples),
-        sample_finished=tuple(s.finish_reason == "stop" for s in samples),
-        num_kept_tokens=sum(branch.keep for s in samples for branch in s.branches),
-        min_version=min(versions, default=0),
-        max_version=max(versions, default=0),
-        error=group.header.error[:2000],
-        digest=xxhash.xxh3_64_intdigest(body),
-    )
-    return pack(fields_of(header)), body
+    computed = {
+        "num_prompt_tokens": len(group.prompt_ids),
+        "sample_lengths": [len(s.token_ids) for s in samples],
+        "sample_rewards": [float(s.reward) for s in samples],
+        "sample_finished": [s.finish_reason == "stop" for s in samples],
+        "num_kept_tokens": sum([branch.keep for s in samples for branch in s.branches]),
+        "min_version": min(versions, default=0),
+        "max_version": max(versions, default=0),
+        "error": group.header.error[:2000],
+        "digest": xxhash.xxh3_64_intdigest(body),
+    }
+    return pack({**fields_of(group.header), **computed}), body
 
 
 def decode_header(data: bytes) -> GroupHeader:
@@ -321,7 +320,7 @@ def _take_fractions(
     if any(map(math.isinf, rewards)) or not all(map(math.isfinite, of_turns)):
         raise WireError("rewards must be finite")
     in_order = iter(rewards)
-    by_source = [{source: next(in_order) for source in sources} for _ in range(num_samples)]
+    by_source = [dict(zip(sources, in_order, strict=False)) for _ in range(num_samples)]
     if any(map(math.isnan, rewards)):
         by_source = [{source: reward for source, reward in row.items() if reward == reward} for row in by_source]
     return by_source, totals, _cut(of_turns, num_turns)

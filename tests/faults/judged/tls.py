@@ -33,17 +33,22 @@ class TlsRoad:
         """`folder`: of its own, for its certificate."""
         self._socket = socket
         folder.mkdir(exist_ok=True)
-        self.certificate, key = make_certificate(folder)
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._context.load_cert_chain(self.certificate, key)
+        self.certificate = self.present(folder)
         self.port = 0
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._live, name="TLS road", daemon=True)
 
-    def url_of(self, user: str) -> str:
-        return f"rediss://{user}@127.0.0.1:{self.port}?ssl_ca_certs={self.certificate}"
+    def present(self, folder: Path) -> Path:
+        """A certificate that is made there, from now on, to whoever connects."""
+        certificate, key = make_certificate(folder)
+        self._context.load_cert_chain(certificate, key)
+        return certificate
+
+    def url_of(self, user: str, *, authority: Path | None = None) -> str:
+        return f"rediss://{user}@127.0.0.1:{self.port}?ssl_ca_certs={authority or self.certificate}"
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -35,6 +35,7 @@ CHECKS: Mapping[str, Check] = {
     "redis": services.check_redis,
     "model": machine.check_models,
     "reward services": services.check_rewards,
+    "teacher's servers": services.check_teacher,
     "gpu": gpus.check_gpus,
     "memory": machine.check_memory,
     "shared memory": machine.check_shared_memory,

@@ -1,7 +1,7 @@
 """What the run asks of others.
 
 Its Redis: there, new enough, keeping what it is given, quick.
-Its reward services answer.
+Its reward services and its teacher's servers answer.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import time
 import timeit
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import redis
 
@@ -28,8 +29,8 @@ from streamrl.terminal import size
 
 _PINGS = 20
 _SLOW_MS, _TOO_SLOW_MS = 5.0, 100.0
-_MANAGED = "a managed service has it among its parameters"
-_TIMEOUT_S = 5.0  # of a reward server
+_REWRITING = 5, 4  # memory that rewriting the append-only file may take, beside what is kept
+_TIMEOUT_S = 5.0  # of a service
 
 
 def check_redis(loaded: Loaded) -> Iterator[Finding]:
@@ -47,14 +48,29 @@ def check_redis(loaded: Loaded) -> Iterator[Finding]:
             return
         sizes = settings.max_backlog_bytes, budget_in_redis(loaded.config.weights)
         faults = server_faults(server_name(client), info, *sizes)
-        for name, finding in fitness(info, needed_memory(*sizes)).items():
-            yield error(f"redis {name}", faults[name], "mend it as it says") if name in faults else finding
-        yield _durability(info)
+        told = partial(_told, client)
+        for name, finding in fitness(info, needed_memory(*sizes), told).items():
+            remedy = told("maxmemory-policy noeviction") if name == "policy" else "mend it as it says"
+            yield error(f"redis {name}", faults[name], remedy) if name in faults else finding
+        yield _durability(info, told)
         yield latency
 
 
-def fitness(info: Mapping[str, Any], needed: int) -> dict[str, Finding]:
-    """Of a server without `server_faults`, by what those are of. What it does not tell is taken for well."""
+def _told(client: redis.Redis, words: str) -> str:
+    """How this very server is given a setting. Asked only for a remedy: a refusal stands in the server's ACL LOG."""
+    try:
+        client.config_get("maxmemory-policy")
+    except redis.exceptions.NoPermissionError:
+        return f"redis-cli CONFIG SET {words}, as a user who may"
+    except redis.exceptions.ResponseError:
+        return f"it takes no CONFIG, as managed services do not: set {words} among the service's parameters"
+    return f"redis-cli CONFIG SET {words}, and in its configuration, for its next start"
+
+
+def fitness(info: Mapping[str, Any], needed: int, told: Callable[[str], str]) -> dict[str, Finding]:
+    """Of a server without `server_faults`, by what those are of. What it does not tell is taken for well.
+
+    `told`: how it is given a setting."""
     policy = str(info.get("maxmemory_policy", "noeviction"))
     limit, used = info.get("maxmemory", 0), info.get("used_memory", 0)
     found = {
@@ -63,27 +79,44 @@ def fitness(info: Mapping[str, Any], needed: int) -> dict[str, Finding]:
         "memory": ok("redis memory", f"{size(used)} used" + (f" of {size(limit)}" if limit else ", without a limit")),
     }
     if policy != "noeviction":
-        told, remedy = f"{policy}, harmless only as long as maxmemory is not set", "maxmemory-policy noeviction"
-        found["policy"] = warning("redis policy", told, f"redis-cli CONFIG SET {remedy}; {_MANAGED}")
+        seen = f"{policy}, harmless only as long as maxmemory is not set"
+        found["policy"] = warning("redis policy", seen, told("maxmemory-policy noeviction"))
     if limit and used + needed > limit:
-        told = f"{found['memory'].evidence}; redis.max_backlog_bytes and weights.max_store_bytes may need "
-        found["memory"] = warning("redis memory", f"{told}{size(needed)} more", "raise maxmemory, or lower them")
+        seen = f"{found['memory'].evidence}; redis.max_backlog_bytes and weights.max_store_bytes may need "
+        found["memory"] = warning("redis memory", f"{seen}{size(needed)} more", "raise maxmemory, or lower them")
+    elif finding := _host(info, limit or used + needed):
+        found["memory"] = finding
     if info.get("role", "master") != "master":
-        told = f"a replica of {info.get('master_host')}:{info.get('master_port')}, which takes no writes"
-        found["role"] = error("redis role", told, "name the master in redis.url; a managed service's primary endpoint")
+        seen = f"a replica of {info.get('master_host')}:{info.get('master_port')}, which takes no writes"
+        found["role"] = error("redis role", seen, "name the master in redis.url; a managed service's primary endpoint")
     if info.get("cluster_enabled"):
-        told = "a node of a cluster, which leads its clients to others"
-        found["cluster"] = error("redis cluster", told, "use a server without cluster mode; sentinels may watch it")
+        seen = "a node of a cluster, which leads its clients to others"
+        found["cluster"] = error("redis cluster", seen, "use a server without cluster mode; sentinels may watch it")
     return found
 
 
-def _durability(info: dict[str, Any]) -> Finding:
+def _host(info: Mapping[str, Any], kept: int) -> Finding | None:
+    """Whether its machine has the memory that it may take; then the kernel ends it, or swaps, before maxmemory does."""
+    has, (more, of) = info.get("total_system_memory", 0), _REWRITING
+    if not has or kept * more // of <= has:
+        return None
+    seen = f"it may keep {size(kept)}, and take a quarter more to write it down; its machine has {size(has)}"
+    return warning("redis memory", seen, "set maxmemory to four fifths of the machine, and lower what the run may keep")
+
+
+def _durability(info: Mapping[str, Any], told: Callable[[str], str]) -> Finding:
+    failed = [name for name in ("aof_last_write_status", "rdb_last_bgsave_status") if info.get(name, "ok") != "ok"]
+    if failed:
+        seen = f"{failed[0]} is {info[failed[0]]}: it cannot write to its disk, and may take no writes"
+        return error("redis durability", seen, "give its disk room; its log says what failed")
     if info.get("aof_enabled"):
         return ok("redis durability", "append-only file is on")
+    replicas = info.get("connected_slaves", 0)
+    has = f", but {replicas} replicas, which may lack the last writes" if replicas else ""
     return warning(
         "redis durability",
-        "append-only file is off: after a crash the tickets since the last checkpoint are generated again",
-        f"redis-cli CONFIG SET appendonly yes, if that is dear; {_MANAGED}",
+        f"append-only file is off{has}: after a crash the tickets since the last checkpoint are generated again",
+        f"if that is dear: {told('appendonly yes')}",
     )
 
 
@@ -102,21 +135,30 @@ def check_rewards(loaded: Loaded) -> Iterator[Finding]:
     """Whether services are there; functions are tried."""
     for name, source in loaded.config.rewards.items():
         if isinstance(source, SERVICES):
-            yield from (_reward_server(f"reward {name}", url, judges=source.type == "judge") for url in source.urls)
+            judges = source.type == "judge"
+            yield from (
+                _service(f"reward {name}", url, looks_at="models" if judges else "health") for url in source.urls
+            )
 
 
-def _reward_server(label: str, address: str, *, judges: bool) -> Finding:
+def check_teacher(loaded: Loaded) -> Iterator[Finding]:
+    """Whether its servers are there; that their tokens are the policy's, workers find out."""
+    teacher = loaded.config.teacher
+    yield from () if teacher is None else (_service("teacher", url, looks_at="health") for url in teacher.urls)
+
+
+def _service(label: str, address: str, *, looks_at: Literal["models", "health"]) -> Finding:
     if address == LOCAL_REWARD_SERVER:
         return ok(label, "the reward server that `streamrl up` starts here")
-    url = f"{address.rstrip('/')}/{'models' if judges else 'health'}"
+    url = f"{address.rstrip('/')}/{looks_at}"
     began = time.perf_counter()
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S):
             pass
     except urllib.error.HTTPError as answer:  # something serves there; it need not know /health
-        if judges and answer.code in (401, 403):
+        if looks_at == "models" and answer.code in (401, 403):
             return ok(label, f"{address} answers, and wants its key")
-        return warning(label, f"{url} answers {answer.code}", "look whether a reward server is there")
+        return warning(label, f"{url} answers {answer.code}", "look whether what it is asked for is served there")
     except (OSError, ValueError) as failed:
-        return error(label, f"{url} does not answer: {failed}", "start it, or mend the source's url")
+        return error(label, f"{url} does not answer: {failed}", "start it, or mend the address")
     return ok(label, f"{address} answers in {1000 * (time.perf_counter() - began):.0f} ms")

@@ -21,7 +21,7 @@ from functools import partial
 from streamrl.config.load import Loaded
 from streamrl.config.schema import FunctionReward
 from streamrl.errors import DataError
-from streamrl.extras import is_installed
+from streamrl.extras import install, is_installed
 from streamrl.finding import Finding, warning
 from streamrl.ops.monitor.doctor.machine import check_models
 from streamrl.process import dying_with_us
@@ -37,6 +37,9 @@ def try_rewards(loaded: Loaded, *, ask_services: bool = False) -> Iterator[Findi
     sources = loaded.config.rewards.values()
     if not ask_services and not any(isinstance(source, FunctionReward) for source in sources):
         return iter(())
+    if not is_installed("httpx"):
+        remedy = f"the workers will show it; to try them here too: `{install('rewards')}`"
+        return iter([warning("rewards", "httpx is not here: reward functions were not tried", remedy)])
     limit_s = _LOAD_S + 2 * max(source.timeout_s for source in sources)
     words = ["--ask-services"] if ask_services else []
     return _run("rewards", "streamrl.workers.preflight", *words, loaded=loaded, limit_s=limit_s)

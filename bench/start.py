@@ -1,0 +1,173 @@
+"""From the quickstart's command to its first sample: this checkout against another commit, by turns.
+
+Each round runs the quickstart of both, for two steps, and looks at its processes ten times a second. A sample can be
+made from the moment at which the worker has loaded the first weights, as its log says. Others may work on the machine,
+too; core-seconds are the run's own up to then, by process, and tell what there is to save. The other commit is
+`$STREAMRL_START_AGAINST`, by default HEAD~1; it runs in a work tree of its own, in this environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+
+from bench.measure import Say
+from bench.report import Bar, Fact, Line
+
+HERE = Path(__file__).parents[1]
+_GOAL = 0.6  # of the other commit's time
+_LIMIT_S = 900.0
+_END_S = 60.0  # for one that is told to end, in order
+_LOOK_EVERY_S = 0.1
+_TICKS = os.sysconf("SC_CLK_TCK")
+# By a word of the command line; the first that fits.
+_PARTS = {
+    "warm-up": "cli.main sft",
+    "reward model": "reward train",
+    "checks": "preflight",
+    "reward server": "reward serve",
+    "torchrun": "process.agent",
+    "learner": "learner.process.fork_server",
+    "engine": "vllm_imported",
+    "worker": "cli.main worker",
+    "engine, spawned": "spawn_main",
+    "launcher": "cli.main quickstart",
+}
+
+
+@dataclass(slots=True)
+class Start:
+    first_sample_s: float = 0.0
+    prepared_s: float = 0.0  # when Redis was started
+    cpu_s: Counter[str] = field(default_factory=Counter)  # by part, up to the first sample
+
+
+def bench(*, quick: bool, say: Say) -> list[Line]:
+    against = os.environ.get("STREAMRL_START_AGAINST", "HEAD~1")
+    with _checkout(against) as other:
+        rounds: list[dict[str, Start]] = []
+        for number in range(1 if quick else 3):
+            # Who comes first finds colder caches of files, so they take turns in that, too.
+            ways = {"here": HERE, "there": other}
+            order = list(ways) if number % 2 else list(reversed(ways))
+            rounds.append({way: _start(ways[way]) for way in order})
+            here, there = (rounds[-1][way].first_sample_s for way in ways)
+            say(f"round {number + 1}: first sample after {here:.1f} s here, {there:.1f} s there")
+    return list(_lines(rounds))
+
+
+def _lines(rounds: list[dict[str, Start]]) -> Iterator[Line]:
+    ratios = [one["here"].first_sample_s / one["there"].first_sample_s for one in rounds]
+    name = "first sample of the quickstart, of the other commit's"
+    yield Bar(name=name, value=median(ratios), unit="x", goal=_GOAL, better="lower")
+    spent = [sum(one["here"].cpu_s.values()) / sum(one["there"].cpu_s.values()) for one in rounds]
+    yield Fact(name="core-seconds up to it, of the other commit's", value=median(spent), unit="x")
+    for way in ("here", "there"):
+        starts = [one[way] for one in rounds]
+        yield Fact(name=f"first sample, {way}", value=median(one.first_sample_s for one in starts), unit="s")
+        yield Fact(name=f"models and data made, {way}", value=median(one.prepared_s for one in starts), unit="s")
+        parts = {part for one in starts for part in one.cpu_s}
+        for part in sorted(parts):
+            yield Fact(name=f"{part}, {way}", value=median(one.cpu_s[part] for one in starts), unit="core-s")
+
+
+@contextmanager
+def _checkout(commit: str) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "other"
+        git = ["git", "-C", str(HERE), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", str(folder), commit], check=True)
+        try:
+            yield folder
+        finally:
+            subprocess.run([*git, "remove", "--force", str(folder)], check=True)
+
+
+def _start(checkout: Path) -> Start:
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent)
+        words = ["-m", "streamrl.ops.cli.main", "quickstart", f"dir={folder}", "training.max_steps=2"]
+        # A script of the installed package would be of this checkout.
+        environment = {**os.environ, "PYTHONPATH": str(checkout)}
+        began = time.time()
+        with (folder / "out").open("wb") as out:
+            run = subprocess.Popen(
+                [sys.executable, *words], cwd=folder, env=environment, stdout=out, stderr=out, start_new_session=True
+            )
+        try:
+            found = _watch(run, folder / "quickstart", began)
+            code = run.wait(_LIMIT_S)
+        finally:
+            if run.poll() is None:
+                run.terminate()
+                run.wait(_END_S)
+        if code != 0:
+            raise RuntimeError(f"the quickstart of {checkout} failed:\n{(folder / 'out').read_text()[-2000:]}")
+    return found
+
+
+def _watch(run: subprocess.Popen[bytes], folder: Path, began: float) -> Start:
+    """Until the first sample can be made."""
+    found, spent = Start(), dict[int, tuple[str, float]]()
+    while run.poll() is None:
+        for pid in _descendants(run.pid):
+            try:
+                spent[pid] = _part(pid), _cpu_s(pid)
+            except OSError:  # it has ended
+                continue
+        if not found.prepared_s and (folder / "redis").exists():
+            found.prepared_s = time.time() - began
+        if (loaded := _first_loaded(folder / "logs" / "worker-0.log")) is not None:
+            found.first_sample_s = loaded - began
+            for part, seconds in spent.values():
+                found.cpu_s[part] += seconds
+            return found
+        if time.time() - began > _LIMIT_S:
+            run.terminate()
+        time.sleep(_LOOK_EVERY_S)
+    return found
+
+
+def _first_loaded(log: Path) -> float | None:
+    try:
+        lines = log.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if '"version_loaded"' in line and line.endswith("}"):
+            return datetime.fromisoformat(json.loads(line)["timestamp"]).timestamp()
+    return None
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    yield pid
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = task.read_text().split()
+        except OSError:
+            continue
+        for child in children:
+            yield from _descendants(int(child))
+
+
+def _part(pid: int) -> str:
+    words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    if "VLLM::" in words:
+        return "engine"
+    return next((part for part, word in _PARTS.items() if word in words), "others")
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS

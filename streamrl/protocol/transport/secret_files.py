@@ -1,0 +1,57 @@
+"""Files that hold secrets, read for each connection, so that what they hold may change under a run.
+
+The library reads a certificate's authority once for all connections that asyncio has, and passwords never. Where a file
+of a password cannot be read, as while it is written, the password is what it was. Blocks for a small file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import redis.asyncio
+from redis.credentials import CredentialProvider
+
+from streamrl.errors import ConfigError
+
+
+def read_passwords(file: Path, *, key: str) -> list[str]:
+    """One a line: the first is given, all are accepted, so that another may take its place."""
+    try:
+        lines = [line.strip() for line in file.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}: cannot read the password: {error}") from None
+    if not any(lines):
+        raise ConfigError(f"{key}: the file is empty; it must hold the password and nothing else")
+    return [line for line in lines if line]
+
+
+class PasswordFile(CredentialProvider):
+    def __init__(self, user: str | None, file: Path, *, key: str) -> None:
+        self._user, self._file, self._key = user, file, key
+        self._password = read_passwords(file, key=key)[0]
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        with contextlib.suppress(ConfigError):
+            self._password = read_passwords(self._file, key=self._key)[0]
+        return (self._password,) if self._user is None else (self._user, self._password)
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        return self.get_credentials()
+
+
+class AuthorityReadAnew:
+    """Of a connection of asyncio with TLS."""
+
+    ssl_context: Any
+
+    def _connection_arguments(self) -> Mapping[str, Any]:
+        self.ssl_context.context = None
+        told: Mapping[str, Any] = super()._connection_arguments()  # type: ignore[misc]
+        return told
+
+
+class AsyncSslConnection(AuthorityReadAnew, redis.asyncio.SSLConnection):
+    pass
