@@ -93,8 +93,10 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.long)])
 def test_an_agent_of_the_openai_package_learns_to_call_its_tool(folder: Path, engine: str) -> None:
-    summary = finish(start(folder, f"worker.engine={engine}"))
-    assert (summary["state"], summary["steps"], summary["dead"]) == ("finished", 8, 0)
+    # The mean of four steps has a standard deviation of 0.12. The second four gain 0.2 on the first, and gained 0 once;
+    # the fourth four 0.6 (two seeds).
+    summary = finish(start(folder, f"worker.engine={engine}", "training.max_steps=16"))
+    assert (summary["state"], summary["steps"], summary["dead"]) == ("finished", 16, 0)
     assert (summary["lost"], summary["twice"], summary["clean"]) == (0, 0, True)
     rewards = [step["train_rollouts/rewards"] for step in steps(folder)]
     assert sum(rewards[-4:]) > sum(rewards[:4]), rewards
