@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from streamrl.protocol.transport.acl import ROLES
 from streamrl.protocol.transport.address import PASSWORD
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.operator import set_control
+from tests.dashboards import showing
 from tests.faults.harness import FaultWorld
 from tests.faults.judged.server import ADMIN, MortalRedis
 from tests.faults.judged.tls import TlsRoad
@@ -136,14 +136,8 @@ def dashboard(site: Site, token: Path) -> Iterator[str]:
     """Its address; a process of its own, as the monitor's role."""
     words = [*STREAMRL, "dashboard", "--redis", site.url("monitor"), "--run", "run", "--port", "0"]
     told = {**os.environ, f"{PASSWORD}_FILE": str(site.passwords / "monitor"), "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([*words, "--token-file", str(token)], stdout=subprocess.PIPE, text=True, env=told) as process:
-        try:
-            assert process.stdout is not None
-            found = re.search(r"http://[^\s#]+", process.stdout.readline())
-            assert found
-            yield found[0]
-        finally:
-            process.terminate()
+    with showing([*words, "--token-file", str(token)], environment=told) as url:
+        yield url
 
 
 def asked(url: str, token: str) -> tuple[int, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import urllib.error
@@ -22,6 +21,7 @@ from streamrl.ops.cli.main import main
 from streamrl.protocol.transport.keys import Keys
 from streamrl.versions import make_version
 from tests.browser_world import Page, chromium, find_chromium
+from tests.dashboards import showing
 from tests.redis.monitor_world import Watched
 from tests.redis.run_world import RunWorld
 from tests.terminal_world import in_terminal
@@ -67,15 +67,8 @@ def dashboard(run: Watched, *arguments: str) -> Iterator[str]:
     """Its URL; a process of its own, as people start it."""
     target = ["--redis", run.world.url, "--run", run.world.keys.name, "--port", "0"]
     command = [sys.executable, "-m", "streamrl.ops.cli.main", "dashboard", *target, *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            found = re.search(r"http://[^\s#]+", process.stdout.readline())
-            assert found
-            yield found[0]
-        finally:
-            process.terminate()
-            process.wait(10)
+    with showing(command) as url:
+        yield url
 
 
 def get(url: str, **headers: str) -> Any:

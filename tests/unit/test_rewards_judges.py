@@ -13,7 +13,7 @@ import pytest
 
 from streamrl.errors import ConfigError, RewardError, RewardOutage, TransportError
 from streamrl.permissions import Permissions
-from streamrl.workers.rewards.judge import Pace, build_judge_reward, majority
+from streamrl.workers.rewards.judge import build_judge_reward, majority
 from tests.http_reward_world import until
 from tests.judging_world import (
     Asked,
@@ -246,21 +246,6 @@ async def test_a_judge_that_is_gone_is_an_outage_and_the_score_comes_when_it_is_
         await score
 
 
-async def test_requests_that_waited_for_a_busy_loop_do_not_go_out_together() -> None:
-    pace, begun = Pace(20.0), list[float]()
-
-    async def ask() -> None:
-        await pace.turn()
-        begun.append(time.monotonic())
-
-    asking = [asyncio.create_task(ask()) for _ in range(6)]
-    await asyncio.sleep(0)
-    time.sleep(0.4)  # noqa: ASYNC251 - a loop that is busy for so long
-    await asyncio.gather(*asking)
-
-    assert min(after - before for before, after in pairwise(begun)) > 0.9 / 20.0
-
-
 async def test_no_more_requests_a_second_than_are_allowed() -> None:
     async with judges_serving() as server:
         reward = judge_of(server.url, max_requests_per_s=50.0)
@@ -268,13 +253,6 @@ async def test_no_more_requests_a_second_than_are_allowed() -> None:
         await asyncio.gather(*(reward.score(make_item(str(i))) for i in range(25)))
         await reward.close()
     assert max(asked.at for asked in server.asked) - began >= 24 / 50 - 0.01
-
-
-async def test_turns_come_one_behind_the_other() -> None:
-    pace, loop = Pace(1000.0), asyncio.get_running_loop()
-    began = loop.time()
-    await asyncio.gather(*(pace.turn() for _ in range(50)))
-    assert loop.time() - began >= 0.049
 
 
 async def test_a_budget_that_is_spent_is_an_outage_that_names_itself() -> None:

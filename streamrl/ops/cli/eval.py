@@ -117,14 +117,10 @@ def evaluate(
     Exits with 1 when not every prompt was answered. Of several checkpoints, what is known when one of them cannot be
     evaluated, or at Ctrl-C, is told and written all the same.
     """
-    overrides = [word for word in words if _OVERRIDE.match(word)]
-    chosen = [*overrides, f"worker.engine={engine}"]
+    chosen = [f"worker.engine={engine}"]
     chosen += [f"data.validation={json.dumps(prompts)}"] if prompts is not None else []
     chosen += [f"validation.max_prompts={max_prompts}"] if max_prompts is not None else []
-    checkpoints = [each for word in words if word not in overrides for each in checkpoints_of(word)]
-    if not checkpoints:
-        raise ConfigError("name at least one checkpoint: a run, RUN@STEP, RUN@best, RUN@all, or a model")
-    subjects = [_find(checkpoint, file, chosen) for checkpoint in checkpoints]
+    subjects = _find_all(words, file, chosen)
     done, lines, trouble = _evaluate_all(subjects, local_reward_url, patience_s)
     if output is not None:
         write_durably(output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
@@ -165,6 +161,15 @@ def _tell(done: Sequence[Evaluated], config: schema.Config, engine: str, *, seve
     else:
         told = {"checkpoints": [one.to_json() for one in done], **asked}
         tell(told, comparison(done, ", ".join(places)), as_json=as_json)
+
+
+def _find_all(words: Sequence[str], file: Path | None, chosen: Sequence[str]) -> list[_Subject]:
+    """`chosen`: settings by options, over those among the words."""
+    overrides = [word for word in words if _OVERRIDE.match(word)]
+    checkpoints = [each for word in words if word not in overrides for each in checkpoints_of(word)]
+    if not checkpoints:
+        raise ConfigError("name at least one checkpoint: a run, RUN@STEP, RUN@best, RUN@all, or a model")
+    return [_find(checkpoint, file, [*overrides, *chosen]) for checkpoint in checkpoints]
 
 
 def _find(text: str, file: Path | None, overrides: Sequence[str]) -> _Subject:

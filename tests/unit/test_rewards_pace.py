@@ -1,0 +1,31 @@
+"""The pace of requests that a judge may be asked at: one behind the other, also after a pause of the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from itertools import pairwise
+
+from streamrl.workers.rewards.judge import Pace
+
+
+async def test_turns_come_one_behind_the_other() -> None:
+    pace, loop = Pace(1000.0), asyncio.get_running_loop()
+    began = loop.time()
+    await asyncio.gather(*(pace.turn() for _ in range(50)))
+    assert loop.time() - began >= 0.049
+
+
+async def test_requests_that_waited_for_a_busy_loop_do_not_go_out_together() -> None:
+    pace, begun = Pace(20.0), list[float]()
+
+    async def ask() -> None:
+        await pace.turn()
+        begun.append(time.monotonic())
+
+    asking = [asyncio.create_task(ask()) for _ in range(6)]
+    await asyncio.sleep(0)
+    time.sleep(0.4)  # noqa: ASYNC251 - a loop that is busy for so long
+    await asyncio.gather(*asking)
+
+    assert min(after - before for before, after in pairwise(begun)) > 0.9 / 20.0
