@@ -131,9 +131,13 @@ async def _try_environment(settings: schema.Environment, files: Files, allowed: 
         environment, named = OwnEnvironment(children), f"environment.target = {settings.target!r}"
     told = ""
     try:
+        if settings.target is not None:
+            await children.start()
+            if children.has_agent:
+                return ok(
+                    "environment", f"{settings.target!r} is an agent that can be begun; what it does takes a model"
+                )
         await environment.start()
-        if settings.target is not None and children.has_agent:
-            return ok("environment", f"{settings.target!r} is an agent that can be begun; what it does takes a model")
         for path, (row, *_) in files.items():
             try:
                 rollout = await environment.begin(row.fields)

@@ -120,11 +120,15 @@ async def test_where_the_only_server_is_begun_anew_its_rollouts_go_back(servers:
         await environment.close()
 
 
-def test_what_cannot_be_served_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "game.py").write_text(GAME)
-    words = [sys.executable, "-m", "streamrl.ops.cli.main", "environment", "serve", f"{tmp_path}/game.py:Count"]
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("Count", "missing a required argument: 'to'"), ("play", "is an agent, which has no turns to be asked for")],
+)
+def test_what_cannot_be_served_is_one_line(tmp_path: Path, name: str, told: str) -> None:
+    (tmp_path / "game.py").write_text(GAME + "\nasync def play(session, row): return 1.0\n")
+    words = [sys.executable, "-m", "streamrl.ops.cli.main", "environment", "serve", f"{tmp_path}/game.py:{name}"]
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert "missing a required argument: 'to'" in line
+    assert told in line

@@ -97,6 +97,24 @@ async def test_a_step_whose_answer_is_lost_is_asked_for_again_and_played_once() 
     assert services.asked.count(("one", "/step")) == 4
 
 
+async def test_a_replica_that_is_asked_too_often_is_given_its_rest_and_the_rollout_goes_on() -> None:
+    services, busy = Services("one"), iter([httpx.Response(429, headers={"retry-after": "0"})] * (2 * ATTEMPTS))
+    services.meddle = lambda _host, path, answer: next(busy, answer) if path == "/step" else answer
+    async with played_by(services, ONE) as remote:
+        rollout = await remote.begin({"name": "a"})
+        assert await rollout.step("x") == Answer(given="a: x", reward=0.5)
+
+
+async def test_a_replica_that_rests_for_longer_than_an_outage_may_last_loses_its_rollout() -> None:
+    services = Services("one", "two")
+    rests = httpx.Response(429, headers={"retry-after": "3000"}, content=b"later")
+    services.meddle = lambda _host, path, answer: rests if path == "/step" else answer
+    async with played_by(services, ONE, TWO, outage_s=0.2) as remote:
+        rollout = await remote.begin({"name": "a"})
+        with pytest.raises(SampleError, match=r"lost with its replica: .*answered 429: later"):
+            await rollout.step("x")
+
+
 async def test_while_no_replica_is_there_rollouts_wait_and_none_fails() -> None:
     services = Services("one", "two")
     services.down = {"one", "two"}

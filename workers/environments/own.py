@@ -51,6 +51,7 @@ class Children:
 
     def __init__(self, settings: schema.Environment) -> None:
         self.has_agent = self.is_async = False
+        self.target = settings.target
         self._settings = settings
         self._places = [_Place(settings) for _ in range(settings.processes)]
         self._turn = itertools.count()
@@ -121,6 +122,11 @@ class OwnEnvironment:
 
     async def start(self) -> None:
         await self._children.start()
+        if self._children.has_agent:
+            raise ConfigError(
+                f"environment.target: {self._children.target} is an agent, which has no turns to be asked for: "
+                "workers run it themselves (environment.target), none is served"
+            )
 
     async def begin(self, row: Mapping[str, Any]) -> Episode:
         try:

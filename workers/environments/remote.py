@@ -91,15 +91,18 @@ class RemoteEnvironment:
         raise SampleError(f"the environment failed in reset: {reason} ({attempts} attempts)")
 
     async def step(self, replica: Replica, question: Mapping[str, Any]) -> Answer:
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                await self._pause(attempt)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._settings.outage_s
+        attempts, reason, rest_s = 0, "", 0.0
+        while attempts < ATTEMPTS and loop.time() < until:
+            if reason:
+                await self._pause(attempts, after_s=min(rest_s, until - loop.time()))
             self._replicas.stay(replica)
             try:
-                answer = await self.ask(replica, "step", question)
-                told = _told(answer)
+                told = _told(await self.ask(replica, "step", question))
             except TryAgain as error:
-                reason = str(error)
+                reason, rest_s = str(error), error.rest_s or 0.0
+                attempts += error.rest_s is None
             except Refused as error:
                 if not error.gone:
                     raise SampleError(f"the environment failed in step: {error}") from None
@@ -143,9 +146,9 @@ class RemoteEnvironment:
         goes_back = is_whole and now - self._lost_since < self._settings.outage_s
         return RewardOutage(reason) if goes_back else SampleError(reason)
 
-    async def _pause(self, attempts: int) -> None:
+    async def _pause(self, attempts: int, *, after_s: float = 0.0) -> None:
         longest_s = min(_LONGEST_PAUSE_S, self._first_pause_s * 2 ** min(attempts, 10))
-        await asyncio.sleep(longest_s * random.uniform(0.5, 1.0))
+        await asyncio.sleep(after_s + longest_s * random.uniform(0.5, 1.0))
 
 
 class _RemoteEpisode:
