@@ -36,6 +36,7 @@ class ValidationResult:
     step: int  # the version's, as asked for
     version: int
     complete: bool  # every prompt was answered; else some were given up, or not answered in time
+    cut_short: bool = False  # time was up: what is there are the quick answers, whose mean is no other's equal
     metrics: Mapping[str, float]
     shown: tuple[tuple[Prompt, Sample], ...] = ()  # a few answers, for people to read
 

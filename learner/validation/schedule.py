@@ -4,8 +4,8 @@
                                                                                                │ rounds later
                        checkpoint of that step: validation.json ◄── score ◄── result ──────────┘
 
-One validation at a time; one that still runs is left to finish. Blocks in asking for answers, as long as Redis may be
-away, and else no longer than `poll` is told to.
+One validation at a time; one that still runs is left to finish, and one that ran out of time scores no checkpoint.
+Blocks in asking for answers, as long as Redis may be away, and else no longer than `poll` is told to.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ValidationSchedule:
         if result is not None:
             of, self._newest, self._of = self._of, result, frozenset()
             self._recorder.validation(result)
-            for name in of:
+            for name in () if result.cut_short else of:
                 self._scores[name] = result.metrics
                 self._write_score(name)
 

@@ -109,7 +109,9 @@ class Validation:
             return None
         if current.attempts:
             log.warning(
-                "validation ran out of time", unanswered=len(current.attempts), timeout_s=self._settings.timeout_s
+                "validation ran out of time: no checkpoint is chosen by it",
+                unanswered=len(current.attempts),
+                timeout_s=self._settings.timeout_s,
             )
             self._withdraw()
         self._round = None
@@ -175,6 +177,7 @@ class Validation:
             step=current.step,
             version=current.version,
             complete=len(answers) == len(current.numbers),
+            cut_short=bool(current.attempts),
             metrics=self._metrics(answers),
             shown=tuple((prompt, group.samples[0]) for prompt, group in answers[:_NUM_SHOWN]),
         )

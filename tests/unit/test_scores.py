@@ -33,7 +33,7 @@ class BackgroundThread:
     """A validation whose answers come some rounds later; the steps' weights are as good as they are here."""
 
     def __init__(self, rewards: Mapping[int, float | None]) -> None:
-        self.rewards, self.started = rewards, list[int]()
+        self.rewards, self.started, self.cut_short = rewards, list[int](), set[int]()
         self.trouble: Exception | None = None
         self._under_way: tuple[int, int, int] | None = None
 
@@ -55,7 +55,8 @@ class BackgroundThread:
         if looks > 1:
             return None
         reward = self.rewards[step]
-        return replace(RESULT, step=step, version=version, metrics={} if reward is None else {BEST_METRIC: reward})
+        metrics = {} if reward is None else {BEST_METRIC: reward}
+        return replace(RESULT, step=step, version=version, metrics=metrics, cut_short=step in self.cut_short)
 
 
 class Run:
@@ -109,6 +110,15 @@ def test_each_checkpoint_has_the_score_of_its_own_step_although_it_comes_later(t
     run = Run(tmp_path, {10: 0.9, 20: 0.3, 30: 0.35})
     run.go(*range(1, 41))
     assert run.scores() == {40: None, 10: 0.9}  # that of 40 is still to come
+    assert find_checkpoint(f"{run.root.root}@best").state.step == 10
+
+
+def test_a_validation_that_ran_out_of_time_makes_no_checkpoint_the_best(tmp_path: Path) -> None:
+    run = Run(tmp_path, {10: 0.5, 20: 0.9, 30: 0.4}, checkpoint=schema.Checkpoint(keep_last=9))
+    run.validation.cut_short = {20}
+    run.go(*range(1, 31))
+    run.wait()
+    assert run.scores() == {10: 0.5, 20: None, 30: 0.4}
     assert find_checkpoint(f"{run.root.root}@best").state.step == 10
 
 

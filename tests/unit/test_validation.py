@@ -143,6 +143,7 @@ def test_time_runs_out_with_a_partial_result_and_the_tickets_are_withdrawn() -> 
     world.clock.advance(60.0)
     result = world.result()
     assert not result.complete
+    assert result.cut_short
     assert (result.metrics["val_rollouts/num_prompts"], result.metrics["val_rollouts/rewards"]) == (1, 1.0)
     assert world.tickets() == []
 
@@ -199,7 +200,7 @@ def test_a_prompt_without_sound_answers_is_tried_again_and_then_given_up(
     assert (again.number, again.attempt) == (first.number, 1)
     world.deliver(again, unsound(again))
     result = world.result()
-    assert (result.metrics["val_rollouts/num_prompts"], result.complete) == (1, False)
+    assert (result.metrics["val_rollouts/num_prompts"], result.complete, result.cut_short) == (1, False, False)
 
 
 def test_answers_that_nobody_asked_for_are_ignored_and_leave_the_stream() -> None:
