@@ -229,6 +229,9 @@ def _teaching(config: Config) -> Iterator[Problem]:
     if alone and algorithm.drop_zero_variance:
         remedy = "the teacher teaches by groups whose rewards are all equal, too, and there may be no others; set false"
         yield Problem(key="algorithm.drop_zero_variance", remedy=remedy)
+    if alone and config.data.curriculum:
+        remedy = "it draws by rewards that differ within a group, and here the teacher alone teaches; set false"
+        yield Problem(key="data.curriculum", remedy=remedy)
     if teacher.urls and config.sampling.temperature != 1:
         remedy = "a server's log-probs are at temperature 1, and would be compared with others; set 1, or teacher.path"
         yield Problem(key="sampling.temperature", remedy=remedy)

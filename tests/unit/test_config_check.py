@@ -171,6 +171,14 @@ def test_a_password_is_refused_and_not_shown(good: Path, override: str, remedy: 
     assert "secret" not in str(caught.value)
 
 
+def test_a_teacher_alone_has_no_rewards_for_a_curriculum_to_go_by(good: Path) -> None:
+    alone = ["teacher={path: t}", "algorithm.advantages=none", "algorithm.drop_zero_variance=false"]
+    assert problems(good, *alone) == []
+    [problem] = problems(good, *alone, "data.curriculum=true")
+    assert problem.startswith("data.curriculum = True: ")
+    assert "by rewards that differ within a group" in problem
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
