@@ -97,6 +97,7 @@ async def try_rewards(
     rewards: Rewards,
     item: ScoreItem,
     *,
+    num_samples: int,
     patience_s: float,
     limit_s: float,
     show: Callable[[str], None] = lambda text: None,
@@ -106,7 +107,7 @@ async def try_rewards(
     a model is loaded. RewardOutage where one cannot be reached for `patience_s`, or says nothing for `limit_s`."""
     await rewards.start()  # closes all of them where one fails
     began, outage = time.monotonic(), None
-    scoring = asyncio.create_task(rewards.score(item), name="a first score")
+    scoring = asyncio.create_task(_first_score(rewards, item, num_samples), name="a first score")
     try:
         while not (await asyncio.wait([scoring], timeout=_LOOK_EVERY_S))[0]:
             waited_s, silent = time.monotonic() - began, rewards.silent()
@@ -128,6 +129,13 @@ async def try_rewards(
     finally:
         await cancel_all([scoring])
         await rewards.close()
+
+
+async def _first_score(rewards: Rewards, item: ScoreItem, num_samples: int) -> None:
+    """Two of one prompt, where it has so many: who compares samples asks nothing about one alone."""
+    scored = await rewards.score_sample(item)
+    together = min(2, num_samples)
+    await rewards.mix([item] * together, [scored] * together)
 
 
 async def evaluate(

@@ -270,7 +270,13 @@ def _try_rewards(config: schema.Config, rewards: Rewards, patience_s: float, lin
     # A function whose process dies is tried once more.
     limits = [one.timeout_s * (1 + (not isinstance(one, schema.HttpReward))) for one in config.rewards.values()]
     trying = try_rewards(
-        rewards, item, patience_s=patience_s, limit_s=max(limits) + _GRACE_S, show=line.show, notice=line.notice
+        rewards,
+        item,
+        num_samples=config.validation.sampling.num_samples,
+        patience_s=patience_s,
+        limit_s=max(limits) + _GRACE_S,
+        show=line.show,
+        notice=line.notice,
     )
     asyncio.run(trying)
 
