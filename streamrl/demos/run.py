@@ -1,8 +1,7 @@
 """A demonstration from its first line to its last: what it is about, preparation, the run, the report.
 
-It begins anew each time. Ctrl-C ends it at any moment, with all that it has started.
-
-A demonstration begins anew each time: its run's folder is cleared, if it is its own.
+It begins anew each time: its run's folder is cleared, if it is its own. Ctrl-C ends it at any moment, with all that it
+has started.
 
 What a demonstration needs is made here: files, and programs that run side by side, each with a log. Blocks until all
 have ended. What `up` would try before the run can be tried beside them (`Trials`).
