@@ -90,7 +90,8 @@ def _run(options: argparse.Namespace, stop: threading.Event, *, under_agent: boo
         check_resume(config)
     if config.learner.threads:
         torch.set_num_threads(config.learner.threads)
-    with join_world(os.environ, timeout_s=stall_limit_s(config), gpu_memory=options.gpu_memory) as world:
+    with join_world(os.environ, timeout_s=stall_limit_s(config), gpu_memory=options.gpu_memory) as all_ranks:
+        world = all_ranks.under(config.learner.layout)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
         if options.replay is not None:

@@ -28,7 +28,7 @@ from torch import nn
 from streamrl.errors import DataError
 from streamrl.learner.checkpoints.checkpoint import Files
 from streamrl.learner.checkpoints.save import write_parts
-from streamrl.learner.model.tensors import LocalRows, held
+from streamrl.learner.model.tensors import LocalRows, held, told
 from streamrl.learner.process.ranks import World
 
 _PATTERN = "train-*-of-*.safetensors"
@@ -44,9 +44,9 @@ class Shard:
 
     def __init__(self, policy: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
         self._policy, self._optimizer, self._world = policy, optimizer, world
-        held_bytes = sum(held(p, shape=p.shape).values.nbytes for _, p in _trained(policy))
+        told_bytes = sum(told(p, shape=p.shape).values.nbytes for _, p in _trained(policy))
         on_gpu = world.device.type == "cuda"
-        num_bytes = (1 + len(_MOMENTS)) * held_bytes + _RNG_BYTES
+        num_bytes = (1 + len(_MOMENTS)) * told_bytes + _RNG_BYTES
         self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_gpu).zero_()
         self._header, self._num_bytes = b"", 0
 
@@ -59,7 +59,7 @@ class Shard:
             state = self._optimizer.state.get(parameter, {})
             metadata["steps"][name] = float(state["step"]) if state else 0.0
             for kind, tensor in [("master", parameter), *((moment, state[moment]) for moment in _MOMENTS if state)]:
-                run = held(tensor, shape=parameter.shape)
+                run = told(tensor, shape=parameter.shape)
                 metadata["starts"][name] = run.start
                 layout[f"{kind}/{name}"] = self._place(run.values)
         layout[_RNG] = self._place(torch.get_rng_state())

@@ -47,6 +47,7 @@ from streamrl.learner.model.lora import without_adapters
 from streamrl.learner.model.packing import MicroBatch, Piece, Shape, empty_micro_batch, pack
 from streamrl.learner.model.policy import Policy, evaluating
 from streamrl.learner.model.teacher import Teacher
+from streamrl.learner.model.tensors import is_copy
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group, Sample
 from streamrl.recipe.advantages import STD_FLOOR, PerToken, discounted
@@ -327,9 +328,9 @@ def learning_rate(step: int, settings: schema.Optimizer, *, total_steps: int | N
 
 def update(optimizer: torch.optim.Optimizer, *, loss: float, lr: float, clip_norm: float, world: World) -> Update:
     """One step from the gradients that lie in the parameters; they are gone afterwards. `loss` is this rank's share."""
-    gradients = [_local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    squares_here = float(torch.nn.utils.get_total_norm(gradients).double() ** 2)
-    squares, total_loss = world.total(np.array([squares_here, loss]))
+    own = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = [_local(gradient) for gradient in own]
+    squares, total_loss = world.total(np.array([_squares(own), loss]))
     norm = math.sqrt(squares) if squares >= 0 else math.nan
     applied = math.isfinite(norm) and math.isfinite(total_loss)
     if applied:
@@ -340,6 +341,14 @@ def update(optimizer: torch.optim.Optimizer, *, loss: float, lr: float, clip_nor
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return Update(applied=applied, loss=float(total_loss), grad_norm=norm, lr=lr)
+
+
+def _squares(gradients: Sequence[torch.Tensor]) -> float:
+    """What this rank adds to the square of the norm: of a replica's copy nothing, unless it is no number."""
+    counted = [_local(gradient) for gradient in gradients if not is_copy(gradient)]
+    copies = [_local(gradient) for gradient in gradients if is_copy(gradient)]
+    squares, of_copies = (float(torch.nn.utils.get_total_norm(some).double() ** 2) for some in (counted, copies))
+    return squares if math.isfinite(of_copies) else math.nan
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,8 @@ from streamrl.terminal import size
 
 REMEDY = (
     "lower training.micro_batch_tokens, leave model.gradient_checkpointing on, set model.reference, model.masters "
-    "or teacher.place to cpu, train adapters (model.lora), or take more GPUs (learner.processes)"
+    "or teacher.place to cpu, train adapters (model.lora), keep fewer copies (learner.layout.replicas), or take "
+    "more GPUs (learner.processes)"
 )
 # Headroom; guesses, none of which a GPU has seen.
 _CONTEXT = 700_000_000  # the driver's, with the kernels that are loaded
@@ -121,7 +122,7 @@ def refuse_too_large(
 def plan(sizes: Sizes, config: schema.Config, *, ranks: int | None = None, teacher: Sizes | None = None) -> Plan:
     """On GPUs, where layers are computed again unless the configuration says otherwise. `ranks`: of all hosts; by
     default those of one. `teacher`: of the one that lies beside the policy."""
-    ranks = ranks or config.learner.processes
+    ranks = max(1, (ranks or config.learner.processes) // config.learner.layout.replicas)  # that share the model
     tokens, is_lora = config.training.micro_batch_tokens, config.model.lora is not None
     on_host = config.model.masters == "cpu"
     copies = 0 if is_lora or config.algorithm.kl.placement == "none" or config.model.reference == "cpu" else 2

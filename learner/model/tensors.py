@@ -1,7 +1,8 @@
 """What one rank holds of each tensor, in coordinates of the whole tensor laid flat.
 
 FSDP cuts tensors along their first dimension, so a rank holds one run of the flat tensor. Publishing and checkpoints
-speak of such runs only: neither gathers anything, and neither depends on how many ranks there are.
+speak of such runs only: neither gathers anything, and neither depends on how many ranks there are. Of several
+replicas, the first one tells of what all hold.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,14 +26,30 @@ def held(tensor: torch.Tensor, *, shape: torch.Size) -> LocalRows:
     return LocalRows(start=first * (shape.numel() // shape[0]) if first else 0, values=rows.view(-1))
 
 
+def told(tensor: torch.Tensor, *, shape: torch.Size) -> LocalRows:
+    """What of it this rank has to tell others: what it holds, or nothing, of a copy."""
+    run = held(tensor, shape=shape)
+    return LocalRows(start=run.start, values=run.values[:0]) if is_copy(tensor) else run
+
+
+def is_copy(tensor: torch.Tensor) -> bool:
+    """Whether a rank of another replica tells of this rank's rows."""
+    if not isinstance(tensor, DTensor):
+        return False
+    place = tensor.device_mesh.get_coordinate()
+    assert place is not None, "a rank has no tensor of a mesh that it is not on"
+    return any(isinstance(kind, Replicate) and at > 0 for kind, at in zip(tensor.placements, place, strict=True))
+
+
 def held_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
     """(the first, this rank's rows of the first dimension, which share memory with the tensor)"""
     if not isinstance(tensor, DTensor):
         return 0, tensor.detach()
     local = tensor.to_local().detach()
     mesh = tensor.device_mesh
-    size = -(-len(tensor) // mesh.size())  # all ranks but the last ones hold so many
-    first = min(mesh.get_local_rank() * size, len(tensor))
+    [over] = [number for number, kind in enumerate(tensor.placements) if isinstance(kind, Shard)]
+    size = -(-len(tensor) // mesh.size(over))  # all ranks but the last ones hold so many
+    first = min(mesh.get_local_rank(over) * size, len(tensor))
     assert len(local) == min(size, len(tensor) - first), "shards are equal runs of the first dimension"
     return first, local
 

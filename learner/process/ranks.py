@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamrl import process
+from streamrl.config import schema
+from streamrl.config.layout import refuse_layout
 from streamrl.errors import TrainingError
 
 
@@ -30,7 +32,13 @@ class World:
     rank: int
     size: int
     device: torch.device
+    layout: schema.Layout = field(default_factory=schema.Layout)
     group: dist.ProcessGroup | None = None  # None: the one of the loop
+
+    def under(self, layout: schema.Layout) -> World:
+        """The same ranks, which divide the model so; ConfigError where they cannot."""
+        refuse_layout(layout, self.size)
+        return replace(self, layout=layout)
 
     def beside(self, *, timeout_s: float) -> World:
         """The same ranks, for a thread beside the loop, or for waiting longer than the loop does: what they say to each
@@ -44,11 +52,17 @@ class World:
         return self.rank == 0
 
     def mesh(self) -> DeviceMesh:
-        """Of all ranks, to shard a model over. Of a single one too, for what FSDP does beside sharding."""
+        """Of all ranks, to shard a model over: (replicas, shards) where there are several replicas, else (shards,). Of
+        a single rank too, for what FSDP does beside sharding."""
         if not dist.is_initialized():
             store = dist.HashStore()  # type: ignore[attr-defined]  # torch documents it, and does not list it as public
             dist.init_process_group(_backend(self.device), store=store, rank=0, world_size=1)
-        return init_device_mesh(self.device.type, (self.size,))
+        replicas = self.layout.replicas
+        if replicas == 1:
+            return init_device_mesh(self.device.type, (self.size,))
+        return init_device_mesh(
+            self.device.type, (replicas, self.size // replicas), mesh_dim_names=("replicas", "shards")
+        )
 
     def barrier(self) -> None:
         self.total(np.zeros(1))

@@ -24,7 +24,7 @@ from torch import nn
 
 from streamrl.errors import WeightsError
 from streamrl.learner.model.lora import published_parameters
-from streamrl.learner.model.tensors import LocalRows, held
+from streamrl.learner.model.tensors import LocalRows, told
 from streamrl.learner.publishing.copiers import Check, Copier
 from streamrl.protocol.weights.format import MAX_RANGE_ELEMENTS, Coding, DType, HeldRange, RangeDigest, digest_of
 
@@ -51,8 +51,8 @@ class HostCopy:
         self._slots: list[torch.Tensor] = []  # in it
 
     def take(self, model: nn.Module) -> Iterator[Part]:
-        """All that this rank holds, some tensors at a time."""
-        runs = [(name, held(tensor, shape=tensor.shape)) for name, tensor in published_parameters(model)]
+        """All that this rank tells of, some tensors at a time."""
+        runs = [(name, told(tensor, shape=tensor.shape)) for name, tensor in published_parameters(model)]
         runs = [(name, run) for name, run in runs if len(run.values)]
         slots = self._places([len(run.values) for _, run in runs])
         self._copier.begin(self._buffer)
@@ -102,15 +102,13 @@ def digests_of(tensors: Iterable[tuple[str, torch.Tensor]], dtype: DType, coding
     """Of what this rank holds of them, as ranges without bytes."""
     scratch = torch.empty(0)
     for name, tensor in tensors:
-        run = held(tensor, shape=tensor.shape)
+        run = told(tensor, shape=tensor.shape)
         if not len(scratch):
             scratch = torch.empty(MAX_RANGE_ELEMENTS, dtype=getattr(torch, dtype))
-        for begin, values in zip(
-            range(0, len(run.values), MAX_RANGE_ELEMENTS), run.values.split(MAX_RANGE_ELEMENTS), strict=True
-        ):
-            if len(values):
-                digest = _digest(values, scratch[: len(values)])
-                yield RangeDigest(name, run.start + begin, len(values), coding, 0, 0, digest)
+        for begin in range(0, len(run.values), MAX_RANGE_ELEMENTS):
+            values = run.values[begin : begin + MAX_RANGE_ELEMENTS]
+            digest = _digest(values, scratch[: len(values)])
+            yield RangeDigest(name, run.start + begin, len(values), coding, 0, 0, digest)
 
 
 def _digest(values: torch.Tensor, scratch: torch.Tensor) -> bytes:

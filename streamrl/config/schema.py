@@ -233,8 +233,15 @@ class Worker(Section):
     stall_s: PositiveFloat = 120.0  # an engine that makes no token for so long while it should is started anew
 
 
+class Layout(Section):
+    # FSDP shards the model over the ranks of a replica, and replicas add up their gradients: with as many as there are
+    # hosts, weights are gathered within a host alone. Any run may go on with another layout
+    replicas: Positive = 1
+
+
 class Learner(Section):
     processes: Positive = 1  # ranks that `streamrl up` starts on this machine
+    layout: Layout = Layout()  # how they divide the model
     gpus: Gpus = "auto"  # for these ranks: one each, shared with no worker; auto: one each where there are any; 0: none
     max_restarts: NonNegative = 20
     threads: NonNegative = 0  # CPU threads of each rank; 0: torch's choice

@@ -1,7 +1,7 @@
 """What each rank does in test_learner_ranks: steps on its share of groups, versions, a checkpoint; and the gradients of
 every algorithm. Run by torchrun.
 
-python -m tests.integration.learner_ranks FOLDER JOB...    FOLDER/model exists; results: FOLDER/out-<world size>
+python -m tests.integration.learner_ranks FOLDER REPLICAS JOB...    FOLDER/model exists; results: FOLDER/out-<size>
 """
 
 from __future__ import annotations
@@ -56,6 +56,14 @@ END = 1  # of the tiny tokenizer
 ADAPTERS = schema.Lora(rank=3, targets=("q_proj", "v_proj", "down_proj"))  # three rows are no even shards
 
 
+def out_of(folder: Path, world: World) -> Path:
+    return folder / out_name(world.size, world.layout.replicas)
+
+
+def out_name(size: int, replicas: int = 1) -> str:
+    return f"out-{size}" if replicas == 1 else f"out-{size}x{replicas}"
+
+
 class KeptAnnouncements:
     """Rank 0's half of the stream, as far as publishing goes."""
 
@@ -85,7 +93,7 @@ class Rank:
     def __init__(self, folder: Path, world: World, *, lora: schema.Lora | None = None, dtype: str = "float32") -> None:
         self.config = learner_config(
             folder / "model",
-            dir=folder / f"out-{world.size}",
+            dir=out_of(folder, world),
             model=schema.Model(path=str(folder / "model"), dtype=dtype, lora=lora),
             # Little groups and a small bound: several micro-batches, not equally many on each rank.
             training=schema.Training(micro_batch_tokens=40),
@@ -155,7 +163,7 @@ def publisher(rank: Rank, folder: Path, beside: BackgroundThread) -> Publisher:
 
 
 def save_gradients(folder: Path, world: World) -> None:
-    out = folder / f"out-{world.size}"
+    out = out_of(folder, world)
     out.mkdir(exist_ok=True)
     rank = Rank(folder, world)
     found = {f"{a}/{name}": g for a, of in ALGORITHMS.items() for name, g in rank.gradient(of).items()}
@@ -184,7 +192,7 @@ def poison_one_rank(rank: Rank, versions: Publisher) -> dict[str, bool]:
 
 
 def work(folder: Path, world: World) -> None:
-    out = folder / f"out-{world.size}"
+    out = out_of(folder, world)
     out.mkdir(exist_ok=True)
     rank = Rank(folder, world)
     keep(rank.weights(), out / "begin.safetensors", world)
@@ -222,7 +230,7 @@ def work(folder: Path, world: World) -> None:
 
 def train_adapters(folder: Path, world: World) -> None:
     """Steps, versions, a checkpoint, a resume and the export of a model whose base stays as it is."""
-    out = folder / f"out-{world.size}" / "adapters"
+    out = out_of(folder, world) / "adapters"
     out.mkdir(parents=True, exist_ok=True)
     rank = Rank(folder, world, lora=ADAPTERS)
     keep(adapters_of(rank), out / "begin.safetensors", world)
@@ -289,7 +297,7 @@ def save_double(rank: Rank, folder: Path) -> None:
 
 def compute_in_half(folder: Path, world: World) -> None:
     """A gradient, a step, and what of the layers' weights there is in bf16 meanwhile."""
-    out = folder / f"out-{world.size}"
+    out = out_of(folder, world)
     out.mkdir(exist_ok=True)
     rank = Rank(folder, world, dtype="bfloat16")
     keep(rank.gradient(ALGORITHMS["token mean"]), out / "half.safetensors", world)
@@ -308,5 +316,5 @@ JOBS: Mapping[str, Callable[[Path, World], None]] = {
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with join_world(os.environ, timeout_s=60) as joined:
-        for job in sys.argv[2:]:
-            JOBS[job](Path(sys.argv[1]), joined)
+        for job in sys.argv[3:]:
+            JOBS[job](Path(sys.argv[1]), joined.under(schema.Layout(replicas=int(sys.argv[2]))))

@@ -30,6 +30,7 @@ from tests.integration.learner_ranks import (
     NUM_STEPS,
     Rank,
     make_double_steps,
+    out_name,
 )
 from tests.tiny_models import make_model
 
@@ -48,11 +49,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def torchrun(num_ranks: int, folder: Path, *jobs: str) -> None:
+def torchrun(num_ranks: int, folder: Path, *jobs: str, replicas: int = 1) -> None:
     subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"),
-            *(f"--log-dir={folder / 'logs'}", "-m", "tests.integration.learner_ranks", str(folder), *jobs),
+            *(f"--log-dir={folder / 'logs'}", "-m", "tests.integration.learner_ranks"),
+            *(str(folder), str(replicas), *jobs),
         ],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
@@ -61,8 +63,9 @@ def torchrun(num_ranks: int, folder: Path, *jobs: str) -> None:
     )
 
 
-def check_gradients(folder: Path, size: int) -> None:
-    one, more = (safetensors.torch.load_file(folder / f"out-{n}" / "gradients.safetensors") for n in (1, size))
+def check_gradients(folder: Path, size: int, replicas: int = 1) -> None:
+    names = out_name(1), out_name(size, replicas)
+    one, more = (safetensors.torch.load_file(folder / name / "gradients.safetensors") for name in names)
     assert {name.partition("/")[0] for name in one} == set(ALGORITHMS)
     assert all(torch.isfinite(gradient).all() for gradient in one.values())
     torch.testing.assert_close(more, one, atol=1e-5, rtol=1e-5)
@@ -91,12 +94,12 @@ def test_two_ranks_in_bf16_have_the_gradient_of_one_but_for_its_rounding(folder:
     assert off < 0.02 * sum(float(gradient.norm() ** 2) for gradient in one.values()) ** 0.5  # a bf16 is off by 0.004
 
 
-def weights(folder: Path, size: int) -> dict[str, torch.Tensor]:
-    return safetensors.torch.load_file(folder / f"out-{size}" / "weights.safetensors")
+def weights(folder: Path, size: int, replicas: int = 1) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(folder / out_name(size, replicas) / "weights.safetensors")
 
 
-def manifests(folder: Path, size: int) -> list[Manifest]:
-    paths = sorted((folder / f"out-{size}").glob("manifest-*"), key=lambda path: int(path.name.split("-")[1]))
+def manifests(out: Path) -> list[Manifest]:
+    paths = sorted(out.glob("manifest-*"), key=lambda path: int(path.name.split("-")[1]))
     return [decode_manifest(path.read_bytes()) for path in paths]
 
 
@@ -106,6 +109,26 @@ def test_two_ranks_learn_what_one_learns(folder: Path) -> None:
 
 def test_two_ranks_have_the_gradients_of_one_with_every_algorithm(folder: Path) -> None:
     check_gradients(folder, 2)
+
+
+def test_two_replicas_have_the_gradients_of_one_and_publish_and_go_on_as_one(folder: Path, tmp_path: Path) -> None:
+    check_replicas(folder, 2, tmp_path)
+
+
+@pytest.mark.long
+def test_two_replicas_of_two_ranks_each_do_so_too(folder: Path, tmp_path: Path) -> None:
+    check_replicas(folder, 4, tmp_path)
+
+
+def check_replicas(folder: Path, size: int, tmp_path: Path) -> None:
+    torchrun(size, folder, "gradients", "work", replicas=2)
+    check_gradients(folder, size, 2)
+    torch.testing.assert_close(weights(folder, size, 2), weights(folder, 1), atol=1e-5, rtol=0)
+    check_poisoned(folder, size, tmp_path / "poisoned", 2)
+    check_published(folder, size, tmp_path / "published", 2)
+    files = (folder / out_name(size, 2) / "checkpoint").iterdir()
+    sizes = [path.stat().st_size for path in sorted(files)]
+    assert max(sizes[size // 2 :]) < 0.2 * min(sizes[: size // 2]), "what all replicas hold is written once"
 
 
 @pytest.mark.long
@@ -129,12 +152,17 @@ def test_metrics_do_not_depend_on_the_number_of_ranks(folder: Path) -> None:
 def test_a_gradient_that_is_not_a_number_on_one_rank_makes_all_skip_and_is_never_published(
     folder: Path, size: int, tmp_path: Path
 ) -> None:
+    check_poisoned(folder, size, tmp_path)
+
+
+def check_poisoned(folder: Path, size: int, tmp_path: Path, replicas: int = 1) -> None:
+    out = folder / out_name(size, replicas)
     for rank in range(size):
-        found = json.loads((folder / f"out-{size}" / f"poisoned-{rank}.json").read_text())
+        found = json.loads((out / f"poisoned-{rank}.json").read_text())
         assert all(found.values()), (rank, found)
-    [path] = (folder / f"out-{size}" / "poisoned").glob("manifest-*")
+    [path] = (out / "poisoned").glob("manifest-*")
     mirror = Mirror(tmp_path)
-    mirror.apply(decode_manifest(path.read_bytes()), FileStore(folder / f"out-{size}" / "poisoned" / "blobs"))
+    mirror.apply(decode_manifest(path.read_bytes()), FileStore(out / "poisoned" / "blobs"))
     assert all(torch.isfinite(tensor).all() for tensor in safetensors.torch.load_file(mirror.path).values())
 
 
@@ -149,19 +177,20 @@ def test_four_ranks_publish_bit_for_bit_too(folder: Path, tmp_path: Path) -> Non
     check_published(folder, 4, tmp_path)
 
 
-def check_published(folder: Path, size: int, tmp_path: Path) -> None:
+def check_published(folder: Path, size: int, tmp_path: Path, replicas: int = 1) -> None:
     """Although each version got out beside the step after it, which wrote to the parameters."""
-    versions = manifests(folder, size)
+    out = folder / out_name(size, replicas)
+    versions = manifests(out)
     assert [manifest.step for manifest in versions] == list(range(NUM_STEPS + 1))
     for manifest, before in zip(versions[1:], versions, strict=False):
         assert manifest.base in (before.version, 0)  # where everything changed, a delta is no smaller than an anchor
     assert all(len(manifest.shards) == size for manifest in versions)
     mirror = Mirror(tmp_path)
     for manifest in versions:
-        mirror.apply(manifest, FileStore(folder / f"out-{size}" / "blobs"))
+        mirror.apply(manifest, FileStore(out / "blobs"))
     served = safetensors.torch.load_file(mirror.path)
     rank = Rank(folder, ALONE)
-    load_state(folder / f"out-{size}" / "checkpoint", rank.policy, rank.optimizer, ALONE)
+    load_state(out / "checkpoint", rank.policy, rank.optimizer, ALONE)
     trained = rank.weights()
     assert served.keys() == trained.keys()
     assert all(torch.equal(served[name], trained[name]) for name in trained)

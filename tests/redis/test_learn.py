@@ -129,6 +129,11 @@ def test_torchruns_own_words_for_machines_and_ranks_are_understood(
     assert {"--nnodes=2", "--nproc-per-node=8"} <= set(line(capsys))
 
 
+def test_a_layout_may_want_several_machines(file: Path, redis_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--nodes", "2", "--rendezvous", "trainer-0:29400", "learner.layout.replicas=2"]
+    assert learn(file, "--redis", redis_url, "--dry-run", *where) == 0
+
+
 def test_a_recording_takes_the_place_of_redis(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert learn(file, "--replay", "recording", "--dry-run") == 0
     words = line(capsys)
@@ -142,6 +147,8 @@ def test_a_recording_takes_the_place_of_redis(file: Path, capsys: pytest.Capture
         (["--nodes", "2"], "--rendezvous HOST:PORT"),
         (["--nodes", "4:1"], "write how many machines, as 4, or a range, as 1:4"),
         (["--nodes", "many"], "write how many machines"),
+        (["learner.layout.replicas=2"], "learner.layout.replicas = 2 does not divide the learner's ranks, 1"),
+        (["--nodes=2:4", "--rendezvous=h:1", "learner.layout.replicas=2"], "does not divide the learner's ranks, 3"),
         (["--nodes", "2", "--rendezvous", "here"], "write HOST:PORT"),
         (["redis.url=embedded"], "that server comes with `streamrl up`"),
         (["--replay", "x", "--redis", "redis://h"], "--replay needs no Redis"),

@@ -21,6 +21,7 @@ import click
 from streamrl.config.changes import check_changes
 from streamrl.config.check import check_config
 from streamrl.config.files import check_files
+from streamrl.config.layout import refuse_layout
 from streamrl.config.load import Loaded, load_config
 from streamrl.config.placement import Placement, place
 from streamrl.config.places import EMBEDDED_REDIS
@@ -99,6 +100,8 @@ def learn(
     loaded = load_config(file, [*overrides, *ranks])
     config, cluster = loaded.config, _cluster(nodes, rendezvous)
     check_config(config, loaded.origin)
+    for machines in cluster.sizes if cluster else (1,):
+        refuse_layout(config.learner.layout, machines * config.learner.processes)
     url = None if replay is not None else redis_url or config.redis.url
     server = None if url is None else _reach(url, config, dry_run=dry_run)
     placement = Placement(shares={}) if dry_run else place(config, gpus_here(), "learner")

@@ -129,6 +129,12 @@ class Cluster:
         least, _, most = self.nodes.partition(":")
         return most not in ("", least)
 
+    @property
+    def sizes(self) -> range:
+        """How many machines it may be."""
+        least, _, most = self.nodes.partition(":")
+        return range(int(least), int(most or least) + 1)
+
 
 def learner_command(
     config: schema.Config,

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from streamrl.config import schema
+from streamrl.config.layout import refuse_layout
 from streamrl.config.load import Loaded
 from streamrl.config.placement import place
 from streamrl.config.places import EMBEDDED_REDIS
@@ -78,6 +79,7 @@ def _check(loaded: Loaded, display: Audience, *, is_tried: bool) -> None:
     nothing. Imports neither torch nor vLLM: what does is tried in processes of its own, last."""
     for check in MUSTS.values():
         check(loaded)
+    refuse_layout(loaded.config.learner.layout, loaded.config.learner.processes)
     if loaded.config.redis.url == EMBEDDED_REDIS:
         find_server()
     else:

@@ -1,0 +1,21 @@
+"""Which numbers of ranks a layout can do with."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamrl.config import schema
+from streamrl.config.layout import refuse_layout
+from streamrl.errors import ConfigError
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6])
+def test_ranks_that_a_layout_divides_are_taken(ranks: int) -> None:
+    refuse_layout(schema.Layout(replicas=2), ranks)
+
+
+def test_others_are_refused_with_both_numbers_and_what_to_do() -> None:
+    with pytest.raises(
+        ConfigError, match=r"learner\.layout\.replicas = 4 .*ranks, 6: .*a divisor.*multiple of 4 ranks"
+    ):
+        refuse_layout(schema.Layout(replicas=4), 6)
