@@ -233,7 +233,7 @@ async def _opened(
         mirror = Mirror(shared / "mirror", run_uid=RUN_UID)
         follower = WeightFollower(
             announcements=WorkerStream(worker, keys, worker="0", lease_s=60.0),
-            store=store,
+            reading=lambda path: store,
             mirror=mirror,
             prover=None,
             progress=Progress(part="worker/0", role="worker"),

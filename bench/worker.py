@@ -140,7 +140,7 @@ def _follower(versions: _Versions, store: BlobStore, folder: Path, facts: ModelF
     progress = Progress(part="worker/0", role="worker")
     return WeightFollower(
         announcements=versions.announcements,
-        store=store,
+        reading=lambda path: store,
         mirror=Mirror(folder / "mirror", run_uid=RUN_UID),
         prover=Prover(model=facts, dtype="float32", progress=progress),
         progress=progress,

@@ -90,6 +90,11 @@ Point = Literal[
     "amended.written",  # workers see its anchor; the learner does not know that they do
     "blob.unlinked",  # chunks are gone; the index has the blob (Redis)
     "blob.deleted",  # one is gone; others are to go
+    # Weights that workers hand on to each other
+    "share.begun",  # the blob's file is there and locked; no piece is in it
+    "share.piece",  # a piece is in it; others may be missing
+    "share.told",  # other hosts may know what is here, and wait for what we have taken on
+    "share.whole",  # all pieces are there, and the lock is still ours
     # The end
     "release.written",  # the run has ended in Redis; the learner is still there
 ]

@@ -7,10 +7,11 @@ Folders in places that all users share, /tmp and /dev/shm: each is one process's
 
     mirror    /dev/shm/streamrl-mirror-RUN-WORKER   the weights that a worker serves, as large as the model
     scratch   /tmp/streamrl-scratch-xxxxxxxx        sockets and files that vLLM or torchrun make and leave behind
+    share     /dev/shm/streamrl-share-USER-RUN      what the workers of one run and host fetched for each other
 
-Who holds a folder holds the lock in it, and removes the folder when done. A process that is killed leaves its folder,
-so whoever makes one removes those of this user's dead first, and so does the launcher at its end. Blocks for a few
-seconds at most, where others start at the same moment.
+Who holds a folder holds the lock in it, and removes the folder when done; of a share's many holders the last does. A
+process that is killed leaves its folder, so whoever makes one removes those of this user's dead first, and so does the
+launcher at its end. Blocks for a few seconds at most, where others start at the same moment.
 
 One process at a time runs a run's folder: a launcher, or a replay. The kernel frees the lock with the process.
 """
@@ -178,6 +179,7 @@ def locked(path: Path, *, taken: str) -> Iterator[None]:
 
 _MIRROR = "streamrl-mirror-"
 _SCRATCH = "streamrl-scratch-"
+_SHARE = "streamrl-share-"
 _LOCK = "lock"
 _SHARED_MEMORY = Path("/dev/shm")
 _TEMPORARY = Path("/tmp")
@@ -199,6 +201,30 @@ def scratch_folder(*, in_memory: bool = False, root: Path | None = None) -> Abst
     root = root or (_memory() if in_memory else _temporary())
     name = _SCRATCH + secrets.token_hex(4)
     return _held(root / name, taken=f"{root / name} is another process's: begin again")
+
+
+@contextmanager
+def share_folder(run_uid: str, *, root: Path | None = None) -> Iterator[Path]:
+    """The same one for all processes of this user that name this run."""
+    root = root or _memory()
+    folder = root / f"{_SHARE}{os.geteuid()}-{re.sub(r'[^A-Za-z0-9._-]', '_', run_uid)}"
+    with _one_at_a_time(root):
+        _remove_those_of_the_dead(root)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if not _is_ours(folder):
+            raise ResourceError(f"{folder} is another user's: remove it, for workers share weights there")
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+    try:
+        yield folder
+    finally:
+        with _one_at_a_time(root):
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too
+            os.close(lock)
+            last = take_lock(folder / _LOCK) if folder.is_dir() else None
+            if last is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(last)
 
 
 def remove_those_of_the_dead() -> None:
@@ -246,7 +272,7 @@ def _one_at_a_time(root: Path) -> Iterator[None]:
 
 
 def _remove_those_of_the_dead(root: Path) -> None:
-    for folder in (*root.glob(f"{_MIRROR}*"), *root.glob(f"{_SCRATCH}*")):
+    for folder in (found for kind in (_MIRROR, _SCRATCH, _SHARE) for found in root.glob(f"{kind}*")):
         with suppress(OSError):  # gone by now
             lock = take_lock(folder / _LOCK) if _is_ours(folder) else None
             if lock is not None:

@@ -53,7 +53,7 @@ class Follower:
         )
         self.weights = WeightFollower(
             announcements=self.announcements,
-            store=self.store,
+            reading=lambda path: self.store,
             mirror=self.mirror,
             prover=Prover(model=facts, dtype="float32", progress=self.progress),
             progress=self.progress,

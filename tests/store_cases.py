@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from streamrl.errors import WeightsError
@@ -17,6 +19,8 @@ def check_store(store: BlobStore) -> None:
         store.put(name, data)
 
     assert {name: store.get(name) for name in blobs} == blobs
+    assert store.part("u/000001/0-0-aa", slice(300, 1300)) == large[300:1300]
+    assert store.part("u/000001/0-0-aa", slice(255_900, 300_000)) == large[-100:]
     assert store.list() == {name: len(data) for name, data in sorted(blobs.items())}
     assert list(store.list()) == sorted(blobs)
     assert list(store.list("u/")) == ["u/000001/0-0-aa", "u/000001/1-0-bb"]
@@ -29,12 +33,15 @@ def check_store(store: BlobStore) -> None:
     store.delete("u/000001/0-0-aa")
     with pytest.raises(WeightsError, match="u/000001/0-0-aa is not"):
         store.get("u/000001/0-0-aa")
+    with pytest.raises(WeightsError, match="u/000001/0-0-aa is not"):
+        store.part("u/000001/0-0-aa", slice(0, 1))
     assert list(store.list("u/")) == ["u/000001/1-0-bb"]
 
 
 def check_names(store: BlobStore) -> None:
     for name in ("../x", "/x", "x/../../y", ".x", "X", ""):
-        for use in (store.get, store.delete, lambda name: store.put(name, b"x")):
+        part = partial(store.part, place=slice(0, 1))
+        for use in (store.get, part, store.delete, lambda name: store.put(name, b"x")):
             with pytest.raises(WeightsError, match="not the name of a blob"):
                 use(name)
     assert list(store.list()) == []

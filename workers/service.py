@@ -54,6 +54,8 @@ from streamrl.workers.proofs.proving import Prover
 from streamrl.workers.rewards.base import build_rewards
 from streamrl.workers.rewards.teaching import Teaches
 from streamrl.workers.rollout import Rollout
+from streamrl.workers.sharing.host import open_share
+from streamrl.workers.sharing.reading import Sharing
 from streamrl.workers.supervise import RestartPatience, Supervisor
 from streamrl.workers.weights import Patience, WeightFollower
 
@@ -269,11 +271,14 @@ class _Service:
         with (
             mirror_folder(self._info.uid, self._options.worker) as folder,
             connect(self._options.redis_url, config.redis, patience_s=config.redis.give_up_after_s) as client,
+            open_share(self._info.uid, config.weights.share_bytes) as host,
         ):
+            make_room = host.make_room if host else lambda num_bytes: None
+            store = open_store(config.weights.store, client, self._keys)
             weights = WeightFollower(
                 announcements=stream,
-                store=open_store(config.weights.store, client, self._keys),
-                mirror=Mirror(folder, run_uid=self._info.uid, pretrained=pretrained),
+                reading=Sharing(store, host).reading,
+                mirror=Mirror(folder, run_uid=self._info.uid, pretrained=pretrained, make_room=make_room),
                 prover=prover,
                 progress=self._progress,
                 patience=Patience(

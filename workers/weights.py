@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from streamrl.protocol.transport.types import Announcement
 from streamrl.protocol.weights.catchup import CatchUp
 from streamrl.protocol.weights.manifest import Manifest, decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
-from streamrl.protocol.weights.stores import BlobStore
+from streamrl.protocol.weights.stores import Blobs
 from streamrl.telemetry.progress import Progress
 from streamrl.versions import show
 from streamrl.workers.engines.base import Engine, KvCache
@@ -52,7 +53,7 @@ class WeightFollower:
         self,
         *,
         announcements: Announcements,
-        store: BlobStore,
+        reading: Callable[[Sequence[Manifest]], Blobs],  # where blobs of these versions come from
         mirror: Mirror,
         prover: Prover | None,  # None: what is served is proved by digests alone
         progress: Progress,
@@ -62,7 +63,7 @@ class WeightFollower:
         self.version = 0  # what the engine serves; 0: nothing yet
         self.attempted = self.num_proved = self.proved_version = 0
         self._announcements = announcements
-        self._store = store
+        self._reading = reading
         self._mirror = mirror
         self._held: Manifest | None = None  # of what the mirror holds
         self._kv_cache = kv_cache
@@ -150,7 +151,7 @@ class WeightFollower:
         path = way.path()
 
         def patch() -> None:
-            self._mirror.apply_path(path, self._store)
+            self._mirror.apply_path(path, self._reading(path))
             self._held = target
 
         self._patching = asyncio.get_running_loop().run_in_executor(self._thread, patch)

@@ -167,6 +167,7 @@ class Weights(Section):
     anchor_every: Positive = 50  # versions between anchors (full copies) at most; or as soon as ...
     anchor_share: PositiveFloat = 0.05  # ... the deltas since the last one weigh more than this share of it
     max_store_bytes: Positive = 16_000_000_000  # of blobs in Redis; other stores are as large as they are
+    share_bytes: NonNegative = 16_000_000_000  # in a host's shared memory, of blobs for all its workers; 0: none
     give_up_after_s: PositiveFloat = 300.0  # no version gets out, or (3/5 of it) all workers reject it: the run ends
     # Keys and values of older versions, when a worker loads a new one: kept by samples under way alone | computed anew
     # by these too | kept, and read by later samples with the same prompt

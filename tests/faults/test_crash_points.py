@@ -16,7 +16,8 @@ from tests.faults.report import report
 from tests.helpers import wait_until
 
 OF_WORKERS = sorted(p for p in POINTS if p.startswith(("ticket.", "worker.", "group.ready", "group.delivered")))
-OF_LEARNERS = sorted(POINTS - set(OF_WORKERS))
+OF_SHARING = sorted(p for p in POINTS if p.startswith("share."))  # tests/faults/test_sharing.py
+OF_LEARNERS = sorted(POINTS - set(OF_WORKERS) - set(OF_SHARING))
 IN_A_DIRECTORY = ("blob.aside", "blob.renamed")
 AT_SIGTERM = ("ticket.handed_back", "worker.left")
 ONCE = ("lease.taken", "run.recorded", "term.recorded", "claim.written", "restore.written", "release.written")

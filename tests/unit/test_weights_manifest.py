@@ -152,7 +152,7 @@ def test_the_specification_is_enough_to_read_a_version_without_our_code():
     state: dict[str, np.ndarray] = {}
 
     for announced in (encode_manifest(anchor), encode_manifest(delta)):
-        assert announced[:8] == b"SRLWGT01"
+        assert announced[:8] == b"SRLWGT02"
         assert xxhash.xxh3_128(announced[24:]).digest() == announced[8:24]
         manifest = msgpack.unpackb(zstandard.ZstdDecompressor().decompress(announced[24:]))
         names = manifest["names"].split("\n")

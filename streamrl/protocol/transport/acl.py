@@ -58,6 +58,7 @@ def _worker(keys: Keys) -> Iterator[Grant]:
     read = (keys.meta, keys.weights, keys.manifests, keys.blobs, keys.control, keys.progress)
     yield "hget hmget hgetall", read
     yield "get", (keys.tombstone, keys.receipt("*", "*"), _chunks(keys))
+    yield "getrange", (_chunks(keys),)
     yield "xread", (keys.announced,)
     yield "xreadgroup xrange xpending xclaim xack xdel xgroup|delconsumer", _tickets(keys)
     yield "xadd", _groups(keys)

@@ -26,7 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from streamrl.errors import WeightsError
 from streamrl.protocol.weights.format import digest_of
 from streamrl.protocol.weights.manifest import Manifest, ShardRecord
-from streamrl.protocol.weights.stores import BlobStore
+from streamrl.protocol.weights.stores import Blobs
 from streamrl.versions import show
 
 DELTA_WEIGHT = 4
@@ -98,7 +98,7 @@ NUM_THREADS = 4
 _FETCHES = 2  # a flip on the wire is gone with the second; one in the store is not
 
 
-def fetch(shard: ShardRecord, store: BlobStore) -> bytes:
+def fetch(shard: ShardRecord, store: Blobs) -> bytes:
     """A blob that agrees with its digest, or WeightsError; TransportError: not just now."""
     for _ in range(_FETCHES):
         blob = store.get(shard.blob_name)
@@ -108,7 +108,7 @@ def fetch(shard: ShardRecord, store: BlobStore) -> bytes:
 
 
 def fetch_ahead(
-    shards: Iterable[ShardRecord], store: BlobStore, *, ahead_bytes: int = AHEAD_BYTES
+    shards: Iterable[ShardRecord], store: Blobs, *, ahead_bytes: int = AHEAD_BYTES
 ) -> Generator[tuple[ShardRecord, bytes]]:
     """Each with its blob; to be closed (`contextlib.closing`) by who may stop early."""
     left = deque(shards)

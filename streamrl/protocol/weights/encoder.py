@@ -31,6 +31,8 @@ from streamrl.protocol.weights.format import (
     RangeDigest,
     blob_name,
     digest_of,
+    digests_of_pieces,
+    piece_bytes_of,
 )
 from streamrl.protocol.weights.manifest import ShardRecord
 
@@ -44,12 +46,14 @@ class EncodedShard:
 
     def record(self, *, run_uid: str, version: int, rank: int) -> ShardRecord:
         """What the manifest says of this shard; `blob` is to be put under the record's `blob_name`."""
-        digest = digest_of(self.blob)
+        digest, piece_bytes = digest_of(self.blob), piece_bytes_of(len(self.blob))
         return ShardRecord(
             blob_name=blob_name(run_uid=run_uid, version=version, rank=rank, digest=digest),
             num_bytes=len(self.blob),
             digest=digest,
             ranges=self.ranges,
+            piece_bytes=piece_bytes,
+            pieces=digests_of_pieces(self.blob, piece_bytes),
         )
 
 

@@ -1,8 +1,8 @@
 """The format of published weights: a specification that another program can follow, and the words everyone here uses.
 
-Version 1. All integers are little-endian. A *digest* is the xxh3_128 of some bytes, seed 0, in its canonical form: 16
+Version 2. All integers are little-endian. A *digest* is the xxh3_128 of some bytes, seed 0, in its canonical form: 16
 bytes, most significant first. It guards against accidents (flips, cuts, mix-ups); against people who may write to the
-store, permissions guard.
+store, permissions guard; against a worker that hands a blob on to others, the SHA-256 of each of its pieces.
 
 **Tensors.** A version is a list of tensors: name, dtype (float32, bfloat16, float16) and shape. Only *bit patterns*
 count, so NaN payloads and negative zeros survive. The elements of a tensor are numbered in row-major order from 0: its
@@ -53,7 +53,10 @@ the order of the manifest. A blob is named `{run_uid}/{term:06d}/{n}-{rank}-{dig
 BLOB_NAME and have no empty part and none that begins with a dot. Nobody overwrites a blob: other bytes under its name
 are an error.
 
-**Manifest.** `SRLWGT01`, the digest of what follows, and one zstd frame that states its content size (at most
+**Pieces.** A blob is cut into pieces of `piece_bytes`, a power of two; the last may be shorter. What a reader has of
+others than the store it checks piece by piece, against the SHA-256 that the record gives.
+
+**Manifest.** `SRLWGT02`, the digest of what follows, and one zstd frame that states its content size (at most
 MAX_MANIFEST_BYTES) and expands to a msgpack map:
 
     schema      1
@@ -75,6 +78,7 @@ A record is itself such a map, packed into bytes (a rank sends it to rank 0 in t
 
     schema      1
     blob_name, num_bytes, digest
+    piece_bytes, pieces     32 bytes a piece: their SHA-256, in order
     names       the tensors of its ranges, joined by newlines
     num_ranges, and per range: tensors u32 (index into names), starts u64, lengths u32, codings u8,
                 num_changed u32, sizes u32 (bytes in the blob), digests 16 bytes
@@ -87,6 +91,7 @@ the learner published, whatever way they came.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 from enum import IntEnum
@@ -108,8 +113,12 @@ BITS: dict[DType, np.dtype[Any]] = {
     "float16": np.dtype("<u2"),
 }
 
-MAGIC = b"SRLWGT01"
+MAGIC = b"SRLWGT02"
 DIGEST_BYTES = 16
+PIECE_DIGEST_BYTES = 32
+LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 1 << 10, 8 << 20
+_USUAL_PIECE_BYTES = 256 << 10  # at least so many, for each costs a request; more where there would be too many pieces
+_USUAL_PIECES = 256
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_RANGE_ELEMENTS = 1 << 22  # 8 MB of bf16: fits the last-level cache, so that several passes cost one
 MAX_TENSOR_ELEMENTS = 1 << 40
@@ -164,6 +173,20 @@ class RangeDigest(NamedTuple):
 
 def digest_of(data: bytes | memoryview) -> bytes:
     return xxhash.xxh3_128_digest(data)
+
+
+def piece_bytes_of(num_bytes: int) -> int:
+    """How long a blob's pieces are, of one that is published here; readers go by the record."""
+    piece_bytes = _USUAL_PIECE_BYTES
+    while piece_bytes < MOST_PIECE_BYTES and piece_bytes * _USUAL_PIECES < num_bytes:
+        piece_bytes *= 2
+    return piece_bytes
+
+
+def digests_of_pieces(blob: bytes | memoryview, piece_bytes: int) -> bytes:
+    whole = memoryview(blob)
+    starts = range(0, len(whole), piece_bytes)
+    return b"".join(hashlib.sha256(whole[start : start + piece_bytes]).digest() for start in starts)
 
 
 def blob_name(*, run_uid: str, version: int, rank: int, digest: bytes) -> str:

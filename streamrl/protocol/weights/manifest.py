@@ -8,6 +8,7 @@ a worker never patches beside a tensor.
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,10 +22,13 @@ from streamrl.protocol.weights.format import (
     BITS,
     DIGEST_BYTES,
     DTYPES,
+    LEAST_PIECE_BYTES,
     MAGIC,
     MAX_MANIFEST_BYTES,
     MAX_RANGE_ELEMENTS,
     MAX_TENSOR_ELEMENTS,
+    MOST_PIECE_BYTES,
+    PIECE_DIGEST_BYTES,
     Coding,
     RangeDigest,
     TensorMeta,
@@ -57,6 +61,20 @@ class ShardRecord:
     num_bytes: int
     digest: bytes  # of the whole blob
     ranges: tuple[RangeDigest, ...]  # in the order of their codings in the blob
+    piece_bytes: int = LEAST_PIECE_BYTES  # of all pieces but the last
+    pieces: bytes = b""  # the SHA-256 of each, in order
+
+    @property
+    def num_pieces(self) -> int:
+        return -(-self.num_bytes // self.piece_bytes)
+
+    def piece(self, number: int) -> slice:
+        """Its place in the blob."""
+        return slice(number * self.piece_bytes, min((number + 1) * self.piece_bytes, self.num_bytes))
+
+    def is_piece(self, number: int, data: bytes | memoryview) -> bool:
+        begin = number * PIECE_DIGEST_BYTES
+        return hashlib.sha256(data).digest() == self.pieces[begin : begin + PIECE_DIGEST_BYTES]
 
     def parts(self) -> Iterator[tuple[RangeDigest, slice]]:
         """Each range with its place in the blob."""
@@ -108,6 +126,8 @@ def encode_record(record: ShardRecord) -> bytes:
             "blob_name": record.blob_name,
             "num_bytes": record.num_bytes,
             "digest": record.digest,
+            "piece_bytes": record.piece_bytes,
+            "pieces": record.pieces,
             "names": "\n".join(names),
             "num_ranges": len(record.ranges),
             **{
@@ -140,6 +160,8 @@ def _read_record(f: Fields) -> ShardRecord:
         blob_name=f.text("blob_name", max_chars=256),
         num_bytes=f.integer("num_bytes", low=0),
         digest=f.blob("digest"),
+        piece_bytes=f.integer("piece_bytes", low=LEAST_PIECE_BYTES, high=MOST_PIECE_BYTES),
+        pieces=f.blob("pieces"),
         ranges=tuple(
             RangeDigest(names[tensor], start, length, Coding(coding), *rest)
             for tensor, start, length, coding, *rest in rows
@@ -262,6 +284,8 @@ def _check_shards(
         check_blob_name(shard.blob_name)
         if sum(part.num_bytes for part in shard.ranges) != shard.num_bytes or len(shard.digest) != DIGEST_BYTES:
             raise WeightsError(f"the ranges of blob {shard.blob_name} do not add up to it")
+        if len(shard.pieces) != shard.num_pieces * PIECE_DIGEST_BYTES or shard.piece_bytes.bit_count() != 1:
+            raise WeightsError(f"the pieces of blob {shard.blob_name} do not add up to it")
         for part in shard.ranges:
             if part.tensor not in tensors:
                 raise WeightsError(f"a range of an unknown tensor: {part.tensor!r:.200}")

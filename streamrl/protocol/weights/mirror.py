@@ -35,7 +35,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -49,7 +49,7 @@ from streamrl.protocol.weights.format import BITS, Bits, Coding, DType, RangeDig
 from streamrl.protocol.weights.manifest import Manifest, ShardRecord
 from streamrl.protocol.weights.merging import Merging
 from streamrl.protocol.weights.pretrained import Pretrained
-from streamrl.protocol.weights.stores import BlobStore
+from streamrl.protocol.weights.stores import Blobs
 from streamrl.versions import show
 
 Fetched = Generator[tuple[ShardRecord, bytes]]
@@ -70,6 +70,7 @@ class Mirror:
         run_uid: str | None = None,  # manifests of another run are refused
         pretrained: Pretrained | None = None,  # the model that adapters are merged into, should there be any
         ahead_bytes: int = AHEAD_BYTES,  # of blobs that may be held in memory, besides the one that is wanted next
+        make_room: Callable[[int], None] = lambda num_bytes: None,  # in the folder's file system, for so many
     ) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -77,13 +78,13 @@ class Mirror:
             raise ResourceError(f"no mirror of the weights can be kept in {folder}: {error.strerror}") from error
         self.path = folder / "mirror.safetensors"
         self.version = 0
-        self._run_uid, self._ahead_bytes = run_uid, ahead_bytes
+        self._run_uid, self._ahead_bytes, self._make_room = run_uid, ahead_bytes, make_room
         self._merging = Merging(pretrained)
         self._layout: Layout = {}
         self._views: Mapping[str, Bits] = {}  # [num_elements] each: into the file, but for adapters
         self._proved: dict[tuple[str, int], tuple[int, bytes]] = {}  # (tensor, start) -> (length, digest)
 
-    def apply(self, manifest: Manifest, store: BlobStore) -> None:
+    def apply(self, manifest: Manifest, store: Blobs) -> None:
         """Take the mirror to this version: any newer anchor, or a delta on the version it holds.
 
         WeightsError: something is missing or wrong; `version` is 0 and only an anchor helps. ResourceError: no room.
@@ -91,7 +92,7 @@ class Mirror:
         """
         self.apply_path([manifest], store)
 
-    def apply_path(self, manifests: Sequence[Manifest], store: BlobStore) -> None:
+    def apply_path(self, manifests: Sequence[Manifest], store: Blobs) -> None:
         """As `apply` for each in turn (see `catch_up`), but only the state at the end is proved: much faster."""
         touched: set[str] = set()
         try:
@@ -130,7 +131,7 @@ class Mirror:
             have, layout = manifest.version, given
 
     def _follow(
-        self, manifests: Sequence[Manifest], store: BlobStore, touched: set[str]
+        self, manifests: Sequence[Manifest], store: Blobs, touched: set[str]
     ) -> tuple[Manifest | None, TransportError | None]:
         """Patch the file: (the version that is in it then, not yet proved; why not the last one)."""
         shards = (shard for manifest in manifests for shard in manifest.shards)
@@ -167,6 +168,7 @@ class Mirror:
             self._layout, self._views = {}, {}
             self._proved.clear()
             self._merging.forget()
+            self._make_room(sum(tensor.num_bytes for tensor in manifest.served))
             views = create_file(self.path, manifest.served)
             others = {
                 name: np.zeros(of.num_elements, BITS[of.dtype]) for name, of in layout.items() if name not in views

@@ -72,10 +72,7 @@ class RedisStore:
         crashpoint("blob.stored")
 
     def get(self, name: str) -> bytes:
-        check_blob_name(name)
-        index = self._index(name)
-        if index is None or not index.whole:
-            raise WeightsError(f"blob {name} is not in Redis, or only a part of it")
+        index = self._whole(name)
         chunks: list[bytes] = []
         for chunk in range(index.num_chunks):
             data: Any = self._ask("read a blob", partial(self._client.get, self._keys.blob(name, chunk)))
@@ -83,6 +80,21 @@ class RedisStore:
                 raise WeightsError(f"blob {name} is not whole in Redis: chunk {chunk} of {index.num_chunks}")
             chunks.append(data)
         return b"".join(chunks)
+
+    def part(self, name: str, place: slice) -> bytes:
+        index = self._whole(name)
+        start, stop = place.start, min(place.stop, index.num_bytes)
+        found: list[bytes] = []
+        while start < stop:
+            chunk, begin = divmod(start, index.chunk_bytes)
+            end = min(begin + stop - start, index.chunk_bytes)
+            key = self._keys.blob(name, chunk)
+            data: Any = self._ask("read a blob", partial(self._client.getrange, key, begin, end - 1))
+            if len(data) != end - begin:
+                raise WeightsError(f"blob {name} is not whole in Redis: chunk {chunk} of {index.num_chunks}")
+            found.append(data)
+            start += end - begin
+        return b"".join(found)
 
     def delete(self, name: str) -> None:
         check_blob_name(name)
@@ -103,6 +115,13 @@ class RedisStore:
     def _note(self, name: str, index: _Index) -> None:
         packed = pack({**fields_of(index), "whole": int(index.whole)})
         self._ask("store a blob", partial(self._client.hset, self._keys.blobs, name, packed))
+
+    def _whole(self, name: str) -> _Index:
+        check_blob_name(name)
+        index = self._index(name)
+        if index is None or not index.whole:
+            raise WeightsError(f"blob {name} is not in Redis, or only a part of it")
+        return index
 
     def _index(self, name: str) -> _Index | None:
         packed: Any = self._ask("read a blob", partial(self._client.hget, self._keys.blobs, name))

@@ -46,13 +46,19 @@ REDIS_URL = "redis:"
 _UNFINISHED = ".part"  # ends the name of what is being written
 
 
-class BlobStore(Protocol):
+class Blobs(Protocol):
     """Bytes by name. WeightsError: not there, not whole, or there with other bytes. TransportError: not just now."""
 
+    def get(self, name: str) -> bytes: ...
+
+
+class BlobStore(Blobs, Protocol):
     def put(self, name: str, data: bytes) -> None:
         """Durable when it returns. Nothing is overwritten: the same bytes again change nothing, others are refused."""
 
-    def get(self, name: str) -> bytes: ...
+    def part(self, name: str, place: slice) -> bytes:
+        """From `place.start` to `place.stop`, or fewer bytes where the blob has no more."""
+        ...
 
     def delete(self, name: str) -> None:
         """What is not there is deleted already."""
@@ -111,6 +117,9 @@ class MemoryStore:
             raise WeightsError(f"blob {name} is not there")
         return self.blobs[name]
 
+    def part(self, name: str, place: slice) -> bytes:
+        return self.get(name)[place]
+
     def delete(self, name: str) -> None:
         check_blob_name(name)
         self.blobs.pop(name, None)
@@ -142,6 +151,16 @@ class FileStore:
         with self._bounded(f"read {name}"):
             try:
                 return path.read_bytes()
+            except FileNotFoundError:
+                raise WeightsError(f"blob {name} is not in {self._root}") from None
+
+    def part(self, name: str, place: slice) -> bytes:
+        path = self._path(name)
+        with self._bounded(f"read {name}"):
+            try:
+                with path.open("rb") as file:
+                    file.seek(place.start)
+                    return file.read(place.stop - place.start)
             except FileNotFoundError:
                 raise WeightsError(f"blob {name} is not in {self._root}") from None
 
@@ -248,9 +267,15 @@ class ObjectStore:
             raise TransportError(f"weights.store {self._url} could not write {name}: {error}") from None
 
     def get(self, name: str) -> bytes:
+        return self._read(name)
+
+    def part(self, name: str, place: slice) -> bytes:
+        return self._read(name, start=place.start, end=place.stop)
+
+    def _read(self, name: str, **place: int) -> bytes:
         path = self._path(name)
         try:
-            data: bytes = self._repeat(f"read {name}", lambda: self._files.cat_file(path))
+            data: bytes = self._repeat(f"read {name}", lambda: self._files.cat_file(path, **place))
         except FileNotFoundError:
             raise WeightsError(f"blob {name} is not in {self._url}") from None
         return data

@@ -1,0 +1,238 @@
+"""What the workers of one host and run fetch for each other: each blob once, into a folder of shared memory.
+
+    a blob is wanted ─► its file ─┬─► the lock is free: fetch what is missing, piece by piece ─┬─► read it
+                                  └─► another has it: wait for its pieces ─────────────────────┘
+
+A file is named by the blob's digest and sizes. It holds the blob, and after it a byte for each piece: 1 once the piece
+is there. The kernel frees the lock of a fetcher that died, and another goes on with what is missing. Who reads a blob
+checks its digest (`catchup.fetch`); one that is wrong is thrown away, and the store asked.
+
+The folder holds `share_bytes` at most, the oldest files go first, and it gives way to mirrors that need the room. Where
+a file cannot be had, the caller goes to the store by itself: nothing here is needed. Blocks on the file system, and on
+another worker as long as its fetch gets on (`patience_s`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+from streamrl.crashpoints import crashpoint
+from streamrl.files import share_folder, take_lock
+from streamrl.protocol.weights.manifest import ShardRecord
+
+_NAME = re.compile(r"[0-9a-f]{32}-\d+-\d+")
+_ROOM = "room"  # the lock of who makes or removes files
+_MEMBER = ".worker"  # ends the name of a file that a worker holds locked while it lives
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
+_MOST_READ = 1 << 30  # bytes; the kernel gives fewer than 2 GiB at a time
+
+
+class SharedBlob:
+    """One blob's file, open; to be closed."""
+
+    def __init__(self, descriptor: int, record: ShardRecord) -> None:
+        self.record = record
+        self._descriptor = descriptor
+
+    def missing(self) -> list[int]:
+        record = self.record
+        there = os.pread(self._descriptor, record.num_pieces, record.num_bytes)
+        return [number for number, is_there in enumerate(there) if not is_there]
+
+    def put(self, number: int, data: bytes | memoryview) -> None:
+        place = self.record.piece(number)
+        assert len(data) == place.stop - place.start, f"piece {number} has {len(data)} bytes"
+        _write(self._descriptor, data, place.start)
+        os.pwrite(self._descriptor, b"\1", self.record.num_bytes + number)
+        crashpoint("share.piece")
+
+    def piece(self, number: int) -> bytes:
+        place = self.record.piece(number)
+        return os.pread(self._descriptor, place.stop - place.start, place.start)
+
+    def read(self) -> bytes:
+        size = self.record.num_bytes
+        parts = [os.pread(self._descriptor, min(_MOST_READ, size - at), at) for at in range(0, size, _MOST_READ)]
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    @contextmanager
+    def locked(self) -> Iterator[bool]:
+        """Inside, nobody else fills it; False: somebody does."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # not by closing: a forked child has the descriptor, too
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+Fill = Callable[[SharedBlob], None]  # puts what is missing
+
+
+class HostShare:
+    """One per worker; the folder is the host's (`files.share_folder`)."""
+
+    def __init__(self, folder: Path, *, share_bytes: int, patience_s: float = 10.0) -> None:
+        self._folder, self._share_bytes, self._patience_s = folder, share_bytes, patience_s
+        self._member = folder / f"{os.getpid()}-{secrets.token_hex(4)}{_MEMBER}"
+        self._membership = take_lock(self._member)
+
+    def close(self) -> None:
+        if self._membership is not None:
+            self._member.unlink(missing_ok=True)
+            fcntl.flock(self._membership, fcntl.LOCK_UN)
+            os.close(self._membership)
+            self._membership = None
+
+    def is_alone(self) -> bool:
+        """No other worker of this host would read what we put here."""
+        return not any(_is_locked(path) for path in self._folder.glob(f"*{_MEMBER}") if path != self._member)
+
+    def get(self, record: ShardRecord, fill: Fill) -> tuple[bytes, bool] | None:
+        """The blob, unchecked, and whether it was us who fetched some of it. None: it cannot be had here.
+
+        What `fill` raises is raised, and the next to come goes on."""
+        shared = self._open(record)
+        if shared is None:
+            return None
+        with closing(shared):
+            was_us, pause_s, last_seen = False, _FIRST_PAUSE_S, (-1, 0.0)
+            while missing := shared.missing():
+                with shared.locked() as ours:
+                    if ours and shared.missing():
+                        crashpoint("share.begun")
+                        fill(shared)
+                        assert not shared.missing(), f"{record.blob_name} was not filled"
+                        crashpoint("share.whole")
+                        was_us = True
+                if ours:
+                    continue
+                if len(missing) != last_seen[0]:
+                    last_seen = len(missing), time.monotonic()
+                elif time.monotonic() - last_seen[1] > self._patience_s:
+                    return None
+                time.sleep(pause_s * random.uniform(0.5, 1.0))
+                pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+            return shared.read(), was_us
+
+    def discard(self, record: ShardRecord) -> None:
+        """It was not what its digest says."""
+        self._path(record).unlink(missing_ok=True)
+
+    def make_room(self, num_bytes: int) -> None:
+        """A mirror needs so much of the file system: it goes before what lies here, which is a copy."""
+        if _free_bytes(self._folder) >= num_bytes:
+            return
+        for path in self._files():
+            path.unlink(missing_ok=True)
+        deadline = time.monotonic() + self._patience_s / 5  # for who still has one open
+        while _free_bytes(self._folder) < num_bytes and time.monotonic() < deadline:
+            time.sleep(_LONGEST_PAUSE_S)
+
+    def _path(self, record: ShardRecord) -> Path:
+        return self._folder / f"{record.digest.hex()}-{record.num_bytes}-{record.piece_bytes}"
+
+    def _files(self) -> list[Path]:
+        """The oldest first."""
+        found = []
+        for path in self._folder.iterdir():
+            with suppress(FileNotFoundError):
+                if _NAME.fullmatch(path.name):
+                    found.append((path.stat().st_mtime_ns, path))
+        return [path for _, path in sorted(found)]
+
+    def _open(self, record: ShardRecord) -> SharedBlob | None:
+        path, size = self._path(record), record.num_bytes + record.num_pieces
+        with self._room() as ours:
+            if not ours:
+                return None
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                if os.fstat(descriptor).st_size != size:
+                    if not self._has_room(path, size):
+                        path.unlink()
+                        os.close(descriptor)
+                        return None
+                    os.posix_fallocate(descriptor, 0, size)
+            except BaseException:
+                os.close(descriptor)
+                raise
+        return SharedBlob(descriptor, record)
+
+    @contextmanager
+    def _room(self) -> Iterator[bool]:
+        """Inside, nobody else makes or removes files. False: somebody holds this for long."""
+        deadline = time.monotonic() + self._patience_s / 5
+        while (lock := take_lock(self._folder / _ROOM)) is None and time.monotonic() < deadline:
+            time.sleep(_FIRST_PAUSE_S * random.uniform(0.5, 1.0))
+        try:
+            yield lock is not None
+        finally:
+            if lock is not None:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+                os.close(lock)
+
+    def _has_room(self, made: Path, size: int) -> bool:
+        """After the oldest files that nobody fills have gone for it. A file system is never filled by more than half
+        of what is free: mirrors are to lie there, too."""
+        others = [path for path in self._files() if path != made]
+        taken = sum(path.stat().st_size for path in others)
+        for path in others:
+            if taken + size <= self._share_bytes and 2 * size <= _free_bytes(self._folder):
+                break
+            if not _is_locked(path):
+                taken -= path.stat().st_size
+                path.unlink()
+        return taken + size <= self._share_bytes and 2 * size <= _free_bytes(self._folder)
+
+
+@contextmanager
+def open_share(run_uid: str, share_bytes: int) -> Iterator[HostShare | None]:
+    """None: nothing is to be shared."""
+    if not share_bytes:
+        yield None
+        return
+    with share_folder(run_uid) as folder, closing(HostShare(folder, share_bytes=share_bytes)) as host:
+        yield host
+
+
+def _write(descriptor: int, data: bytes | memoryview, at: int) -> None:
+    left = memoryview(data)
+    while left:
+        written = os.pwrite(descriptor, left, at)
+        left, at = left[written:], at + written
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        lock = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        return False
+    finally:
+        os.close(lock)
+
+
+def _free_bytes(folder: Path) -> int:
+    stats = os.statvfs(folder)
+    return stats.f_bavail * stats.f_frsize

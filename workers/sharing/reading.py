@@ -1,0 +1,112 @@
+"""Blobs for a mirror, from the nearest place that has them: this host's share, other hosts, the store.
+
+    get(name) ─► small, or nobody to share with: the store
+              ├► the host's share: what is there, or comes; else fetched by us, from peers and the store
+              └► wrong, or no room in the share: the store
+
+A blob that is asked for again was wrong: it is thrown away here, and comes from the store. Every byte is counted by
+where it came from. Blocks on all of them, each within its own bounds. May be called from several threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import structlog
+
+from streamrl.errors import WeightsError
+from streamrl.protocol.weights.manifest import Manifest, ShardRecord
+from streamrl.protocol.weights.stores import Blobs, BlobStore
+from streamrl.workers.sharing.host import HostShare, SharedBlob
+
+log = structlog.get_logger(__name__)
+
+LEAST_BYTES = 64 << 10  # a blob with fewer is fetched sooner than asked for
+
+
+class Hosts(Protocol):
+    """Other hosts, that may have pieces (`swarm.Swarm`)."""
+
+    def fill(self, shared: SharedBlob, store: BlobStore, counts: Counts) -> None:
+        """Put every piece that is missing; what peers do not give comes from the store."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Bytes of blobs since the worker's start, by where they came from."""
+
+    store: int = 0
+    peers: int = 0
+    host: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, *, store: int = 0, peers: int = 0, host: int = 0) -> None:
+        with self.lock:
+            self.store += store
+            self.peers += peers
+            self.host += host
+
+
+class Sharing:
+    """One per worker."""
+
+    def __init__(self, store: BlobStore, host: HostShare | None, hosts: Hosts | None = None) -> None:
+        self.counts = Counts()
+        self._store, self._host, self._hosts = store, host, hosts
+
+    def reading(self, manifests: Sequence[Manifest]) -> Blobs:
+        """The blobs of these; for one go at them."""
+        return _Reading(self, {shard.blob_name: shard for manifest in manifests for shard in manifest.shards})
+
+    def get(self, record: ShardRecord) -> bytes:
+        if self._host is None or record.num_bytes < LEAST_BYTES or (self._hosts is None and self._host.is_alone()):
+            return self.from_store(record)
+        try:
+            found = self._host.get(record, self._fill)
+        except OSError as error:  # the folder went, or its file system failed
+            log.warning("weights_not_shared", why=str(error))
+            found = None
+        if found is None:
+            return self.from_store(record)
+        blob, was_us = found
+        if not was_us:
+            self.counts.add(host=len(blob))
+        return blob
+
+    def from_store(self, record: ShardRecord) -> bytes:
+        blob = self._store.get(record.blob_name)
+        self.counts.add(store=len(blob))
+        return blob
+
+    def discard(self, record: ShardRecord) -> None:
+        log.warning("shared_blob_wrong", blob=record.blob_name)
+        if self._host is not None:
+            self._host.discard(record)
+
+    def _fill(self, shared: SharedBlob) -> None:
+        if self._hosts is not None:
+            self._hosts.fill(shared, self._store, self.counts)
+            return
+        record = shared.record
+        blob = memoryview(self.from_store(record))
+        if len(blob) != record.num_bytes:
+            raise WeightsError(f"blob {record.blob_name} has {len(blob)} bytes, should have {record.num_bytes}")
+        for number in shared.missing():
+            shared.put(number, blob[record.piece(number)])
+
+
+class _Reading:
+    def __init__(self, sharing: Sharing, records: Mapping[str, ShardRecord]) -> None:
+        self._sharing, self._records = sharing, records
+        self._seen: set[str] = set()
+
+    def get(self, name: str) -> bytes:
+        record = self._records[name]
+        if name in self._seen:
+            self._sharing.discard(record)
+            return self._sharing.from_store(record)
+        self._seen.add(name)
+        return self._sharing.get(record)
