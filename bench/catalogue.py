@@ -42,6 +42,7 @@ BENCHES: Mapping[str, Entry] = {
     "staleness": Entry("bench.staleness:bench", "What each loss makes of stale samples: reward at lag 0 to 32."),
     "distillation": Entry("bench.distillation:bench", "A small student on the quickstart's task, and its teacher."),
     "curriculum": Entry("bench.curriculum:bench", "What a curriculum saves: tokens to 0.9, on mixed prompts."),
+    "whole": Entry("bench.whole:bench", "A whole run against bare vLLM and bare passes for its tokens."),
     "start": Entry("bench.start:bench", "The quickstart up to its first sample, against another commit."),
     "peers": Entry("bench.peers:bench", "A whole run against TRL's RLOO trainer: samples/s, time to a reward, memory."),
     "peers-trl": Entry("bench.peers_tune:bench", "What TRL's settings make of its speed on two cores."),

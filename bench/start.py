@@ -22,6 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from statistics import median
 
+from bench.descendants import Spent
 from bench.measure import Say
 from bench.report import Bar, Fact, Line
 
@@ -30,20 +31,6 @@ _GOAL = 0.6  # of the other commit's time
 _LIMIT_S = 900.0
 _END_S = 60.0  # for one that is told to end, in order
 _LOOK_EVERY_S = 0.1
-_TICKS = os.sysconf("SC_CLK_TCK")
-# By a word of the command line; the first that fits.
-_PARTS = {
-    "warm-up": "cli.main sft",
-    "reward model": "reward train",
-    "checks": "preflight",
-    "reward server": "reward serve",
-    "torchrun": "process.agent",
-    "learner": "learner.process.fork_server",
-    "engine": "vllm_imported",
-    "worker": "cli.main worker",
-    "engine, spawned": "spawn_main",
-    "launcher": "cli.main quickstart",
-}
 
 
 @dataclass(slots=True)
@@ -119,19 +106,13 @@ def _start(checkout: Path) -> Start:
 
 def _watch(run: subprocess.Popen[bytes], folder: Path, began: float) -> Start:
     """Until the first sample can be made."""
-    found, spent = Start(), dict[int, tuple[str, float]]()
+    found, spent = Start(), Spent(os.getpid())
     while run.poll() is None:
-        for pid in _descendants(run.pid):
-            try:
-                spent[pid] = _part(pid), _cpu_s(pid)
-            except OSError:  # it has ended
-                continue
+        by_part = spent.look()
         if not found.prepared_s and (folder / "redis").exists():
             found.prepared_s = time.time() - began
         if (loaded := _first_loaded(folder / "logs" / "worker-0.log")) is not None:
-            found.first_sample_s = loaded - began
-            for part, seconds in spent.values():
-                found.cpu_s[part] += seconds
+            found.first_sample_s, found.cpu_s = loaded - began, by_part
             return found
         if time.time() - began > _LIMIT_S:
             run.terminate()
@@ -148,26 +129,3 @@ def _first_loaded(log: Path) -> float | None:
         if '"version_loaded"' in line and line.endswith("}"):
             return datetime.fromisoformat(json.loads(line)["timestamp"]).timestamp()
     return None
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    yield pid
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = task.read_text().split()
-        except OSError:
-            continue
-        for child in children:
-            yield from _descendants(int(child))
-
-
-def _part(pid: int) -> str:
-    words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    if "VLLM::" in words:
-        return "engine"
-    return next((part for part, word in _PARTS.items() if word in words), "others")
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS

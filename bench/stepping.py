@@ -64,6 +64,10 @@ class Stepping:
     def pack(self, groups: Sequence[Group]) -> Sequence[MicroBatch]:
         return self._gradients.prepare(groups, self._tally()).micro_batches
 
+    def num_tokens(self, groups: Sequence[Group]) -> int:
+        """As they are packed."""
+        return self._gradients.prepare(groups, self._tally()).num_tokens
+
     def flops(self, groups: Sequence[Group]) -> float:
         return self._gradients.prepare(groups, self._tally()).flops
 

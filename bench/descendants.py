@@ -1,0 +1,67 @@
+"""What the processes of a command have used of the cores, by what they are for."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+# By a word of the command line; the first that fits.
+_PARTS = {
+    "warm-up": "cli.main sft",
+    "reward model": "reward train",
+    "checks": "preflight",
+    "reward server": "reward serve",
+    "torchrun": "process.agent",
+    "learner": "learner.process.fork_server",
+    "engine": "vllm_imported",
+    "worker": "cli.main worker",
+    "engine, spawned": "spawn_main",
+    "launcher": "cli.main quickstart",
+    "Redis": "-server unix",  # or Valkey
+}
+
+
+class Spent:
+    """Core-seconds of a process's descendants, as last seen: those that have ended count on."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._seen: dict[int, tuple[str, float]] = {}
+
+    def look(self) -> Counter[str]:
+        """By part, since each began."""
+        for pid in descendants(self._pid):
+            try:
+                self._seen[pid] = part_of(pid), cpu_s(pid)
+            except OSError:  # it has ended
+                continue
+        found: Counter[str] = Counter()
+        for part, seconds in self._seen.values():
+            found[part] += seconds
+        return found
+
+
+def descendants(pid: int) -> Iterator[int]:
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = [int(child) for child in task.read_text().split()]
+        except OSError:
+            continue
+        for child in children:
+            yield child
+            yield from descendants(child)
+
+
+def part_of(pid: int) -> str:
+    words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    if "VLLM::" in words:
+        return "engine"
+    return next((part for part, word in _PARTS.items() if word in words), "others")
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS

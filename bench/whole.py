@@ -1,0 +1,199 @@
+"""A whole run against the least that its tokens need.
+
+    run    Redis, a learner under torchrun, a worker with vLLM: core-seconds of every process, from the first sample to
+           the last step, and how many tokens were made and trained meanwhile
+    bare   the same vLLM alone, for answers as long as the run's: core-seconds a token that it makes
+           the plain model, forward and backward, packed as the learner packs: core-seconds a token that it trains
+
+    (tokens made x bare vLLM + tokens trained x bare passes) / core-seconds of the run
+
+One thread a process, on two cores. Tokens that are made and not trained (dropped groups, what is under way at the end)
+count as made: the run pays for them, and so does bare vLLM. Core-seconds hold on a machine that has other work, too,
+but for the caches that it shares.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bench.descendants import Spent
+from bench.measure import Say, environment_as_it_was
+from bench.report import Bar, Fact, Line
+from bench.whole_bare import Bare, bare
+from streamrl.config import schema
+from streamrl.errors import ResourceError
+from streamrl.files import scratch_folder
+from streamrl.ops.launch.processes import Command, Process, end_all
+from streamrl.ops.monitor.history import read_lines
+from streamrl.process import bind
+from streamrl.protocol.transport.embedded import EmbeddedRedis
+
+_NAME = "whole"
+_REWARD = f"{Path(__file__).with_name('whole_model.py')}:reward"
+_LOOK_EVERY_S = 0.5
+_LIMIT_S = 1200.0
+_LEAVE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    name: str
+    steps: int
+    groups_per_step: int
+    longest: int  # tokens of an answer
+    goal: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    start_s: float  # before the first sample
+    seconds: float  # from there to the last step
+    spent: Counter[str]  # core-seconds meanwhile, by part
+    made: int  # tokens
+    used: float  # of these, those of groups that were trained
+    trained: float  # tokens that passed through the learner, prompts among them
+    answer: float  # tokens, on average
+
+
+_CASES = (
+    Case(name="0.7M", steps=100, groups_per_step=20, longest=12, goal=0.65),
+    Case(name="25M", steps=10, groups_per_step=16, longest=256, goal=0.8),
+    Case(name="136M", steps=4, groups_per_step=8, longest=48, goal=0.8),
+)
+
+
+def bench(*, quick: bool, say: Say) -> list[Line]:
+    lines: list[Line] = []
+    for case in _CASES[:1] if quick else _CASES:
+        with scratch_folder() as folder, environment_as_it_was():
+            os.environ["OMP_NUM_THREADS"] = "1"
+            lines += _measure(replace(case, steps=case.steps // 6) if quick else case, folder, say=say)
+    return lines
+
+
+def _measure(case: Case, folder: Path, *, say: Say) -> list[Line]:
+    from bench.whole_model import write_model  # torch: only when it is asked
+
+    write_model(case.name, folder / "model", folder / "prompts.jsonl")
+    settings = _settings(case, folder)
+    say(f"{case.name}: a run of {case.steps} steps")
+    ran = _run(settings, folder, say)
+    say(f"{case.name}: {ran.made:,} tokens made and {ran.trained:,.0f} trained in {ran.seconds:.0f} s; now bare")
+    least = bare(schema.Config.model_validate(settings), case.name, answer=ran.answer)
+    return list(lines_of(case, ran, least))
+
+
+def lines_of(case: Case, ran: Ran, least: Bare) -> Iterator[Line]:
+    name, total = case.name, sum(ran.spent.values())
+    made_s, trained_s = ran.made * least.made.cpu_s, ran.trained * least.trained.cpu_s
+    yield Bar(name=f"{name}: bare / run", value=(made_s + trained_s) / total, unit="x", goal=case.goal, better="higher")
+    overlapped_s = max(ran.made * least.made.wall_s, ran.trained * least.trained.wall_s)
+    yield Fact(
+        name=f"{name}: wall time, bare and perfectly overlapped / run", value=overlapped_s / ran.seconds, unit="x"
+    )
+    yield Fact(name=f"{name}: tokens made that were not trained", value=1 - ran.used / ran.made, unit="x")
+    yield Fact(name=f"{name}: before the first sample", value=ran.start_s, unit="s")
+    yield Fact(name=f"{name}: bare vLLM", value=made_s, unit="core-s")
+    yield Fact(name=f"{name}: bare passes", value=trained_s, unit="core-s")
+    for part, seconds in ran.spent.most_common():
+        yield Fact(name=f"{name}: {part}", value=seconds, unit="core-s")
+
+
+def _settings(case: Case, folder: Path) -> dict[str, Any]:
+    return {
+        "name": _NAME,
+        "dir": str(folder),
+        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "data": {"train": str(folder / "prompts.jsonl"), "max_prompt_tokens": 16},
+        "sampling": {"num_samples": 8, "max_tokens": case.longest},
+        "rewards": {"even": {"type": "function", "target": _REWARD}},
+        "algorithm": {"kl": {"placement": "none"}, "mask_unfinished": False},
+        "training": {
+            "groups_per_step": case.groups_per_step,
+            "max_steps": case.steps,
+            "micro_batch_tokens": 4096,
+        },
+        "lag": {"max_steps": 2},
+        "weights": {"dtype": "float32"},
+        "checkpoint": {"every_steps": 1000},
+        "validation": {"every_steps": 0, "at_start": False, "at_end": False},
+        "worker": {"threads": 1, "grace_s": 1.0},
+        "learner": {"threads": 1},
+    }
+
+
+def _run(settings: dict[str, Any], folder: Path, say: Say) -> Ran:
+    file = folder / "whole.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    port = bind("127.0.0.1", 0, what="the worker's figures")
+    http = f"127.0.0.1:{port.getsockname()[1]}"
+    port.close()
+    began = time.time()
+    with EmbeddedRedis.start(folder / "redis") as server:
+        words = ("learn", str(file), "--redis", server.url)
+        asked = ("worker", "--redis", server.url, "--run", _NAME, "--model", settings["model"]["path"], "--http", http)
+        parts = [
+            Process(_command("learner", words, folder)),
+            Process(_command("worker", (*asked, "--allow-reward-code", _REWARD, "--import-vllm"), folder)),
+        ]
+        try:
+            return _watched(parts, folder / _NAME / "metrics.jsonl", http, settings["training"]["max_steps"], began)
+        finally:
+            end_all(parts, within_s=_LEAVE_S)
+
+
+def _watched(parts: list[Process], metrics: Path, http: str, num_steps: int, began: float) -> Ran:
+    spent = Spent(os.getpid())
+    first: tuple[float, Counter[str]] | None = None
+    while time.time() < began + _LIMIT_S:
+        by_part, made, now = spent.look(), _made(http), time.time()
+        if first is None and made > 0:
+            first = now, Counter(by_part)
+        steps = [line for line in read_lines(metrics) if "train_optim/loss" in line] if metrics.exists() else []
+        if first is not None and len(steps) >= num_steps:
+            return _ran(steps, made, by_part - first[1], seconds=now - first[0], start_s=first[0] - began)
+        for part in parts:
+            if (code := part.poll()) is not None:
+                words = "\n".join(part.last_words())
+                raise ResourceError(f"the {part.command.name} ended ({code}) after {len(steps)} steps:\n{words}")
+        time.sleep(_LOOK_EVERY_S)
+    raise ResourceError(f"the run made no {num_steps} steps within {_LIMIT_S:.0f} s; {parts[0].command.log}")
+
+
+def _ran(steps: list[dict[str, Any]], made: int, spent: Counter[str], *, seconds: float, start_s: float) -> Ran:
+    answers = sum(step["train_rollouts/response_lengths"] * step["train_rollouts/rollout_size"] for step in steps)
+    return Ran(
+        seconds=seconds,
+        start_s=start_s,
+        spent=spent,
+        made=made,
+        trained=sum(step["throughput/tokens"] for step in steps),
+        used=answers,
+        answer=answers / sum(step["train_rollouts/rollout_size"] for step in steps),
+    )
+
+
+def _made(http: str) -> int:
+    """Tokens of the worker's engine so far."""
+    try:
+        with urllib.request.urlopen(f"http://{http}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+    except OSError:
+        return 0
+    words = (line.replace("{", " ").split() for line in lines if not line.startswith("#"))
+    return next((int(float(last)) for name, *_, last in words if name.endswith("engine_tokens")), 0)
+
+
+def _command(name: str, words: Sequence[str], folder: Path) -> Command:
+    program = (sys.executable, "-m", "streamrl.ops.cli.main", *words)
+    return Command(name=name, arguments=program, log=folder / f"{name}.log", environment={"HF_HUB_OFFLINE": "1"})

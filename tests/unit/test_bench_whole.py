@@ -1,0 +1,55 @@
+"""What a run's processes have used, and what a bench of the whole run makes of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from bench import whole
+from bench.descendants import Spent, descendants
+from bench.report import Bar
+from bench.whole_bare import Bare, Cost
+from tests.helpers import wait_until
+
+BURN = """
+import sys, time
+while time.process_time() < 0.4: pass
+print("burnt", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_core_seconds_of_a_process_count_on_when_it_has_ended() -> None:
+    parent = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {BURN!r}]))"
+    with subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"burnt\n"
+        spent = Spent(process.pid)
+        before = sum(spent.look().values())
+        process.stdin.close()
+        wait_until(lambda: not list(descendants(process.pid)), description="the child has ended")
+        assert sum(spent.look().values()) == before > 0.3  # hundredths are counted, each process in full ones
+
+
+def test_the_bar_is_what_bare_parts_need_over_what_the_run_took() -> None:
+    ran = whole.Ran(
+        start_s=5.0,
+        seconds=10.0,
+        spent=Counter({"learner": 8.0, "engine": 12.0}),
+        made=1000,
+        used=750.0,
+        trained=2000.0,
+        answer=9.0,
+    )
+    least = Bare(made=Cost(cpu_s=0.01, wall_s=0.008), trained=Cost(cpu_s=0.001, wall_s=0.001))
+    case = whole.Case(name="tiny", steps=1, groups_per_step=1, longest=1, goal=0.5)
+    bar, *facts = whole.lines_of(case, ran, least)
+    assert isinstance(bar, Bar)
+    assert bar.value == pytest.approx((1000 * 0.01 + 2000 * 0.001) / 20)
+    told = {fact.name.removeprefix("tiny: "): fact.value for fact in facts}
+    assert told["wall time, bare and perfectly overlapped / run"] == pytest.approx(0.8)
+    assert told["tokens made that were not trained"] == 0.25
