@@ -205,6 +205,10 @@ VIEWS: Mapping[str, View] = {
     "most_groups_dropped": replace(WELL, drops=_DROPPED),
     "few_prompts_fit": replace(WELL, prompts={"new": 40, "fitting": 60, "solved": 700, "hopeless": 240}),
     "some_workers_reject": _workers(_REJECTING, _worker(part=_part("worker/node-3-78", "generate", "working"))),
+    "peer_lied": _workers(
+        _worker(detail={"peers": "10.0.0.7:9500", "peer_lied": "10.0.0.8:9500"}),
+        _worker(part=_part("worker/node-3-78", "generate", "working"), detail={"peers": "10.0.0.8:9500"}),
+    ),
     "weights_behind": _workers(_worker(version="1.109", step=109, lag=11)),
     "engine_disagrees": replace(WELL, learner=replace(_LEARNER, fresh_mismatch=(1.8, 1.9, 2.0))),
     "workers_silent": _workers(_worker(), _worker(part=_GONE)),

@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from streamrl import web
 from streamrl.process import address_of, bind
+from streamrl.telemetry.progress import Detail
 from streamrl.workers.health import Health
 
 
@@ -89,6 +90,10 @@ class _Figures(Collector):
             "engine_restarts", "engines that took another one's place", int(detail.get("engine_restarts", 0))
         )
         yield _gauge("weights_step", "optimizer step of the weights being served", float(detail.get("step", 0)))
+        yield _gauge("weights_fetch_seconds", "from hearing of a version to its bits", _told(detail, "weights_fetch_s"))
+        yield _counter("weights_bytes_store", "of weights, from the store", _told(detail, "weights_from_store"))
+        yield _counter("weights_bytes_peers", "of weights, from other hosts", _told(detail, "weights_from_peers"))
+        yield _counter("weights_bytes_host", "of weights, from this host's share", _told(detail, "weights_from_host"))
         yield _gauge("scores_pending", "samples that wait for a score", parts.rewards.num_pending)
         if (stats := parts.work.engine_stats) is not None:
             yield _gauge("engine_tokens", "tokens made since this engine's start", stats.num_made)
@@ -97,9 +102,13 @@ class _Figures(Collector):
             yield _gauge("kv_cache_used", "share of the room for keys and values", stats.kv_used)
 
 
+def _told(detail: Detail, name: str) -> float:
+    return float(detail.get(name, 0))
+
+
 def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(f"streamrl_worker_{name}", text, value=float(value))
 
 
-def _counter(name: str, text: str, value: int) -> Metric:
+def _counter(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(f"streamrl_worker_{name}", text, value=value)

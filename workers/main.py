@@ -49,6 +49,11 @@ log = structlog.get_logger(__name__)
 @click.option("--local-reward-url", help="The reward server that the run's configuration calls `local`.")
 @click.option("--http", metavar="HOST:PORT", help="Answer /livez, /readyz and /metrics there; port 0: any free one.")
 @click.option(
+    "--peers",
+    metavar="HOST:PORT",
+    help="Fetch weights from other hosts' workers too, and hand them on: the address, in numbers, that they reach.",
+)
+@click.option(
     "--sessions",
     default="127.0.0.1:0",
     show_default=True,

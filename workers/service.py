@@ -54,8 +54,7 @@ from streamrl.workers.proofs.proving import Prover
 from streamrl.workers.rewards.base import build_rewards
 from streamrl.workers.rewards.teaching import Teaches
 from streamrl.workers.rollout import Rollout
-from streamrl.workers.sharing.host import open_share
-from streamrl.workers.sharing.reading import Sharing
+from streamrl.workers.sharing.opening import open_sharing
 from streamrl.workers.supervise import RestartPatience, Supervisor
 from streamrl.workers.weights import Patience, WeightFollower
 
@@ -77,6 +76,7 @@ class Options:
     local_reward_url: str | None = None
     http: str | None = None  # HOST:PORT to answer probes and metrics on
     sessions: str = "127.0.0.1:0"  # HOST:PORT that agents ask the model at
+    peers: str | None = None  # HOST:PORT that workers of other hosts ask for weights at
     gpu_memory: float | None = None  # share of its GPUs' memory that its engine may take
     import_vllm: bool = False  # while the run is waited for
 
@@ -271,14 +271,20 @@ class _Service:
         with (
             mirror_folder(self._info.uid, self._options.worker) as folder,
             connect(self._options.redis_url, config.redis, patience_s=config.redis.give_up_after_s) as client,
-            open_share(self._info.uid, config.weights.share_bytes) as host,
+            open_sharing(
+                open_store(config.weights.store, client, self._keys),
+                client,
+                self._keys,
+                run_uid=self._info.uid,
+                share_bytes=config.weights.share_bytes,
+                peers=self._options.peers,
+                progress=self._progress,
+            ) as sharing,
         ):
-            make_room = host.make_room if host else lambda num_bytes: None
-            store = open_store(config.weights.store, client, self._keys)
             weights = WeightFollower(
                 announcements=stream,
-                reading=Sharing(store, host).reading,
-                mirror=Mirror(folder, run_uid=self._info.uid, pretrained=pretrained, make_room=make_room),
+                reading=sharing.reading,
+                mirror=Mirror(folder, run_uid=self._info.uid, pretrained=pretrained, make_room=sharing.make_room),
                 prover=prover,
                 progress=self._progress,
                 patience=Patience(

@@ -125,7 +125,8 @@ class WeightFollower:
 
     async def _fetch(self, announcement: Announcement) -> None:
         """Bring the mirror to this version or, where that fails, to a newer one."""
-        deadline = time.monotonic() + self._patience.give_up_after_s
+        began = time.monotonic()
+        deadline = began + self._patience.give_up_after_s
         pause_s = _FIRST_PAUSE_S
         while self._mirror.version < announcement.version:
             try:
@@ -137,6 +138,7 @@ class WeightFollower:
                     raise
                 log.warning("version_not_fetched", version=show(announcement.version), error=str(error))
             else:
+                self._progress.note(weights_fetch_s=round(time.monotonic() - began, 3))
                 return
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -19,6 +19,7 @@ from streamrl.protocol.transport.acl import ROLES, Role, rules
 from streamrl.protocol.transport.connection import check_server, connect, connect_async
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.peers import Peers
 from streamrl.protocol.weights.redis_store import RedisStore
 from tests.faults.report import Row, note
 from tests.redis.monitor_world import Watched, healthy_run
@@ -58,6 +59,9 @@ def every_key(keys: Keys) -> dict[str, str]:
         "announced": keys.announced,
         "blobs": keys.blobs,
         "blob": keys.blob("u/000001/0", 0),
+        "peers": keys.peers("0" * 32),
+        "claims": keys.claims("0" * 32),
+        "peers_secret": keys.peers_secret,
         "progress": keys.progress,
         "reported": keys.reported,
         "metrics": keys.metrics,
@@ -73,6 +77,9 @@ MAY_CHANGE: Mapping[Role, Mapping[str, set[str]]] = {
         "groups": {"XADD"},
         "receipt": {"SET"},
         "counters": {"HINCRBY"},
+        "peers": {"HSET", "HDEL", "PEXPIRE"},
+        "claims": {"HSET", "HDEL", "PEXPIRE"},
+        "peers_secret": {"SET"},
         "progress": {"HSET", "HDEL", "DEL"},
         "reported": {"ZADD", "ZREM"},
     },
@@ -166,6 +173,22 @@ def test_weights_are_stored_by_the_learner_and_read_by_a_worker(
     with pytest.raises(TransportError, match=r"(?i)no permissions"):
         RedisStore(as_role["monitor"], keys).get(name)
     mine.delete(name)
+
+
+def test_workers_tell_each_other_of_pieces_and_nobody_else_reads_their_secret(
+    client: redis.Redis, keys: Keys, as_role: Mapping[Role, redis.Redis]
+) -> None:
+    client.hset(keys.meta, "uid", "u")
+    denied(client)
+    peers = Peers(as_role["worker"], keys, run_uid="u", address="10.0.0.1:7000")
+    told = peers.tell("0" * 32, have=b"\0", num_pieces=3, taken=(), most=2)
+    assert told.given == [0, 1]
+    assert len(told.secret) == 64
+    assert denied(client) == []
+    for role in ROLES:
+        if role != "worker":
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                as_role[role].get(keys.peers_secret)
 
 
 def test_everything_that_looks_works_as_a_monitor(

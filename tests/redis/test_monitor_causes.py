@@ -263,6 +263,22 @@ def test_a_worker_that_was_killed_rejects_nothing(run: Watched) -> None:
     assert not {"all_workers_reject", "some_workers_reject"} & set(run.causes())
 
 
+def test_a_peer_that_lied_is_named_while_it_lives(run: Watched) -> None:
+    run.learner("train", state="working")
+    run.worker(name="a", detail={**SERVES, "peers": "10.0.0.1:9500", "peer_lied": "10.0.0.2:9500"})
+    assert "peer_lied" in run.causes()
+    [cause] = [cause for cause in run.view().causes if cause.name == "peer_lied"]
+    assert "worker/a had a piece from 10.0.0.2:9500" in cause.evidence
+    assert "none of the workers" in cause.evidence
+
+    run.worker(name="b", detail={**SERVES, "peers": "10.0.0.2:9500"})
+    [cause] = [cause for cause in run.view().causes if cause.name == "peer_lied"]
+    assert "worker/b on here" in cause.evidence
+
+    run.worker(name="b", ago_s=30, detail={**SERVES, "peers": "10.0.0.2:9500"})
+    assert "peer_lied" not in run.causes()
+
+
 def test_a_run_that_failed_says_with_what_whatever_an_operator_says_later(run: Watched) -> None:
     told = f"all 2 workers reject version 1.5: {OFF}"
     run.world.learner.stream.event("failed", error=told)

@@ -4,67 +4,27 @@ from __future__ import annotations
 
 import fcntl
 import os
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from streamrl.crashpoints import CrashAt, SimulatedCrash, armed
 from streamrl.errors import TransportError, WeightsError
 from streamrl.files import share_folder
-from streamrl.protocol.weights.catchup import fetch
-from streamrl.protocol.weights.format import digest_of, digests_of_pieces
-from streamrl.protocol.weights.manifest import Manifest, ShardRecord
 from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.workers.sharing.host import HostShare, SharedBlob, open_share
 from streamrl.workers.sharing.reading import LEAST_BYTES, Sharing
 from tests.helpers import wait_until
-
-PIECE = 16 << 10
-
-
-def record_of(blob: bytes, name: str = "run/000001/0-0-aa") -> ShardRecord:
-    return ShardRecord(
-        blob_name=name,
-        num_bytes=len(blob),
-        digest=digest_of(blob),
-        ranges=(),
-        piece_bytes=PIECE,
-        pieces=digests_of_pieces(blob, PIECE),
-    )
-
-
-def version_of(*records: ShardRecord) -> Manifest:
-    return Manifest(version=1 << 32, base=0, step=0, run_uid="run", tensors=(), shards=records)
-
-
-BLOB = np.random.default_rng(0).bytes(LEAST_BYTES + 3 * PIECE + 100)
-RECORD = record_of(BLOB)
-
-
-class CountingStore(MemoryStore):
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_got = 0
-        self.open = threading.Event()
-        self.open.set()
-
-    def get(self, name: str) -> bytes:
-        self.num_got += 1
-        assert self.open.wait(10), "the store was never opened"
-        return super().get(name)
+from tests.sharing_world import BLOB, PIECE, RECORD, CountingStore, fetched, record_of
 
 
 @pytest.fixture
 def store() -> CountingStore:
-    store = CountingStore()
-    store.put(RECORD.blob_name, BLOB)
-    return store
+    return CountingStore()
 
 
 @pytest.fixture
@@ -78,10 +38,6 @@ def hosts(folder: Path) -> Iterator[list[HostShare]]:
     """Two workers' hands on one folder."""
     with two_hands(folder, 1 << 20) as made:
         yield made
-
-
-def fetched(sharing: Sharing, record: ShardRecord = RECORD) -> bytes:
-    return fetch(record, sharing.reading([version_of(record)]))
 
 
 def test_a_blob_is_fetched_from_the_store_once_for_all_workers_of_a_host(

@@ -47,7 +47,10 @@ class SharedBlob:
         there = os.pread(self._descriptor, record.num_pieces, record.num_bytes)
         return [number for number, is_there in enumerate(there) if not is_there]
 
-    def put(self, number: int, data: bytes | memoryview) -> None:
+    def has(self, number: int) -> bool:
+        return os.pread(self._descriptor, 1, self.record.num_bytes + number) == b"\1"
+
+    def put(self, number: int, data: bytes | bytearray | memoryview) -> None:
         place = self.record.piece(number)
         assert len(data) == place.stop - place.start, f"piece {number} has {len(data)} bytes"
         _write(self._descriptor, data, place.start)
@@ -129,6 +132,16 @@ class HostShare:
                 pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
             return shared.read(), was_us
 
+    def there(self, record: ShardRecord) -> list[int]:
+        """Which of its pieces lie here."""
+        with self._to_read(record) as shared:
+            return [] if shared is None else sorted({*range(record.num_pieces)} - {*shared.missing()})
+
+    def piece(self, record: ShardRecord, number: int) -> bytes | None:
+        with self._to_read(record) as shared:
+            there = shared is not None and 0 <= number < record.num_pieces and shared.has(number)
+            return shared.piece(number) if shared is not None and there else None
+
     def discard(self, record: ShardRecord) -> None:
         """It was not what its digest says."""
         self._path(record).unlink(missing_ok=True)
@@ -174,6 +187,16 @@ class HostShare:
         return SharedBlob(descriptor, record)
 
     @contextmanager
+    def _to_read(self, record: ShardRecord) -> Iterator[SharedBlob | None]:
+        try:
+            descriptor = os.open(self._path(record), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            yield None
+            return
+        with closing(SharedBlob(descriptor, record)) as shared:
+            yield shared if os.fstat(descriptor).st_size == record.num_bytes + record.num_pieces else None
+
+    @contextmanager
     def _room(self) -> Iterator[bool]:
         """Inside, nobody else makes or removes files. False: somebody holds this for long."""
         deadline = time.monotonic() + self._patience_s / 5
@@ -201,16 +224,16 @@ class HostShare:
 
 
 @contextmanager
-def open_share(run_uid: str, share_bytes: int) -> Iterator[HostShare | None]:
-    """None: nothing is to be shared."""
+def open_share(run_uid: str, share_bytes: int, *, root: Path | None = None) -> Iterator[HostShare | None]:
+    """None: nothing is to be shared. `root`: where the host's folder lies, if not in shared memory."""
     if not share_bytes:
         yield None
         return
-    with share_folder(run_uid) as folder, closing(HostShare(folder, share_bytes=share_bytes)) as host:
+    with share_folder(run_uid, root=root) as folder, closing(HostShare(folder, share_bytes=share_bytes)) as host:
         yield host
 
 
-def _write(descriptor: int, data: bytes | memoryview, at: int) -> None:
+def _write(descriptor: int, data: bytes | bytearray | memoryview, at: int) -> None:
     left = memoryview(data)
     while left:
         written = os.pwrite(descriptor, left, at)

@@ -11,7 +11,7 @@ where it came from. Blocks on all of them, each within its own bounds. May be ca
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -53,15 +53,33 @@ class Counts:
 class Sharing:
     """One per worker."""
 
-    def __init__(self, store: BlobStore, host: HostShare | None, hosts: Hosts | None = None) -> None:
+    def __init__(
+        self,
+        store: BlobStore,
+        host: HostShare | None,
+        hosts: Hosts | None = None,
+        *,
+        on_blob: Callable[[Counts], None] = lambda counts: None,  # hears of each that is here
+    ) -> None:
         self.counts = Counts()
+        self._on_blob = on_blob
         self._store, self._host, self._hosts = store, host, hosts
 
     def reading(self, manifests: Sequence[Manifest]) -> Blobs:
         """The blobs of these; for one go at them."""
         return _Reading(self, {shard.blob_name: shard for manifest in manifests for shard in manifest.shards})
 
+    def make_room(self, num_bytes: int) -> None:
+        """For a mirror."""
+        if self._host is not None:
+            self._host.make_room(num_bytes)
+
     def get(self, record: ShardRecord) -> bytes:
+        blob = self._get(record)
+        self._on_blob(self.counts)
+        return blob
+
+    def _get(self, record: ShardRecord) -> bytes:
         if self._host is None or record.num_bytes < LEAST_BYTES or (self._hosts is None and self._host.is_alone()):
             return self.from_store(record)
         try:

@@ -201,6 +201,7 @@ TABLE: Mapping[str, Callable[[View], Iterator[Cause]]] = {
     "most_groups_dropped": flow.most_groups_dropped,
     "few_prompts_fit": flow.few_prompts_fit,
     "some_workers_reject": parts.some_workers_reject,
+    "peer_lied": parts.peer_lied,
     "weights_behind": parts.weights_behind,
     "engine_disagrees": flow.engine_disagrees,
     "workers_silent": parts.workers_silent,

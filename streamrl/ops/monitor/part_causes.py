@@ -167,6 +167,26 @@ def _refusals(workers: list[Worker]) -> str:
     return f"{first.part.name} on {first.part.host} rejects version {first.rejected_version}{too}: {first.rejected}"
 
 
+def peer_lied(view: View) -> Iterator[Cause]:
+    """While it lives, or nobody knows who it is."""
+    here = {str(worker.detail["peers"]): worker.part for worker in view.workers if worker.detail.get("peers")}
+    told = [
+        (worker.part.name, str(worker.detail["peer_lied"])) for worker in alive(view) if "peer_lied" in worker.detail
+    ]
+    told = [(name, address) for name, address in told if address not in here or here[address].alive]
+    if is_running(view) and told:
+        [name, address], num_others = told[0], len(told) - 1
+        part = here.get(address)
+        who = f"{part.name} on {part.host}" if part else "none of the workers that report"
+        too = f" (and {num_others} more)" if num_others else ""
+        yield attention(
+            title="a peer hands on wrong weights",
+            evidence=f"{name}{too} had a piece from {address} that is not what the manifest says: {who}",
+            remedy="nothing wrong was served, and it is not asked again; end that worker and try its host's memory, or "
+            "find out who answers at that address, and close the port to all but workers",
+        )
+
+
 def workers_stuck(view: View) -> Iterator[Cause]:
     workers = alive(view)
     limit = max(_STUCK_S, _STUCK_STEPS * view.learner.metrics.get("timers/generate", 0.0))

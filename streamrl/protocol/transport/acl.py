@@ -64,6 +64,8 @@ def _worker(keys: Keys) -> Iterator[Grant]:
     yield "xadd", _groups(keys)
     yield "set", (keys.receipt("*", "*"),)
     yield "hincrby", (keys.counters,)
+    yield "hset hget hgetall hdel hlen hexists hrandfield pexpire", (keys.peers("*"), keys.claims("*"))
+    yield "set get", (keys.peers_secret,)
     yield from _reports(keys)
 
 

@@ -67,6 +67,9 @@ class Keys:
         # Hash: blob name -> its size, chunks and digest, and whether it is whole.
         self.blobs = f"{prefix}blobs"
 
+        # String: what workers of different hosts prove to each other that they are of this run.
+        self.peers_secret = f"{prefix}peers-secret"
+
         # Hash: part -> its report.
         self.progress = f"{prefix}progress"
         # Sorted set: part -> when it last reported, by the server's clock.
@@ -94,6 +97,15 @@ class Keys:
 
     def blob(self, name: str, chunk: int) -> str:
         return f"{self.prefix}blob:{name}:{chunk}"
+
+    def peers(self, digest: str) -> str:
+        """Hash that expires: address of a host -> which pieces of this blob it has, a bit each."""
+        return f"{self.prefix}peers:{digest}"
+
+    def claims(self, digest: str) -> str:
+        """Hash that expires: piece of this blob -> until when (ms) and by whom it is fetched from the store; `next`:
+        the first that nobody was given yet."""
+        return f"{self.prefix}claims:{digest}"
 
     def thinned(self, level: int) -> str:
         """Bounded stream: of the same records as `metrics`, every 4^level-th."""

@@ -23,14 +23,14 @@ end
 """
 
 
-def _guarded(text: str) -> Script:
+def guarded(text: str) -> Script:
     return Script(_GUARD + text)
 
 
 # Lease up to `most` tickets, without waiting: per stream first those whose lease ran out, then new ones. With `recover`
 # also all that this worker already holds, some of which it may not know of: a reply was lost. Answers the tickets
 # as [key of the stream, id, number, run, identity, body], and how many of them had run out.
-TAKE = _guarded("""
+TAKE = guarded("""
 local group, worker, lease_ms, most, recover = unpack(ARGV)
 most = tonumber(most)
 local taken, num_reclaimed = {}, 0
@@ -74,7 +74,7 @@ return {'OK', taken, num_reclaimed}
 # Leases begin anew (idle for 0 ms), or have run out as far as anybody can see, and no delivery count rises; answers the
 # [stream, id] that are not ours any more. Whoever claimed an entry meanwhile keeps it: only what is pending under our
 # name is touched.
-TOUCH = _guarded("""
+TOUCH = guarded("""
 local group, worker, idle_ms = unpack(ARGV, 1, 3)
 local lost = {}
 for i = 4, #ARGV, 2 do
@@ -91,10 +91,10 @@ return {'OK', lost}
 """)
 
 # Count what the run's workers have spent of something; answers what all of them have.
-SPEND = _guarded("return {'OK', redis.call('HINCRBY', KEYS[1], ARGV[1], ARGV[2])}")
+SPEND = guarded("return {'OK', redis.call('HINCRBY', KEYS[1], ARGV[1], ARGV[2])}")
 
 # Give back whatever is pending under this name, known to the worker or not, and forget the name.
-LEAVE = _guarded("""
+LEAVE = guarded("""
 local group, worker, idle_ms, nobody = unpack(ARGV)
 for _, key in ipairs(KEYS) do
   local mine = redis.pcall('XPENDING', key, group, '-', '+', 10000, worker)
@@ -118,7 +118,7 @@ return {'OK'}
 # and its own receipt instead. For that a lane must not begin its next call while it may repeat this one.
 #
 # Whatever is delivered, XACK is the first write: at maxmemory the script goes through all the same.
-DELIVER = _guarded("""
+DELIVER = guarded("""
 local receipt, counters = unpack(KEYS, 1, 2)
 local group, worker, token, receipt_ms = unpack(ARGV, 1, 4)
 local known = redis.call('GET', receipt)
@@ -156,7 +156,7 @@ return {'OK', all}
 """)
 
 # The newest announcement; of a version already known only its number, for manifests may be large.
-LATEST = _guarded("""
+LATEST = guarded("""
 local weights, manifests = unpack(KEYS)
 local version, base, step = unpack(redis.call('HMGET', weights, 'latest', 'base', 'step'))
 if not version then return {'OK'} end

@@ -72,7 +72,7 @@ class ShardRecord:
         """Its place in the blob."""
         return slice(number * self.piece_bytes, min((number + 1) * self.piece_bytes, self.num_bytes))
 
-    def is_piece(self, number: int, data: bytes | memoryview) -> bool:
+    def is_piece(self, number: int, data: bytes | bytearray | memoryview) -> bool:
         begin = number * PIECE_DIGEST_BYTES
         return hashlib.sha256(data).digest() == self.pieces[begin : begin + PIECE_DIGEST_BYTES]
 

@@ -1,0 +1,145 @@
+"""Who has which pieces of a blob, and who fetches which from the store: what hosts tell each other through Redis.
+
+    host ── its address, the pieces it has ─► Redis ─► some other hosts and theirs, and pieces to fetch from the store
+    host ◄──────────────────── a piece, from one of these ────────────────────► host
+
+Each piece is given to one host to fetch, for `CLAIM_S`; who died over it is taken for slow, and the piece given to the
+next. All of it is a hint: keys expire, addresses may be anybody's (`address_of_peer` says which are asked at all), and
+what comes is checked against the manifest. So a lie here costs time and no bits. Blocks on Redis for `_PATIENCE_S`,
+then TransportError.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import redis
+
+from streamrl.errors import ConfigError, TransportError
+from streamrl.process import parse_address
+from streamrl.protocol.transport.connection import Call, repeat, run
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.worker_scripts import guarded
+
+CLAIM_S = 5.0
+KEPT_S = 900.0  # after the last word of anybody
+MOST_PEERS = 4096  # of a blob, that are remembered
+_NUM_TOLD = 12  # chosen at random
+_LOWEST_PORT = 1024
+_PATIENCE_S = 2.0
+
+# `have` is a bitmap, the lowest bit first. What the host was given and has by now is settled, what it is at is its own
+# for longer; then it is given up to `most` others: what nobody was given yet, then what was given too long ago.
+TELL = guarded("""
+local peers, claims, secret = unpack(KEYS)
+local me, have, num, most, claim_ms, kept_ms, num_told, longest, fresh = unpack(ARGV, 1, 9)
+num, most = tonumber(num), tonumber(most)
+local function has(piece)
+  local byte = string.byte(have, math.floor(piece / 8) + 1) or 0
+  return bit.band(byte, bit.lshift(1, piece % 8)) ~= 0
+end
+redis.call('SET', secret, fresh, 'NX')
+if redis.call('HEXISTS', peers, me) == 1 or redis.call('HLEN', peers) < tonumber(longest) then
+  redis.call('HSET', peers, me, have)
+end
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local given, busy, first = {}, {}, tonumber(redis.call('HGET', claims, 'next') or 0)
+local function claim(piece) redis.call('HSET', claims, piece, string.format('%d %s', now + claim_ms, me)) end
+local function give(piece)
+  claim(piece)
+  given[#given + 1] = piece
+end
+for i = 10, #ARGV do
+  if has(tonumber(ARGV[i])) then redis.call('HDEL', claims, ARGV[i]) else claim(ARGV[i]) end
+end
+while #given < most and first < num do
+  if not has(first) then give(first) end
+  first = first + 1
+end
+redis.call('HSET', claims, 'next', first)
+local all = redis.call('HGETALL', claims)
+for i = 1, #all, 2 do
+  local piece = tonumber(all[i])
+  local till, who = string.match(all[i + 1], '^(%d+) (.*)$')
+  if piece and till and who ~= me and tonumber(till) >= now then
+    busy[#busy + 1] = piece
+  elseif piece and till and tonumber(till) < now and #given < most and not has(piece) then
+    give(piece)
+  end
+end
+redis.call('PEXPIRE', claims, kept_ms)
+redis.call('PEXPIRE', peers, kept_ms)
+local told = redis.call('HRANDFIELD', peers, num_told, 'WITHVALUES')
+return {'OK', redis.call('GET', secret), redis.call('HLEN', peers), told, given, busy}
+""")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    secret: bytes
+    num_peers: int
+    peers: Mapping[str, bytes]  # some of them: address -> bitmap
+    given: Sequence[int]  # pieces that are for this host to fetch from the store
+    busy: Collection[int]  # pieces that others are fetching from there
+
+
+class Peers:
+    def __init__(self, client: redis.Redis, keys: Keys, *, run_uid: str, address: str) -> None:
+        self.run_uid, self.address = run_uid, address
+        self._client, self._keys = client, keys
+
+    def tell(self, digest: str, *, have: bytes, num_pieces: int, taken: Collection[int], most: int) -> Told:
+        """Of one blob: we have these pieces, had taken these on, and take so many more. May be repeated: what was given
+        twice expires."""
+        keys = self._keys
+        args = (self.address, have, num_pieces, most, int(1000 * CLAIM_S), int(1000 * KEPT_S), _NUM_TOLD, MOST_PEERS)
+        call = Call(
+            TELL,
+            (keys.meta, keys.tombstone, keys.peers(digest), keys.claims(digest), keys.peers_secret),
+            (self.run_uid, *args, secrets.token_hex(32), *taken),
+        )
+        reply: Any = repeat(
+            self._client, "tell of peers", partial(run, self._client, call), give_up_after_s=_PATIENCE_S
+        )
+        if reply[0] != b"OK":
+            raise TransportError(f"Redis knows nothing of run {keys.name!r}, whose hosts were to be asked")
+        _, secret, num_peers, told, given, busy = reply
+        texts = [address.decode(errors="replace") for address in told[::2]]
+        return Told(
+            secret=secret,
+            num_peers=num_peers,
+            peers={address: have for address, have in zip(texts, told[1::2], strict=True) if address != self.address},
+            given=[piece for piece in given if 0 <= piece < num_pieces],
+            busy=set(busy),
+        )
+
+
+def bitmap_of(pieces: Sequence[int], num_pieces: int) -> bytes:
+    bits = bytearray(-(-num_pieces // 8))
+    for piece in pieces:
+        bits[piece // 8] |= 1 << piece % 8
+    return bytes(bits)
+
+
+def pieces_of(bitmap: bytes, num_pieces: int) -> set[int]:
+    return {piece for piece in range(min(num_pieces, 8 * len(bitmap))) if bitmap[piece // 8] >> piece % 8 & 1}
+
+
+def address_of_peer(text: str, *, own: str) -> tuple[str, int] | None:
+    """Host and port; None where no worker of ours can be, so that a word in Redis leads nowhere else: not to this host
+    by its inner address, to metadata services, to well-known ports, or from a private network to the world."""
+    try:
+        host, port = parse_address(text, what="peer")
+        ip = ipaddress.ip_address(host)
+        ours = ipaddress.ip_address(parse_address(own, what="peer")[0])
+    except (ConfigError, ValueError):
+        return None
+    never = ip.is_unspecified or ip.is_multicast or ip.is_link_local or ip.is_reserved or port < _LOWEST_PORT
+    unlike = ip.version != ours.version or ip.is_loopback != ours.is_loopback or ip.is_global != ours.is_global
+    return None if never or unlike or text == own else (host, port)

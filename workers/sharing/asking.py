@@ -1,0 +1,89 @@
+"""One request to a peer: HTTP/1.1, as much of it as `door` speaks, read up to the length that an answer must have.
+
+Not by a library: a peer may be anybody's, and a library reads heads and bodies as long as they come. Here silence ends
+a request after `_SILENCE_S`, and all of it ends at the deadline. Blocks for as long.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass
+
+from streamrl.errors import TransportError
+
+_SILENCE_S = 2.0
+_MOST_HEAD_BYTES = 16 << 10
+_MOST_WORDS_BYTES = 1 << 10  # of an answer that is no piece
+_READ_BYTES = 256 << 10
+
+
+class WrongLength(Exception):
+    """It has another length than the piece: known before it is read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytearray
+
+
+class Line:
+    """A connection to one peer, kept from one request to the next. OSError and TransportError: it is of no more use."""
+
+    def __init__(self, place: tuple[str, int]) -> None:
+        self._socket = socket.create_connection(place, timeout=_SILENCE_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._host = f"[{place[0]}]:{place[1]}" if ":" in place[0] else f"{place[0]}:{place[1]}"
+
+    def get(self, path: str, *, token: str, num_bytes: int, deadline: float) -> Answer:
+        """`num_bytes`: of the body of an answer 200."""
+        self._wait_until(deadline)
+        head = f"GET {path} HTTP/1.1\r\nhost: {self._host}\r\nauthorization: Bearer {token}\r\n\r\n"
+        self._socket.sendall(head.encode())
+        status, headers, rest = self._head(deadline)
+        length = headers.get("content-length", "")
+        if not length.isdecimal() or len(length) > 20:
+            raise TransportError("an answer does not say how long it is")
+        if status == 200 and int(length) != num_bytes:
+            raise WrongLength
+        if int(length) > max(num_bytes, _MOST_WORDS_BYTES) or len(rest) > int(length):
+            raise TransportError("an answer is longer than it may be")
+        body = bytearray(int(length))
+        body[: len(rest)] = rest
+        view, got = memoryview(body), len(rest)
+        while got < len(body):
+            self._wait_until(deadline)
+            num = self._socket.recv_into(view[got : got + _READ_BYTES])
+            if not num:
+                raise TransportError("the connection ended in the middle of an answer")
+            got += num
+        return Answer(status=status, headers=headers, body=body)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _head(self, deadline: float) -> tuple[int, dict[str, str], bytes]:
+        read = b""
+        while b"\r\n\r\n" not in read:
+            self._wait_until(deadline)
+            more = self._socket.recv(_MOST_HEAD_BYTES)
+            if not more:
+                raise ConnectionResetError("the connection ended before an answer")
+            read += more
+            if b"\r\n\r\n" not in read and len(read) > _MOST_HEAD_BYTES:
+                raise TransportError("the head of an answer is too long")
+        head, _, rest = read.partition(b"\r\n\r\n")
+        first, *lines = head.decode("latin-1").split("\r\n")
+        words = first.split(" ")
+        if len(words) < 2 or not words[0].startswith("HTTP/1.") or not words[1].isdecimal():
+            raise TransportError("the answer is no HTTP")
+        pairs = (line.partition(":") for line in lines)
+        return int(words[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}, rest
+
+    def _wait_until(self, deadline: float) -> None:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TransportError("the answer took too long")
+        self._socket.settimeout(min(left_s, _SILENCE_S))

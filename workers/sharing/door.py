@@ -1,0 +1,149 @@
+"""Pieces for other hosts, over HTTP: `GET /pieces/DIGEST/NUMBER`, and which there are: `GET /pieces/DIGEST`.
+
+Only what this worker told others of is given out (`offer`), out of the host's share: a path names a digest and a number
+and no file. Who asks proves that it read the run's secret in Redis, by a token for this address and this piece alone;
+so an address that is nobody's of ours learns nothing by being asked. At most `MOST_UPLOADS` pieces go out at a time,
+each within `_UPLOAD_S`; who comes beyond that is told to come again (503). It runs in a thread with a loop of its own,
+so that neither generation nor serving waits for the other.
+
+No TLS: what goes out is the weights of the run and no secret, and who receives checks it. Where others can listen, keep
+to a network of the workers' own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import re
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from streamrl import web
+from streamrl.process import address_of
+from streamrl.protocol.transport.peers import bitmap_of
+from streamrl.protocol.weights.manifest import ShardRecord
+from streamrl.workers.sharing.host import HostShare
+
+MOST_UPLOADS = 6
+HAVE = "x-have"  # header: which pieces there are, a bitmap in hex
+_UPLOAD_S = 30.0
+_MOST_OFFERS = 256  # blobs, the newest
+_SENT_BYTES = 256 << 10  # at once, so that a slow reader holds no whole piece in memory
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_STARTS_WITHIN_S = 10.0
+
+
+def token(secret: bytes, run_uid: str, address: str, path: str) -> str:
+    """Of no use for another address or another piece."""
+    return hmac.new(secret, f"{run_uid}\n{address}\n{path}".encode(), hashlib.sha256).hexdigest()
+
+
+class Door:
+    def __init__(self, host: HostShare, *, run_uid: str, address: str) -> None:
+        self.address = address
+        self.secret = b""  # as Redis has it; nobody is let in before
+        self.num_bytes = 0  # given out
+        self._host, self._run_uid = host, run_uid
+        self._offers: OrderedDict[str, ShardRecord] = OrderedDict()
+        self._num_uploads = 0
+
+    def offer(self, record: ShardRecord) -> None:
+        """Others are told of it."""
+        digest = record.digest.hex()
+        self._offers[digest] = record
+        self._offers.move_to_end(digest)
+        while len(self._offers) > _MOST_OFFERS:
+            self._offers.popitem(last=False)
+
+    def app(self) -> Starlette:
+        routes = [Route("/pieces/{digest}", self._have), Route("/pieces/{digest}/{number:int}", self._piece)]
+        return Starlette(routes=routes)
+
+    async def _have(self, request: Request) -> Response:
+        record = self._offered(request)
+        return record if isinstance(record, Response) else Response(headers={HAVE: self._bitmap(record).hex()})
+
+    async def _piece(self, request: Request) -> Response:
+        record = self._offered(request)
+        if isinstance(record, Response):
+            return record
+        if self._num_uploads >= MOST_UPLOADS:
+            return Response(status_code=503)
+        piece = self._host.piece(record, request.path_params["number"])
+        if piece is None:
+            return Response(status_code=404, headers={HAVE: self._bitmap(record).hex()})
+        return _Upload(self, piece, headers={HAVE: self._bitmap(record).hex(), "content-length": str(len(piece))})
+
+    def _offered(self, request: Request) -> ShardRecord | Response:
+        wanted = token(self.secret, self._run_uid, self.address, request.url.path)
+        if not self.secret or not hmac.compare_digest(request.headers.get("authorization", ""), f"Bearer {wanted}"):
+            return Response(status_code=403)
+        digest = request.path_params["digest"]
+        record = self._offers.get(digest) if _DIGEST.fullmatch(digest) else None
+        return record or Response(status_code=404)
+
+    def _bitmap(self, record: ShardRecord) -> bytes:
+        return bitmap_of(self._host.there(record), record.num_pieces)
+
+    @contextmanager
+    def uploading(self) -> Iterator[None]:
+        self._num_uploads += 1
+        try:
+            yield
+        finally:
+            self._num_uploads -= 1
+
+
+class _Upload(StreamingResponse):
+    """Its place is taken until the last byte is with the kernel, or its time is over."""
+
+    def __init__(self, door: Door, piece: bytes, *, headers: dict[str, str]) -> None:
+        super().__init__(_cut(piece), headers=headers, media_type="application/octet-stream")
+        self._door, self._num_bytes = door, len(piece)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._door.uploading():
+            async with asyncio.timeout(_UPLOAD_S):
+                await super().__call__(scope, receive, send)
+        self._door.num_bytes += self._num_bytes
+
+
+async def _cut(piece: bytes) -> AsyncIterator[memoryview]:
+    for begin in range(0, len(piece), _SENT_BYTES):
+        yield memoryview(piece)[begin : begin + _SENT_BYTES]
+
+
+@contextmanager
+def open_door(host: HostShare, bound: socket.socket, *, run_uid: str, address: str | None = None) -> Iterator[Door]:
+    """Answers while the context lasts. `address`: where others reach the socket, when that is elsewhere."""
+    door = Door(host, run_uid=run_uid, address=address or address_of(bound))
+    loop, stop, ready = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
+
+    async def serve() -> None:
+        async with web.serving(door.app(), bound):
+            ready.set()
+            await stop.wait()
+
+    def answer() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(serve())
+
+    thread = threading.Thread(target=answer, name="pieces for peers", daemon=True)
+    thread.start()
+    try:
+        if not ready.wait(_STARTS_WITHIN_S):
+            raise AssertionError("the server for peers did not start")
+        yield door
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(_STARTS_WITHIN_S)

@@ -1,0 +1,165 @@
+"""Other hosts as this worker knows them: who has what, who is asked, who rests, and who lied.
+
+One request at a time goes to each. A peer that is slow, gone or full rests for a while, longer each time; one whose
+bytes are not what the manifest says lied, and is not asked again by this process. An answer is read up to the length
+that it must have and no further, within `PIECE_S`. Blocks for as long.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from streamrl.errors import TransportError
+from streamrl.protocol.transport.peers import address_of_peer, pieces_of
+from streamrl.protocol.weights.manifest import ShardRecord
+from streamrl.workers.sharing.asking import Answer, Line, WrongLength
+from streamrl.workers.sharing.door import HAVE, token
+
+PIECE_S = 10.0
+_FIRST_REST_S, _LONGEST_REST_S, _FULL_REST_S = 0.5, 60.0, 0.1
+_MOST_CHOSEN_FROM = 16
+_MOST_KNOWN = 1024  # peers that are remembered
+
+
+@dataclass(slots=True, eq=False)
+class Neighbour:
+    address: str
+    place: tuple[str, int]
+    have: dict[str, set[int]] = field(default_factory=dict)  # by blob, as it said last
+    rest_s: float = _FIRST_REST_S
+    rests_until: float = 0.0
+    is_asked: bool = False
+    is_liar: bool = False
+    line: Line | None = None
+
+    def may_be_asked(self) -> bool:
+        return not self.is_asked and not self.is_liar and time.monotonic() >= self.rests_until
+
+    def rest(self) -> None:
+        self.rests_until = time.monotonic() + self.rest_s * random.uniform(0.5, 1.0)
+        self.rest_s = min(2 * self.rest_s, _LONGEST_REST_S)
+
+
+class Neighbours:
+    """One per worker; used from several threads."""
+
+    def __init__(self, *, run_uid: str, own: str, on_lie: Callable[[str], None] = lambda address: None) -> None:
+        self.secret = b""
+        self._run_uid, self._own, self._on_lie = run_uid, own, on_lie
+        self._known: dict[str, Neighbour] = {}
+        self._lock = threading.Lock()
+
+    def hear(self, record: ShardRecord, told: Mapping[str, bytes]) -> None:
+        """What Redis says who has; whose address no peer can have, is left out."""
+        digest = record.digest.hex()
+        with self._lock:
+            for address, bitmap in told.items():
+                one = self._known.get(address) or self._meet(address)
+                if one is not None:
+                    one.have.setdefault(digest, set()).update(pieces_of(bitmap, record.num_pieces))
+
+    def forget(self, record: ShardRecord) -> None:
+        """The blob is whole here."""
+        with self._lock:
+            for one in self._known.values():
+                one.have.pop(record.digest.hex(), None)
+
+    def choose(self, record: ShardRecord, missing: Iterable[int]) -> tuple[int, Neighbour] | None:
+        """The piece that the fewest have, of those that somebody has who may be asked; and one of these, by chance,
+        who is taken from now on until `ask` returns."""
+        digest = record.digest.hex()
+        with self._lock:
+            free = [one for one in self._known.values() if digest in one.have and one.may_be_asked()]
+            free = random.sample(free, min(len(free), _MOST_CHOSEN_FROM))
+            having = {piece: [one for one in free if piece in one.have.get(digest, ())] for piece in missing}
+            fewest = min((len(ones) for ones in having.values() if ones), default=0)
+            rarest = [piece for piece, ones in having.items() if ones and len(ones) == fewest]
+            if not rarest:
+                return None
+            piece = random.choice(rarest)
+            chosen = random.choice(having[piece])
+            chosen.is_asked = True
+        return piece, chosen
+
+    def ask(self, neighbour: Neighbour, record: ShardRecord, number: int) -> bytearray | None:
+        """The piece, checked; None: not from there, or not now."""
+        place = record.piece(number)
+        try:
+            data = self._fetch(neighbour, record, number, place.stop - place.start)
+            if data is not None and not record.is_piece(number, data):
+                raise WrongLength
+        except WrongLength:
+            neighbour.is_liar = True
+            self._on_lie(neighbour.address)
+            _hang_up(neighbour)
+            return None
+        except (OSError, TransportError, ValueError):
+            _hang_up(neighbour)
+            neighbour.rest()
+            return None
+        finally:
+            neighbour.is_asked = False
+        if data is not None:
+            neighbour.rest_s = _FIRST_REST_S
+        return data
+
+    def close(self) -> None:
+        with self._lock:
+            for one in self._known.values():
+                _hang_up(one)
+
+    def _meet(self, address: str) -> Neighbour | None:
+        place = address_of_peer(address, own=self._own)
+        if place is None:
+            return None
+        if len(self._known) >= _MOST_KNOWN:
+            oldest = next((one for one in self._known.values() if not one.is_asked and not one.is_liar), None)
+            if oldest is None:
+                return None
+            _hang_up(self._known.pop(oldest.address))
+        one = self._known[address] = Neighbour(address, place)
+        return one
+
+    def _fetch(self, neighbour: Neighbour, record: ShardRecord, number: int, num_bytes: int) -> bytearray | None:
+        digest = record.digest.hex()
+        answer = self._request(neighbour, f"/pieces/{digest}/{number}", num_bytes)
+        if HAVE in answer.headers:
+            neighbour.have[digest] = pieces_of(bytes.fromhex(answer.headers[HAVE]), record.num_pieces)
+        if answer.status == 200:
+            return answer.body
+        neighbour.have.get(digest, set()).discard(number)
+        if answer.status == 503:
+            neighbour.rests_until = time.monotonic() + _FULL_REST_S * random.uniform(0.5, 1.0)
+        elif answer.status != 404:
+            raise TransportError(f"{neighbour.address} answered {answer.status}")
+        return None
+
+    def _request(self, neighbour: Neighbour, path: str, num_bytes: int) -> Answer:
+        key = token(self.secret, self._run_uid, neighbour.address, path)
+        get = partial(_get, neighbour, path, token=key, num_bytes=num_bytes, deadline=time.monotonic() + PIECE_S)
+        was_open = neighbour.line is not None
+        try:
+            return get()
+        except ConnectionError:
+            _hang_up(neighbour)
+            if not was_open:
+                raise
+            return get()  # it had been idle for too long
+
+
+def _get(neighbour: Neighbour, path: str, **bounds: Any) -> Answer:
+    if neighbour.line is None:
+        neighbour.line = Line(neighbour.place)
+    return neighbour.line.get(path, **bounds)
+
+
+def _hang_up(neighbour: Neighbour) -> None:
+    if neighbour.line is not None:
+        neighbour.line.close()
+        neighbour.line = None

@@ -1,0 +1,210 @@
+"""A blob in pieces, from whoever has them: this host asks Redis who, fetches, and gives out what it has got.
+
+    tell Redis what we have ─► who has what ──► up to NUM_FROM_PEERS pieces at a time from peers, the rarest first
+             ▲            └──► pieces for us ─► one at a time from the store
+             └── every now and then, the more hosts there are the more seldom
+
+Each piece leaves the store about once, for one host is given it to fetch, and the others have it from there. Peers are
+no more than a hope: where none has given anything for `alone_after_s`, pieces that nobody is fetching come from the
+store; in vain for `desperate_after_s`, any piece does, at random, so that hosts that hope alike do not fetch the same.
+Every piece is checked against the manifest before it is put. Blocks on the store and peers, each within its bounds;
+raises what the store raises.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Collection, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+
+import structlog
+
+from streamrl.crashpoints import crashpoint
+from streamrl.errors import TransportError, WeightsError
+from streamrl.protocol.transport.peers import CLAIM_S, Peers, Told, bitmap_of
+from streamrl.protocol.weights.stores import BlobStore
+from streamrl.workers.sharing.door import Door
+from streamrl.workers.sharing.host import SharedBlob
+from streamrl.workers.sharing.neighbours import Neighbour, Neighbours
+from streamrl.workers.sharing.reading import Counts
+
+log = structlog.get_logger(__name__)
+
+NUM_FROM_PEERS = 4
+_NUM_GIVEN = 3  # pieces that we take on at a time
+_LEAST_TELL_S = 0.05
+_TELL_S_PER_PEER = 0.001  # so that Redis hears a thousand of us a second, however many we are
+_TICK_S = 0.01
+_NUM_TRIES = 2  # of a piece from the store: a flip on the way is gone with the second
+
+
+class Swarm:
+    """One per worker."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        door: Door,
+        neighbours: Neighbours,
+        *,
+        alone_after_s: float = 1.0,
+        desperate_after_s: float = 2 * CLAIM_S,
+    ) -> None:
+        self.peers, self.door, self.neighbours = peers, door, neighbours
+        self.alone_after_s, self.desperate_after_s = alone_after_s, desperate_after_s
+
+    def fill(self, shared: SharedBlob, store: BlobStore, counts: Counts) -> None:
+        """Put every piece that is missing."""
+        self.door.offer(shared.record)
+        with _pool() as from_peers, _pool(1) as from_store:
+            _Filling(self, shared, store, counts, from_peers, from_store).run()
+        self.neighbours.forget(shared.record)
+
+
+@contextmanager
+def _pool(size: int = NUM_FROM_PEERS) -> Iterator[ThreadPoolExecutor]:
+    """Left at once, also where a peer still holds a thread; it ends within that peer's bounds."""
+    pool = ThreadPoolExecutor(max_workers=size, thread_name_prefix="pieces")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+Piece = bytes | bytearray | None
+
+
+class _Filling:
+    """One blob."""
+
+    def __init__(
+        self,
+        swarm: Swarm,
+        shared: SharedBlob,
+        store: BlobStore,
+        counts: Counts,
+        from_peers: ThreadPoolExecutor,
+        from_store: ThreadPoolExecutor,
+    ) -> None:
+        self._swarm, self._shared, self._store, self._counts = swarm, shared, store, counts
+        self._from_peers, self._from_store = from_peers, from_store
+        self._record = shared.record
+        self._missing = set(shared.missing())
+        self._given: deque[int] = deque()
+        self._taken: set[int] = set()  # given to us, and not yet said to be there
+        self._coming: dict[Future[Piece], int] = {}
+        self._of_store: Future[Piece] | None = None  # what is asked of it
+        self._store_rests_until = 0.0
+        self._tell_at = 0.0
+        self._busy: Collection[int] = ()  # others fetch these from the store
+        self._helped_at = time.monotonic()  # when a peer last gave something
+
+    def run(self) -> None:
+        while self._missing:
+            if time.monotonic() >= self._tell_at:
+                self._tell()
+            self._ask_store()
+            self._ask_peers()
+            done, _ = wait(self._coming, timeout=_TICK_S, return_when=FIRST_COMPLETED)
+            if not self._coming:
+                time.sleep(_TICK_S * random.uniform(0.5, 1.0))
+            for one in done:
+                self._take_in(one, self._coming.pop(one))
+        self._tell(most=0)  # so that others find all of it here
+
+    def _take_in(self, one: Future[Piece], piece: int) -> None:
+        is_of_store = one is self._of_store
+        if is_of_store:
+            self._of_store = None
+        try:
+            data = one.result()
+        except TransportError:
+            if not self._coming:  # no peer helps
+                raise
+            self._store_rests_until = time.monotonic() + self._swarm.alone_after_s
+            return
+        if data is None:
+            return
+        if is_of_store:
+            self._counts.add(store=len(data))
+        else:
+            self._counts.add(peers=len(data))
+            self._helped_at = time.monotonic()
+        if piece in self._missing:
+            self._shared.put(piece, data)
+            self._missing.discard(piece)
+
+    def _ask_store(self) -> None:
+        if self._of_store is not None or time.monotonic() < self._store_rests_until:
+            return
+        wanted = self._missing - set(self._coming.values())
+        while self._given and self._given[0] not in wanted:
+            self._given.popleft()
+        if self._given:
+            piece = self._given.popleft()
+        elif in_vain := self._hoped_for_in_vain():
+            piece = random.choice(sorted(in_vain & wanted or in_vain))
+        else:
+            return
+        self._of_store = self._from_store.submit(self._from_the_store, piece)
+        self._coming[self._of_store] = piece
+
+    def _hoped_for_in_vain(self) -> set[int]:
+        alone_s = time.monotonic() - self._helped_at
+        if alone_s > self._swarm.desperate_after_s:
+            return self._missing
+        return self._missing.difference(self._busy) if alone_s > self._swarm.alone_after_s else set()
+
+    def _from_the_store(self, piece: int) -> Piece:
+        record = self._record
+        for _ in range(_NUM_TRIES):
+            data = self._store.part(record.blob_name, record.piece(piece))
+            if record.is_piece(piece, data):
+                return data
+        raise WeightsError(f"piece {piece} of blob {record.blob_name} in the store does not agree with its digest")
+
+    def _ask_peers(self) -> None:
+        while len(self._coming) - (self._of_store is not None) < NUM_FROM_PEERS:
+            wanted = self._missing - set(self._coming.values())
+            chosen = self._swarm.neighbours.choose(self._record, wanted - set(self._given) or wanted)
+            if chosen is None:
+                return
+            piece, neighbour = chosen
+            self._coming[self._from_peers.submit(self._from_a_peer, neighbour, piece)] = piece
+
+    def _from_a_peer(self, neighbour: Neighbour, piece: int) -> Piece:
+        return self._swarm.neighbours.ask(neighbour, self._record, piece)
+
+    def _tell(self, *, most: int | None = None) -> None:
+        told = self._hear(_NUM_GIVEN - len(self._given) if most is None else most)
+        if told is None:
+            self._tell_at = time.monotonic() + self._swarm.alone_after_s
+            return
+        pause_s = max(_LEAST_TELL_S, _TELL_S_PER_PEER * told.num_peers)
+        self._tell_at = time.monotonic() + pause_s * random.uniform(0.75, 1.25)
+        self._swarm.door.secret = self._swarm.neighbours.secret = told.secret
+        self._swarm.neighbours.hear(self._record, told.peers)
+        self._busy = told.busy
+        self._given += [piece for piece in told.given if piece not in self._given]
+        self._taken |= {*told.given}
+
+    def _hear(self, most: int) -> Told | None:
+        record = self._record
+        have = [piece for piece in range(record.num_pieces) if piece not in self._missing]
+        try:
+            told = self._swarm.peers.tell(
+                record.digest.hex(),
+                have=bitmap_of(have, record.num_pieces),
+                num_pieces=record.num_pieces,
+                taken=self._taken,
+                most=most,
+            )
+        except TransportError as error:
+            log.warning("peers_not_heard_of", why=str(error))
+            return None
+        crashpoint("share.told")
+        self._taken.intersection_update(self._missing)
+        return told
