@@ -18,6 +18,8 @@ class Case:
     tokens: int = 16_384
     checkpointing: bool = True
     lora: bool = False
+    context: int = 1  # ranks that share each sample
+    reference: bool = True
 
     @property
     def config(self) -> schema.Config:
@@ -31,8 +33,9 @@ class Case:
                 },
                 "data": {"train": "t"},
                 "rewards": {"r": {"type": "function", "target": "exact_match"}},
+                "algorithm": {"kl": {"placement": "reward" if self.reference else "none"}},
                 "training": {"micro_batch_tokens": self.tokens},
-                "learner": {"processes": self.ranks},
+                "learner": {"processes": self.ranks, "layout": {"context": self.context}},
             }
         )
 
@@ -43,18 +46,21 @@ CASES: dict[str, Case] = {
     "7B full, 4 GPUs": Case(size="7B", ranks=4),
     "32B full, 16 GPUs": Case(size="32B", ranks=16),
     "7B LoRA, 1 GPU": Case(size="7B", ranks=1, lora=True),
+    "8B at 128k, 8 GPUs, context over 8": Case(size="8B", ranks=8, tokens=131_072, context=8),
+    "32B at 32k, 32 GPUs, context over 2": Case(size="32B", ranks=32, tokens=32_768, context=2),
 }
 CASES = {**CASES, **{f"{name}, short": replace(case, layers=4) for name, case in CASES.items()}}
 # hidden, intermediate, layers, heads, heads of keys and values, vocabulary
 _SHAPES: Mapping[str, tuple[int, ...]] = {
     "1.5B": (1536, 8960, 28, 12, 2, 151_936),
     "7B": (3584, 18_944, 28, 28, 4, 152_064),
+    "8B": (4096, 14_336, 32, 32, 8, 128_256),
     "32B": (5120, 27_648, 64, 40, 8, 152_064),
 }
 
 
 def model_config(size: str, layers: int | None = None) -> transformers.Qwen2Config:
-    """As Qwen2.5 has it; the smallest ties its head to its embeddings."""
+    """As Qwen2.5 has it, and of 8B as Llama 3 has; the smallest ties its head to its embeddings."""
     hidden, intermediate, all_layers, heads, kv_heads, vocabulary = _SHAPES[size]
     return transformers.Qwen2Config(
         vocab_size=vocabulary,

@@ -69,7 +69,7 @@ def run(case: Case) -> dict[str, int]:
     """The most bytes in each phase."""
     if case.ranks > 1:  # of one, nothing is said to anybody
         dist.init_process_group("fake", rank=0, world_size=case.ranks, store=FakeStore())
-    world = _Nowhere(rank=0, size=case.ranks, device=torch.device("cpu"))
+    world = _Nowhere(rank=0, size=case.ranks, device=torch.device("cpu")).under(case.config.learner.layout)
     transformers.AttentionInterface.register(_AS_FLASH, attend)
     with FakeTensorMode() as mode:
         policy = _policy(case, world, trains=True)
@@ -77,7 +77,7 @@ def run(case: Case) -> dict[str, int]:
         # By their own parts: of whole ones DTensor first tries each operation at full size, to know its shape.
         trained = {p: nn.Parameter(_mine(p.detach())) for p in policy.parameters() if p.requires_grad}
         optimizer = torch.optim.AdamW(trained.values(), lr=1e-6, fused=True)
-        batch = _batch(case.tokens, model_config(case.size).vocab_size)
+        batch = _batch(case)
         held = Held(mode, [*policy.parameters(), *policy.buffers(), *frozen.parameters()])
         with held:
             _make_moments(trained.values(), optimizer)
@@ -184,10 +184,10 @@ def _policy(case: Case, world: World, *, trains: bool) -> Policy:
     for parameter in model.parameters():
         if not parameter.requires_grad or not trains:
             parameter.requires_grad_(False).data = parameter.data.to(torch.bfloat16)
-    policy = make_policy(model, config, (1,)).train(trains)
+    policy = shard(make_policy(model, config, (1,)).train(trains), world, in_half=trains)
     # As on a GPU.
     policy.take(Way(layout="packed", attention=_AS_FLASH), replace(policy.head, chunk_elements=CHUNK_ELEMENTS["cuda"]))
-    return shard(policy, world, in_half=trains)
+    return policy
 
 
 def _materialise(model: nn.Module) -> None:
@@ -203,7 +203,9 @@ def _materialise(model: nn.Module) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-def _batch(tokens: int, vocabulary: int) -> MicroBatch:
+def _batch(case: Case) -> MicroBatch:
+    tokens = case.tokens
+
     def whole(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int64)
 
@@ -219,4 +221,5 @@ def _batch(tokens: int, vocabulary: int) -> MicroBatch:
         sample=whole(tokens),
         starts=torch.zeros(2, dtype=torch.int32),
         longest=tokens,
+        mine=None if case.context == 1 else whole(tokens // case.context),
     )

@@ -147,7 +147,7 @@ class Conductor:
         plan = None
         progress, timers = self._context.progress, self._context.timers
         with progress.waiting(self._feed.waits_for), timers.measure("rollout"), redis_may_be_away("no plan"):
-            plan = self._feed.plan(step=step, world_size=self._context.world.size, timeout_s=_SLICE_S)
+            plan = self._feed.plan(step=step, world_size=self._context.world.data_size, timeout_s=_SLICE_S)
         self._show_control()
         if plan is not None and plan.kind is Kind.END:
             self._feed.check_trained()

@@ -149,7 +149,8 @@ class Loop:
         tally = Tally(sources=self._config.reward_sources, step=self._step, is_dead=self._parts.start.is_dead)
         fetched, verdicts = self._fetch(plan)
         tally.add_masked(fetched.num_masked)
-        updates = self._learn(fetched.groups, tally) if GroupCheck.SOUND in verdicts else []
+        groups = fetched.agreed(verdicts)
+        updates = self._learn(groups, tally) if GroupCheck.SOUND in verdicts else []
         applied = [one for one in updates if one.applied]
         self._conductor.settle(plan, verdicts, trained=bool(applied))
         self._guard(updates)
@@ -165,7 +166,7 @@ class Loop:
         if self._step % self._config.checkpoint.every_steps == 0:
             self._save()
         self._record(metrics, applied[-1])
-        self._conductor.keep_some(self._step, fetched.groups)
+        self._conductor.keep_some(self._step, groups)
         self._progress.advanced(step=self._step)
 
     def _fetch(self, plan: Plan) -> tuple[Fetched, list[GroupCheck]]:
@@ -173,14 +174,14 @@ class Loop:
         fetched = fetch_groups(
             self._parts.stream,
             plan,
-            rank=self._world.rank,
+            rank=self._world.data_rank,
             vocabulary=self._context.tokenizer_info.vocabulary,
             oldest_step=oldest_trained_step(self._config.lag, plan.step),
             taught=self._config.teacher is not None and bool(self._config.teacher.urls),
         )
         told = float(self._context.stop.is_set())
-        *verdicts, num_told = self._world.total(np.append(fetched.verdicts, told))
-        if num_told:  # of whichever machine: rank 0 ends all with its next plan
+        *verdicts, any_told = self._world.largest(np.append(fetched.verdicts, told))
+        if any_told:  # of whichever machine: rank 0 ends all with its next plan
             self._context.stop.set()
         return fetched, [GroupCheck(int(verdict)) for verdict in verdicts]
 

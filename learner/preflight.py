@@ -56,11 +56,13 @@ def examine(config: schema.Config, part: Part = "all") -> Iterator[Finding]:
             "the learner tries both once it is downloaded",
         )
         return
+    from streamrl.learner.model.context import refuse_heads
     from streamrl.learner.model.load import outline, read_tokenizer_info
 
     info = read_tokenizer_info(config.model.path)
     yield from _prompts(config, info)
     model = outline(config)
+    refuse_heads(model, config.learner.layout.context)
     yield ok("model without weights", "it is a causal language model with room for the longest sequence")
     yield from _teacher(config, info)
     yield from _memory(config, model, part)

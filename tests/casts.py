@@ -51,7 +51,7 @@ def watch_a_pass(policy: Policy) -> tuple[list[int], list[int]]:
     for layer in layers:
         layer.register_forward_hook(note)
     with casts:
-        policy(empty_micro_batch()).logp.sum().backward()
+        policy(empty_micro_batch(policy.shape)).logp.sum().backward()
         after.append(casts.live)
     most.append(casts.most)
     policy.zero_grad()

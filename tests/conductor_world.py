@@ -138,7 +138,7 @@ class FakeStream:
 class Wire:
     """Of two ranks: what the first says, the other hears."""
 
-    size = 2
+    size = data_size = 2
 
     def __init__(self) -> None:
         self._said: list[bytes] = []

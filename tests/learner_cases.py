@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from streamrl.config import schema
+from streamrl.protocol.wire.branches import Branch
 from streamrl.protocol.wire.group import Group, GroupHeader, Sample, Span, decode_body, decode_header, encode_group
 from streamrl.versions import make_version
 
@@ -89,3 +92,23 @@ def random_groups(num_groups: int, *, num_samples: int = 4, vocabulary: int = 40
             )
         )
     return groups
+
+
+def branched(groups: Sequence[Group]) -> list[Group]:
+    """The same tokens in several rows: each but the first leaves an earlier one somewhere."""
+    rng = np.random.default_rng(7)
+    found = []
+    for group in groups:
+        samples = []
+        for sample in group.samples:
+            length = len(sample.token_ids)
+            starts = sorted(rng.choice(np.arange(1, length), size=min(3, length - 1), replace=False).tolist())
+            lengths, branches = [len(group.prompt_ids) + (starts[0] if starts else length)], []
+            for start, end in pairwise([*starts, length] if starts else []):
+                row = int(rng.integers(len(lengths)))
+                branches.append(Branch(start=start, row=row, keep=int(rng.integers(1, lengths[row] + 1))))
+                lengths.append(branches[-1].keep + end - start)
+            spans = [sample.spans[0]._replace(start=a, end=b) for a, b in pairwise([0, *starts, length])]
+            samples.append(sample._replace(branches=tuple(branches), spans=tuple(spans)))
+        found.append(replace(group, samples=tuple(samples)))
+    return found

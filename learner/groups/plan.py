@@ -64,13 +64,13 @@ class Outcome(IntEnum):
 
 
 class GroupCheck(IntEnum):
-    """What the rank whose group it is found out about it. Added up over the ranks, of which all but that one say
-    nothing, these are the verdicts on a whole plan."""
+    """What the ranks whose group it is found out about it; the others say 0. The worst is the verdict: a group that one
+    of a context group lacks none of them can train."""
 
-    MALFORMED = 0
     SOUND = 1
-    MISSING = 2  # not in the stream any more
-    STALE = 3  # none of its tokens is young enough to have a loss
+    STALE = 2  # none of its tokens is young enough to have a loss
+    MISSING = 3  # not in the stream any more
+    MALFORMED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class PlanEntry:
     ticket: int
     digest: int  # xxh3_64 of the group's body
     num_tokens: int
-    rank: int  # who fetches, verifies and trains it
+    rank: int  # who fetches, verifies and trains it: `World.data_rank`
     # What rank 0 has read of its own groups already, header and body; it does not travel.
     opened: tuple[GroupHeader, bytes] | None = field(default=None, compare=False, repr=False)
 
@@ -220,8 +220,13 @@ class Fetched:
     """What one rank found of a plan."""
 
     groups: tuple[Group, ...]  # the sound ones, in the plan's order
-    verdicts: npt.NDArray[np.float64]  # [entries of the plan] as numbers to be added up over the ranks
+    verdicts: npt.NDArray[np.float64]  # [entries of the plan] as numbers, of which the largest of all ranks counts
     num_masked: int  # tokens of the sound groups that are too old for a loss
+
+    def agreed(self, verdicts: Sequence[GroupCheck]) -> tuple[Group, ...]:
+        """Those of its groups that are sound for all ranks that have them."""
+        mine = np.flatnonzero(self.verdicts == GroupCheck.SOUND).tolist()
+        return tuple(group for at, group in zip(mine, self.groups, strict=True) if verdicts[at] is GroupCheck.SOUND)
 
 
 def fetch_groups(

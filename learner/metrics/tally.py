@@ -163,7 +163,7 @@ class Tally:
         told = world.gather_bytes(json.dumps(list(self._own)).encode())
         names = sorted({name for part in told for name in json.loads(part)})
         own = [self._own.get(name, np.zeros(2)) for name in names]
-        totals = world.total(np.concatenate([list(self._sums.values()), *own]))
+        totals = world.total_of_data(np.concatenate([list(self._sums.values()), *own]))
         sums = dict(zip(self._sums, totals[: len(self._sums)].tolist(), strict=True))
         peaks = dict(zip(self._peaks, world.largest(np.array(list(self._peaks.values()))).tolist(), strict=True))
         found = {**_of_rollouts(sums, self._sources), **_of_tokens(sums, peaks), **_of_lag(sums, peaks)}

@@ -165,7 +165,7 @@ class Gradients:
         """[samples] what each trained token of a sample weighs in the loss, with denominators over all ranks."""
         counted = sum(int(selection.counted.sum()) for selection in selections)
         num_trained = {piece.sample: int(piece.mask.sum()) for piece in pieces}
-        totals = self._world.total(np.array([counted, sum(num_trained.values())], dtype=np.float64))
+        totals = self._world.total_of_data(np.array([counted, sum(num_trained.values())], dtype=np.float64))
         weights = torch.zeros(sum(len(selection.trained) for selection in selections), dtype=torch.float64)
         for sample, length in num_trained.items():
             weights[sample] = 1 / self._divisor(length, num_counted=totals[0], num_tokens=totals[1])
@@ -202,7 +202,7 @@ class Gradients:
     def _micro_batches(self, pieces: Sequence[Piece], shape: Shape) -> list[MicroBatch]:
         batches = pack(pieces, max_tokens=self._max_tokens, shape=shape)
         most = int(self._world.largest(np.array([len(batches)], dtype=np.float64))[0])
-        batches += [empty_micro_batch() for _ in range(most - len(batches))]
+        batches += [empty_micro_batch(shape) for _ in range(most - len(batches))]
         return [batch.to(self._world.device) for batch in batches]
 
     def _advantages(
@@ -222,9 +222,9 @@ class Gradients:
         if not self._settings.normalize_batch:
             return values
         own = [values[piece.sample][piece.mask] for piece in trained]
-        count, total = self._world.total(np.array([len(own), sum(each.mean() for each in own)]))
+        count, total = self._world.total_of_data(np.array([len(own), sum(each.mean() for each in own)]))
         mean = total / max(1.0, count)
-        [squares] = self._world.total(np.array([float(sum(((each - mean) ** 2).mean() for each in own))]))
+        [squares] = self._world.total_of_data(np.array([float(sum(((each - mean) ** 2).mean() for each in own))]))
         std = np.sqrt(squares / max(1.0, count)) + STD_FLOOR
         return tuple((each - mean) / std for each in values)
 
@@ -330,7 +330,8 @@ def update(optimizer: torch.optim.Optimizer, *, loss: float, lr: float, clip_nor
     """One step from the gradients that lie in the parameters; they are gone afterwards. `loss` is this rank's share."""
     own = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     gradients = [_local(gradient) for gradient in own]
-    squares, total_loss = world.total(np.array([_squares(own), loss]))
+    [squares] = world.total(np.array([_squares(own)]))
+    [total_loss] = world.total_of_data(np.array([loss]))
     norm = math.sqrt(squares) if squares >= 0 else math.nan
     applied = math.isfinite(norm) and math.isfinite(total_loss)
     if applied:

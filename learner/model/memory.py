@@ -35,8 +35,8 @@ from streamrl.terminal import size
 
 REMEDY = (
     "lower training.micro_batch_tokens, leave model.gradient_checkpointing on, set model.reference, model.masters "
-    "or teacher.place to cpu, train adapters (model.lora), keep fewer copies (learner.layout.replicas), or take "
-    "more GPUs (learner.processes)"
+    "or teacher.place to cpu, train adapters (model.lora), keep fewer copies (learner.layout.replicas), share "
+    "samples among more ranks (learner.layout.context), or take more GPUs (learner.processes)"
 )
 # Headroom; guesses, none of which a GPU has seen.
 _CONTEXT = 700_000_000  # the driver's, with the kernels that are loaded
@@ -123,7 +123,9 @@ def plan(sizes: Sizes, config: schema.Config, *, ranks: int | None = None, teach
     """On GPUs, where layers are computed again unless the configuration says otherwise. `ranks`: of all hosts; by
     default those of one. `teacher`: of the one that lies beside the policy."""
     ranks = max(1, (ranks or config.learner.processes) // config.learner.layout.replicas)  # that share the model
-    tokens, is_lora = config.training.micro_batch_tokens, config.model.lora is not None
+    # Of a micro-batch each rank of a context group computes a part, and attends to all of it with a part of the heads.
+    tokens = -(-config.training.micro_batch_tokens // config.learner.layout.context)
+    is_lora = config.model.lora is not None
     on_host = config.model.masters == "cpu"
     copies = 0 if is_lora or config.algorithm.kl.placement == "none" or config.model.reference == "cpu" else 2
     own = 0 if on_host else 16 * sizes.trained + 2 * sizes.frozen

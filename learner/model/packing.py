@@ -65,6 +65,7 @@ class MicroBatch:
     sample: torch.Tensor  # [T] whose token it is
     starts: torch.Tensor  # [sequences + 1] int32: where sequences begin, rows laid end to end; then the end of the last
     longest: int  # of these sequences; both are of use only where prompts are not shared
+    mine: torch.Tensor | None = None  # [t] of T, those that this rank's part of the rows predicts; None: it has all
 
     def attention_mask(self, window: int | None = None) -> torch.Tensor:
         """[rows, 1, length, length] True: the later one sees the earlier, which lies within the window."""
@@ -96,10 +97,16 @@ class Shape:
     padded: bool = True  # rows must be equally long; else one row of any length
     alone: bool = False  # a row for each sequence
     max_cells: int | None = None  # of a micro-batch, where `max_tokens` may be more than memory bears
+    parts: int = 1  # that rows are cut into, all as long, for ranks that share them
+    part: int = 0  # that this rank computes
 
     def cost(self, num_rows: int, length: int) -> int:
         """Relative: a layer spends about 24 hidden^2 on a token's projections, 4 hidden length on its attention."""
         return num_rows * length * (6 * self.hidden_size + length)
+
+    def even(self, length: int) -> int:
+        """The least from this on that can be cut into equal parts."""
+        return -(-length // self.parts) * self.parts
 
 
 def pack(pieces: Sequence[Piece], *, max_tokens: int, shape: Shape) -> list[MicroBatch]:
@@ -108,19 +115,19 @@ def pack(pieces: Sequence[Piece], *, max_tokens: int, shape: Shape) -> list[Micr
         return []
     laid = [_laid(piece, share=shape.share_prompts) for piece in pieces]
     if shape.alone:
-        return list(_alone(laid, min(max_tokens, shape.max_cells or max_tokens)))
-    longest = max(_Bundle([each]).size for each in laid)
+        return list(_alone(laid, min(max_tokens, shape.max_cells or max_tokens), shape))
+    longest = shape.even(max(_Bundle([each]).size for each in laid))
     if not shape.padded:
         full = _fill(_bundles(laid, longest, share=shape.share_prompts), max(longest, max_tokens))
-        return [_lay_out([row], sum(bundle.size for bundle in row)) for row in full]
+        return [_lay_out([row], shape.even(sum(bundle.size for bundle in row)), shape) for row in full]
     lengths = [longest * n for n in _ROW_MULTIPLES if n == 1 or longest * n <= max_tokens]
     packed = [(_fill(_bundles(laid, length, share=shape.share_prompts), length), length) for length in lengths]
     rows, length = min(packed, key=lambda candidate: shape.cost(len(candidate[0]), candidate[1]))
     rows_at_once = max(1, max_tokens // length)
-    return [_lay_out(rows[i : i + rows_at_once], length) for i in range(0, len(rows), rows_at_once)]
+    return [_lay_out(rows[i : i + rows_at_once], length, shape) for i in range(0, len(rows), rows_at_once)]
 
 
-def _alone(laid: Sequence[_Laid], max_cells: int) -> Iterator[MicroBatch]:
+def _alone(laid: Sequence[_Laid], max_cells: int, shape: Shape) -> Iterator[MicroBatch]:
     """Each sequence a bundle, and a row, of its own; those of one sample together."""
     each = [[_Bundle([replace(one, cells=(cells,))]) for cells in one.cells] for one in laid]
     each.sort(key=lambda rows: (-max(row.size for row in rows), rows[0].laid[0].piece.sample))
@@ -129,12 +136,12 @@ def _alone(laid: Sequence[_Laid], max_cells: int) -> Iterator[MicroBatch]:
         batch = each.pop(0)
         while each and length * (len(batch) + len(each[0])) <= max_cells:
             batch += each.pop(0)
-        yield _lay_out([[bundle] for bundle in batch], length)
+        yield _lay_out([[bundle] for bundle in batch], length, shape)
 
 
-def empty_micro_batch() -> MicroBatch:
+def empty_micro_batch(shape: Shape) -> MicroBatch:
     """A pass with nothing to learn, for a rank that has run out while others have not: collectives must match."""
-    return _lay_out([[]], 1)
+    return _lay_out([[]], shape.even(1), shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +205,7 @@ def _fill(bundles: Sequence[_Bundle], length: int) -> list[list[_Bundle]]:
     return rows
 
 
-def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int) -> MicroBatch:
+def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int, shape: Shape) -> MicroBatch:
     cells = np.zeros((3, len(rows), length), dtype=np.int64)  # input ids, position ids, until
     cells[2] = length
     trained: list[npt.NDArray[np.int64]] = []  # [5, t] index, target, position, place in the turn, sample
@@ -229,7 +236,15 @@ def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int) -> MicroBatch:
         sample=samples,
         starts=torch.from_numpy(starts),
         longest=int(np.diff(starts).max()),
+        mine=None if shape.parts == 1 else torch.from_numpy(_predicted_in(flat[0], length, shape)),
     )
+
+
+def _predicted_in(index: npt.NDArray[np.int64], length: int, shape: Shape) -> npt.NDArray[np.int64]:
+    """The tokens that cells of this rank's part predict."""
+    size = length // shape.parts
+    assert size * shape.parts == length, "rows are padded so that parts are as long"
+    return np.flatnonzero(index % length // size == shape.part)
 
 
 def _lay_bundle(

@@ -27,6 +27,7 @@ import transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from streamrl.learner.model.context import Parts
 from streamrl.learner.model.logprobs import Head, LogProbs, given_logprobs, project, token_logprobs
 from streamrl.learner.model.packing import MicroBatch, Piece, Shape, additive
 from streamrl.learner.model.ways import EAGER, VARLEN, Way, decoder_of, layer_types, ways_of
@@ -65,14 +66,24 @@ class Policy(nn.Module):
         self.model = model
         self.head, self._min_tokens, self._dtype = head, min_tokens, dtype
         self.effort = Flops.of(model)  # before anything is sharded
-        self.take(ways_of(model)[0], head)
+        self.ways = ways_of(model)  # asked before one of them is taken
+        self.parts: Parts | None = None
+        self.take(self.ways[0], head)
+
+    def share_out(self, parts: Parts) -> None:
+        """From now on this rank computes a part of each row, and other ranks the others; ConfigError: it cannot be."""
+        self.parts, self.ways = parts, parts.ways(self.model, self.ways)
+        self.take(self.way if self.way in self.ways else self.ways[0], self.head)
 
     def take(self, way: Way, head: Head) -> None:
         """Ask the model in this way from now on."""
         self.way, self.head = way, head
         config = self.model.config.get_text_config()
-        if self.model.config._attn_implementation != way.attention:
-            self.model.set_attn_implementation(way.attention)
+        attention = way.attention
+        if self.parts is not None and way.layout != "rows":  # so it is asked for whole ones alone: `plain`
+            attention = self.parts.known_as(attention)
+        if self.model.config._attn_implementation != attention:
+            self.model.set_attn_implementation(attention)
         self._varlen = way.attention == VARLEN
         self.shape = Shape(
             hidden_size=config.hidden_size,
@@ -80,6 +91,8 @@ class Policy(nn.Module):
             padded=not self._varlen,
             alone=way.layout == "rows",
             max_cells=max(1, _MOST_LOGITS // config.vocab_size) if way.own_logits else None,
+            parts=1 if self.parts is None else self.parts.of,
+            part=0 if self.parts is None else self.parts.at,
         )
 
     def forward(self, batch: MicroBatch, *, raw: bool = False, entropy_learns: bool = False) -> LogProbs:
@@ -88,7 +101,8 @@ class Policy(nn.Module):
         dtype, head, min_tokens = (
             (torch.float32, self.head.plain(), 0) if raw else (self._dtype, self.head, self._min_tokens)
         )
-        early = batch.in_turn < min_tokens
+        here = batch if self.parts is None else self.parts.cut(batch)
+        early = here.in_turn < min_tokens
         projection = self.model.get_output_embeddings()
         # What FSDP has gathered in bf16 needs no casts; a cache of casts would keep them all to the end of the pass.
         casts = dtype == torch.bfloat16 and next(self.model.parameters()).dtype != dtype
@@ -96,20 +110,22 @@ class Policy(nn.Module):
             if self.way.own_logits:
                 logits = self.model(input_ids=batch.input_ids, use_cache=False).logits
                 return given_logprobs(logits.flatten(0, 1)[batch.index], batch.targets, early, head, entropy_learns)
-            hidden = self._hidden(batch)
+            hidden = self._hidden(here, batch)
         bias = getattr(projection, "bias", None)
-        return token_logprobs(hidden, projection.weight, batch.targets, early, head, bias, entropy_learns)
+        found = token_logprobs(hidden, projection.weight, here.targets, early, head, bias, entropy_learns)
+        return found if self.parts is None else LogProbs(*self.parts.joined(batch, *found))
 
-    def _hidden(self, batch: MicroBatch) -> torch.Tensor:  # [T, H]
+    def _hidden(self, here: MicroBatch, batch: MicroBatch) -> torch.Tensor:  # [T, H]
+        """`here`: what of the micro-batch is computed on this rank."""
         where: dict[str, Any] = {}
         if not self.shape.alone:
-            where["position_ids"] = batch.position_ids
+            where["position_ids"] = here.position_ids
         if self.shape.share_prompts:
             where["attention_mask"] = self._masks(batch)
         if self._varlen and not self.shape.alone:
             where |= {"cu_seq_lens_q": batch.starts, "max_length_q": batch.longest}
-        out = decoder_of(self.model)(input_ids=batch.input_ids, use_cache=False, **where)
-        hidden: torch.Tensor = out.last_hidden_state.flatten(0, 1)[batch.index]
+        out = decoder_of(self.model)(input_ids=here.input_ids, use_cache=False, **where)
+        hidden: torch.Tensor = out.last_hidden_state.flatten(0, 1)[here.index]
         return hidden
 
     def _masks(self, batch: MicroBatch) -> torch.Tensor | dict[str, torch.Tensor]:

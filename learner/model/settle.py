@@ -26,7 +26,7 @@ from streamrl.errors import DataError
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.packing import Piece, pack
 from streamrl.learner.model.policy import Policy, Seen, evaluating
-from streamrl.learner.model.ways import EAGER, MASKED, VARLEN, Way, has_window, layer_types, unpackable, ways_of
+from streamrl.learner.model.ways import EAGER, MASKED, VARLEN, Way, has_window, layer_types, unpackable
 from streamrl.learner.process.ranks import World
 
 _LOGP_TOLERANCE = 1e-3
@@ -41,12 +41,13 @@ log = structlog.get_logger(__name__)
 
 def settle(policy: Policy, world: World, *, wished: str = MASKED) -> None:
     """Take the fastest way that is right; DataError when none is. `wished`: how it would attend if it could."""
-    ways = ways_of(policy.model)  # before the trial changes how it attends
     with evaluating(policy):
         trial = _Trial(policy, world)
         head = trial.find_head()
-        ways = [way for way in ways if head is not None or way.own_logits]
+        ways = [way for way in policy.ways if head is not None or way.own_logits]
         taken = next((way for way in ways if trial.is_right(way, head or policy.head)), None)
+        if taken is None and policy.parts is not None:
+            raise policy.parts.refusal(policy.model, "its log-probs change when it is")
         if taken is None:
             raise trial.refusal(
                 "its log-probs of a sequence depend on what comes after it; model.path must be a causal language model"
@@ -119,7 +120,8 @@ class _Trial:
                 finite &= bool(policy(here).logp.isfinite().all())  # kernels of narrow numbers may know less
                 with policy.watching() as passes:
                     logp = policy(here, raw=True).logp
-                hidden = passes[0].flatten(0, 1)
+                parts = policy.parts
+                hidden = (passes[0] if parts is None else parts.joined_rows(passes[0])).flatten(0, 1)
                 for sample in batch.sample.unique().tolist():
                     own = here.sample == sample
                     found[sample] = Seen(logp=logp[own], hidden=hidden[here.index[own]] if hidden.numel() else hidden)

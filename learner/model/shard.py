@@ -7,6 +7,8 @@ A model of bfloat16 keeps fp32 masters, of which a layer's part is cast, gathere
 gradients are bf16 within a rank, and fp32 from where ranks add theirs. That is so for a single rank, too: it computes
 what many would, and never holds more than two layers in bf16. What is frozen is bf16 at rest.
 
+Ranks of a context group hold other shards, and compute other parts of the same rows (`learner.model.context`).
+
 `on_host`: shards, gradients and what the optimizer keeps wait in the host's memory; layers pass through the device.
 """
 
@@ -28,6 +30,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
+from streamrl.learner.model.context import Parts
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.process.ranks import World
 
@@ -36,6 +39,9 @@ _HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 
 
 def shard(policy: Policy, world: World, *, on_host: bool = False, in_half: bool = False) -> Policy:
+    parts = Parts.among(world)
+    if parts is not None:
+        policy.share_out(parts)
     if world.size == 1 and not on_host and not in_half:
         return policy
     mesh = world.mesh()

@@ -34,11 +34,22 @@ class World:
     device: torch.device
     layout: schema.Layout = field(default_factory=schema.Layout)
     group: dist.ProcessGroup | None = None  # None: the one of the loop
+    context_group: dist.ProcessGroup | None = None  # of the ranks that share samples; None: each has its own
+    timeout: timedelta | None = None  # of groups that are made of it; None: torch's
 
     def under(self, layout: schema.Layout) -> World:
         """The same ranks, which divide the model so; ConfigError where they cannot."""
         refuse_layout(layout, self.size)
-        return replace(self, layout=layout)
+        return replace(self, layout=layout, context_group=self._context_group(layout.context))
+
+    def _context_group(self, context: int) -> dist.ProcessGroup | None:
+        """A collective: every rank makes all groups."""
+        if context == 1:
+            return None
+        starts = range(0, self.size, context)
+        groups = [dist.new_group(list(range(start, start + context)), timeout=self.timeout) for start in starts]
+        own: dist.ProcessGroup = groups[self.rank // context]
+        return own
 
     def beside(self, *, timeout_s: float) -> World:
         """The same ranks, for a thread beside the loop, or for waiting longer than the loop does: what they say to each
@@ -50,6 +61,21 @@ class World:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Whose groups of a step are this rank's: those of its context group."""
+        return self.rank // self.layout.context
+
+    @property
+    def data_size(self) -> int:
+        """How many there are to have groups of their own."""
+        return self.size // self.layout.context
+
+    @property
+    def speaks(self) -> bool:
+        """For its context group, whose ranks have all seen the same samples."""
+        return self.rank % self.layout.context == 0
 
     def mesh(self) -> DeviceMesh:
         """Of all ranks, to shard a model over: (replicas, shards) where there are several replicas, else (shards,). Of
@@ -80,6 +106,10 @@ class World:
 
     def total(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         return self._reduce(values, dist.ReduceOp.SUM)
+
+    def total_of_data(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Of what ranks know of their samples, each sample once."""
+        return self.total(values if self.speaks else np.zeros_like(values))
 
     def largest(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         return self._reduce(values, dist.ReduceOp.MAX)
@@ -122,7 +152,7 @@ def join_world(environment: Mapping[str, str], *, timeout_s: float, gpu_memory: 
     if size > 1:
         dist.init_process_group(_backend(device), timeout=timedelta(seconds=timeout_s))
     try:
-        yield World(rank=rank, size=size, device=device)
+        yield World(rank=rank, size=size, device=device, timeout=timedelta(seconds=timeout_s))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

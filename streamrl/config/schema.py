@@ -238,6 +238,8 @@ class Layout(Section):
     # FSDP shards the model over the ranks of a replica, and replicas add up their gradients: with as many as there are
     # hosts, weights are gathered within a host alone. Any run may go on with another layout
     replicas: Positive = 1
+    # So many ranks in a row share each sample: a part of its length is computed on each, and in attention of the heads
+    context: Positive = 1
 
 
 class Learner(Section):

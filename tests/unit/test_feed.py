@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from streamrl.errors import Fenced, TrainingError, TransportError
-from streamrl.learner.groups.plan import Kind
+from streamrl.learner.groups.plan import GroupCheck, Kind
 from streamrl.protocol.wire.group import encode_group
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.versions import make_version
@@ -71,7 +71,7 @@ def test_groups_that_the_ranks_refuse_are_dropped_and_the_others_trained() -> No
     world.answer_all()
     plan = world.plan()
     assert plan is not None
-    world.train(plan, [True, False])
+    world.train(plan, [GroupCheck.SOUND, GroupCheck.MALFORMED])
     metrics = world.feed.metrics()
     assert (metrics["stream/groups_trained"], metrics["stream/dropped/malformed"]) == (1, 1)
 
@@ -82,7 +82,7 @@ def test_groups_of_a_skipped_step_are_dropped_for_that_reason() -> None:
     world.answer_all()
     plan = world.plan()
     assert plan is not None
-    world.feed.settle(plan, [True, False], trained=False)
+    world.feed.settle(plan, [GroupCheck.SOUND, GroupCheck.MALFORMED], trained=False)
     metrics = world.feed.metrics()
     assert (metrics["stream/groups_trained"], metrics["stream/groups_dropped"]) == (0, 2)
     assert (metrics["stream/dropped/non_finite"], metrics["stream/dropped/malformed"]) == (1, 1)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,10 +13,8 @@ from streamrl.config import schema
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.gradients import Gradients
 from streamrl.learner.process.ranks import World
-from streamrl.protocol.wire.branches import Branch
-from streamrl.protocol.wire.group import Group
 from streamrl.recipe.algorithms import make_algorithm
-from tests.learner_cases import learner_config, random_groups
+from tests.learner_cases import branched, learner_config, random_groups
 from tests.plain_objective import plain_loss, policy64
 from tests.tiny_models import make_model
 
@@ -34,26 +29,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("reference"), hidden=32, seed=1)
-
-
-def branched(groups: Sequence[Group]) -> list[Group]:
-    """The same tokens in several rows: each but the first leaves an earlier one somewhere."""
-    rng = np.random.default_rng(7)
-    found = []
-    for group in groups:
-        samples = []
-        for sample in group.samples:
-            length = len(sample.token_ids)
-            starts = sorted(rng.choice(np.arange(1, length), size=min(3, length - 1), replace=False).tolist())
-            lengths, branches = [len(group.prompt_ids) + (starts[0] if starts else length)], []
-            for start, end in pairwise([*starts, length] if starts else []):
-                row = int(rng.integers(len(lengths)))
-                branches.append(Branch(start=start, row=row, keep=int(rng.integers(1, lengths[row] + 1))))
-                lengths.append(branches[-1].keep + end - start)
-            spans = [sample.spans[0]._replace(start=a, end=b) for a, b in pairwise([0, *starts, length])]
-            samples.append(sample._replace(branches=tuple(branches), spans=tuple(spans)))
-        found.append(replace(group, samples=tuple(samples)))
-    return found
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -241,7 +241,7 @@ def test_rows_whose_logits_are_held_whole_are_few_at_a_time() -> None:
 
 def test_an_empty_micro_batch_passes_through_the_model_and_changes_nothing(tmp_path: Path) -> None:
     policy = make_policy(make_model(tmp_path / "model"))
-    policy(empty_micro_batch()).logp.sum().backward()
+    policy(empty_micro_batch(policy.shape)).logp.sum().backward()
     gradients = [p.grad for p in policy.parameters()]
     assert all(g is not None and not g.any() for g in gradients)
 

@@ -40,7 +40,7 @@ class Rank:
 
     gather_bytes = _exchange
 
-    def total(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def total_of_data(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         return np.sum(self._exchange(values), axis=0)
 
     def largest(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -1,0 +1,113 @@
+"""Rows cut into parts for the ranks of a context group: every cell and token once, every head with its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.config import schema
+from streamrl.config.layout import refuse_layout
+from streamrl.errors import ConfigError
+from streamrl.learner.groups.plan import Fetched, GroupCheck
+from streamrl.learner.model.context import Parts, refuse_heads, repeats
+from streamrl.learner.model.load import build_model
+from streamrl.learner.model.packing import MicroBatch, Shape, empty_micro_batch, pack
+from streamrl.learner.model.ways import MASKED, ways_of
+from streamrl.learner.process.ranks import World
+from tests.learner_cases import random_groups
+from tests.tiny_families import make_family
+from tests.unit.test_packing import batches, piece
+
+CPU = torch.device("cpu")
+
+
+def part(at: int, of: int) -> Parts:
+    return Parts(at=at, of=of, group=cast(Any, None))
+
+
+def shape(at: int, of: int, *, varlen: bool = False) -> Shape:
+    return Shape(hidden_size=64, share_prompts=not varlen, padded=not varlen, part=at, parts=of)
+
+
+def cells_of(batch: MicroBatch) -> torch.Tensor:  # [T, 2] what predicts each token, and the token
+    return torch.stack([batch.input_ids.flatten()[batch.index], batch.targets], dim=1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups=batches, max_tokens=st.integers(1, 300), of=st.integers(2, 4), varlen=st.booleans())
+def test_parts_are_as_long_and_have_every_cell_and_every_token_once(
+    groups: list[tuple[int, list[int]]], max_tokens: int, of: int, varlen: bool
+) -> None:
+    lengths = [(g, p, r) for g, (p, responses) in enumerate(groups) for r in responses]
+    pieces = [piece(i, p, r, group=g) for i, (g, p, r) in enumerate(lengths)]
+    packed = [pack(pieces, max_tokens=max_tokens, shape=shape(at, of, varlen=varlen)) for at in range(of)]
+    for same in zip(*packed, strict=True):
+        whole = same[0]
+        here = [part(at, of).cut(batch) for at, batch in enumerate(same)]
+        assert len({tuple(one.input_ids.shape) for one in here}) == 1
+        for name in ("input_ids", "position_ids"):
+            assert torch.cat([getattr(one, name) for one in here], dim=1).equal(getattr(whole, name))
+        mine = [cast(torch.Tensor, batch.mine) for batch in same]
+        assert torch.cat(mine).sort().values.tolist() == list(range(len(whole.index)))
+        for one, own in zip(here, mine, strict=True):
+            assert cells_of(one).equal(cells_of(whole)[own])
+            assert one.sample.equal(whole.sample[own])
+            assert one.until.equal(whole.until), "attention sees whole rows"
+
+
+def test_a_rank_that_has_run_out_has_a_part_of_nothing() -> None:
+    for at in range(3):
+        empty = part(at, 3).cut(empty_micro_batch(shape(at, 3)))
+        assert empty.input_ids.shape == (1, 1)
+        assert len(empty.index) == 0
+
+
+@pytest.mark.parametrize("heads", [1, 4, 9, 12, 40])
+def test_each_query_head_meets_its_own_head_of_keys_on_whatever_rank(heads: int) -> None:
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    for kv_heads in divisors:
+        for ranks in divisors:
+            sent = np.repeat(np.arange(kv_heads), repeats(heads, kv_heads, ranks)).reshape(ranks, -1)
+            asked = np.arange(heads).reshape(ranks, -1)
+            met = np.repeat(sent, asked.shape[1] // sent.shape[1], axis=1)  # as attention groups what a rank has
+            assert (met == asked // (heads // kv_heads)).all(), (kv_heads, ranks)
+
+
+def test_heads_that_do_not_divide_are_refused_with_the_numbers_that_do(tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 8}
+    model = build_model(str(make_family(tmp_path, "llama", **sizes)), MASKED)
+    refuse_heads(model, 3)
+    with pytest.raises(
+        ConfigError, match=r"learner\.layout\.context = 4: .* has 9 attention heads; set one of 1, 3, 9"
+    ):
+        part(0, 4).ways(model, ways_of(model))
+
+
+@pytest.mark.parametrize("family", ["lfm2", "bamba", "qwen3_next"])
+def test_a_model_that_looks_along_its_rows_by_itself_is_refused(tmp_path: Path, family: str) -> None:
+    model = build_model(str(make_family(tmp_path, family)), MASKED)
+    with pytest.raises(ConfigError, match=r"learner\.layout\.context = 2: .* cannot be computed in parts"):
+        part(0, 2).ways(model, ways_of(model))
+
+
+def test_ranks_in_a_row_share_samples_within_a_replica() -> None:
+    layout = schema.Layout(replicas=2, context=2)
+    world = [World(rank=rank, size=8, device=CPU, layout=layout) for rank in range(8)]
+    assert [one.data_rank for one in world] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [one.rank for one in world if one.speaks] == [0, 2, 4, 6]
+    assert world[0].data_size == 4
+    refuse_layout(layout, 8)
+    with pytest.raises(ConfigError, match=r"learner\.layout\.context = 2 .*ranks, 6: .*multiple of 4 ranks"):
+        refuse_layout(layout, 6)
+
+
+def test_a_group_that_another_rank_of_the_context_group_lacks_is_trained_by_none() -> None:
+    groups = random_groups(2)
+    found = Fetched(groups=tuple(groups), verdicts=np.array([0, GroupCheck.SOUND, GroupCheck.SOUND]), num_masked=0)
+    assert found.agreed([GroupCheck.SOUND, GroupCheck.MISSING, GroupCheck.SOUND]) == (groups[1],)
