@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from streamrl.config import schema
 from streamrl.config.load import config_from_json
 from streamrl.config.placement import LEARNER, Part, place
+from streamrl.config.routers import find_routers
 from streamrl.errors import DataError, ResourceError, UserError
 from streamrl.finding import Finding, error, ok, take_stdout, warning
 from streamrl.gpus import gpus_here
@@ -64,6 +65,9 @@ def examine(config: schema.Config, part: Part = "all") -> Iterator[Finding]:
     model = outline(config)
     refuse_heads(model, config.learner.layout.context)
     yield ok("model without weights", "it is a causal language model with room for the longest sequence")
+    if config.algorithm.routing_replay != "none":
+        find_routers(model, config)
+        yield ok("routers", "they can be told which experts to choose")
     yield from _teacher(config, info)
     yield from _memory(config, model, part)
 

@@ -19,6 +19,7 @@ from streamrl.learner.metrics.exporters import check_exporters
 from streamrl.learner.metrics.record import Timers
 from streamrl.learner.model.load import TokenizerInfo, load_policy, read_tokenizer_info
 from streamrl.learner.model.policy import Policy
+from streamrl.learner.model.routing import RoutingReplay
 from streamrl.learner.model.teacher import check_teacher
 from streamrl.learner.model.trial import try_out
 from streamrl.learner.process.job import job_began
@@ -98,4 +99,7 @@ def load_model_together(context: RankContext) -> Policy:
     """A collective; rank 0 reads the prompts before, for as long as it takes."""
     context.patient.barrier()
     torch.manual_seed(context.config.seed)
-    return load_policy(context.config, context.world, context.tokenizer_info.end_ids)
+    policy = load_policy(context.config, context.world, context.tokenizer_info.end_ids)
+    if context.config.algorithm.routing_replay != "none":
+        policy.replay = RoutingReplay(policy.model, context.config)
+    return policy

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import numpy as np
@@ -21,6 +21,7 @@ import structlog
 from streamrl.config import schema
 from streamrl.errors import RewardError, RewardOutage, SampleError
 from streamrl.protocol.wire.group import Group, GroupHeader, Sample
+from streamrl.protocol.wire.routes import Routes, ending
 from streamrl.protocol.wire.taught import Taught
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.tasks import gather_or_cancel
@@ -200,7 +201,8 @@ class Answerer:
             rewards={},
             reward=0.0,
         )
-        return Played(sample=sample, text=generated.text, model_s=time.monotonic() - began)
+        made = Played(sample=sample, text=generated.text, model_s=time.monotonic() - began)
+        return made if generated.routes is None else _routed(made, generated.routes, num_tokens)
 
     async def _teach(self, ticket: Ticket, sample: Sample) -> Taught:
         """What the teacher gives the tokens that were sampled; 0 for those that were given."""
@@ -240,4 +242,23 @@ class Answerer:
             num_tool_calls=sum(one.made.num_tool_calls for one in scored),
         )
         samples = tuple(one.sample for one in scored) if enough else ()
-        return Group(header=header, prompt_ids=ticket.token_ids, samples=samples)
+        group = Group(header=header, prompt_ids=ticket.token_ids, samples=samples)
+        return _with_routes(group, scored) if ticket.purpose == "train" else _without_routes(group)
+
+
+def _routed(made: Played, routes: Routes, num_tokens: int) -> Played:
+    """Of one answer, and of the prompt before it."""
+    num_prompt = 1 + len(routes) - num_tokens
+    sample = made.sample._replace(routes=ending(routes[num_prompt:]))
+    return made._replace(sample=sample, prompt_routes=routes[:num_prompt])
+
+
+def _with_routes(group: Group, scored: Sequence[_Scored]) -> Group:
+    """The prompt's are those of whichever sample told them first."""
+    told = (one.made.prompt_routes for one in scored)
+    return replace(group, prompt_routes=next((routes for routes in told if routes is not None), None))
+
+
+def _without_routes(group: Group) -> Group:
+    """Of an evaluation, which nobody trains."""
+    return replace(group, samples=tuple(sample._replace(routes=None) for sample in group.samples))

@@ -38,6 +38,7 @@ from streamrl.learner.groups.lag import LagRule
 from streamrl.learner.groups.ledger import Ledger
 from streamrl.protocol.transport.types import Entry, GroupStream
 from streamrl.protocol.wire.group import Group, GroupHeader, Sample, decode_body, decode_header
+from streamrl.protocol.wire.routes import RouteShape
 
 _MOST_KEPT_BYTES = 256 << 20  # of bodies; what is beyond is read again by whoever trains it
 
@@ -230,9 +231,17 @@ class Fetched:
 
 
 def fetch_groups(
-    stream: GroupStream, plan: Plan, *, rank: int, vocabulary: int, oldest_step: int = 0, taught: bool = False
+    stream: GroupStream,
+    plan: Plan,
+    *,
+    rank: int,
+    vocabulary: int,
+    oldest_step: int = 0,
+    taught: bool = False,
+    routes: RouteShape | None = None,
 ) -> Fetched:
-    """Tokens of versions before `oldest_step` get no loss. `taught`: workers ask a teacher about all samples."""
+    """Tokens of versions before `oldest_step` get no loss. `taught`: workers ask a teacher about all samples. `routes`:
+    engines tell by which experts, such ones."""
     mine = plan.of_rank(rank)
     lacking = [planned.entry_id for _, planned in mine if planned.opened is None]
     entries = dict(zip(lacking, stream.fetch("train", lacking), strict=True)) if lacking else {}
@@ -240,9 +249,9 @@ def fetch_groups(
     verdicts = np.zeros(len(plan.entries))
     num_masked = 0
     for at, planned in mine:
-        verdict, group, masked = _look_at(planned, entries.get(planned.entry_id), vocabulary, oldest_step)
-        if taught and group is not None and any(sample.teacher_logprobs is None for sample in group.samples):
-            log.warning("group refused", ticket=planned.ticket, error="it has no log-probs of the teacher")
+        verdict, group, masked = _look_at(planned, entries.get(planned.entry_id), vocabulary, oldest_step, routes)
+        if group is not None and (lacking_words := _lacks(group, taught=taught, routed=routes is not None)):
+            log.warning("group refused", ticket=planned.ticket, error=lacking_words)
             verdict, group = GroupCheck.MALFORMED, None
         verdicts[at] = verdict
         if group is not None:
@@ -251,8 +260,17 @@ def fetch_groups(
     return Fetched(groups=tuple(groups), verdicts=verdicts, num_masked=num_masked)
 
 
+def _lacks(group: Group, *, taught: bool, routed: bool) -> str:
+    """In words; empty: nothing."""
+    if taught and any(sample.teacher_logprobs is None for sample in group.samples):
+        return "it has no log-probs of the teacher"
+    if routed and any(sample.routes is None and len(sample.token_ids) for sample in group.samples):
+        return "it has no routes, which algorithm.routing_replay asks for"
+    return ""
+
+
 def _look_at(
-    planned: PlanEntry, entry: Entry | None, vocabulary: int, oldest_step: int
+    planned: PlanEntry, entry: Entry | None, vocabulary: int, oldest_step: int, routes: RouteShape | None
 ) -> tuple[GroupCheck, Group | None, int]:
     """(verdict, the group to be trained, if it is sound, tokens that were masked)"""
     try:
@@ -260,7 +278,7 @@ def _look_at(
         if opened is None:
             log.warning("group lost", ticket=planned.ticket, entry=planned.entry_id)
             return GroupCheck.MISSING, None, 0
-        group, num_masked = mask_before(decode_body(*opened, vocabulary=vocabulary), oldest_step)
+        group, num_masked = mask_before(decode_body(*opened, vocabulary=vocabulary, routes=routes), oldest_step)
     except WireError as error:
         log.warning("group refused", ticket=planned.ticket, entry=planned.entry_id, error=str(error))
         return GroupCheck.MALFORMED, None, 0

@@ -49,6 +49,7 @@ _SUMS: Final = (
     *("in_flight", "in_queue", "lag", "lag_tokens", "dead_tokens", "masked_tokens"),
     *("model_tokens", "flops", "tokens", "ratio_squared", "kl", "kl_tokens"),
     *("fresh_tokens", "fresh_mismatch", "fresh_mismatch_kl"),
+    *("route_pairs", "routes_told", "routes_differing"),
 )
 # Upper edges of the bins that ratios are counted in; each bin begins beyond the edge before it.
 RATIO_EDGES: Final = (0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2.0, 5.0, math.inf)
@@ -146,6 +147,11 @@ class Tally:
             begin = 1 + len(found) + 2 * at
             self._own[name] = self._own.get(name, np.zeros(2)) + values[begin : begin + 2]
 
+    def add_routes(self, counts: torch.Tensor) -> None:  # [3]
+        """Pairs of a token and a layer with experts; of these, with a route; of these, where the learner's differs."""
+        for name, value in zip(("route_pairs", "routes_told", "routes_differing"), counts.tolist(), strict=True):
+            self._add(name, value)
+
     def add_reference(self, behaviour_logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> None:
         self._add("kl", float((behaviour_logprobs - reference_logprobs).sum()))
         self._add("kl_tokens", len(behaviour_logprobs))
@@ -167,6 +173,7 @@ class Tally:
         sums = dict(zip(self._sums, totals[: len(self._sums)].tolist(), strict=True))
         peaks = dict(zip(self._peaks, world.largest(np.array(list(self._peaks.values()))).tolist(), strict=True))
         found = {**_of_rollouts(sums, self._sources), **_of_tokens(sums, peaks), **_of_lag(sums, peaks)}
+        found |= _of_routes(sums)
         found |= _of_loss(dict(zip(names, totals[len(sums) :].reshape(-1, 2).tolist(), strict=True)))
         found["throughput/tokens"] = sums["model_tokens"]
         found["throughput/tflop"] = sums["flops"] / 1e12
@@ -254,6 +261,12 @@ def _of_tokens(sums: Mapping[str, float], peaks: Mapping[str, float]) -> dict[st
     if sums["kl_tokens"] > 0:
         found["train_rollouts/init_policy_kl"] = sums["kl"] / sums["kl_tokens"]
     return found
+
+
+def _of_routes(sums: Mapping[str, float]) -> dict[str, float]:
+    pairs, told = sums["route_pairs"], sums["routes_told"]
+    missing = {"router/routes_missing": 1 - told / pairs} if pairs else {}
+    return {**missing, "router/routes_differ": sums["routes_differing"] / told} if told else missing
 
 
 def _of_loss(pairs: Mapping[str, Sequence[float]]) -> dict[str, float]:

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,7 @@ from streamrl.learner.model.teacher import Teacher
 from streamrl.learner.model.tensors import is_copy
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group, Sample
+from streamrl.protocol.wire.routes import joined
 from streamrl.recipe.advantages import STD_FLOOR, PerToken, discounted
 from streamrl.recipe.algorithms import Algorithm, Selection
 from streamrl.recipe.losses import TokenBatch
@@ -63,7 +64,7 @@ class Batch:
     """This rank's share of a step, ready to be passed over. All responses lie end to end; a token's place is where its
     sample's response begins, and its position there."""
 
-    micro_batches: Sequence[MicroBatch]
+    micro_batches: list[MicroBatch]
     reference_logprobs: Sequence[torch.Tensor | None]  # a tensor [T] for each micro-batch
     begins: torch.Tensor  # [samples] of their responses
     advantages: torch.Tensor  # [tokens of responses] float64
@@ -131,6 +132,8 @@ class Gradients:
             out = self._policy(micro_batch, entropy_learns=self._algorithm.needs_entropy)
             if first:
                 batch.proximal_logprobs.append(out.logp.detach())
+            if self._policy.replay is not None:
+                batch.micro_batches[at] = self._policy.replay.passed(micro_batch, tally, first=first)
             loss += self._backward(batch, at, out, tally, first=first)
             self._beat()
         tally.add_work(num_tokens=batch.num_tokens, flops=batch.flops)
@@ -267,6 +270,7 @@ def _pieces(groups: Sequence[Group], selections: Sequence[Selection]) -> list[Pi
                         mask=mask,
                         turns=tuple(begin for begin, _ in sample.turns()),
                         branches=sample.branches,
+                        routes=joined(group.prompt_routes, sample.routes),
                     )
                 )
             sample_index += 1
@@ -282,7 +286,7 @@ def make_reference(config: schema.Config, world: World, end_ids: tuple[int, ...]
 def asking(frozen: Policy) -> Reference:
     def ask(batch: MicroBatch) -> torch.Tensor:
         with evaluating(frozen), without_adapters(frozen):
-            logp: torch.Tensor = frozen(batch).logp
+            logp: torch.Tensor = frozen(replace(batch, routes=None)).logp
         return logp
 
     return ask

@@ -27,7 +27,9 @@ import numpy.typing as npt
 import torch
 
 from streamrl.learner.model.cells import Cells, cells_of
+from streamrl.learner.model.routing import NO_TOKEN, UNTOLD
 from streamrl.protocol.wire.branches import Branch
+from streamrl.protocol.wire.routes import Routes, is_missing
 
 _ROW_MULTIPLES = (1, 2, 4, 8)
 
@@ -44,6 +46,7 @@ class Piece:
     mask: npt.NDArray[np.bool_]  # [T] has a loss
     turns: tuple[int, ...] = (0,)  # where the model began to speak: of several, each is a response of its own
     branches: tuple[Branch, ...] = ()  # rows beside the first
+    routes: Routes | None = None  # [P + T, layers, experts a token]
 
     @property
     def num_tokens(self) -> int:
@@ -66,6 +69,7 @@ class MicroBatch:
     starts: torch.Tensor  # [sequences + 1] int32: where sequences begin, rows laid end to end; then the end of the last
     longest: int  # of these sequences; both are of use only where prompts are not shared
     mine: torch.Tensor | None = None  # [t] of T, those that this rank's part of the rows predicts; None: it has all
+    routes: torch.Tensor | None = None  # [rows, length, layers, experts a token], where samples bring them
 
     def attention_mask(self, window: int | None = None) -> torch.Tensor:
         """[rows, 1, length, length] True: the later one sees the earlier, which lies within the window."""
@@ -208,12 +212,13 @@ def _fill(bundles: Sequence[_Bundle], length: int) -> list[list[_Bundle]]:
 def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int, shape: Shape) -> MicroBatch:
     cells = np.zeros((3, len(rows), length), dtype=np.int64)  # input ids, position ids, until
     cells[2] = length
+    routes = _untold(rows, length)
     trained: list[npt.NDArray[np.int64]] = []  # [5, t] index, target, position, place in the turn, sample
     behaviour_logprobs: list[npt.NDArray[np.float32]] = [np.zeros(0, dtype=np.float32)]
     for r, row in enumerate(rows):
         start = 0
         for bundle in row:
-            for piece, own, before in _lay_bundle(bundle, cells[:, r], start):
+            for piece, own, before in _lay_bundle(bundle, cells[:, r], start, None if routes is None else routes[r]):
                 begun = np.asarray(piece.turns)
                 in_turn = own - begun[np.searchsorted(begun, own, side="right") - 1]
                 sample = np.full_like(own, piece.sample)
@@ -237,6 +242,7 @@ def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int, shape: Shape) -> Mi
         starts=torch.from_numpy(starts),
         longest=int(np.diff(starts).max()),
         mine=None if shape.parts == 1 else torch.from_numpy(_predicted_in(flat[0], length, shape)),
+        routes=None if routes is None else torch.from_numpy(routes),
     )
 
 
@@ -247,23 +253,42 @@ def _predicted_in(index: npt.NDArray[np.int64], length: int, shape: Shape) -> np
     return np.flatnonzero(index % length // size == shape.part)
 
 
+def _untold(rows: Sequence[Sequence[_Bundle]], length: int) -> npt.NDArray[np.int16] | None:
+    """Cells without a token, where tokens bring routes."""
+    pieces = (one.piece for row in rows for bundle in row for one in bundle.laid)
+    told = next((piece.routes for piece in pieces if piece.routes is not None), None)
+    return None if told is None else np.full((len(rows), length, *told.shape[1:]), NO_TOKEN, np.int16)
+
+
 def _lay_bundle(
-    bundle: _Bundle, row: npt.NDArray[np.int64], start: int
+    bundle: _Bundle, row: npt.NDArray[np.int64], start: int, routes: npt.NDArray[np.int16] | None
 ) -> Iterator[tuple[Piece, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Into the row's columns: the prompt, what hangs on it, what stands apart. Of each what it trains, and the cells
-    that predict it."""
+    """Into the row's columns, and its routes: the prompt, what hangs on it, what stands apart. Of each what it trains,
+    and the cells that predict it."""
     prompt_ids = bundle.prompt_ids
     row[:2, start : start + len(prompt_ids)] = prompt_ids, np.arange(len(prompt_ids))
     ordered = sorted(
         ((each.piece, cells) for each in bundle.laid for cells in each.cells), key=lambda pair: not pair[1].on_prompt
     )
     first = start + len(prompt_ids)
+    if routes is not None:
+        _tell(bundle.laid[0].piece, np.arange(len(prompt_ids)), routes[start:first])
     hanging = sum(len(cells.places) for _, cells in ordered if cells.on_prompt)
     row[2, start:first] = first + hanging
     for piece, cells in ordered:
         end = first + len(cells.places)
         whole = np.concatenate([piece.prompt_ids, piece.token_ids])
         row[:, first:end] = whole[cells.places], cells.positions, first + cells.ends
+        if routes is not None:
+            _tell(piece, cells.places, routes[first:end])
         # The prompt's last cell predicts the first token of every response.
         yield piece, cells.trained, np.where(cells.before < 0, start + len(prompt_ids) - 1, first + cells.before)
         first = end
+
+
+def _tell(piece: Piece, places: npt.NDArray[np.int64], cells: npt.NDArray[np.int16]) -> None:
+    cells[:] = UNTOLD
+    if piece.routes is not None:
+        routes = piece.routes[places]
+        is_told = ~is_missing(routes)
+        cells[is_told] = routes[is_told]

@@ -17,7 +17,7 @@ is computed twice to save memory counts once: so this is less than what the mach
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from streamrl.learner.model.context import Parts
 from streamrl.learner.model.logprobs import Head, LogProbs, given_logprobs, project, token_logprobs
 from streamrl.learner.model.packing import MicroBatch, Piece, Shape, additive
+from streamrl.learner.model.routing import RoutingReplay
 from streamrl.learner.model.ways import EAGER, VARLEN, Way, decoder_of, layer_types, ways_of
 
 _MOST_LOGITS = 1 << 26  # of a micro-batch whose logits are the model's own: 256 MiB in fp32, several times
@@ -66,6 +67,7 @@ class Policy(nn.Module):
         self.model = model
         self.head, self._min_tokens, self._dtype = head, min_tokens, dtype
         self.effort = Flops.of(model)  # before anything is sharded
+        self.replay: RoutingReplay | None = None  # where experts are chosen as they were before
         self.ways = ways_of(model)  # asked before one of them is taken
         self.parts: Parts | None = None
         self.take(self.ways[0], head)
@@ -106,7 +108,8 @@ class Policy(nn.Module):
         projection = self.model.get_output_embeddings()
         # What FSDP has gathered in bf16 needs no casts; a cache of casts would keep them all to the end of the pass.
         casts = dtype == torch.bfloat16 and next(self.model.parameters()).dtype != dtype
-        with torch.autocast(batch.input_ids.device.type, torch.bfloat16, enabled=casts, cache_enabled=False):
+        told = nullcontext() if self.replay is None else self.replay.passing(batch.routes)
+        with told, torch.autocast(batch.input_ids.device.type, torch.bfloat16, enabled=casts, cache_enabled=False):
             if self.way.own_logits:
                 logits = self.model(input_ids=batch.input_ids, use_cache=False).logits
                 return given_logprobs(logits.flatten(0, 1)[batch.index], batch.targets, early, head, entropy_learns)

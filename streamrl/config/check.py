@@ -13,7 +13,7 @@ from functools import reduce
 from operator import getitem
 from typing import Any
 
-from streamrl.config import files, places
+from streamrl.config import files, places, routers
 from streamrl.config.explain import Problem, show
 from streamrl.config.load import Where
 from streamrl.config.placement import parallel_in
@@ -343,6 +343,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _gpus,
     _adapters,
     _names,
+    routers.check_routing,
     files.check_datasets,
     places.check_rewards,
     places.check_teacher,

@@ -38,5 +38,8 @@ class Algorithm(Section):
     # its tokens | the same, divided by sampling.max_tokens
     loss_mean: Literal["sequence", "token", "sum", "max_tokens"] = "sequence"
     entropy_bonus: NonNegativeFloat = 0.0  # of each token's entropy, with its gradient, off the loss
+    # Of mixtures of experts, how the learner routes tokens: by itself | so, and compares with the engine's routes | in
+    # later passes over a batch as in the first (R2) | as the engine did (R3)
+    routing_replay: Literal["none", "compare", "first_pass", "rollout"] = "none"
     kl: Kl = Kl()
     top_n: Positive = 1  # rejection sampling: winners a group [top_n_rollouts]

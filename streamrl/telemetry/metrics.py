@@ -67,6 +67,15 @@ METRICS: Mapping[str, Explained] = {
     "policy/fresh_tokens": ("tokens", "tokens of samples that the very weights of the step made, wholly"),
     "policy/fresh_mismatch": ("nats", "mean over them of |log mu - log pi|, where engine and learner should agree"),
     "policy/fresh_mismatch_kl": ("nats", "mean over them of pi / mu - 1 - log(pi / mu), an estimate of KL(mu, pi)"),
+    "router/routes_differ": (
+        "share",
+        "share of tokens and layers whose experts the learner would choose otherwise than the engine, or, with "
+        "algorithm.routing_replay=first_pass, than in its first pass",
+    ),
+    "router/routes_missing": (
+        "share",
+        "share of tokens that no route was told of, which the learner routes by itself",
+    ),
     "lag/min": ("steps", "steps between the version that made a token and the step that trains it: smallest"),
     "lag/mean": ("steps", "steps between the version that made a token and the step that trains it: mean over tokens"),
     "lag/max": ("steps", "steps between the version that made a token and the step that trains it: largest"),

@@ -50,6 +50,7 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
         ("worker.min_survivors=1", "worker.min_survivors = 1: ", "at least 2"),
         ("worker.min_survivors=5", "worker.min_survivors = 5: ", "sampling.num_samples = 4"),
         ("sampling.greedy=true", "sampling.greedy = True: ", "validation.sampling"),
+        ("algorithm.routing_replay=first_pass", "algorithm.routing_replay = 'first_pass': ", "reinforce_epochs = 1"),
         (
             "validation.sampling.num_samples=8",
             "validation.sampling.num_samples = 8: ",
@@ -317,3 +318,15 @@ def test_max_time_counts_days_hours_minutes_and_seconds() -> None:
     for text in ("1:2:3:4", "00:24:00:00", "00:00:60:00", "12:00:00", "", "00:00:00:00\n"):
         with pytest.raises(ValueError, match="DD:HH:MM:SS"):
             max_time_s(text)
+
+
+@pytest.mark.parametrize("name", ["pipeline_parallel_size", "decode_context_parallel_size"])
+def test_a_vllm_that_sees_no_whole_route_is_refused_where_routes_are_wanted(good: Path, name: str) -> None:
+    overrides = ("algorithm.routing_replay=rollout", f"worker.engine_args={{{name}: 2, tensor_parallel_size: 2}}")
+    [told] = problems(good, *overrides)
+    assert told.startswith(f"worker.engine_args.{name} = 2: ")
+    assert "algorithm.routing_replay=none" in told
+    assert not problems(good, *overrides, "worker.engine=transformers")
+    [of_context] = problems(good, overrides[0], "learner.layout.context=2")
+    assert of_context.startswith("learner.layout.context = 2: ")
+    assert not problems(good, "algorithm.routing_replay=none", overrides[1])

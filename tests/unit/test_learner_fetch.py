@@ -12,6 +12,7 @@ from streamrl.learner.groups.plan import GroupCheck, Kind, Plan, PlanEntry, fetc
 from streamrl.protocol.transport.double import LearnerStreamDouble, MemoryServer
 from streamrl.protocol.transport.types import Entry
 from streamrl.protocol.wire.group import decode_header, encode_group
+from streamrl.protocol.wire.routes import RouteShape
 from tests.learner_cases import group_of
 
 VOCABULARY = 20
@@ -89,3 +90,20 @@ def test_a_group_without_its_teachers_word_is_refused_where_workers_ask_one() ->
 
     assert [group.header.ticket for group in found.groups] == [2]
     assert found.verdicts.tolist() == [GroupCheck.MALFORMED, GroupCheck.SOUND]
+
+
+def test_a_group_without_routes_or_with_those_of_another_model_is_refused_where_engines_tell_them() -> None:
+    entries = [entry_of(0), entry_of(2)]
+    group = group_of(rewards=[0, 1], ticket=2, responses=[[3, 4], []])
+    routed = group.samples[0]._replace(routes=np.full((2, 3, 2), 7, np.uint8))
+    prompt_routes = np.zeros((len(group.prompt_ids), 3, 2), np.uint8)
+    header, body = encode_group(replace(group, samples=(routed, group.samples[1]), prompt_routes=prompt_routes))
+    digest = decode_header(header).digest
+    entries[1] = replace(entries[1], header=header, body=body)
+    plan = plan_for(*entries)
+    assert plan.entries[1].digest == digest
+
+    for experts, verdict in ((8, GroupCheck.SOUND), (7, GroupCheck.MALFORMED)):
+        shape = RouteShape(num_layers=3, num_chosen=2, num_experts=experts)
+        found = fetch_groups(stream_with(*entries), plan, rank=0, vocabulary=VOCABULARY, routes=shape)
+        assert found.verdicts.tolist() == [GroupCheck.MALFORMED, verdict]

@@ -33,6 +33,7 @@ from streamrl.config import schema
 from streamrl.config.engines import ENGINES
 from streamrl.errors import ConfigError
 from streamrl.protocol.wire.group import FinishReason, Span
+from streamrl.protocol.wire.routes import Routes
 from streamrl.workers.engines.model import ModelFacts
 
 KvCache = Literal["salt", "clear", "keep"]
@@ -53,6 +54,7 @@ class Generated:
     text: str  # without special tokens, and without the stop string that ended it
     finish_reason: FinishReason
     spans: tuple[Span, ...]  # cover [0, T) without gap
+    routes: Routes | None = None  # [P + T - 1, ...] of prompt and response, where the run asks for them; none of T = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,13 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from streamrl.config.routers import wants_routes
 from streamrl.protocol.wire.group import FinishReason, Span
+from streamrl.protocol.wire.routes import Routes
 from streamrl.workers.engines.base import EngineSettings, Generated, ReadBack, SampleRequest
 from streamrl.workers.engines.hf_model import RowState, choose, load_weights, processed_logprobs, token_logprobs
 from streamrl.workers.engines.mapped_file import decoys, mapped_for
+from streamrl.workers.engines.routes import Watch
 
 _MAX_ROWS = 256
 
@@ -41,6 +45,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     stop_string: str = ""  # the one that ended it
+    routes: list[Routes] = field(default_factory=list)  # of the prompt, then of each token but the last
     abandoned: bool = False  # set by the event loop, read between steps
 
     def state(self) -> RowState:
@@ -71,6 +76,7 @@ class Decoder:
         self._generator = torch.Generator(device=device).manual_seed(settings.seed)
         self._batch = KvBatch(model, device)
         self._file = mapped_for(device)
+        self._watch = Watch(model, settings.config) if wants_routes(settings.config) else None
         self._version, self._step = 0, 0
 
     @property
@@ -104,12 +110,25 @@ class Decoder:
         logits = []
         if self.rows:
             last = torch.tensor([row.token_ids[-1] for row in self.rows], device=self._generator.device)
-            logits.append(self._batch.step(last))
+            with self._routing(self.rows):
+                logits.append(self._batch.step(last))
         if new := self.waiting[: _MAX_ROWS - len(self.rows)]:
             del self.waiting[: len(new)]
-            logits.append(self._batch.add([row.request.prompt_ids.tolist() for row in new]))
+            with self._routing(new):
+                logits.append(self._batch.add([row.request.prompt_ids.tolist() for row in new]))
             self.rows += new
         return self._extend(torch.cat(logits)) if logits else []
+
+    @contextmanager
+    def _routing(self, rows: Sequence[Row]) -> Iterator[None]:
+        """Around a pass of these rows: each takes the routes of what it was asked with, which ends with the pass's."""
+        if self._watch is None:
+            yield
+            return
+        with self._watch.watching(len(rows)) as routes:
+            yield
+        for row, of_row in zip(rows, routes, strict=True):
+            row.routes.append(of_row[-1:] if row.routes else of_row[len(of_row) - len(row.request.prompt_ids) :])
 
     def _admit(self) -> None:
         """Who has arrived begins with the next step that has room, urgent rows before others; abandoned ones go."""
@@ -167,6 +186,7 @@ class Decoder:
             text=text,
             finish_reason=reason,
             spans=tuple(row.spans),
+            routes=np.concatenate(row.routes) if row.routes else None,
         )
 
 

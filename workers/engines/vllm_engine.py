@@ -30,9 +30,11 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.config import schema
+from streamrl.config.routers import wants_routes
 from streamrl.errors import EngineError, ResourceError, SampleError
 from streamrl.files import scratch_folder
 from streamrl.protocol.wire.group import FinishReason, Span
+from streamrl.protocol.wire.routes import Routes
 from streamrl.tasks import cancel_all
 from streamrl.workers.engines.base import (
     Engine,
@@ -43,6 +45,7 @@ from streamrl.workers.engines.base import (
     ReadBack,
     SampleRequest,
 )
+from streamrl.workers.engines.routes import routes_of_vllm, shape_of_vllm
 from streamrl.workers.engines.vllm_forked import look_after_server
 from streamrl.workers.engines.vllm_plugin import READ_BACK
 from streamrl.workers.engines.vllm_start import StepWatch, build_llm, check_installed
@@ -133,7 +136,14 @@ class VllmEngine(Engine):
             text=output.text if sampling.stop else self._settings.model.decode(token_ids),
             finish_reason=_finish_reason(output),
             spans=_spans(output, len(token_ids)),
+            routes=self._routes(output, len(request.prompt_ids) + len(token_ids)),
         )
+
+    def _routes(self, output: CompletionOutput, num_tokens: int) -> Routes | None:
+        if not (wants_routes(self._settings.config) and output.token_ids):
+            return None
+        shape = shape_of_vllm(self.bare().model_config)
+        return routes_of_vllm(output.routed_experts, shape, num_tokens=num_tokens - 1)
 
     async def logprobs(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         self._num_canaries += 1

@@ -27,10 +27,12 @@ from pydantic import ValidationError
 
 from streamrl.config import schema
 from streamrl.config.placement import parallel_in
+from streamrl.config.routers import refuse_large, wants_routes
 from streamrl.errors import ConfigError, EngineError, ResourceError
 from streamrl.extras import install
 from streamrl.misfits import misfits
 from streamrl.workers.engines.base import EngineSettings
+from streamrl.workers.engines.routes import shape_of_vllm, vllm_args
 from streamrl.workers.engines.vllm_forked import forking_engines, import_ahead
 from streamrl.workers.engines.vllm_plugin import (
     OWNER_VARIABLE,
@@ -106,6 +108,8 @@ def build_llm(settings: EngineSettings, scratch: Path) -> tuple[AsyncLLM, StepWa
     refuse_unknown(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
     os.environ.update(_platform_environment(arguments, settings.config.worker, on_cpu=current_platform.is_cpu()))
     config = engine_config(AsyncEngineArgs, arguments)
+    if wants_routes(settings.config):
+        refuse_large(settings.config, shape_of_vllm(config.model_config))
     try:
         with forking_engines() if arguments["enforce_eager"] else nullcontext():
             llm = AsyncLLM(config, Executor.get_class(config), log_stats=True, log_requests=False)
@@ -188,6 +192,7 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
         "enforce_eager": on_cpu,
         "worker_extension_cls": WORKER_EXTENSION,  # one of the user's own derives from it: the proofs call it
     }
+    of_routes = vllm_args(config, on_cpu=on_cpu)
     if on_cpu:
         defaults["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
     else:
@@ -202,6 +207,7 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
         "scheduling_policy": "priority",
+        **of_routes,
     }
     for name in config.worker.engine_args:
         if name in fixed:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from streamrl.errors import SampleError
 from streamrl.protocol.wire.branches import MAX_BRANCHES, Branch
 from streamrl.protocol.wire.group import FinishReason, Sample, Span
+from streamrl.protocol.wire.routes import Routes, ending
 from streamrl.workers.engines.base import Generated
 
 Ids = npt.NDArray[np.int32]
@@ -38,6 +39,7 @@ class Played(NamedTuple):
     model_s: float = 0.0  # that it waited for the engine, and for its environment
     environment_s: float = 0.0
     num_tool_calls: int = 0
+    prompt_routes: Routes | None = None  # [P, ...] where samples have routes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,6 +52,7 @@ class _Row:
     logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
     runs: list[int] = field(default_factory=lambda: [0])  # alternately sampled and given
     spans: list[Span] = field(default_factory=list)  # counted from the begin of its own tokens
+    routes: list[Routes] = field(default_factory=list)  # of its own tokens, where the engine tells them
 
     def give(self, token_ids: Ids) -> None:
         if len(self.runs) % 2 == 1:
@@ -63,6 +66,13 @@ class _Row:
         self.spans += [span._replace(start=span.start + begin, end=span.end + begin) for span in generated.spans]
         self._add(generated.token_ids, generated.logprobs)
 
+    def route(self, routes: Routes, *, begin: int) -> None:
+        """Of what a turn read and sampled from this token of the row on. What ended the turn before has its own only
+        now, where this one goes on behind it; a branch leaves it as it is."""
+        if self.routes and begin:
+            self.routes[-1][-1] = routes[begin - 1]
+        self.routes.append(ending(routes[begin:]))
+
     def _add(self, token_ids: Ids, logprobs: npt.NDArray[np.float32]) -> None:
         self.so_far = np.concatenate([self.so_far, token_ids])
         self.ends.append(len(self.so_far))
@@ -75,6 +85,8 @@ class Trace:
     def __init__(self, prompt_ids: Ids) -> None:
         first = _Row(so_far=prompt_ids, row=0, keep=len(prompt_ids), ends=[len(prompt_ids)])
         self._rows = [first]
+        self._prompt_ids = prompt_ids
+        self._prompt_routes: Routes | None = None
         self._texts: list[str] = []
         self._turns: list[tuple[int, int]] = []  # (row, where in it) of each that sampled something
         self.num_turns = 0
@@ -104,6 +116,8 @@ class Trace:
             row.give(rest)
         self._turns.append((at, len(row.so_far)))
         row.say(generated)
+        if generated.routes is not None:
+            self._route(row, context_ids, keep, generated.routes)
         self.num_tokens += len(rest) + len(generated.token_ids)
 
     def played(self, finish_reason: FinishReason, reward: float, turn_rewards: Sequence[float] = ()) -> Played:
@@ -127,10 +141,23 @@ class Trace:
             rewards={},
             reward=0.0,
             branches=tuple(branches),
+            routes=np.concatenate(routes) if (routes := [part for row in self._rows for part in row.routes]) else None,
         )
         in_order = sorted(zip(self._turns, turn_rewards, strict=True)) if turn_rewards else []
         earned = tuple(value for _, value in in_order)
-        return Played(sample=sample, text="".join(self._texts), reward=reward, turn_rewards=earned)
+        return Played(
+            sample=sample,
+            text="".join(self._texts),
+            reward=reward,
+            turn_rewards=earned,
+            prompt_routes=self._prompt_routes,
+        )
+
+    def _route(self, row: _Row, context_ids: Ids, keep: int, routes: Routes) -> None:
+        row.route(routes, begin=keep)
+        num_prompt = len(self._prompt_ids)
+        if self._prompt_routes is None and np.array_equal(context_ids[:num_prompt], self._prompt_ids):
+            self._prompt_routes = routes[:num_prompt]
 
     def _shared(self, context_ids: Ids) -> tuple[int, int]:
         """(a row, how many of its tokens the context begins with): the whole of it, or up to where a piece of it ends.

@@ -19,8 +19,9 @@ large arrays. What is large lies in front, raw and in this order, and is used wh
                        and name a number: NaN where it has none of that source; then what each turn of each sample
                        earned, or nothing of all
     finish_reasons     one a sample, likewise as the header says
-    token_rewards      what each token earned, f32 each; only where any sample's tokens did
-    teacher_logprobs   f4 a token, where the worker has asked a teacher (`wire.taught`)
+    token_rewards      f4 a token, where tokens earn (`wire.earned`); likewise teacher_logprobs (`wire.taught`)
+
+Behind that message lie the routes of mixtures of experts, where the engine was asked for them (`wire.routes`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from streamrl.errors import WireError
 from streamrl.protocol.wire.branches import MAX_KEPT_TOKENS, Branch, take_branches
 from streamrl.protocol.wire.checks import check_cover, check_logprobs, check_tokens
 from streamrl.protocol.wire.codec import MAX_MESSAGE_BYTES, Fields, fields_of, pack, pack_numbers, unpack
+from streamrl.protocol.wire.earned import Earned, pack_earned, take_earned
+from streamrl.protocol.wire.routes import RouteCounts, Routes, RouteShape, pack_routes, take_counts, take_routes
 from streamrl.protocol.wire.taught import Taught, pack_taught, take_taught
 from streamrl.protocol.wire.ticket import (
     IDENTITY_CHARS,
@@ -55,6 +58,7 @@ MAX_HEADER_BYTES = 1 << 20
 _MAX_SPANS = 4096
 _ANY_VOCABULARY = 1 << 31
 C = TypeVar("C", tuple[Any, ...], npt.NDArray[Any])
+Ids = npt.NDArray[np.int32]
 _I4, _F4 = np.dtype("<i4"), np.dtype("<f4")
 
 
@@ -79,8 +83,9 @@ class Sample(NamedTuple):
     reward: float  # the weighted sum
     turn_rewards: tuple[float, ...] = ()  # what each of `turns()` has in it, after weights; none: only the whole earns
     branches: tuple[Branch, ...] = ()  # rows beside the first, in order
-    token_rewards: npt.NDArray[np.float32] | None = None  # [T] likewise; None: no token earns by itself
+    token_rewards: Earned = None  # [T] likewise
     teacher_logprobs: Taught = None  # [T] of a teacher that the worker has asked
+    routes: Routes | None = None  # [T, layers, experts a token] by which the engine made them
 
     def loss_mask(self) -> npt.NDArray[np.bool_]:  # [T]
         values = np.arange(len(self.mask_runs)) % 2 == 0
@@ -131,6 +136,7 @@ class GroupHeader:
     environment_s: float = 0.0
     num_tool_calls: int = 0  # of all samples
     digest: int = 0  # xxh3_64 of the body
+    routes: RouteCounts | None = None  # at its end
 
     @property
     def failed(self) -> bool:
@@ -152,6 +158,7 @@ class Group:
     header: GroupHeader
     prompt_ids: npt.NDArray[np.int32]  # [P]
     samples: tuple[Sample, ...] = field(default=())
+    prompt_routes: Routes | None = None  # [P, layers, experts a token], where samples have theirs
 
 
 def encode_group(group: Group) -> tuple[bytes, bytes]:
@@ -159,11 +166,13 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
     samples = group.samples
     token_ids = _raw(_I4, [group.prompt_ids, *(s.token_ids for s in samples)])
     logprobs = _raw(_F4, [s.logprobs for s in samples])
-    body = b"".join((*token_ids, *logprobs, pack(_columns(samples))))
+    num_prompt, lengths = len(group.prompt_ids), [len(s.token_ids) for s in samples]
+    counts, routes = pack_routes(group.prompt_routes, [s.routes for s in samples], num_prompt, lengths)
+    body = b"".join((*token_ids, *logprobs, pack(_columns(samples)), routes))
     versions = [span.version for s in samples for span in s.spans]
     computed = {
-        "num_prompt_tokens": len(group.prompt_ids),
-        "sample_lengths": [len(s.token_ids) for s in samples],
+        "num_prompt_tokens": num_prompt,
+        "sample_lengths": lengths,
         "sample_rewards": [float(s.reward) for s in samples],
         "sample_finished": [s.finish_reason == "stop" for s in samples],
         "num_kept_tokens": sum([branch.keep for s in samples for branch in s.branches]),
@@ -172,7 +181,8 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
         "error": group.header.error[:2000],
         "digest": xxhash.xxh3_64_intdigest(body),
     }
-    return pack({**fields_of(group.header), **computed}), body
+    told = {**fields_of(group.header), **computed, "routes": counts}
+    return pack({name: value for name, value in told.items() if value is not None}), body
 
 
 def decode_header(data: bytes) -> GroupHeader:
@@ -208,28 +218,33 @@ def decode_header(data: bytes) -> GroupHeader:
             environment_s=f.number("environment_s"),
             num_tool_calls=f.integer("num_tool_calls", low=0, high=1 << 32),
             digest=f.integer("digest", low=0),
+            routes=take_counts(f),
         )
     if header.failed == bool(lengths):
         raise WireError("a group has samples or an error, exactly one of them")
     return header
 
 
-def decode_body(header: GroupHeader, body: bytes, *, vocabulary: int = _ANY_VOCABULARY) -> Group:
-    """The arrays of a group whose header is known; verifies the digest, every count against the header, and that all
-    token ids are below `vocabulary`."""
+def decode_body(
+    header: GroupHeader, body: bytes, *, vocabulary: int = _ANY_VOCABULARY, routes: RouteShape | None = None
+) -> Group:
+    """The arrays of a group whose header is known; verifies the digest, every count against the header, that all token
+    ids are below `vocabulary`, and that routes are of such a model."""
     if xxhash.xxh3_64_intdigest(body) != header.digest:
         raise WireError(f"body of ticket {header.ticket} does not match its digest")
     num_prompt, num_tokens = header.num_prompt_tokens, sum(header.sample_lengths)
     num_bytes = _I4.itemsize * (num_prompt + num_tokens) + _F4.itemsize * num_tokens
-    if not num_bytes <= len(body) <= MAX_MESSAGE_BYTES:
+    end = len(body) - (header.routes.num_bytes if header.routes else 0)
+    if not num_bytes <= end <= MAX_MESSAGE_BYTES:
         raise WireError(f"a body of {len(body)} bytes, with {num_bytes} for its tokens, is not possible")
     token_ids = np.frombuffer(body, _I4, num_prompt + num_tokens)
     logprobs = np.frombuffer(body, _F4, num_tokens, offset=token_ids.nbytes)
     check_tokens(token_ids, vocabulary)
     check_logprobs(logprobs)
-    with unpack(memoryview(body)[num_bytes:]) as f:
-        samples = _unpack_samples(f, header, token_ids[num_prompt:], logprobs)
-    return Group(header=header, prompt_ids=token_ids[:num_prompt], samples=samples)
+    routed = take_routes(header.routes, memoryview(body)[end:], num_prompt, header.sample_lengths, routes)
+    with unpack(memoryview(body)[num_bytes:end]) as f:
+        samples = _unpack_samples(f, header, token_ids[num_prompt:], logprobs, routed.of_samples)
+    return Group(header=header, prompt_ids=token_ids[:num_prompt], samples=samples, prompt_routes=routed.of_prompt)
 
 
 def _columns(samples: Sequence[Sample]) -> dict[str, object]:
@@ -248,25 +263,15 @@ def _columns(samples: Sequence[Sample]) -> dict[str, object]:
     runs = [run for s in samples for run in s.mask_runs]
     rewards = [s.rewards.get(source, math.nan) for s in samples for source in sources]
     branches = [branch for s in samples for branch in s.branches]
-    earned = _earned_by_tokens(samples)
     tail = [*(len(s.branches) for s in samples), *chain.from_iterable(zip(*branches, strict=True))] if branches else []
     return {
         "integers": pack_numbers("Q", [*counts, *runs, *chain.from_iterable(zip(*spans, strict=True)), *tail]),
         "sources": sources,
         "fractions": pack_numbers("d", [*(s.reward for s in samples), *rewards, *turn_rewards]),
         "finish_reasons": [s.finish_reason for s in samples],
-        **({} if earned is None else {"token_rewards": earned}),
+        **pack_earned([s.token_rewards for s in samples], lengths),
         **pack_taught([s.teacher_logprobs for s in samples], lengths),
     }
-
-
-def _earned_by_tokens(samples: Sequence[Sample]) -> bytes | None:
-    if all(s.token_rewards is None for s in samples):
-        return None
-    each = [np.zeros(len(s.token_ids)) if s.token_rewards is None else s.token_rewards for s in samples]
-    if any(len(rewards) != len(s.token_ids) for rewards, s in zip(each, samples, strict=True)):
-        raise WireError("a sample has not as many rewards of tokens as tokens")
-    return np.concatenate(each).astype(_F4).tobytes()
 
 
 def _raw(dtype: np.dtype[Any], arrays: Sequence[npt.NDArray[Any]]) -> list[memoryview]:
@@ -275,7 +280,7 @@ def _raw(dtype: np.dtype[Any], arrays: Sequence[npt.NDArray[Any]]) -> list[memor
 
 
 def _unpack_samples(
-    f: Fields, header: GroupHeader, token_ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]
+    f: Fields, header: GroupHeader, token_ids: Ids, logprobs: npt.NDArray[np.float32], routes: Sequence[Routes | None]
 ) -> tuple[Sample, ...]:
     lengths = header.sample_lengths
     runs, spans, branches = _take_integers(f, header)
@@ -288,14 +293,9 @@ def _unpack_samples(
     if tuple([reason == "stop" for reason in reasons]) != header.sample_finished:
         raise WireError("finish reasons of header and body differ")
     columns = (_cut(token_ids, lengths), _cut(logprobs, lengths), runs, spans, reasons, rewards, totals)
-    earned: Sequence[npt.NDArray[np.float32] | None] = [None] * len(lengths)
-    if "token_rewards" in f:
-        of_tokens = f.array("token_rewards", _F4, count=sum(lengths))
-        if not np.isfinite(of_tokens).all():
-            raise WireError("rewards of tokens must be finite")
-        earned = _cut(of_tokens, lengths)
+    earned = take_earned(f, lengths)
     taught = take_taught(f, lengths)
-    return tuple(map(Sample._make, zip(*columns, turn_rewards, branches, earned, taught, strict=True)))
+    return tuple(map(Sample._make, zip(*columns, turn_rewards, branches, earned, taught, routes, strict=True)))
 
 
 def _cut(column: C, lengths: Sequence[int]) -> list[C]:

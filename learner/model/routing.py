@@ -1,0 +1,118 @@
+"""Routing replay: the policy's mixture of experts sends tokens where the engine did, or where its own first pass did.
+
+    rows of a micro-batch ── routes [rows, length, layers, k] ─┐
+                                                               ▼
+    router ─► logits, its own choice ─► how often it differs; the choice told ─► weights, of the learner's own logits
+
+What is replayed is the choice alone: weights are a softmax of today's logits, as each family makes it, and carry their
+gradient. So with its own choice told a router does to the bit what it does by itself. A token without a route (the last
+of a turn that another row goes on behind, padding) goes where the learner sends it.
+
+Rollout Routing Replay (R3: arXiv 2510.11370) tells the engine's choice, in all passes. Routing Replay (R2: arXiv
+2507.18071) tells that of the learner's first pass over a batch, in the later ones.
+
+Recomputing a checkpointed layer in the backward pass comes by the same routers: what was told stays told until the next
+forward pass, and nothing is counted then. The reference and a teacher route by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import nn
+
+from streamrl.config import schema
+from streamrl.config.routers import ROUTERS, find_routers
+from streamrl.protocol.wire.routes import RouteShape
+
+if TYPE_CHECKING:
+    from streamrl.learner.metrics.tally import Tally
+    from streamrl.learner.model.packing import MicroBatch
+
+UNTOLD, NO_TOKEN = -1, -2  # instead of an expert: of a token without a route, of a cell without a token
+
+
+class RoutingReplay:
+    """Hooks on a model's routers; UserError where it has none that are known."""
+
+    def __init__(self, model: transformers.PreTrainedModel, config: schema.Config) -> None:
+        routers = find_routers(model, config)
+        self.shape: RouteShape = routers.shape
+        self.mode = config.algorithm.routing_replay
+        self._told: torch.Tensor | None = None  # [cells, layers, k]
+        self._chosen: dict[int, torch.Tensor] = {}  # [cells, k] by layer, in this pass
+        self._counts: list[torch.Tensor] = []  # [3] of each layer
+        self._in_forward = False
+        for layer, router in routers.by_layer.items():
+            router.register_forward_hook(self._hook(layer))
+
+    @property
+    def wanted(self) -> RouteShape | None:
+        """What groups are to bring."""
+        return self.shape if self.mode in ("compare", "rollout") else None
+
+    @contextmanager
+    def passing(self, routes: torch.Tensor | None) -> Iterator[None]:  # [rows, length, layers, k]
+        """Around a forward pass; what is told stays until the next one."""
+        self._told = None if routes is None else routes.flatten(0, 1)
+        self._chosen, self._counts, self._in_forward = {}, [], True
+        try:
+            yield
+        finally:
+            self._in_forward = False
+
+    def passed(self, batch: MicroBatch, tally: Tally, *, first: bool) -> MicroBatch:
+        """After a forward pass: counts, and gives what the next pass over this batch is to be asked with."""
+        if self._counts and first == (self.mode != "first_pass"):  # later passes have other weights
+            tally.add_routes(torch.stack(self._counts).sum(0))
+        if first and self.mode == "first_pass":
+            batch = replace(batch, routes=self._as_chosen(batch))
+        self._chosen, self._counts = {}, []
+        return batch
+
+    def _as_chosen(self, batch: MicroBatch) -> torch.Tensor:  # [rows, length, layers, k]
+        cells = batch.input_ids
+        found = torch.zeros((cells.numel(), *self.shape[:2]), dtype=torch.int16, device=cells.device)
+        for layer, chosen in self._chosen.items():
+            found[:, layer] = chosen.to(torch.int16)
+        return found.view(*cells.shape, *self.shape[:2])
+
+    def _hook(self, layer: int) -> Any:
+        def replay(router: nn.Module, _args: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+            logits, weights, own = out
+            if self._in_forward and self.mode == "first_pass":
+                self._chosen[layer] = own.detach()
+            if self._told is None:
+                return None
+            told = self._told[:, layer].to(own.dtype)
+            if self._in_forward:
+                self._counts.append(_count(own, told))
+            if self.mode == "compare":
+                return None
+            chosen = torch.where(told < 0, own, told)
+            return logits, weigh(router, logits, chosen).to(weights.dtype), chosen
+
+        return replay
+
+
+@torch.no_grad()
+def _count(own: torch.Tensor, told: torch.Tensor) -> torch.Tensor:  # [cells, k] each
+    """[3] tokens; of these, with a route; of these, that the learner would have sent to another set of experts."""
+    is_token, is_told = told[:, 0] != NO_TOKEN, told[:, 0] >= 0
+    differs = (own.sort(dim=-1).values != told.sort(dim=-1).values).any(dim=-1)
+    return torch.stack([is_token.sum(), is_told.sum(), (differs & is_told).sum()])
+
+
+def weigh(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:  # [cells, E], [cells, k] -> same
+    """What this family's router makes of its logits for these experts, operation by operation."""
+    if ROUTERS[type(router).__name__] == "over chosen":
+        return logits.gather(-1, chosen).softmax(dim=-1, dtype=logits.dtype)
+    weights = logits.softmax(dim=-1, dtype=torch.float).gather(-1, chosen)
+    if getattr(router, "norm_topk_prob", True):
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights

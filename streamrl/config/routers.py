@@ -1,0 +1,110 @@
+"""Routers of mixtures of experts whose choices streamrl can read and replay, by transformers' names of their classes.
+
+Both sides look for them in models of their own: the transformers engine to tell what was chosen, the learner to choose
+it again. Each of these returns (logits, weights of the chosen experts, the chosen experts), [tokens, ...] each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from streamrl.config import schema
+from streamrl.config.explain import Problem
+from streamrl.errors import ConfigError, DataError
+from streamrl.protocol.wire.routes import MAX_ROUTE_BYTES, REMEDY, RouteShape
+
+# Weights are a softmax over all experts, of which those of the chosen ones are taken and, in most families, brought to
+# a sum of 1 | over the chosen ones alone.
+Softmax = Literal["over all", "over chosen"]
+ROUTERS: Mapping[str, Softmax] = {
+    "GptOssTopKRouter": "over chosen",
+    "MiniMaxTopKRouter": "over all",
+    "MixtralTopKRouter": "over all",
+    "OlmoeTopKRouter": "over all",
+    "Qwen2MoeTopKRouter": "over all",
+    "Qwen3MoeTopKRouter": "over all",
+    "Qwen3NextTopKRouter": "over all",
+}
+SETTING = "algorithm.routing_replay"
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_OTHERS = re.compile(r"(Router|Gate|Gating)$")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# What spreads vLLM's model such that no process sees all routes of a token.
+_SPREADS = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+
+
+def wants_routes(config: schema.Config) -> bool:
+    """Whether samples are to bring them."""
+    return config.algorithm.routing_replay in ("compare", "rollout")
+
+
+def check_routing(config: schema.Config) -> Iterator[Problem]:
+    """What can be seen without the model."""
+    settings, worker = config.algorithm, config.worker
+    if settings.routing_replay == "first_pass" and settings.reinforce_epochs == 1:
+        remedy = "with algorithm.reinforce_epochs = 1 there is no pass but the first; choose rollout, or none"
+        yield Problem(key=SETTING, remedy=remedy)
+    if settings.routing_replay != "none" and config.learner.layout.context > 1:
+        remedy = "routers of a rank that has a part of each row are told no routes; set it to 1"
+        yield Problem(key="learner.layout.context", remedy=f"{remedy}, or {SETTING}=none")
+    if not wants_routes(config) or worker.engine != "vllm":
+        return
+    for name in _SPREADS:
+        if (size := worker.engine_args.get(name, 1)) not in (None, 1):
+            remedy = (
+                "no process of vLLM's would see all routes of a token; take it away (tensor_parallel_size may stay)"
+            )
+            yield Problem(key=f"worker.engine_args.{name}", value=size, remedy=f"{remedy}, or set {SETTING}=none")
+    if worker.engine_args.get("enable_prefix_caching") is False:
+        remedy = "vLLM keeps routes beside its prefix cache, which this turns off; take it away"
+        key = "worker.engine_args.enable_prefix_caching"
+        yield Problem(key=key, value=False, remedy=f"{remedy}, or set {SETTING}=none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routers:
+    by_layer: Mapping[int, Any]  # modules; layers without experts have none
+    shape: RouteShape
+
+
+def find_routers(model: Any, config: schema.Config) -> Routers:
+    """Of a transformers model. DataError where it has none, or others than these; ConfigError where a group's routes
+    might not go into its message."""
+    begin = (
+        f"{SETTING} = {config.algorithm.routing_replay}: model.path {config.model.path!r} is a {type(model).__name__}"
+    )
+    settings = model.config.get_text_config()
+    found: dict[int, Any] = {}
+    unknown: set[str] = set()
+    for name, module in model.named_modules():
+        kind, layer = type(module).__name__, _LAYER.search(name)
+        if kind in ROUTERS and layer is not None:
+            found[int(layer[1])] = module
+        elif _OTHERS.search(kind):
+            unknown.add(kind)
+    if unknown or (not found and any(getattr(settings, name, None) for name in _EXPERTS)):
+        kinds = ", ".join(sorted(unknown)) or "no router of its own"
+        raise DataError(f"{begin}, whose experts are chosen by {kinds}; known are {', '.join(ROUTERS)}: set it to none")
+    if not found:
+        raise DataError(f"{begin}, which has no experts: set it to none")
+    shapes = {(router.top_k, router.num_experts) for router in found.values()}
+    if len(shapes) != 1:
+        raise DataError(f"{begin}, whose layers have unlike experts, {sorted(shapes)}: set it to none")
+    [(num_chosen, num_experts)] = shapes
+    shape = RouteShape(settings.num_hidden_layers, num_chosen, num_experts)
+    if wants_routes(config):
+        refuse_large(config, shape)
+    return Routers(by_layer=found, shape=shape)
+
+
+def refuse_large(config: schema.Config, shape: RouteShape) -> None:
+    """ConfigError: known before any ticket is asked for."""
+    most = config.data.max_prompt_tokens + config.sampling.num_samples * config.max_response_tokens
+    if (size := shape.plain_bytes(most)) > MAX_ROUTE_BYTES:
+        raise ConfigError(
+            f"{SETTING} = {config.algorithm.routing_replay}: a group of {most} tokens may have {size} bytes of routes "
+            f"({shape.num_layers} layers, {shape.num_chosen} experts a token); the limit is {MAX_ROUTE_BYTES}: {REMEDY}"
+        )
