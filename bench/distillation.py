@@ -41,7 +41,9 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
         run_all([_distil(folder, steps=_STEPS_QUICK if quick else _STEPS)], say)
         took_s = time.monotonic() - began
         after = accuracy(folder / "runs" / "distillation" / "export", folder / "data")
-        kl = [json.loads(line) for line in (folder / "runs" / "distillation" / "metrics.jsonl").open()]
+        kl = [
+            json.loads(line) for line in (folder / "runs" / "distillation" / "metrics.jsonl").read_text().splitlines()
+        ]
     away = [one["loss/teacher_kl"] for one in kl if "loss/teacher_kl" in one]
     return [
         Bar(name="short of the teacher", value=teacher - after, unit="", goal=0.05, better="lower"),
@@ -105,7 +107,7 @@ def accuracy(model_folder: Path, data: Path) -> float:
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder, padding_side="left")
     model = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
-    rows = [json.loads(line) for line in (data / "validation.jsonl").open()]
+    rows = [json.loads(line) for line in (data / "validation.jsonl").read_text().splitlines()]
     asked = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
     with torch.no_grad():
         made = model.generate(**asked, max_new_tokens=_MAX_TOKENS, do_sample=False)[:, asked["input_ids"].shape[1] :]

@@ -75,7 +75,7 @@ def distil(folder: Path, name: str, model: str, teacher: str, steps: int) -> lis
     command = [sys.executable, "-m", "streamrl.ops.cli.main", "up", *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    steps_made = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").open()]
+    steps_made = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     return [step["loss/teacher_kl"] for step in steps_made if "loss/teacher_kl" in step]
 
 
