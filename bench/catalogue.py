@@ -44,6 +44,7 @@ BENCHES: Mapping[str, Entry] = {
     "curriculum": Entry("bench.curriculum:bench", "What a curriculum saves: tokens to 0.9, on mixed prompts."),
     "whole": Entry("bench.whole:bench", "A whole run against bare vLLM and bare passes for its tokens."),
     "start": Entry("bench.start:bench", "The quickstart up to its first sample, against another commit."),
+    "routes": Entry("bench.routes:bench", "Routing replay on a tiny mixture in bf16: routes, and log-probs."),
     "peers": Entry("bench.peers:bench", "A whole run against TRL's RLOO trainer: samples/s, time to a reward, memory."),
     "peers-trl": Entry("bench.peers_tune:bench", "What TRL's settings make of its speed on two cores."),
     "monitor": Entry("bench.monitor:bench", "Watching a run: top, the page, status, and what it costs Redis."),
