@@ -64,6 +64,15 @@ def check_routing(config: schema.Config) -> Iterator[Problem]:
         yield Problem(key=key, value=False, remedy=f"{remedy}, or set {SETTING}=none")
 
 
+def refuse_without_gpus(config: schema.Config, num_gpus: int) -> None:
+    """ConfigError where workers are to run here and could tell no routes."""
+    if wants_routes(config) and config.worker.engine == "vllm" and not num_gpus:
+        raise ConfigError(
+            f"{SETTING} = {config.algorithm.routing_replay}: vLLM tells routes on GPUs alone, and there is none here; "
+            "set worker.engine=transformers, or this to none"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routers:
     by_layer: Mapping[int, Any]  # modules; layers without experts have none

@@ -16,7 +16,7 @@ import redis
 
 from streamrl.config.load import Loaded, load_config
 from streamrl.config.placement import Part
-from streamrl.errors import ResourceError
+from streamrl.errors import ConfigError, ResourceError
 from streamrl.finding import Finding
 from streamrl.ops.cli.main import main
 from streamrl.ops.monitor.doctor import look, machine
@@ -290,6 +290,13 @@ def test_each_machine_is_asked_for_what_its_own_part_needs(model: Path, redis_ur
     learner = seen("learner", "rewards.exact.target=nowhere.py:score")
     assert {"learner memory", "disk", "files"} <= set(learner)
     assert not {"worker memory", "rewards", "shared memory"} & set(learner)
+
+
+def test_a_worker_on_vllm_without_gpus_cannot_tell_routes(model: Path, redis_url: str) -> None:
+    config = load(model, redis_url, "worker.engine=vllm", "algorithm.routing_replay=rollout").config
+    with pytest.raises(ConfigError, match=r"vLLM tells routes on GPUs alone.*worker\.engine=transformers"):
+        check_packages(config, "worker")
+    check_packages(config, "learner")
 
 
 def test_the_other_parts_packages_are_not_asked_for(

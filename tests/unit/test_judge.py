@@ -186,11 +186,14 @@ def test_prompts_go_on_behind_a_retry_and_a_shuffled_pass_has_an_order_of_its_ow
     assert passes[0] != passes[1]
 
 
-def test_what_the_product_writes_is_read_as_it_was_meant() -> None:
+@pytest.mark.parametrize("routes", [None, np.zeros((4, 2, 2), np.uint8)], ids=["plain", "with routes"])
+def test_what_the_product_writes_is_read_as_it_was_meant(routes: np.ndarray | None) -> None:
     ticket = make_ticket(5, run_uid="uid")
     asked = read_ticket({b"n": b"5", b"u": b"uid", b"b": encode_ticket(ticket)})
     assert (asked.number, asked.prompt, asked.token_ids) == (5, ticket.prompt, tuple(ticket.token_ids.tolist()))
-    samples = tuple(make_sample(num_tokens=4, version=version_of(1), reward=reward) for reward in (0.5, 2.0))
+    samples = tuple(
+        make_sample(num_tokens=4, version=version_of(1), reward=reward, routes=routes) for reward in (0.5, 2.0)
+    )
     header, body = encode_group(make_group(ticket, samples=samples))
     group = read_group({b"n": b"5", b"u": b"uid", b"h": header, b"b": body})
     assert (group.number, group.rewards, group.lengths) == (5, (0.5, 2.0), (4, 4))

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from streamrl.config import schema
-from streamrl.config.routers import SETTING, check_routing, find_routers, wants_routes
+from streamrl.config.routers import SETTING, check_routing, find_routers, refuse_without_gpus, wants_routes
 from streamrl.errors import ConfigError, EngineError
 from streamrl.protocol.wire.routes import Routes, RouteShape, dtype_for
 
@@ -65,12 +65,8 @@ def vllm_args(config: schema.Config, *, on_cpu: bool) -> dict[str, Any]:
     runner, which captures them, needs a GPU."""
     if not wants_routes(config):
         return {}
+    refuse_without_gpus(config, 0 if on_cpu else 1)
     begin = f"{SETTING} = {config.algorithm.routing_replay}"
-    if on_cpu:
-        raise ConfigError(
-            f"{begin}: vLLM tells routes on GPUs alone, and worker.engine = vllm runs on a CPU here; "
-            "set worker.engine=transformers, or this to none"
-        )
     for found in check_routing(config):  # also of a run that others began
         raise ConfigError(f"{begin}: {found.key} = {found.value}: {found.remedy}")
     return {"enable_return_routed_experts": True}

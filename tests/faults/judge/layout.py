@@ -51,6 +51,7 @@ class Answered:
     rewards: tuple[float, ...]  # likewise
     spans: tuple[Span, ...]  # of all samples
     generate_s: float
+    num_route_bytes: int = 0  # at the body's end
 
     @property
     def num_samples(self) -> int:
@@ -100,9 +101,10 @@ def read_header(fields: Fields) -> Answered:
             rewards=tuple(map(float, header["sample_rewards"])),
             spans=(),
             generate_s=float(header["generate_s"]),
+            num_route_bytes=_whole(header.get("routes", [0])[0]),
         )
         purpose = header["purpose"]
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
         raise UnreadableError(f"no header: {error!r}") from None
     rewards = answered.rewards
     if purpose != "train" or len(answered.lengths) != len(rewards) or not all(map(math.isfinite, rewards)):
@@ -127,7 +129,7 @@ def _read_body(body: bytes, header: Answered) -> tuple[tuple[int, ...], tuple[Sp
     lengths, num_prompt, num_tokens = header.lengths, header.num_prompt_tokens, sum(header.lengths)
     ids = np.frombuffer(body, "<i4", num_prompt + num_tokens)
     logprobs = np.frombuffer(body, "<f4", num_tokens, offset=ids.nbytes)
-    columns = _unpack(body[ids.nbytes + logprobs.nbytes :])
+    columns = _unpack(body[ids.nbytes + logprobs.nbytes : len(body) - header.num_route_bytes])
     numbers = np.frombuffer(columns["integers"], "<u8").tolist()
     totals = np.frombuffer(columns["fractions"], "<f8").tolist()[: len(lengths)]
     if tuple(totals) != header.rewards:

@@ -14,6 +14,7 @@ from streamrl.config.files import check_files
 from streamrl.config.load import Loaded
 from streamrl.config.placement import Part, num_workers, place
 from streamrl.config.places import is_object_store
+from streamrl.config.routers import refuse_without_gpus
 from streamrl.config.schema import Config
 from streamrl.extras import check_learner, need
 from streamrl.files import check_writable
@@ -32,12 +33,14 @@ def check_learning(config: Config) -> None:
 
 
 def check_packages(config: Config, part: Part = "all") -> None:
-    """That what this configuration needs is installed."""
+    """That what this configuration needs is installed, and can do what workers are to do here."""
     if part != "worker":
         check_learning(config)
     engine = ENGINES[config.worker.engine]
     if num_workers(config, part) and engine.package:
         need(f"worker.engine = {config.worker.engine!r}", engine.package, extra=engine.extra, or_extra=engine.or_extra)
+    if num_workers(config, part):
+        refuse_without_gpus(config, len(gpus_here()))
     if part == "all" and config.reward_server is not None:
         need("reward_server", "starlette", "uvicorn", extra="rewards")
 
