@@ -178,7 +178,7 @@ class Loop:
             vocabulary=self._context.tokenizer_info.vocabulary,
             oldest_step=oldest_trained_step(self._config.lag, plan.step),
             taught=self._config.teacher is not None and bool(self._config.teacher.urls),
-            routes=None if self._parts.policy.replay is None else self._parts.policy.replay.wanted,
+            routes=self._parts.policy.routes_wanted,
         )
         told = float(self._context.stop.is_set())
         *verdicts, any_told = self._world.largest(np.append(fetched.verdicts, told))

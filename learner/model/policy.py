@@ -32,6 +32,7 @@ from streamrl.learner.model.logprobs import Head, LogProbs, given_logprobs, proj
 from streamrl.learner.model.packing import MicroBatch, Piece, Shape, additive
 from streamrl.learner.model.routing import RoutingReplay
 from streamrl.learner.model.ways import EAGER, VARLEN, Way, decoder_of, layer_types, ways_of
+from streamrl.protocol.wire.routes import RouteShape
 
 _MOST_LOGITS = 1 << 26  # of a micro-batch whose logits are the model's own: 256 MiB in fp32, several times
 _HEAD_TOLERANCE = 1e-4
@@ -77,6 +78,11 @@ class Policy(nn.Module):
         self.parts, self.ways = parts, parts.ways(self.model, self.ways)
         self.take(self.way if self.way in self.ways else self.ways[0], self.head)
 
+    @property
+    def routes_wanted(self) -> RouteShape | None:
+        """Which routes groups are to bring."""
+        return None if self.replay is None else self.replay.wanted
+
     def take(self, way: Way, head: Head) -> None:
         """Ask the model in this way from now on."""
         self.way, self.head = way, head
@@ -108,7 +114,7 @@ class Policy(nn.Module):
         projection = self.model.get_output_embeddings()
         # What FSDP has gathered in bf16 needs no casts; a cache of casts would keep them all to the end of the pass.
         casts = dtype == torch.bfloat16 and next(self.model.parameters()).dtype != dtype
-        told = nullcontext() if self.replay is None else self.replay.passing(batch.routes)
+        told = nullcontext() if self.replay is None else self.replay.passing(batch)
         with told, torch.autocast(batch.input_ids.device.type, torch.bfloat16, enabled=casts, cache_enabled=False):
             if self.way.own_logits:
                 logits = self.model(input_ids=batch.input_ids, use_cache=False).logits
