@@ -10,8 +10,9 @@ How much computing that is: useful FLOPs, for an estimate of how much of the mac
     a trained token at the head   (4 V H + 2 V H if the head trains)
     a token that attends to c     12 * layers * heads * head_dim * c
 
-N counts the elements of the layers' matrices: all but embeddings and head. A prompt counts once for its group, and what
-is computed twice to save memory counts once: so this is less than what the machine really does.
+N counts the elements of the layers' matrices: all but embeddings and head, and of a layer's experts as many as a token
+goes to. A prompt counts once for its group, and what is computed twice to save memory counts once: so this is less than
+what the machine really does.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from streamrl.learner.model.context import Parts
+from streamrl.learner.model.experts import active_shares, ask_here
 from streamrl.learner.model.logprobs import Head, LogProbs, given_logprobs, project, token_logprobs
 from streamrl.learner.model.packing import MicroBatch, Piece, Shape, additive
 from streamrl.learner.model.routing import RoutingReplay
@@ -69,6 +71,8 @@ class Policy(nn.Module):
         self.head, self._min_tokens, self._dtype = head, min_tokens, dtype
         self.effort = Flops.of(model)  # before anything is sharded
         self.replay: RoutingReplay | None = None  # where experts are chosen as they were before
+        if dtype == torch.float64:
+            ask_here(model)
         self.ways = ways_of(model)  # asked before one of them is taken
         self.parts: Parts | None = None
         self.take(self.ways[0], head)
@@ -217,8 +221,9 @@ class Flops:
         head = next(model.parameters()).new_empty(0) if projection is None else projection.weight
         lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} | {id(head)}
         matrices = [p for p in decoder_of(model).parameters() if p.ndim >= 2 and id(p) not in lookups]
-        size = sum(p.numel() for p in matrices)
-        trained = sum(p.numel() for p in matrices if p.requires_grad)
+        shares = active_shares(model)
+        size = sum(shares.get(p, 1.0) * p.numel() for p in matrices)
+        trained = sum(shares.get(p, 1.0) * p.numel() for p in matrices if p.requires_grad)
         heads = getattr(config, "num_attention_heads", None) or 0  # none: nothing attends
         head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
         return cls(
