@@ -12,7 +12,7 @@ Rollout Routing Replay (R3: arXiv 2510.11370) tells the engine's choice, in all 
 2507.18071) tells that of the learner's first pass over a batch, in the later ones.
 
 Recomputing a checkpointed layer in the backward pass comes by the same routers: what was told stays told until the next
-forward pass, and nothing is counted then. The reference and a teacher route by themselves.
+forward pass, and nothing is counted then. The reference and a teacher route by themselves. On a GPU it never ran.
 """
 
 from __future__ import annotations
