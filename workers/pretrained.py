@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from threading import Lock
 
 import structlog
 
@@ -28,13 +29,16 @@ class PretrainedModel:
         self._path, self._trust_remote_code = path, trust_remote_code
         self._files = PretrainedFiles(_weight_files(path), name=path)
         self._loaded: Mapping[str, Bits] = {}  # where files do not do
+        self._loading = Lock()  # tensors are merged side by side, and transformers loads one model at a time
 
     def bits(self, tensor: TensorMeta) -> Bits:
         if tensor in self._files:
             return self._files.bits(tensor)
-        if not self._loaded:
-            log.info("pretrained model is loaded whole", model=self._path, reason=f"its files have no {tensor.name}")
-            self._loaded = dict(self._load(tensor))
+        with self._loading:
+            if not self._loaded:
+                reason = f"its files have no {tensor.name}"
+                log.info("pretrained model is loaded whole", model=self._path, reason=reason)
+                self._loaded = dict(self._load(tensor))
         if tensor.name not in self._loaded or len(self._loaded[tensor.name]) != tensor.num_elements:
             return self._files.bits(tensor)  # which says what is missing
         return self._loaded[tensor.name]

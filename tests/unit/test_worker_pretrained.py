@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+from structlog.testing import capture_logs
 
 from streamrl.config import schema
 from streamrl.errors import DataError
@@ -89,3 +91,14 @@ def test_a_model_of_another_size_says_so(tmp_path: Path) -> None:
     found = pretrained(make_model(tmp_path / "model"))
     with pytest.raises(DataError, match=r"has no model\.norm\.weight \[7\], which the learner trains"):
         found.bits(TensorMeta(name="model.norm.weight", dtype="float32", shape=(7,)))
+
+
+def test_tensors_that_are_asked_for_side_by_side_load_the_model_once(tmp_path: Path) -> None:
+    folder = make_family(tmp_path / "model", "qwen3_moe")
+    found = pretrained(folder)
+    names = [name for name, _ in load_model(str(folder)).named_parameters() if "experts" in name]
+    shapes = {name: tuple(p.shape) for name, p in load_model(str(folder)).named_parameters()}
+    tensors = [TensorMeta(name=name, dtype="float32", shape=shapes[name]) for name in names]
+    with capture_logs() as logs, ThreadPoolExecutor(4) as threads:
+        list(threads.map(found.bits, tensors))
+    assert [line["event"] for line in logs] == ["pretrained model is loaded whole"]
