@@ -30,6 +30,7 @@ BENCHES: Mapping[str, Entry] = {
     "adapters": Entry("bench.adapters:bench", "Adapters published alone and merged by workers, against all weights."),
     "proofs": Entry("bench.proofs:bench", "What proves a load: false alarms, faults found, and what it costs."),
     "memory": Entry("bench.memory:bench", "What the learner takes of a GPU: the closed form against its own code."),
+    "loading": Entry("bench.loading:bench", "What a rank's memory comes to while it loads a mixture of experts."),
     "learner": Entry("bench.learner:bench", "The learner's step against bare passes and against TRL."),
     "learner-gpu": Entry("bench.learner_gpu:bench", "The same on a GPU, for models of 0.5 and 1.5B parameters."),
     "checkpoint": Entry("bench.checkpoint:bench", "What the loop waits for at a checkpoint, against a bare copy."),

@@ -1,33 +1,36 @@
 """The trained model as a folder that plain transformers loads, and its adapters as one that peft loads.
 
-The weights of a checkpoint as workers are served them: one safetensors file, adapters merged, in `weights.dtype`.
+The weights of a checkpoint as workers are served them: safetensors files with the names that hubs have, adapters
+merged, in `weights.dtype`. One parameter at a time is whole, on rank 0's host (`hub_files`).
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
 import safetensors.torch
 import torch
 import transformers
-from torch import nn
 
 from streamrl.config import schema
 from streamrl.files import replace_folder
 from streamrl.learner.checkpoints.checkpoint import Checkpoint
+from streamrl.learner.checkpoints.hub_files import HubFiles, kept_in
 from streamrl.learner.checkpoints.shard import load_state
-from streamrl.learner.model.load import begin_model, load_model, load_policy, read_tokenizer_info
-from streamrl.learner.model.lora import adapter_parameters, merged_parameters, save_adapters
-from streamrl.learner.model.optimizer import make_optimizer
+from streamrl.learner.model.gradients import make_optimizer
+from streamrl.learner.model.load import build_model, load_model, load_policy, read_tokenizer_info
+from streamrl.learner.model.lora import adapter_parameters, base_name, merged_parameters, save_adapters
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.model.tensors import whole
 from streamrl.learner.model.ways import MASKED
 from streamrl.learner.process.ranks import World
 
 ADAPTER = "adapter"  # folder within the export
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 
 
 class Tokenizer(Protocol):
@@ -42,21 +45,12 @@ def export(policy: Policy, tokenizer: Tokenizer, config: schema.Config, world: W
     """
     folder = config.folder / "export"
     dtype: torch.dtype = getattr(torch, config.weights.dtype)
-    weights = _gathered(merged_parameters(policy.model, dtype), dtype, world)
-    adapters = _gathered(adapter_parameters(policy.model), torch.float32, world)
+    temporary = folder.with_name("export.tmp")
     if world.is_main:
-        temporary = folder.with_name("export.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        # A fresh model of the same kind knows its ties and its file layout; ours is sharded and may carry adapters.
-        model, unread = begin_model(config.model.path, attention=MASKED, device=torch.device("cpu"))
-        nn.Module.to(model, dtype)
-        missing = set(weights) ^ {name for name, _ in model.named_parameters()}
-        assert not missing, f"names of the trained and of the original model differ: {sorted(missing)}"
-        if unread:
-            model.save_pretrained(temporary, state_dict=weights)
-        else:
-            model.load_state_dict(weights, strict=False)
-            model.save_pretrained(temporary)
+    _write_weights(policy, temporary, config.model.path, dtype, world)
+    adapters = _gathered(adapter_parameters(policy.model), world)
+    if world.is_main:
         tokenizer.save_pretrained(temporary)
         if config.model.lora is not None:
             save_adapters(adapters, config.model.lora, temporary / ADAPTER, base=config.model.path)
@@ -65,15 +59,30 @@ def export(policy: Policy, tokenizer: Tokenizer, config: schema.Config, world: W
     return folder
 
 
-def _gathered(
-    parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, world: World
-) -> dict[str, torch.Tensor]:
+@torch.no_grad()
+def _write_weights(policy: Policy, folder: Path, path: str, dtype: torch.dtype, world: World) -> None:
+    """One tensor at a time is gathered, in this dtype; a collective."""
+    with ExitStack() as stack:
+        files: HubFiles | None = None
+        if world.is_main:
+            # A fresh model of the same kind knows its ties and its file layout; ours is sharded and may carry adapters.
+            files = stack.enter_context(HubFiles(folder, build_model(path, MASKED), dtype))
+        for name, parameter in merged_parameters(policy.model, dtype):
+            tensor = whole(parameter.detach().to(dtype))
+            if files is not None:
+                files.take(name, tensor.cpu())
+        for name, buffer in kept_in(policy.model):
+            if files is not None:
+                files.take(base_name(name), buffer.cpu())
+
+
+def _gathered(parameters: Iterable[tuple[str, torch.Tensor]], world: World) -> dict[str, torch.Tensor]:
     """On rank 0's host; a collective."""
     found = {}
     for name, parameter in parameters:
         tensor = whole(parameter)
         if world.is_main:
-            found[name] = tensor.to(device="cpu", dtype=dtype, copy=True)
+            found[name] = tensor.to(device="cpu", dtype=torch.float32, copy=True)
     return found
 
 
@@ -99,7 +108,6 @@ def write_weights(config: schema.Config, path: Path, *, checkpoint: Checkpoint |
 
 
 def _restored(config: schema.Config, checkpoint: Checkpoint) -> tuple[Policy, World]:
-    world = World(rank=0, size=1, device=torch.device("cpu"))
-    policy = load_policy(config, world, read_tokenizer_info(config.model.path).end_ids)
-    load_state(checkpoint.folder, policy, make_optimizer(policy, config.optimizer), world)
-    return policy, world
+    policy = load_policy(config, ALONE, read_tokenizer_info(config.model.path).end_ids)
+    load_state(checkpoint.folder, policy, make_optimizer(policy, config.optimizer), ALONE)
+    return policy, ALONE

@@ -6,73 +6,58 @@
 Masters are fp32. How they lie over ranks, and are gathered in bf16 for a pass, is for `learner.model.shard`. This is
 the one file that loads transformers models:
 
-    the files hold each parameter under its own name, as floating numbers?
-        yes    built on `meta`, without memory; once it is sharded, each rank reads its own rows of each file
-        no     loaded whole on each rank by transformers, which converts, renames and makes up what is missing
+    is it known how each parameter comes of the files (`converted`), experts stacked and four bits unpacked included?
+        yes    built on `meta`, without memory; once it is sharded, each rank reads its own rows (`sources`)
+        no     loaded whole on each rank by transformers, where the machine has room for that
 
-So no rank ever holds more of a model of the usual kind than its own shard. What the files do not hold, such as the
+So no rank holds more of a model than its own shard and a piece of a file. What the files do not hold, such as the
 frequencies of rotations, is computed on the host either way, so that both ways give the same bits. Blocks on the disk,
 and on the hub where the model is not here yet.
 """
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import structlog
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from torch.utils import swap_tensors
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file
 
 from streamrl.config import schema
-from streamrl.errors import ConfigError, DataError
+from streamrl.errors import ConfigError, DataError, ResourceError
+from streamrl.host import available_memory
+from streamrl.learner.model.converted import Unlike, sources_of
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.lora import base_name, inject_adapters, place_adapters
 from streamrl.learner.model.memory import Sizes, refuse_too_large
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.model.routers import prepare_mixture
 from streamrl.learner.model.settle import settle
 from streamrl.learner.model.shard import gathered_in_half, shard, unfilled
-from streamrl.learner.model.tensors import held_rows
+from streamrl.learner.model.sources import Files, Source, Sources, read_rows
+from streamrl.learner.model.tensors import empty_like
 from streamrl.learner.model.ways import MASKED, attention_of, choose, refuse_long
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.fingerprint import fingerprint, stop_ids
+from streamrl.terminal import size
 
 _HOST = torch.device("cpu")
 # What transformers raises of a model that is incomplete, unknown, or asks for a package that is not here.
 _UNLOADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, SafetensorError)
 _LOADED = "be loaded as a causal language model"
-_NUMBERS = ("F64", "F32", "F16", "BF16")  # what may be cast to the parameter's dtype without asking anybody
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    path: Path
-    name: str  # within the file
-
-
-# Where each parameter of a model lies, by its name before adapters; nothing, for a model that is whole already.
-Sources = Mapping[str, Source]
 
 
 def load_policy(config: schema.Config, world: World, end_ids: tuple[int, ...]) -> Policy:
     """The model to train, as the hub or the folder has it, with fp32 masters, or float64 ones."""
     attention = choose(config.model, world.device)
-    model, sources = begin_model(config.model.path, attention=attention, device=world.device)
+    model, sources = begin_model(config.model.path, attention=attention, world=world)
     refuse_long(model, config.data.max_prompt_tokens + config.max_response_tokens)
-    prepare_mixture(model, config)
     if config.model.lora is not None:
         inject_adapters(model, config.model.lora, world.device)
     if config.model.dtype == "float64":
@@ -127,9 +112,9 @@ def recomputes(settings: schema.Model, device: torch.device) -> bool:
 
 def outline(config: schema.Config) -> transformers.PreTrainedModel:
     """The model without weights or memory for them; what can be known to be wrong is refused as `load_policy` would."""
-    model = build_model(config.model.path, choose(config.model, _HOST))
+    device = torch.device("cpu")
+    model = build_model(config.model.path, choose(config.model, device))
     refuse_long(model, config.data.max_prompt_tokens + config.max_response_tokens)
-    prepare_mixture(model, config)
     if config.model.gradient_checkpointing is True:
         _checkpoint(model, is_wished=True)
     if config.model.lora is not None:
@@ -154,7 +139,8 @@ def load_reference(
 
     It is asked in the way of `like`, whose micro-batches it gets.
     """
-    model, sources = begin_model(config.model.path, attention=choose(config.model, world.device), device=world.device)
+    attention = choose(config.model, world.device)
+    model, sources = begin_model(config.model.path, attention=attention, world=world)
     cast(model.requires_grad_(False), getattr(torch, config.model.dtype))
     reference = make_policy(model, config, end_ids)
     if like is not None:
@@ -169,13 +155,14 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def fill(policy: Policy, sources: Sources, device: torch.device) -> Policy:
+def fill(policy: Policy, sources: Sources, device: torch.device, *, files: Files | None = None) -> Policy:
     """Memory for what this rank holds, and its values."""
     for parameter in policy.parameters():
         if parameter.is_meta:
-            empty = torch.empty_like(parameter, device=device)
+            empty = empty_like(parameter, device)
             swap_tensors(parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad))
-    read_weights(policy.model, sources)
+    with files or Files() as opened:
+        read_weights(policy.model, sources, opened)
     return policy
 
 
@@ -216,84 +203,44 @@ def read_tokenizer_info(path: str) -> TokenizerInfo:
 
 
 @torch.no_grad()
-def read_weights(model: nn.Module, sources: Sources) -> None:
+def read_weights(model: nn.Module, sources: Mapping[str, Source], files: Files) -> None:
     """What this rank holds; adapters stay as they are."""
     for name, parameter in model.named_parameters():
         source = sources.get(base_name(name))
         if source is not None:
-            _read(source, parameter)
+            read_rows(source, parameter, files)
 
 
-def _read(source: Source, parameter: torch.Tensor) -> None:
-    first, rows = held_rows(parameter)
-    # Opened for each tensor: pages of a file count as this process's memory for as long as it is open.
-    with safe_open(source.path, framework="pt") as file:
-        rows.copy_(file.get_slice(source.name)[first : first + len(rows)])
-
-
-def begin_model(path: str, *, attention: str, device: torch.device) -> tuple[transformers.PreTrainedModel, Sources]:
+def begin_model(path: str, *, attention: str, world: World) -> tuple[transformers.PreTrainedModel, Sources]:
     """The model on `meta` with what is to be read into it; or whole on the device, and nothing to read."""
     model = build_model(path, attention)
     try:
-        sources = _match(model, path)
-    except (OSError, SafetensorError, _Unlike) as reason:
-        log.info("weights are loaded whole", model=path, reason=str(reason))
+        sources, buffers = sources_of(model, path)
+    except (OSError, SafetensorError, Unlike) as reason:
+        refuse_whole(model, path, reason, ranks_here=world.here, room=available_memory())
         model = load_model(path, attention=attention)
-        nn.Module.to(model, device)
+        nn.Module.to(model, world.device)
         return model, {}
-    _move_buffers(model, lambda buffer: buffer.to(device))
+    with Files() as files:
+        for name, source in buffers.items():
+            read_rows(source, model.get_buffer(name), files)
+    _move_buffers(model, lambda buffer: buffer.to(world.device))
     return model, sources
 
 
-class _Unlike(Exception):
-    """The files are not simply the model's parameters."""
-
-
-def _match(model: transformers.PreTrainedModel, path: str) -> dict[str, Source]:
-    if get_model_conversion_mapping(model, add_legacy=False):
-        raise _Unlike(f"{type(model).__name__} is converted when it is loaded")
-    found = _sources(path)
-    names = defaultdict(list)  # all that a parameter is called by: a tied head is the embedding too
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
-    if others := set(model.state_dict()) - {name for called in names.values() for name in called}:
-        raise _Unlike(f"{min(others)} is no parameter")
-    matched = {}
-    for parameter, called in names.items():
-        held = [found[name] for name in called if name in found]
-        if len(held) != 1:
-            raise _Unlike(f"the files hold {called[0]} {len(held)} times")
-        [(source, dtype, shape)] = held
-        if dtype not in _NUMBERS or not shape or shape != tuple(parameter.shape):  # a scalar has no rows
-            raise _Unlike(f"{source.name} is {dtype} {shape} in the files")
-        matched[called[0]] = source
-    return matched
-
-
-def _sources(path: str) -> dict[str, tuple[Source, str, tuple[int, ...]]]:
-    """(where, dtype, shape) of each tensor in the files."""
-    found = {}
-    for file_path in _weight_files(path):
-        with safe_open(file_path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                piece = file.get_slice(name)
-                found[name] = (Source(path=file_path, name=name), piece.get_dtype(), tuple(piece.get_shape()))
-    return found
-
-
-def _weight_files(path: str) -> Sequence[Path]:
-    """In the folder, or in the hub's cache; OSError when there are none."""
-    try:
-        return [_file(path, SAFE_WEIGHTS_NAME)]
-    except OSError:
-        index = json.loads(_file(path, SAFE_WEIGHTS_INDEX_NAME).read_bytes())
-        return [_file(path, name) for name in sorted(set(index["weight_map"].values()))]
-
-
-def _file(path: str, name: str) -> Path:
-    found = cached_file(path, name)
-    assert found is not None, "what is not there is an OSError"
-    return Path(found)
+def refuse_whole(
+    model: transformers.PreTrainedModel, path: str, reason: Exception, *, ranks_here: int, room: int
+) -> None:
+    """ResourceError where this machine's memory is less than its ranks take, each of which loads all of it."""
+    each = 4 * sum(parameter.numel() for parameter in model.parameters())
+    log.info("weights are loaded whole", model=path, reason=str(reason), each_rank=size(each), ranks_here=ranks_here)
+    if each * ranks_here > room:
+        raise ResourceError(
+            f"model.path {path!r} is loaded whole by each rank, {size(each)} in fp32, since {reason}: "
+            f"{ranks_here} here take {size(each * ranks_here)} of this machine's memory, and {size(room)} are free; "
+            "name a copy of the model in safetensors of bfloat16, which is read shard by shard, or start fewer ranks "
+            "on each host (learner.processes)"
+        )
 
 
 def build_model(path: str, attention: str) -> transformers.PreTrainedModel:

@@ -39,7 +39,7 @@ def load_teacher(config: schema.Config, world: World, end_ids: tuple[int, ...]) 
         return None
     path = config.teacher.path
     with _as_teacher():
-        model, sources = begin_model(path, attention=choose(config.model, world.device), device=world.device)
+        model, sources = begin_model(path, attention=choose(config.model, world.device), world=world)
         refuse_long(model, config.data.max_prompt_tokens + config.max_response_tokens)
         model.requires_grad_(False)
         if config.model.dtype == "float64":

@@ -36,6 +36,7 @@ class World:
     group: dist.ProcessGroup | None = None  # None: the one of the loop
     context_group: dist.ProcessGroup | None = None  # of the ranks that share samples; None: each has its own
     timeout: timedelta | None = None  # of groups that are made of it; None: torch's
+    here: int = 1  # ranks on this machine
 
     def under(self, layout: schema.Layout) -> World:
         """The same ranks, which divide the model so; ConfigError where they cannot."""
@@ -89,16 +90,6 @@ class World:
         return init_device_mesh(
             self.device.type, (replicas, self.size // replicas), mesh_dim_names=("replicas", "shards")
         )
-
-    def expert_meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
-        """(of ranks that hold the same experts, to shard these over; of ranks that follow each other, to divide experts
-        among)"""
-        replicas, experts = self.layout.replicas, self.layout.experts
-        dimensions = {"holders": self.size // replicas // experts, "experts": experts}
-        if replicas > 1:
-            dimensions = {"replicas": replicas, **dimensions}
-        mesh = init_device_mesh(self.device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
-        return mesh["holders"] if replicas == 1 else mesh["replicas", "holders"], mesh["experts"]
 
     def barrier(self) -> None:
         self.total(np.zeros(1))
@@ -162,7 +153,8 @@ def join_world(environment: Mapping[str, str], *, timeout_s: float, gpu_memory: 
     if size > 1:
         dist.init_process_group(_backend(device), timeout=timedelta(seconds=timeout_s))
     try:
-        yield World(rank=rank, size=size, device=device, timeout=timedelta(seconds=timeout_s))
+        here = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+        yield World(rank=rank, size=size, device=device, timeout=timedelta(seconds=timeout_s), here=here)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -20,8 +20,4 @@ def refuse_layout(layout: schema.Layout, ranks: int) -> None:
 
 def units(layout: schema.Layout) -> dict[str, int]:
     """Of each setting, what the number of ranks has to be a multiple of."""
-    return {
-        "replicas": layout.replicas,
-        "context": layout.replicas * layout.context,
-        "experts": layout.replicas * layout.experts,
-    }
+    return {"replicas": layout.replicas, "context": layout.replicas * layout.context}

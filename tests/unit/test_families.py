@@ -243,7 +243,7 @@ def test_sharded_it_learns_the_same(tmp_path: Path, family: str) -> None:
 
 
 def sharded(folder: Path) -> Policy:
-    model, files = begin_model(str(folder), attention="sdpa", device=ALONE.device)
+    model, files = begin_model(str(folder), attention="sdpa", world=ALONE)
     policy = shard(make_policy(model, learner_config(folder), ()).train(), ALONE, on_host=True)
     return fill(policy, files, ALONE.device)
 

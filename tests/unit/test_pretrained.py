@@ -30,7 +30,7 @@ def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def read(folder: Path) -> transformers.PreTrainedModel:
     """Row by row; it must not have been loaded whole."""
-    model, weights = begin_model(str(folder), attention="sdpa", device=CPU)
+    model, weights = begin_model(str(folder), attention="sdpa", world=ALONE)
     assert weights
     assert all(parameter.is_meta for parameter in model.parameters())
     policy = load_policy(learner_config(folder), ALONE, (1,))
@@ -95,7 +95,7 @@ def test_what_transformers_would_convert_is_left_to_transformers(
     tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 ) -> None:
     folder = rewrite(make_model(tmp_path, tied=True), change)
-    model, weights = begin_model(str(folder), attention="sdpa", device=CPU)
+    model, weights = begin_model(str(folder), attention="sdpa", world=ALONE)
     assert not weights
     expected, found = tensors(load_model(str(folder))), tensors(model)
     assert all(torch.equal(found[name], expected[name]) for name in expected)

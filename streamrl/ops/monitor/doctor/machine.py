@@ -19,6 +19,7 @@ from streamrl.config.schema import Config
 from streamrl.files import first_there
 from streamrl.finding import Finding, error, ok, warning
 from streamrl.gpus import gpus_here
+from streamrl.host import available_memory
 from streamrl.misfits import misfits, version
 from streamrl.ops.monitor.doctor.sizes import BYTES, count_parameters, served_bytes, trained_parameters
 from streamrl.terminal import size
@@ -161,15 +162,3 @@ def check_limits(loaded: Loaded) -> Iterator[Finding]:
         yield warning("limits", told, f"ulimit -n {_FEWEST_FILES}, before a run with many workers")
     else:
         yield ok("limits", told)
-
-
-def available_memory() -> int:
-    """Of the machine or of the container, whichever is less."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    machine = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):  # no container, or one without a limit
-        return machine
-    return min(machine, max(0, limit - used))
