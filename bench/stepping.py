@@ -16,8 +16,9 @@ import transformers
 from bench.long_tailed import END, Size
 from streamrl.config import schema
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.gradients import Gradients, Update, make_optimizer, update
+from streamrl.learner.model.gradients import Gradients, Update, update
 from streamrl.learner.model.load import make_policy, recomputes
+from streamrl.learner.model.optimizer import make_optimizer
 from streamrl.learner.model.packing import MicroBatch
 from streamrl.learner.model.shard import shard
 from streamrl.learner.model.ways import choose

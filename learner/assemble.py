@@ -15,6 +15,7 @@ from streamrl.config import schema
 from streamrl.errors import TrainingError, UserError
 from streamrl.learner.checkpoints.terms import highest_term
 from streamrl.learner.conductor import Conductor, Follower
+from streamrl.learner.groups.backlog import largest_group
 from streamrl.learner.groups.curriculum import open_order
 from streamrl.learner.groups.feed import Feed
 from streamrl.learner.groups.prompts import Prompt, PromptSet, tokenise
@@ -44,6 +45,7 @@ from streamrl.protocol.transport.lease import lease_holder
 from streamrl.protocol.transport.reports import write_reports
 from streamrl.protocol.transport.types import RunState
 from streamrl.protocol.weights.stores import budget_in_redis, open_store
+from streamrl.protocol.wire.routes import RouteShape
 from streamrl.recipe.algorithms import make_algorithm
 from streamrl.telemetry.progress import Progress, Wait
 
@@ -159,7 +161,9 @@ def _lead(context: RankContext, server: Server, show: Callable[[], None]) -> Run
         note("running")
         try:
             context.patient.broadcast(start.to_bytes())
-            conductor = _make_conductor(context, admitted, keeper, prompts, list(chain.from_iterable(held_out)))
+            conductor = _make_conductor(
+                context, admitted, keeper, prompts, list(chain.from_iterable(held_out)), policy.routes_wanted
+            )
             publisher = _make_publisher(context, server, policy, start, stream)
             state = work(context, policy, start, conductor=conductor, stream=stream, publisher=publisher)
         except (UserError, TrainingError) as error:
@@ -196,6 +200,7 @@ def _make_conductor(
     keeper: LeaseKeeper,
     prompts: PromptSet,
     validation_prompts: Sequence[Prompt],
+    routes: RouteShape | None,
 ) -> Conductor:
     config, start = context.config, admitted.start
     state = admitted.checkpoint.state.stream if admitted.checkpoint else None
@@ -210,6 +215,7 @@ def _make_conductor(
         quarantine=Quarantine(config.folder, term=start.term),
         order=open_order(config, prompts, root=config.folder, term=start.term, since=since, state=state),
         state=state,
+        most=largest_group(config, routes),
     )
     if admitted.checkpoint is not None:
         # Once more, in case its writer died before it could tell Redis.

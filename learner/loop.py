@@ -31,7 +31,8 @@ from streamrl.learner.groups.lag import oldest_trained_step
 from streamrl.learner.groups.plan import Fetched, GroupCheck, Kind, Outcome, Plan, fetch_groups
 from streamrl.learner.metrics.gpu import Gpu
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.gradients import Batch, Gradients, Update, learning_rate, update
+from streamrl.learner.model.gradients import Batch, Gradients, Update, update
+from streamrl.learner.model.optimizer import learning_rate
 from streamrl.learner.model.policy import Policy, peak_flops
 from streamrl.learner.publishing.publish import Publishing
 from streamrl.learner.publishing.schedule import PublishSchedule
@@ -178,7 +179,7 @@ class Loop:
             vocabulary=self._context.tokenizer_info.vocabulary,
             oldest_step=oldest_trained_step(self._config.lag, plan.step),
             taught=self._config.teacher is not None and bool(self._config.teacher.urls),
-            routes=None if self._parts.policy.replay is None else self._parts.policy.replay.wanted,
+            routes=self._parts.policy.routes_wanted,
         )
         told = float(self._context.stop.is_set())
         *verdicts, any_told = self._world.largest(np.append(fetched.verdicts, told))

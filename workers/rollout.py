@@ -202,7 +202,7 @@ class Rollout:
             return
         spans = [span for sample in group.samples for span in sample.spans]
         await self._weights.proved(max((span.version for span in spans), default=0))
-        header, body = encode_group(group)
+        header, body = await _encoded(group)
         held.leaving = True
         if await self._tickets.deliver(leased, header, body):
             self._count(group)
@@ -288,3 +288,10 @@ class Pace:
             self._looks.popleft()
         began, before = self._looks[0]
         return (stats.num_made - before) / (now - began) if now > began else 0.0
+
+
+async def _encoded(group: Group) -> tuple[bytes, bytes]:
+    """Routes are many, and compressed: other samples are not to wait for that."""
+    if group.prompt_routes is None:
+        return encode_group(group)
+    return await asyncio.to_thread(encode_group, group)

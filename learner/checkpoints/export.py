@@ -21,9 +21,9 @@ from streamrl.files import replace_folder
 from streamrl.learner.checkpoints.checkpoint import Checkpoint
 from streamrl.learner.checkpoints.hub_files import HubFiles, kept_in
 from streamrl.learner.checkpoints.shard import load_state
-from streamrl.learner.model.gradients import make_optimizer
 from streamrl.learner.model.load import build_model, load_model, load_policy, read_tokenizer_info
 from streamrl.learner.model.lora import adapter_parameters, base_name, merged_parameters, save_adapters
+from streamrl.learner.model.optimizer import make_optimizer
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.model.tensors import whole
 from streamrl.learner.model.ways import MASKED

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from streamrl.config import schema
 from streamrl.learner.groups.ledger import Ledger
 from streamrl.protocol.transport.types import START, GroupStream, PresentGroup, PresentTicket, entry_order
+from streamrl.protocol.wire.routes import RouteShape
 
 _LATEST = 256  # groups whose mean size is expected of the next ones
 
@@ -87,10 +88,12 @@ class Backlog:
         return math.sqrt(count * squares - sum(self._latest) ** 2) / max(1, count)  # of whole numbers, so exact
 
 
-def largest_group(config: schema.Config) -> int:
-    """Bytes of a group whose responses are all as long as they may be."""
+def largest_group(config: schema.Config, routes: RouteShape | None = None) -> int:
+    """Bytes of a group whose responses are all as long as they may be, and bring such routes."""
+    num_samples, num_prompt = config.sampling.num_samples, config.data.max_prompt_tokens
     per_sample = 8 * config.max_response_tokens + 256  # a token id and a log-prob a token
-    return config.sampling.num_samples * per_sample + 4 * config.data.max_prompt_tokens
+    of_routes = routes.plain_bytes(num_prompt + num_samples * config.max_response_tokens) if routes else 0
+    return num_samples * per_sample + 4 * num_prompt + of_routes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

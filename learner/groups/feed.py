@@ -58,6 +58,7 @@ class Feed:
         state: FeedState | None = None,  # of the checkpoint to go on from
         quarantine: Quarantine | None = None,  # None: nobody is suspected
         order: PromptOrder | None = None,  # None: as the settings want it, kept nowhere but in checkpoints
+        most: int | None = None,  # bytes of a group, where that is more than the configuration shows
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -83,7 +84,7 @@ class Feed:
             fingerprint=fingerprint,
             max_samples=config.sampling.num_samples,
         )
-        self._backlog = Backlog(max_bytes=config.redis.max_backlog_bytes, largest_group=largest_group(config))
+        self._backlog = Backlog(max_bytes=config.redis.max_backlog_bytes, largest_group=most or largest_group(config))
         self._dispatch = Dispatch(
             stream=stream,
             prompts=prompts,

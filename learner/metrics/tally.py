@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from streamrl.learner.metrics.routers import of_routers
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group, Sample
 from streamrl.recipe.losses import Metric, TokenBatch, ratios
@@ -81,6 +82,8 @@ class Tally:
         self._sums = dict.fromkeys(names, 0.0)
         self._peaks = dict.fromkeys(_PEAKS, -math.inf)
         self._own: dict[str, npt.NDArray[np.float64]] = {}  # (sum, count) of each metric of the loss's own
+        self._routers: npt.NDArray[np.float64] | None = None  # [layers, E + 2]; of a mixture of experts
+        self._router_tokens = 0
         self._sources, self._step, self._is_dead = tuple(sources), step, is_dead
 
     def add_group(
@@ -161,6 +164,11 @@ class Tally:
         self._add("model_tokens", num_tokens)
         self._add("flops", flops)
 
+    def add_routers(self, sums: npt.NDArray[np.float64], *, num_tokens: int) -> None:  # [layers, E + 2]
+        """Of a micro-batch of any pass: the tokens that went to each expert, sums of entropies and of z."""
+        self._routers = sums if self._routers is None else self._routers + sums
+        self._router_tokens += num_tokens
+
     def add_masked(self, num_tokens: int) -> None:
         """Tokens that were too old to get a loss."""
         self._add("masked_tokens", num_tokens)
@@ -175,6 +183,8 @@ class Tally:
         found = {**_of_rollouts(sums, self._sources), **_of_tokens(sums, peaks), **_of_lag(sums, peaks)}
         found |= _of_routes(sums)
         found |= _of_loss(dict(zip(names, totals[len(sums) :].reshape(-1, 2).tolist(), strict=True)))
+        if self._routers is not None:  # then it is so on all ranks, whatever groups they got
+            found |= of_routers(world.total(np.append(self._routers, self._router_tokens)), len(self._routers))
         found["throughput/tokens"] = sums["model_tokens"]
         found["throughput/tflop"] = sums["flops"] / 1e12
         return {name: value for name, value in found.items() if math.isfinite(value)}

@@ -36,7 +36,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from streamrl.config import schema
@@ -46,6 +45,7 @@ from streamrl.learner.model.logprobs import LogProbs
 from streamrl.learner.model.lora import without_adapters
 from streamrl.learner.model.packing import MicroBatch, Piece, Shape, empty_micro_batch, pack
 from streamrl.learner.model.policy import Policy, evaluating
+from streamrl.learner.model.routers import RouterTerms
 from streamrl.learner.model.teacher import Teacher
 from streamrl.learner.model.tensors import is_copy
 from streamrl.learner.process.ranks import World
@@ -72,6 +72,7 @@ class Batch:
     teacher_logprobs: torch.Tensor | None  # [tokens of responses]
     weights: torch.Tensor  # [samples] float64: of each trained token in the loss
     fresh: torch.Tensor  # [samples] bool: made wholly by the weights that the first pass finds
+    num_trained: float  # tokens of the step, of all ranks
     num_tokens: int  # of all trained samples with their prompts
     flops: float  # of one pass
     proximal_logprobs: list[torch.Tensor] = field(default_factory=list)  # [T] each, once the first pass is made
@@ -97,6 +98,7 @@ class Gradients:
         self._max_tokens = config.training.micro_batch_tokens
         self._max_response = config.max_response_tokens
         self._world, self._beat = world, beat
+        self._routers = RouterTerms(policy, config.model, world, beat)
 
     def prepare(self, groups: Sequence[Group], tally: Tally) -> Batch:
         """`groups` are those of this rank that all ranks accepted."""
@@ -111,6 +113,7 @@ class Gradients:
         staleness = [tally.staleness(sample) for sample in samples]
         fresh = torch.tensor([tally.is_fresh(sample) for sample in samples], dtype=torch.bool)
         begins = (lengths.cumsum(0) - lengths).to(self._world.device)
+        weights, num_trained = self._sample_weights(pieces, selections)
         return Batch(
             micro_batches=micro_batches,
             reference_logprobs=reference_logprobs,
@@ -118,8 +121,9 @@ class Gradients:
             advantages=torch.from_numpy(np.concatenate([np.zeros(0), *advantages])).to(self._world.device),
             staleness=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *staleness])).to(self._world.device),
             teacher_logprobs=self._taught(samples, pieces, begins),
-            weights=self._sample_weights(pieces, selections),
+            weights=weights,
             fresh=fresh.to(self._world.device),
+            num_trained=num_trained,
             num_tokens=sum(piece.num_tokens for piece in pieces),
             flops=self._policy.effort.on(pieces),
         )
@@ -128,8 +132,10 @@ class Gradients:
         """One pass: add the gradient of the global loss. This rank's share of that loss."""
         first = not batch.proximal_logprobs
         loss = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        self._routers.count(batch.micro_batches)
         for at, micro_batch in enumerate(batch.micro_batches):
-            out = self._policy(micro_batch, entropy_learns=self._algorithm.needs_entropy)
+            with self._routers.listening():
+                out = self._policy(micro_batch, entropy_learns=self._algorithm.needs_entropy)
             if first:
                 batch.proximal_logprobs.append(out.logp.detach())
             if self._policy.replay is not None:
@@ -158,21 +164,24 @@ class Gradients:
         if self._teaching is not None:
             values, metrics = taught(values, metrics, tokens, weight=self._teaching.weight)
         loss = (batch.weights[micro_batch.sample].to(dtype) * values).sum()
+        loss = loss + self._routers.term(micro_batch, num_trained=batch.num_trained)
         # FSDP takes the mean over ranks of what is to be a sum.
         (loss * self._world.size).backward()
+        self._routers.tell(micro_batch, tally)
         fresh = batch.fresh[micro_batch.sample] if first else None
         tally.add_tokens(tokens, out.entropy.detach(), metrics, fresh=fresh)
         return loss.detach().double()
 
-    def _sample_weights(self, pieces: Sequence[Piece], selections: Sequence[Selection]) -> torch.Tensor:
-        """[samples] what each trained token of a sample weighs in the loss, with denominators over all ranks."""
+    def _sample_weights(self, pieces: Sequence[Piece], selections: Sequence[Selection]) -> tuple[torch.Tensor, float]:
+        """([samples] what each trained token of a sample weighs in the loss, with denominators over all ranks; the
+        trained tokens of all ranks)"""
         counted = sum(int(selection.counted.sum()) for selection in selections)
         num_trained = {piece.sample: int(piece.mask.sum()) for piece in pieces}
         totals = self._world.total_of_data(np.array([counted, sum(num_trained.values())], dtype=np.float64))
         weights = torch.zeros(sum(len(selection.trained) for selection in selections), dtype=torch.float64)
         for sample, length in num_trained.items():
             weights[sample] = 1 / self._divisor(length, num_counted=totals[0], num_tokens=totals[1])
-        return weights.to(self._world.device)
+        return weights.to(self._world.device), float(totals[1])
 
     def _divisor(self, length: int, *, num_counted: float, num_tokens: float) -> float:
         """Of the losses of a sample of this length."""
@@ -298,36 +307,6 @@ class Update:
     loss: float  # over all ranks
     grad_norm: float  # before clipping
     lr: float
-
-
-def make_optimizer(policy: nn.Module, settings: schema.Optimizer) -> torch.optim.AdamW:
-    """Matrices decay; norms and biases do not."""
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    # One kernel that takes no memory of its own; where there is a GPU, also for masters that wait on its host.
-    fused = True if torch.cuda.is_available() else None
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused
-    )
-
-
-def learning_rate(step: int, settings: schema.Optimizer, *, total_steps: int | None) -> float:
-    """Of the step after `step` made ones: linear warm-up, half a cosine to min_lr, then constant_steps at min_lr.
-
-    A run too short for its constant tail has none; one without a known end stays at lr.
-    """
-    if step < settings.warmup_steps:
-        return settings.lr * (step + 1) / settings.warmup_steps
-    if settings.schedule == "constant" or total_steps is None:
-        return settings.lr
-    decay_steps = total_steps - settings.warmup_steps - settings.constant_steps
-    if decay_steps <= 0:
-        decay_steps = max(1, total_steps - settings.warmup_steps)
-    done = min(1.0, (step - settings.warmup_steps) / decay_steps)
-    return settings.min_lr + (settings.lr - settings.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def update(optimizer: torch.optim.Optimizer, *, loss: float, lr: float, clip_norm: float, world: World) -> Update:

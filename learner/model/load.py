@@ -36,6 +36,7 @@ from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.lora import base_name, inject_adapters, place_adapters
 from streamrl.learner.model.memory import Sizes, refuse_too_large
 from streamrl.learner.model.policy import Policy
+from streamrl.learner.model.routers import prepare_mixture
 from streamrl.learner.model.settle import settle
 from streamrl.learner.model.shard import gathered_in_half, shard, unfilled
 from streamrl.learner.model.sources import Files, Source, Sources, read_rows
@@ -58,6 +59,7 @@ def load_policy(config: schema.Config, world: World, end_ids: tuple[int, ...]) -
     attention = choose(config.model, world.device)
     model, sources = begin_model(config.model.path, attention=attention, world=world)
     refuse_long(model, config.data.max_prompt_tokens + config.max_response_tokens)
+    prepare_mixture(model, config)
     if config.model.lora is not None:
         inject_adapters(model, config.model.lora, world.device)
     if config.model.dtype == "float64":
@@ -112,9 +114,9 @@ def recomputes(settings: schema.Model, device: torch.device) -> bool:
 
 def outline(config: schema.Config) -> transformers.PreTrainedModel:
     """The model without weights or memory for them; what can be known to be wrong is refused as `load_policy` would."""
-    device = torch.device("cpu")
-    model = build_model(config.model.path, choose(config.model, device))
+    model = build_model(config.model.path, choose(config.model, _HOST))
     refuse_long(model, config.data.max_prompt_tokens + config.max_response_tokens)
+    prepare_mixture(model, config)
     if config.model.gradient_checkpointing is True:
         _checkpoint(model, is_wished=True)
     if config.model.lora is not None:

@@ -69,7 +69,8 @@ class MicroBatch:
     starts: torch.Tensor  # [sequences + 1] int32: where sequences begin, rows laid end to end; then the end of the last
     longest: int  # of these sequences; both are of use only where prompts are not shared
     mine: torch.Tensor | None = None  # [t] of T, those that this rank's part of the rows predicts; None: it has all
-    routes: torch.Tensor | None = None  # [rows, length, layers, experts a token], where samples bring them
+    # [rows, length, layers, experts a token], where samples bring them; on the host until a pass: they may be large
+    routes: torch.Tensor | None = None
 
     def attention_mask(self, window: int | None = None) -> torch.Tensor:
         """[rows, 1, length, length] True: the later one sees the earlier, which lies within the window."""
@@ -82,7 +83,7 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, value in values.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and name != "routes":
                 values[name] = value.to(device, non_blocking=True)
         return MicroBatch(**values)
 

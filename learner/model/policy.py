@@ -10,8 +10,9 @@ How much computing that is: useful FLOPs, for an estimate of how much of the mac
     a trained token at the head   (4 V H + 2 V H if the head trains)
     a token that attends to c     12 * layers * heads * head_dim * c
 
-N counts the elements of the layers' matrices: all but embeddings and head. A prompt counts once for its group, and what
-is computed twice to save memory counts once: so this is less than what the machine really does.
+N counts the elements of the layers' matrices: all but embeddings and head, and of a layer's experts as many as a token
+goes to. A prompt counts once for its group, and what is computed twice to save memory counts once: so this is less than
+what the machine really does.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from streamrl.learner.model.context import Parts
+from streamrl.learner.model.experts import active_shares, ask_here
 from streamrl.learner.model.logprobs import Head, LogProbs, given_logprobs, project, token_logprobs
 from streamrl.learner.model.packing import MicroBatch, Piece, Shape, additive
 from streamrl.learner.model.routing import RoutingReplay
 from streamrl.learner.model.ways import EAGER, VARLEN, Way, decoder_of, layer_types, ways_of
+from streamrl.protocol.wire.routes import RouteShape
 
 _MOST_LOGITS = 1 << 26  # of a micro-batch whose logits are the model's own: 256 MiB in fp32, several times
 _HEAD_TOLERANCE = 1e-4
@@ -68,6 +71,8 @@ class Policy(nn.Module):
         self.head, self._min_tokens, self._dtype = head, min_tokens, dtype
         self.effort = Flops.of(model)  # before anything is sharded
         self.replay: RoutingReplay | None = None  # where experts are chosen as they were before
+        if dtype == torch.float64:
+            ask_here(model)
         self.ways = ways_of(model)  # asked before one of them is taken
         self.parts: Parts | None = None
         self.take(self.ways[0], head)
@@ -76,6 +81,11 @@ class Policy(nn.Module):
         """From now on this rank computes a part of each row, and other ranks the others; ConfigError: it cannot be."""
         self.parts, self.ways = parts, parts.ways(self.model, self.ways)
         self.take(self.way if self.way in self.ways else self.ways[0], self.head)
+
+    @property
+    def routes_wanted(self) -> RouteShape | None:
+        """Which routes groups are to bring."""
+        return None if self.replay is None else self.replay.wanted
 
     def take(self, way: Way, head: Head) -> None:
         """Ask the model in this way from now on."""
@@ -108,7 +118,7 @@ class Policy(nn.Module):
         projection = self.model.get_output_embeddings()
         # What FSDP has gathered in bf16 needs no casts; a cache of casts would keep them all to the end of the pass.
         casts = dtype == torch.bfloat16 and next(self.model.parameters()).dtype != dtype
-        told = nullcontext() if self.replay is None else self.replay.passing(batch.routes)
+        told = nullcontext() if self.replay is None else self.replay.passing(batch)
         with told, torch.autocast(batch.input_ids.device.type, torch.bfloat16, enabled=casts, cache_enabled=False):
             if self.way.own_logits:
                 logits = self.model(input_ids=batch.input_ids, use_cache=False).logits
@@ -211,8 +221,9 @@ class Flops:
         head = next(model.parameters()).new_empty(0) if projection is None else projection.weight
         lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} | {id(head)}
         matrices = [p for p in decoder_of(model).parameters() if p.ndim >= 2 and id(p) not in lookups]
-        size = sum(p.numel() for p in matrices)
-        trained = sum(p.numel() for p in matrices if p.requires_grad)
+        shares = active_shares(model)
+        size = sum(shares.get(p, 1.0) * p.numel() for p in matrices)
+        trained = sum(shares.get(p, 1.0) * p.numel() for p in matrices if p.requires_grad)
         heads = getattr(config, "num_attention_heads", None) or 0  # none: nothing attends
         head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
         return cls(

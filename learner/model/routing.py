@@ -12,7 +12,7 @@ Rollout Routing Replay (R3: arXiv 2510.11370) tells the engine's choice, in all 
 2507.18071) tells that of the learner's first pass over a batch, in the later ones.
 
 Recomputing a checkpointed layer in the backward pass comes by the same routers: what was told stays told until the next
-forward pass, and nothing is counted then. The reference and a teacher route by themselves.
+forward pass, and nothing is counted then. The reference and a teacher route by themselves. On a GPU it never ran.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class RoutingReplay:
         return self.shape if self.mode in ("compare", "rollout") else None
 
     @contextmanager
-    def passing(self, routes: torch.Tensor | None) -> Iterator[None]:  # [rows, length, layers, k]
+    def passing(self, batch: MicroBatch) -> Iterator[None]:
         """Around a forward pass; what is told stays until the next one."""
-        self._told = None if routes is None else routes.flatten(0, 1)
+        self._told = None if batch.routes is None else batch.routes.flatten(0, 1).to(batch.input_ids.device)
         self._chosen, self._counts, self._in_forward = {}, [], True
         try:
             yield
@@ -80,7 +80,7 @@ class RoutingReplay:
         found = torch.zeros((cells.numel(), *self.shape[:2]), dtype=torch.int16, device=cells.device)
         for layer, chosen in self._chosen.items():
             found[:, layer] = chosen.to(torch.int16)
-        return found.view(*cells.shape, *self.shape[:2])
+        return found.view(*cells.shape, *self.shape[:2]).cpu()
 
     def _hook(self, layer: int) -> Any:
         def replay(router: nn.Module, _args: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:

@@ -8,6 +8,9 @@ gradients are bf16 within a rank, and fp32 from where ranks add theirs. That is 
 what many would, and never holds more than two layers in bf16. What is frozen is bf16 at rest.
 
 Ranks of a context group hold other shards, and compute other parts of the same rows (`learner.model.context`).
+Experts that are divided over ranks (`learner.layout.experts`) are sharded by themselves, over the ranks that hold the
+same ones. Their gradients are of the tokens of the whole expert group by then; so the mean that FSDP takes over fewer
+ranks than there are is divided by the rest.
 
 `on_host`: shards, gradients and what the optimizer keeps wait in the host's memory; layers pass through the device.
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import transformers
@@ -31,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
 from streamrl.learner.model.context import Parts
+from streamrl.learner.model.experts import divide
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.process.ranks import World
 
@@ -47,6 +52,11 @@ def shard(policy: Policy, world: World, *, on_host: bool = False, in_half: bool 
     mesh = world.mesh()
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if on_host else OffloadPolicy()
     precision = _HALF if in_half else MixedPrecisionPolicy()
+    if world.layout.experts > 1:
+        over, among = world.expert_meshes()
+        for experts in divide(policy.model, among):
+            fully_shard(experts, mesh=over, offload_policy=offload, mp_policy=precision)
+            experts.set_all_reduce_hook(partial(_divide, by=among.size()))  # type: ignore[operator]  # FSDP's, by now
     for block in _blocks(policy.model, set(policy.model._no_split_modules or ())):
         fully_shard(block, mesh=mesh, offload_policy=offload, mp_policy=precision)
     fully_shard(policy, mesh=mesh, offload_policy=offload, mp_policy=precision)
@@ -81,6 +91,10 @@ def gathered_in_half(trial: Policy, unfilled: Policy, world: World, *, on_host: 
         )
         swap_tensors(ours, nn.Parameter(held, requires_grad=ours.requires_grad))
     return policy
+
+
+def _divide(gradient: torch.Tensor, *, by: int) -> None:
+    gradient.div_(by)
 
 
 def _blocks(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:

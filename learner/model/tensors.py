@@ -1,6 +1,7 @@
 """What one rank holds of each tensor, in coordinates of the whole tensor laid flat.
 
-FSDP cuts tensors along their first dimension, so a rank holds one run of the flat tensor. Publishing and checkpoints
+FSDP cuts tensors along their first dimension, and so are experts cut over their ranks before: a rank holds one run of
+the flat tensor. Publishing and checkpoints
 speak of such runs only: neither gathers anything, and neither depends on how many ranks there are. Of several
 replicas, the first one tells of what all hold.
 """
@@ -10,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +47,20 @@ def held_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
     """(the first, this rank's rows of the first dimension, which share memory with the tensor)"""
     if not isinstance(tensor, DTensor):
         return 0, tensor.detach()
-    local = tensor.to_local().detach()
-    mesh = tensor.device_mesh
-    [over] = [number for number, kind in enumerate(tensor.placements) if isinstance(kind, Shard)]
-    size = -(-len(tensor) // mesh.size(over))  # all ranks but the last ones hold so many
-    first = min(mesh.get_local_rank(over) * size, len(tensor))
-    assert len(local) == min(size, len(tensor) - first), "shards are equal runs of the first dimension"
+    local, first, num = tensor.to_local().detach(), 0, len(tensor)
+    for over in _cuts(tensor):
+        size = -(-num // tensor.device_mesh.size(over))  # all ranks but the last ones hold so many
+        begin = min(tensor.device_mesh.get_local_rank(over) * size, num)
+        first, num = first + begin, min(size, num - begin)
+    assert len(local) == num, "shards are equal runs of the first dimension"
     return first, local
+
+
+def _cuts(tensor: DTensor) -> list[int]:
+    """The dimensions of its mesh over which it is cut, in the order of the cuts: FSDP's comes after that of experts,
+    whose dimension of the mesh is further back."""
+    kinds = {number: kind for number, kind in enumerate(tensor.placements) if not isinstance(kind, Replicate)}
+    return sorted(kinds, key=lambda number: isinstance(kinds[number], _StridedShard))
 
 
 def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

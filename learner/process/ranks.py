@@ -91,6 +91,16 @@ class World:
             self.device.type, (replicas, self.size // replicas), mesh_dim_names=("replicas", "shards")
         )
 
+    def expert_meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
+        """(of ranks that hold the same experts, to shard these over; of ranks that follow each other, to divide experts
+        among)"""
+        replicas, experts = self.layout.replicas, self.layout.experts
+        dimensions = {"holders": self.size // replicas // experts, "experts": experts}
+        if replicas > 1:
+            dimensions = {"replicas": replicas, **dimensions}
+        mesh = init_device_mesh(self.device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+        return mesh["holders"] if replicas == 1 else mesh["replicas", "holders"], mesh["experts"]
+
     def barrier(self) -> None:
         self.total(np.zeros(1))
 

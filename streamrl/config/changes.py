@@ -34,6 +34,8 @@ RULES: tuple[tuple[str, str | None], ...] = (
     ("dir", None),
     ("seed", _TICKETS),
     ("model.path", _WEIGHTS),
+    ("model.router", "a frozen router is that of model.path, and a trained one that of the checkpoint"),
+    *((f"model.{name}", None) for name in ("router_balance", "router_z")),
     ("model.lora.dropout", None),
     ("model.lora*", _WEIGHTS),
     *((f"model.{name}", None) for name in ("dtype", "attention", "gradient_checkpointing", "reference", "masters")),

@@ -13,7 +13,7 @@ from functools import reduce
 from operator import getitem
 from typing import Any
 
-from streamrl.config import files, places, routers
+from streamrl.config import files, places, routers, trained
 from streamrl.config.explain import Problem, show
 from streamrl.config.load import Where
 from streamrl.config.placement import parallel_in
@@ -312,13 +312,6 @@ def _gpus(config: Config) -> Iterator[Problem]:
         yield Problem(key="worker.gpus", remedy=remedy)
 
 
-def _adapters(config: Config) -> Iterator[Problem]:
-    """Workers take the frozen model from its own files, and hold it against the learner's."""
-    if config.model.lora is not None and (config.model.dtype, config.weights.dtype) == ("bfloat16", "float32"):
-        remedy = "the learner holds the frozen model in bfloat16, which is not what float32 files hold; set bfloat16"
-        yield Problem(key="weights.dtype", remedy=f"{remedy}, or model.dtype=float32")
-
-
 def _names(config: Config) -> Iterator[Problem]:
     datasets = config.data.train if isinstance(config.data.train, dict) else ()
     held_out = config.data.validation if isinstance(config.data.validation, dict) else ()
@@ -341,7 +334,8 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _teaching,
     _pace,
     _gpus,
-    _adapters,
+    trained.check_adapters,
+    trained.check_routers,
     _names,
     routers.check_routing,
     files.check_datasets,

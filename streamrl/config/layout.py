@@ -20,4 +20,8 @@ def refuse_layout(layout: schema.Layout, ranks: int) -> None:
 
 def units(layout: schema.Layout) -> dict[str, int]:
     """Of each setting, what the number of ranks has to be a multiple of."""
-    return {"replicas": layout.replicas, "context": layout.replicas * layout.context}
+    return {
+        "replicas": layout.replicas,
+        "context": layout.replicas * layout.context,
+        "experts": layout.replicas * layout.experts,
+    }

@@ -66,6 +66,11 @@ class Model(Section):
     reference: Literal["device", "cpu"] = "device"
     # Where fp32 masters, their gradients and AdamW's moments wait, likewise; on the host AdamW makes its step there.
     masters: Literal["device", "cpu"] = "device"
+    # Of a mixture of experts. What chooses them: trained with all else | as it was. Terms of the loss, over the trained
+    # tokens of a step: that all experts get as many; that logits stay small. 0: off
+    router: Literal["trained", "frozen"] = "trained"
+    router_balance: NonNegativeFloat = 0.0
+    router_z: NonNegativeFloat = 0.0
 
 
 class Sampling(Section):
@@ -240,6 +245,8 @@ class Layout(Section):
     replicas: Positive = 1
     # So many ranks in a row share each sample: a part of its length is computed on each, and in attention of the heads
     context: Positive = 1
+    # Of a mixture: so many ranks that follow each other share each layer's experts, and tokens go to who holds theirs
+    experts: Positive = 1
 
 
 class Learner(Section):

@@ -76,6 +76,16 @@ METRICS: Mapping[str, Explained] = {
         "share",
         "share of tokens that no route was told of, which the learner routes by itself",
     ),
+    "router/load_max_over_mean": (
+        "",
+        "of a mixture: trained tokens of a layer's busiest expert over the mean of its experts; mean over layers",
+    ),
+    "router/unused_experts": ("share", "of a mixture: experts to which no trained token went"),
+    "router/entropy": (
+        "nats",
+        "of a mixture: mean entropy of a router's probabilities, over layers and trained tokens",
+    ),
+    "router/z": ("", "of a mixture: mean of logsumexp^2 of a router's logits, over layers and trained tokens"),
     "lag/min": ("steps", "steps between the version that made a token and the step that trains it: smallest"),
     "lag/mean": ("steps", "steps between the version that made a token and the step that trains it: mean over tokens"),
     "lag/max": ("steps", "steps between the version that made a token and the step that trains it: largest"),

@@ -19,8 +19,9 @@ import torch
 
 from streamrl.config import schema
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.gradients import Gradients, asking, make_optimizer, update
+from streamrl.learner.model.gradients import Gradients, asking, update
 from streamrl.learner.model.load import load_policy, load_reference
+from streamrl.learner.model.optimizer import make_optimizer
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.model.tensors import whole
 from streamrl.learner.model.ways import VARLEN

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
+from streamrl.config.schema import Algorithm
 from streamrl.errors import ConfigError
+from streamrl.protocol.wire.routes import RouteShape
 from streamrl.workers.engines.base import EngineSettings
 from streamrl.workers.engines.model import read_model
-from streamrl.workers.engines.vllm_start import engine_args, engine_config
+from streamrl.workers.engines.routes import routes_of_vllm, shape_of_vllm
+from streamrl.workers.engines.vllm_start import engine_args, engine_config, refuse_unknown
+from tests.tiny_families import make_family
 from tests.tiny_models import make_model
 from tests.worker_world import worker_config
 
@@ -64,3 +71,37 @@ def test_what_vllm_refuses_is_told_in_one_line_with_the_key(tmp_path: Path, give
         config_of(tmp_path, **given)
     assert str(caught.value).startswith("vLLM refuses this model or worker.engine_args: ")
     assert "\n" not in str(caught.value)
+
+
+# Routes, which vLLM tells on GPUs alone: what it says of it before it starts
+
+
+def config_for_routes(folder: Path, mode: str) -> Any:
+    facts = read_model(str(folder), trust_remote_code=False)
+    algorithm = Algorithm.model_validate({"routing_replay": mode})
+    config = worker_config(engine="vllm").model_copy(update={"algorithm": algorithm})
+    arguments = {**engine_args(EngineSettings(model=facts, config=config, seed=0), on_cpu=False), "enforce_eager": True}
+    refuse_unknown(arguments, [field.name for field in fields(AsyncEngineArgs)])
+    return engine_config(AsyncEngineArgs, arguments)
+
+
+def test_vllm_knows_what_it_is_asked_for_routes_with_and_says_what_they_are_like(tmp_path: Path) -> None:
+    """Here it goes no further: its second model runner needs triton."""
+    mixture = make_family(tmp_path / "mixture", "qwen3_moe", num_hidden_layers=3)
+    with pytest.raises(ConfigError, match="AuxOutput Connector requires Model Runner V2"):
+        config_for_routes(mixture, "rollout")
+    config = config_for_routes(mixture, "none")
+    assert not config.aux_output_config.enabled
+    assert shape_of_vllm(config.model_config) == RouteShape(num_layers=3, num_chosen=2, num_experts=4)
+
+
+def test_vllm_tells_the_routes_of_all_tokens_but_the_last() -> None:
+    from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector, AuxRequestOutput
+    from vllm.outputs import CompletionOutput
+
+    rows = np.zeros((20, 3, 2), np.uint8)
+    request = SimpleNamespace(request_id="one", num_tokens=12)
+    told = AuxOutputSchedulerConnector().take_output(request, {"one": AuxRequestOutput(token_start=0, rows=rows)})
+    routes = routes_of_vllm(told, RouteShape(num_layers=3, num_chosen=2, num_experts=4), num_tokens=12 - 1)
+    assert len(routes) == 11
+    assert "routed_experts" in CompletionOutput.__dataclass_fields__

@@ -50,8 +50,18 @@ def streamrl(folder: Path, *words: str) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_a_mixture_trains_by_its_engines_routes_and_loses_nothing(folder: Path) -> None:
-    summary = streamrl(folder, "up", "run.yaml", "--json")
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param((), id="rollout"),
+        pytest.param(
+            ("algorithm.routing_replay=first_pass", "algorithm.reinforce_epochs=2", "learner.processes=2"),
+            id="first pass, two ranks",
+        ),
+    ],
+)
+def test_a_mixture_trains_by_routes_and_loses_nothing(folder: Path, overrides: tuple[str, ...]) -> None:
+    summary = streamrl(folder, "up", "run.yaml", "--json", *overrides)
     assert summary["state"] == "finished"
     assert summary["trained"] == 20
     assert (summary["lost"], summary["twice"], summary["dead"], summary["clean"]) == (0, 0, 0, True)

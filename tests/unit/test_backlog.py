@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import random
 
-from streamrl.learner.groups.backlog import Backlog
+from streamrl.learner.groups.backlog import Backlog, largest_group
 from streamrl.protocol.transport.types import PresentGroup
+from streamrl.protocol.wire.routes import RouteShape
+from tests.worker_world import worker_config
 
 
 def full(*sizes: int, max_bytes: int = 1000) -> Backlog:
@@ -62,3 +64,9 @@ def test_a_recount_believes_the_server_about_what_was_read() -> None:
     backlog.recount(groups, cursor="2-0")
     assert backlog.num_bytes == 100
     assert backlog.freeable(["1-0"]) == 50
+
+
+def test_before_any_group_has_come_routes_count_as_they_may_be() -> None:
+    config = worker_config()  # 4 samples of 16 tokens, 32 of a prompt
+    shape = RouteShape(num_layers=48, num_chosen=8, num_experts=128)
+    assert largest_group(config, shape) - largest_group(config) == (32 + 4 * 16) * 384

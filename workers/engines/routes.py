@@ -4,7 +4,8 @@
     vLLM           tells it with a finished sample (`enable_return_routed_experts`), which its V2 runner does on GPUs
 
 A token's route is that of the pass which made the next one: where weights change in mid sample, keys and values may be
-computed anew under the new ones (`weights.kv_cache: clear`), and routes stay those that tokens were sampled by.
+computed anew under the new ones (`weights.kv_cache: clear`), and routes stay those that tokens were sampled by. Neither
+way has run on a GPU.
 """
 
 from __future__ import annotations

@@ -1,0 +1,221 @@
+"""Experts of a mixture, divided over the ranks of an expert group; tokens go to who holds their experts, and back.
+
+    [tokens x k]  sorted by expert ─► counts, rows ─► all-to-all ─► sorted by expert here ─► gate, up, down
+    [tokens, H]  ◄─ sum of k, weighted ◄─ as they were ◄─ all-to-all ◄─ as they came ◄──────────────┘
+
+Rank e of a group of N holds the experts from e E/N on, cut along the first dimension of each of their parameters; FSDP
+shards these over the ranks that hold the same ones. So a rank's part of a parameter is one run of the whole, as ever.
+
+Everything is the model's own but the way: transformers asks the experts of its mixtures through a registry, and this is
+one more entry in it. Products are grouped (`grouped_mm`) where the numbers are of 16 bits, and one after another where
+not. All ranks of a group make the same collectives in the same order, whatever tokens they have, also none: in a layer
+the counts and the rows there and back, backward the rows. Each blocks until all of the group have come. On a GPU the
+host waits for the counts of each layer, for it is the host that says how many rows go where; that never ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from streamrl.errors import ConfigError
+
+KEY = "learner.layout.experts"
+OURS = "streamrl_experts"  # as transformers knows it
+_GROUPED = (torch.bfloat16, torch.float16)
+_ALIGNED = 16  # bytes of a row, of which kernels for grouped products take multiples
+
+
+class Exchange(Protocol):
+    """What is said among the ranks of an expert group. A double of it says what FakeTensors cannot."""
+
+    def counts(self, given: torch.Tensor) -> tuple[torch.Tensor, Sequence[int], Sequence[int]]:
+        """From [N, E/N], the rows that I give for each expert: the same that I take, of each rank; and how many rows
+        that is, given to and taken from each."""
+        ...
+
+    def swap(self, rows: torch.Tensor, give: Sequence[int], take: Sequence[int]) -> torch.Tensor: ...
+
+
+class GroupExchange:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def counts(self, given: torch.Tensor) -> tuple[torch.Tensor, Sequence[int], Sequence[int]]:
+        taken = torch.empty_like(given)
+        dist.all_to_all_single(taken, given, group=self._group)
+        give, take = torch.stack([given.sum(1), taken.sum(1)]).tolist()
+        return taken, give, take
+
+    def swap(self, rows: torch.Tensor, give: Sequence[int], take: Sequence[int]) -> torch.Tensor:
+        return all_to_all_single(rows, list(take), list(give), self._group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divided:
+    """What an experts' module knows of its group."""
+
+    exchange: Exchange
+    size: int  # ranks of the group
+
+
+def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that hold a layer's experts in stacked parameters and leave it to the registry how to ask them."""
+    for name, module in model.named_modules():
+        if hasattr(module, "has_gate") and hasattr(module, "_apply_gate"):
+            yield name, module
+
+
+def active_shares(model: transformers.PreTrainedModel) -> dict[torch.Tensor, float]:
+    """Of the parameters of experts: how much of each a token goes through."""
+    config = model.config.get_text_config()
+    said = getattr(config, "num_experts_per_tok", None) or 0
+    chosen = max(said) if isinstance(said, list) else said  # some have others in each layer
+    parameters = [parameter for _, module in experts_of(model) for parameter in module.parameters()]
+    return {parameter: min(1.0, chosen / len(parameter)) if chosen else 1.0 for parameter in parameters}
+
+
+def refuse_experts(model: transformers.PreTrainedModel, ranks: int) -> None:
+    """ConfigError where so many ranks cannot share each layer's experts."""
+    nums = {len(next(module.parameters())) for _, module in experts_of(model)}
+    if ranks > 1 and not nums:
+        kind = type(model).__name__
+        raise ConfigError(f"{KEY} = {ranks}: {kind} has no experts that can be divided; set it to 1")
+    for num in nums:
+        if num % ranks:
+            raise ConfigError(f"{KEY} = {ranks}: a layer has {num} experts, which are no multiple of it; set a divisor")
+
+
+def divide(model: transformers.PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
+    """What was divided: modules that keep this rank's experts, and ask the other ranks of the mesh for theirs. Nothing,
+    of a reference or a teacher that has no such experts."""
+    size = mesh.size()
+    found = [module for _, module in experts_of(model)]
+    if any(len(parameter) % size for module in found for parameter in module.parameters()):
+        return []
+    made = Divided(exchange=GroupExchange(mesh.get_group()), size=size)
+    for module in found:
+        for leaf, parameter in list(module.named_parameters()):
+            setattr(module, leaf, nn.Parameter(_part(parameter, mesh), requires_grad=parameter.requires_grad))
+        vars(module)["divided"] = made
+    if found:
+        ask_here(model)
+    return found
+
+
+def ask_here(model: transformers.PreTrainedModel) -> None:
+    """Experts are asked by `ask` from now on, which also knows how to in float64."""
+    ALL_EXPERTS_FUNCTIONS.register(OURS, ask)
+    model.set_experts_implementation(OURS)
+
+
+def _part(parameter: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    num = len(parameter) // mesh.size()
+    first = mesh.get_local_rank() * num
+    part = parameter.detach()[first : first + num].clone()
+    return DTensor.from_local(part, mesh, [Shard(0)], shape=parameter.shape, stride=parameter.stride())
+
+
+def ask(
+    module: Any,
+    hidden_states: torch.Tensor,  # [tokens, H]
+    top_k_index: torch.Tensor,  # [tokens, k] the experts that the router chose
+    top_k_weights: torch.Tensor,  # [tokens, k]
+) -> torch.Tensor:  # [tokens, H]
+    """As transformers calls what is in its registry."""
+    divided: Divided | None = vars(module).get("divided")
+    here = _Weights.of(module)
+    chosen = top_k_index.flatten()
+    order = chosen.argsort(stable=True)
+    size = 1 if divided is None else divided.size
+    given = torch.zeros(here.num * size, dtype=torch.int64, device=chosen.device)
+    given = given.scatter_add_(0, chosen, torch.ones_like(chosen)).view(size, here.num)
+    rows = hidden_states[order // top_k_index.shape[1]]
+    made = here.compute(rows, given[0]) if divided is None else _elsewhere(rows, given, here, divided.exchange)
+    weighted = made[_inverse(order)].view(*top_k_index.shape, -1) * top_k_weights[..., None]
+    return weighted.sum(1).to(hidden_states.dtype)
+
+
+def _elsewhere(rows: torch.Tensor, given: torch.Tensor, here: _Weights, exchange: Exchange) -> torch.Tensor:
+    """Of rows [S, H] that are sorted by expert, where these experts are. `given`: [N, E/N]."""
+    taken, give, take = exchange.counts(given)
+    arrived = exchange.swap(rows, give, take)
+    # They come rank by rank, and of each rank expert by expert.
+    of = torch.arange(here.num, device=rows.device).repeat(len(taken))
+    by_expert = of.repeat_interleave(taken.flatten(), output_size=sum(take)).argsort(stable=True)
+    made = here.compute(arrived[by_expert], taken.sum(0))
+    return exchange.swap(made[_inverse(by_expert)], take, give)
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, places)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weights:
+    """Of the experts here, gathered by FSDP."""
+
+    up: torch.Tensor  # [experts, out, in], or [experts, in, out] where the module keeps them transposed
+    up_bias: torch.Tensor | None  # [experts, out]
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+    transposed: bool
+    activate: Callable[[torch.Tensor], torch.Tensor]
+
+    @classmethod
+    def of(cls, module: Any) -> _Weights:
+        name = "gate_up_proj" if module.has_gate else "up_proj"
+        return cls(
+            up=_local(getattr(module, name)),
+            up_bias=_local(getattr(module, f"{name}_bias")) if module.has_bias else None,
+            down=_local(module.down_proj),
+            down_bias=_local(module.down_proj_bias) if module.has_bias else None,
+            transposed=module.is_transposed,
+            activate=module._apply_gate if module.has_gate else module.act_fn,
+        )
+
+    @property
+    def num(self) -> int:
+        return len(self.up)
+
+    def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Of rows [S, H] that are sorted by expert."""
+        inner = self.activate(self._linear(rows.to(self.up.dtype), self.up, self.up_bias, counts))
+        return self._linear(inner, self.down, self.down_bias, counts)
+
+    def _linear(
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, counts: torch.Tensor
+    ) -> torch.Tensor:
+        matrix = weight if self.transposed else weight.transpose(1, 2)  # [experts, in, out]
+        if _can_be_grouped(rows, matrix):
+            out = F.grouped_mm(rows, matrix, offs=counts.cumsum(0, dtype=torch.int32))
+            if bias is not None:
+                out = out + bias.repeat_interleave(counts, dim=0, output_size=len(rows))
+            return out
+        # Experts without rows, too: their gradient is zero, and FSDP waits for it.
+        parts = rows.split(counts.tolist())
+        made = [part @ one for part, one in zip(parts, matrix, strict=True)]
+        if bias is not None:
+            made = [part + one for part, one in zip(made, bias, strict=True)]
+        return torch.cat(made)
+
+
+def _can_be_grouped(rows: torch.Tensor, matrix: torch.Tensor) -> bool:
+    widths = [width * matrix.element_size() for width in matrix.shape[1:]]
+    return len(rows) > 0 and matrix.dtype in _GROUPED and not any(width % _ALIGNED for width in widths)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,0 +1,23 @@
+"""Settings of what trains that contradict each other: adapters, and the routers of a mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from streamrl.config.explain import Problem
+from streamrl.config.schema import Config
+
+
+def check_adapters(config: Config) -> Iterator[Problem]:
+    """Workers take the frozen model from its own files, and hold it against the learner's."""
+    if config.model.lora is not None and (config.model.dtype, config.weights.dtype) == ("bfloat16", "float32"):
+        remedy = "the learner holds the frozen model in bfloat16, which is not what float32 files hold; set bfloat16"
+        yield Problem(key="weights.dtype", remedy=f"{remedy}, or model.dtype=float32")
+
+
+def check_routers(config: Config) -> Iterator[Problem]:
+    model = config.model
+    why = "with model.router = frozen" if model.router == "frozen" else "with model.lora" if model.lora else None
+    for name in ("router_balance", "router_z") if why else ():
+        if getattr(model, name):
+            yield Problem(key=f"model.{name}", remedy=f"must be 0 {why}: no router trains that it could move")

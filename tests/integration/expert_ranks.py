@@ -1,0 +1,155 @@
+"""What each rank does in test_expert_ranks: a gradient and a step of mixtures under some layouts, steps from a
+checkpoint to the next, versions of given weights. Run by torchrun.
+
+python -m tests.integration.expert_ranks FOLDER JOB,... EXPERTSxREPLICASxCONTEXT...    FOLDER/<family> exists
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from streamrl.config import schema
+from streamrl.learner.checkpoints.shard import load_state
+from streamrl.learner.metrics.tally import Tally
+from streamrl.learner.model.gradients import Gradients, update
+from streamrl.learner.model.load import load_policy
+from streamrl.learner.model.optimizer import make_optimizer
+from streamrl.learner.model.tensors import whole
+from streamrl.learner.process.background import BackgroundThread
+from streamrl.learner.process.ranks import World, join_world
+from streamrl.recipe.algorithms import make_algorithm
+from tests.integration.learner_ranks import keep, never_round, publisher
+from tests.learner_cases import learner_config, random_groups
+from tests.mixtures import MIXTURES, never_round_routers
+from tests.publish_world import publish
+from tests.shards import write_shard
+
+END = 1  # of the tiny tokenizer
+NUM_STEPS = 3  # from a checkpoint to the next
+CASES = (*((family, "float64") for family in MIXTURES), ("qwen3_moe", "float32"))
+RESUMED = "qwen3_moe"
+
+
+def name_of(world: World) -> str:
+    return f"{world.size}-{world.layout.experts}x{world.layout.replicas}x{world.layout.context}"
+
+
+class Rank:
+    """One rank with its part of a mixture, whose routers have terms of their own in the loss."""
+
+    def __init__(self, folder: Path, family: str, world: World, dtype: str) -> None:
+        path = folder / family
+        model = schema.Model(
+            path=str(path),
+            dtype=dtype,
+            router_balance=0.1,
+            router_z=0.01,
+            gradient_checkpointing=family == "qwen3_moe",
+        )
+        self.config = learner_config(
+            path,
+            dir=folder / "runs",
+            model=model,
+            algorithm=schema.Algorithm(kl=schema.Kl(placement="none")),
+            training=schema.Training(micro_batch_tokens=40),
+            weights=schema.Weights(dtype="bfloat16"),
+        )
+        self.world = world
+        self.policy = load_policy(self.config, world, (END,))
+        if dtype == "float64":
+            never_round(self.policy)
+            never_round_routers(self.policy)
+        self.optimizer = make_optimizer(self.policy, self.config.optimizer)
+        self.gradients = Gradients(
+            policy=self.policy,
+            reference=None,
+            algorithm=make_algorithm(self.config.algorithm),
+            config=self.config,
+            world=world,
+            beat=lambda: None,
+        )
+
+    def accumulate(self, number: int, *, num_groups: int = 5) -> tuple[float, Tally]:
+        groups = random_groups(num_groups, seed=number)[self.world.data_rank :: self.world.data_size]
+        tally = Tally(sources=tuple(self.config.rewards), step=number, is_dead=lambda _version, _step: False)
+        return self.gradients.accumulate(self.gradients.prepare(groups, tally), tally), tally
+
+    def step(self, number: int, *, lr: float = 1e-3) -> None:
+        # With more ranks than groups, some get nothing.
+        loss, _ = self.accumulate(number, num_groups=1 if number % 2 else 5)
+        update(self.optimizer, loss=loss, lr=lr, clip_norm=1.0, world=self.world)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        found = {f"master/{name}": whole(p).clone() for name, p in self.policy.named_parameters()}
+        for name, parameter in self.policy.named_parameters():
+            for moment in ("exp_avg", "exp_avg_sq"):
+                if parameter in self.optimizer.state:
+                    found[f"{moment}/{name}"] = whole(self.optimizer.state[parameter][moment]).clone()
+        return found
+
+
+def learn(folder: Path, world: World) -> None:
+    for family, dtype in CASES:
+        found, metadata = learnt(folder, family, world, dtype)
+        keep(found, folder / f"{family}-{dtype}-{name_of(world)}.safetensors", world, metadata)
+
+
+def learnt(folder: Path, family: str, world: World, dtype: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """(gradients, and all state after one step; the loss and metrics of routers)"""
+    rank = Rank(folder, family, world, dtype)
+    loss, tally = rank.accumulate(0)
+    found = {f"gradient/{name}": whole(p.grad).clone() for name, p in rank.policy.named_parameters()}
+    made = update(rank.optimizer, loss=loss, lr=1e-4, clip_norm=1.0, world=world)
+    told = {"loss": made.loss, "grad_norm": made.grad_norm, **tally.metrics(world)}
+    return found | rank.state(), {name: repr(value) for name, value in told.items()}
+
+
+def go_on(folder: Path, world: World) -> None:
+    """From where twice as many ranks stopped, if they have; the second third, and the state before and after."""
+    rank, before = Rank(folder, RESUMED, world, "float64"), folder / f"checkpoint-{2 * world.size}"
+    first = NUM_STEPS if before.exists() else 0
+    if first:
+        load_state(before, rank.policy, rank.optimizer, world)
+        keep(rank.state(), folder / f"restored-{world.size}.safetensors", world)
+    for number in range(first, first + NUM_STEPS):
+        rank.step(number)
+    save(rank, folder / f"checkpoint-{world.size}")
+    keep(rank.state(), folder / f"left-{world.size}.safetensors", world)
+
+
+def save(rank: Rank, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    rank.world.barrier()
+    write_shard(folder, rank.policy, rank.optimizer, rank.world)
+    rank.world.barrier()
+
+
+def serve(folder: Path, world: World) -> None:
+    """Two versions, of weights that one rank has left."""
+    out = folder / f"served-{name_of(world)}"
+    out.mkdir(exist_ok=True)
+    world.barrier()
+    rank, beside = Rank(folder, RESUMED, world, "float32"), BackgroundThread("publisher")
+    with beside.working(join_s=60):
+        versions = publisher(rank, out, beside)
+        for step in (1, 2):
+            load_state(folder / f"weights-{step}", rank.policy, rank.optimizer, world)
+            assert publish(versions, step) is not None
+
+
+JOBS: Mapping[str, Callable[[Path, World], None]] = {"learn": learn, "go_on": go_on, "serve": serve}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    jobs, layouts = sys.argv[2].split(","), sys.argv[3:]
+    with join_world(os.environ, timeout_s=60) as joined:
+        for layout in layouts:
+            experts, replicas, context = map(int, layout.split("x"))
+            world = joined.under(schema.Layout(experts=experts, replicas=replicas, context=context))
+            for job in jobs:
+                JOBS[job](Path(sys.argv[1]), world)

@@ -1,0 +1,151 @@
+"""Mixtures whose experts are divided over ranks under torchrun (gloo, FSDP2) against one rank that has them all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+
+from streamrl.learner.checkpoints.shard import load_state
+from streamrl.learner.process.ranks import World
+from streamrl.protocol.weights.manifest import decode_manifest
+from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.stores import FileStore
+from tests.integration.expert_ranks import CASES, NUM_STEPS, RESUMED, Rank, learn, name_of, save, serve
+from tests.mixtures import MIXTURES, make_mixture
+
+ROOT = Path(__file__).resolve().parents[2]
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+TOLERANCES = {"float64": 1e-9, "float32": 1e-5}
+# Experts x replicas x context
+LAYOUTS = {
+    2: ("2x1x1",),
+    4: ("4x1x1", "2x1x1", "2x2x1", "4x1x2"),
+    8: ("8x1x1", "4x1x1", "4x2x1", "2x2x1", "4x2x2"),
+}
+TRIED = [(size, layout) for size in (2, 4) for layout in LAYOUTS[size]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results of one rank, made here, and of four and two, made under torchrun."""
+    folder = tmp_path_factory.mktemp("experts")
+    for family in MIXTURES:
+        make_mixture(folder / family, family)
+    learn(folder, ALONE)
+    leave_weights(folder)
+    serve(folder, ALONE)
+    torchrun(4, folder, "go_on", "4x1x1")
+    for size in (4, 2):
+        torchrun(size, folder, "learn,serve", *LAYOUTS[size])
+    torchrun(2, folder, "go_on", "2x1x1")
+    return folder
+
+
+def leave_weights(folder: Path) -> None:
+    """For two versions: the second differs in some bits of bf16."""
+    rank = Rank(folder, RESUMED, ALONE, "float32")
+    for step, lr in ((1, 1e-3), (2, 1e-5)):
+        rank.step(0, lr=lr)
+        save(rank, folder / f"weights-{step}")
+
+
+def torchrun(num_ranks: int, folder: Path, jobs: str, *layouts: str) -> None:
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"),
+            *(f"--log-dir={folder / 'logs'}", "-m", "tests.integration.expert_ranks", str(folder), jobs, *layouts),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        check=True,
+        timeout=240,
+    )
+
+
+def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    with safetensors.safe_open(path, framework="pt") as file:
+        told = {name: float(value) for name, value in (file.metadata() or {}).items()}
+    return safetensors.torch.load_file(path), told
+
+
+@pytest.mark.parametrize(("size", "layout"), TRIED)
+@pytest.mark.parametrize(("family", "dtype"), CASES)
+def test_divided_experts_learn_what_one_rank_learns(
+    folder: Path, family: str, dtype: str, size: int, layout: str
+) -> None:
+    check_learnt(folder, family, dtype, size, layout)
+
+
+@pytest.mark.long
+def test_experts_divided_over_eight_ranks_do_so_too(folder: Path) -> None:
+    torchrun(8, folder, "learn", *LAYOUTS[8])
+    for layout in LAYOUTS[8]:
+        for family, dtype in CASES:
+            check_learnt(folder, family, dtype, 8, layout)
+
+
+def check_learnt(folder: Path, family: str, dtype: str, size: int, layout: str) -> None:
+    one, alone = read(folder / f"{family}-{dtype}-{name_of(ALONE)}.safetensors")
+    more, together = read(folder / f"{family}-{dtype}-{size}-{layout}.safetensors")
+    assert {tensor.dtype for tensor in more.values()} == {getattr(torch, dtype)}
+    torch.testing.assert_close(more, one, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    assert {name for name in alone if name.startswith("router/")} >= {"router/load_max_over_mean", "router/entropy"}
+    assert together == pytest.approx(alone, abs=1e-4, rel=1e-3)
+
+
+def test_every_expert_learns_something(folder: Path) -> None:
+    for family in MIXTURES:
+        found, _ = read(folder / f"{family}-float64-{name_of(ALONE)}.safetensors")
+        experts = {name: tensor for name, tensor in found.items() if "gradient" in name and ".experts." in name}
+        assert experts
+        assert all(tensor.flatten(1).any(1).float().mean() > 0.5 for tensor in experts.values())
+
+
+def test_a_checkpoint_is_restored_bit_for_bit_by_half_as_many_ranks_and_by_one(folder: Path) -> None:
+    left, _ = read(folder / "left-4.safetensors")
+    restored, _ = read(folder / "restored-2.safetensors")
+    assert left.keys() == restored.keys()
+    assert all(torch.equal(restored[name], left[name]) for name in left)
+    rank = Rank(folder, RESUMED, ALONE, "float64")
+    load_state(folder / "checkpoint-2", rank.policy, rank.optimizer, ALONE)
+    left, restored = read(folder / "left-2.safetensors")[0], rank.state()
+    assert left.keys() == restored.keys()
+    assert all(torch.equal(restored[name], left[name]) for name in left)
+
+
+def test_a_run_of_four_two_and_one_ranks_ends_within_1e_9_of_the_whole_one(folder: Path) -> None:
+    whole, parts = (Rank(folder, RESUMED, ALONE, "float64") for _ in range(2))
+    for number in range(3 * NUM_STEPS):
+        whole.step(number)
+    load_state(folder / "checkpoint-2", parts.policy, parts.optimizer, ALONE)
+    for number in range(2 * NUM_STEPS, 3 * NUM_STEPS):
+        parts.step(number)
+    torch.testing.assert_close(parts.state(), whole.state(), atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize(("size", "layout"), TRIED)
+def test_versions_are_bit_for_bit_those_of_one_rank(folder: Path, size: int, layout: str, tmp_path: Path) -> None:
+    one, more = (served(folder / f"served-{name}", tmp_path) for name in (name_of(ALONE), f"{size}-{layout}"))
+    for version, ours in zip(one, more, strict=True):
+        assert ours.keys() == version.keys()
+        assert all(torch.equal(ours[name], version[name]) for name in version)
+    assert any(not torch.equal(one[0][name], one[1][name]) for name in one[0])
+
+
+def served(folder: Path, tmp_path: Path) -> list[dict[str, torch.Tensor]]:
+    """What a worker has of each version; the second is a delta."""
+    paths = sorted(folder.glob("manifest-*"), key=lambda path: int(path.name.split("-")[1]))
+    versions = [decode_manifest(path.read_bytes()) for path in paths]
+    assert versions[1].base == versions[0].version
+    mirror, found = Mirror(tmp_path / folder.name), []
+    for manifest in versions:
+        mirror.apply(manifest, FileStore(folder / "blobs"))
+        found.append({name: tensor.clone() for name, tensor in safetensors.torch.load_file(mirror.path).items()})
+    return found
