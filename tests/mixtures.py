@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from streamrl.learner.model import routing
 from tests.tiny_families import make_family
 
 NUM_EXPERTS = 8
@@ -35,3 +38,14 @@ def _route(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     if getattr(module, "norm_topk_prob", True):
         weights = weights / weights.sum(-1, keepdim=True)
     return logits, weights, chosen
+
+
+@contextmanager
+def replay_never_rounding() -> Iterator[None]:
+    """Inside, routes that are told are weighed in the numbers that the logits have, as Qwen3-MoE weighs them."""
+    own = routing.weigh
+    routing.weigh = lambda _router, logits, chosen: F.normalize(logits.softmax(-1).gather(-1, chosen), p=1, dim=-1)
+    try:
+        yield
+    finally:
+        routing.weigh = own

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,15 +20,19 @@ from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.gradients import Gradients, update
 from streamrl.learner.model.load import load_policy
 from streamrl.learner.model.optimizer import make_optimizer
+from streamrl.learner.model.routing import RoutingReplay
 from streamrl.learner.model.tensors import whole
 from streamrl.learner.process.background import BackgroundThread
 from streamrl.learner.process.ranks import World, join_world
+from streamrl.protocol.wire.group import Group
+from streamrl.protocol.wire.routes import RouteShape, missing_in
 from streamrl.recipe.algorithms import make_algorithm
 from tests.integration.learner_ranks import keep, never_round, publisher
 from tests.learner_cases import learner_config, random_groups
-from tests.mixtures import MIXTURES, never_round_routers
+from tests.mixtures import MIXTURES, never_round_routers, replay_never_rounding
 from tests.publish_world import publish
 from tests.shards import write_shard
+from tests.unit.test_wire_routes import random_routes
 
 END = 1  # of the tiny tokenizer
 NUM_STEPS = 3  # from a checkpoint to the next
@@ -40,9 +45,10 @@ def name_of(world: World) -> str:
 
 
 class Rank:
-    """One rank with its part of a mixture, whose routers have terms of their own in the loss."""
+    """One rank with its part of a mixture, whose routers have terms of their own in the loss. `told`: and are told whom
+    to choose."""
 
-    def __init__(self, folder: Path, family: str, world: World, dtype: str) -> None:
+    def __init__(self, folder: Path, family: str, world: World, dtype: str, *, told: bool = False) -> None:
         path = folder / family
         model = schema.Model(
             path=str(path),
@@ -55,12 +61,14 @@ class Rank:
             path,
             dir=folder / "runs",
             model=model,
-            algorithm=schema.Algorithm(kl=schema.Kl(placement="none")),
+            algorithm=schema.Algorithm(kl=schema.Kl(placement="none"), routing_replay="rollout" if told else "none"),
             training=schema.Training(micro_batch_tokens=40),
             weights=schema.Weights(dtype="bfloat16"),
         )
         self.world = world
         self.policy = load_policy(self.config, world, (END,))
+        if told:
+            self.policy.replay = RoutingReplay(self.policy.model, self.config)
         if dtype == "float64":
             never_round(self.policy)
             never_round_routers(self.policy)
@@ -76,6 +84,8 @@ class Rank:
 
     def accumulate(self, number: int, *, num_groups: int = 5) -> tuple[float, Tally]:
         groups = random_groups(num_groups, seed=number)[self.world.data_rank :: self.world.data_size]
+        if (shape := self.policy.routes_wanted) is not None:
+            groups = [routed(group, shape) for group in groups]
         tally = Tally(sources=tuple(self.config.rewards), step=number, is_dead=lambda _version, _step: False)
         return self.gradients.accumulate(self.gradients.prepare(groups, tally), tally), tally
 
@@ -99,14 +109,36 @@ def learn(folder: Path, world: World) -> None:
         keep(found, folder / f"{family}-{dtype}-{name_of(world)}.safetensors", world, metadata)
 
 
-def learnt(folder: Path, family: str, world: World, dtype: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def replay(folder: Path, world: World) -> None:
+    if world.layout.context == 1:  # with more it is refused
+        with replay_never_rounding():
+            found, metadata = learnt(folder, RESUMED, world, "float64", told=True)
+        keep(found, folder / f"told-{name_of(world)}.safetensors", world, metadata)
+
+
+def routed(group: Group, shape: RouteShape) -> Group:
+    """By experts at random, which follow from its ticket; some tokens have no route."""
+    samples = tuple(
+        sample._replace(routes=random_routes(len(sample.token_ids), shape, seed=100 * group.header.ticket + at))
+        for at, sample in enumerate(group.samples)
+    )
+    for sample in samples:
+        assert sample.routes is not None
+        sample.routes[-1:] = missing_in(sample.routes)
+    of_prompt = random_routes(len(group.prompt_ids), shape, seed=100 * group.header.ticket + 99)
+    return replace(group, samples=samples, prompt_routes=of_prompt)
+
+
+def learnt(
+    folder: Path, family: str, world: World, dtype: str, *, told: bool = False
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """(gradients, and all state after one step; the loss and metrics of routers)"""
-    rank = Rank(folder, family, world, dtype)
+    rank = Rank(folder, family, world, dtype, told=told)
     loss, tally = rank.accumulate(0)
     found = {f"gradient/{name}": whole(p.grad).clone() for name, p in rank.policy.named_parameters()}
     made = update(rank.optimizer, loss=loss, lr=1e-4, clip_norm=1.0, world=world)
-    told = {"loss": made.loss, "grad_norm": made.grad_norm, **tally.metrics(world)}
-    return found | rank.state(), {name: repr(value) for name, value in told.items()}
+    figures = {"loss": made.loss, "grad_norm": made.grad_norm, **tally.metrics(world)}
+    return found | rank.state(), {name: repr(value) for name, value in figures.items()}
 
 
 def go_on(folder: Path, world: World) -> None:
@@ -142,7 +174,7 @@ def serve(folder: Path, world: World) -> None:
             assert publish(versions, step) is not None
 
 
-JOBS: Mapping[str, Callable[[Path, World], None]] = {"learn": learn, "go_on": go_on, "serve": serve}
+JOBS: Mapping[str, Callable[[Path, World], None]] = {"learn": learn, "replay": replay, "go_on": go_on, "serve": serve}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

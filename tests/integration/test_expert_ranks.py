@@ -17,7 +17,7 @@ from streamrl.learner.process.ranks import World
 from streamrl.protocol.weights.manifest import decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import FileStore
-from tests.integration.expert_ranks import CASES, NUM_STEPS, RESUMED, Rank, learn, name_of, save, serve
+from tests.integration.expert_ranks import CASES, NUM_STEPS, RESUMED, Rank, learn, name_of, replay, save, serve
 from tests.mixtures import MIXTURES, make_mixture
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,11 +39,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in MIXTURES:
         make_mixture(folder / family, family)
     learn(folder, ALONE)
+    replay(folder, ALONE)
     leave_weights(folder)
     serve(folder, ALONE)
     torchrun(4, folder, "go_on", "4x1x1")
     for size in (4, 2):
-        torchrun(size, folder, "learn,serve", *LAYOUTS[size])
+        torchrun(size, folder, "learn,replay,serve", *LAYOUTS[size])
     torchrun(2, folder, "go_on", "2x1x1")
     return folder
 
@@ -98,6 +99,20 @@ def check_learnt(folder: Path, family: str, dtype: str, size: int, layout: str) 
     torch.testing.assert_close(more, one, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
     assert {name for name in alone if name.startswith("router/")} >= {"router/load_max_over_mean", "router/entropy"}
     assert together == pytest.approx(alone, abs=1e-4, rel=1e-3)
+
+
+@pytest.mark.parametrize(("size", "layout"), [(size, layout) for size, layout in TRIED if layout.endswith("x1")])
+def test_routes_that_are_told_are_those_of_one_rank(folder: Path, size: int, layout: str) -> None:
+    one, alone = read(folder / f"told-{name_of(ALONE)}.safetensors")
+    more, together = read(folder / f"told-{size}-{layout}.safetensors")
+    torch.testing.assert_close(more, one, atol=1e-9, rtol=1e-9)
+    for name in ("router/routes_differ", "router/routes_missing"):  # a prompt counts as often as it is computed
+        assert together.pop(name) == pytest.approx(alone[name], abs=0.02)
+    assert alone.pop("router/routes_differ") > 0.2
+    assert alone.pop("router/routes_missing") < 0.2
+    assert together == pytest.approx(alone, abs=1e-4, rel=1e-3)
+    by_itself, _ = read(folder / f"{RESUMED}-float64-{name_of(ALONE)}.safetensors")
+    assert any(not torch.allclose(one[name], by_itself[name], atol=1e-3) for name in one)
 
 
 def test_every_expert_learns_something(folder: Path) -> None:

@@ -58,6 +58,10 @@ def streamrl(folder: Path, *words: str) -> dict[str, Any]:
             ("algorithm.routing_replay=first_pass", "algorithm.reinforce_epochs=2", "learner.processes=2"),
             id="first pass, two ranks",
         ),
+        pytest.param(
+            ("learner.processes=2", "learner.layout.experts=2", "model.router_balance=0.001"),
+            id="rollout, experts over two ranks, balanced",
+        ),
     ],
 )
 def test_a_mixture_trains_by_routes_and_loses_nothing(folder: Path, overrides: tuple[str, ...]) -> None:
