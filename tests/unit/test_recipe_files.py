@@ -48,6 +48,7 @@ class TableOfLogprobs:
 
     shape = Shape(hidden_size=8, share_prompts=True)
     effort = _NoEffort()
+    model, replay = torch.nn.Identity(), None  # it has no routers
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values.clone().requires_grad_()  # [samples, places]

@@ -40,6 +40,7 @@ class TableOfLogits:
 
     shape = Shape(hidden_size=8, share_prompts=True)
     effort = _NoEffort()
+    model, replay = torch.nn.Identity(), None  # it has no routers
 
     def __init__(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
         self.logits = logits.clone().requires_grad_()  # [samples, places, VOCABULARY]

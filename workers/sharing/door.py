@@ -13,7 +13,6 @@ to a network of the workers' own.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import re
 import socket
@@ -30,22 +29,16 @@ from starlette.types import Receive, Scope, Send
 
 from streamrl import web
 from streamrl.process import address_of
-from streamrl.protocol.transport.peers import bitmap_of
+from streamrl.protocol.transport.peers import HAVE, bitmap_of, token
 from streamrl.protocol.weights.manifest import ShardRecord
 from streamrl.workers.sharing.host import HostShare
 
 MOST_UPLOADS = 6
-HAVE = "x-have"  # header: which pieces there are, a bitmap in hex
 _UPLOAD_S = 30.0
 _MOST_OFFERS = 256  # blobs, the newest
 _SENT_BYTES = 256 << 10  # at once, so that a slow reader holds no whole piece in memory
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _STARTS_WITHIN_S = 10.0
-
-
-def token(secret: bytes, run_uid: str, address: str, path: str) -> str:
-    """Of no use for another address or another piece."""
-    return hmac.new(secret, f"{run_uid}\n{address}\n{path}".encode(), hashlib.sha256).hexdigest()
 
 
 class Door:

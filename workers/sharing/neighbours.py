@@ -16,10 +16,9 @@ from functools import partial
 from typing import Any
 
 from streamrl.errors import TransportError
-from streamrl.protocol.transport.peers import address_of_peer, pieces_of
+from streamrl.protocol.transport.peers import HAVE, address_of_peer, pieces_of, token
 from streamrl.protocol.weights.manifest import ShardRecord
 from streamrl.workers.sharing.asking import Answer, Line, WrongLength
-from streamrl.workers.sharing.door import HAVE, token
 
 PIECE_S = 10.0
 _FIRST_REST_S, _LONGEST_REST_S, _FULL_REST_S = 0.5, 60.0, 0.1

@@ -20,7 +20,6 @@ from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.peers import Peers
 from streamrl.protocol.weights.stores import BlobStore
 from streamrl.telemetry.progress import Progress
-from streamrl.workers.sharing.door import open_door
 from streamrl.workers.sharing.host import open_share
 from streamrl.workers.sharing.neighbours import Neighbours
 from streamrl.workers.sharing.reading import Counts, Sharing
@@ -51,6 +50,8 @@ def open_sharing(
             return
         if host is None:
             raise ConfigError("--peers: the run has weights.share_bytes = 0, so that nothing is kept to be handed on")
+        from streamrl.workers.sharing.door import open_door  # starlette and uvicorn: only where asked for
+
         door = stack.enter_context(open_door(host, bind(*peers_address(peers), what="--peers"), run_uid=run_uid))
         progress.note(peers=door.address)
         log.info("answering_peers", address=door.address)

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -26,10 +27,12 @@ from streamrl.crashpoints import crashpoint
 from streamrl.errors import TransportError, WeightsError
 from streamrl.protocol.transport.peers import CLAIM_S, Peers, Told, bitmap_of
 from streamrl.protocol.weights.stores import BlobStore
-from streamrl.workers.sharing.door import Door
 from streamrl.workers.sharing.host import SharedBlob
 from streamrl.workers.sharing.neighbours import Neighbour, Neighbours
 from streamrl.workers.sharing.reading import Counts
+
+if TYPE_CHECKING:
+    from streamrl.workers.sharing.door import Door
 
 log = structlog.get_logger(__name__)
 

@@ -11,6 +11,8 @@ then TransportError.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import ipaddress
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -26,6 +28,7 @@ from streamrl.protocol.transport.connection import Call, repeat, run
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.worker_scripts import guarded
 
+HAVE = "x-have"  # header of an answer: which pieces there are, a bitmap in hex
 CLAIM_S = 5.0
 KEPT_S = 900.0  # after the last word of anybody
 MOST_PEERS = 4096  # of a blob, that are remembered
@@ -118,6 +121,11 @@ class Peers:
             given=[piece for piece in given if 0 <= piece < num_pieces],
             busy=set(busy),
         )
+
+
+def token(secret: bytes, run_uid: str, address: str, path: str) -> str:
+    """What a peer lets in: of no use for another address or another piece."""
+    return hmac.new(secret, f"{run_uid}\n{address}\n{path}".encode(), hashlib.sha256).hexdigest()
 
 
 def bitmap_of(pieces: Sequence[int], num_pieces: int) -> bytes:
