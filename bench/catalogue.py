@@ -27,6 +27,7 @@ class Entry(NamedTuple):
 BENCHES: Mapping[str, Entry] = {
     "transport": Entry("bench.transport:bench", "Tickets and groups through Redis: speed, growth, reclaiming."),
     "weights": Entry("bench.weights:bench", "Weight deltas: size, speed, catching up, into vLLM, and corrupted ones."),
+    "fanout": Entry("bench.fanout:bench", "A version to 64 workers on 8 hosts: what leaves Redis, and how late it is."),
     "adapters": Entry("bench.adapters:bench", "Adapters published alone and merged by workers, against all weights."),
     "proofs": Entry("bench.proofs:bench", "What proves a load: false alarms, faults found, and what it costs."),
     "memory": Entry("bench.memory:bench", "What the learner takes of a GPU: the closed form against its own code."),

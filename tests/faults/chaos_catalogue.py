@@ -51,6 +51,7 @@ SCENARIOS: Mapping[str, str] = {
     "T36": "hosts: lost, cut off, one more, in any order",
     "T37": "environments and agents of every bad kind",
     "T38": "passwords, certificates and tokens changed under a run",
+    "T39": "killed or stopped at each point of fetching weights for others",
 }
 
 _NAMED = re.compile(r"(T\d+(?:, T\d+)*): ")

@@ -192,6 +192,19 @@ def test_the_other_scaler_follows_a_metric_that_is_exported() -> None:
     assert f'"{metric["name"]}' in (ROOT / "streamrl" / "ops" / "monitor" / "exporter.py").read_text()
 
 
+def test_workers_that_fetch_from_each_other_tell_the_address_of_their_pod_and_the_port_is_theirs_alone() -> None:
+    rendered = render("gpu-small")
+    [worker] = [one for one in rendered.containers() if one.spec["name"] == "worker"]
+    assert "--peers=$(POD_IP):9500" in worker.spec["args"]
+    assert {"name": "peers", "containerPort": 9500}.items() <= worker.spec["ports"][-1].items()
+    [ip] = [one for one in worker.spec["env"] if one["name"] == "POD_IP"]
+    assert ip["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
+    only = [{"podSelector": {"matchLabels": {COMPONENT: "worker"}}}]
+    for name, way, side in (("peers", "ingress", "from"), ("to-peers", "egress", "to")):
+        [rule] = rendered.named("NetworkPolicy", name)["spec"][way]
+        assert rule == {side: only, "ports": [{"protocol": "TCP", "port": "peers"}]}
+
+
 def test_no_probe_puts_a_password_into_a_variable_or_a_word(rendered: Rendered) -> None:
     """Both are seen by whoever may look at a process; a pipe is not."""
     for container in rendered.containers():

@@ -155,6 +155,19 @@ def two_hands(folder: Path, share_bytes: int) -> Iterator[list[HostShare]]:
         one.close()
 
 
+def test_a_blob_of_some_minutes_ago_goes_when_the_next_comes(
+    store: CountingStore, folder: Path, hosts: list[HostShare]
+) -> None:
+    worker = Sharing(store, hosts[0])
+    fetched(worker)
+    [old] = folder.glob(f"{RECORD.digest.hex()}-*")
+    os.utime(old, (0, 0))
+    other = record_of(BLOB[::-1], "run/000001/1-0-aa")
+    store.put(other.blob_name, BLOB[::-1])
+    assert fetched(worker, other) == BLOB[::-1]
+    assert not old.exists()
+
+
 def test_a_mirror_that_needs_the_room_gets_it(store: CountingStore, folder: Path, hosts: list[HostShare]) -> None:
     fetched(Sharing(store, hosts[0]))
     hosts[0].make_room(1)

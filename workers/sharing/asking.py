@@ -32,8 +32,9 @@ class Answer:
 class Line:
     """A connection to one peer, kept from one request to the next. OSError and TransportError: it is of no more use."""
 
-    def __init__(self, place: tuple[str, int]) -> None:
-        self._socket = socket.create_connection(place, timeout=_SILENCE_S)
+    def __init__(self, place: tuple[str, int], *, own_host: str) -> None:
+        # From the address that others know, so that a host of several networks uses that of its peers.
+        self._socket = socket.create_connection(place, timeout=_SILENCE_S, source_address=(own_host, 0))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._host = f"[{place[0]}]:{place[1]}" if ":" in place[0] else f"{place[0]}:{place[1]}"
 

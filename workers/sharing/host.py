@@ -7,9 +7,9 @@ A file is named by the blob's digest and sizes. It holds the blob, and after it 
 is there. The kernel frees the lock of a fetcher that died, and another goes on with what is missing. Who reads a blob
 checks its digest (`catchup.fetch`); one that is wrong is thrown away, and the store asked.
 
-The folder holds `share_bytes` at most, the oldest files go first, and it gives way to mirrors that need the room. Where
-a file cannot be had, the caller goes to the store by itself: nothing here is needed. Blocks on the file system, and on
-another worker as long as its fetch gets on (`patience_s`).
+The folder holds `share_bytes` at most, of a few minutes; the oldest files go first, and it gives way to mirrors that
+need the room. Where a file cannot be had, the caller goes to the store by itself: nothing here is needed. Blocks on the
+file system, and on another worker as long as its fetch gets on (`patience_s`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from streamrl.protocol.weights.manifest import ShardRecord
 _NAME = re.compile(r"[0-9a-f]{32}-\d+-\d+")
 _ROOM = "room"  # the lock of who makes or removes files
 _MEMBER = ".worker"  # ends the name of a file that a worker holds locked while it lives
+_KEPT_S = 300.0  # by then all workers have it, or went on to another; memory is no place to keep things
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 _MOST_READ = 1 << 30  # bytes; the kernel gives fewer than 2 GiB at a time
 
@@ -210,17 +211,20 @@ class HostShare:
                 os.close(lock)
 
     def _has_room(self, made: Path, size: int) -> bool:
-        """After the oldest files that nobody fills have gone for it. A file system is never filled by more than half
-        of what is free: mirrors are to lie there, too."""
+        """After old files that nobody fills have gone, and for it newer ones, too. A file system is never filled by
+        more than half of what is free: mirrors are to lie there, too."""
         others = [path for path in self._files() if path != made]
         taken = sum(path.stat().st_size for path in others)
+
+        def fits() -> bool:
+            return taken + size <= self._share_bytes and 2 * size <= _free_bytes(self._folder)
+
         for path in others:
-            if taken + size <= self._share_bytes and 2 * size <= _free_bytes(self._folder):
-                break
-            if not _is_locked(path):
-                taken -= path.stat().st_size
+            found = path.stat()
+            if (time.time() - found.st_mtime > _KEPT_S or not fits()) and not _is_locked(path):
+                taken -= found.st_size
                 path.unlink()
-        return taken + size <= self._share_bytes and 2 * size <= _free_bytes(self._folder)
+        return fits()
 
 
 @contextmanager

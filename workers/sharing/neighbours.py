@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from streamrl.errors import TransportError
+from streamrl.process import parse_address
 from streamrl.protocol.transport.peers import HAVE, address_of_peer, pieces_of, token
 from streamrl.protocol.weights.manifest import ShardRecord
 from streamrl.workers.sharing.asking import Answer, Line, WrongLength
@@ -141,7 +142,10 @@ class Neighbours:
 
     def _request(self, neighbour: Neighbour, path: str, num_bytes: int) -> Answer:
         key = token(self.secret, self._run_uid, neighbour.address, path)
-        get = partial(_get, neighbour, path, token=key, num_bytes=num_bytes, deadline=time.monotonic() + PIECE_S)
+        own_host = parse_address(self._own, what="peer")[0]
+        get = partial(
+            _get, neighbour, own_host, path, token=key, num_bytes=num_bytes, deadline=time.monotonic() + PIECE_S
+        )
         was_open = neighbour.line is not None
         try:
             return get()
@@ -152,9 +156,9 @@ class Neighbours:
             return get()  # it had been idle for too long
 
 
-def _get(neighbour: Neighbour, path: str, **bounds: Any) -> Answer:
+def _get(neighbour: Neighbour, own_host: str, path: str, **bounds: Any) -> Answer:
     if neighbour.line is None:
-        neighbour.line = Line(neighbour.place)
+        neighbour.line = Line(neighbour.place, own_host=own_host)
     return neighbour.line.get(path, **bounds)
 
 

@@ -1,7 +1,7 @@
 """A blob in pieces, from whoever has them: this host asks Redis who, fetches, and gives out what it has got.
 
     tell Redis what we have ─► who has what ──► up to NUM_FROM_PEERS pieces at a time from peers, the rarest first
-             ▲            └──► pieces for us ─► one at a time from the store
+             ▲            └──► pieces for us ─► NUM_FROM_STORE at a time from the store
              └── every now and then, the more hosts there are the more seldom
 
 Each piece leaves the store about once, for one host is given it to fetch, and the others have it from there. Peers are
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 NUM_FROM_PEERS = 4
-_NUM_GIVEN = 3  # pieces that we take on at a time
+NUM_FROM_STORE = 2  # so that its link need not wait for us
+_NUM_GIVEN = 4  # pieces that we take on at a time
 _LEAST_TELL_S = 0.05
 _TELL_S_PER_PEER = 0.001  # so that Redis hears a thousand of us a second, however many we are
 _TICK_S = 0.01
@@ -62,13 +63,13 @@ class Swarm:
     def fill(self, shared: SharedBlob, store: BlobStore, counts: Counts) -> None:
         """Put every piece that is missing."""
         self.door.offer(shared.record)
-        with _pool() as from_peers, _pool(1) as from_store:
+        with _pool(NUM_FROM_PEERS) as from_peers, _pool(NUM_FROM_STORE) as from_store:
             _Filling(self, shared, store, counts, from_peers, from_store).run()
         self.neighbours.forget(shared.record)
 
 
 @contextmanager
-def _pool(size: int = NUM_FROM_PEERS) -> Iterator[ThreadPoolExecutor]:
+def _pool(size: int) -> Iterator[ThreadPoolExecutor]:
     """Left at once, also where a peer still holds a thread; it ends within that peer's bounds."""
     pool = ThreadPoolExecutor(max_workers=size, thread_name_prefix="pieces")
     try:
@@ -99,7 +100,7 @@ class _Filling:
         self._given: deque[int] = deque()
         self._taken: set[int] = set()  # given to us, and not yet said to be there
         self._coming: dict[Future[Piece], int] = {}
-        self._of_store: Future[Piece] | None = None  # what is asked of it
+        self._of_store: set[Future[Piece]] = set()  # of these, what is asked of it
         self._store_rests_until = 0.0
         self._tell_at = 0.0
         self._busy: Collection[int] = ()  # others fetch these from the store
@@ -119,9 +120,8 @@ class _Filling:
         self._tell(most=0)  # so that others find all of it here
 
     def _take_in(self, one: Future[Piece], piece: int) -> None:
-        is_of_store = one is self._of_store
-        if is_of_store:
-            self._of_store = None
+        is_of_store = one in self._of_store
+        self._of_store.discard(one)
         try:
             data = one.result()
         except TransportError:
@@ -141,25 +141,30 @@ class _Filling:
             self._missing.discard(piece)
 
     def _ask_store(self) -> None:
-        if self._of_store is not None or time.monotonic() < self._store_rests_until:
-            return
+        while len(self._of_store) < NUM_FROM_STORE and time.monotonic() >= self._store_rests_until:
+            piece = self._next_of_store()
+            if piece is None:
+                return
+            future = self._from_store.submit(self._from_the_store, piece)
+            self._of_store.add(future)
+            self._coming[future] = piece
+
+    def _next_of_store(self) -> int | None:
         wanted = self._missing - set(self._coming.values())
         while self._given and self._given[0] not in wanted:
             self._given.popleft()
         if self._given:
-            piece = self._given.popleft()
-        elif in_vain := self._hoped_for_in_vain():
-            piece = random.choice(sorted(in_vain & wanted or in_vain))
-        else:
-            return
-        self._of_store = self._from_store.submit(self._from_the_store, piece)
-        self._coming[self._of_store] = piece
+            return self._given.popleft()
+        in_vain = self._hoped_for_in_vain()
+        # For want of better a second copy of what comes from a peer, but no third.
+        chosen_from = in_vain & wanted or (in_vain if not self._of_store else None)
+        return random.choice(sorted(chosen_from)) if chosen_from else None
 
-    def _hoped_for_in_vain(self) -> set[int]:
+    def _hoped_for_in_vain(self) -> frozenset[int]:
         alone_s = time.monotonic() - self._helped_at
         if alone_s > self._swarm.desperate_after_s:
-            return self._missing
-        return self._missing.difference(self._busy) if alone_s > self._swarm.alone_after_s else set()
+            return frozenset(self._missing)
+        return frozenset(self._missing.difference(self._busy) if alone_s > self._swarm.alone_after_s else ())
 
     def _from_the_store(self, piece: int) -> Piece:
         record = self._record
@@ -170,7 +175,7 @@ class _Filling:
         raise WeightsError(f"piece {piece} of blob {record.blob_name} in the store does not agree with its digest")
 
     def _ask_peers(self) -> None:
-        while len(self._coming) - (self._of_store is not None) < NUM_FROM_PEERS:
+        while len(self._coming) - len(self._of_store) < NUM_FROM_PEERS:
             wanted = self._missing - set(self._coming.values())
             chosen = self._swarm.neighbours.choose(self._record, wanted - set(self._given) or wanted)
             if chosen is None:
