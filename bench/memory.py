@@ -1,13 +1,17 @@
 """What a rank takes of its GPU: the closed form that refuses a run, against the learner's own code without memory.
 
-Four learners as they are meant for GPUs of 80 GB, at their full depth, and one that keeps all activations; none of it
-on a GPU. The two share no code: the one counts, the other runs the learner's passes on tensors that have no memory.
-With `quick` models of four layers.
+Learners as they are meant for GPUs of 80 GB, at their full depth, and one that keeps all activations; none of it on a
+GPU. The two share no code: the one counts, the other runs the learner's passes on tensors that have no memory. With
+`quick` models of four layers.
+
+What sharing samples among ranks saves of activations is measured on four layers of 8B: what a pass over 128k tokens
+holds at its peak beyond one over 64, by each of four ranks that share them, and by one of four that has them whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -22,10 +26,15 @@ from streamrl.learner.model.memory import Plan, Sizes, plan
 
 _WITHIN = 10.0  # %
 _GPU = 80.0  # GB
+_SHARED_AMONG = 4
+_OF_WHOLE = 0.3
 
 
 def bench(*, quick: bool, say: Say) -> list[Line]:
-    return [line for name, case in CASES.items() if (case.layers is not None) == quick for line in _of(name, case, say)]
+    lines = [
+        line for name, case in CASES.items() if (case.layers is not None) == quick for line in _of(name, case, say)
+    ]
+    return [*lines, *_of_sharing(say)]
 
 
 def planned(case: Case) -> Plan:
@@ -42,11 +51,7 @@ def sizes_of(case: Case) -> Sizes:
 
 def _of(name: str, case: Case, say: Say) -> Iterator[Line]:
     say(name)
-    try:
-        measured, ours = run(case), planned(case)
-    finally:
-        if dist.is_initialized():  # with as many ranks as this case has
-            dist.destroy_process_group()
+    measured, ours = _run(case), planned(case)
     most = max(measured.values())
     off = 100 * abs(ours.peak / most - 1)
     yield Bar(name=f"{name}: off by", value=off, unit="%", goal=_WITHIN, better="lower")
@@ -56,3 +61,43 @@ def _of(name: str, case: Case, say: Say) -> Iterator[Line]:
     yield Fact(name=f"{name}: planned", value=ours.peak / 1e9, unit="GB")
     headroom = (ours.needed - ours.peak) / 1e9
     yield Fact(name=f"{name}: headroom for allocator, libraries and NCCL", value=headroom, unit="GB")
+
+
+def _of_sharing(say: Say) -> Iterator[Line]:
+    for checkpointing in (True, False):
+        kept = "inputs of layers kept" if checkpointing else "all activations kept"
+        say(f"context over {_SHARED_AMONG}, {kept}")
+        whole, shared = (_activations(context, checkpointing=checkpointing) for context in (1, _SHARED_AMONG))
+        name = f"context over {_SHARED_AMONG}, 128k tokens, {kept}"
+        yield Bar(
+            name=f"{name}: activations of a rank that shares them, of one with all",
+            value=shared / whole,
+            unit="x",
+            goal=_OF_WHOLE,
+            better="lower",
+        )
+        yield Fact(name=f"{name}: activations of one that shares them", value=shared / 1e9, unit="GB")
+        yield Fact(name=f"{name}: activations of one with all", value=whole / 1e9, unit="GB")
+
+
+def _activations(context: int, *, checkpointing: bool) -> int:
+    """What of the peak of a pass is there for its tokens."""
+    few = Case(
+        size="8B",
+        ranks=_SHARED_AMONG,
+        layers=4,
+        tokens=64,
+        checkpointing=checkpointing,
+        context=context,
+        reference=False,
+    )
+    least, most = (_run(case) for case in (few, replace(few, tokens=131_072)))
+    return max(most["forward"], most["backward"]) - max(least["forward"], least["backward"])
+
+
+def _run(case: Case) -> dict[str, int]:
+    try:
+        return run(case)
+    finally:
+        if dist.is_initialized():  # with as many ranks as this case has
+            dist.destroy_process_group()

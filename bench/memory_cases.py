@@ -48,6 +48,8 @@ CASES: dict[str, Case] = {
     "7B LoRA, 1 GPU": Case(size="7B", ranks=1, lora=True),
     "8B at 128k, 8 GPUs, context over 8": Case(size="8B", ranks=8, tokens=131_072, context=8),
     "32B at 32k, 32 GPUs, context over 2": Case(size="32B", ranks=32, tokens=32_768, context=2),
+    # FSDP alone; what the reference would take beside it, no rank has.
+    "30B-A3B full, 8 GPUs": Case(size="30B-A3B", ranks=8, tokens=8192, reference=False),
 }
 CASES = {**CASES, **{f"{name}, short": replace(case, layers=4) for name, case in CASES.items()}}
 # hidden, intermediate, layers, heads, heads of keys and values, vocabulary
@@ -59,8 +61,10 @@ _SHAPES: Mapping[str, tuple[int, ...]] = {
 }
 
 
-def model_config(size: str, layers: int | None = None) -> transformers.Qwen2Config:
+def model_config(size: str, layers: int | None = None) -> transformers.PretrainedConfig:
     """As Qwen2.5 has it, and of 8B as Llama 3 has; the smallest ties its head to its embeddings."""
+    if size == "30B-A3B":
+        return _mixture(layers)
     hidden, intermediate, all_layers, heads, kv_heads, vocabulary = _SHAPES[size]
     return transformers.Qwen2Config(
         vocab_size=vocabulary,
@@ -75,4 +79,27 @@ def model_config(size: str, layers: int | None = None) -> transformers.Qwen2Conf
         pad_token_id=0,
         bos_token_id=None,
         architectures=["Qwen2ForCausalLM"],
+    )
+
+
+def _mixture(layers: int | None) -> transformers.Qwen3MoeConfig:
+    """Qwen3-30B-A3B."""
+    return transformers.Qwen3MoeConfig(
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        num_hidden_layers=layers or 48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,  # type: ignore[call-arg]  # it takes whatever a configuration may hold
+        max_position_embeddings=32_768,
+        tie_word_embeddings=False,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+        architectures=["Qwen3MoeForCausalLM"],
     )

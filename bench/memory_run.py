@@ -73,16 +73,17 @@ def run(case: Case) -> dict[str, int]:
     transformers.AttentionInterface.register(_AS_FLASH, attend)
     with FakeTensorMode() as mode:
         policy = _policy(case, world, trains=True)
-        frozen = policy if case.config.model.lora else _policy(case, world, trains=False)
+        frozen = _reference(case, policy, world)
         # By their own parts: of whole ones DTensor first tries each operation at full size, to know its shape.
         trained = {p: nn.Parameter(_mine(p.detach())) for p in policy.parameters() if p.requires_grad}
         optimizer = torch.optim.AdamW(trained.values(), lr=1e-6, fused=True)
         batch = _batch(case)
-        held = Held(mode, [*policy.parameters(), *policy.buffers(), *frozen.parameters()])
+        held = Held(mode, [*policy.parameters(), *policy.buffers(), *(frozen.parameters() if frozen else ())])
         with held:
             _make_moments(trained.values(), optimizer)
-            with held.phase("reference"), evaluating(frozen), without_adapters(frozen):
-                frozen(batch)
+            if frozen is not None:
+                with held.phase("reference"), evaluating(frozen), without_adapters(frozen):
+                    frozen(batch)
             for _ in range(2):  # the second one beside the gradients of the first
                 with held.phase("forward"):
                     logp = policy(batch).logp
@@ -96,6 +97,12 @@ def run(case: Case) -> dict[str, int]:
                 optimizer.step()
                 optimizer.zero_grad()
     return held.peaks
+
+
+def _reference(case: Case, policy: Policy, world: World) -> Policy | None:
+    if not case.reference:
+        return None
+    return policy if case.config.model.lora else _policy(case, world, trains=False)
 
 
 def _make_moments(trained: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:

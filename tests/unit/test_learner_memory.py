@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from bench.memory import planned, sizes_of
 from bench.memory_cases import CASES
@@ -29,6 +30,20 @@ def test_the_closed_form_is_within_a_tenth_of_what_the_learners_code_holds(check
 
     assert planned(case).peak == pytest.approx(max(measured.values()), rel=0.1)
     assert planned(case).always == pytest.approx(measured["step"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "name", ["8B at 128k, 8 GPUs, context over 8, short", "30B-A3B full, 8 GPUs, short"], ids=["context", "mixture"]
+)
+def test_the_closed_form_knows_what_ranks_share(name: str) -> None:
+    case = CASES[name]
+    if dist.is_initialized():  # of a single rank, by a test before
+        dist.destroy_process_group()
+    try:
+        measured = run(case)
+    finally:
+        dist.destroy_process_group()
+    assert planned(case).peak == pytest.approx(max(measured.values()), rel=0.1)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.layers is None])
