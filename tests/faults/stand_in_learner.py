@@ -69,7 +69,7 @@ class _Published:
 def _alone() -> Any:
     """A world of one rank."""
     return SimpleNamespace(
-        size=1,
+        data_size=1,
         is_main=True,
         broadcast=lambda words: words,
         largest=lambda values: values,
