@@ -185,3 +185,4 @@ if __name__ == "__main__":
             world = joined.under(schema.Layout(experts=experts, replicas=replicas, context=context))
             for job in jobs:
                 JOBS[job](Path(sys.argv[1]), world)
+                world.barrier()  # a rank that leaves closes connections from which others may still read
