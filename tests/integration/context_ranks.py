@@ -29,6 +29,7 @@ from streamrl.learner.process.ranks import World, join_world
 from streamrl.protocol.wire.group import Group
 from streamrl.recipe.algorithms import make_algorithm
 from tests.learner_cases import branched, learner_config, random_groups
+from tests.leaving import leave
 from tests.tiny_families import make_family
 
 END = 1  # of the tiny tokenizer
@@ -166,3 +167,4 @@ def main(folder: Path, replicas: int, context: int, names: Sequence[str]) -> Non
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    leave()

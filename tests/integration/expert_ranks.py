@@ -29,6 +29,7 @@ from streamrl.protocol.wire.routes import RouteShape, missing_in
 from streamrl.recipe.algorithms import make_algorithm
 from tests.integration.learner_ranks import keep, never_round, publisher
 from tests.learner_cases import learner_config, random_groups
+from tests.leaving import leave
 from tests.mixtures import MIXTURES, never_round_routers, replay_never_rounding
 from tests.publish_world import publish
 from tests.shards import write_shard
@@ -186,3 +187,4 @@ if __name__ == "__main__":
             for job in jobs:
                 JOBS[job](Path(sys.argv[1]), world)
                 world.barrier()  # a rank that leaves closes connections from which others may still read
+    leave()

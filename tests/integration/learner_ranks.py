@@ -39,6 +39,7 @@ from streamrl.recipe.algorithms import make_algorithm
 from streamrl.recipe.losses import LOSSES
 from tests.casts import watch_a_pass
 from tests.learner_cases import learner_config, random_groups
+from tests.leaving import leave
 from tests.probing import probe
 from tests.publish_world import finish, publish
 from tests.shards import write_shard
@@ -321,3 +322,4 @@ if __name__ == "__main__":
         for job in sys.argv[3:]:
             JOBS[job](Path(sys.argv[1]), world)
             world.barrier()  # a rank that leaves closes connections from which others may still read
+    leave()

@@ -18,6 +18,7 @@ from streamrl.learner.model.load import begin_model, load_policy
 from streamrl.learner.model.tensors import whole
 from streamrl.learner.process.ranks import join_world
 from tests.learner_cases import learner_config
+from tests.leaving import leave
 from tests.tiny_models import make_tokenizer
 
 if __name__ == "__main__":
@@ -34,3 +35,4 @@ if __name__ == "__main__":
         if world.is_main:
             safetensors.torch.save_file(held, out / "loaded.safetensors")
         world.barrier()  # they leave together
+    leave()

@@ -88,6 +88,8 @@ class Said(TorchDispatchMode):
 
 @pytest.fixture
 def nowhere() -> Iterator[World]:
+    if dist.is_initialized():  # of a single rank, by a test before
+        dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     yield World(rank=0, size=RANKS, device=torch.device("cpu"))
     dist.destroy_process_group()

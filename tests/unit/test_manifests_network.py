@@ -18,6 +18,7 @@ NEEDED = {
     *(("learner", "learner", port) for port in (29400, NOBODYS)),  # ranks open ports as they please
 }
 BY_KEDA = {("keda", "monitor", 9464)}
+BY_PEERS = {("worker", "worker", 9500)}
 BY_PROMETHEUS = {("monitoring", "monitor", 9464), ("monitoring", "worker", 9400)}
 
 
@@ -34,6 +35,11 @@ def test_who_must_speak_may_and_nobody_else(rendered: Rendered) -> None:
     policies = Policies(rendered)
     needed = set(NEEDED) | {(called(pod), "kube-system", NAMES) for pod in policies.pods}
     needed |= BY_KEDA if rendered.of_kind("ScaledObject") else set()
+    needed |= (
+        BY_PEERS
+        if any(policy["metadata"]["name"] == "to-peers" for policy in rendered.of_kind("NetworkPolicy"))
+        else set()
+    )
     needed |= BY_PROMETHEUS if rendered.of_kind("ServiceMonitor") else set()
     peers = [*policies.pods, *FOREIGN]
     may = {
