@@ -69,7 +69,8 @@ def test_a_checkpoint_is_committed_beside_the_steps_which_tell_what_it_took(tmp_
 
     told = {line["step"]: line for line in lines(config.folder / "metrics.jsonl")}
     assert [step for step in told if "timers/checkpoint" in told[step]] == [3, 6]
-    assert [step for step in told if "timers/checkpoint_write" in told[step]] == [5]
+    # Durable in the fourth step, which may end before the thread that wrote it has said so, or after.
+    assert [step for step in told if "timers/checkpoint_write" in told[step]] in ([4], [5])
     assert [step for step in told if "timers/checkpoint_wait" in told[step]] == []
     assert sorted(path.name for path in (config.folder / "checkpoints").iterdir()) == [
         "e000001-s00000003",
