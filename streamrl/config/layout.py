@@ -11,7 +11,10 @@ def refuse_layout(layout: schema.Layout, ranks: int) -> None:
     leave and come."""
     for name, unit in units(layout).items():
         if ranks % unit:
-            told = f"learner.layout.{name} = {getattr(layout, name)} does not divide the learner's ranks, {ranks}"
+            copies = "" if unit == getattr(layout, name) else f" in each of learner.layout.replicas = {layout.replicas}"
+            told = (
+                f"learner.layout.{name} = {getattr(layout, name)}{copies} does not divide the learner's ranks, {ranks}"
+            )
             raise ConfigError(
                 f"{told}: set it to a divisor, or begin a multiple of {unit} ranks (learner.processes, or "
                 "--nproc-per-node and --nodes)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,20 +35,14 @@ LONG = {"qwen2_moe", "granitemoehybrid", "zamba2", "jamba", "bamba", "glm4_moe",
 TABLE = Path("docs/models.md")
 Learnt = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' older families
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of transformers' older families
+    pytest.mark.usefixtures("quiet_transformers"),
+]
 
 
 def families() -> list[object]:
     return [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in FAMILIES]
-
-
-@pytest.fixture(autouse=True)
-def quiet_transformers() -> Iterator[None]:
-    """About settings that a family does not have."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(before)
 
 
 def policy_of(folder: Path, **model: object) -> Policy:

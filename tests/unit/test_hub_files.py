@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from streamrl.config import schema
 from streamrl.learner.checkpoints.export import export
@@ -21,16 +19,10 @@ from tests.unit.test_sources import ALONE, packed
 EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "granitemoe", "jamba", "llama4_text", "gpt_neox", "llama")
 LONG = {"jamba"}
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' older families
-
-
-@pytest.fixture(autouse=True)
-def quiet_transformers() -> Iterator[None]:
-    """About settings that a family does not have."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(before)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of transformers' older families
+    pytest.mark.usefixtures("quiet_transformers"),
+]
 
 
 def write(model: torch.nn.Module, like: Path, folder: Path, dtype: torch.dtype) -> None:

@@ -35,11 +35,8 @@ def test_who_must_speak_may_and_nobody_else(rendered: Rendered) -> None:
     policies = Policies(rendered)
     needed = set(NEEDED) | {(called(pod), "kube-system", NAMES) for pod in policies.pods}
     needed |= BY_KEDA if rendered.of_kind("ScaledObject") else set()
-    needed |= (
-        BY_PEERS
-        if any(policy["metadata"]["name"] == "to-peers" for policy in rendered.of_kind("NetworkPolicy"))
-        else set()
-    )
+    named = {policy["metadata"]["name"] for policy in rendered.of_kind("NetworkPolicy")}
+    needed |= BY_PEERS if "to-peers" in named else set()
     needed |= BY_PROMETHEUS if rendered.of_kind("ServiceMonitor") else set()
     peers = [*policies.pods, *FOREIGN]
     may = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,16 +32,10 @@ EXPERTS = (
 )
 LONG = {"qwen3_next", "granitemoehybrid", "jamba", "minimax", "deepseek_v2", "qwen2_moe"}
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' older families
-
-
-@pytest.fixture(autouse=True)
-def quiet_transformers() -> Iterator[None]:
-    """About settings that a family does not have."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(before)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of transformers' older families
+    pytest.mark.usefixtures("quiet_transformers"),
+]
 
 
 def made(folder: Path) -> Mapping[str, Source]:
