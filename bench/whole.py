@@ -90,7 +90,10 @@ def _measure(case: Case, folder: Path, *, say: Say) -> list[Line]:
     ran = _run(settings, folder, say)
     say(f"{case.name}: {ran.made:,} tokens made and {ran.trained:,.0f} trained in {ran.seconds:.0f} s; now bare")
     least = bare(schema.Config.model_validate(settings), case.name, answer=ran.answer)
-    return list(lines_of(case, ran, least))
+    lines = list(lines_of(case, ran, least))
+    for line in lines:  # the next case takes minutes, and may be broken off
+        say(f"{line.name}: {line.value:.3g} {line.unit}")
+    return lines
 
 
 def lines_of(case: Case, ran: Ran, least: Bare) -> Iterator[Line]:

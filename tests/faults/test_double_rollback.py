@@ -67,16 +67,14 @@ def test_a_number_that_meant_another_ticket_in_a_branch_that_was_given_up_is_not
         learner.kill()
         worker.kill()
 
-        recorder.note("older copy")
-        server.put_back(older)
+        put_back(server, older, recorder, why="older copy")
         world.start_learner()
         worker = world.start_worker(name="second", habits=NEVER_FAILS)
         wait_until(lambda: retry in asked(server), description=f"ticket {retry} is asked for again")
         worker.kill()
         assert retry in asked(server)
 
-        recorder.note("newer copy")
-        server.put_back(newer)
+        put_back(server, newer, recorder, why="newer copy")
         world.start_worker(name="third", habits=NEVER_FAILS)
         verdict = finish(world, server, recorder)
     audit = world.audit()
@@ -110,18 +108,23 @@ def test_copies_of_all_branches_come_back_in_any_order(
             copies.append(server.copy())
             if chance.random() < 0.7:
                 world.parts("learner")[-1].kill()
-            recorder.note("another copy")
-            server.put_back(chance.choice(copies[-6:]))
+            put_back(server, chance.choice(copies[-6:]), recorder, why="another copy")
             change_worker(world, chance)
             a_moment(chance, world)
-            recorder.note("the newest copy")
-            server.put_back(copies[-1])
+            put_back(server, copies[-1], recorder, why="the newest copy")
             change_worker(world, chance)
         verdict = finish(world, server, recorder)
     audit = world.audit()
     report("T27", audit, injections=NUM_ROLLBACKS, violations=len(verdict.violations))
     assert verdict.violations == ()
     assert disagreements(verdict, audit.to_json()) == []
+
+
+def put_back(server: MortalRedis, copy: Path, recorder: Recorder, *, why: str) -> None:
+    server.hold()
+    assert recorder.catch_up(), "the recorder has not seen in time what is lost now"
+    recorder.note(why)
+    server.put_back(copy)
 
 
 def a_moment(chance: random.Random, world: FaultWorld | None = None) -> None:

@@ -13,7 +13,7 @@ from streamrl.protocol.transport.acl import rules
 from streamrl.protocol.transport.address import open_client
 from streamrl.protocol.transport.connection import connect
 from tests.faults.judge.recorder import GROUPS, TICKETS, Recorder, look
-from tests.faults.judged.server import MortalRedis
+from tests.faults.judged.server import ADMIN, MortalRedis
 from tests.faults.judged.tls import TlsRoad
 from tests.helpers import wait_until
 
@@ -86,6 +86,24 @@ def test_every_entry_that_ever_lay_there_is_recorded_once_whatever_becomes_of_th
         (TICKETS, b"2", [1]),
         (GROUPS, b"3", [1]),
     ]
+
+
+def test_of_a_server_that_is_held_everything_is_seen_before_it_dies(server: MortalRedis, tmp_path: Path) -> None:
+    recorder = Recorder(server.client, RUN, to=tmp_path / "seen")
+    recorder.start()
+    with server.client() as client, client.pipeline(transaction=False) as many:
+        for number in range(2000):
+            many.xadd(f"streamrl:{{{RUN}}}:{GROUPS}:train", {"n": str(number), "u": "uid"})
+        many.execute()
+    server.hold()
+    client = redis.Redis(unix_socket_path=str(server.socket), username=ADMIN, socket_timeout=0.2, retry=None)
+    with client, pytest.raises(redis.TimeoutError):
+        client.set("anything", "new")
+    assert recorder.catch_up()
+    assert len(recorder.record.seen) == 2000
+    server.kill()
+    assert not recorder.catch_up(0.5)
+    recorder.stop()
 
 
 def test_a_role_speaks_tls_and_is_held_to_its_rights(

@@ -23,7 +23,7 @@ from streamrl.protocol.weights.manifest import Manifest
 from streamrl.protocol.wire.group import Span
 from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
-from streamrl.workers.engines.base import KvCache
+from streamrl.workers.engines.base import Generated, KvCache
 from streamrl.workers.engines.vllm_engine import VllmEngine
 from streamrl.workers.proofs.proving import Prover
 from tests.integration.engine_world import CASES, MAX_PROMPT, TOLERANCE, Served, prompts, worst
@@ -140,16 +140,22 @@ async def test_nothing_cached_for_older_weights_is_read_by_later_samples(served:
 async def test_two_hundred_sequences_that_a_load_comes_across_agree_with_the_versions_that_made_them(
     served: Served, record_property: Any
 ) -> None:
+    """And as many more as it takes: whenever the load comes, some are under way."""
     first = await served.load(0)
-    asked, sampling = prompts(200, seed=8), schema.Sampling(max_tokens=64, min_tokens=8)
-    making = asyncio.gather(*(served.engine.generate(served.request(p, max_tokens=64, min_tokens=8)) for p in asked))
+    asked, sampling = prompts(2000, seed=8), schema.Sampling(max_tokens=64, min_tokens=8)
+    making = [start(served, prompt, sampling) for prompt in asked[:200]]
     await served.sample(prompts(1, seed=3), max_tokens=16, min_tokens=16)  # by then many have come as far
-    second = await served.load(1)
+    loading = asyncio.create_task(served.load(1))
+    while not loading.done() and len(making) < len(asked):
+        if sum(not one.done() for one in making) < 50:
+            making.append(start(served, asked[len(making)], sampling))
+        await asyncio.sleep(0.01)
+    second = await loading
 
-    made = await making
+    made = await asyncio.gather(*making)
     assert {span.version for got in made for span in got.spans} == {first, second}
     off: list[float] = []  # the worst token of each sequence
-    for prompt, got in zip(asked, made, strict=True):
+    for prompt, got in zip(asked, made, strict=False):
         response = got.token_ids.tolist()
         if len(got.spans) == 2:
             logits = mixed_logits(served.models[0], served.models[1], prompt, response, got.spans[1].start)
@@ -161,8 +167,13 @@ async def test_two_hundred_sequences_that_a_load_comes_across_agree_with_the_ver
         "figure",
         f"{len(off)} sequences, {num_across} across a load, {num_tokens} tokens: off by {max(off):.1e} at most",
     )
-    assert len(off) == 200
+    assert len(off) >= 200
     assert max(off) <= TOLERANCE
+
+
+def start(served: Served, prompt: Sequence[int], sampling: schema.Sampling) -> asyncio.Task[Generated]:
+    asked = served.request(prompt, max_tokens=sampling.max_tokens, min_tokens=sampling.min_tokens)
+    return asyncio.create_task(served.engine.generate(asked))
 
 
 @pytest.mark.parametrize("kv_cache", ["clear", "salt"])

@@ -77,6 +77,7 @@ class Recorder:
         self.record = Record()
         self._stop = threading.Event()
         self._why = "begin"
+        self._num_empty = 0  # reads that found nothing
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._live, name="recorder", daemon=True)
 
@@ -86,6 +87,14 @@ class Recorder:
     def note(self, what: str) -> None:
         """Something that is done to Redis; an era that begins now begins for it."""
         self._why = what
+
+    def catch_up(self, timeout_s: float = 5.0) -> bool:
+        """Whether all that lies there now was seen; of a server that does not answer nothing can be."""
+        enough = self._num_empty + 2  # the first one may have begun before
+        ends = time.monotonic() + timeout_s
+        while self._num_empty < enough and time.monotonic() < ends:
+            self._stop.wait(_PAUSE_S)
+        return self._num_empty >= enough
 
     def stop(self) -> Record:
         self._stop.set()
@@ -115,6 +124,7 @@ class Recorder:
         after: dict[Any, Any] = dict.fromkeys([*self._keys, f"{self._prefix}announced"], "0-0")
         while not self._stop.is_set():
             reply: Any = client.xread(after, count=_AT_ONCE, block=_BLOCK_MS)
+            self._num_empty += not reply
             for key, entries in reply:
                 stream = key.decode()
                 for entry_id, fields in entries:

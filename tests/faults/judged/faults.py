@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+import redis
+
 from streamrl.protocol.transport.operator import read_letters, request_retries
 from tests.faults.agents import descendants
 from tests.faults.judge.recorder import Recorder
@@ -37,8 +39,16 @@ class Scene:
         self._moment.wait(seconds)
 
     def put_back(self, copy: Path, *, why: str) -> None:
+        self.see_all()
         self.recorder.note(why)
         self.team.server.put_back(copy)
+
+    def see_all(self) -> None:
+        """Before it is lost: what a learner has read, and the recorder has not, would be trained of nobody's groups.
+        A server that is asleep by another fault, or dead, shows nothing more."""
+        with suppress(redis.RedisError):
+            self.team.server.hold()
+            self.recorder.catch_up()
 
 
 class NothingThereError(Exception):
@@ -103,6 +113,7 @@ def redis_loses_a_second(scene: Scene) -> Iterator[None]:
     server = scene.team.server
     sizes = server.sizes()
     scene.wait(1.0)
+    scene.see_all()
     scene.recorder.note("killed, and a second lost")
     server.kill()
     server.cut(sizes)
@@ -112,9 +123,10 @@ def redis_loses_a_second(scene: Scene) -> Iterator[None]:
 
 @contextmanager
 def redis_emptied(scene: Scene) -> Iterator[None]:
+    scene.see_all()
     scene.recorder.note("emptied")
-    with scene.team.server.client() as client:
-        client.flushall()
+    with scene.team.server.client() as client, client.pipeline(transaction=False) as at_once:
+        at_once.client_unpause().flushall().execute()  # those that were held come after it
     yield
 
 

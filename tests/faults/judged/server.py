@@ -24,6 +24,7 @@ from tests.helpers import wait_until
 
 ADMIN = "admin"
 _READY_S = 60.0
+_HELD_MS = 10_000
 _NAME = "appendonly*"  # one file up to Redis 6.2, a folder since
 
 
@@ -87,6 +88,11 @@ class MortalRedis:
         to.mkdir(parents=True)
         _copy_all(self._folder, to)
         return to
+
+    def hold(self) -> None:
+        """Nobody changes anything in it from here on: whoever looks on can see all of it before it is harmed."""
+        with self.client() as client:
+            client.client_pause(_HELD_MS, all=False)
 
     def put_back(self, copy: Path) -> None:
         """It dies, and comes back as it was then."""
