@@ -46,6 +46,7 @@ from streamrl.learner.model.lora import without_adapters
 from streamrl.learner.model.packing import MicroBatch, Piece, Shape, empty_micro_batch, pack
 from streamrl.learner.model.policy import Policy, evaluating
 from streamrl.learner.model.routers import RouterTerms
+from streamrl.learner.model.shard import let_replicas_add_up
 from streamrl.learner.model.teacher import Teacher
 from streamrl.learner.model.tensors import is_copy
 from streamrl.learner.process.ranks import World
@@ -134,6 +135,7 @@ class Gradients:
         loss = torch.zeros((), dtype=torch.float64, device=self._world.device)
         self._routers.count(batch.micro_batches)
         for at, micro_batch in enumerate(batch.micro_batches):
+            let_replicas_add_up(self._policy, now=at + 1 == len(batch.micro_batches))
             with self._routers.listening():
                 out = self._policy(micro_batch, entropy_learns=self._algorithm.needs_entropy)
             if first:

@@ -12,6 +12,9 @@ Experts that are divided over ranks (`learner.layout.experts`) are sharded by th
 same ones. Their gradients are of the tokens of the whole expert group by then; so the mean that FSDP takes over fewer
 ranks than there are is divided by the rest.
 
+Copies of a model (`learner.layout.replicas`) add up their gradients once a pass, when each has those of all its
+micro-batches: what goes between them is a shard of fp32, however many micro-batches there are. On GPUs that never ran.
+
 `on_host`: shards, gradients and what the optimizer keeps wait in the host's memory; layers pass through the device.
 """
 
@@ -26,6 +29,7 @@ import transformers
 from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -63,6 +67,12 @@ def shard(policy: Policy, world: World, *, on_host: bool = False, in_half: bool 
     for method in ("plain", "head_fits"):
         register_fsdp_forward_method(policy, method)
     return policy
+
+
+def let_replicas_add_up(policy: Policy, *, now: bool) -> None:
+    """With the next backward pass, or later: until then each replica keeps the sum of its own."""
+    if isinstance(policy, FSDPModule):
+        policy.set_requires_all_reduce(now)
 
 
 def unfilled(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:

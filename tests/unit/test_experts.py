@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.memory_cases import Case
 from bench.memory_run import _batch
@@ -26,6 +21,7 @@ from streamrl.learner.model.shard import shard
 from streamrl.learner.process.ranks import World
 from tests.learner_cases import learner_config
 from tests.mixtures import MIXTURES, NUM_EXPERTS, make_mixture
+from tests.nowhere import Said, nowhere
 from tests.tiny_models import make_model
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
@@ -68,35 +64,14 @@ class Even(GroupExchange):
         return given, each, each
 
 
-class Said(TorchDispatchMode):
-    """Bytes of what this rank gets, by the kind of collective."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes_of: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name in ("all_to_all_single", "_allgather_base_"):
-            got = args[0] if name == "_allgather_base_" else out
-            self.bytes_of[name] += got.numel() * got.element_size()
-        return out
-
-
 @pytest.fixture
-def nowhere() -> Iterator[World]:
-    if dist.is_initialized():  # of a single rank, by a test before
-        dist.destroy_process_group()
-    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    yield World(rank=0, size=RANKS, device=torch.device("cpu"))
-    dist.destroy_process_group()
+def ranks() -> Iterator[World]:
+    with nowhere(RANKS) as world:
+        yield world
 
 
 @pytest.mark.parametrize("experts", [1, RANKS])
-def test_divided_experts_send_tokens_and_not_weights(nowhere: World, experts: int) -> None:
+def test_divided_experts_send_tokens_and_not_weights(ranks: World, experts: int) -> None:
     """In bf16, without memory and on ranks that are not there."""
     width, inner = 256, 512
     model_config = transformers.Qwen3MoeConfig(
@@ -112,7 +87,7 @@ def test_divided_experts_send_tokens_and_not_weights(nowhere: World, experts: in
     config = learner_config(Path("none"), model=schema.Model(path="none"))
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
-    world = nowhere.under(schema.Layout(experts=experts))
+    world = ranks.under(schema.Layout(experts=experts))
     policy = shard(make_policy(model, config, ()).train(), world, in_half=True)
     for _, module in experts_of(model):
         if experts > 1:
