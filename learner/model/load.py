@@ -68,7 +68,8 @@ def load_policy(config: schema.Config, world: World, end_ids: tuple[int, ...]) -
         teacher = teacher_sizes(config)
         refuse_too_large(Sizes.of(model), config, ranks=world.size, room=_room(world.device), teacher=teacher)
     if recomputes(config.model, world.device):
-        _checkpoint(model, is_wished=config.model.gradient_checkpointing is True)
+        on_host = world.device.type == "cuda" and config.model.activations == "cpu"
+        _checkpoint(model, is_wished=config.model.gradient_checkpointing is True, on_host=on_host)
     return settled(model, sources, config, world, end_ids, on_host=config.model.masters == "cpu")
 
 
@@ -124,9 +125,10 @@ def outline(config: schema.Config) -> transformers.PreTrainedModel:
     return model
 
 
-def _checkpoint(model: transformers.PreTrainedModel, *, is_wished: bool) -> None:
+def _checkpoint(model: transformers.PreTrainedModel, *, is_wished: bool, on_host: bool = False) -> None:
+    """`on_host`: what layers keep waits there, copied on the stream that computes. On a GPU that never ran."""
     try:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}, offload=on_host)
     except ValueError as error:
         if not is_wished:
             log.warning("all activations are kept: the model has no checkpointing", kind=type(model).__name__)

@@ -38,7 +38,8 @@ RULES: tuple[tuple[str, str | None], ...] = (
     *((f"model.{name}", None) for name in ("router_balance", "router_z")),
     ("model.lora.dropout", None),
     ("model.lora*", _WEIGHTS),
-    *((f"model.{name}", None) for name in ("dtype", "attention", "gradient_checkpointing", "reference", "masters")),
+    *((f"model.{name}", None) for name in ("dtype", "attention", "gradient_checkpointing")),
+    *((f"model.{name}", None) for name in ("activations", "reference", "masters")),
     ("data.shuffle", _TICKETS),
     ("data.train*.weight", _TICKETS),
     ("data.*", None),  # what the files hold is compared by itself

@@ -334,6 +334,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _teaching,
     _pace,
     _gpus,
+    trained.check_activations,
     trained.check_adapters,
     trained.check_routers,
     _names,

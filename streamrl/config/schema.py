@@ -60,6 +60,9 @@ class Model(Section):
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     attention: Literal["auto", "masked", "varlen"] = "auto"  # of packed sequences; auto: varlen for bfloat16 on a GPU
     gradient_checkpointing: Literal["auto"] | bool = "auto"  # auto: on GPUs, for a model that can
+    # Where the inputs of layers, all that it keeps, wait for the backward pass: on the device | in the host's memory,
+    # for samples so long that they fill the device: 2 bytes x width a token and layer, copied there and back.
+    activations: Literal["device", "cpu"] = "device"
     lora: Lora | None = None  # train adapters; the base is the reference
     # Where the frozen reference waits, while KL needs one: on the device | in the host's memory, passing through the
     # device layer by layer. With lora there is no copy, and nothing to place.

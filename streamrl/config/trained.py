@@ -1,4 +1,5 @@
-"""Settings of what trains that contradict each other: adapters, and the routers of a mixture of experts."""
+"""Settings of what trains that contradict each other: what is kept for the backward pass, adapters, and the routers of
+a mixture of experts."""
 
 from __future__ import annotations
 
@@ -13,6 +14,14 @@ def check_adapters(config: Config) -> Iterator[Problem]:
     if config.model.lora is not None and (config.model.dtype, config.weights.dtype) == ("bfloat16", "float32"):
         remedy = "the learner holds the frozen model in bfloat16, which is not what float32 files hold; set bfloat16"
         yield Problem(key="weights.dtype", remedy=f"{remedy}, or model.dtype=float32")
+
+
+def check_activations(config: Config) -> Iterator[Problem]:
+    if config.model.activations == "cpu" and config.model.gradient_checkpointing is False:
+        remedy = (
+            "only the inputs that gradient checkpointing keeps can wait there; set model.gradient_checkpointing: auto"
+        )
+        yield Problem(key="model.activations", remedy=remedy)
 
 
 def check_routers(config: Config) -> Iterator[Problem]:

@@ -313,6 +313,13 @@ def test_adapters_of_a_model_that_is_frozen_in_bfloat16_are_served_in_it(good: P
     assert "model.dtype=float32" in problem
 
 
+def test_activations_wait_on_the_host_only_where_checkpointing_keeps_inputs_of_layers(good: Path) -> None:
+    assert problems(good, "model.activations=cpu") == []
+    [problem] = problems(good, "model.activations=cpu", "model.gradient_checkpointing=false")
+    assert problem.startswith("model.activations = 'cpu': ")
+    assert "model.gradient_checkpointing" in problem
+
+
 def test_max_time_counts_days_hours_minutes_and_seconds() -> None:
     assert max_time_s("01:02:03:04") == 24 * 3600 + 2 * 3600 + 3 * 60 + 4
     for text in ("1:2:3:4", "00:24:00:00", "00:00:60:00", "12:00:00", "", "00:00:00:00\n"):

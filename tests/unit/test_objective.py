@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from torch.autograd.graph import saved_tensors_hooks
 
 from streamrl.config import schema
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.gradients import Gradients
-from streamrl.learner.model.load import load_policy
+from streamrl.learner.model.load import _checkpoint, load_policy
 from streamrl.learner.model.packing import MicroBatch
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.process.ranks import World
@@ -185,16 +187,40 @@ def test_kl_estimators_by_hand() -> None:
     assert float(k3(logp, logref)) == pytest.approx(np.exp(-2) - 1 + 2)
 
 
+def gradients_of(folder: Path, *, checkpointing: bool, on_host: bool = False) -> dict[str, torch.Tensor]:
+    model = schema.Model(path=str(folder), dtype="float32", gradient_checkpointing=checkpointing)
+    config = learner_config(folder, model=model)
+    policy = load_policy(config, ALONE, (1,))
+    if on_host:
+        _checkpoint(policy.model, is_wished=True, on_host=True)
+    accumulate(policy, policy64(folder), random_groups(3), config)
+    return {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+
+
 def test_gradient_checkpointing_changes_no_gradient(model_folder: Path) -> None:
-    groups = random_groups(3)
-    gradients: list[dict[str, torch.Tensor]] = []
-    for checkpointing in (False, True):
-        model = schema.Model(path=str(model_folder), dtype="float32", gradient_checkpointing=checkpointing)
-        config = learner_config(model_folder, model=model)
-        policy = load_policy(config, ALONE, (1,))
-        accumulate(policy, policy64(model_folder), groups, config)
-        gradients.append({name: p.grad for name, p in policy.named_parameters() if p.grad is not None})
-    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-6, rtol=0)
+    again, kept = (gradients_of(model_folder, checkpointing=checkpointing) for checkpointing in (True, False))
+    torch.testing.assert_close(again, kept, atol=1e-6, rtol=0)
+
+
+def test_what_waits_on_the_host_are_inputs_of_layers_and_changes_no_gradient(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[torch.Size] = []
+
+    def save_on_cpu(**_: Any) -> saved_tensors_hooks:
+        """Without pinned memory, which needs a GPU."""
+
+        def leave(tensor: torch.Tensor) -> torch.Tensor:
+            left.append(tensor.shape)
+            return tensor.clone()
+
+        return saved_tensors_hooks(leave, torch.clone)
+
+    monkeypatch.setattr(transformers.modeling_utils, "save_on_cpu", save_on_cpu)
+    away, kept = (gradients_of(model_folder, checkpointing=True, on_host=on_host) for on_host in (True, False))
+    torch.testing.assert_close(away, kept, atol=0, rtol=0)
+    assert {shape[-1] for shape in left if shape.numel()} == {32}
+    assert len([shape for shape in left if shape.numel()]) % 2 == 0, "two layers, of each micro-batch"
 
 
 def test_a_second_pass_compares_with_the_policy_before_the_first(model_folder: Path) -> None:
