@@ -1,8 +1,17 @@
-"""This machine's memory, as far as what runs here may take it."""
+"""This machine: its memory, as far as what runs here may take it, and what its cores compute in."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+_CPUINFO = Path("/proc/cpuinfo")
+_HALF = {"avx512_bf16", "amx_bf16", "bf16"}  # as Linux calls products of bfloat16, on x86 and on ARM
+
+
+def computes_in_bfloat16(cpuinfo: Path = _CPUINFO) -> bool:
+    """Whether its cores have products of it. Others convert to fp32 and back, which takes longer than fp32 alone."""
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return any(_HALF & set(line.split()) for line in lines if line.partition("\t")[0] in ("flags", "Features"))
 
 
 def available_memory() -> int:

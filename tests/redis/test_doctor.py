@@ -75,6 +75,18 @@ def found(model: Path, url: str, *overrides: str) -> dict[str, Finding]:
     return {finding.name: finding for _, finding in look(load(model, url, *overrides))}
 
 
+def test_cores_without_products_of_bfloat16_are_told_with_the_settings_that_suit_them(
+    model: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "gpus_here", tuple)
+    monkeypatch.setattr(machine, "computes_in_bfloat16", lambda: False)
+    finding = found(model, redis_url, "model.dtype=float32")["precision"]
+    assert (finding.level, finding.remedy) == ("warning", "set weights.dtype: float32")
+    assert "precision" not in found(model, redis_url, "model.dtype=float32", "weights.dtype=float32")
+    monkeypatch.setattr(machine, "computes_in_bfloat16", lambda: True)
+    assert "precision" not in found(model, redis_url)
+
+
 def test_a_sound_configuration_has_no_error(model: Path, redis_url: str) -> None:
     write_tensors(model, rows=1000)
     findings = found(model, redis_url, "weights.max_store_bytes=10000000")

@@ -103,10 +103,16 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("half", [True, False])
 @pytest.mark.parametrize("options", CASES)
 def test_a_begun_configuration_is_short_explained_and_good(
-    config: str, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    config: str,
+    options: tuple[str, ...],
+    half: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr("streamrl.ops.cli.config.computes_in_bfloat16", lambda: half)
     Path("rewards.py").write_text("")
     assert main(["config", "init", "mine.yaml", "--model", "./model", "--data", "train.jsonl", *options]) == 0
     assert capsys.readouterr().out == "mine.yaml: written. Then: streamrl config check mine.yaml\n"
@@ -126,6 +132,19 @@ def test_a_begun_configuration_fits_the_case(config: str) -> None:
     assert (made.learner.processes, made.worker.count) == (2, 0)
     assert made.sampling.stop == ("\n",)
     assert made.validation.every_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "half", "dtype"), [("0", True, "bfloat16"), ("0", False, "float32"), ("1", False, "bfloat16")]
+)
+def test_a_begun_configuration_computes_in_what_the_machine_is_fast_in(
+    config: str, gpus: str, half: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamrl.ops.cli.config.computes_in_bfloat16", lambda: half)
+    case = ["--model", "./model", "--data", "train.jsonl", "--reward", "exact_match", "--gpus", gpus]
+    assert main(["config", "init", "here.yaml", *case]) == 0
+    made = load_config("here.yaml").config
+    assert (made.model.dtype, made.weights.dtype) == (dtype, dtype)
 
 
 def test_held_out_answers_end_where_trained_ones_do(config: str) -> None:

@@ -17,6 +17,7 @@ from streamrl.config.shipped import shipped_config
 from streamrl.errors import ConfigError
 from streamrl.extras import is_installed
 from streamrl.files import write_durably
+from streamrl.host import computes_in_bfloat16
 from streamrl.ops.cli.arguments import OutputFile, takes_config, takes_json, try_out
 from streamrl.ops.cli.init import Case, is_chat_model, starter
 from streamrl.protocol.transport.address import masked
@@ -61,7 +62,16 @@ def init(file: Path, model: str, data: str, validation: str | None, reward: str,
     if ":" not in reward and reward not in _ANSWERS:
         raise ConfigError(f"--reward {reward}: write FILE.py:FUNCTION, or one of {', '.join(_ANSWERS)}")
     chat = is_chat_model(model) if chat is None else chat
-    case = Case(file=file, model=model, data=data, validation=validation, reward=reward, gpus=gpus, chat=chat)
+    case = Case(
+        file=file,
+        model=model,
+        data=data,
+        validation=validation,
+        reward=reward,
+        gpus=gpus,
+        chat=chat,
+        half=gpus > 0 or computes_in_bfloat16(),
+    )
     write_durably(file, starter(case, reference=shipped_config("reinforce.yaml")).encode())
     loaded = load_config(file)
     check_config(loaded.config, loaded.origin)

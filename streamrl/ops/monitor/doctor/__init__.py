@@ -37,6 +37,7 @@ CHECKS: Mapping[str, Check] = {
     "reward services": services.check_rewards,
     "teacher's servers": services.check_teacher,
     "gpu": gpus.check_gpus,
+    "precision": machine.check_precision,
     "memory": machine.check_memory,
     "shared memory": machine.check_shared_memory,
     "disk": machine.check_disk,

@@ -19,7 +19,7 @@ from streamrl.config.schema import Config
 from streamrl.files import first_there
 from streamrl.finding import Finding, error, ok, warning
 from streamrl.gpus import gpus_here
-from streamrl.host import available_memory
+from streamrl.host import available_memory, computes_in_bfloat16
 from streamrl.misfits import misfits, version
 from streamrl.ops.monitor.doctor.sizes import BYTES, count_parameters, served_bytes, trained_parameters
 from streamrl.terminal import size
@@ -88,6 +88,15 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def check_precision(loaded: Loaded) -> Iterator[Finding]:
+    """Of cores: every GPU that is meant here has bfloat16."""
+    dtypes = {"model.dtype": loaded.config.model.dtype, "weights.dtype": loaded.config.weights.dtype}
+    slow = [f"{key}: float32" for key, dtype in dtypes.items() if dtype == "bfloat16"]
+    if slow and not gpus_here() and not computes_in_bfloat16():
+        told = "these cores have no products of bfloat16 (AVX512_BF16 or AMX), and convert each number there and back"
+        yield warning("precision", told, f"set {' and '.join(slow)}")
 
 
 def learner_bytes(config: Config, parameters: int) -> int:
