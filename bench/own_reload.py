@@ -6,12 +6,15 @@ The clock is read there too, so that neither messages nor the step that is under
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 
 from bench.measure import seconds
+from streamrl.workers.engines.vllm_linears import as_vllm_packs
 from streamrl.workers.proofs.read_back import ReadBackExtension
 
 
@@ -26,10 +29,17 @@ class OwnReload(ReadBackExtension):
 
     def reload_held(self) -> float:
         """How long it takes with tensors that lie in memory."""
-        worker: Any = self
-        return seconds(lambda: worker.reload_weights(weights_iterator=iter(self._held.items())))
+        return self._own_reload(self._held.items())
 
     def reload_file(self, path: str) -> float:
+        return self._own_reload(safetensors_weights_iterator([path], use_tqdm_on_load=False))
+
+    def restore_held(self) -> None:
+        """As ours has them, whose deltas go on from there."""
         worker: Any = self
-        tensors = safetensors_weights_iterator([path], use_tqdm_on_load=False)
-        return seconds(lambda: worker.reload_weights(weights_iterator=tensors))
+        worker.reload_weights(weights_iterator=iter(self._held.items()))
+
+    def _own_reload(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> float:
+        worker: Any = self
+        with as_vllm_packs(worker.get_model()):
+            return seconds(lambda: worker.reload_weights(weights_iterator=iter(tensors)))

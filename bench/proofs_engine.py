@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.protocol.weights.changes import Changed
 from streamrl.workers.engines.base import EngineStats, Generated, KvCache, ReadBack, SampleRequest
+from streamrl.workers.engines.patches import Place, write_patch
 from streamrl.workers.engines.vllm_plugin import WEIGHT_TRANSFER_BACKEND, WORKER_EXTENSION
 
 _ENVIRONMENT = {
@@ -36,9 +38,12 @@ def import_vllm() -> None:
 class EngineHere:
     """Generates nothing."""
 
+    reason = ""  # why all of the last version was loaded
+
     def __init__(self, model: Path, dtype: str) -> None:
         from vllm import LLM
 
+        self.patch = model / "patch"
         self.llm = LLM(
             str(model),
             dtype=dtype,
@@ -61,8 +66,23 @@ class EngineHere:
     async def start(self) -> None:
         """It is."""
 
-    async def load(self, weights: Path, *, version: int, step: int, kv_cache: KvCache = "salt") -> None:
-        self._update({"path": str(weights)})
+    async def load(
+        self,
+        weights: Path,
+        *,
+        version: int,
+        step: int,
+        kv_cache: KvCache = "salt",
+        changed: Changed | None = None,
+    ) -> None:
+        self.reason = "all of it is asked for" if changed is None else self._write_patch(changed, weights)
+        patch = None if self.reason else str(self.patch)
+        self._update({"path": str(weights), "version": version, "patch": patch})
+
+    def _write_patch(self, changed: Changed, weights: Path) -> str:
+        found = self._worker.streamrl_places(str(weights))
+        places = [Place(**place) for place in found["places"]]
+        return found["reason"] or write_patch(changed, places, self.patch) or ""
 
     async def load_decoy(self, weights: Path) -> None:
         self._update({"path": str(weights), "decoy": True})

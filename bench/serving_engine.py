@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from streamrl.config import schema
+from streamrl.protocol.weights.changes import Changed
 from streamrl.workers.engines.base import KvCache, SampleRequest
 from streamrl.workers.engines.vllm_engine import VllmEngine
 
@@ -55,25 +56,36 @@ class WatchedEngine(VllmEngine):
         core.pause_scheduler_async = pause_scheduler_async
         core.resume_scheduler_async = resume_scheduler_async
 
-    async def load(self, weights: Path, *, version: int, step: int, kv_cache: KvCache = "salt") -> None:
+    async def load(
+        self,
+        weights: Path,
+        *,
+        version: int,
+        step: int,
+        kv_cache: KvCache = "salt",
+        changed: Changed | None = None,
+    ) -> None:
         self.load_began = time.perf_counter()
-        await super().load(weights, version=version, step=step, kv_cache=self.kv_cache)
+        await super().load(weights, version=version, step=step, kv_cache=self.kv_cache, changed=changed)
 
     async def reload_file(self, path: Path) -> None:
-        """As who has a checkpoint and no versions."""
+        """As who has a checkpoint and no versions; to be restored before the next version comes."""
         self.load_began = time.perf_counter()
         core = self.bare().engine_core
         await core.pause_scheduler_async(mode="keep", clear_cache=False)
         await self._own("reload_file", str(path))
         await self.bare().resume_generation()
 
-    async def hold_tensors(self, path: Path) -> None:
+    async def measure_own_reload(self, path: Path) -> float:
+        """What vLLM's own reload takes of this file's tensors, once they lie in its memory; they are served already."""
         await self._own("hold_tensors", str(path))
-
-    async def reload_held(self) -> float:
-        """What vLLM's own reload takes, of tensors that lie in its memory."""
         [elapsed] = await self._own("reload_held")
+        await self.restore()
         return elapsed
+
+    async def restore(self) -> None:
+        """What was held last."""
+        await self._own("restore_held")
 
     def num_made(self, begin: float, end: float) -> int:
         """Tokens of steps that ended between."""

@@ -24,6 +24,7 @@ import structlog
 from streamrl.errors import LoadRejected, RunGone, TransportError, WeightsError
 from streamrl.protocol.transport.types import Announcement
 from streamrl.protocol.weights.catchup import CatchUp
+from streamrl.protocol.weights.changes import Changed
 from streamrl.protocol.weights.manifest import Manifest, decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import Blobs
@@ -66,6 +67,7 @@ class WeightFollower:
         self._reading = reading
         self._mirror = mirror
         self._held: Manifest | None = None  # of what the mirror holds
+        self._changed: Changed | None = None  # in it, since the version that the engine serves
         self._kv_cache = kv_cache
         self._prover = prover
         self._rehearsed: Engine | None = None  # the engine that took in a decoy last
@@ -154,7 +156,7 @@ class WeightFollower:
 
         def patch() -> None:
             self._mirror.apply_path(path, self._reading(path))
-            self._held = target
+            self._held, self._changed = target, self._mirror.changed(since=self.version)
 
         self._patching = asyncio.get_running_loop().run_in_executor(self._thread, patch)
         await asyncio.shield(self._patching)  # a cancelled wait leaves the thread at work; `follow` waits for it
@@ -189,7 +191,13 @@ class WeightFollower:
     async def _serve(self, engine: Engine, manifest: Manifest) -> None:
         in_flight = engine.stats().in_flight
         began = time.monotonic()
-        await engine.load(self._mirror.path, version=manifest.version, step=manifest.step, kv_cache=self._kv_cache)
+        changed, self._changed = self._changed, None
+        if changed is not None and changed.since != self.version:  # the engine is another than when it was patched
+            changed = None
+        await engine.load(
+            self._mirror.path, version=manifest.version, step=manifest.step, kv_cache=self._kv_cache, changed=changed
+        )
+        self._mirror.loaded()
         self._num_loads += 1
         self._num_loads_in_flight += in_flight > 0
         log.info(

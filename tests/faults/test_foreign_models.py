@@ -27,6 +27,7 @@ from streamrl.errors import ConfigError
 from streamrl.permissions import Permissions
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.snapshot import snapshot
+from streamrl.protocol.weights.changes import Changed
 from streamrl.versions import make_version
 from streamrl.workers.engines.base import KvCache
 from streamrl.workers.engines.transformers_engine import TransformersEngine
@@ -111,7 +112,15 @@ def rounded(model: Path, folder: Path) -> Path:
 class PermutingEngine(TransformersEngine):
     """The rows of one matrix come in another order, at the first version."""
 
-    async def load(self, weights: Path, *, version: int, step: int, kv_cache: KvCache = "salt") -> None:
+    async def load(
+        self,
+        weights: Path,
+        *,
+        version: int,
+        step: int,
+        kv_cache: KvCache = "salt",
+        changed: Changed | None = None,
+    ) -> None:
         if version != make_version(EPOCH, 0):
             return await super().load(weights, version=version, step=step, kv_cache=kv_cache)
         name = "model.layers.1.mlp.down_proj.weight"

@@ -81,6 +81,33 @@ async def test_the_engine_gets_each_version_with_its_step_from_the_mirror(follow
     assert_holds(follower.mirror.path, follower.world.states[second.version])
 
 
+async def test_an_engine_is_told_what_changed_since_the_version_that_it_serves(follower: Follower) -> None:
+    async with follower.following():
+        manifests = [follower.publish() for _ in range(2)]
+        await follower.serves(manifests[-1])
+        for anchor in (False, True, False):
+            manifests.append(follower.publish(anchor=anchor))
+            await follower.serves(manifests[-1])
+
+    told = [None if changed is None else changed.since for changed in follower.engine.changes]
+    assert told == [None, manifests[1].version, None, manifests[3].version]
+
+
+async def test_an_engine_in_the_place_of_a_dead_one_is_not_told_what_changed_for_that(follower: Follower) -> None:
+    async with follower.following() as task:
+        await follower.serves(follower.publish())
+        follower.engine.die()
+        second = follower.publish()
+        with pytest.raises(EngineError):
+            await asyncio.wait_for(task, 10)
+
+    replacement = EngineDouble()
+    async with follower.following(replacement):
+        await follower.serves(second)
+        await follower.serves(follower.publish())
+    assert [changed is None for changed in replacement.changes] == [True, False]
+
+
 async def test_versions_announced_while_another_was_on_its_way_are_passed_over(tmp_path: Path) -> None:
     store = SlowStore()
     follower = Follower(tmp_path, store)

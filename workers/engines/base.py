@@ -32,6 +32,7 @@ import numpy.typing as npt
 from streamrl.config import schema
 from streamrl.config.engines import ENGINES
 from streamrl.errors import ConfigError
+from streamrl.protocol.weights.changes import Changed
 from streamrl.protocol.wire.group import FinishReason, Span
 from streamrl.protocol.wire.routes import Routes
 from streamrl.workers.engines.model import ModelFacts
@@ -78,8 +79,17 @@ class Engine(Protocol):
     async def start(self) -> None:
         """Be ready to `load`, within `worker.start_timeout_s`. UserError or EngineError where that fails."""
 
-    async def load(self, weights: Path, *, version: int, step: int, kv_cache: KvCache = "salt") -> None:
-        """Serve the weights of this safetensors file from now on; it does not change until this returns."""
+    async def load(
+        self,
+        weights: Path,
+        *,
+        version: int,
+        step: int,
+        kv_cache: KvCache = "salt",
+        changed: Changed | None = None,
+    ) -> None:
+        """Serve the weights of this safetensors file from now on; it does not change until this returns. `changed`:
+        where it differs from the version that was loaded last; who makes no use of it reads all of the file."""
 
     async def generate(self, request: SampleRequest) -> Generated:
         """One sample, to its end. May be called many times at once; cancelling the call abandons the sample."""

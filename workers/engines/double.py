@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import EngineError, StreamrlError
+from streamrl.protocol.weights.changes import Changed
 from streamrl.protocol.wire.group import Span
 from streamrl.workers.engines.base import EngineStats, Generated, KvCache, ReadBack, SampleRequest
 
@@ -34,6 +35,7 @@ class EngineDouble:
     ) -> None:
         self.requests: list[SampleRequest] = []
         self.loads: list[tuple[Path, int, int]] = []  # (weights, version, step)
+        self.changes: list[Changed | None] = []  # what each load was told of them
         self.num_decoys = 0
         self.read_parts: list[int] = []  # into how many parts the layers were divided, each time they were read back
         self.wrong: tuple[str, ...] = ()  # what is found when they are
@@ -57,9 +59,18 @@ class EngineDouble:
     async def start(self) -> None:
         self.started = True
 
-    async def load(self, weights: Path, *, version: int, step: int, kv_cache: KvCache = "salt") -> None:
+    async def load(
+        self,
+        weights: Path,
+        *,
+        version: int,
+        step: int,
+        kv_cache: KvCache = "salt",
+        changed: Changed | None = None,
+    ) -> None:
         self._check()
         self.loads.append((weights, version, step))
+        self.changes.append(changed)
 
     async def load_decoy(self, weights: Path) -> None:
         self._check()

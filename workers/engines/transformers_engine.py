@@ -24,6 +24,7 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from streamrl.errors import DataError, EngineError, ResourceError, SampleError
+from streamrl.protocol.weights.changes import Changed
 from streamrl.tasks import cancel_all
 from streamrl.workers.engines.base import (
     Engine,
@@ -61,7 +62,15 @@ class TransformersEngine(Engine):
             raise ResourceError(f"the model did not load within worker.start_timeout_s={timeout_s:g}") from None
         self._decoding = asyncio.create_task(self._decode(self._decoder), name="decode")
 
-    async def load(self, weights: Path, *, version: int, step: int, kv_cache: KvCache = "salt") -> None:
+    async def load(
+        self,
+        weights: Path,
+        *,
+        version: int,
+        step: int,
+        kv_cache: KvCache = "salt",
+        changed: Changed | None = None,
+    ) -> None:
         # Nothing is cached beyond the rows at work.
         load = partial(self._started.load, weights, version=version, step=step, recompute=kv_cache == "clear")
         await self._answer(load, f"load version {version}")

@@ -8,7 +8,8 @@ What is decided here, and why:
 - Log-probs are the *processed* ones, of the distribution really sampled from.
 - The cache at a load. salt: from now on requests have another salt. clear: vLLM's own reset, which sends what runs back
   to the queue, to be prefilled again. keep: neither.
-- Weights come by reload alone, so vLLM starts with dummy ones. No sample may be asked for before the first `load`.
+- Weights come by loads alone, so vLLM starts with dummy ones; what changed since the last load goes into their place,
+  where the engine has one for it (`vllm_in_place`). No sample may be asked for before the first `load`.
 - Samples carry no seed: a seeded request whose prompt is prefilled in two parts kills vLLM 0.32's engine on CPUs.
 - On a CPU, and not tensor-parallel, the model runs inside the EngineCore process: a third process costs 10 s more
   to start, and on few cores 10 % of the throughput.
@@ -33,6 +34,7 @@ from streamrl.config import schema
 from streamrl.config.routers import wants_routes
 from streamrl.errors import EngineError, ResourceError, SampleError
 from streamrl.files import scratch_folder
+from streamrl.protocol.weights.changes import Changed
 from streamrl.protocol.wire.group import FinishReason, Span
 from streamrl.protocol.wire.routes import Routes
 from streamrl.tasks import cancel_all
@@ -47,6 +49,7 @@ from streamrl.workers.engines.base import (
 )
 from streamrl.workers.engines.routes import routes_of_vllm, shape_of_vllm
 from streamrl.workers.engines.vllm_forked import look_after_server
+from streamrl.workers.engines.vllm_in_place import InPlace
 from streamrl.workers.engines.vllm_plugin import READ_BACK
 from streamrl.workers.engines.vllm_start import StepWatch, build_llm, check_installed
 
@@ -67,6 +70,7 @@ class VllmEngine(Engine):
         # The processes that vLLM starts die with the thread that started them (see vllm_plugin), so it must stay.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm")
         self._scratch = ExitStack()
+        self._in_place = InPlace()
         self._llm: AsyncLLM | None = None
         self._watch = StepWatch()
         self._version = 0
@@ -90,19 +94,31 @@ class VllmEngine(Engine):
         # Not as the executor's result: its future would keep the engine until the interpreter falls apart.
         self._llm, self._watch = build_llm(self._settings, self._scratch.enter_context(scratch_folder()))
 
-    async def load(self, weights: Path, *, version: int, step: int, kv_cache: KvCache = "salt") -> None:
+    async def load(
+        self,
+        weights: Path,
+        *,
+        version: int,
+        step: int,
+        kv_cache: KvCache = "salt",
+        changed: Changed | None = None,
+    ) -> None:
         async with self._answering(f"load version {version}") as llm:
+            patch = await self._in_place.patch(changed, weights)
             # Not llm.pause_generation: it sleeps for 20 ms with the engine paused.
             await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=kv_cache == "clear")
-            await _update(llm, {"path": str(weights)}, label=f"{version}:{step}")
+            info = {"path": str(weights), "version": version, "patch": None if patch is None else str(patch)}
+            await _update(llm, info, label=f"{version}:{step}")
             self._version = version
             if kv_cache == "salt":
                 # A version that was refused is loaded again, and what its first load made is not to be read.
                 self._num_salts += 1
                 self._salt = f"{version}:{self._num_salts}"
             await llm.resume_generation()
+            await self._in_place.loaded(llm, weights, version, patch)
 
     async def load_decoy(self, weights: Path) -> None:
+        self._in_place.lose()
         async with self._answering("load a decoy") as llm:
             await _update(llm, {"path": str(weights), "decoy": True}, label="0:0")
 

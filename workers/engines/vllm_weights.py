@@ -1,6 +1,9 @@
 """How a version gets into vLLM's model: our weight-transfer engine, which runs in each of vLLM's worker processes.
 
-It reads the worker's mirror, a safetensors file in shared memory, and owns two facts about vLLM 0.32 on CPUs:
+    whole    the worker's mirror, a safetensors file in shared memory ─► vLLM's layerwise reload
+    patch    what changed in it ─► single elements of live parameters and packed copies (`vllm_places`)
+
+A whole load owns two facts about vLLM 0.32 on CPUs:
 
 - Linear weights are repacked and freed after loading, so `load_weights` alone fails. vLLM's layerwise reload restores
   each layer, loads it, repacks it and copies the result to where the old one was.
@@ -17,7 +20,8 @@ A load that fails leaves a model nobody may use; the error reaches the worker, w
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +34,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from streamrl.workers.engines.mapped_file import decoys, mapped_for
+from streamrl.workers.engines.vllm_linears import make_writable
+from streamrl.workers.engines.vllm_places import LivePlaces, places_in
 
 
 @dataclass
@@ -41,6 +47,8 @@ class MirrorInit(WeightTransferInitInfo):
 class MirrorUpdate(WeightTransferUpdateInfo):
     path: str  # the mirror's safetensors file; it does not change while the update runs
     decoy: bool = False  # load what differs from it everywhere
+    version: int = 0
+    patch: str | None = None  # the file of what changed in it; None: all of it is loaded
 
 
 class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
@@ -51,6 +59,10 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._mirror = mapped_for(self.device)
+        self._version = 0  # of all weights that are served; 0: of none, or nobody knows
+        self._places: LivePlaces | None = None
+        if self.device.type == "cpu" and self.model_config.enforce_eager and self.vllm_config.lora_config is None:
+            make_writable(self.model)
         # It warns of every layer without weights, rotary embeddings and tied heads too; we know better what is missing.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
@@ -58,7 +70,7 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
         del init_info
 
     def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
+        """What is to be done is known with the update."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class goes on to `torch.accelerator.synchronize()`, which a machine without an accelerator refuses.
@@ -67,6 +79,29 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: MirrorUpdate) -> None:
+        version, self._version = self._version, 0
+        if update_info.patch is None:
+            initialize_layerwise_reload(self.model)
+            self._load(update_info)
+            self._finish_load()
+            if self._places is not None and not self._places.are_of(self._mirror.tensors(update_info.path)):
+                self._places = None
+        else:
+            assert self._places is not None, "who has a patch asked for the places first"
+            self._places.write(Path(update_info.patch), since=version)
+        self._version = 0 if update_info.decoy else update_info.version
+
+    def places(self, path: str) -> dict[str, Any]:
+        """Of this file's tensors in the model, for who makes patches; or why there are none."""
+        if self._places is None:
+            num_shards = self.parallel_config.world_size
+            found = places_in(self.model, self._mirror.tensors(path), num_shards=num_shards)
+            if isinstance(found, str):
+                return {"reason": found, "places": []}
+            self._places = found
+        return {"reason": "", "places": [asdict(place) for place in self._places.places]}
+
+    def _load(self, update_info: MirrorUpdate) -> None:
         model: Any = self.model  # every model of vLLM has `load_weights`
         wanted = {name for name, _ in model.named_parameters()}
         if self._tied:
@@ -77,12 +112,16 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
             raise ValueError(f"{update_info.path} lacks {len(missing)} parameters, {min(missing)} for one")
 
     def finish_weight_update(self) -> None:
+        """It is."""
+
+    def _finish_load(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         if self._tied:
             for _, head in self._heads():
                 head.quant_method.process_weights_after_loading(head)
 
     def shutdown(self) -> None:
+        self._places = None
         self._mirror.close()
 
     @property

@@ -37,12 +37,12 @@ import xxhash
 import zstandard
 
 from streamrl.errors import WeightsError
+from streamrl.protocol.weights.changes import ChangeLog, Positions
 from streamrl.protocol.weights.format import Bits, Coding, RangeDigest
 from streamrl.protocol.weights.manifest import Manifest
 
 T = TypeVar("T")
 Places = npt.NDArray[np.int32]  # [n] strictly increasing; enough within a range, and kept until the base advances
-Positions = npt.NDArray[np.int64]  # [n] as numpy wants its indices
 
 _CHUNK = 1 << 18  # elements compared at a time: 0.5 MB of bf16 on each side
 _WIDE = 0xFFFF
@@ -217,27 +217,36 @@ def side_by_side(work: Callable[[T], None], items: Iterable[T], *, num_threads: 
 
 
 def patch(
-    tensors: Mapping[str, Bits], manifests: Sequence[Manifest], blobs: Mapping[str, bytes], *, num_threads: int
+    tensors: Mapping[str, Bits],
+    manifests: Sequence[Manifest],
+    blobs: Mapping[str, bytes],
+    *,
+    num_threads: int,
+    changes: ChangeLog | None = None,  # notes where
 ) -> set[str]:
     """Deltas, each on the one before, with all of their blobs; gives the tensors that they changed.
 
     WeightsError: something does not decode, and nobody knows what the tensors hold now.
     """
+    noting = ChangeLog() if changes is None else changes
     stretches = list(columns(manifests, blobs))
-    side_by_side(lambda column: _patch_column(tensors, column), stretches, num_threads=num_threads)
+    side_by_side(lambda column: _patch_column(tensors, column, noting), stretches, num_threads=num_threads)
     return {column[0].said.tensor for column in stretches}
 
 
-def _patch_column(tensors: Mapping[str, Bits], column: Sequence[Piece]) -> None:
+def _patch_column(tensors: Mapping[str, Bits], column: Sequence[Piece], changes: ChangeLog) -> None:
     tensor = tensors[column[0].said.tensor]
     decompressor = zstandard.ZstdDecompressor()  # one of its own: they serve a single thread, and cost little to make
     for pieces in batches(column, alone=_is_raw, size=lambda piece: piece.said.num_changed, at_most=_AT_ONCE):
         said = pieces[0].said
         if _is_raw(pieces[0]):
             tensor[said.start : said.start + said.length] = np.frombuffer(pieces[0].coded, tensor.dtype)
+            changes.note_whole(said.tensor)
         else:
+            positions, differences = decode_sparse(pieces, dtype=tensor.dtype, decompressor=decompressor)
             # A position may come more than once, and sums do not mind; twice as fast as reading and writing.
-            np.add.at(tensor, *decode_sparse(pieces, dtype=tensor.dtype, decompressor=decompressor))
+            np.add.at(tensor, positions, differences)
+            changes.note(said.tensor, positions, num_elements=len(tensor))
 
 
 def batches(

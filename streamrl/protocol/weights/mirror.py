@@ -44,6 +44,7 @@ import numpy as np
 
 from streamrl.errors import ResourceError, TransportError, WeightsError
 from streamrl.protocol.weights.catchup import AHEAD_BYTES, fetch_ahead
+from streamrl.protocol.weights.changes import Changed, ChangeLog
 from streamrl.protocol.weights.delta import batches, patch, side_by_side, threads_for
 from streamrl.protocol.weights.format import BITS, Bits, Coding, DType, RangeDigest, TensorMeta, digest_of
 from streamrl.protocol.weights.manifest import Manifest, ShardRecord
@@ -78,6 +79,7 @@ class Mirror:
             raise ResourceError(f"no mirror of the weights can be kept in {folder}: {error.strerror}") from error
         self.path = folder / "mirror.safetensors"
         self.version = 0
+        self._changes = ChangeLog()
         self._run_uid, self._ahead_bytes, self._make_room = run_uid, ahead_bytes, make_room
         self._merging = Merging(pretrained)
         self._layout: Layout = {}
@@ -102,13 +104,23 @@ class Mirror:
                 self._prove(reached, touched, num_threads=threads_for(len(manifests)))
         except WeightsError:
             self.version = 0
+            self._changes.lose()
             raise
         if trouble is not None:
             raise trouble
 
+    def loaded(self) -> None:
+        """An engine has all of this version: from now on it is noted what changes."""
+        self._changes.begin(self.version)
+
+    def changed(self, *, since: int) -> Changed | None:
+        """What has changed since an engine had all of this version; None: nobody knows."""
+        return self._changes.changed(self._views, since=since) if self.version else None
+
     def close(self) -> None:
         """Remove the file. Who has it mapped keeps what is in it."""
         self.version = 0
+        self._changes.lose()
         self._layout, self._views = {}, {}
         self._proved.clear()
         self.path.unlink(missing_ok=True)
@@ -145,13 +157,15 @@ class Mirror:
                 whole, blobs, trouble = _collect(batch, fetched)
                 if whole:
                     self.version = 0  # until it is proved again
-                    touched |= patch(self._views, whole, blobs, num_threads=threads_for(len(whole)))
+                    num_threads = threads_for(len(whole))
+                    touched |= patch(self._views, whole, blobs, num_threads=num_threads, changes=self._changes)
                     reached = whole[-1]
                 if trouble is not None:
                     return reached, trouble
         return reached, None
 
     def _write_anchor(self, manifest: Manifest, fetched: Fetched, touched: set[str]) -> None:
+        self._changes.lose()
         for shard, blob in islice(fetched, len(manifest.shards)):
             self.version = 0  # until it is proved again
             self._prepare(manifest)
@@ -194,6 +208,7 @@ class Mirror:
 
         side_by_side(check, doubtful, num_threads=num_threads)
         if manifest.adapters:
+            self._changes.lose()  # merging writes what it likes
             self._merging.bring(manifest, self._views, touched)
         self._proved = proved
         self.version = manifest.version

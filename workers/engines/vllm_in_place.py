@@ -1,0 +1,66 @@
+"""The worker's half of loading what changed alone: which patch its vLLM engine can take, and why it can take none.
+
+    whole load ─► the engine is asked for its places, once ─► each delta: a patch file, made while it generates
+
+Where it can take none, or not this one, all weights are loaded, and the reason is logged once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+from streamrl.protocol.weights.changes import Changed
+from streamrl.workers.engines.patches import Place, write_patch
+from streamrl.workers.engines.vllm_plugin import PLACES
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+log = structlog.get_logger(__name__)
+
+
+class InPlace:
+    """Of one engine."""
+
+    def __init__(self) -> None:
+        self._version = 0  # all of which the engine has; 0: of none
+        self._places: list[Place] | None = None
+        self._said: set[str] = set()
+
+    async def patch(self, changed: Changed | None, weights: Path) -> Path | None:
+        """A file beside the weights; None: load all of them."""
+        if changed is None or self._places is None or changed.since != self._version:
+            return None
+        path = weights.with_name("patch")
+        try:
+            reason = await asyncio.to_thread(write_patch, changed, self._places, path)
+        except OSError as error:  # full, for one
+            path.unlink(missing_ok=True)
+            reason = f"{path.parent} takes no patch: {error.strerror}"
+        if reason is None:
+            return path
+        self._say(reason)
+        return None
+
+    async def loaded(self, llm: AsyncLLM, weights: Path, version: int, patch: Path | None) -> None:
+        self._version = version
+        if patch is not None:
+            patch.unlink()
+        elif self._places is not None or not self._said:
+            # Also of one that was asked before: the file may be another.
+            [answer, *_] = await llm.collective_rpc(PLACES, args=(str(weights),))
+            self._places = [Place(**place) for place in answer["places"]] or None
+            if self._places is None:
+                self._say(answer["reason"])
+
+    def lose(self) -> None:
+        self._version = 0
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            log.info("loads_all_weights", reason=reason)

@@ -1,0 +1,101 @@
+"""Where vLLM's own loaders put each tensor of a checkpoint: asked of them, without loading anything.
+
+    tensors ─► model.load_weights ─► a loader for each parameter, which here writes down what it is asked to load
+
+A parameter can then be loaded aside, in memory of its own, as vLLM would leave it before whatever it is packed into.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+# What a loader was asked to write into a parameter: its words but the parameter itself.
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+def where_tensors_go(
+    model: Any, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> list[tuple[str, nn.Module, dict[str, list[Call]]]]:
+    """Each layer with what it is to be given, by parameter; a head that is the embedding has the embedding's."""
+    calls: dict[nn.Module, dict[str, list[Call]]] = defaultdict(lambda: defaultdict(list))
+    with _writing_down(model, calls):
+        model.load_weights(tensors)
+    named = [(name, module, dict(calls[module])) for name, module in model.named_modules() if module in calls]
+    embedding = next((module for module in model.modules() if type(module) is VocabParallelEmbedding), None)
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelLMHead) and module not in calls and embedding in calls:
+            named.append((name, module, {"weight": calls[embedding]["weight"]}))
+    return named
+
+
+@contextmanager
+def _writing_down(model: nn.Module, calls: Mapping[nn.Module, Mapping[str, list[Call]]]) -> Iterator[None]:
+    """Inside, loaders write down what they are asked to load, and load nothing."""
+
+    def recorder(module: nn.Module, name: str) -> Callable[..., bool]:
+        def record(*args: Any, **kwargs: Any) -> bool:
+            others = {word: value for word, value in kwargs.items() if word != "param"}
+            calls[module][name].append((args[1:], others))
+            return True
+
+        return record
+
+    before: list[tuple[Any, Any]] = []
+    for module in model.modules():
+        parameters: dict[str, Any] = module._parameters
+        for name, parameter in parameters.items():
+            if parameter is not None:
+                before.append((parameter, getattr(parameter, "weight_loader", None)))
+                parameter.weight_loader = recorder(module, name)
+    try:
+        yield
+    finally:
+        for parameter, loader in reversed(before):  # one that two layers share was met twice
+            if loader is None:
+                del parameter.weight_loader
+            else:
+                parameter.weight_loader = loader
+
+
+def loaded_aside(module: nn.Module, name: str, calls: list[Call]) -> torch.Tensor | None:
+    """The parameter as vLLM's loader would leave it, before whatever it is packed into; None: not known."""
+    fresh = blank(module, name)
+    if fresh is None:
+        return None
+    for args, kwargs in calls:
+        load_into(fresh, *args, **kwargs)
+    loaded: torch.Tensor = fresh.data
+    return loaded
+
+
+def blank(module: nn.Module, name: str) -> Any:
+    """A parameter like that before it is loaded, in memory of its own; None: not known."""
+    info = get_layerwise_info(module)
+    described = info.restore_metadata[0].get(name)
+    live = module._parameters[name]
+    if described is not None:
+        return materialize_meta_tensor(restore_layer_refs(described, module))
+    if live is None or not live.numel():
+        return None
+    fresh = torch.empty_like(live, device="cpu")
+    fresh.__class__ = live.__class__
+    fresh.__dict__ = dict(live.__dict__)
+    return fresh
+
+
+def load_into(fresh: Any, *args: Any, **kwargs: Any) -> None:
+    load: Any = getattr(fresh, "weight_loader", default_weight_loader)
+    while load.__name__ == "online_process_loader":  # what a reload wrapped around it, and leaves there
+        load = load.__wrapped__
+    load(fresh, *args, **kwargs)

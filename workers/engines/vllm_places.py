@@ -1,0 +1,213 @@
+"""An index map of vLLM's live parameters: where elements of a checkpoint's tensors lie in them, and how to write them.
+
+    loaders' words (`vllm_loaders`) ─► is the tensor a stretch of rows there? ─► Place ─► to the worker (`patches`)
+                                              └─ asked of the loader itself, with numbers in place of weights
+    patch file ─► elements, rows, layers anew ─► live parameters and packed copies
+
+What is not certain is not written to: `NoPlace` says what, and then all weights are loaded as ever. That goes for
+tensor-parallel engines, quantised ones, adapters of vLLM's own, experts, absorbed projections and whatever a model
+makes of its weights when they are loaded. On GPUs parameters are plain, so that all of them are rows; that never ran.
+
+An error leaves half a version; the engine that raises it is ended (`base`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.v1.attention.backend import AttentionImplBase
+
+from streamrl.workers.engines.patches import TILE_ROWS, Kind, Place, read_patch
+from streamrl.workers.engines.vllm_linears import LookedUp, in_tiles, packed
+from streamrl.workers.engines.vllm_loaders import Call, blank, load_into, loaded_aside, where_tensors_go
+
+_PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # what they keep is what they were given
+_NUMBERS = 251  # a prime, so that no width is a multiple of it; all are exact in bfloat16
+_PAIR_BYTES = 4
+_BITS: Mapping[int, torch.dtype] = {2: torch.int16, 4: torch.int32}
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class NoPlace(Exception):
+    """Nothing may be written in place, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Live:
+    module: Any
+    name: str  # of the parameter in it
+    calls: list[Call]
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        found: torch.Tensor = self.module._parameters[self.name].data
+        return found
+
+    def flat(self, kind: Kind) -> torch.Tensor:
+        memory = self.parameter if kind == "rows" else packed(self.module)
+        assert memory is not None, "a place in tiles is in a layer that is packed in tiles"
+        return memory.view(-1).view(_BITS[memory.itemsize])
+
+
+class LivePlaces:
+    """Of one model, and one file: tensors that are views into it."""
+
+    def __init__(self, model: Any, tensors: Tensors, *, num_shards: int) -> None:
+        if num_shards > 1:
+            raise NoPlace("each of its processes has a part of the tensors")
+        _refuse_what_is_derived(model)
+        self._tensors = tensors
+        self._live: dict[str, _Live] = {}  # by the engine's name of the parameter
+        self.places: list[Place] = []
+        self._rows: dict[tuple[Any, ...], int] = {}  # what was asked of loaders of one shape
+        by_address = {address: name for name, address in _addresses(tensors.items()).items()}
+        written: set[int] = set()  # addresses of live parameters
+        for layer, module, of_module in where_tensors_go(model, tensors.items()):
+            for name, calls in of_module.items():
+                live = _Live(module=module, name=name, calls=calls)
+                self._live[f"{layer}.{name}"] = live
+                for kind in _kinds(f"{layer}.{name}", live, written):
+                    self.places += [self._place(f"{layer}.{name}", kind, live, call, by_address) for call in calls]
+
+    def are_of(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> bool:
+        """Or of a file that was there before."""
+        return {name: one.data_ptr() for name, one in tensors} == {
+            n: one.data_ptr() for n, one in self._tensors.items()
+        }
+
+    @torch.no_grad()
+    def write(self, patch_file: Path, *, since: int) -> None:
+        """`since`: the version that is there."""
+        patch, elements = read_patch(patch_file)
+        if patch.since != since:
+            raise ValueError(f"a patch of version {patch.since} cannot be written into version {since}")
+        for parameter, kind, index, bits in elements:
+            flat = self._live[parameter].flat(kind)
+            positions = torch.from_numpy(index).to(flat.device)
+            values = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).to(flat.device)
+            flat.index_copy_(0, positions, values)
+        for place in self.places:
+            if place.tensor in patch.whole and place.kind != "layer":
+                _write_rows(self._live[place.parameter], place, self._tensors[place.tensor])
+        for parameter in patch.layers:  # on CPUs alone
+            _make_anew(self._live[parameter], parameter)
+
+    def _place(self, parameter: str, kind: Kind, live: _Live, call: Call, by_address: Mapping[int, str]) -> Place:
+        given = call[0][0]
+        name = by_address.get(given.data_ptr(), "")
+        if not name or given.shape != self._tensors[name].shape or not given.is_contiguous() or not given.ndim:
+            raise NoPlace(f"{parameter} is made of other tensors than the checkpoint's")
+        width = given.numel() // len(given)
+        row = 0 if kind == "layer" else self._first_row(parameter, live, given, call)
+        return Place(tensor=name, parameter=parameter, kind=kind, first_row=row, width=width)
+
+    def _first_row(self, parameter: str, live: _Live, given: torch.Tensor, call: Call) -> int:
+        shapes = tuple(other.shape for (other, *_), _ in live.calls)
+        words = repr((call[0][1:], sorted(call[1].items())))
+        key = (type(live.module), live.name, live.parameter.shape, shapes, given.shape, given.dtype, words)
+        if key not in self._rows:
+            self._rows[key] = _ask(parameter, live, given, call)
+        return self._rows[key]
+
+
+def _addresses(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in tensors}
+
+
+def _refuse_what_is_derived(model: Any) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, BaseLayerWithLoRA):
+            raise NoPlace("it takes adapters of its own")
+        if isinstance(module, Attention) and _derives_nothing(module):
+            continue
+        if hasattr(module, "process_weights_after_loading"):
+            raise NoPlace(
+                f"{name or 'the model'} ({type(module).__name__}) makes more of its weights when it is loaded"
+            )
+
+
+def _derives_nothing(attention: Attention) -> bool:
+    kernel: Any = type(attention.impl)
+    return type(attention) is Attention and (
+        kernel.process_weights_after_loading is AttentionImplBase.process_weights_after_loading
+    )
+
+
+def _kinds(parameter: str, live: _Live, written: set[int]) -> list[Kind]:
+    """The forms in which a parameter's weights are there."""
+    module, name = live.module, live.name
+    method = getattr(module, "quant_method", None)
+    if not (method is None or isinstance(method, _PLAIN)):
+        raise NoPlace(f"{parameter} is kept in a form of {type(method).__name__}")
+    is_weight = method is not None and name == "weight"
+    found: list[Kind] = []
+    if live.parameter.numel():
+        if is_weight and live.parameter.ndim != 2:
+            raise NoPlace(f"{parameter} is kept in a form of its own")
+        address = live.parameter.data_ptr()
+        if address not in written:  # else it is another's too, as a tied head's
+            written.add(address)
+            found.append("rows")
+    if is_weight and hasattr(module, "cpu_linear") and not isinstance(method, LookedUp):
+        found.append("layer" if packed(module) is None else "tiles")
+    elif not live.parameter.numel():
+        raise NoPlace(f"{parameter} is kept in a form of its own")
+    return found
+
+
+def _ask(parameter: str, live: _Live, given: torch.Tensor, call: Call) -> int:
+    """The first of the rows that the loader writes this tensor to, as it is and one after another."""
+    fresh = blank(live.module, live.name)
+    whole = live.parameter.shape if live.parameter.numel() else getattr(packed(live.module), "shape", None)
+    if fresh is None or fresh.shape != whole or fresh.dtype != given.dtype or not fresh.is_contiguous():
+        raise NoPlace(f"{parameter} is kept in another form than it is loaded")
+    fresh.data.zero_()
+    numbers = (torch.arange(given.numel(), dtype=torch.int32) % _NUMBERS + 1).to(given.dtype).view(given.shape)
+    load_into(fresh, numbers, *call[0][1:], **call[1])
+    first = int(fresh.data.view(len(fresh), -1)[:, 0].ne(0).int().argmax())
+    stretch = fresh.data[first : first + len(given)]
+    if stretch.shape != given.shape or not torch.equal(stretch, numbers):
+        raise NoPlace(f"{parameter} does not have the rows of its tensors as they are")
+    return first
+
+
+def _write_rows(live: _Live, place: Place, tensor: torch.Tensor) -> None:
+    rows = tensor.view(len(tensor), -1)
+    if place.kind == "rows":
+        target = live.parameter.view(len(live.parameter), -1)
+        target[place.first_row : place.first_row + len(rows)].copy_(rows)
+        return
+    weight = packed(live.module)
+    assert weight is not None, "a place in tiles is in a layer that is packed in tiles"
+    if rows.data_ptr() % _PAIR_BYTES:
+        rows = rows.clone()
+    at = torch.arange(place.first_row, place.first_row + len(rows))
+    in_tiles(weight)[at // TILE_ROWS, at % TILE_ROWS] = rows.view(torch.int32)
+
+
+def _make_anew(live: _Live, parameter: str) -> None:
+    module = live.module
+    if not live.parameter.numel():
+        weight = loaded_aside(module, live.name, live.calls)
+        assert weight is not None, f"{parameter} was loaded before, so it is known how"
+        module.weight = nn.Parameter(weight, requires_grad=False)
+    module.quant_method.process_weights_after_loading(module)
+
+
+def places_in(model: Any, tensors: Iterable[tuple[str, torch.Tensor]], *, num_shards: int) -> LivePlaces | str:
+    """Or why there are none."""
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            return LivePlaces(model, dict(tensors), num_shards=num_shards)
+    except NoPlace as no_place:
+        return str(no_place)
