@@ -1,5 +1,5 @@
 """What each rank does in test_context_ranks: gradients of several algorithms, and a step, with samples shared out over
-ranks by their length. Run by torchrun.
+ranks by their length. Run by `tests.warm`.
 
 python -m tests.integration.context_ranks FOLDER REPLICAS CONTEXT CASE...    models: FOLDER/CASE; results: beside them
 """

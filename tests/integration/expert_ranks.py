@@ -1,5 +1,5 @@
 """What each rank does in test_expert_ranks: a gradient and a step of mixtures under some layouts, steps from a
-checkpoint to the next, versions of given weights. Run by torchrun.
+checkpoint to the next, versions of given weights. Run by `tests.warm`.
 
 python -m tests.integration.expert_ranks FOLDER JOB,... EXPERTSxREPLICASxCONTEXT...    FOLDER/<family> exists
 """

@@ -1,5 +1,5 @@
 """What each rank does in test_learner_ranks: steps on its share of groups, versions, a checkpoint; and the gradients of
-every algorithm. Run by torchrun.
+every algorithm. Run by `tests.warm`.
 
 python -m tests.integration.learner_ranks FOLDER REPLICAS JOB...    FOLDER/model exists; results: FOLDER/out-<size>
 """

@@ -1,4 +1,4 @@
-"""One of several ranks loads a model and exports it again. Run by torchrun.
+"""One of several ranks loads a model and exports it again. Run by `tests.warm`.
 
 python -m tests.integration.loading_rank MODEL OUT    OUT/loaded.safetensors: what all hold together; OUT/export
 """

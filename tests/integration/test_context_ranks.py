@@ -1,10 +1,7 @@
-"""Ranks that share samples by their length, under torchrun (gloo, FSDP2), against one rank that has them whole."""
+"""Ranks that share samples by their length (gloo, FSDP2), against one rank that has them whole."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,8 @@ import torch
 
 from streamrl.learner.process.ranks import World
 from tests.integration.context_ranks import CASES, learnt, make_models, out_name
+from tests.warm import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 TOLERANCES = {"float64": 1e-9, "float32": 1e-5}
 
@@ -29,22 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def torchrun(folder: Path, size: int, *, replicas: int = 1, context: int) -> None:
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"),
-            *(f"--log-dir={folder / 'logs'}", "-m", "tests.integration.context_ranks"),
-            *(str(folder), str(replicas), str(context), *CASES),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        check=True,
-        timeout=300,
-    )
-
-
 def assert_as_one(folder: Path, size: int, *, replicas: int = 1, context: int) -> None:
-    torchrun(folder, size, replicas=replicas, context=context)
+    words = (str(folder), str(replicas), str(context), *CASES)
+    run_ranks("tests.integration.context_ranks", *words, size=size, out=folder / "logs", timeout_s=300)
     for name, case in CASES.items():
         one = safetensors.torch.load_file(folder / name / out_name(1, 1, 1))
         more = safetensors.torch.load_file(folder / name / out_name(size, replicas, context))

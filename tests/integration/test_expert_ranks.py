@@ -1,10 +1,7 @@
-"""Mixtures whose experts are divided over ranks under torchrun (gloo, FSDP2) against one rank that has them all."""
+"""Mixtures whose experts are divided over ranks (gloo, FSDP2) against one rank that has them all."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +16,8 @@ from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import FileStore
 from tests.integration.expert_ranks import CASES, NUM_STEPS, RESUMED, Rank, learn, name_of, replay, save, serve
 from tests.mixtures import MIXTURES, make_mixture
+from tests.warm import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 TOLERANCES = {"float64": 1e-9, "float32": 1e-5}
 # Experts x replicas x context
@@ -34,7 +31,7 @@ TRIED = [(size, layout) for size in (2, 4) for layout in LAYOUTS[size]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Results of one rank, made here, and of four and two, made under torchrun."""
+    """Results of one rank, made here, and of four and two."""
     folder = tmp_path_factory.mktemp("experts")
     for family in MIXTURES:
         make_mixture(folder / family, family)
@@ -42,10 +39,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     replay(folder, ALONE)
     leave_weights(folder)
     serve(folder, ALONE)
-    torchrun(4, folder, "go_on", "4x1x1")
+    ranks(4, folder, "go_on", "4x1x1")
     for size in (4, 2):
-        torchrun(size, folder, "learn,replay,serve", *LAYOUTS[size])
-    torchrun(2, folder, "go_on", "2x1x1")
+        ranks(size, folder, "learn,replay,serve", *LAYOUTS[size])
+    ranks(2, folder, "go_on", "2x1x1")
     return folder
 
 
@@ -57,17 +54,9 @@ def leave_weights(folder: Path) -> None:
         save(rank, folder / f"weights-{step}")
 
 
-def torchrun(num_ranks: int, folder: Path, jobs: str, *layouts: str) -> None:
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"),
-            *(f"--log-dir={folder / 'logs'}", "-m", "tests.integration.expert_ranks", str(folder), jobs, *layouts),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        check=True,
-        timeout=240,
-    )
+def ranks(size: int, folder: Path, jobs: str, *layouts: str) -> None:
+    module = "tests.integration.expert_ranks"
+    run_ranks(module, str(folder), jobs, *layouts, size=size, out=folder / "logs", timeout_s=240)
 
 
 def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
@@ -86,7 +75,7 @@ def test_divided_experts_learn_what_one_rank_learns(
 
 @pytest.mark.long
 def test_experts_divided_over_eight_ranks_do_so_too(folder: Path) -> None:
-    torchrun(8, folder, "learn", *LAYOUTS[8])
+    ranks(8, folder, "learn", *LAYOUTS[8])
     for layout in LAYOUTS[8]:
         for family, dtype in CASES:
             check_learnt(folder, family, dtype, 8, layout)

@@ -1,11 +1,8 @@
-"""Two ranks under torchrun (gloo, FSDP2) against one: the same mathematics, the same weights, the same versions."""
+"""Two ranks (gloo, FSDP2) against one: the same mathematics, the same weights, the same versions."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import peft
@@ -33,34 +30,25 @@ from tests.integration.learner_ranks import (
     out_name,
 )
 from tests.tiny_models import make_model
+from tests.warm import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Results of one rank in out-1, made here, and of two in out-2, made under torchrun."""
+    """Results of one rank in out-1, made here, and of two in out-2."""
     folder = tmp_path_factory.mktemp("ranks")
     make_model(folder / "model", hidden=32, tied=False)
     for job in JOBS.values():
         job(folder, ALONE)
-    torchrun(2, folder, *JOBS)
+    ranks(2, folder, *JOBS)
     return folder
 
 
-def torchrun(num_ranks: int, folder: Path, *jobs: str, replicas: int = 1) -> None:
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"),
-            *(f"--log-dir={folder / 'logs'}", "-m", "tests.integration.learner_ranks"),
-            *(str(folder), str(replicas), *jobs),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        check=True,
-        timeout=120,
-    )
+def ranks(size: int, folder: Path, *jobs: str, replicas: int = 1) -> None:
+    module = "tests.integration.learner_ranks"
+    run_ranks(module, str(folder), str(replicas), *jobs, size=size, out=folder / "logs", timeout_s=120)
 
 
 def check_gradients(folder: Path, size: int, replicas: int = 1) -> None:
@@ -121,7 +109,7 @@ def test_two_replicas_of_two_ranks_each_do_so_too(folder: Path, tmp_path: Path) 
 
 
 def check_replicas(folder: Path, size: int, tmp_path: Path) -> None:
-    torchrun(size, folder, "gradients", "work", replicas=2)
+    ranks(size, folder, "gradients", "work", replicas=2)
     check_gradients(folder, size, 2)
     torch.testing.assert_close(weights(folder, size, 2), weights(folder, 1), atol=1e-5, rtol=0)
     check_poisoned(folder, size, tmp_path / "poisoned", 2)
@@ -133,7 +121,7 @@ def check_replicas(folder: Path, size: int, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_four_ranks_have_the_gradients_of_one_with_every_algorithm(folder: Path) -> None:
-    torchrun(4, folder, "gradients")
+    ranks(4, folder, "gradients")
     check_gradients(folder, 4)
 
 
@@ -173,7 +161,7 @@ def test_published_versions_are_the_weights_bit_for_bit(folder: Path, size: int,
 
 @pytest.mark.long
 def test_four_ranks_publish_bit_for_bit_too(folder: Path, tmp_path: Path) -> None:
-    torchrun(4, folder, "work")
+    ranks(4, folder, "work")
     check_published(folder, 4, tmp_path)
 
 

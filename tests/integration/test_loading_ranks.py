@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +11,7 @@ import torch
 from streamrl.learner.model.load import load_model
 from tests.tiny_families import make_family
 from tests.unit.test_sources import packed
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.warm import run_ranks
 
 
 @pytest.mark.parametrize(("family", "is_packed"), [("qwen3_moe", False), ("gpt_oss", True)])
@@ -23,14 +19,8 @@ def test_two_ranks_hold_and_export_what_transformers_loads(tmp_path: Path, famil
     folder = make_family(tmp_path / "model", family)
     if is_packed:
         packed(folder)
-    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--log-dir={tmp_path / 'logs'}")
-    subprocess.run(
-        [sys.executable, *words, "-m", "tests.integration.loading_rank", str(folder), str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        check=True,
-        timeout=120,
-    )
+    words = (str(folder), str(tmp_path))
+    run_ranks("tests.integration.loading_rank", *words, size=2, out=tmp_path / "logs", timeout_s=120)
     expected = {name: p.detach().float() for name, p in load_model(str(folder)).named_parameters()}
     loaded = safetensors.torch.load_file(tmp_path / "loaded.safetensors")
     exported = dict(load_model(str(tmp_path / "run" / "export")).named_parameters())
