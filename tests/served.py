@@ -34,7 +34,9 @@ class Served:
         self._command = [sys.executable, "-m", *words, "--port", str(port), *options]
 
     def __enter__(self) -> Self:
-        environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        # vLLM compiles what chooses and counts tokens, too, for half a minute of its first requests.
+        lean = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+        environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, **lean}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command, env=environment, stdout=log, stderr=log, start_new_session=True

@@ -121,7 +121,7 @@ def _server() -> socket.socket:
 
 def run_ranks(module: str, *words: str, size: int, out: Path, timeout_s: float) -> None:
     """As many ranks as torchrun would start on this machine, to the end of all; `out`: the folder for what they say."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     out.mkdir(exist_ok=True)
     team, told = list[Forked](), list[Path]()
     for rank in range(size):
@@ -131,14 +131,14 @@ def run_ranks(module: str, *words: str, size: int, out: Path, timeout_s: float) 
     deadline = time.monotonic() + timeout_s
     try:
         waiting = list(team)
-        while waiting and all(rank.returncode in (None, 0) for rank in team):
+        while waiting and all(one.returncode in (None, 0) for one in team):
             assert time.monotonic() < deadline, f"ranks are at work for more than {timeout_s:g} s\n{_said(told)}"
-            waiting = [rank for rank in waiting if _not_ended(rank)]
-        assert not any(rank.poll() for rank in team), _said(told)
+            waiting = [one for one in waiting if _not_ended(one)]
+        assert not any(one.poll() for one in team), _said(told)
     finally:
-        for rank in team:
-            rank.kill()
-            rank.wait()
+        for one in team:
+            one.kill()
+            one.wait()
 
 
 def _not_ended(rank: Forked) -> bool:

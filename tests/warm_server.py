@@ -34,11 +34,11 @@ def serve(asked: socket.socket) -> dict[str, Any] | None:
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     told_to: dict[int, int] = {}  # pipes, by process
     while True:
-        readable, _, _ = select.select([asked, woken], [], [])
+        readable, _, _ = select.select([asked.fileno(), woken], [], [])
         if woken in readable:
             os.read(woken, 4096)
         _tell_of_ends(told_to)
-        if asked in readable:
+        if asked.fileno() in readable:
             message, files, _, _ = socket.recv_fds(asked, _MOST, 2)
             if not message:
                 return None

@@ -32,6 +32,7 @@ from streamrl.protocol.wire.fingerprint import fingerprint, stop_ids
 from streamrl.protocol.wire.group import Group, GroupHeader, Sample, Span, encode_group
 from streamrl.protocol.wire.ticket import Ticket
 from tests.tiny_models import make_model
+from tests.warm import Forked, start
 
 ROOT = Path(__file__).resolve().parents[2]
 FAVOURITE = 7  # the token that is rewarded
@@ -79,22 +80,21 @@ def learner_command(
 @contextmanager
 def running_learner(
     config: schema.Config, url: str, *more: str, processes: int = 0, max_restarts: int = 3
-) -> Iterator[subprocess.Popen[str]]:
-    """`more`: of the learner's words."""
+) -> Iterator[subprocess.Popen[str] | Forked]:
+    """`more`: of the learner's words. Alone it is forked from a process that has its imports; under torchrun the
+    agent's own server imports them."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
+    words = learner_command(config, url, *more, processes=processes, max_restarts=max_restarts)
     with (config.folder / "learner.out").open("a") as out:
-        process = subprocess.Popen(
-            learner_command(config, url, *more, processes=processes, max_restarts=max_restarts),
-            cwd=ROOT,
-            env=environment,
-            stdout=out,
-            stderr=out,
-            text=True,
+        process = (
+            subprocess.Popen(words, cwd=ROOT, env=environment, stdout=out, stderr=out, text=True)
+            if processes
+            else start(*words[2:], out=out)
         )
         try:
             yield process

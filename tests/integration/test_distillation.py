@@ -63,7 +63,7 @@ def on_the_ranks(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def on_a_server(folder: Path) -> Iterator[str]:
-    options = ("--max-model-len", "128", "--dtype", "bfloat16")
+    options = ("--max-model-len", "128", "--dtype", "bfloat16", "--enforce-eager")
     with Served(folder / "teacher", logs=folder, options=options) as server:
         yield f"teacher={{urls: ['{server.url}']}}"
 

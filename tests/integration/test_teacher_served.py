@@ -20,7 +20,8 @@ from tests.tiny_models import make_model, response_logprobs
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     make_model(folder / "teacher", seed=3)
-    with Served(folder / "teacher", logs=folder, options=("--max-model-len", "128", "--dtype", "float32")) as server:
+    options = ("--max-model-len", "128", "--dtype", "float32", "--enforce-eager")
+    with Served(folder / "teacher", logs=folder, options=options) as server:
         yield server
 
 
