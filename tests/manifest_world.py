@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
-OVERLAYS = tuple(sorted(path.name for path in (ROOT / "k8s" / "overlays").iterdir()))
+K8S = ROOT / "k8s"
+OVERLAYS = tuple(sorted(path.name for path in (K8S / "overlays").iterdir()))
 COMPONENT = "app.kubernetes.io/component"
 
 Object = Mapping[str, Any]
@@ -87,17 +90,37 @@ class Rendered:
 
 
 @functools.cache
-def render(overlay: str) -> Rendered:
-    """Where kubectl is missing the test is left out, but not in CI."""
+def render(overlay: str, *components: str) -> Rendered:
+    """`components`: laid over it, as an overlay of one's own does. Where kubectl is missing the test is left out, but
+    not in CI."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         assert not os.environ.get("CI"), "install kubectl: the manifests are rendered by `kubectl kustomize`"
         pytest.skip("kubectl is not installed; it renders the manifests")
-    words = [kubectl, "kustomize", str(ROOT / "k8s" / "overlays" / overlay)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    with _laid_over(overlay, components) as folder:
+        words = [kubectl, "kustomize", str(folder)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     objects = [one for one in yaml.safe_load_all(done.stdout) if one]
     return Rendered([*objects, *_made_by_trainer(objects)])
+
+
+@contextlib.contextmanager
+def _laid_over(overlay: str, components: Sequence[str]) -> Iterator[Path]:
+    if not components:
+        yield K8S / "overlays" / overlay
+        return
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made).resolve()
+        told = {
+            "apiVersion": "kustomize.config.k8s.io/v1beta1",
+            "kind": "Kustomization",
+            "namespace": "streamrl",
+            "resources": [os.path.relpath(K8S / "overlays" / overlay, folder)],
+            "components": [os.path.relpath(K8S / "components" / name, folder) for name in components],
+        }
+        (folder / "kustomization.yaml").write_text(yaml.safe_dump(told))
+        yield folder
 
 
 def _made_by_trainer(objects: list[Object]) -> Iterator[Object]:

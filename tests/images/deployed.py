@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -19,14 +21,26 @@ from tests.helpers import wait_until
 from tests.images.engine import Engine, command_lines
 from tests.images.judged import Judge
 from tests.images.outside import seconds_to_ready
-from tests.images.pods import Pod
+from tests.images.pods import NODE, Pod
 from tests.images.volumes import Volumes
 from tests.manifest_world import COMPONENT, Object, Rendered
 from tests.root.hosts import Hosts
+from tests.scaling_world import metric
 
 _OPERATOR = "operator"  # the host where it is asked
 _POLL_S = 1.0
 _SPY_S = 1.0
+# What a page says; of a token only the file's name is in a word.
+_GET = """
+import sys, urllib.error, urllib.request as u
+url, *files = sys.argv[1:]
+headers = {"Authorization": f"Bearer {open(file).read()}" for file in files}
+try:
+    with u.urlopen(u.Request(url, headers=headers), timeout=10) as reply:
+        print(reply.status, reply.read().decode())
+except urllib.error.HTTPError as error:
+    print(error.code)
+"""
 
 
 class Deployed:
@@ -38,7 +52,8 @@ class Deployed:
         self.found: set[str] = set()  # secrets, and where they were seen
         self._over = threading.Event()
         self._spy = threading.Thread(target=self._look, name="spy", daemon=True)
-        self.judge = Judge(world, rendered.place["RUN_NAME"], seen=volumes.folder / "seen.msgpack")
+        with_tls = rendered.place["REDIS_SCHEME"] == "rediss"
+        self.judge = Judge(world, rendered.place["RUN_NAME"], seen=volumes.folder / "seen.msgpack", with_tls=with_tls)
         volumes.fill_secrets()
 
     def open(self) -> None:
@@ -65,6 +80,13 @@ class Deployed:
         made = Pod(self._engine, self._world, self.volumes, host=host, name=name, workload=workload, logs=self._logs)
         self.pods.append(made)
         made.start(containers, images or {})
+        return made
+
+    def anew(self, pod: Pod, images: Mapping[str, str] | None = None) -> Pod:
+        """Deleted, and made again, as `kubectl rollout restart` does where there is no place for two."""
+        pod.delete()
+        made = self.start(pod.component, pod.host, images)
+        made.wait_until_ready()
         return made
 
     def ready_outside_s(self, component: str, host: str, *, timeout_s: float) -> float:
@@ -111,22 +133,44 @@ class Deployed:
 
         wait_until(holds, description=description, timeout_s=timeout_s, poll_s=_POLL_S)
 
+    def page(self, url: str, *, token: str = "") -> tuple[int, str]:
+        """(status, text), asked for by a node."""
+        words = [sys.executable, "-I", "-S", "-c", _GET, url]
+        if token:
+            file = self.volumes.folder / "asked-with"
+            file.write_text(token)
+            words.append(str(file))
+        done = self._world.ask(NODE, words, {})
+        status, _, text = done.stdout.partition(" ")
+        return int(status or 0), text
+
+    def counted(self, pod: Pod, name: str) -> float:
+        """Of a worker's figures; 0 where it is away."""
+        _, text = self.page(f"http://{self._world.address(pod.host)}:9400/metrics")
+        return metric(text, name) or 0.0
+
     def ask(self, *words: str) -> Any:
         """What a command of streamrl says with `--json`, as the operator's."""
-        password = self.volumes.folder / "operator"
-        password.mkdir(exist_ok=True)
-        (password / "operator").write_text(self.volumes.secret("redis-passwords", _OPERATOR))
+        done = self.asked(*words, password=self.volumes.secret("redis-passwords", _OPERATOR))
+        assert done.stdout, done.stderr
+        return json.loads(done.stdout)
+
+    def asked(self, *words: str, password: str) -> subprocess.CompletedProcess[str]:
+        files = self.volumes.folder / "operator"
+        files.mkdir(exist_ok=True)
+        (files / _OPERATOR).write_text(password)
+        (files / "ca.crt").write_text(self.volumes.values.get(("redis-tls", "ca.crt"), ""))
         image = next(one.spec["image"] for one in self._rendered.containers() if one.pod == "monitor")
         space = self._world.space(_OPERATOR)
         told = ["run", "--rm", "--pull=never", "--network", f"ns:/run/netns/{space}", "--no-hosts"]
-        told += ["--volume", f"/etc/netns/{space}/hosts:/etc/hosts:ro", "--volume", f"{password}:/run/secrets/redis:ro"]
+        told += ["--volume", f"/etc/netns/{space}/hosts:/etc/hosts:ro", "--volume", f"{files}:/run/secrets/redis:ro"]
+        told += ["--volume", f"{files}:/run/secrets/redis-ca:ro"]
         told += ["--volume", f"{self.volumes.claim('runs')}:/runs:ro", "--cgroup-parent", f"/{self._engine.tag}"]
         told += ["--env", f"STREAMRL_REDIS_PASSWORD_FILE=/run/secrets/redis/{_OPERATOR}", image]
-        redis = ["--redis", f"redis://{_OPERATOR}@redis:6379/0"]
-        run = ["--run", self._rendered.place["RUN_NAME"]]
-        done = self._engine.podman(*told, "streamrl", *words, *redis, *run, "--json", check=False)
-        assert done.stdout, done.stderr
-        return json.loads(done.stdout)
+        place = self._rendered.place
+        redis = ["--redis", f"{place['REDIS_SCHEME']}://{_OPERATOR}@redis:6379/0{place['REDIS_OPTIONS']}"]
+        run = ["--run", place["RUN_NAME"]]
+        return self._engine.podman(*told, "streamrl", *words, *redis, *run, "--json", check=False)
 
     # Secrets
 
@@ -139,11 +183,8 @@ class Deployed:
         for pod in self.pods:
             inspected = self._engine.podman("container", "inspect", pod.name, check=False).stdout
             texts[f"podman inspect {pod.name}"] = inspected
-        shown = {where for where, text in texts.items() for value in self._values() if value in text}
+        shown = {where for where, text in texts.items() for value in self.volumes.told if value in text}
         return sorted(shown | self.found)
-
-    def _values(self) -> list[str]:
-        return list(self.volumes.values.values())
 
     def _look(self) -> None:
         """At the command line and the environment of every process on the machine, again and again."""
@@ -153,7 +194,7 @@ class Deployed:
                 with contextlib.suppress(OSError):
                     texts["environment"] = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
                 for kind, text in texts.items():
-                    if any(value in text for value in self._values()):
+                    if any(value in text for value in tuple(self.volumes.told)):
                         self.found.add(f"{kind} of {words.split(chr(0))[0]}")
 
     def _workload(self, component: str) -> Object:

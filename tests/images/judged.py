@@ -29,8 +29,12 @@ _HOST = "redis-0"
 
 
 class Judge:
-    def __init__(self, world: Hosts, run: str, *, seen: Path) -> None:
+    def __init__(self, world: Hosts, run: str, *, seen: Path, with_tls: bool) -> None:
         self._world, self._run = world, run
+        # Whom it speaks to it knows by the network that it is in.
+        self._tls: dict[str, Any] = (
+            {"ssl": True, "ssl_cert_reqs": "none", "ssl_check_hostname": False} if with_tls else {}
+        )
         self._recorder = Recorder(self._client, run, to=seen)
 
     def start(self) -> None:
@@ -56,7 +60,8 @@ class Judge:
     def _client(self) -> redis.Redis:
         _enter(self._world.space(_HOST))
         address = self._world.address(_HOST)
-        return redis.Redis(address, 6379, username=USER, protocol=2, socket_timeout=10.0, socket_connect_timeout=5.0)
+        limits: dict[str, Any] = {"socket_timeout": 10.0, "socket_connect_timeout": 5.0}
+        return redis.Redis(address, 6379, username=USER, protocol=2, **limits, **self._tls)
 
 
 def say_otherwise(verdict: Verdict, audit: Mapping[str, Any]) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any
 from tests.helpers import wait_until
 from tests.images.engine import Engine
 from tests.images.volumes import Volumes, num_bytes, num_cores
-from tests.manifest_world import Container, Object
+from tests.manifest_world import COMPONENT, Container, Object
 from tests.root.hosts import Hosts
 
 NODE = "node"
@@ -70,6 +70,10 @@ class Pod:
         self.restarts = 0
         self.complaints: list[str] = []  # what kubelet would have killed it for
 
+    @property
+    def component(self) -> str:
+        return str(self.workload["spec"]["template"]["metadata"]["labels"][COMPONENT])
+
     def start(self, containers: Mapping[str, Container], images: Mapping[str, str]) -> None:
         """`images`: the one of each name in the manifests, where another shall run."""
         self._mounts = self._volumes.lay(self._spec, self.name, self.workload["spec"].get("volumeClaimTemplates", ()))
@@ -117,7 +121,7 @@ class Pod:
     def wait_until_ready(self, timeout_s: float = 300.0) -> None:
         wait_until(
             lambda: self.ready.is_set() or self.complaints,
-            description=f"{self.name} is ready\n{self.log()[-3000:]}",
+            description=f"{self.name} is ready; it says why not in {self._log}",
             timeout_s=timeout_s,
             poll_s=_POLL_S,
         )
@@ -136,7 +140,8 @@ class Pod:
     # How it is started
 
     def _run(self, container: Container, images: Mapping[str, str], name: str, *words: str) -> None:
-        own = {**container.variables, **({"POD_NAME": self.name} if "POD_NAME" in container.variables else {})}
+        told_by_cluster = {"POD_NAME": self.name, "POD_IP": self._world.address(self.host)}
+        own = {name: told_by_cluster.get(name, value) for name, value in container.variables.items()}
         container = replace(container, variables=own)
         image = images.get(container.spec["image"], container.spec["image"])
         told = ["run", *words, "--name", name, "--pull=never", *self._place(), *self._rights(container)]
@@ -148,9 +153,19 @@ class Pod:
 
     def _place(self) -> list[str]:
         space = self._world.space(self.host)
-        names = ["--hostname", self.host, "--no-hosts", "--volume", f"/etc/netns/{space}/hosts:/etc/hosts:ro"]
+        names = ["--hostname", self.host, "--no-hosts", "--volume", f"{self._hosts_file(space)}:/etc/hosts:ro"]
         kept = ["--log-driver", "k8s-file", "--log-opt", f"path={self._log}", "--http-proxy=false"]
         return ["--network", f"ns:/run/netns/{space}", *names, *kept, "--cgroup-parent", f"/{self._engine.tag}"]
+
+    def _hosts_file(self, space: str) -> Path:
+        """The host's, with the pod's own names in front: for them nobody else is asked."""
+        file = Path("/etc/netns") / space / "hosts"
+        if aliases := self._spec.get("hostAliases"):
+            lines = [f"{one['ip']} {' '.join(one['hostnames'])}\n" for one in aliases]
+            text = "".join([*lines, file.read_text()])
+            file = self._log.with_suffix(".hosts")
+            file.write_text(text)
+        return file
 
     def _rights(self, container: Container) -> list[str]:
         pod, own = self._spec["securityContext"], container.spec["securityContext"]

@@ -2,13 +2,14 @@
 
 claim       a folder of the test's, the group's when it may be written
 emptyDir    a folder of the pod's own, 2777; with `medium: Memory` a tmpfs of its `sizeLimit`
-secret      files of root's for the pod's group, by `defaultMode`
+secret      files of root's for the pod's group, by `defaultMode`; in pods that run they follow what is changed
 configMap   files of root's, 0644
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.faults.judged.tls import make_certificate
 from tests.images.engine import Engine
 from tests.images.judged import ACL
 from tests.manifest_world import Object, Rendered
@@ -26,7 +28,21 @@ _KEYS: Mapping[str, Sequence[str]] = {
     "reward-token": ("token",),
     "dashboard-token": ("token",),
 }
+_TLS = "redis-tls"
+_PUBLIC = ("tls.crt", "ca.crt")
+_LEAST_CHARS = 30  # of a line that says something: the last of a key may be short
 _UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "k": 10**3, "M": 10**6, "G": 10**9}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mounted:
+    """A secret's files in a pod."""
+
+    name: str
+    keys: Sequence[str]
+    place: Path
+    group: int
+    mode: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,18 +53,36 @@ class Volumes:
     rendered: Rendered
     folder: Path
     changes: str  # settings over those of the overlay's run.yaml
-    values: dict[tuple[str, str], str] = field(default_factory=dict)  # of secrets
+    values: dict[tuple[str, str], str] = field(default_factory=dict)  # of secrets, as they are now
+    told: set[str] = field(default_factory=set)  # lines of all that there ever were
+    _mounted: list[_Mounted] = field(default_factory=list)
 
     def claim(self, name: str) -> Path:
         return self.folder / "claims" / name
 
     def secret(self, name: str, key: str) -> str:
-        return self.values.setdefault((name, key), secrets.token_hex(32))
+        return self.values[name, key]
 
     def fill_secrets(self) -> None:
-        for name, keys in _KEYS.items():
-            for key in keys:
-                self.secret(name, key)
+        self.change({(name, key): secrets.token_hex(32) for name, keys in _KEYS.items() for key in keys})
+        if any(_TLS in json.dumps(one) for one in self.rendered.workloads):
+            self.change(self.certificate())
+
+    def certificate(self) -> dict[tuple[str, str], str]:
+        """Another one of Redis, which is its own authority."""
+        folder = self.folder / f"certificate-{secrets.token_hex(2)}"
+        folder.mkdir()
+        certificate, key = (path.read_text() for path in make_certificate(folder, of="DNS:redis"))
+        return {(_TLS, "tls.crt"): certificate, (_TLS, "tls.key"): key, (_TLS, "ca.crt"): certificate}
+
+    def change(self, values: Mapping[tuple[str, str], str]) -> None:
+        """Secrets, and as kubelet does some time later, the files of those that have them."""
+        self.values.update(values)
+        hidden = [value for (_, key), value in values.items() if key not in _PUBLIC]
+        lines = {line for value in hidden for line in value.splitlines()}
+        self.told.update(line for line in lines if len(line) >= _LEAST_CHARS and not line.startswith("-----"))
+        for one in self._mounted:
+            self._write_secret(one)
 
     def lay(self, spec: Object, pod: str, claims: Sequence[Object] = ()) -> dict[str, Path]:
         """Of a pod's spec, by their names; `claims`: the templates of a StatefulSet."""
@@ -84,12 +118,17 @@ class Volumes:
             self._empty(volume["emptyDir"], place, group)
         elif "secret" in volume:
             name = str(volume["secret"]["secretName"])
-            keys = [item["key"] for item in volume["secret"].get("items", ())] or _KEYS[name]
+            keys = [item["key"] for item in volume["secret"].get("items", ())]
+            keys = keys or [key for secret, key in self.values if secret == name]
             mode = int(volume["secret"]["defaultMode"])
-            _write({key: self.secret(name, key) for key in keys}, place, group, mode)
+            self._mounted.append(_Mounted(name=name, keys=keys, place=place, group=group, mode=mode))
+            self._write_secret(self._mounted[-1])
         else:
             _write(self._config_map(str(volume["configMap"]["name"])), place, group, 0o644)
         return place
+
+    def _write_secret(self, one: _Mounted) -> None:
+        _write({key: self.secret(one.name, key) for key in one.keys}, one.place, one.group, one.mode)
 
     def _claim(self, name: str, group: int, *, read_only: bool) -> Path:
         """`fsGroupChangePolicy: OnRootMismatch`: what lies in it is left as it is when its root is right."""
@@ -137,8 +176,10 @@ def num_cores(quantity: str) -> float:
 
 
 def _write(files: Mapping[str, str], place: Path, group: int, mode: int) -> None:
+    """Each at once: who reads it meanwhile has the old or the new one."""
     for name, text in files.items():
-        path = place / name
+        path = place / f".{name}"
         path.write_text(text)
         path.chmod(mode)
         os.chown(path, 0, group)
+        path.rename(place / name)

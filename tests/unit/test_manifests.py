@@ -8,10 +8,11 @@ import re
 import jsonschema
 import kubernetes_validate
 import pytest
+import yaml
 
 from streamrl.ops.monitor.alerts import alert_rules
 from streamrl.protocol.transport.acl import ROLES
-from tests.manifest_world import COMPONENT, OVERLAYS, ROOT, Container, Rendered, render
+from tests.manifest_world import COMPONENT, K8S, OVERLAYS, ROOT, Container, Rendered, render
 
 KUBERNETES = "1.33"
 NO_RIGHTS = {
@@ -33,6 +34,22 @@ def test_every_object_fits_its_schema(rendered: Rendered) -> None:
             jsonschema.validate(one, SCHEMAS[one["kind"]])
         else:
             kubernetes_validate.validate(dict(one), KUBERNETES, strict=True)
+
+
+def test_every_component_is_part_of_an_overlay_and_so_held_to_all_of_this() -> None:
+    files = (K8S / "overlays").glob("*/kustomization.yaml")
+    used = {
+        name.rpartition("/")[2] for file in files for name in yaml.safe_load(file.read_text()).get("components", ())
+    }
+    assert used == {path.name for path in (K8S / "components").iterdir()}
+
+
+@pytest.mark.parametrize("component", ["peers", "prometheus", "redis-tls", "shared-weights"])
+def test_a_component_may_be_laid_over_an_overlay_that_lacks_it(component: str) -> None:
+    bare, laid = render("cpu"), render("cpu", component)
+    assert laid.objects != bare.objects
+    test_every_object_fits_its_schema(laid)
+    test_everything_that_is_named_is_there(laid)
 
 
 def test_an_object_that_does_not_fit_is_found() -> None:

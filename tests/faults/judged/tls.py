@@ -19,11 +19,11 @@ _CHUNK_BYTES = 1 << 16
 _WITHIN_S = 30.0
 
 
-def make_certificate(folder: Path) -> tuple[Path, Path]:
+def make_certificate(folder: Path, *, of: str = "IP:127.0.0.1") -> tuple[Path, Path]:
     """(certificate, key)"""
     certificate, key = folder / "server.crt", folder / "server.key"
     words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    words += ["-days", "2", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    words += ["-days", "2", "-subj", f"/CN={of.partition(':')[2]}", "-addext", f"subjectAltName={of}"]
     subprocess.run([*words, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
     return certificate, key
 
