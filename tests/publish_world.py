@@ -13,6 +13,7 @@ import torch
 from streamrl.config import schema
 from streamrl.learner.model.load import load_policy
 from streamrl.learner.model.policy import Policy
+from streamrl.learner.model.tensors import kept_in
 from streamrl.learner.process.background import BackgroundThread, BackgroundThreadDouble
 from streamrl.learner.process.ranks import World as Ranks
 from streamrl.learner.publishing.copiers import Copier
@@ -23,6 +24,7 @@ from streamrl.protocol.weights.manifest import Manifest, decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import MemoryStore
 from tests.learner_cases import learner_config
+from tests.tiny_families import make_family
 from tests.tiny_models import make_model
 
 ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
@@ -86,10 +88,11 @@ class Scene:
         term: int = 3,
         lora: schema.Lora | None = None,
         copier: Copier | None = None,
+        family: str | None = None,
         **weights: object,
     ) -> None:
         settings = schema.Weights(**{"dtype": "bfloat16", **weights})
-        path = make_model(folder / "model")
+        path = make_model(folder / "model") if family is None else make_family(folder / "model", family)
         model = schema.Model(path=str(path), dtype="float32", lora=lora)
         self.config = learner_config(path, weights=settings, model=model)
         self.policy: Policy = load_policy(self.config, ALONE, (1,))
@@ -121,9 +124,10 @@ class Scene:
         return safetensors.torch.load_file(mirror.path)
 
     def is_served(self, folder: Path) -> bool:
-        """What a worker has is the policy in the published dtype, bit for bit, tied head left out."""
+        """What a worker has is the policy in the published dtype, bit for bit, tied head left out; buffers in fp32."""
         dtype = getattr(torch, self.config.weights.dtype)
         truth = {name: p.detach().to(dtype) for name, p in self.policy.model.named_parameters()}
+        truth |= {name: buffer.float() for name, buffer in kept_in(self.policy.model)}
         served = self.served(folder)
         return served.keys() == truth.keys() and all(torch.equal(served[name], truth[name]) for name in truth)
 

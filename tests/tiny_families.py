@@ -197,6 +197,9 @@ def make_family(folder: Path, family: str, *, seed: int = 0, scale: float = 0.15
                     parameter.normal_(0, scale)
                 else:
                     parameter += scale * torch.randn_like(parameter)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer += 4 + scale * torch.randn_like(buffer)  # so that bfloat16 would not do
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

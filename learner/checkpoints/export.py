@@ -19,13 +19,13 @@ import transformers
 from streamrl.config import schema
 from streamrl.files import replace_folder
 from streamrl.learner.checkpoints.checkpoint import Checkpoint
-from streamrl.learner.checkpoints.hub_files import HubFiles, kept_in
+from streamrl.learner.checkpoints.hub_files import HubFiles
 from streamrl.learner.checkpoints.shard import load_state
 from streamrl.learner.model.load import build_model, load_model, load_policy, read_tokenizer_info
 from streamrl.learner.model.lora import adapter_parameters, base_name, merged_parameters, save_adapters
 from streamrl.learner.model.optimizer import make_optimizer
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.model.tensors import whole
+from streamrl.learner.model.tensors import kept_in, whole
 from streamrl.learner.model.ways import MASKED
 from streamrl.learner.process.ranks import World
 
@@ -104,6 +104,7 @@ def write_weights(config: schema.Config, path: Path, *, checkpoint: Checkpoint |
     dtype = getattr(torch, config.weights.dtype)
     with torch.no_grad():
         tensors = {name: tensor.detach().to(dtype).contiguous() for name, tensor in merged_parameters(model, dtype)}
+        tensors |= {base_name(name): buffer.float() for name, buffer in kept_in(model)}  # as they are published
     safetensors.torch.save_file(tensors, path)
 
 

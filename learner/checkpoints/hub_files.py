@@ -21,7 +21,6 @@ from typing import Any, cast
 import torch
 import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
-from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
@@ -32,6 +31,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from streamrl.learner.model.tensors import kept_in
 
 _FILES = "model{suffix}.safetensors"
 _MAX_FILE_BYTES = 5 * 10**9  # as hubs have them; what is larger than the host's memory may not be mapped
@@ -46,12 +47,6 @@ class _Place:
     at: int
     dtype: torch.dtype
     shape: tuple[int, ...]
-
-
-def kept_in(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the files of a model hold beside its parameters: buffers that nothing computes."""
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return ((name, tensor) for name, tensor in model.state_dict().items() if name not in parameters)
 
 
 class HubFiles:

@@ -8,9 +8,11 @@ replicas, the first one tells of what all hold.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -61,6 +63,14 @@ def _cuts(tensor: DTensor) -> list[int]:
     whose dimension of the mesh is further back."""
     kinds = {number: kind for number, kind in enumerate(tensor.placements) if not isinstance(kind, Replicate)}
     return sorted(kinds, key=lambda number: isinstance(kinds[number], _StridedShard))
+
+
+def kept_in(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the files of a model hold beside its parameters: buffers that nothing computes."""
+    for owner, module in model.named_modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and leaf not in module._non_persistent_buffers_set:
+                yield f"{owner}.{leaf}" if owner else leaf, buffer
 
 
 def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

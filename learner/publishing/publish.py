@@ -33,7 +33,8 @@ from streamrl.learner.process.background import Jobs
 from streamrl.learner.process.ranks import World
 from streamrl.learner.publishing.adapter_words import AdapterWords, metas_of
 from streamrl.learner.publishing.copiers import Copier, copier_for
-from streamrl.learner.publishing.host_copy import HostCopy, Part, cast_digests
+from streamrl.learner.publishing.host_copy import CastDigests, HostCopy, Part, cast_digests
+from streamrl.learner.publishing.kept import Kept
 from streamrl.learner.publishing.shipping import Announcer, Published, Shipper
 from streamrl.learner.publishing.sweep import Sweeper
 from streamrl.protocol.weights.encoder import CodedPart
@@ -106,7 +107,8 @@ class Publisher:
         self._beside, self._clock = beside, clock
         self._words = AdapterWords(policy.model, config.weights.dtype)
         published = metas_of(published_parameters(policy.model), config.weights.dtype)
-        self._tensors = (*self._words.pretrained, *published)
+        self._kept = Kept(policy.model, tells=world.is_main)
+        self._tensors = (*self._words.pretrained, *published, *self._kept.metas)
         max_bytes = budget_in_redis(config.weights)
         if max_bytes:
             refuse_too_large(sum(tensor.num_bytes for tensor in published), config.weights)
@@ -161,14 +163,19 @@ class Publisher:
         encoded = [
             self._beside.submit(partial(self._encode, pending, part)) for part in self._copy.take(self._policy.model)
         ]
+        if (kept := self._kept.take()) is not None:
+            encoded.append(self._beside.submit(partial(self._encode, pending, kept)))
         # While the copy is encoded.
-        cast = None if self._copier.checks else cast_digests(self._policy.model, self._settings.dtype)
+        cast = None if self._copier.checks else self._cast()
         words = self._words.take()
         shipped = self._under_way = self._beside.submit(lambda: self._shipper.ship(pending, encoded, cast, words))
         if base is not None and self._pace.due:
             if self._anchorless_since is None:
                 self._anchorless_since = self._clock()
             self._anchor = self._beside.submit(lambda: self._shipper.lay_anchor() if shipped.result() else None)
+
+    def _cast(self) -> CastDigests:
+        return {**cast_digests(self._policy.model, self._settings.dtype), **self._kept.digests()}
 
     def _encode(self, pending: Manifest, part: Part) -> list[CodedPart]:
         part.check()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import os
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
@@ -19,6 +23,7 @@ from streamrl.versions import make_version
 from streamrl.workers.engines.base import Engine, EngineSettings, Generated, KvCache, SampleRequest, make_engine
 from streamrl.workers.engines.hf_model import RowState, processed_logprobs
 from streamrl.workers.engines.model import read_model
+from tests.tiny_families import make_family
 from tests.tiny_models import CHARACTERS, Architecture, make_model
 from tests.worker_world import worker_config
 
@@ -69,16 +74,28 @@ class Served:
         made = [make_model(folder / str(n), architecture=case.architecture, tied=case.tied, seed=n) for n in range(3)]
         return Served(made, engine=case.engine)
 
+    @staticmethod
+    def of_family(family: str, folder: Path) -> Served:
+        """On vLLM."""
+        return Served([make_family(folder / str(n), family, scale=0.2, seed=n) for n in range(3)], engine="vllm")
+
     @cached_property
     def models(self) -> list[Any]:
         return [transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in self.folders]
+
+    def mirror(self, model: int) -> Path:
+        """As it is published: by the names that a model has in memory, which are not always those of its files."""
+        path = self.folders[model] / "published.safetensors"
+        if not path.exists():
+            tensors = {name: p.detach().clone() for name, p in self.models[model].named_parameters()}
+            safetensors.torch.save_file(tensors, path)
+        return path
 
     async def load(self, model: int, kv_cache: KvCache = "salt", *, again: bool = False) -> int:
         """The version under which it is served: the next, or the same once more."""
         number = self._num_loads - again
         version, step = make_version(1, number), 100 + number
-        weights = self.folders[model] / "model.safetensors"
-        await self.engine.load(weights, version=version, step=step, kv_cache=kv_cache)
+        await self.engine.load(self.mirror(model), version=version, step=step, kv_cache=kv_cache)
         self._num_loads = number + 1
         return version
 
@@ -106,6 +123,22 @@ class Served:
         rows = [RowState(sampling=sampling, num_tokens=t, seen=[*prompt, *response[:t]]) for t in range(len(response))]
         logprobs = processed_logprobs(logits, rows, self.facts.stop_ids)
         return logprobs.gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+@asynccontextmanager
+async def started(served: Served) -> AsyncIterator[Served]:
+    """Inside, its engine runs; after it nothing is left of it."""
+    environment = dict(os.environ)
+    with tempfile.TemporaryDirectory(prefix="engine-", dir="/tmp") as temporary, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", temporary)
+        try:
+            await served.engine.start()
+            yield served
+        finally:
+            await served.engine.stop()
+            os.environ.clear()  # vLLM is told, and tells its processes, through the environment
+            os.environ.update(environment)
+        assert os.listdir(temporary) == [], "an engine leaves nothing behind"
 
 
 def prompts(count: int, *, seed: int = 0) -> list[list[int]]:

@@ -6,8 +6,6 @@ The truth is a plain forward pass in fp32 of the version that made the token. On
 from __future__ import annotations
 
 import asyncio
-import os
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -26,7 +24,7 @@ from streamrl.versions import make_version
 from streamrl.workers.engines.base import Generated, KvCache
 from streamrl.workers.engines.vllm_engine import VllmEngine
 from streamrl.workers.proofs.proving import Prover
-from tests.integration.engine_world import CASES, MAX_PROMPT, TOLERANCE, Served, prompts, worst
+from tests.integration.engine_world import CASES, MAX_PROMPT, TOLERANCE, Served, prompts, started, worst
 from tests.integration.episode_world import compare, play_all
 from tests.tiny_models import CHARACTERS
 
@@ -38,18 +36,8 @@ pytestmark = [
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=CASES, ids=str)
 async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    made = Served.of(request.param, tmp_path_factory.mktemp("models"))
-    environment = dict(os.environ)
-    with tempfile.TemporaryDirectory(prefix="engine-", dir="/tmp") as temporary, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tempfile, "tempdir", temporary)
-        try:
-            await made.engine.start()
-            yield made
-        finally:
-            await made.engine.stop()
-            os.environ.clear()  # vLLM is told, and tells its processes, through the environment
-            os.environ.update(environment)
-        assert os.listdir(temporary) == [], "an engine leaves nothing behind"
+    async with started(Served.of(request.param, tmp_path_factory.mktemp("models"))) as made:
+        yield made
 
 
 SETTINGS = {
@@ -241,7 +229,7 @@ async def test_plain_logprobs_are_those_of_a_forward_pass_also_while_samples_are
 
 
 async def test_reloads_are_proved_while_samples_are_in_flight(served: Served) -> None:
-    mirror = served.folders[1] / "model.safetensors"
+    mirror = served.mirror(1)
     version = make_version(1, 1)
     canary_ids = tuple(prompts(1, seed=7)[0])
     manifest = Manifest(version=version, base=0, step=0, run_uid="run", tensors=(), shards=(), canary_ids=canary_ids)

@@ -1,4 +1,4 @@
-"""A tiny mixture of experts, trained end to end by the routes of the transformers engine: `streamrl up`."""
+"""A tiny mixture of experts, trained end to end by `streamrl up`: by the transformers engine's routes, and on vLLM."""
 
 from __future__ import annotations
 
@@ -75,3 +75,24 @@ def test_a_mixture_trains_by_routes_and_loses_nothing(folder: Path, overrides: t
     assert all(step["router/routes_missing"] == 0 for step in steps), "each token that was read has its route"
     assert all(0 <= step["router/routes_differ"] < 0.3 for step in steps)
     assert any(step["router/routes_differ"] > 0 for step in steps)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param((), id="one rank"),
+        pytest.param(("learner.processes=2", "learner.layout.experts=2"), id="experts over two ranks"),
+    ],
+)
+def test_vllm_serves_a_mixture_as_it_is_trained(folder: Path, overrides: tuple[str, ...]) -> None:
+    """In float32, where both sides choose the same experts: whatever else they would serve shows in the mismatch."""
+    of_vllm = ("worker.engine=vllm", "model.dtype=float32", "weights.dtype=float32", "algorithm.routing_replay=none")
+    apart = ("optimizer.lr=0.003", "lag.max_steps=0")
+    summary = streamrl(folder, "up", "run.yaml", "--json", *of_vllm, *apart, *overrides)
+    assert summary["state"] == "finished"
+    assert summary["trained"] == 20
+    assert (summary["lost"], summary["twice"], summary["dead"], summary["clean"]) == (0, 0, 0, True)
+    steps = [json.loads(line) for line in (folder / "runs" / "mixture" / "metrics.jsonl").read_text().splitlines()]
+    fresh = [step["policy/fresh_mismatch"] for step in steps if "policy/fresh_mismatch" in step]
+    assert fresh
+    assert max(fresh) < 1e-3

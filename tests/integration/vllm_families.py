@@ -1,6 +1,8 @@
 """vLLM serves families of models, each in a forked process: two loads of published weights, the second in mid flight.
 
-    python -m tests.integration.vllm_families OUTPUT FAMILY...
+    python -m tests.integration.vllm_families OUTPUT FAMILY[:kept]...
+
+`kept`: experts keep the kernel that they have, as vLLM by itself would have it.
 
 The truth is a plain forward pass of transformers in fp32. Parameters go by the names that the model gives them in
 memory, as they are published, and not by those of its files. One JSON line for each family.
@@ -9,6 +11,7 @@ memory, as they are published, and not by those of its files. One JSON line for 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import multiprocessing
 import sys
@@ -24,6 +27,7 @@ import transformers
 
 from bench.proofs_engine import EngineHere, import_vllm
 from streamrl.learner.model.load import load_model
+from streamrl.learner.model.tensors import kept_in
 from streamrl.workers.engines.base import ReadBack
 from tests.tiny_families import make_family
 
@@ -35,7 +39,8 @@ _TOKENS = 48  # of each sample in flight
 
 def published(folder: Path) -> Path:
     path = folder / "published.safetensors"
-    tensors = {name: p.detach().clone() for name, p in load_model(str(folder)).named_parameters()}
+    model = load_model(str(folder))
+    tensors = {name: p.detach().clone() for name, p in (*model.named_parameters(), *kept_in(model))}
     safetensors.torch.save_file(tensors, path)
     return path
 
@@ -93,12 +98,17 @@ def finish_samples(engine: EngineHere) -> None:
     assert not engine.llm.llm_engine.has_unfinished_requests()
 
 
-def work(family: str, sender: Connection) -> None:
+def work(word: str, sender: Connection) -> None:
+    family, _, harm = word.partition(":")
+    if harm == "kept":
+        importlib.import_module("streamrl.workers.proofs.read_back")  # it packs aside all the same
+        vllm_weights = importlib.import_module("streamrl.workers.engines.vllm_weights")
+        vars(vllm_weights)["packed_once"] = lambda model: []
     with tempfile.TemporaryDirectory() as folder:
         try:
-            row = asyncio.run(serve(family, Path(folder)))
+            row = {**asyncio.run(serve(family, Path(folder))), "family": word}
         except Exception as error:  # noqa: BLE001 - of vLLM, whose errors share no base: the row says it
-            row = {"family": family, "failed": f"{type(error).__name__}: {error}"[:500]}
+            row = {"family": word, "failed": f"{type(error).__name__}: {error}"[:500]}
     sender.send(row)
 
 

@@ -27,7 +27,14 @@ from streamrl.config.routers import wants_routes
 from streamrl.protocol.wire.group import FinishReason, Span
 from streamrl.protocol.wire.routes import Routes
 from streamrl.workers.engines.base import EngineSettings, Generated, ReadBack, SampleRequest
-from streamrl.workers.engines.hf_model import RowState, choose, load_weights, processed_logprobs, token_logprobs
+from streamrl.workers.engines.hf_model import (
+    RowState,
+    choose,
+    load_weights,
+    processed_logprobs,
+    published,
+    token_logprobs,
+)
 from streamrl.workers.engines.mapped_file import decoys, mapped_for
 from streamrl.workers.engines.routes import Watch
 
@@ -96,10 +103,10 @@ class Decoder:
         load_weights(self._model, dict(decoys(self._file.tensors(str(weights)))))
 
     def read_back(self, weights: Path, *, number: int, num_parts: int) -> ReadBack:
-        parameters = list(self._model.named_parameters())[number % num_parts :: num_parts]
+        held = list(published(self._model).items())[number % num_parts :: num_parts]
         given = dict(self._file.tensors(str(weights)))
-        wrong = tuple(name for name, parameter in parameters if not _is_equal(parameter, given[name]))
-        return ReadBack(num_read=len(parameters), wrong=wrong)
+        wrong = tuple(name for name, tensor in held if not _is_equal(tensor, given[name]))
+        return ReadBack(num_read=len(held), wrong=wrong)
 
     def logprobs(self, token_ids: list[int]) -> list[float]:  # [T-1]
         return token_logprobs(self._model, token_ids)

@@ -10,7 +10,7 @@ take the likeliest token; their log-probs are those at temperature 1, with neith
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -36,19 +36,37 @@ def build_model(
             )
     except (OSError, ValueError) as error:
         raise DataError(f"model {model.path!r} cannot be built: {error}") from error
+    if dtype == torch.float64:
+        built.set_experts_implementation("eager")  # torch multiplies no groups in it
     built.tie_weights()
     built.eval()
     return built
 
 
 def load_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """All parameters, in place; a tied head is the embedding itself and comes with it."""
-    parameters = dict(model.named_parameters())
-    if missing := parameters.keys() - tensors.keys():
+    """All that is published: parameters in place, buffers as they are given, for they are finer than the model's."""
+    parameters, kept = dict(model.named_parameters()), list(kept_in(model))
+    if missing := {*parameters, *(name for name, _, _ in kept)} - tensors.keys():
         raise WeightsError(f"the weights lack {len(missing)} parameters, {min(missing)} for one")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
+        for name, owner, leaf in kept:
+            owner._buffers[leaf] = tensors[name].to(next(model.parameters()).device, copy=True)
+
+
+def published(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a version has for this model; a tied head is the embedding itself and comes with it."""
+    buffers = {name: owner.get_buffer(leaf) for name, owner, leaf in kept_in(model)}
+    return {**dict(model.named_parameters()), **buffers}
+
+
+def kept_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """(name, owner, its name there) of each buffer that the files of a model hold, as nothing computes it."""
+    for place, module in model.named_modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and leaf not in module._non_persistent_buffers_set and buffer.is_floating_point():
+                yield f"{place}.{leaf}" if place else leaf, module, leaf
 
 
 def token_logprobs(model: nn.Module, token_ids: list[int]) -> list[float]:  # [T-1]

@@ -99,3 +99,15 @@ def load_into(fresh: Any, *args: Any, **kwargs: Any) -> None:
     while load.__name__ == "online_process_loader":  # what a reload wrapped around it, and leaves there
         load = load.__wrapped__
     load(fresh, *args, **kwargs)
+
+
+def written_past_loaders(model: nn.Module, loaded: set[str]) -> list[str]:
+    """What a family's own code says that it loaded, though vLLM's reload, which waits for loaders, has not seen it."""
+    lost = []
+    for place, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():  # else all of it came
+            came = {name for name, _ in info.loaded_weights}
+            own = {f"{place}.{name}": p for name, p in layer._parameters.items() if p is not None and name not in came}
+            lost += [name for name, parameter in own.items() if name in loaded and parameter.is_meta]
+    return sorted(lost)

@@ -13,7 +13,7 @@ An error leaves half a version; the engine that raises it is ended (`base`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.v1.attention.backend import AttentionImplBase
 
+from streamrl.workers.engines.hub_names import Named
 from streamrl.workers.engines.patches import TILE_ROWS, Kind, Place, read_patch
 from streamrl.workers.engines.vllm_linears import LookedUp, in_tiles, packed
 from streamrl.workers.engines.vllm_loaders import Call, blank, load_into, loaded_aside, where_tensors_go
@@ -36,6 +37,7 @@ _PAIR_BYTES = 4
 _BITS: Mapping[int, torch.dtype] = {2: torch.int16, 4: torch.int32}
 
 Tensors = Mapping[str, torch.Tensor]
+InFiles = Callable[[Iterable[Named]], Iterable[Named]]  # the same by the names of files
 
 
 class NoPlace(Exception):
@@ -62,7 +64,7 @@ class _Live:
 class LivePlaces:
     """Of one model, and one file: tensors that are views into it."""
 
-    def __init__(self, model: Any, tensors: Tensors, *, num_shards: int) -> None:
+    def __init__(self, model: Any, tensors: Tensors, *, in_files: InFiles, num_shards: int) -> None:
         if num_shards > 1:
             raise NoPlace("each of its processes has a part of the tensors")
         _refuse_what_is_derived(model)
@@ -72,7 +74,7 @@ class LivePlaces:
         self._rows: dict[tuple[Any, ...], int] = {}  # what was asked of loaders of one shape
         by_address = {address: name for name, address in _addresses(tensors.items()).items()}
         written: set[int] = set()  # addresses of live parameters
-        for layer, module, of_module in where_tensors_go(model, tensors.items()):
+        for layer, module, of_module in where_tensors_go(model, in_files(tensors.items())):
             for name, calls in of_module.items():
                 live = _Live(module=module, name=name, calls=calls)
                 self._live[f"{layer}.{name}"] = live
@@ -204,10 +206,10 @@ def _make_anew(live: _Live, parameter: str) -> None:
     module.quant_method.process_weights_after_loading(module)
 
 
-def places_in(model: Any, tensors: Iterable[tuple[str, torch.Tensor]], *, num_shards: int) -> LivePlaces | str:
+def places_in(model: Any, tensors: Iterable[Named], *, in_files: InFiles, num_shards: int) -> LivePlaces | str:
     """Or why there are none."""
     try:
         with torch.no_grad(), torch.device("cpu"):
-            return LivePlaces(model, dict(tensors), num_shards=num_shards)
+            return LivePlaces(model, dict(tensors), in_files=in_files, num_shards=num_shards)
     except NoPlace as no_place:
         return str(no_place)

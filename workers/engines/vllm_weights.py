@@ -3,12 +3,14 @@
     whole    the worker's mirror, a safetensors file in shared memory ─► vLLM's layerwise reload
     patch    what changed in it ─► single elements of live parameters and packed copies (`vllm_places`)
 
-A whole load owns two facts about vLLM 0.32 on CPUs:
+A whole load hands vLLM its tensors by the names that a hub's files have (`hub_names`), and owns three facts about vLLM
+0.32 on CPUs:
 
 - Linear weights are repacked and freed after loading, so `load_weights` alone fails. vLLM's layerwise reload restores
   each layer, loads it, repacks it and copies the result to where the old one was.
 - With tied embeddings the reload takes the head for a layer that got no weights and leaves its packed copy of the *old*
   embedding in place: the model answers with old logits and raises nothing. So the head is packed once more.
+- Experts are packed at the first load alone, and reloads find them without a kernel (`vllm_experts`).
 
 CUDA graphs stay as they were captured: the layerwise reload loads a layer into new memory and copies the result into
 the tensors that graphs and compiled code point to, so nothing is captured or compiled again, and one layer more is on
@@ -20,6 +22,7 @@ A load that fails leaves a model nobody may use; the error reaches the worker, w
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +36,14 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from streamrl.workers.engines.hub_names import HubNames, Named
 from streamrl.workers.engines.mapped_file import decoys, mapped_for
+from streamrl.workers.engines.vllm_experts import packed_once
 from streamrl.workers.engines.vllm_linears import make_writable
+from streamrl.workers.engines.vllm_loaders import written_past_loaders
 from streamrl.workers.engines.vllm_places import LivePlaces, places_in
+
+_TRANSFORMERS = "vllm.model_executor.models.transformers"
 
 
 @dataclass
@@ -59,6 +67,7 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._mirror = mapped_for(self.device)
+        self._names: HubNames | None = None
         self._version = 0  # of all weights that are served; 0: of none, or nobody knows
         self._places: LivePlaces | None = None
         if self.device.type == "cpu" and self.model_config.enforce_eager and self.vllm_config.lora_config is None:
@@ -81,6 +90,8 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
     def receive_weights(self, update_info: MirrorUpdate) -> None:
         version, self._version = self._version, 0
         if update_info.patch is None:
+            for method in packed_once(self.model):
+                method.moe_kernel = None
             initialize_layerwise_reload(self.model)
             self._load(update_info)
             self._finish_load()
@@ -95,7 +106,8 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
         """Of this file's tensors in the model, for who makes patches; or why there are none."""
         if self._places is None:
             num_shards = self.parallel_config.world_size
-            found = places_in(self.model, self._mirror.tensors(path), num_shards=num_shards)
+            tensors = self._mirror.tensors(path)
+            found = places_in(self.model, tensors, in_files=self.in_files, num_shards=num_shards)
             if isinstance(found, str):
                 return {"reason": found, "places": []}
             self._places = found
@@ -107,9 +119,25 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
         if self._tied:
             wanted -= {f"{name}.weight" for name, _ in self._heads()}
         tensors = self._mirror.tensors(update_info.path)
-        missing = wanted - set(model.load_weights(decoys(tensors) if update_info.decoy else tensors))
-        if missing:
+        given = self.in_files(decoys(tensors) if update_info.decoy else tensors)
+        loaded = set(model.load_weights(given))
+        if missing := wanted - loaded:
             raise ValueError(f"{update_info.path} lacks {len(missing)} parameters, {min(missing)} for one")
+        if lost := written_past_loaders(model, loaded):
+            raise ValueError(
+                f"vLLM gives a running {type(model).__name__} no new weights: it writes {len(lost)} of its parameters "
+                f"past its loaders, {lost[0]} for one, and a reload loses these; set worker.engine=transformers"
+            )
+
+    def in_files(self, tensors: Iterable[Named]) -> Iterator[Named]:
+        """The mirror's, as this model's files would have them; as they are, where vLLM serves transformers' own model,
+        of which it knows the names, and which it has changed so that no other is built here."""
+        if type(self.model).__module__.startswith(_TRANSFORMERS):
+            return iter(tensors)
+        if self._names is None:
+            config = self.model_config
+            self._names = HubNames(config.model, trust_remote_code=config.trust_remote_code)
+        return self._names.of(tensors)
 
     def finish_weight_update(self) -> None:
         """It is."""

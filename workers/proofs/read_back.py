@@ -6,11 +6,13 @@
 Bits are compared, so nothing here depends on how deep a model is or how its dtype rounds. A linear layer that vLLM has
 packed for a CPU keeps no parameter that could be read; multiplied with a unit vector it gives a column of its weights,
 exactly, in any dtype. Some columns of each are asked for, others each time: a layer that a reload left behind differs
-in all of them, a tensor of which some elements are wrong shows in the columns that hold them.
+in all of them, a tensor of which some elements are wrong shows in the columns that hold them. Experts that are packed
+for a CPU are held against others that were packed aside, whole.
 
-What it cannot see: parameters that a kernel keeps in a form of its own (experts, absorbed projections), which are named
-as unreadable, and what a loader does to all readers alike, such as taking one tensor for another. Both are the
-canary's (`proving`). Memory: one layer on the host. Blocks the engine while it lasts, between two of its steps.
+What it cannot see: parameters that a kernel keeps in a form of its own (experts on GPUs, absorbed projections), which
+are named as unreadable, and what a loader does to all readers alike, such as taking one tensor for another. Both are
+the canary's (`proving`). Memory: one layer on the host, experts of a layer twice. Blocks the engine while it lasts,
+between two of its steps.
 
 With tensor parallelism each process reads its own shard back. On GPUs parameters are compared on the host; that way was
 never run here.
@@ -28,6 +30,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from streamrl.workers.engines.mapped_file import MappedFile
+from streamrl.workers.engines.vllm_experts import packed_aside
 from streamrl.workers.engines.vllm_linears import packed, unpacked
 from streamrl.workers.engines.vllm_loaders import Call, loaded_aside, where_tensors_go
 
@@ -43,7 +46,8 @@ class ReadBackExtension:
         were read."""
         worker: Any = self
         with torch.no_grad(), torch.device("cpu"):
-            calls = where_tensors_go(worker.get_model(), MappedFile().tensors(path))
+            named = worker.weight_transfer_engine.in_files(MappedFile().tensors(path))
+            calls = where_tensors_go(worker.get_model(), named)
             reader = _Reader(columns=random.Random(number))
             for at, (name, module, of_module) in enumerate(calls):
                 if (at + number) % num_parts == 0:
@@ -65,9 +69,13 @@ class _Reader:
         self._columns = columns
 
     def read(self, name: str, module: nn.Module, calls: Mapping[str, list[Call]]) -> None:
-        for parameter, of_parameter in calls.items():
-            expected = loaded_aside(module, parameter, of_parameter)
-            equal = None if expected is None else self._is_served(module, parameter, expected)
+        aside = {parameter: loaded_aside(module, parameter, given) for parameter, given in calls.items()}
+        experts = packed_aside(module, aside)
+        for parameter, expected in aside.items():
+            if experts is not None:
+                equal: bool | None = torch.equal(module.get_parameter(parameter), experts[parameter])
+            else:
+                equal = None if expected is None else self._is_served(module, parameter, expected)
             if equal is None:
                 self.unreadable.append(f"{name}.{parameter}")
                 continue

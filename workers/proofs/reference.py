@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from streamrl.workers.engines.hf_model import build_model, token_logprobs
+from streamrl.workers.engines.hf_model import build_model, kept_in, token_logprobs
 from streamrl.workers.engines.mapped_file import MappedFile
 from streamrl.workers.engines.model import ModelFacts
 
@@ -65,6 +65,7 @@ class _Shell:
 
     model: nn.Module
     names: Mapping[tuple[nn.Module, str], str]  # in the mirror, of each parameter; a tied head has the embedding's
+    kept: Sequence[tuple[str, nn.Module, str]]  # buffers that come with the weights: their names there and here
 
 
 def _build(model: ModelFacts, dtype: torch.dtype) -> _Shell:
@@ -82,7 +83,7 @@ def _build(model: ModelFacts, dtype: torch.dtype) -> _Shell:
         for leaf, parameter in module._parameters.items()
         if parameter is not None
     }
-    return _Shell(model=built, names=names)
+    return _Shell(model=built, names=names, kept=list(kept_in(built)))
 
 
 @contextmanager
@@ -95,6 +96,8 @@ def _filled(shell: _Shell, tensors: Mapping[str, torch.Tensor], dtype: torch.dty
                 if (name := shell.names.get((module, leaf))) is not None:
                     module._parameters[leaf] = nn.Parameter(tensors[name].to(dtype), requires_grad=False)
 
+    for name, owner, leaf in shell.kept:
+        owner._buffers[leaf] = tensors[name].clone()
     layers = [layer for stack in shell.model.modules() if isinstance(stack, nn.ModuleList) for layer in stack]
     inner = {module for layer in layers for module in layer.modules()}
     hooks: list[Any] = []

@@ -1,0 +1,65 @@
+"""A mixture of experts on real vLLM: what it answers after each load is what that version says, and that is proved.
+
+On a CPU vLLM packs experts for its kernel, and by itself does so once: `vllm_weights` has the reason and the repair.
+Greedy tokens, so that a test says the same each time: of tokens that experts share evenly any rounding may decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from streamrl.config import schema
+from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.wire.group import Span
+from streamrl.telemetry.progress import Progress
+from streamrl.versions import make_version
+from streamrl.workers.proofs.proving import Prover
+from tests.integration.engine_world import TOLERANCE, Served, prompts, started, worst
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),  # of the libraries; ours are watched by every other test
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["qwen3_moe", "mixtral"])
+async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    made = Served.of_family(request.param, tmp_path_factory.mktemp("models"))
+    async with started(made):
+        await made.engine.load_decoy(made.mirror(0))  # as a worker begins
+        yield made
+
+
+async def test_after_each_load_logprobs_are_those_of_the_version_loaded(served: Served) -> None:
+    asked, greedy = prompts(12, seed=1), schema.Sampling(max_tokens=32, greedy=True)
+    for model in (0, 1, 2, 0):
+        version = await served.load(model)
+        for prompt, got in zip(asked, await served.sample(asked, greedy=True), strict=True):
+            response = got.token_ids.tolist()
+            of_it, of_another = (
+                served.expected(served.logits(one, prompt, response), prompt, response, greedy)
+                for one in (model, (model + 1) % 3)
+            )
+            assert worst(got, of_it) <= TOLERANCE
+            assert worst(got, of_another) > 100 * TOLERANCE
+            step = 100 + version - make_version(1, 0)
+            assert got.spans == (Span(version=version, step=step, start=0, end=len(response)),)
+
+
+async def test_a_load_is_proved_experts_and_all(served: Served) -> None:
+    mirror, version = served.mirror(1), make_version(1, 1)
+    canary_ids = tuple(prompts(1, seed=7)[0])
+    manifest = Manifest(version=version, base=0, step=0, run_uid="run", tensors=(), shards=(), canary_ids=canary_ids)
+    progress = Progress(part="worker/0", role="worker")
+    prover = Prover(model=served.facts, dtype="float32", progress=progress)
+    await prover.rehearse(served.engine, mirror)
+    before = await served.engine.read_back(mirror, number=1, num_parts=1)
+    assert len(before.wrong) == before.num_read
+    await served.engine.load(mirror, version=version, step=1)
+    after = await served.engine.read_back(mirror, number=2, num_parts=1)
+    assert (after.num_read, after.wrong, after.unreadable) == (before.num_read, (), ())
+    await prover.check(served.engine, mirror, manifest)
+    assert progress.report().detail["engine_off"] < TOLERANCE
