@@ -9,27 +9,18 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.compose_file import FILE, interpolated
 from tests.manifest_world import ROOT, Container, render
 from tests.unit.test_manifests_programs import command_of, num_bytes
 
-FILE = ROOT / "docker" / "compose.yaml"
 # What a cluster needs and one machine does not: where pods meet, and a name that comes back with its pod.
 ONLY_IN_A_CLUSTER = ("--nodes=", "--rendezvous=", "--worker-id=")
 PARTS = ("users", "redis", "reward", "learner", "worker", "monitor", "dashboard")
 GIVEN = {"PLACE": "/place"}
 
 
-def interpolated(text: str) -> str:
-    """As compose fills in variables: ${NAME}, ${NAME:-default}, ${NAME:?}, and $$ for a dollar."""
-
-    def value(found: re.Match[str]) -> str:
-        return "$" if found[0] == "$$" else GIVEN.get(found["name"]) or found["default"] or ""
-
-    return re.sub(r"\$\$|\$\{(?P<name>\w+)(?::-(?P<default>[^}]*)|:\?)?\}", value, text)
-
-
 def services() -> Mapping[str, Mapping[str, Any]]:
-    return dict(yaml.safe_load(interpolated(FILE.read_text()))["services"])
+    return dict(yaml.safe_load(interpolated(FILE.read_text(), GIVEN))["services"])
 
 
 @pytest.fixture(params=PARTS)
@@ -96,7 +87,7 @@ def test_whoever_depends_on_another_waits_until_it_is_well() -> None:
 
 def test_nothing_but_pages_for_people_is_reached_from_outside() -> None:
     """And that on this machine alone."""
-    file = yaml.safe_load(interpolated(FILE.read_text()))
+    file = yaml.safe_load(interpolated(FILE.read_text(), GIVEN))
     assert file["networks"]["inside"] == {"internal": True}
     outside = {name for name, service in file["services"].items() if "outside" in service["networks"]}
     assert (
