@@ -1,0 +1,110 @@
+"""What stale samples do to a pretrained model: SmolLM2-135M on the demo's sums, on real vLLM (`make staleness
+ARGS=--pretrained`).
+
+    cells (seed x loss x lag, kept in runs/bench as they come) ─► right answers to held-out sums, pair by pair ─► bars
+
+A cell takes a quarter of an hour of two quiet cores, so a run that was broken off goes on with those that are missing.
+No figure is a time: it may run beside others. Errors are those of pairs: both cells of a pair answer the same held-out
+sums, and those of both seeds count together. They tell how sure the answers are, and of runs only what two seeds can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from itertools import count, product
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+
+from bench.measure import Say
+from bench.proofs_pretrained import MODEL
+from bench.report import Bar, Fact, Line
+from bench.resume import Done
+from bench.stale_trial import Task, Trainer, Trial, config_of
+from bench.staleness import UNCORRECTED, Estimate
+from streamrl.config import schema
+from streamrl.errors import ResourceError
+from streamrl.files import scratch_folder
+from streamrl.workers.engines.base import EngineSettings
+from streamrl.workers.engines.model import read_model
+from streamrl.workers.engines.vllm_engine import VllmEngine
+
+_DEFAULT = schema.Algorithm().loss
+_CELLS = ((_DEFAULT, 0), (_DEFAULT, 8), (_DEFAULT, 32), (UNCORRECTED, 32))
+_TOLERATED = {8: 0.03, 32: 0.06}  # of on-policy, or two standard errors where those are more
+_QUICK = Task(num_steps=2, num_held_out=16)
+_OF = (Path(__file__), Path(__file__).with_name("stale_trial.py"))
+
+Found = Mapping[tuple[str, int], Sequence[Trial]]
+
+
+def bench(*, quick: bool, say: Say) -> list[Line]:
+    if not MODEL.is_dir():
+        raise ResourceError(f"{MODEL} is not there: `make demo` makes it")
+    task, seeds = (_QUICK, range(1)) if quick else (Task(), range(2))
+    digest = xxhash.xxh3_64(b"".join(path.read_bytes() for path in _OF)).hexdigest()
+    kept = Path("runs/bench") / f"stale-llm{'-quick' if quick else ''}.jsonl"
+    done = Done(kept, of=f"{digest} {task}", fresh=quick)
+    asyncio.run(_fill(done, task, seeds, say))
+    done.complete()
+    return list(lines({cell: [Trial(**done[_name(seed, *cell)]) for seed in seeds] for cell in _CELLS}, task))
+
+
+async def _fill(done: Done, task: Task, seeds: range, say: Say) -> None:
+    missing = [(seed, cell) for seed, cell in product(seeds, _CELLS) if _name(seed, *cell) not in done]
+    if not missing:
+        return
+    torch.set_num_threads(2)
+    config = config_of(MODEL, _DEFAULT)
+    engine = VllmEngine(EngineSettings(model=read_model(str(MODEL), trust_remote_code=False), config=config, seed=1))
+    say(f"{len(missing)} cells; starting vLLM")
+    await engine.start()
+    versions = count()
+    try:
+        for seed, (loss, lag) in missing:
+            name = _name(seed, loss, lag)
+            trainer = Trainer(config_of(MODEL, loss), task, lag=lag, seed=seed, engine=engine, versions=versions)
+            with scratch_folder() as folder:
+                trial = await trainer.run(folder, say=partial(_say_of, name, say))
+            done.add(name, asdict(trial))
+            say(f"{name}: {np.mean(trial.right):.1%} right")
+    finally:
+        await engine.stop()
+
+
+def _say_of(name: str, say: Say, told: str) -> None:
+    say(f"{name}: {told}")
+
+
+def _name(seed: int, loss: str, lag: int) -> str:
+    return f"seed {seed}, {loss}, lag {lag}"
+
+
+def lines(found: Found, task: Task) -> Iterator[Line]:
+    fresh = found[_DEFAULT, 0]
+    for lag, tolerated in _TOLERATED.items():
+        short = shortfall(fresh, found[_DEFAULT, lag])
+        name, goal = f"{_DEFAULT}, lag {lag}: short of on-policy", 100 * max(tolerated, 2 * short.error)
+        yield Bar(name=name, value=100 * short.mean, unit="%", goal=goal, better="lower")
+    short = shortfall(fresh, found[UNCORRECTED, 32])
+    name = f"{UNCORRECTED}, lag 32: short of on-policy, in standard errors (below, this decides nothing)"
+    yield Bar(name=name, value=short.mean / max(short.error, 1e-9), unit="", goal=2, better="higher")
+    yield Fact(name="held-out answers of a cell", value=task.num_held_out * len(fresh), unit="")
+    for (loss, lag), trials in found.items():
+        name = f"{loss}, lag {lag}"
+        right = Estimate.of(np.array([answer for trial in trials for answer in trial.right], dtype=np.float64))
+        yield Fact(name=f"{name}: right", value=right.mean, unit="")
+        yield Fact(name=f"{name}: standard error of it", value=right.error, unit="")
+        yield Fact(name=f"{name}: clipped tokens", value=float(np.mean([t.clipped for t in trials])), unit="")
+        yield Fact(name=f"{name}: tokens of an answer", value=float(np.mean([t.length for t in trials])), unit="")
+
+
+def shortfall(fresh: Sequence[Trial], stale: Sequence[Trial]) -> Estimate:
+    """As a share of what is right on-policy; the error is that of the differences, sum by sum."""
+    ours, theirs = (np.array([trial.right for trial in trials], dtype=np.float64).ravel() for trials in (fresh, stale))
+    return Estimate.of((ours - theirs) / max(ours.mean(), 1e-9))

@@ -1,0 +1,183 @@
+"""A pretrained model that learns sums from samples which are all exactly so many steps old: one trial.
+
+    weights after step s - lag ─► file ─► vLLM ─► groups, scored by reasoning-gym ─► the learner's own gradients, step s
+
+Log-probs are vLLM's, in bfloat16, and so are the lengths of answers. Model, data, rewards and settings are the demo's,
+but for a learning rate that stays and for KL, which is left out: nothing but staleness is to differ. Until step `lag`
+all samples are those of the first weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from bench.measure import Say
+from streamrl.config import schema
+from streamrl.config.load import load_config
+from streamrl.config.shipped import shipped_config
+from streamrl.demos import sums
+from streamrl.learner.metrics.tally import Tally
+from streamrl.learner.model.gradients import Gradients, update
+from streamrl.learner.model.load import load_policy, read_tokenizer_info
+from streamrl.learner.model.optimizer import learning_rate, make_optimizer
+from streamrl.learner.model.tensors import whole
+from streamrl.learner.process.ranks import World
+from streamrl.protocol.wire.group import Group, decode_body, decode_header, encode_group
+from streamrl.protocol.wire.ticket import Purpose, Ticket
+from streamrl.recipe.algorithms import make_algorithm
+from streamrl.recipe.rewards import regex_format
+from streamrl.versions import make_version
+from streamrl.workers.answer import Answerer
+from streamrl.workers.engines.base import Engine
+from streamrl.workers.rewards.base import RewardDouble, Rewards, ScoreItem, Weighted
+
+_ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+_FORM = r".*\d\.?"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    num_steps: int = 72
+    num_held_out: int = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Of the last weights, and of the way to them."""
+
+    right: Sequence[int]  # of each held-out sum whether it is
+    rewards: Sequence[float]  # the mean of each step's samples, by the weights that made them
+    clipped: float  # the share of tokens whose ratio was beyond the clamp
+    length: float  # tokens of an answer, on average over all steps
+
+
+def config_of(model: Path, loss: str) -> schema.Config:
+    """The demo's, of which a single process plays all parts."""
+    changes = {
+        "model.path": model,
+        "algorithm.loss": loss,
+        "algorithm.kl.placement": "none",
+        "optimizer.schedule": "constant",
+        "worker.threads": 2,
+        "worker.engine_args": "{kv_cache_memory_bytes: 268435456}",
+    }
+    return load_config(shipped_config("demo.yaml"), [f"{key}={value}" for key, value in changes.items()]).config
+
+
+class Trainer:
+    """`versions` counts what the engine has been given: its numbers grow from trial to trial."""
+
+    def __init__(
+        self, config: schema.Config, task: Task, *, lag: int, seed: int, engine: Engine, versions: Iterator[int]
+    ) -> None:
+        self._config, self._task, self._lag, self._engine, self._versions = config, task, lag, engine, versions
+        torch.manual_seed(seed)
+        self._info = read_tokenizer_info(config.model.path)
+        self._policy = load_policy(config, _ALONE, self._info.end_ids)
+        self._optimizer = make_optimizer(self._policy, config.optimizer)
+        self._gradients = Gradients(
+            policy=self._policy,
+            reference=None,
+            algorithm=make_algorithm(config.algorithm),
+            config=config,
+            world=_ALONE,
+            beat=lambda: None,
+        )
+        self._answerer = Answerer(rewards=_rewards(config), config=config, worker="bench", fingerprint="")
+        # A seed has the same sums, held out and trained, whatever else differs.
+        entries = sums.entries(seed)
+        held_out: dict[str, Mapping[str, Any]] = {}
+        while len(held_out) < task.num_held_out:
+            entry = next(entries)
+            held_out.setdefault(entry["question"], entry)
+        self._held_out = list(held_out.values())
+        self._entries = (entry for entry in entries if entry["question"] not in held_out)
+        self._num_asked = 0
+
+    async def run(self, folder: Path, *, say: Say) -> Trial:
+        rewards: list[float] = []
+        clipped: list[float] = []
+        lengths: list[float] = []
+        for step in range(self._task.num_steps):
+            self._save(folder, step)
+            await self._serve(folder, max(0, step - self._lag))
+            groups = await self._ask(islice(self._entries, self._config.training.groups_per_step), "train")
+            metrics = self._learn(groups, step)
+            samples = [sample for group in groups for sample in group.samples]
+            rewards.append(float(np.mean([sample.reward for sample in samples])))
+            lengths.append(float(np.mean([len(sample.token_ids) for sample in samples])))
+            clipped.append(metrics["policy/clipped_fraction"])
+            say(f"step {step + 1} of {self._task.num_steps}, reward {rewards[-1]:.2f}")
+        self._save(folder, self._task.num_steps)
+        await self._serve(folder, self._task.num_steps)
+        answers = await self._ask(self._held_out, "eval")
+        right = [int(answer.samples[0].rewards["right"]) for answer in answers]
+        return Trial(right=right, rewards=rewards, clipped=float(np.mean(clipped)), length=float(np.mean(lengths)))
+
+    def _save(self, folder: Path, step: int) -> None:
+        """As it is served; what nobody asks for any more goes."""
+        named = self._policy.model.named_parameters()
+        save_file({name: whole(p).to(torch.bfloat16).contiguous() for name, p in named}, _file(folder, step))
+        _file(folder, step - self._lag - 1).unlink(missing_ok=True)
+
+    async def _serve(self, folder: Path, step: int) -> None:
+        version = make_version(1, next(self._versions))
+        await self._engine.load(_file(folder, step), version=version, step=step)
+
+    async def _ask(self, entries: Any, purpose: Purpose) -> list[Group]:
+        return list(await asyncio.gather(*(self._answered(entry, purpose) for entry in entries)))
+
+    async def _answered(self, entry: Mapping[str, Any], purpose: Purpose) -> Group:
+        said = [{"role": "user", "content": entry["question"]}]
+        prompt = str(self._info.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True))
+        ids = self._info.tokenizer.encode(prompt, add_special_tokens=False)
+        self._num_asked += 1
+        ticket = Ticket(
+            number=self._num_asked,
+            run_uid="bench",
+            purpose=purpose,
+            data_epoch=0,
+            prompt_index=self._num_asked,
+            prompt=prompt,
+            token_ids=np.array(ids, dtype=np.int32),
+            fields=entry,
+            num_samples=self._config.sampling.num_samples if purpose == "train" else 1,
+        )
+        header, body = encode_group(await self._answerer.answer(ticket, self._engine))
+        return decode_body(decode_header(header), body)  # as it comes to a learner
+
+    def _learn(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+        settings = self._config.optimizer
+        tally = Tally(sources=self._config.reward_sources, step=step, is_dead=lambda _version, _step: False)
+        loss = self._gradients.accumulate(self._gradients.prepare(groups, tally), tally)
+        lr = learning_rate(step, settings, total_steps=None)
+        update(self._optimizer, loss=loss, lr=lr, clip_norm=settings.clip_norm, world=_ALONE)
+        return dict(tally.metrics(_ALONE))
+
+
+def _file(folder: Path, step: int) -> Path:
+    return folder / f"{step}.safetensors"
+
+
+def _rewards(config: schema.Config) -> Rewards:
+    """The demo's, without a process of their own."""
+
+    def right(item: ScoreItem) -> float:
+        return sums.right(item.prompt, item.completion, item.token_ids.tolist(), item.fields)
+
+    def form(item: ScoreItem) -> float:
+        return regex_format(item.prompt, item.completion, item.token_ids.tolist(), item.fields, pattern=_FORM)
+
+    judges = {"right": right, "form": form}
+    return Rewards(
+        {name: Weighted(reward=RewardDouble(judges[name]), weight=w) for name, w in config.reward_weights.items()}
+    )
