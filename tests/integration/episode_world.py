@@ -41,6 +41,7 @@ from streamrl.workers.sessions.trace import Trace
 from tests.brute_force import check_by_brute_force
 from tests.helpers import make_group, make_ticket
 from tests.integration.engine_world import Served
+from tests.integration.learner_ranks import never_round
 from tests.tiny_models import CHARACTERS
 
 DROPS = (
@@ -244,13 +245,20 @@ class Compared:
         )
 
 
-def compare(served: Served, episodes: Sequence[Episode], models: dict[int, int], *, kv_cache: KvCache) -> Compared:
+def compare(
+    served: Served,
+    episodes: Sequence[Episode],
+    models: dict[int, int],
+    *,
+    kv_cache: KvCache,
+    dtype: torch.dtype = torch.float32,
+) -> Compared:
     """Ids, masks and spans by brute force; log-probs with the learner's, where these must be the same."""
     samples = [through_the_wire(episode) for episode in episodes]
     for episode, sample in zip(episodes, samples, strict=True):
         check_by_brute_force(episode.prompt, sample, [(turn.context, turn.generated) for turn in episode.turns])
     asked = [(episode.prompt, sample) for episode, sample in zip(episodes, samples, strict=True)]
-    learnt = {model: learners_logprobs(served, model, asked) for model in set(models.values())}
+    learnt = {model: learners_logprobs(served, model, asked, dtype) for model in set(models.values())}
     off, num_tokens = [], 0
     for i, (episode, sample) in enumerate(zip(episodes, samples, strict=True)):
         # What a load found at work has keys and values of the version before, unless the cache was cleared.
@@ -277,12 +285,14 @@ def compare(served: Served, episodes: Sequence[Episode], models: dict[int, int],
 
 
 def learners_logprobs(
-    served: Served, model: int, episodes: Sequence[tuple[Sequence[int], Sample]]
+    served: Served, model: int, episodes: Sequence[tuple[Sequence[int], Sample]], dtype: torch.dtype = torch.float32
 ) -> list[npt.NDArray[np.float64]]:
     """Of each sample's trained tokens, NaN elsewhere: through packing and the policy, as they are trained."""
-    head = Head(end_ids=served.facts.stop_ids)
+    head = Head(end_ids=served.facts.stop_ids, compute_dtype=dtype)
     folder, least = str(served.folders[model]), SAMPLING.min_tokens
-    policy = Policy(load_model(folder), head=head, min_tokens=least, dtype=torch.float32)
+    policy = Policy(load_model(folder).to(dtype), head=head, min_tokens=least, dtype=dtype)
+    if dtype == torch.float64:
+        never_round(policy)
     pieces = [
         Piece(
             sample=i,
