@@ -30,8 +30,8 @@ from bench.report import Bar, Fact, Line
 from streamrl.config import schema
 from streamrl.learner.model.converted import stored_in
 from streamrl.learner.model.load import begin_model, fill, make_policy
-from streamrl.learner.model.memory import Sizes
 from streamrl.learner.model.shard import shard
+from streamrl.learner.model.sizes import Sizes
 from streamrl.learner.model.sources import Files, Region
 from streamrl.learner.model.tensors import held_rows
 from streamrl.learner.process.ranks import World

@@ -22,7 +22,8 @@ from bench.memory_cases import CASES, Case, model_config
 from bench.memory_run import run
 from bench.report import Bar, Fact, Line
 from streamrl.learner.model.lora import place_adapters
-from streamrl.learner.model.memory import Plan, Sizes, plan
+from streamrl.learner.model.memory import Plan, plan
+from streamrl.learner.model.sizes import Sizes
 
 _WITHIN = 10.0  # %
 _GPU = 80.0  # GB
@@ -51,7 +52,7 @@ def sizes_of(case: Case) -> Sizes:
 
 def _of(name: str, case: Case, say: Say) -> Iterator[Line]:
     say(name)
-    measured, ours = _run(case), planned(case)
+    measured, ours = counted(case), planned(case)
     most = max(measured.values())
     off = 100 * abs(ours.peak / most - 1)
     yield Bar(name=f"{name}: off by", value=off, unit="%", goal=_WITHIN, better="lower")
@@ -91,11 +92,11 @@ def _activations(context: int, *, checkpointing: bool) -> int:
         context=context,
         reference=False,
     )
-    least, most = (_run(case) for case in (few, replace(few, tokens=131_072)))
+    least, most = (counted(case) for case in (few, replace(few, tokens=131_072)))
     return max(most["forward"], most["backward"]) - max(least["forward"], least["backward"])
 
 
-def _run(case: Case) -> dict[str, int]:
+def counted(case: Case) -> dict[str, int]:
     try:
         return run(case)
     finally:

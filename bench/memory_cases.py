@@ -1,4 +1,4 @@
-"""What `bench memory` compares: four learners, of models that are written down here."""
+"""What `bench memory` compares: learners of models whose shapes are written down here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import transformers
 
+from bench import loading_cases
 from streamrl.config import schema
 
 
@@ -19,7 +20,14 @@ class Case:
     checkpointing: bool = True
     lora: bool = False
     context: int = 1  # ranks that share each sample
+    experts: int = 1  # ranks that share each layer's experts
+    longest: int | None = None  # tokens of a sample; None: as many as a micro-batch has
     reference: bool = True
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+        return self.longest or self.tokens
 
     @property
     def config(self) -> schema.Config:
@@ -31,11 +39,12 @@ class Case:
                     "gradient_checkpointing": self.checkpointing,
                     "lora": lora if self.lora else None,
                 },
-                "data": {"train": "t"},
+                "data": {"train": "t", "max_prompt_tokens": self.length // 4},
+                "sampling": {"max_tokens": self.length - self.length // 4},
                 "rewards": {"r": {"type": "function", "target": "exact_match"}},
                 "algorithm": {"kl": {"placement": "reward" if self.reference else "none"}},
                 "training": {"micro_batch_tokens": self.tokens},
-                "learner": {"processes": self.ranks, "layout": {"context": self.context}},
+                "learner": {"processes": self.ranks, "layout": {"context": self.context, "experts": self.experts}},
             }
         )
 
@@ -47,11 +56,19 @@ CASES: dict[str, Case] = {
     "32B full, 16 GPUs": Case(size="32B", ranks=16),
     "7B LoRA, 1 GPU": Case(size="7B", ranks=1, lora=True),
     "8B at 128k, 8 GPUs, context over 8": Case(size="8B", ranks=8, tokens=131_072, context=8),
+    "8B at 128k, 8 GPUs, context over 2": Case(size="8B", ranks=8, tokens=131_072, context=2),
+    "32B at 32k, 32 GPUs": Case(size="32B", ranks=32, tokens=32_768),
     "32B at 32k, 32 GPUs, context over 2": Case(size="32B", ranks=32, tokens=32_768, context=2),
     # FSDP alone; what the reference would take beside it, no rank has.
     "30B-A3B full, 8 GPUs": Case(size="30B-A3B", ranks=8, tokens=8192, reference=False),
+    "30B-A3B full, 8 GPUs, experts over 8": Case(size="30B-A3B", ranks=8, tokens=8192, reference=False, experts=8),
+    # It attends by its own plain attention, which holds the square of a sample's length.
+    "gpt-oss-120b at 8k, 32 GPUs, experts over 32, context over 8": Case(
+        size="gpt-oss-120b", ranks=32, tokens=8192, reference=False, experts=32, context=8
+    ),
 }
 CASES = {**CASES, **{f"{name}, short": replace(case, layers=4) for name, case in CASES.items()}}
+_MIXTURES: Mapping[str, str] = {"30B-A3B": "Qwen3-30B-A3B, 8 ranks", "gpt-oss-120b": "gpt-oss-120b, 32 ranks"}
 # hidden, intermediate, layers, heads, heads of keys and values, vocabulary
 _SHAPES: Mapping[str, tuple[int, ...]] = {
     "1.5B": (1536, 8960, 28, 12, 2, 151_936),
@@ -63,8 +80,10 @@ _SHAPES: Mapping[str, tuple[int, ...]] = {
 
 def model_config(size: str, layers: int | None = None) -> transformers.PretrainedConfig:
     """As Qwen2.5 has it, and of 8B as Llama 3 has; the smallest ties its head to its embeddings."""
-    if size == "30B-A3B":
-        return _mixture(layers)
+    if size in _MIXTURES:
+        case = loading_cases.CASES[_MIXTURES[size]]
+        fewer = {} if layers is None else {"num_hidden_layers": layers}
+        return replace(case, settings={**case.settings, **fewer}).config
     hidden, intermediate, all_layers, heads, kv_heads, vocabulary = _SHAPES[size]
     return transformers.Qwen2Config(
         vocab_size=vocabulary,
@@ -79,27 +98,4 @@ def model_config(size: str, layers: int | None = None) -> transformers.Pretraine
         pad_token_id=0,
         bos_token_id=None,
         architectures=["Qwen2ForCausalLM"],
-    )
-
-
-def _mixture(layers: int | None) -> transformers.Qwen3MoeConfig:
-    """Qwen3-30B-A3B."""
-    return transformers.Qwen3MoeConfig(
-        vocab_size=151_936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        num_hidden_layers=layers or 48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,  # type: ignore[call-arg]  # it takes whatever a configuration may hold
-        max_position_embeddings=32_768,
-        tie_word_embeddings=False,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-        architectures=["Qwen3MoeForCausalLM"],
     )

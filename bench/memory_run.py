@@ -2,13 +2,14 @@
 
 The policy, its reference and AdamW are made of tensors without memory (FakeTensor), over ranks that are not there
 (torch's fake process group), and go through a step of two micro-batches; what lives is added up. Attention is a
-double that holds what flash attention holds.
+double that holds what flash attention holds, or the model's own where it attends by itself; of divided experts each
+rank gets as many tokens.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,29 +19,43 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from bench.memory_cases import Case, model_config
-from streamrl.learner.model.load import _checkpoint, make_policy
+from streamrl.learner.model.experts import Divided, GroupExchange, experts_of
+from streamrl.learner.model.load import _checkpoint, fill, make_policy
 from streamrl.learner.model.logprobs import CHUNK_ELEMENTS
 from streamrl.learner.model.lora import place_adapters, without_adapters
 from streamrl.learner.model.packing import MicroBatch
 from streamrl.learner.model.policy import Policy, evaluating
 from streamrl.learner.model.shard import shard
-from streamrl.learner.model.ways import Way
+from streamrl.learner.model.ways import EAGER, VARLEN, Way, attention_of
 from streamrl.learner.process.ranks import World
 
 _AS_FLASH = "streamrl_held"
 
 
-class _Nowhere(World):
-    def mesh(self) -> DeviceMesh:
-        with unset_fake_temporarily():  # its ranks are numbers, and read
-            return World.mesh(self)
+class Even(GroupExchange):
+    """As if each rank of the group had as many tokens for each: FakeTensors have no numbers."""
+
+    def __init__(self, group: dist.ProcessGroup, *, rows: int) -> None:
+        super().__init__(group)
+        self._each = [rows // group.size()] * group.size()
+
+    def counts(self, given: torch.Tensor) -> tuple[torch.Tensor, Sequence[int], Sequence[int]]:
+        return given, self._each, self._each
+
+
+def tell_evenly(model: nn.Module, *, rows: int) -> None:
+    """`rows`: for experts, that a rank has."""
+    for _, module in experts_of(model):
+        divided: Divided | None = vars(module).get("divided")
+        if divided is not None:
+            assert isinstance(divided.exchange, GroupExchange)
+            vars(module)["divided"] = replace(divided, exchange=Even(divided.exchange.group, rows=rows))
 
 
 class _AsFlash(torch.autograd.Function):
@@ -69,9 +84,9 @@ def run(case: Case) -> dict[str, int]:
     """The most bytes in each phase."""
     if case.ranks > 1:  # of one, nothing is said to anybody
         dist.init_process_group("fake", rank=0, world_size=case.ranks, store=FakeStore())
-    world = _Nowhere(rank=0, size=case.ranks, device=torch.device("cpu")).under(case.config.learner.layout)
+    world = World(rank=0, size=case.ranks, device=torch.device("cpu")).under(case.config.learner.layout)
     transformers.AttentionInterface.register(_AS_FLASH, attend)
-    with FakeTensorMode() as mode:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         policy = _policy(case, world, trains=True)
         frozen = _reference(case, policy, world)
         # By their own parts: of whole ones DTensor first tries each operation at full size, to know its shape.
@@ -178,22 +193,31 @@ class Held(TorchDispatchMode):
 
 
 def _policy(case: Case, world: World, *, trains: bool) -> Policy:
-    config = case.config
-    with unset_fake_temporarily(), torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            model_config(case.size, case.layers), dtype=torch.float32, attn_implementation=_AS_FLASH
-        )
-        if trains and config.model.lora is not None:
-            place_adapters(model, config.model.lora)
-    _materialise(model)
-    if trains and config.model.gradient_checkpointing:
-        _checkpoint(model, is_wished=True)
-    for parameter in model.parameters():
-        if not parameter.requires_grad or not trains:
-            parameter.requires_grad_(False).data = parameter.data.to(torch.bfloat16)
-    policy = shard(make_policy(model, config, (1,)).train(trains), world, in_half=trains)
+    config, about = case.config, model_config(case.size, case.layers)
+    attention = EAGER if attention_of(about, VARLEN) == EAGER else _AS_FLASH
+    with unset_fake_temporarily():  # numbers of ranks are read
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(
+                about, dtype=torch.float32, attn_implementation=attention
+            )
+            if trains and config.model.lora is not None:
+                place_adapters(model, config.model.lora)
+        if trains and config.model.gradient_checkpointing:
+            _checkpoint(model, is_wished=True)
+        for parameter in model.parameters():
+            if not parameter.requires_grad or not trains:
+                parameter.requires_grad_(False).data = parameter.data.to(torch.bfloat16)
+        policy = shard(make_policy(model, config, (1,)).train(trains), world, in_half=trains)
+    if world.size == 1 and not trains:  # it is not sharded
+        _materialise(policy.model)
+    for module in model.modules():
+        module._buffers.update({name: torch.empty(b.shape, dtype=b.dtype) for name, b in module._buffers.items()})
+    fill(policy, {}, torch.device("cpu"))
+    if case.experts > 1:
+        tell_evenly(model, rows=case.tokens // case.context * about.num_experts_per_tok)
     # As on a GPU.
-    policy.take(Way(layout="packed", attention=_AS_FLASH), replace(policy.head, chunk_elements=CHUNK_ELEMENTS["cuda"]))
+    way = Way(layout="shared" if attention == EAGER else "packed", attention=attention)
+    policy.take(way, replace(policy.head, chunk_elements=CHUNK_ELEMENTS["cuda"]))
     return policy
 
 
@@ -205,21 +229,19 @@ def _materialise(model: nn.Module) -> None:
             if old is not None:
                 empty = torch.empty(old.shape, dtype=old.dtype)
                 module._parameters[name] = made.setdefault(id(old), nn.Parameter(empty, old.requires_grad))
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
 def _batch(case: Case) -> MicroBatch:
     tokens = case.tokens
+    rows = tokens // case.length, case.length
 
     def whole(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int64)
 
     return MicroBatch(
-        input_ids=whole(1, tokens),
-        position_ids=whole(1, tokens),
-        until=whole(1, tokens),
+        input_ids=whole(*rows),
+        position_ids=whole(*rows),
+        until=whole(*rows),
         index=whole(tokens),
         targets=whole(tokens),
         position=whole(tokens),
@@ -227,6 +249,6 @@ def _batch(case: Case) -> MicroBatch:
         behaviour_logprobs=torch.zeros(tokens),
         sample=whole(tokens),
         starts=torch.zeros(2, dtype=torch.int32),
-        longest=tokens,
+        longest=case.length,
         mine=None if case.context == 1 else whole(tokens // case.context),
     )

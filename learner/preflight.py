@@ -3,6 +3,9 @@
     own loss and advantages ─► tokenizer ─► prompts, by the run's own reader ─► the model on `meta`, its LoRA targets
                                                          ─► a teacher's tokenizer
                                                          ─► what a rank takes of its GPU, `--elsewhere`: without workers
+                                                         ─► which layout those GPUs should have
+
+    python -m streamrl.learner.preflight --gpus 8 --memory BYTES --per-host 8     that alone, for GPUs not here
 
 It stops at the first mistake, with the words that the learner would end with some minutes later. No weights are loaded
 and nothing is downloaded: a model that is only on a hub is left to the learner. Blocks on the disk.
@@ -11,6 +14,7 @@ and nothing is downloaded: a model that is only on a hub is left to the learner.
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -36,12 +40,39 @@ _READ_S = 10.0  # for so long prompts are tokenised; the learner reads the rest
 def main() -> int:
     write = take_stdout()
     try:
-        part: Part = "learner" if "--elsewhere" in sys.argv[1:] else "all"
-        for finding in examine(config_from_json(sys.stdin.read()), part):
+        words, config = _words(), config_from_json(sys.stdin.read())
+        part: Part = "learner" if words.elsewhere else "all"
+        for finding in examine(config, part) if words.gpus is None else plan_for(config, words):
             write(finding)
     except UserError as mistake:
         write(error("learner", str(mistake), ""))
     return 0
+
+
+def _words() -> Namespace:
+    parser = ArgumentParser()
+    parser.add_argument("--elsewhere", action="store_true")
+    for name in ("--gpus", "--memory", "--per-host"):
+        parser.add_argument(name, type=int)
+    return parser.parse_args()
+
+
+def plan_for(config: schema.Config, words: Namespace) -> Iterator[Finding]:
+    """Of a model of which the configuration alone need be here."""
+    from streamrl.learner.model.layouts import Asked, Machine
+    from streamrl.learner.model.load import outline, teacher_sizes
+    from streamrl.learner.model.sizes import Sizes
+    from streamrl.learner.planning import tell
+
+    for path in (config.model.path, None if config.teacher is None else config.teacher.path):
+        if path is not None and not _is_here(path):
+            told = f"{path!r} is not on this machine: its config.json is what a layout is planned by"
+            yield error("layout", told, f"`hf download {path} --include '*.json'`, or name a folder that has it")
+            return
+    learner = config.learner.model_copy(update={"layout": schema.Layout()})  # whatever is set now
+    config = config.model_copy(update={"learner": learner})
+    machine = Machine(gpus=words.gpus, memory=words.memory, per_host=words.per_host)
+    yield from tell(Asked.of(Sizes.of(outline(config)), config, teacher=teacher_sizes(config)), machine)
 
 
 def examine(config: schema.Config, part: Part = "all") -> Iterator[Finding]:
@@ -87,8 +118,11 @@ def _teacher(config: schema.Config, info: TokenizerInfo) -> Iterator[Finding]:
 
 def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterator[Finding]:
     """Of a rank on its GPU; where the learner is on several hosts, their number is not known here."""
+    from streamrl.learner.model.layouts import Asked, Machine
     from streamrl.learner.model.load import teacher_sizes
-    from streamrl.learner.model.memory import REMEDY, Sizes, plan
+    from streamrl.learner.model.memory import REMEDY, plan
+    from streamrl.learner.model.sizes import Sizes
+    from streamrl.learner.planning import tell
 
     try:
         share = place(config, gpus_here(), part).shares.get(LEARNER)
@@ -97,7 +131,8 @@ def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterat
     if share is None or not share.memory or config.model.dtype != "bfloat16":
         return
     is_here = config.teacher is None or config.teacher.path is None or _is_here(config.teacher.path)
-    planned = plan(Sizes.of(model), config, teacher=teacher_sizes(config) if is_here else None)
+    sizes, teacher = Sizes.of(model), teacher_sizes(config) if is_here else None
+    planned = plan(sizes, config, teacher=teacher)
     told = f"{size(planned.needed)} a rank at its peak, by calculation, {size(share.memory)} to have on {share.words}"
     if planned.needed <= share.memory:
         yield ok("learner on GPU", told)
@@ -105,6 +140,10 @@ def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterat
         yield error("learner on GPU", f"{told}; {REMEDY}", "")
     else:
         yield warning("learner on GPU", told if part == "all" else f"{told}, were this host alone", REMEDY)
+    if part == "all":
+        ranks = config.learner.processes
+        machine = Machine(gpus=ranks, memory=share.memory, per_host=ranks)
+        yield from tell(Asked.of(sizes, config, teacher=teacher), machine, has=config.learner.layout)
 
 
 def _is_here(path: str) -> bool:

@@ -50,16 +50,16 @@ class Exchange(Protocol):
 
 class GroupExchange:
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
 
     def counts(self, given: torch.Tensor) -> tuple[torch.Tensor, Sequence[int], Sequence[int]]:
         taken = torch.empty_like(given)
-        dist.all_to_all_single(taken, given, group=self._group)
+        dist.all_to_all_single(taken, given, group=self.group)
         give, take = torch.stack([given.sum(1), taken.sum(1)]).tolist()
         return taken, give, take
 
     def swap(self, rows: torch.Tensor, give: Sequence[int], take: Sequence[int]) -> torch.Tensor:
-        return all_to_all_single(rows, list(take), list(give), self._group)
+        return all_to_all_single(rows, list(take), list(give), self.group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,11 +34,12 @@ from streamrl.host import available_memory
 from streamrl.learner.model.converted import Unlike, sources_of
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.lora import base_name, inject_adapters, place_adapters
-from streamrl.learner.model.memory import Sizes, refuse_too_large
+from streamrl.learner.model.memory import refuse_too_large
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.model.routers import prepare_mixture
 from streamrl.learner.model.settle import settle
 from streamrl.learner.model.shard import gathered_in_half, shard, unfilled
+from streamrl.learner.model.sizes import Sizes
 from streamrl.learner.model.sources import Files, Source, Sources, read_rows
 from streamrl.learner.model.tensors import empty_like
 from streamrl.learner.model.ways import MASKED, attention_of, choose, refuse_long

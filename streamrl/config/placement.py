@@ -29,7 +29,7 @@ from streamrl.terminal import plural
 
 Part = Literal["all", "learner", "worker"]  # what of the run this machine is for: all is what `up` starts
 LEARNER, REWARD = "learner", "reward/0"
-_USABLE = 0.9
+USABLE = 0.9  # of a GPU's memory
 _LEARNER_SHARE, _REWARD_SHARE, _LEAST = 0.5, 0.1, 0.05
 _UTILISATION = "gpu_memory_utilization"
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -49,7 +49,7 @@ class Share:
     @property
     def memory(self) -> int:
         """Bytes that it may take of each; 0: not known."""
-        return int(min((gpu.memory for gpu in self.gpus), default=0) * (self.fraction or _USABLE))
+        return int(min((gpu.memory for gpu in self.gpus), default=0) * (self.fraction or USABLE))
 
     @property
     def words(self) -> str:
@@ -172,7 +172,7 @@ def _fractions(config: Config, parts: Sequence[str], gpu: Gpu) -> Mapping[str, f
     """Of what shares this GPU; `gpu_memory_utilization` of the user's stands, and the learner takes the rest."""
     kinds = Counter(part.partition("/")[0] for part in parts)
     workers, asked = kinds["worker"], config.worker.engine_args.get(_UTILISATION)
-    room = _USABLE - _REWARD_SHARE * kinds["reward"]
+    room = USABLE - _REWARD_SHARE * kinds["reward"]
     asked = asked if isinstance(asked, int | float) else None
     if asked is not None and workers:
         worker, learner = asked, room - workers * asked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench.memory_cases import Case
-from bench.memory_run import _batch
+from bench.memory_run import _batch, tell_evenly
 from streamrl.config import schema
 from streamrl.errors import ConfigError
-from streamrl.learner.model.experts import Divided, GroupExchange, ask, experts_of
+from streamrl.learner.model.experts import ask, experts_of
 from streamrl.learner.model.load import fill, load_policy, make_policy
 from streamrl.learner.model.shard import shard
 from streamrl.learner.process.ranks import World
@@ -56,14 +56,6 @@ def test_a_division_that_cannot_be_is_refused(tmp_path: Path, make: Any, said: s
         load_policy(config, ALONE, ())
 
 
-class Even(GroupExchange):
-    """As if each rank of the group had as many tokens for each: FakeTensors have no numbers."""
-
-    def counts(self, given: torch.Tensor) -> tuple[torch.Tensor, Sequence[int], Sequence[int]]:
-        each = [TOKENS * CHOSEN // RANKS] * RANKS
-        return given, each, each
-
-
 @pytest.fixture
 def ranks() -> Iterator[World]:
     with nowhere(RANKS) as world:
@@ -89,9 +81,7 @@ def test_divided_experts_send_tokens_and_not_weights(ranks: World, experts: int)
         model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
     world = ranks.under(schema.Layout(experts=experts))
     policy = shard(make_policy(model, config, ()).train(), world, in_half=True)
-    for _, module in experts_of(model):
-        if experts > 1:
-            vars(module)["divided"] = Divided(exchange=Even(vars(module)["divided"].exchange._group), size=RANKS)
+    tell_evenly(model, rows=TOKENS * CHOSEN)
     with FakeTensorMode(allow_non_fake_inputs=True), Said() as said:
         for module in model.modules():
             module._buffers.update({name: torch.empty_like(b, device="cpu") for name, b in module._buffers.items()})

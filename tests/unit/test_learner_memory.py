@@ -33,7 +33,14 @@ def test_the_closed_form_is_within_a_tenth_of_what_the_learners_code_holds(check
 
 
 @pytest.mark.parametrize(
-    "name", ["8B at 128k, 8 GPUs, context over 8, short", "30B-A3B full, 8 GPUs, short"], ids=["context", "mixture"]
+    "name",
+    [
+        "8B at 128k, 8 GPUs, context over 8, short",
+        "30B-A3B full, 8 GPUs, short",
+        "30B-A3B full, 8 GPUs, experts over 8, short",
+        "gpt-oss-120b at 8k, 32 GPUs, experts over 32, context over 8, short",
+    ],
+    ids=["context", "mixture", "divided experts", "its own attention"],
 )
 def test_the_closed_form_knows_what_ranks_share(name: str) -> None:
     case = CASES[name]
@@ -52,11 +59,23 @@ def test_what_is_meant_for_gpus_of_80_gb_fits_there_with_headroom(name: str) -> 
     assert found.peak < found.needed < 80e9
 
 
+def test_of_divided_experts_a_rank_gathers_its_own_and_may_get_more_tokens_than_others() -> None:
+    whole = CASES["30B-A3B full, 8 GPUs"]
+    shared = replace(whole, experts=8)
+    experts = sizes_of(whole).experts
+    assert experts is not None
+    assert planned(shared).always == planned(whole).always
+    assert planned(whole).in_layer - planned(shared).in_layer > 8 * experts.weights * 7 // 8
+    headroom = [planned(case).needed - 1.05 * planned(case).peak for case in (whole, shared)]
+    assert headroom[1] >= headroom[0]
+    assert planned(whole).uneven == 0 < planned(shared).uneven
+
+
 def test_a_rank_that_cannot_fit_is_refused_with_both_numbers_and_the_remedy() -> None:
     case = CASES["7B full, 4 GPUs"]
     refuse_too_large(sizes_of(case), case.config, ranks=4, room=50 * 10**9)
     refuse_too_large(sizes_of(case), case.config, ranks=8, room=40 * 10**9)  # on two hosts
-    told = r"a rank takes 49\.5 GB .* 40\.0 GB are to have: lower training\.micro_batch_tokens, .*masters"
+    told = r"a rank takes 48\.4 GB .* 40\.0 GB are to have: lower training\.micro_batch_tokens, .*masters"
     with pytest.raises(ResourceError, match=told):
         refuse_too_large(sizes_of(case), case.config, ranks=4, room=40 * 10**9)
 
@@ -69,6 +88,13 @@ def test_masters_on_the_host_leave_the_gpu_to_activations() -> None:
     assert on_host.peak == plan(sizes, config).peak - 16 * sizes.trained // 4
 
 
+def test_inputs_of_layers_that_wait_on_the_host_are_those_of_two_layers() -> None:
+    case = CASES["8B at 128k, 8 GPUs, context over 8"]
+    sizes, config = sizes_of(case), case.config
+    on_host = config.model_copy(update={"model": config.model.model_copy(update={"activations": "cpu"})})
+    assert plan(sizes, on_host).kept == plan(sizes, config).kept * 2 // sizes.layers
+
+
 def test_more_ranks_and_checkpointing_take_less_and_adapters_least() -> None:
     full = CASES["7B full, 4 GPUs"]
     assert planned(replace(full, ranks=8)).peak < planned(full).peak < planned(replace(full, checkpointing=False)).peak
@@ -78,7 +104,7 @@ def test_more_ranks_and_checkpointing_take_less_and_adapters_least() -> None:
 @pytest.mark.parametrize(
     ("gigabytes", "level", "told"),
     [
-        (80, "ok", "38.3 GB a rank at its peak, by calculation, 42.7 GB to have on GPU 0"),
+        (80, "ok", "37.1 GB a rank at its peak, by calculation, 42.7 GB to have on GPU 0"),
         (24, "error", "to have on GPU 0"),
     ],
 )
@@ -95,6 +121,8 @@ def test_a_learner_that_does_not_fit_is_refused_before_its_weights_are_loaded(
     found = findings["learner on GPU"]
     assert found.level == level
     assert told in found.evidence
+    assert findings["layout"].level == level
+    assert ("as it is set" if level == "ok" else "none of 1 GPU fits") in findings["layout"].evidence
 
 
 def test_a_teacher_beside_the_policy_is_counted_and_one_on_the_host_less() -> None:

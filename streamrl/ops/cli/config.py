@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -110,6 +110,7 @@ def check(file: str, overrides: tuple[str, ...], no_files: bool) -> None:
     click.echo(f"{file}: good" + (" (files were not looked at)" if no_files else ""))
 
 
+_MAKERS_GB = 1019 << 20  # bytes: of an H100 with 80 GB, nvidia-smi tells 81,559 MiB
 _LEVELS = {"ok": ("ok     ", 0), "warning": ("warning", 3), "error": ("ERROR  ", 2)}  # mark, exit code
 
 
@@ -124,7 +125,12 @@ _LEVELS = {"ok": ("ok     ", 0), "warning": ("warning", 3), "error": ("ERROR  ",
 )
 @takes_json
 @click.option("--ask-services", is_flag=True, help="Ask reward services for a score, too, which may cost money.")
-def doctor(file: str, overrides: tuple[str, ...], part: Part, as_json: bool, ask_services: bool) -> int:
+@click.option(
+    "--gpus", type=click.IntRange(min=1), help="Only plan a layout for a learner with so many GPUs, anywhere."
+)
+@click.option("--gpu-memory", type=click.FloatRange(min=1), default=80.0, help="Of each, in GB, as makers tell it.")
+@click.option("--gpus-per-host", type=click.IntRange(min=1), default=8, help="How many of these are in one machine.")
+def doctor(file: str, overrides: tuple[str, ...], part: Part, as_json: bool, ask_services: bool, **gpus: Any) -> int:
     """Look at everything that a run needs before it is started; change nothing.
 
     \b
@@ -132,6 +138,7 @@ def doctor(file: str, overrides: tuple[str, ...], part: Part, as_json: bool, ask
         streamrl doctor conf/reinforce.yaml model.path=./sft data.train=prompts.jsonl redis.url=redis://host:6379
         streamrl doctor run.yaml --for learner       where `streamrl learn` or torchrun is started, without vLLM
         streamrl doctor run.yaml --for worker        where `streamrl worker` is, without prompts and run folder
+        streamrl doctor run.yaml --gpus 32 --gpu-memory 80       which layout a learner should have there, and why
 
     \b
     Settings and files; Redis: version, policy, memory, durability, latency; model, tokenizer and vocabulary;
@@ -145,16 +152,24 @@ def doctor(file: str, overrides: tuple[str, ...], part: Part, as_json: bool, ask
     --json prints {worst, findings [{name level evidence remedy}]}; level is ok, warning or error.
     """
     from streamrl.ops.monitor.doctor import examine
+    from streamrl.ops.monitor.doctor.trials import Planned, plan_layout
 
+    loaded = load_config(file, overrides)
+    if gpus["gpus"] is None:
+        findings = examine(loaded, part, ask_services=ask_services)
+    else:
+        memory = int(gpus["gpu_memory"] * _MAKERS_GB)
+        planned = Planned(gpus=gpus["gpus"], memory=memory, per_host=gpus["gpus_per_host"])
+        findings = plan_layout(loaded, planned)
     worst = "ok"
     told = []
-    for finding in examine(load_config(file, overrides), part, ask_services=ask_services):
+    for finding in findings:
         told.append(asdict(finding))
         worst = max(worst, finding.level, key=list(_LEVELS).index)
         if not as_json:
             click.echo(printable(f"{_LEVELS[finding.level][0]}  {finding.name:<18} {finding.evidence}"))
-            if finding.remedy:
-                click.echo(printable(f"{'':<28}{finding.remedy}"))
+            for line in finding.remedy.splitlines():
+                click.echo(printable(f"{'':<28}{line}"))
     if as_json:
         click.echo(json.dumps({"worst": worst, "findings": told}, indent=2))
     return _LEVELS[worst][1]

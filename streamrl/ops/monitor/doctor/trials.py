@@ -16,11 +16,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from streamrl.config.load import Loaded
+from streamrl.config.placement import USABLE
 from streamrl.config.schema import FunctionReward
-from streamrl.errors import DataError
+from streamrl.errors import ConfigError, DataError
 from streamrl.extras import install, is_installed
 from streamrl.finding import Finding, warning
 from streamrl.ops.monitor.doctor.machine import check_models
@@ -46,12 +48,33 @@ def try_rewards(loaded: Loaded, *, ask_services: bool = False) -> Iterator[Findi
 
 
 def try_learner(loaded: Loaded, *, workers_are_here: bool = True) -> Iterator[Finding]:
+    words = [] if workers_are_here else ["--elsewhere"]
+    return _ask_learner(*words, loaded=loaded, what="model and prompts were not tried")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """GPUs for a learner, which need not be here."""
+
+    gpus: int
+    memory: int  # bytes of each
+    per_host: int
+
+
+def plan_layout(loaded: Loaded, planned: Planned) -> Iterator[Finding]:
+    """Which layout a learner should have there. Nothing else is looked at, and of the model its configuration alone."""
+    if planned.gpus > planned.per_host and planned.gpus % planned.per_host:
+        told = f"--gpus {planned.gpus} is no multiple of --gpus-per-host {planned.per_host}"
+        raise ConfigError(f"{told}: say how many of them each host has")
+    here = {"gpus": planned.gpus, "memory": int(USABLE * planned.memory), "per-host": planned.per_host}
+    words = [word for name, value in here.items() for word in (f"--{name}", str(value))]
+    return _ask_learner(*words, loaded=loaded, what="no layout was planned")
+
+
+def _ask_learner(*words: str, loaded: Loaded, what: str) -> Iterator[Finding]:
     if not is_installed("torch", "transformers"):
         remedy = "look again where the learner runs, or `pip install 'streamrl[learner]'`"
-        return iter(
-            [warning("learner", "torch and transformers are not here: model and prompts were not tried", remedy)]
-        )
-    words = [] if workers_are_here else ["--elsewhere"]
+        return iter([warning("learner", f"torch and transformers are not here: {what}", remedy)])
     return _run("learner", "streamrl.learner.preflight", *words, loaded=loaded, limit_s=_LEARNER_S)
 
 

@@ -1,0 +1,95 @@
+"""What a rank's tokens take of its GPU while a layer works on them, in bytes: what it keeps, and what comes and goes.
+
+A token of width H in a layer whose queries are Q wide, keys K, the MLP I, in bf16:
+
+    kept     H    2     its input; alone, until the backward pass computes the rest again
+             H   16     of both norms an fp32 copy and two of bf16
+             Q    4     queries, and what attention made of them;       6 more where heads have norms
+             K    4     keys and values;                                6 more likewise
+             I    8     four of the MLP's
+    at work  I    4     two gradients of the MLP's
+             H    2     that of its input
+
+Of each expert that a token goes to, whose width is I, a mixture keeps 8 I, or 14 I where they bend their gates, and
+4 H: hidden states by expert, before and after; and 8 for each expert that its router asks. At work are 6 H for each,
+and 11 H where experts are divided and rows come and go; 3 I more where they bend their gates. Rows are counted as if
+each rank had as many.
+
+Ranks that share samples (context) have each its part of the tokens, and keys and values as often as they are repeated.
+Attention that is the model's own (sinks, soft caps) keeps 6 bytes for each head and token that a token may see, and has
+as many at work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from streamrl.config import schema
+from streamrl.learner.model.context import repeats
+from streamrl.learner.model.sizes import Sizes
+from streamrl.learner.model.ways import EAGER
+
+_SCORES = 6  # bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What of a micro-batch one rank has, and with how many it shares that."""
+
+    tokens: int  # its own
+    longest: int  # of a sample
+    context: int
+    experts: int
+
+    @classmethod
+    def of(cls, layout: schema.Layout, *, tokens: int, longest: int) -> Part:
+        own = -(-tokens // layout.context)
+        return cls(tokens=own, longest=min(longest, tokens), context=layout.context, experts=layout.experts)
+
+
+def of_layer(sizes: Sizes, part: Part) -> int:
+    """What it keeps beyond its input."""
+    return part.tokens * (16 * sizes.width + _attention(sizes, part) + 8 * sizes.mlp + _experts(sizes))
+
+
+def at_work(sizes: Sizes, part: Part) -> int:
+    """What comes and goes in a layer's backward pass, beyond that: its MLP's, or its attention's, when what the MLP
+    kept is gone."""
+    of_mlp = 4 * sizes.mlp + 2 * sizes.width
+    if (experts := sizes.experts) is not None:
+        widths = (6 if part.experts == 1 else 11) * sizes.width + (3 * experts.width if experts.bends else 0)
+        of_mlp += experts.chosen * widths
+    of_attention = _scores(sizes, part) - 8 * sizes.mlp - _experts(sizes)
+    return part.tokens * max(of_mlp, of_attention)
+
+
+def of_experts(sizes: Sizes, part: Part) -> int:
+    """What of a layer is of tokens that other ranks may have sent."""
+    if sizes.experts is None or part.experts == 1:
+        return 0
+    return part.tokens * (_experts(sizes) + 11 * sizes.experts.chosen * sizes.width)
+
+
+def masks(sizes: Sizes, part: Part) -> int:
+    """Of attention that takes one, in fp32, of whole samples."""
+    return 0 if sizes.attention != EAGER else 4 * part.tokens * part.context * part.longest
+
+
+def _attention(sizes: Sizes, part: Part) -> int:
+    keys, more = sizes.keys, 0
+    if part.context > 1:
+        keys *= repeats(sizes.heads, sizes.kv_heads, part.context)
+    if sizes.norms_heads:
+        more += 6 * (sizes.queries + sizes.keys)
+    return 4 * sizes.queries + 4 * keys + more + _scores(sizes, part)
+
+
+def _scores(sizes: Sizes, part: Part) -> int:
+    """Of a context group each rank has a part of the heads, for all tokens."""
+    return _SCORES * sizes.heads * part.longest if sizes.attention == EAGER else 0
+
+
+def _experts(sizes: Sizes) -> int:
+    if (experts := sizes.experts) is None:
+        return 0
+    return experts.chosen * ((14 if experts.bends else 8) * experts.width + 4 * sizes.width) + 8 * experts.num

@@ -1,0 +1,117 @@
+"""What is to be known of a model to say what it takes and sends, whatever its weights are: it may be on `meta`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+from torch import nn
+
+from streamrl.config import schema
+from streamrl.learner.model.experts import experts_of
+from streamrl.learner.model.ways import EAGER, MASKED, VARLEN, attention_of, decoder_of, ways_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Of a layer, the largest."""
+
+    num: int
+    chosen: int  # for a token
+    weights: int  # of all of them
+    total: int  # in all layers
+    trained: int  # of these
+    width: int  # of what is between a single one's two products
+    bends: bool  # they do more between these than to multiply an activation with a gate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Of a model."""
+
+    trained: int  # weights
+    frozen: int
+    layer: int  # weights of the largest, experts included
+    head: int  # V x H
+    outermost: int  # weights that are in no layer
+    is_tied: bool
+    layers: int
+    width: int
+    mlp: int  # that all tokens go through
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    norms_heads: bool  # of queries and keys
+    attention: str  # on a GPU, as `learner.model.ways` calls it
+    may_share: bool  # ranks may have parts of a row each
+    experts: Experts | None
+
+    @classmethod
+    def of(cls, model: transformers.PreTrainedModel) -> Sizes:
+        config = model.config.get_text_config()
+        layers = _layers(model)
+        each = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+        total = sum(p.numel() for p in model.parameters())
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        heads = getattr(config, "num_attention_heads", None) or 1
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        mixtures = [module for _, module in experts_of(model)]
+        return cls(
+            trained=trained,
+            frozen=total - trained,
+            layer=max(each, default=0),
+            head=config.vocab_size * config.hidden_size,
+            outermost=total - sum(each),
+            is_tied=bool(config.tie_word_embeddings),
+            layers=len(each),
+            width=config.hidden_size,
+            mlp=_mlp(config, some_are_dense=len(mixtures) < len(layers)),
+            queries=heads * head_dim,
+            keys=kv_heads * head_dim,
+            heads=heads,
+            kv_heads=kv_heads,
+            norms_heads=any(name.endswith(".q_norm") for name, _ in model.named_modules()),
+            attention=attention_of(model.config, VARLEN),
+            may_share=any(way.layout == "shared" for way in ways_of(model)),
+            experts=_experts(config, mixtures) if mixtures else None,
+        )
+
+    def attends(self, settings: schema.Model) -> str:
+        """On a GPU, under these settings."""
+        return self.attention if self.attention == EAGER or settings.attention != "masked" else MASKED
+
+
+def _layers(model: transformers.PreTrainedModel) -> list[nn.Module]:
+    found = getattr(decoder_of(model), "layers", None)
+    return list(found) if found is not None else []
+
+
+def _mlp(config: transformers.PretrainedConfig, *, some_are_dense: bool) -> int:
+    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+    if num_shared := getattr(config, "n_shared_experts", None):
+        shared = num_shared * config.moe_intermediate_size
+    dense = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return max(shared, dense) if some_are_dense else shared
+
+
+def _experts(config: transformers.PretrainedConfig, mixtures: Sequence[Any]) -> Experts:
+    largest = max(mixtures, key=_weights)
+    said = getattr(config, "num_experts_per_tok", None) or 1
+    down = largest.down_proj
+    return Experts(
+        num=len(down),
+        chosen=max(said) if isinstance(said, list) else said,
+        weights=_weights(largest),
+        total=sum(_weights(module) for module in mixtures),
+        trained=sum(p.numel() for module in mixtures for p in module.parameters() if p.requires_grad),
+        width=down.shape[1] if largest.is_transposed else down.shape[2],
+        bends=largest.has_bias,
+    )
+
+
+def _weights(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

@@ -1,0 +1,77 @@
+"""Which layout a learner should have on some GPUs, in words: what was chosen, what it takes and sends, and why nothing
+smaller was; where nothing fits, what would. `learner.model.layouts` decides, and this tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from streamrl.config import schema
+from streamrl.finding import Finding, error, ok, warning
+from streamrl.learner.model.layouts import FARTHER, Asked, Machine, Option, WayOut, options, smaller, ways_out
+from streamrl.terminal import plural, size
+
+NAME = "layout"
+
+
+def tell(asked: Asked, machine: Machine, *, has: schema.Layout | None = None) -> Iterator[Finding]:
+    """`has`: what is set now; it is told whether that is the choice."""
+    found = options(asked, machine)
+    chosen = found[0]
+    if not chosen.fits:
+        yield _nothing_fits(chosen, asked, machine)
+        return
+    told = (
+        f"{words(chosen.layout)} on {plural(machine.gpus, 'GPU')}: {_needs(chosen, machine)}; {_sends(chosen, machine)}"
+    )
+    if has == chosen.layout:
+        yield ok(NAME, f"as it is set, {told}")
+    else:
+        yield Finding(name=NAME, level="ok", evidence=told, remedy="\n".join(_lines(chosen, asked, machine)))
+    for other in smaller(found):
+        yield ok(f"{NAME}, why not", f"{words(other.layout)}: {_against(other, chosen, machine)}")
+
+
+def words(layout: schema.Layout) -> str:
+    told = [f"{name} {value}" for name, value in layout.model_dump().items() if value > 1]
+    return ", ".join(told) or "nothing shared but weights"
+
+
+def _needs(option: Option, machine: Machine) -> str:
+    return f"{size(option.planned.needed)} a rank at its peak, by calculation, of {size(machine.memory)} to have"
+
+
+def _sends(option: Option, machine: Machine) -> str:
+    counting = f", bytes between hosts counting {FARTHER}-fold" if machine.hosts > 1 else ""
+    return f"a rank sends {size(option.sent)} for a token{counting}"
+
+
+def _against(other: Option, chosen: Option, machine: Machine) -> str:
+    if not other.fits:
+        return f"it takes {size(other.planned.needed)} of {size(machine.memory)} to have"
+    return f"it sends {size(other.sent)} for a token, and {size(chosen.sent)} as chosen"
+
+
+def _lines(option: Option, asked: Asked, machine: Machine) -> Iterator[str]:
+    """Of YAML."""
+    layout = ", ".join(f"{name}: {value}" for name, value in option.layout.model_dump().items() if value > 1)
+    ranks = machine.gpus // machine.hosts
+    each = f"  # on each of {machine.hosts} hosts" if machine.hosts > 1 else ""
+    yield f"learner: {{processes: {ranks}, layout: {{{layout}}}}}{each}"
+    if asked.tokens != asked.config.training.micro_batch_tokens:
+        yield f"training: {{micro_batch_tokens: {asked.tokens}}}  # at least the longest sample"
+
+
+def _nothing_fits(least: Option, asked: Asked, machine: Machine) -> Finding:
+    told = (
+        f"none of {plural(machine.gpus, 'GPU')} fits: the least, {words(least.layout)}, takes "
+        f"{size(least.planned.needed)} of {size(machine.memory)} to have"
+    )
+    found = [_way_out(way) for way in ways_out(asked, machine)]
+    remedy = "\n".join(found) or "no single change would do: take more GPUs, shorter samples and adapters together"
+    tell_as = error if least.planned.peak > machine.memory else warning
+    return tell_as(NAME, told, remedy)
+
+
+def _way_out(way: WayOut) -> str:
+    return f"with {way.words}: {size(way.option.planned.needed)}, {words(way.option.layout)}"

@@ -1,0 +1,158 @@
+"""Which layout the planner chooses for some GPUs, why nothing smaller, and what it tells where nothing fits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+import yaml
+
+from bench.memory import counted, planned, sizes_of
+from bench.memory_cases import Case
+from streamrl.config.schema import Layout
+from streamrl.learner.model.layouts import Asked, Machine, Option, options, ways_out
+from streamrl.learner.planning import tell, words
+from streamrl.terminal import size
+
+WHOLE = words(Layout())
+ROOM = int(0.9 * 80 * (1019 << 20))  # of a GPU of 80 GB
+LONG = Case(size="8B", ranks=8, tokens=131_072)
+DENSE = Case(size="32B", ranks=32, tokens=32_768)
+QWEN = Case(size="30B-A3B", ranks=8, tokens=8192, reference=False)
+GPT = Case(size="gpt-oss-120b", ranks=32, tokens=8192, reference=False)
+SMALL = Case(size="1.5B", ranks=1)
+SHAPES = {
+    "8B at 128k on 8": (LONG, Layout(context=2)),
+    "32B at 32k on 32": (DENSE, Layout()),
+    "30B-A3B on 8": (QWEN, Layout(experts=8)),
+    "gpt-oss-120b on 32": (GPT, Layout(context=8, experts=32)),
+    "1.5B on 1": (SMALL, Layout()),
+}
+
+
+def asked(case: Case) -> Asked:
+    return Asked.of(sizes_of(case), case.config)
+
+
+def machine(case: Case, *, memory: int = ROOM) -> Machine:
+    return Machine(gpus=case.ranks, memory=memory, per_host=8)
+
+
+def choice(case: Case) -> Option:
+    return options(asked(case), machine(case))[0]
+
+
+def under(case: Case, layout: Layout) -> Case:
+    assert layout.replicas == 1
+    return replace(case, context=layout.context, experts=layout.experts)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_of_five_learners_each_has_its_layout(name: str) -> None:
+    case, layout = SHAPES[name]
+    chosen = choice(case)
+    assert chosen.fits
+    assert chosen.layout == layout
+    assert chosen.planned == planned(under(case, layout))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_is_planned_for_each_is_what_the_learners_own_code_holds(name: str) -> None:
+    """With four layers of it; with all of them `bench memory` does."""
+    case, layout = SHAPES[name]
+    if dist.is_initialized():  # of a single rank, by a test before
+        dist.destroy_process_group()
+    short = replace(under(case, layout), layers=4)
+    assert planned(short).peak == pytest.approx(max(counted(short).values()), rel=0.1)
+
+
+def test_it_is_told_with_what_is_to_be_pasted_and_each_smaller_one_with_why_not() -> None:
+    first, *others = tell(asked(GPT), machine(GPT))
+    assert first.level == "ok"
+    assert first.evidence.startswith("context 8, experts 32 on 32 GPUs: ")
+    assert f"of {size(ROOM)} to have" in first.evidence
+    assert yaml.safe_load(first.remedy) == {"learner": {"processes": 8, "layout": {"context": 8, "experts": 32}}}
+    told = {other.evidence.partition(":")[0]: other.evidence for other in others}
+    assert [name for name in told if name.endswith("experts 32")] == [
+        "context 4, experts 32",
+        "context 2, experts 32",
+        "experts 32",
+    ]
+    assert re.search(rf"it takes \S+ GB of {size(ROOM)} to have", told["context 4, experts 32"])
+    assert re.search(r"it sends .* for a token, and .* as chosen", told["context 8, experts 16"])
+
+
+def test_what_fits_and_is_not_chosen_sends_more() -> None:
+    [_, *others] = options(asked(QWEN), machine(QWEN))
+    for option in others:
+        assert not option.fits or option.sent >= choice(QWEN).sent
+    told = [finding.evidence for finding in tell(asked(QWEN), machine(QWEN))]
+    assert any(re.fullmatch(r"experts 4: it sends .* for a token, and .* as chosen", line) for line in told)
+
+
+def test_a_layout_that_is_set_already_is_not_to_be_pasted() -> None:
+    first, *_ = tell(asked(QWEN), machine(QWEN), has=Layout(experts=8))
+    assert first.evidence.startswith("as it is set, experts 8 on 8 GPUs: ")
+    assert first.remedy == ""
+
+
+def test_a_micro_batch_holds_the_longest_sample() -> None:
+    case = replace(SMALL, tokens=1024, longest=4096)
+    assert asked(case).tokens == 4096
+    [first] = tell(asked(case), machine(case))
+    assert yaml.safe_load(first.remedy)["training"] == {"micro_batch_tokens": 4096}
+
+
+def test_copies_are_kept_by_hosts_where_they_fit_and_nowhere_within_one() -> None:
+    case = replace(SMALL, ranks=16)
+    assert choice(case).layout == Layout(replicas=2)
+    assert all(o.layout.replicas == 1 for o in options(asked(case), Machine(gpus=16, memory=ROOM, per_host=16)))
+    [first, *_] = tell(asked(case), machine(case))
+    assert "on each of 2 hosts" in first.remedy
+
+
+def test_long_micro_batches_are_dearer_to_send_than_experts() -> None:
+    """Weights are gathered once for each, and hidden states sent for each token."""
+    whole, sent = Layout(), Layout(experts=8)
+    for tokens, better in ((8192, sent), (262_144, whole)):
+        case = replace(QWEN, tokens=tokens, longest=8192)
+        found = {o.layout.experts: o.sent for o in options(asked(case), machine(case)) if o.layout.context == 1}
+        assert min(found, key=lambda experts: found[experts]) == better.experts
+
+
+def test_what_no_layout_holds_is_told_with_what_would() -> None:
+    case = replace(DENSE, ranks=8)
+    [told] = tell(asked(case), machine(case))
+    assert told.level == "error"
+    assert re.match(r"none of 8 GPUs fits: the least, context 8, takes 93\.7 GB of 76\.9 GB to have", told.evidence)
+    assert "with 16 GPUs: " in told.remedy
+    assert "with model.masters=cpu: " in told.remedy
+    assert "with adapters alone (model.lora): " in told.remedy
+    assert "checkpointing" not in told.remedy, "it is on"
+
+
+def test_shorter_samples_and_checkpointing_are_told_where_they_would_do() -> None:
+    case = replace(LONG, ranks=4, checkpointing=False, reference=False)
+    ways = {way.words: way.option for way in ways_out(asked(case), machine(case))}
+    assert all(option.fits for option in ways.values())
+    [shorter] = [words for words in ways if words.startswith("samples of at most")]
+    longest = int(shorter.split()[4])
+    at_most = replace(case, tokens=longest), replace(case, tokens=longest + 1024)
+    assert [choice(each).fits for each in at_most] == [True, False]
+
+
+def test_a_model_of_few_heads_or_none_to_share_is_not_shared_further() -> None:
+    sizes = replace(sizes_of(LONG), heads=9, kv_heads=3)
+    for may_share, contexts in ((True, {1, 3}), (False, {1})):
+        known = replace(asked(LONG), sizes=replace(sizes, may_share=may_share))
+        found = {o.layout.context for o in options(known, Machine(gpus=12, memory=ROOM, per_host=12))}
+        assert found == contexts
+
+
+def test_a_run_that_replays_routes_has_samples_whole() -> None:
+    case = asked(QWEN)
+    algorithm = case.config.algorithm.model_copy(update={"routing_replay": "rollout"})
+    replaying = replace(case, config=case.config.model_copy(update={"algorithm": algorithm}))
+    assert {o.layout.context for o in options(replaying, machine(QWEN))} == {1}
