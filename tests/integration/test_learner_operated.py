@@ -167,7 +167,8 @@ def test_of_two_learners_too_many_one_ends_by_itself_and_a_stop_ends_the_standby
         reports = snapshot(client, keys).reports
         return [(r.part.partition("/")[0], r.doing) for r in reports if not r.part.startswith("learner/0")]
 
-    with made_up_worker(config, url), ExitStack() as stack:
+    few = 10 * config.training.groups_per_step  # else it trains on all cores while the others begin
+    with made_up_worker(config, url, may_answer=lambda: few), ExitStack() as stack:
         first = stack.enter_context(running_learner(config, url))
         wait_until(lambda: steps(config), description="steps are made", timeout_s=PATIENCE_S)
         refused = stack.enter_context(running_learner(config, url, processes=1))

@@ -110,7 +110,7 @@ def test_tickets_become_groups_of_the_published_version_and_sigterm_ends_the_wor
 
     before = descendants(process.pid)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
     wait_until(lambda: not alive(before), description="nothing of the worker is left")
     assert not workers.left_behind()
 
@@ -125,7 +125,7 @@ def test_the_worker_leaves_when_the_run_is_finished(
     learner.groups(1)
 
     learner.stream.release("finished")
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
 
 
 def test_a_killed_worker_loses_no_ticket_to_the_one_that_takes_its_place(

@@ -79,7 +79,7 @@ async def test_the_whole_run_is_on_the_screen_at_any_size(run: Watched, width: i
         assert ("host-029" in shown) == (height == 50)
         assert ("delivered" in shown) == (width == 200)
         program.press("q")
-        assert program.process.wait(5) == 0
+        assert program.process.wait(60) == 0
 
 
 async def test_without_colour_it_is_all_there_and_bare(run: Watched) -> None:
