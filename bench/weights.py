@@ -54,6 +54,7 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
     lines += _steps(quick=quick, say=say)
     if not quick:
         lines += _serving(say=say)
+        lines += _in_place(say=say)
     num_trials = 1_000 if quick else 10_000
     say(f"{num_trials:,} corrupted versions")
     return lines + _corruption(num_trials)
@@ -82,6 +83,12 @@ def _serving(*, say: Say) -> list[Line]:
 
     with scratch_folder(in_memory=True) as shared:
         return bench_serving(shared=shared, num_rounds=4, say=say)
+
+
+def _in_place(*, say: Say) -> list[Line]:
+    from bench.in_place import bench_in_place  # vLLM, in processes of its own
+
+    return bench_in_place(say=say)
 
 
 def _size(lr: float, states: list[State]) -> list[Line]:

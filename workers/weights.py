@@ -194,6 +194,8 @@ class WeightFollower:
         changed, self._changed = self._changed, None
         if changed is not None and changed.since != self.version:  # the engine is another than when it was patched
             changed = None
+        if manifest.adapters and not self._num_loads:
+            log.info("loads_all_weights", reason="each version is adapters, which are merged into all of the model")
         await engine.load(
             self._mirror.path, version=manifest.version, step=manifest.step, kv_cache=self._kv_cache, changed=changed
         )

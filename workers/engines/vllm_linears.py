@@ -63,7 +63,7 @@ _OURS = (WritableLinear, WritableEmbedding, LookedUp)
 
 def make_writable(model: nn.Module) -> None:
     """What is packed already is packed anew by the next load."""
-    as_fast = _is_as_fast()
+    as_fast = is_as_fast()
     num_names = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     has_head = any(isinstance(module, ParallelLMHead) for module in num_names)
     for module, num in num_names.items():
@@ -117,7 +117,8 @@ def _is_skipped(layer: nn.Module) -> bool:
     return bool(getattr(layer, "_cpu_skip_gemm_dispatch", False))
 
 
-def _is_as_fast() -> bool:
+def is_as_fast() -> bool:
+    """Whether the kernel whose packed weights can be written to is there, and of use on these processors."""
     if not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
         return False
     if not hasattr(torch.ops._C, "convert_weight_packed"):
