@@ -169,6 +169,8 @@ def _kinds(parameter: str, live: _Live, written: set[int]) -> list[Kind]:
 
 def _ask(parameter: str, live: _Live, given: torch.Tensor, call: Call) -> int:
     """The first of the rows that the loader writes this tensor to, as it is and one after another."""
+    if live.parameter.dtype != given.dtype or not live.parameter.is_contiguous():
+        raise NoPlace(f"{parameter} is kept as {live.parameter.dtype} and not as {given.dtype}, or not row after row")
     fresh = blank(live.module, live.name)
     whole = live.parameter.shape if live.parameter.numel() else getattr(packed(live.module), "shape", None)
     if fresh is None or fresh.shape != whole or fresh.dtype != given.dtype or not fresh.is_contiguous():
