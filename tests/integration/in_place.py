@@ -174,7 +174,8 @@ def _model(case: Case, folder: Path) -> Path:
 def _in_process(name: str, told: Connection) -> None:
     case = CASES.get(name) or Case(model=name)
     with tempfile.TemporaryDirectory() as folder:
-        told.send({"case": name, **asyncio.run(run(case, Path(folder)))})
+        row = {"case": name, **asyncio.run(run(case, Path(folder)))}
+    told.send(row)  # what hears it kills this process
 
 
 def main(output: Path, names: list[str]) -> None:
