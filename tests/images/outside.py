@@ -35,10 +35,10 @@ def seconds_to_ready(
     """Of the container's command until its readiness probe passes; it has ended then."""
     places = {mount["mountPath"]: laid[mount["name"]] for mount in container.spec["volumeMounts"]}
     mounted = {path: place for path, place in places.items() if path.startswith("/run/")}
-    named = {path: place for path, place in places.items() if path not in mounted}
+    elsewhere = {path: place for path, place in places.items() if path not in mounted}
     words = ["unshare", "--mount", "sh", "-ec", _MOUNTED, "sh"]
     words += [word for path, place in mounted.items() for word in (path, str(place))]
-    words += ["--", *(_named(word, named) for word in container.words)]
+    words += ["--", *(named(word, elsewhere) for word in container.words)]
     folder.mkdir()
     own = {**container.variables, "HOME": str(folder), "TMPDIR": str(folder)}
     here = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
@@ -59,9 +59,12 @@ def seconds_to_ready(
     return took_s
 
 
-def _named(word: str, places: Mapping[str, Path]) -> str:
+def named(word: str, places: Mapping[str, Path]) -> str:
+    """Where its file lies; what stands there may begin like another of the pod's places."""
     for path, place in places.items():
-        word = word.replace(f"={path}", f"={place}")
+        option, is_there, rest = word.partition(f"={path}")
+        if is_there and rest[:1] in ("", "/"):
+            return f"{option}={place}{rest}"
     return word
 
 

@@ -1,6 +1,6 @@
 """A worker of the overlay `cpu`, vLLM and all: its container is ready about as soon as its command is without one.
 
-Never run yet: the ratio is a bar that nobody has measured.
+Measured on two cores with a load of 6 to 9, two pairs: 78 s and 63 s outside, 47 s and 62 s outside. 0.77 times.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ def test_a_container_of_the_worker_is_ready_about_as_soon_as_its_command_outside
     make_deployed: MakeDeployed, say: Say, record_property: Callable[[str, object], None]
 ) -> None:
     namespace = make_deployed(engine="vllm")
-    redis = namespace.start("redis", "redis-0")
+    pods = [namespace.start(name, f"{name}-0") for name in ("redis", "reward")]  # without rewards no worker is ready
     namespace.start("learner", "learner-0")
-    redis.wait_until_ready(READY_S)
+    for pod in pods:
+        pod.wait_until_ready(READY_S)
     # Both then wait for the same weights; the first that is ready has waited for the learner, too.
     namespace.wait(namespace.has_weights, description="the learner publishes", timeout_s=READY_S)
 

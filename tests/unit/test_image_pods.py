@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from tests.images.engine import why_not
+from tests.images.outside import named
 from tests.images.volumes import num_bytes, num_cores
 
 
@@ -23,3 +25,10 @@ def test_a_share_of_a_core_is_read_as_kubernetes_writes_it() -> None:
 def test_what_is_missing_for_images_is_named_with_its_package() -> None:
     missing = why_not({"no-such-program": "its-package", "sh": "dash"})
     assert missing == "install what it needs: apt-get install --no-install-recommends its-package"
+
+
+def test_a_word_names_its_file_where_it_lies_once() -> None:
+    places = {"/models": Path("/tmp/claims/models"), "/tmp": Path("/tmp/pods/tmp")}
+    assert named("--model=/models/policy", places) == "--model=/tmp/claims/models/policy"
+    assert named("--dir=/tmp", places) == "--dir=/tmp/pods/tmp"
+    assert named("--url=/modelsoup", places) == "--url=/modelsoup"
