@@ -25,7 +25,9 @@ pytestmark = [
 ]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["qwen3_moe", "mixtral"])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.long)]
+)
 async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     made = Served.of_family(request.param, tmp_path_factory.mktemp("models"))
     async with started(made):

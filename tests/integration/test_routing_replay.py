@@ -80,7 +80,7 @@ def test_a_mixture_trains_by_routes_and_loses_nothing(folder: Path, overrides: t
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param((), id="one rank"),
+        pytest.param((), id="one rank", marks=pytest.mark.long),
         pytest.param(("learner.processes=2", "learner.layout.experts=2"), id="experts over two ranks"),
     ],
 )
