@@ -57,7 +57,7 @@ class _Size:
 
 
 _WHOLE = _Size(turn_tokens=64, num_rounds=4, num_rollouts=72, num_long=24, seconds=30.0)
-_QUICK = _Size(turn_tokens=24, num_rounds=1, num_rollouts=24, num_long=4, seconds=3.0)
+_QUICK = _Size(turn_tokens=24, num_rounds=1, num_rollouts=12, num_long=2, seconds=2.0)
 
 
 def bench(*, quick: bool, say: Say) -> list[Line]:
