@@ -31,7 +31,7 @@ from streamrl.permissions import Permissions
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.tasks import cancel_all
 from streamrl.versions import make_version
-from streamrl.workers.engines.base import EngineSettings, Generated, SampleRequest
+from streamrl.workers.engines.base import EngineSettings, Generated, Load, SampleRequest
 from streamrl.workers.engines.model import ModelFacts, read_model
 from streamrl.workers.engines.vllm_engine import VllmEngine
 from streamrl.workers.environments.playing import Plays, playing
@@ -225,7 +225,7 @@ async def _opened(folder: Path, turn_tokens: int) -> AsyncIterator[_Scene]:
     engine = _Engine(EngineSettings(model=facts, config=config, seed=1))
     try:
         await engine.start()
-        await engine.load(folder / "model" / "model.safetensors", version=make_version(1, 1), step=1)
+        await engine.load(Load(weights=folder / "model" / "model.safetensors", version=make_version(1, 1), step=1))
         async with playing(config, Permissions(reward_code=(_AGENT,)), facts) as player:
             assert player is not None, "there is an environment"
             yield _Scene(engine, player, facts, config.sampling)

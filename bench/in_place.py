@@ -23,6 +23,7 @@ from bench.report import Bar, Fact, Line
 from streamrl.files import scratch_folder
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import MemoryStore
+from streamrl.workers.engines.base import Load
 
 _SHARE = 0.01  # of the elements that change
 _NUM_ROUNDS = 7
@@ -78,7 +79,7 @@ async def _rounds(folder: Path, *, as_vllm_packs: bool) -> tuple[list[float], li
     if as_vllm_packs:
         leave_packing_to_vllm()
     engine = TimedEngine(folder / "model", "bfloat16")
-    await engine.load(mirror.path, version=mirror.version, step=0)
+    await engine.load(Load(weights=mirror.path, version=mirror.version, step=0))
     rng = np.random.default_rng(0)
     patch_s, own_s = [], []
     for _ in range(1 + _NUM_ROUNDS):
@@ -86,7 +87,9 @@ async def _rounds(folder: Path, *, as_vllm_packs: bool) -> tuple[list[float], li
         since = mirror.version
         state = {tensor: _moved(bits, rng) for tensor, bits in state.items()}
         mirror.apply(publishing.publish(state), publishing.store)
-        await engine.load(mirror.path, version=mirror.version, step=0, changed=mirror.changed(since=since))
+        await engine.load(
+            Load(weights=mirror.path, version=mirror.version, step=0, changed=mirror.changed(since=since))
+        )
         assert not engine.reason, engine.reason
         patch_s.append(engine.took_s)
         own_s.append(engine.own_reload(mirror.path))

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.protocol.weights.changes import Changed
-from streamrl.workers.engines.base import EngineStats, Generated, KvCache, ReadBack, SampleRequest
+from streamrl.workers.engines.base import EngineStats, Generated, Load, ReadBack, SampleRequest
 from streamrl.workers.engines.patches import Place, write_patch
 from streamrl.workers.engines.vllm_plugin import WEIGHT_TRANSFER_BACKEND, WORKER_EXTENSION
 
@@ -66,18 +66,11 @@ class EngineHere:
     async def start(self) -> None:
         """It is."""
 
-    async def load(
-        self,
-        weights: Path,
-        *,
-        version: int,
-        step: int,
-        kv_cache: KvCache = "salt",
-        changed: Changed | None = None,
-    ) -> None:
-        self.reason = "all of it is asked for" if changed is None else self._write_patch(changed, weights)
+    async def load(self, load: Load) -> None:
+        changed = load.changed
+        self.reason = "all of it is asked for" if changed is None else self._write_patch(changed, load.weights)
         patch = None if self.reason else str(self.patch)
-        self._update({"path": str(weights), "version": version, "patch": patch})
+        self._update({"path": str(load.weights), "version": load.version, "patch": patch})
 
     def _write_patch(self, changed: Changed, weights: Path) -> str:
         found = self._worker.streamrl_places(str(weights))

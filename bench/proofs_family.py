@@ -30,6 +30,7 @@ from streamrl.errors import LoadRejected
 from streamrl.learner.publishing.host_copy import cast_digests
 from streamrl.protocol.weights.manifest import Manifest
 from streamrl.telemetry.progress import Progress
+from streamrl.workers.engines.base import Load
 from streamrl.workers.engines.model import read_model
 from streamrl.workers.proofs.proving import Prover
 
@@ -107,7 +108,7 @@ async def _serve_versions(case: _Case) -> None:
         save_file(dict(case.versions[-1]), mirror)
         if not number:
             await case.prover.rehearse(case.engine, mirror)
-        await case.engine.load(mirror, version=1 + number, step=number)
+        await case.engine.load(Load(weights=mirror, version=1 + number, step=number))
         try:
             await case.prover.check(case.engine, mirror, case.manifest())
         except LoadRejected as error:
@@ -131,7 +132,7 @@ async def _find_faults(case: _Case) -> None:
     rows = []
     for number, fault in enumerate(faults(case.versions[-1], case.versions[-2], case.versions[0])):
         save_file({**case.versions[-1], **fault.tensors}, spoilt)
-        await case.engine.load(spoilt, version=100 + number, step=0)
+        await case.engine.load(Load(weights=spoilt, version=100 + number, step=0))
         wrong = (await case.engine.read_back(mirror, number=number, num_parts=1)).wrong
         missed = {place(name) for name in fault.tensors} - {place(name) for name in wrong}
         rows.append({"fault": fault.name, "kind": fault.kind, "num": len(fault.tensors), "missed": len(missed)})
@@ -146,7 +147,7 @@ async def _canary_alone(case: _Case) -> None:
     for number, fault in enumerate(faults(case.versions[-1], case.versions[-2], case.versions[0])):
         name = sorted(fault.tensors)[len(fault.tensors) // 2]
         save_file({**case.versions[-1], name: fault.tensors[name]}, spoilt)
-        await case.engine.load(spoilt, version=1000 + number, step=0)
+        await case.engine.load(Load(weights=spoilt, version=1000 + number, step=0))
         answered = await case.engine.logprobs(np.asarray(case.token_ids, dtype=np.int32))
         off = float(np.abs(answered - truth.truth).mean())
         rows.append({"fault": fault.name, "kind": fault.kind, "off": off})

@@ -30,7 +30,7 @@ from streamrl.protocol.weights.manifest import Manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.telemetry.progress import Progress
-from streamrl.workers.engines.base import EngineSettings
+from streamrl.workers.engines.base import EngineSettings, Load
 from streamrl.workers.engines.model import ModelFacts, read_model
 from streamrl.workers.engines.vllm_engine import VllmEngine
 from streamrl.workers.proofs.proving import Prover
@@ -142,7 +142,7 @@ async def _start(
     started = time.perf_counter()
     await prover.rehearse(engine, mirror.path)
     rehearsed = time.perf_counter()
-    await engine.load(mirror.path, version=manifest.version, step=0)
+    await engine.load(Load(weights=mirror.path, version=manifest.version, step=0))
     loaded = time.perf_counter()
     await prover.check(engine, mirror.path, manifest)
     found.proofs_s = rehearsed - started + time.perf_counter() - loaded
@@ -151,7 +151,7 @@ async def _start(
 
 async def _prove(engine: VllmEngine, prover: Prover, mirror: Mirror, manifest: Manifest, found: _Found) -> None:
     began = time.perf_counter()
-    await engine.load(mirror.path, version=manifest.version, step=manifest.step)
+    await engine.load(Load(weights=mirror.path, version=manifest.version, step=manifest.step))
     loaded = time.perf_counter()
     try:
         await prover.check(engine, mirror.path, manifest)

@@ -30,7 +30,7 @@ from streamrl.learner.model.packing import MicroBatch, Piece, pack
 from streamrl.learner.model.routing import RoutingReplay
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.routes import ending, joined, pack_routes
-from streamrl.workers.engines.base import EngineSettings, Generated, SampleRequest
+from streamrl.workers.engines.base import EngineSettings, Generated, Load, SampleRequest
 from streamrl.workers.engines.model import read_model
 from streamrl.workers.engines.transformers_engine import TransformersEngine
 
@@ -149,7 +149,7 @@ async def _generate(folder: Path, prompts: Sequence[Any]) -> list[Generated]:
     )
     await engine.start()
     try:
-        await engine.load(weights, version=1, step=0)
+        await engine.load(Load(weights=weights, version=1, step=0))
         asked = [
             SampleRequest(request_id=str(at), prompt_ids=prompt, sampling=config.sampling)
             for at, prompt in enumerate(prompts)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from streamrl.config import schema
-from streamrl.protocol.weights.changes import Changed
-from streamrl.workers.engines.base import KvCache, SampleRequest
+from streamrl.workers.engines.base import KvCache, Load, SampleRequest
 from streamrl.workers.engines.vllm_engine import VllmEngine
 
 if TYPE_CHECKING:
@@ -56,17 +56,9 @@ class WatchedEngine(VllmEngine):
         core.pause_scheduler_async = pause_scheduler_async
         core.resume_scheduler_async = resume_scheduler_async
 
-    async def load(
-        self,
-        weights: Path,
-        *,
-        version: int,
-        step: int,
-        kv_cache: KvCache = "salt",
-        changed: Changed | None = None,
-    ) -> None:
+    async def load(self, load: Load) -> None:
         self.load_began = time.perf_counter()
-        await super().load(weights, version=version, step=step, kv_cache=self.kv_cache, changed=changed)
+        await super().load(replace(load, kv_cache=self.kv_cache))
 
     async def reload_file(self, path: Path) -> None:
         """As who has a checkpoint and no versions; to be restored before the next version comes."""

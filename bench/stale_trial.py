@@ -37,7 +37,7 @@ from streamrl.recipe.algorithms import make_algorithm
 from streamrl.recipe.rewards import regex_format
 from streamrl.versions import make_version
 from streamrl.workers.answer import Answerer
-from streamrl.workers.engines.base import Engine
+from streamrl.workers.engines.base import Engine, Load
 from streamrl.workers.rewards.base import RewardDouble, Rewards, ScoreItem, Weighted
 
 _ALONE = World(rank=0, size=1, device=torch.device("cpu"))
@@ -131,7 +131,7 @@ class Trainer:
 
     async def _serve(self, folder: Path, step: int) -> None:
         version = make_version(1, next(self._versions))
-        await self._engine.load(_file(folder, step), version=version, step=step)
+        await self._engine.load(Load(weights=_file(folder, step), version=version, step=step))
 
     async def _ask(self, entries: Any, purpose: Purpose) -> list[Group]:
         return list(await asyncio.gather(*(self._answered(entry, purpose) for entry in entries)))

@@ -33,7 +33,7 @@ from streamrl.recipe.held_out import Judged, judge_samples, majority, passes, wi
 from streamrl.tasks import cancel_all, gather_or_cancel, run_beside
 from streamrl.versions import make_version
 from streamrl.workers.answer import Answerer
-from streamrl.workers.engines.base import Engine, EngineSettings, make_engine
+from streamrl.workers.engines.base import Engine, EngineSettings, Load, make_engine
 from streamrl.workers.engines.model import ModelFacts
 from streamrl.workers.environments.playing import playing
 from streamrl.workers.rewards.base import Rewards, ScoreItem
@@ -156,7 +156,7 @@ async def evaluate(
     try:
         await rewards.start()  # closes all of them where one fails
         await engine.start()
-        await engine.load(weights, version=make_version(1, 0), step=step)
+        await engine.load(Load(weights=weights, version=make_version(1, 0), step=step))
         tickets = [_ticket(i, prompt, config) for i, prompt in enumerate(prompts)]
         async with playing(config, permissions, model) as player:
             answerer = Answerer(

@@ -17,7 +17,7 @@ from typing import Protocol
 from streamrl.errors import RunGone
 from streamrl.protocol.transport.types import Announcement, Control, Leased, RunInfo, RunState
 from streamrl.protocol.wire.ticket import Ticket
-from streamrl.workers.engines.base import Engine, EngineStats
+from streamrl.workers.engines.base import Engine, EngineStats, Load
 
 
 class Tickets(Protocol):
@@ -216,7 +216,7 @@ class WeightsDouble:
 
     async def serve(self, version: int, *, step: int = 0) -> None:
         assert self.engine is not None, "an engine is followed"
-        await self.engine.load(Path("mirror"), version=version, step=step)
+        await self.engine.load(Load(weights=Path("mirror"), version=version, step=step))
         async with self._changed:
             self.version = version
             self._changed.notify_all()

@@ -30,7 +30,7 @@ from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import Blobs
 from streamrl.telemetry.progress import Progress
 from streamrl.versions import show
-from streamrl.workers.engines.base import Engine, KvCache
+from streamrl.workers.engines.base import Engine, KvCache, Load
 from streamrl.workers.proofs.proving import Prover
 from streamrl.workers.roles import Announcements
 
@@ -197,7 +197,13 @@ class WeightFollower:
         if manifest.adapters and not self._num_loads:
             log.info("loads_all_weights", reason="each version is adapters, which are merged into all of the model")
         await engine.load(
-            self._mirror.path, version=manifest.version, step=manifest.step, kv_cache=self._kv_cache, changed=changed
+            Load(
+                weights=self._mirror.path,
+                version=manifest.version,
+                step=manifest.step,
+                kv_cache=self._kv_cache,
+                changed=changed,
+            )
         )
         self._mirror.loaded()
         self._num_loads += 1

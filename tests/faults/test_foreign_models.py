@@ -27,9 +27,8 @@ from streamrl.errors import ConfigError
 from streamrl.permissions import Permissions
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.snapshot import snapshot
-from streamrl.protocol.weights.changes import Changed
 from streamrl.versions import make_version
-from streamrl.workers.engines.base import KvCache
+from streamrl.workers.engines.base import Load
 from streamrl.workers.engines.transformers_engine import TransformersEngine
 from streamrl.workers.service import Options, serve
 from tests.faults.harness import FaultWorld
@@ -112,22 +111,14 @@ def rounded(model: Path, folder: Path) -> Path:
 class PermutingEngine(TransformersEngine):
     """The rows of one matrix come in another order, at the first version."""
 
-    async def load(
-        self,
-        weights: Path,
-        *,
-        version: int,
-        step: int,
-        kv_cache: KvCache = "salt",
-        changed: Changed | None = None,
-    ) -> None:
-        if version != make_version(EPOCH, 0):
-            return await super().load(weights, version=version, step=step, kv_cache=kv_cache)
+    async def load(self, load: Load) -> None:
+        if load.version != make_version(EPOCH, 0):
+            return await super().load(load)
         name = "model.layers.1.mlp.down_proj.weight"
-        tensors = load_file(weights)
-        permuted = weights.with_name("permuted.safetensors")
+        tensors = load_file(load.weights)
+        permuted = load.weights.with_name("permuted.safetensors")
         save_file({**tensors, name: tensors[name].flip(0).contiguous()}, permuted)
-        await super().load(permuted, version=version, step=step, kv_cache=kv_cache)
+        await super().load(replace(load, weights=permuted))
         return permuted.unlink()
 
 

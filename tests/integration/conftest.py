@@ -1,4 +1,5 @@
-"""What the tests of an installed streamrl share: an environment that has a wheel of it, and no checkout."""
+"""What tests share of an installed streamrl, that is an environment with a wheel of it and no checkout; and of vLLM's
+processes in one of the tests' own."""
 
 from __future__ import annotations
 
@@ -47,3 +48,12 @@ def alone(programs: Path, empty: Path) -> dict[str, str]:
     mine = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     path = f"{programs}{os.pathsep}{os.environ['PATH']}"
     return mine | {"PATH": path, "VLLM_CACHE_ROOT": str(empty / "vllm")}  # it knows no model's class yet
+
+
+@pytest.fixture
+def environment() -> Iterator[None]:
+    """As it was, afterwards: vLLM is told, and tells its processes, through it."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)

@@ -19,10 +19,13 @@ import torch
 import transformers
 
 from streamrl.config import schema
+from streamrl.protocol.weights.manifest import Manifest
+from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
-from streamrl.workers.engines.base import Engine, EngineSettings, Generated, KvCache, SampleRequest, make_engine
+from streamrl.workers.engines.base import Engine, EngineSettings, Generated, KvCache, Load, SampleRequest, make_engine
 from streamrl.workers.engines.hf_model import RowState, processed_logprobs
 from streamrl.workers.engines.model import read_model
+from streamrl.workers.proofs.proving import Prover
 from tests.tiny_families import make_family
 from tests.tiny_models import CHARACTERS, Architecture, make_model
 from tests.worker_world import worker_config
@@ -95,7 +98,7 @@ class Served:
         """The version under which it is served: the next, or the same once more."""
         number = self._num_loads - again
         version, step = make_version(1, number), 100 + number
-        await self.engine.load(self.mirror(model), version=version, step=step, kv_cache=kv_cache)
+        await self.engine.load(Load(weights=self.mirror(model), version=version, step=step, kv_cache=kv_cache))
         self._num_loads = number + 1
         return version
 
@@ -139,6 +142,14 @@ async def started(served: Served) -> AsyncIterator[Served]:
             os.environ.clear()  # vLLM is told, and tells its processes, through the environment
             os.environ.update(environment)
         assert os.listdir(temporary) == [], "an engine leaves nothing behind"
+
+
+def proving(served: Served, version: int) -> tuple[Manifest, Prover, Progress]:
+    """What a worker has to prove that this version is served, and where it tells what it found."""
+    canary_ids = tuple(prompts(1, seed=7)[0])
+    manifest = Manifest(version=version, base=0, step=0, run_uid="run", tensors=(), shards=(), canary_ids=canary_ids)
+    progress = Progress(part="worker/0", role="worker")
+    return manifest, Prover(model=served.facts, dtype="float32", progress=progress), progress
 
 
 def prompts(count: int, *, seed: int = 0) -> list[list[int]]:

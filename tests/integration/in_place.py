@@ -29,6 +29,7 @@ from streamrl.protocol.weights.format import TensorMeta
 from streamrl.protocol.weights.manifest import Manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import MemoryStore
+from streamrl.workers.engines.base import Load
 from tests.tiny_families import make_family
 from tests.tiny_models import make_model
 from tests.weights_world import RUN_UID, State, World
@@ -107,18 +108,18 @@ async def run(case: Case, folder: Path) -> dict[str, Any]:
     engine = EngineHere(model, case.dtype)
     path = chain.mirror.path
     await engine.load_decoy(path)
-    await engine.load(path, version=chain.mirror.version, step=0)
+    await engine.load(Load(weights=path, version=chain.mirror.version, step=0))
     before = await engine.logprobs(IDS)
     reasons = set()
     for _ in range(NUM_DELTAS):
         manifest, changed = chain.next()
-        await engine.load(path, version=manifest.version, step=manifest.step, changed=changed)
+        await engine.load(Load(weights=path, version=manifest.version, step=manifest.step, changed=changed))
         reasons.add(engine.reason)
     found = await engine.read_back(path, number=1, num_parts=1)
     row = {"reasons": sorted(reasons), "num_read": found.num_read, "wrong": found.wrong, "unreadable": found.unreadable}
     if reasons == {""}:
         in_place = await engine.logprobs(IDS)
-        await engine.load(path, version=chain.mirror.version, step=0)
+        await engine.load(Load(weights=path, version=chain.mirror.version, step=0))
         whole = await engine.logprobs(IDS)
         row |= {"off": float(np.abs(in_place - whole).max()), "moved": float(np.abs(whole - before).max())}
         if any(".down_proj." in name for name in chain.state):
@@ -140,10 +141,10 @@ async def _spoilt(case: Case, engine: EngineHere, chain: Chain) -> dict[str, Any
             bits[0] ^= bits.dtype.type(1)
             spoilt[name] = Elements(positions=spoilt[name].positions, bits=bits)
         await engine.load(
-            chain.mirror.path, version=manifest.version, step=0, changed=replace(changed, elements=spoilt)
+            Load(weights=chain.mirror.path, version=manifest.version, step=0, changed=replace(changed, elements=spoilt))
         )
         row[what] = (await engine.read_back(chain.mirror.path, number=1, num_parts=1)).wrong
-        await engine.load(chain.mirror.path, version=manifest.version, step=0)
+        await engine.load(Load(weights=chain.mirror.path, version=manifest.version, step=0))
     manifest, changed = chain.next()
     some = next(iter(changed.elements.values()))
     beyond = Elements(positions=np.array([1 << 40]), bits=some.bits[:1])
@@ -155,7 +156,7 @@ async def _spoilt(case: Case, engine: EngineHere, chain: Chain) -> dict[str, Any
 
 async def _error_of(engine: EngineHere, path: Path, manifest: Manifest, changed: Changed) -> str:
     try:
-        await engine.load(path, version=manifest.version, step=0, changed=changed)
+        await engine.load(Load(weights=path, version=manifest.version, step=0, changed=changed))
     except (IndexError, RuntimeError, ValueError) as error:
         return str(error)
     return ""

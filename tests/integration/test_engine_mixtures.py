@@ -12,12 +12,10 @@ import pytest
 import pytest_asyncio
 
 from streamrl.config import schema
-from streamrl.protocol.weights.manifest import Manifest
 from streamrl.protocol.wire.group import Span
-from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
-from streamrl.workers.proofs.proving import Prover
-from tests.integration.engine_world import TOLERANCE, Served, prompts, started, worst
+from streamrl.workers.engines.base import Load
+from tests.integration.engine_world import TOLERANCE, Served, prompts, proving, started, worst
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -53,14 +51,11 @@ async def test_after_each_load_logprobs_are_those_of_the_version_loaded(served: 
 
 async def test_a_load_is_proved_experts_and_all(served: Served) -> None:
     mirror, version = served.mirror(1), make_version(1, 1)
-    canary_ids = tuple(prompts(1, seed=7)[0])
-    manifest = Manifest(version=version, base=0, step=0, run_uid="run", tensors=(), shards=(), canary_ids=canary_ids)
-    progress = Progress(part="worker/0", role="worker")
-    prover = Prover(model=served.facts, dtype="float32", progress=progress)
+    manifest, prover, progress = proving(served, version)
     await prover.rehearse(served.engine, mirror)
     before = await served.engine.read_back(mirror, number=1, num_parts=1)
     assert len(before.wrong) == before.num_read
-    await served.engine.load(mirror, version=version, step=1)
+    await served.engine.load(Load(weights=mirror, version=version, step=1))
     after = await served.engine.read_back(mirror, number=2, num_parts=1)
     assert (after.num_read, after.wrong, after.unreadable) == (before.num_read, (), ())
     await prover.check(served.engine, mirror, manifest)

@@ -17,14 +17,11 @@ import transformers
 
 from streamrl.config import schema
 from streamrl.errors import SampleError
-from streamrl.protocol.weights.manifest import Manifest
 from streamrl.protocol.wire.group import Span
-from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
-from streamrl.workers.engines.base import Generated, KvCache
+from streamrl.workers.engines.base import Generated, KvCache, Load
 from streamrl.workers.engines.vllm_engine import VllmEngine
-from streamrl.workers.proofs.proving import Prover
-from tests.integration.engine_world import CASES, MAX_PROMPT, TOLERANCE, Served, prompts, started, worst
+from tests.integration.engine_world import CASES, MAX_PROMPT, TOLERANCE, Served, prompts, proving, started, worst
 from tests.integration.episode_world import compare, play_all
 from tests.tiny_models import CHARACTERS
 
@@ -231,17 +228,14 @@ async def test_plain_logprobs_are_those_of_a_forward_pass_also_while_samples_are
 async def test_reloads_are_proved_while_samples_are_in_flight(served: Served) -> None:
     mirror = served.mirror(1)
     version = make_version(1, 1)
-    canary_ids = tuple(prompts(1, seed=7)[0])
-    manifest = Manifest(version=version, base=0, step=0, run_uid="run", tensors=(), shards=(), canary_ids=canary_ids)
-    progress = Progress(part="worker/0", role="worker")
-    prover = Prover(model=served.facts, dtype="float32", progress=progress)
+    manifest, prover, progress = proving(served, version)
     await prover.rehearse(served.engine, mirror)
     before = await served.engine.read_back(mirror, number=1, num_parts=1)
     assert len(before.wrong) == before.num_read > 0
     assert not before.unreadable
     await served.load(0)
     busy = asyncio.gather(*(served.engine.generate(served.request(p, max_tokens=64)) for p in prompts(4)))
-    await served.engine.load(mirror, version=version, step=1)
+    await served.engine.load(Load(weights=mirror, version=version, step=1))
     await prover.check(served.engine, mirror, manifest)
     await busy
     assert progress.report().detail["engine_off"] < TOLERANCE

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from streamrl.config import schema
 from streamrl.errors import EngineError
 from streamrl.protocol.weights.changes import Changed, Elements
-from streamrl.workers.engines.base import EngineSettings, Generated, SampleRequest
+from streamrl.workers.engines.base import EngineSettings, Generated, Load, SampleRequest
 from streamrl.workers.engines.model import read_model
 from streamrl.workers.engines.vllm_engine import VllmEngine
 from streamrl.workers.engines.vllm_in_place import InPlace
@@ -28,14 +27,6 @@ NUM_DELTAS = 5
 NUM_TOKENS = 400
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture
-def environment() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    os.environ.clear()  # vLLM is told, and tells its processes, through the environment
-    os.environ.update(before)
 
 
 class Scene:
@@ -54,12 +45,14 @@ class Scene:
     async def load(self) -> int:
         """All of it."""
         version = self.chain.mirror.version
-        await self.engine.load(self.chain.mirror.path, version=version, step=0)
+        await self.engine.load(Load(weights=self.chain.mirror.path, version=version, step=0))
         return version
 
     async def load_delta(self, changed: Changed | None = None) -> int:
         manifest, its_own = self.chain.next()
-        await self.engine.load(self.chain.mirror.path, version=manifest.version, step=0, changed=changed or its_own)
+        await self.engine.load(
+            Load(weights=self.chain.mirror.path, version=manifest.version, step=0, changed=changed or its_own)
+        )
         return manifest.version
 
     def sample(self, number: int) -> asyncio.Task[Generated]:

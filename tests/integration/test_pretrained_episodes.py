@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from streamrl.config import schema
 from streamrl.demos.pretrained import converter, find_gguf, make_model
 from streamrl.versions import make_version
-from streamrl.workers.engines.base import EngineSettings, KvCache, SampleRequest, make_engine
+from streamrl.workers.engines.base import EngineSettings, KvCache, Load, SampleRequest, make_engine
 from streamrl.workers.engines.model import read_model
 from streamrl.workers.environments.base import Answer, EnvironmentDouble
 from streamrl.workers.environments.play import Player
@@ -69,7 +69,7 @@ async def test_a_pretrained_model_plays_in_its_own_template_and_in_one_that_drop
     environment = dict(os.environ)
     try:
         await engine.start()
-        await engine.load(folder / "model.safetensors", version=version, step=1)
+        await engine.load(Load(weights=folder / "model.safetensors", version=version, step=1))
         for name, template in {"own": own, "drops": _DROPS}.items():
             tokenizer.chat_template = template
             episodes = await asyncio.gather(*(_episode(engine, tokenizer, at, version) for at in range(6)))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from streamrl.protocol.weights.format import DType
 from streamrl.protocol.weights.manifest import Manifest
 from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
-from streamrl.workers.engines.base import EngineSettings
+from streamrl.workers.engines.base import EngineSettings, Load
 from streamrl.workers.engines.model import read_model
 from streamrl.workers.engines.vllm_engine import VllmEngine
 from streamrl.workers.proofs.proving import Prover
@@ -27,14 +25,6 @@ from tests.worker_world import worker_config
 REPAIR = "head.quant_method.process_weights_after_loading(head)"
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture
-def environment() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    os.environ.clear()  # vLLM is told, and tells its processes, through the environment
-    os.environ.update(before)
 
 
 def without_the_repair(folder: Path) -> Path:
@@ -71,7 +61,7 @@ async def test_a_head_that_keeps_the_old_embedding_is_caught(
     try:
         await engine.start()
         await prover.rehearse(engine, mirror)
-        await engine.load(mirror, version=version, step=0)
+        await engine.load(Load(weights=mirror, version=version, step=0))
         if repaired:
             await prover.check(engine, mirror, manifest)
         else:

@@ -28,7 +28,7 @@ import transformers
 from bench.proofs_engine import EngineHere, import_vllm
 from streamrl.learner.model.load import load_model
 from streamrl.learner.model.tensors import kept_in
-from streamrl.workers.engines.base import ReadBack
+from streamrl.workers.engines.base import Load, ReadBack
 from tests.tiny_families import make_family
 
 IDS = np.random.default_rng(3).integers(3, 45, 21, dtype=np.int32)
@@ -63,7 +63,7 @@ async def serve(family: str, folder: Path) -> dict[str, Any]:
     for number in (1, 2):
         if number == 2:
             begin_samples(engine)
-        await engine.load(weights[number], version=number, step=number)
+        await engine.load(Load(weights=weights[number], version=number, step=number))
         reads.append(await engine.read_back(weights[number], number=number, num_parts=1))
         if number == 2:
             finish_samples(engine)

@@ -18,7 +18,7 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError, EngineError
 from streamrl.protocol.wire.branches import Branch
 from streamrl.protocol.wire.routes import Routes, RouteShape, is_missing
-from streamrl.workers.engines.base import EngineSettings, Generated, KvCache, SampleRequest
+from streamrl.workers.engines.base import EngineSettings, Generated, KvCache, Load, SampleRequest
 from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.engines.model import read_model
 from streamrl.workers.engines.routes import routes_of_vllm, shape_of_vllm
@@ -84,7 +84,7 @@ async def test_a_sample_has_the_routes_of_the_passes_that_made_its_tokens(folder
     engine = TransformersEngine(settings(folder))
     await engine.start()
     try:
-        await engine.load(folder / "1.safetensors", version=1, step=0)
+        await engine.load(Load(weights=folder / "1.safetensors", version=1, step=0))
         prompts = [[3, 4, 5], [6, 7, 8, 9, 10, 11, 12], [20]]
         asked = [
             SampleRequest(
@@ -100,7 +100,7 @@ async def test_a_sample_has_the_routes_of_the_passes_that_made_its_tokens(folder
             return engine.stats().num_made > 10
 
         await wait_until_async(some_are_made, description="some tokens were made")
-        await engine.load(folder / "2.safetensors", version=2, step=1, kv_cache=kv_cache)
+        await engine.load(Load(weights=folder / "2.safetensors", version=2, step=1, kv_cache=kv_cache))
         await engine.logprobs(np.arange(3, 9, dtype=np.int32))  # a canary's passes are nobody's
         samples = await asyncio.gather(*made)
     finally:
@@ -121,7 +121,7 @@ async def test_nothing_is_told_where_nobody_asks(folder: Path) -> None:
     versions(folder)
     engine = TransformersEngine(settings(folder, "first_pass"))
     await engine.start()
-    await engine.load(folder / "1.safetensors", version=1, step=0)
+    await engine.load(Load(weights=folder / "1.safetensors", version=1, step=0))
     asked = SampleRequest(request_id="1", prompt_ids=ids([3, 4]), sampling=schema.Sampling(max_tokens=3))
     assert (await engine.generate(asked)).routes is None
     await engine.stop()

@@ -18,7 +18,7 @@ from streamrl.protocol.weights.format import DType
 from streamrl.protocol.weights.manifest import Manifest
 from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
-from streamrl.workers.engines.base import EngineSettings
+from streamrl.workers.engines.base import EngineSettings, Load
 from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.engines.hf_model import token_logprobs
 from streamrl.workers.engines.model import read_model
@@ -184,7 +184,7 @@ async def test_every_tensor_that_differs_is_found_by_reading_back(case: tuple[Pa
         await engine.load_decoy(mirror)
         found = await engine.read_back(mirror, number=1, num_parts=1)
         assert len(found.wrong) == found.num_read
-        await engine.load(mirror, version=1, step=0)
+        await engine.load(Load(weights=mirror, version=1, step=0))
         assert not (await engine.read_back(mirror, number=2, num_parts=1)).wrong
         for name, weight in load_file(mirror).items():
             with changed(folder, name, weight * 1.01 + 0.01) as path:

@@ -11,7 +11,7 @@ from streamrl.errors import EngineError, LoadRejected, RewardError, RunGone, Sam
 from streamrl.protocol.transport.types import Leased
 from streamrl.protocol.wire.group import decode_header
 from streamrl.versions import make_version
-from streamrl.workers.engines.base import Engine, SampleRequest
+from streamrl.workers.engines.base import Engine, Load, SampleRequest
 from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.rewards.base import ScoreItem
 from tests.worker_world import FIRST_VERSION, WorkerWorld
@@ -100,7 +100,7 @@ async def test_what_was_made_under_a_version_that_was_refused_is_not_delivered()
     refused = asyncio.Event()
 
     async def follow(engine: Engine) -> None:
-        await engine.load(Path("mirror"), version=FIRST_VERSION, step=0)
+        await engine.load(Load(weights=Path("mirror"), version=FIRST_VERSION, step=0))
         world.weights.unproved.add(FIRST_VERSION)
         world.weights.version = FIRST_VERSION
         await refused.wait()

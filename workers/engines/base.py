@@ -75,21 +75,23 @@ class EngineStats:
     kv_used: float  # share of the room for keys and values, 0 to 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A version to be served."""
+
+    weights: Path  # a safetensors file
+    version: int
+    step: int
+    kv_cache: KvCache = "salt"
+    changed: Changed | None = None  # where it differs from the version before; who makes no use of it reads all
+
+
 class Engine(Protocol):
     async def start(self) -> None:
         """Be ready to `load`, within `worker.start_timeout_s`. UserError or EngineError where that fails."""
 
-    async def load(
-        self,
-        weights: Path,
-        *,
-        version: int,
-        step: int,
-        kv_cache: KvCache = "salt",
-        changed: Changed | None = None,
-    ) -> None:
-        """Serve the weights of this safetensors file from now on; it does not change until this returns. `changed`:
-        where it differs from the version that was loaded last; who makes no use of it reads all of the file."""
+    async def load(self, load: Load) -> None:
+        """Serve these weights from now on; their file does not change until this returns."""
 
     async def generate(self, request: SampleRequest) -> Generated:
         """One sample, to its end. May be called many times at once; cancelling the call abandons the sample."""

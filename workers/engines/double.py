@@ -12,7 +12,7 @@ import numpy.typing as npt
 from streamrl.errors import EngineError, StreamrlError
 from streamrl.protocol.weights.changes import Changed
 from streamrl.protocol.wire.group import Span
-from streamrl.workers.engines.base import EngineStats, Generated, KvCache, ReadBack, SampleRequest
+from streamrl.workers.engines.base import EngineStats, Generated, Load, ReadBack, SampleRequest
 
 
 class EngineDouble:
@@ -59,18 +59,10 @@ class EngineDouble:
     async def start(self) -> None:
         self.started = True
 
-    async def load(
-        self,
-        weights: Path,
-        *,
-        version: int,
-        step: int,
-        kv_cache: KvCache = "salt",
-        changed: Changed | None = None,
-    ) -> None:
+    async def load(self, load: Load) -> None:
         self._check()
-        self.loads.append((weights, version, step))
-        self.changes.append(changed)
+        self.loads.append((load.weights, load.version, load.step))
+        self.changes.append(load.changed)
 
     async def load_decoy(self, weights: Path) -> None:
         self._check()

@@ -24,14 +24,13 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from streamrl.errors import DataError, EngineError, ResourceError, SampleError
-from streamrl.protocol.weights.changes import Changed
 from streamrl.tasks import cancel_all
 from streamrl.workers.engines.base import (
     Engine,
     EngineSettings,
     EngineStats,
     Generated,
-    KvCache,
+    Load,
     ReadBack,
     SampleRequest,
 )
@@ -62,18 +61,12 @@ class TransformersEngine(Engine):
             raise ResourceError(f"the model did not load within worker.start_timeout_s={timeout_s:g}") from None
         self._decoding = asyncio.create_task(self._decode(self._decoder), name="decode")
 
-    async def load(
-        self,
-        weights: Path,
-        *,
-        version: int,
-        step: int,
-        kv_cache: KvCache = "salt",
-        changed: Changed | None = None,
-    ) -> None:
+    async def load(self, load: Load) -> None:
         # Nothing is cached beyond the rows at work.
-        load = partial(self._started.load, weights, version=version, step=step, recompute=kv_cache == "clear")
-        await self._answer(load, f"load version {version}")
+        task = partial(
+            self._started.load, load.weights, version=load.version, step=load.step, recompute=load.kv_cache == "clear"
+        )
+        await self._answer(task, f"load version {load.version}")
 
     async def load_decoy(self, weights: Path) -> None:
         await self._answer(partial(self._started.load_decoy, weights), "load a decoy")

@@ -34,7 +34,6 @@ from streamrl.config import schema
 from streamrl.config.routers import wants_routes
 from streamrl.errors import EngineError, ResourceError, SampleError
 from streamrl.files import scratch_folder
-from streamrl.protocol.weights.changes import Changed
 from streamrl.protocol.wire.group import FinishReason, Span
 from streamrl.protocol.wire.routes import Routes
 from streamrl.tasks import cancel_all
@@ -43,7 +42,7 @@ from streamrl.workers.engines.base import (
     EngineSettings,
     EngineStats,
     Generated,
-    KvCache,
+    Load,
     ReadBack,
     SampleRequest,
 )
@@ -94,23 +93,16 @@ class VllmEngine(Engine):
         # Not as the executor's result: its future would keep the engine until the interpreter falls apart.
         self._llm, self._watch = build_llm(self._settings, self._scratch.enter_context(scratch_folder()))
 
-    async def load(
-        self,
-        weights: Path,
-        *,
-        version: int,
-        step: int,
-        kv_cache: KvCache = "salt",
-        changed: Changed | None = None,
-    ) -> None:
+    async def load(self, load: Load) -> None:
+        weights, version = load.weights, load.version
         async with self._answering(f"load version {version}") as llm:
-            patch = await self._in_place.patch(changed, weights)
+            patch = await self._in_place.patch(load.changed, weights)
             # Not llm.pause_generation: it sleeps for 20 ms with the engine paused.
-            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=kv_cache == "clear")
+            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=load.kv_cache == "clear")
             info = {"path": str(weights), "version": version, "patch": None if patch is None else str(patch)}
-            await _update(llm, info, label=f"{version}:{step}")
+            await _update(llm, info, label=f"{version}:{load.step}")
             self._version = version
-            if kv_cache == "salt":
+            if load.kv_cache == "salt":
                 # A version that was refused is loaded again, and what its first load made is not to be read.
                 self._num_salts += 1
                 self._salt = f"{version}:{self._num_salts}"
