@@ -28,8 +28,9 @@ from bench.measure import Say
 from bench.memory_run import Held
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
+from streamrl.learner.model.build import begin_model
 from streamrl.learner.model.converted import stored_in
-from streamrl.learner.model.load import begin_model, fill, make_policy
+from streamrl.learner.model.load import fill, make_policy
 from streamrl.learner.model.shard import shard
 from streamrl.learner.model.sizes import Sizes
 from streamrl.learner.model.sources import Files, Region
@@ -84,7 +85,7 @@ def count(folder: Path, world: World) -> tuple[Sizes, int, int]:
     """(sizes, bytes of the shard, the most that there were) of a rank that loads what lies there."""
     model, sources = begin_model(str(folder), attention="eager", world=world)
     assert sources, "it is not loaded whole"
-    sizes, policy = Sizes.of(model), shard(make_policy(model, config_for(folder), (1,)), world)
+    sizes, policy = Sizes.of(model), shard(make_policy(model, config_for(folder), (1,), world), world)
     kinds = {name: stored.dtype for name, stored in stored_in(str(folder)).items()}
     dtypes = {name: torch.bfloat16 if kind == "BF16" else torch.uint8 for name, kind in kinds.items()}
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, Held(mode, ()) as held, held.phase("loading"):

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.loading import config_for
-from streamrl.learner.model.load import begin_model, fill, make_policy
+from streamrl.learner.model.build import begin_model
+from streamrl.learner.model.load import fill, make_policy
 from streamrl.learner.model.shard import shard
 from streamrl.learner.model.tensors import held_rows
 from streamrl.learner.process.ranks import World
@@ -31,7 +32,7 @@ def main(folder: Path, ranks: int) -> dict[str, int]:
     dist.init_process_group("fake", rank=1, world_size=ranks, store=FakeStore())
     world = World(rank=1, size=ranks, device=torch.device("cpu"))
     model, sources = begin_model(str(folder), attention="eager", world=world)
-    policy = shard(make_policy(model, config_for(folder), (1,)), world)
+    policy = shard(make_policy(model, config_for(folder), (1,), world), world)
     Path("/proc/self/clear_refs").write_text("5")  # the most so far is what is there now
     before = status("VmRSS")
     fill(policy, sources, world.device)

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from bench.memory_cases import Case, model_config
+from streamrl.learner.model.attention import EAGER, VARLEN
 from streamrl.learner.model.experts import Divided, GroupExchange, experts_of
 from streamrl.learner.model.load import _checkpoint, fill, make_policy
 from streamrl.learner.model.logprobs import CHUNK_ELEMENTS
@@ -32,7 +33,7 @@ from streamrl.learner.model.lora import place_adapters, without_adapters
 from streamrl.learner.model.packing import MicroBatch
 from streamrl.learner.model.policy import Policy, evaluating
 from streamrl.learner.model.shard import shard
-from streamrl.learner.model.ways import EAGER, VARLEN, Way, attention_of
+from streamrl.learner.model.ways import Way, attention_of
 from streamrl.learner.process.ranks import World
 
 _AS_FLASH = "streamrl_held"
@@ -207,7 +208,7 @@ def _policy(case: Case, world: World, *, trains: bool) -> Policy:
         for parameter in model.parameters():
             if not parameter.requires_grad or not trains:
                 parameter.requires_grad_(False).data = parameter.data.to(torch.bfloat16)
-        policy = shard(make_policy(model, config, (1,)).train(trains), world, in_half=trains)
+        policy = shard(make_policy(model, config, (1,), world).train(trains), world, in_half=trains)
     if world.size == 1 and not trains:  # it is not sharded
         _materialise(policy.model)
     for module in model.modules():

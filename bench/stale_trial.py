@@ -26,10 +26,11 @@ from streamrl.config.load import load_config
 from streamrl.config.shipped import shipped_config
 from streamrl.demos import sums
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.gradients import Gradients, update
-from streamrl.learner.model.load import load_policy, read_tokenizer_info
-from streamrl.learner.model.optimizer import learning_rate, make_optimizer
+from streamrl.learner.model.gradients import Gradients
+from streamrl.learner.model.load import load_policy
+from streamrl.learner.model.optimizer import learning_rate, make_optimizer, update
 from streamrl.learner.model.tensors import whole
+from streamrl.learner.model.tokenizer import read_tokenizer_info
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group, decode_body, decode_header, encode_group
 from streamrl.protocol.wire.ticket import Purpose, Ticket

@@ -16,12 +16,12 @@ import transformers
 from bench.long_tailed import END, Size
 from streamrl.config import schema
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.gradients import Gradients, Update, update
+from streamrl.learner.model.attention import choose
+from streamrl.learner.model.gradients import Gradients
 from streamrl.learner.model.load import make_policy, recomputes
-from streamrl.learner.model.optimizer import make_optimizer
+from streamrl.learner.model.optimizer import Update, make_optimizer, update
 from streamrl.learner.model.packing import MicroBatch
 from streamrl.learner.model.shard import shard
-from streamrl.learner.model.ways import choose
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group
 from streamrl.recipe.algorithms import make_algorithm
@@ -36,7 +36,7 @@ class Stepping:
             size.model, max_length=max_length, device=device, attention=choose(config.model, device)
         )
         model = self._model()
-        policy = make_policy(model, config, (END,)).train()
+        policy = make_policy(model, config, (END,), self._world).train()
         self.policy = shard(policy, self._world, in_half=config.model.dtype == "bfloat16")
         self._optimizer = make_optimizer(self.policy, config.optimizer)
         self._gradients = Gradients(

@@ -31,9 +31,10 @@ from streamrl.learner.groups.lag import oldest_trained_step
 from streamrl.learner.groups.plan import Fetched, GroupCheck, Kind, Outcome, Plan, fetch_groups
 from streamrl.learner.metrics.gpu import Gpu
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.gradients import Batch, Gradients, Update, update
-from streamrl.learner.model.optimizer import learning_rate
-from streamrl.learner.model.policy import Policy, peak_flops
+from streamrl.learner.model.flops import peak_flops
+from streamrl.learner.model.gradients import Batch, Gradients
+from streamrl.learner.model.optimizer import Update, learning_rate, update
+from streamrl.learner.model.policy import Policy
 from streamrl.learner.publishing.publish import Publishing
 from streamrl.learner.publishing.schedule import PublishSchedule
 from streamrl.learner.rank_context import RankContext

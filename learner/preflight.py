@@ -32,7 +32,7 @@ from streamrl.terminal import size
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from streamrl.learner.model.load import TokenizerInfo
+    from streamrl.learner.model.tokenizer import TokenizerInfo
 
 _READ_S = 10.0  # for so long prompts are tokenised; the learner reads the rest
 
@@ -89,7 +89,8 @@ def examine(config: schema.Config, part: Part = "all") -> Iterator[Finding]:
         )
         return
     from streamrl.learner.model.context import refuse_heads
-    from streamrl.learner.model.load import outline, read_tokenizer_info
+    from streamrl.learner.model.load import outline
+    from streamrl.learner.model.tokenizer import read_tokenizer_info
 
     info = read_tokenizer_info(config.model.path)
     yield from _prompts(config, info)

@@ -20,8 +20,8 @@ from bench.long_tailed import Lengths, Size, make_config, make_groups, num_token
 from bench.measure import seconds
 from bench.stepping import Stepping
 from streamrl.config import schema
+from streamrl.learner.model.flops import peak_flops
 from streamrl.learner.model.memory import Plan, plan
-from streamrl.learner.model.policy import peak_flops
 from streamrl.learner.model.sizes import Sizes
 
 _7B = Size(vocabulary=152_064, hidden=3584, intermediate=18_944, layers=4, heads=28, kv_heads=4)

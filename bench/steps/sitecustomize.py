@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from types import CodeType, FrameType
 
-FIRST_OF_LEARNER, LAST_OF_LEARNER = "Dispatch.top_up", ("gradients.py", "update")
+FIRST_OF_LEARNER, LAST_OF_LEARNER = "Dispatch.top_up", ("optimizer.py", "update")
 FIRST_OF_WORKER = "Rollout._work"
 WHOLE_PROCESS = "function_child.py"
 # What carries a ticket's work, by the names of the classes; whoever renames one sees the count fall.

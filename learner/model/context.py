@@ -33,8 +33,9 @@ import transformers
 from torch import nn
 
 from streamrl.errors import ConfigError
+from streamrl.learner.model.attention import EAGER, VARLEN
 from streamrl.learner.model.packing import MicroBatch
-from streamrl.learner.model.ways import EAGER, VARLEN, Way, unpackable
+from streamrl.learner.model.ways import Way, unpackable
 from streamrl.learner.process.ranks import World
 
 KEY = "learner.layout.context"

@@ -1,4 +1,4 @@
-"""From this rank's groups to gradients in the policy's parameters, and from these to a step of the optimizer.
+"""From this rank's groups to gradients in the policy's parameters. `learner.model.optimizer` makes a step of them.
 
     prepare      groups ─ select ─► pieces ─ pack ─► micro-batches     as many on every rank, padded with empty ones
                               │                   │
@@ -8,47 +8,32 @@
                               │             advantages                 of each sample's own group, then of the batch
                               ▼                   ▼
     accumulate   loss = sum over tokens of weight_t * loss_t           backward after each micro-batch
-                              ▼
-    update       gradient norm and loss, over all ranks ─► finite? ── no ─► all ranks skip together, counted
-                              │ yes
-                 clip to clip_norm ─► AdamW at lr(step)                nothing non-finite ever reaches the weights
 
 A batch is prepared once and may be passed over several times. Its first pass finds the log-probs of the policy before
 all passes (pi_p), which the later ones compare with.
 
-Collectives: the denominators, the advantages' moments, the number of micro-batches, norm and loss, and FSDP's own; each
-blocks until every rank has come.
-
-The reference is the policy as it was before the run: its own base when adapters train, else a frozen copy, which
-nothing ever moves.
-
-On a GPU the copy may wait in the host's memory (`model.reference: cpu`) and pass through the device layer by layer,
-sharded over the ranks like the policy: the same numbers, for the price of copying the model once in each forward pass.
-Blocks on the other ranks, where it is sharded.
+Collectives: the denominators, the advantages' moments, the number of micro-batches, and FSDP's own; each blocks until
+every rank has come.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.tensor import DTensor
 
 from streamrl.config import schema
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.load import load_reference
 from streamrl.learner.model.logprobs import LogProbs
-from streamrl.learner.model.lora import without_adapters
 from streamrl.learner.model.packing import MicroBatch, Piece, Shape, empty_micro_batch, pack
-from streamrl.learner.model.policy import Policy, evaluating
-from streamrl.learner.model.routers import RouterTerms
+from streamrl.learner.model.policy import Policy
+from streamrl.learner.model.reference import Reference
+from streamrl.learner.model.router_losses import RouterTerms
 from streamrl.learner.model.shard import let_replicas_add_up
 from streamrl.learner.model.teacher import Teacher
-from streamrl.learner.model.tensors import is_copy
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group, Sample
 from streamrl.protocol.wire.routes import joined
@@ -56,8 +41,6 @@ from streamrl.recipe.advantages import STD_FLOOR, PerToken, discounted
 from streamrl.recipe.algorithms import Algorithm, Selection
 from streamrl.recipe.losses import TokenBatch
 from streamrl.recipe.teaching import taught
-
-Reference = Callable[[MicroBatch], torch.Tensor]  # [T] log-probs under the frozen policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,56 +269,3 @@ def _pieces(groups: Sequence[Group], selections: Sequence[Selection]) -> list[Pi
                 )
             sample_index += 1
     return found
-
-
-def make_reference(config: schema.Config, world: World, end_ids: tuple[int, ...], policy: Policy) -> Reference:
-    on_host = config.model.reference == "cpu" and world.device.type != "cpu"
-    frozen = policy if config.model.lora else load_reference(config, world, end_ids, like=policy, on_host=on_host)
-    return asking(frozen)
-
-
-def asking(frozen: Policy) -> Reference:
-    def ask(batch: MicroBatch) -> torch.Tensor:
-        with evaluating(frozen), without_adapters(frozen):
-            logp: torch.Tensor = frozen(replace(batch, routes=None)).logp
-        return logp
-
-    return ask
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    applied: bool  # False: the loss or the gradient was not finite, and nothing changed
-    loss: float  # over all ranks
-    grad_norm: float  # before clipping
-    lr: float
-
-
-def update(optimizer: torch.optim.Optimizer, *, loss: float, lr: float, clip_norm: float, world: World) -> Update:
-    """One step from the gradients that lie in the parameters; they are gone afterwards. `loss` is this rank's share."""
-    own = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    gradients = [_local(gradient) for gradient in own]
-    [squares] = world.total(np.array([_squares(own)]))
-    [total_loss] = world.total_of_data(np.array([loss]))
-    norm = math.sqrt(squares) if squares >= 0 else math.nan
-    applied = math.isfinite(norm) and math.isfinite(total_loss)
-    if applied:
-        if 0 < clip_norm < norm:
-            torch._foreach_mul_(gradients, clip_norm / norm)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return Update(applied=applied, loss=float(total_loss), grad_norm=norm, lr=lr)
-
-
-def _squares(gradients: Sequence[torch.Tensor]) -> float:
-    """What this rank adds to the square of the norm: of a replica's copy nothing, unless it is no number."""
-    counted = [_local(gradient) for gradient in gradients if not is_copy(gradient)]
-    copies = [_local(gradient) for gradient in gradients if is_copy(gradient)]
-    squares, of_copies = (float(torch.nn.utils.get_total_norm(some).double() ** 2) for some in (counted, copies))
-    return squares if math.isfinite(of_copies) else math.nan
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,15 +1,26 @@
-"""AdamW over what trains, and the learning rate of each step."""
+"""AdamW over what trains, the learning rate of each step, and from gradients to a step.
+
+    gradient norm and loss, over all ranks ─► finite? ── no ─► all ranks skip together, counted
+        │ yes
+    clip to clip_norm ─► AdamW at lr(step)              nothing non-finite ever reaches the weights
+
+Collectives: norm and loss; each blocks until every rank has come.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from streamrl.config import schema
+from streamrl.learner.model.tensors import is_copy
+from streamrl.learner.process.ranks import World
 
 
 def make_optimizer(policy: nn.Module, settings: schema.Optimizer) -> torch.optim.AdamW:
@@ -52,3 +63,41 @@ def learning_rate(step: int, settings: schema.Optimizer, *, total_steps: int | N
         decay_steps = max(1, total_steps - settings.warmup_steps)
     done = min(1.0, (step - settings.warmup_steps) / decay_steps)
     return settings.min_lr + (settings.lr - settings.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    applied: bool  # False: the loss or the gradient was not finite, and nothing changed
+    loss: float  # over all ranks
+    grad_norm: float  # before clipping
+    lr: float
+
+
+def update(optimizer: torch.optim.Optimizer, *, loss: float, lr: float, clip_norm: float, world: World) -> Update:
+    """One step from the gradients that lie in the parameters; they are gone afterwards. `loss` is this rank's share."""
+    own = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = [_local(gradient) for gradient in own]
+    [squares] = world.total(np.array([_squares(own)]))
+    [total_loss] = world.total_of_data(np.array([loss]))
+    norm = math.sqrt(squares) if squares >= 0 else math.nan
+    applied = math.isfinite(norm) and math.isfinite(total_loss)
+    if applied:
+        if 0 < clip_norm < norm:
+            torch._foreach_mul_(gradients, clip_norm / norm)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return Update(applied=applied, loss=float(total_loss), grad_norm=norm, lr=lr)
+
+
+def _squares(gradients: Sequence[torch.Tensor]) -> float:
+    """What this rank adds to the square of the norm: of a replica's copy nothing, unless it is no number."""
+    counted = [_local(gradient) for gradient in gradients if not is_copy(gradient)]
+    copies = [_local(gradient) for gradient in gradients if is_copy(gradient)]
+    squares, of_copies = (float(torch.nn.utils.get_total_norm(some).double() ** 2) for some in (counted, copies))
+    return squares if math.isfinite(of_copies) else math.nan
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -27,10 +27,10 @@ import numpy.typing as npt
 import torch
 
 from streamrl.learner.model.cells import Cells, cells_of
-from streamrl.learner.model.routing import NO_TOKEN, UNTOLD
 from streamrl.protocol.wire.branches import Branch
 from streamrl.protocol.wire.routes import Routes, is_missing
 
+UNTOLD, NO_TOKEN = -1, -2  # instead of an expert: of a token without a route, of a cell without a token
 _ROW_MULTIPLES = (1, 2, 4, 8)
 
 

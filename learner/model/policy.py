@@ -3,24 +3,13 @@
 With more than one rank the policy's forward pass is the whole of what happens between gathering and freeing parameters,
 so the head's log-probs are computed inside it. What it says of one sequence without packing and without a head of ours
 (`plain`) is what `learner.model.settle` holds packing to.
-
-How much computing that is: useful FLOPs, for an estimate of how much of the machine they keep busy.
-
-    a token through the layers    (4 N + 2 N_trained)                  forward, back to inputs, back to trained weights
-    a trained token at the head   (4 V H + 2 V H if the head trains)
-    a token that attends to c     12 * layers * heads * head_dim * c
-
-N counts the elements of the layers' matrices: all but embeddings and head, and of a layer's experts as many as a token
-goes to. A prompt counts once for its group, and what is computed twice to save memory counts once: so this is less than
-what the machine really does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,31 +17,19 @@ import transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from streamrl.learner.model.attention import EAGER, VARLEN
 from streamrl.learner.model.context import Parts
-from streamrl.learner.model.experts import active_shares, ask_here
+from streamrl.learner.model.experts import ask_here
+from streamrl.learner.model.flops import Flops
 from streamrl.learner.model.logprobs import Head, LogProbs, given_logprobs, project, token_logprobs
-from streamrl.learner.model.packing import MicroBatch, Piece, Shape, additive
+from streamrl.learner.model.packing import MicroBatch, Shape, additive
 from streamrl.learner.model.routing import RoutingReplay
-from streamrl.learner.model.ways import EAGER, VARLEN, Way, decoder_of, layer_types, ways_of
+from streamrl.learner.model.ways import Way, decoder_of, layer_types, ways_of
 from streamrl.protocol.wire.routes import RouteShape
 
 _MOST_LOGITS = 1 << 26  # of a micro-batch whose logits are the model's own: 256 MiB in fp32, several times
 _HEAD_TOLERANCE = 1e-4
 _SIZES_OF_LOGITS = (3.0, 3000.0)  # a cap that the model's few logits of today do not reach is seen all the same
-# Dense bf16 of whole cards, as their makers state it.
-_PEAK_TFLOPS: Mapping[str, float] = {
-    "GB200": 2500,
-    "B200": 2250,
-    "H200": 989,
-    "H100 PCIe": 756,
-    "H100": 989,
-    "A100": 312,
-    "L40S": 362,
-    "L40": 181,
-    "L4": 121,
-    "A10": 125,
-    "RTX 4090": 165,
-}
 
 
 class Seen(NamedTuple):
@@ -204,57 +181,3 @@ def evaluating(policy: Policy) -> Iterator[None]:
     if isinstance(policy, FSDPModule):
         policy.reshard()
     policy.train()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flops:
-    """What a model spends on tokens, in FLOPs of forward and backward pass together."""
-
-    layers: float  # on a token
-    head: float  # on a trained token
-    attended: float  # on each earlier token that a token attends to
-
-    @classmethod
-    def of(cls, model: transformers.PreTrainedModel) -> Flops:
-        config = model.config.get_text_config()
-        projection = model.get_output_embeddings()
-        head = next(model.parameters()).new_empty(0) if projection is None else projection.weight
-        lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} | {id(head)}
-        matrices = [p for p in decoder_of(model).parameters() if p.ndim >= 2 and id(p) not in lookups]
-        shares = active_shares(model)
-        size = sum(shares.get(p, 1.0) * p.numel() for p in matrices)
-        trained = sum(shares.get(p, 1.0) * p.numel() for p in matrices if p.requires_grad)
-        heads = getattr(config, "num_attention_heads", None) or 0  # none: nothing attends
-        head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-        return cls(
-            layers=4 * size + 2 * trained,
-            head=(4 + 2 * head.requires_grad) * head.numel(),
-            attended=12 * config.num_hidden_layers * heads * head_dim,
-        )
-
-    def on(self, pieces: Iterable[Piece]) -> float:
-        flops = 0.0
-        seen: set[int] = set()
-        for piece in pieces:
-            prompt = len(piece.prompt_ids)
-            if piece.group not in seen:
-                seen.add(piece.group)
-                flops += self.layers * prompt + self.attended * prompt * (prompt + 1) / 2
-            flops += self.head * int(piece.mask.sum())
-            starts = [0, *(branch.start for branch in piece.branches), len(piece.token_ids)]
-            for before, (start, end) in zip((prompt, *(b.keep for b in piece.branches)), pairwise(starts), strict=True):
-                own = max(0, end - start - 1)
-                flops += self.layers * own + self.attended * (before * own + own * (own + 1) / 2)
-        return flops
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """A second, of one device; None when it is not known."""
-    if device.type != "cuda":
-        return None
-    return peak_of(torch.cuda.get_device_name(device))
-
-
-def peak_of(name: str) -> float | None:
-    """Of a device that is called this."""
-    return next((1e12 * peak for mark, peak in _PEAK_TFLOPS.items() if mark in name), None)

@@ -1,38 +1,24 @@
-"""The routers of a mixture: what they say of a step's trained tokens, the terms of the loss that draw on it, and how
-they are kept as they are.
-
-    balance   E / k * mean over layers of sum over experts of f P     f: share of the trained tokens that went to it
-    z         mean over layers and trained tokens of logsumexp^2      P: mean of its probability
-
-Both are over the trained tokens of the whole step, of all ranks and micro-batches, each as often as it is trained: so
-neither packing nor layout changes them. f is no function of the weights, but a step's f is known when all its tokens
-have been routed: a pass without gradient counts them first, which takes about a quarter of a step's computing, and is
-made only where `model.router_balance` is above 0.
+"""The routers of a mixture: what they say in a pass, and how they are kept as they are.
 
 Listening is hooks, which say nothing outside of a `listening`: not in a reference's pass, nor where layers are computed
-again. Collectives: those of the pass that counts, and the sum of what it counted.
+again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import nn
 from transformers.utils.output_capturing import OutputRecorder
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError
-from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.experts import experts_of, refuse_experts
-from streamrl.learner.model.packing import MicroBatch
-from streamrl.learner.model.policy import Policy, evaluating
-from streamrl.learner.process.ranks import World
 
 _BIASED = "e_score_correction_bias"  # of a router that is balanced by a bias of its own, and chooses by sigmoids
 
@@ -131,74 +117,3 @@ def _routers(model: transformers.PreTrainedModel) -> list[tuple[nn.Module, int]]
         for name, module in model.named_modules()
         if isinstance(module, recorder.target_class) and name.endswith(recorder.layer_name or "")
     ]
-
-
-class RouterTerms:
-    """What a policy's routers add to the loss of a step, and tell of it; nothing, of a policy without routers."""
-
-    def __init__(self, policy: Policy, settings: schema.Model, world: World, beat: Callable[[], None]) -> None:
-        self._policy, self._world, self._beat = policy, world, beat
-        self._balance, self._z = settings.router_balance, settings.router_z
-        self._routers = Routers.of(policy.model)
-        self._said: Said | None = None  # in the last pass
-        self._loads: torch.Tensor | None = None  # [layers, E] of the step's trained tokens
-
-    def count(self, batches: Sequence[MicroBatch]) -> None:
-        """Which experts the trained tokens of the step go to, where the loss asks for it. A collective, and a pass."""
-        if self._routers is None or not self._balance or not batches:
-            return
-        found = []
-        for batch in batches:
-            with evaluating(self._policy), self._routers.listening() as said:
-                self._policy(batch)
-            found.append(said.loads(self._index(batch)))
-            self._beat()
-        own = torch.stack(found).sum(0)
-        self._loads = torch.from_numpy(self._world.total(own.cpu().numpy())).to(self._world.device)
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Around the pass that learns."""
-        if self._routers is None:
-            yield
-        else:
-            with self._routers.listening() as self._said:
-                yield
-
-    def term(self, batch: MicroBatch, *, num_trained: float) -> torch.Tensor | float:
-        """Of the loss, what these tokens add. `num_trained`: those of the whole step."""
-        if self._said is None or not (self._balance or self._z):
-            return 0.0
-        logits = self._said.wide(self._index(batch))  # [layers, T, E]
-        num_layers, _, num_experts = logits.shape
-        found = self._z * logits.logsumexp(-1).square().sum()
-        if self._loads is not None:
-            shares = (self._loads / self._loads.sum(1, keepdim=True).clamp(min=1)).to(logits.dtype)  # f / k
-            found = found + self._balance * num_experts * (logits.softmax(-1).sum(1) * shares).sum()
-        return self._of_group(found / (num_layers * max(1.0, num_trained)))
-
-    def _of_group(self, term: torch.Tensor) -> torch.Tensor:
-        """With the value of a context group, of which one rank speaks, and the gradient of this rank."""
-        if self._world.context_group is None:
-            return term
-        whole = term.detach().clone()
-        dist.all_reduce(whole, group=self._world.context_group)
-        return term + (whole - term).detach()
-
-    def _index(self, batch: MicroBatch) -> torch.Tensor:
-        """[T] the cells of this rank that predict trained tokens."""
-        return batch.index if self._policy.parts is None else self._policy.parts.cut(batch).index
-
-    @torch.no_grad()
-    def tell(self, batch: MicroBatch, tally: Tally) -> None:
-        """Of each layer the tokens that went to each expert, and sums of entropy and of logsumexp^2."""
-        if self._said is None:
-            return
-        index = self._index(batch)
-        logits = self._said.wide(index)
-        logp = logits.log_softmax(-1)
-        entropy = -(logp.exp() * logp).sum((1, 2)).double()
-        z = logits.logsumexp(-1).square().sum(1).double()
-        sums = torch.cat([self._said.loads(index), entropy[:, None], z[:, None]], dim=1)
-        tally.add_routers(sums.cpu().numpy(), num_tokens=len(index))
-        self._said = None

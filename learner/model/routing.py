@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -28,13 +28,9 @@ from torch import nn
 
 from streamrl.config import schema
 from streamrl.config.routers import ROUTERS, find_routers
+from streamrl.learner.metrics.tally import Tally
+from streamrl.learner.model.packing import NO_TOKEN, MicroBatch
 from streamrl.protocol.wire.routes import RouteShape
-
-if TYPE_CHECKING:
-    from streamrl.learner.metrics.tally import Tally
-    from streamrl.learner.model.packing import MicroBatch
-
-UNTOLD, NO_TOKEN = -1, -2  # instead of an expert: of a token without a route, of a cell without a token
 
 
 class RoutingReplay:

@@ -23,10 +23,11 @@ import transformers
 from torch.distributed.fsdp import FSDPModule
 
 from streamrl.errors import DataError
+from streamrl.learner.model.attention import EAGER, MASKED, VARLEN
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.packing import Piece, pack
 from streamrl.learner.model.policy import Policy, Seen, evaluating
-from streamrl.learner.model.ways import EAGER, MASKED, VARLEN, Way, has_window, layer_types, unpackable
+from streamrl.learner.model.ways import Way, has_window, layer_types, unpackable
 from streamrl.learner.process.ranks import World
 
 _LOGP_TOLERANCE = 1e-3

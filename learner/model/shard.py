@@ -23,6 +23,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from functools import partial
+from typing import TypeVar
 
 import torch
 import transformers
@@ -38,30 +39,27 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
-from streamrl.learner.model.context import Parts
 from streamrl.learner.model.experts import divide
-from streamrl.learner.model.policy import Policy
 from streamrl.learner.process.ranks import World
 
 # Modules take what they are given: positions stay fp32.
 _HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
+Wrapped = TypeVar("Wrapped", bound=nn.Module)  # a policy: what holds a model of transformers
 
-def shard(policy: Policy, world: World, *, on_host: bool = False, in_half: bool = False) -> Policy:
-    parts = Parts.among(world)
-    if parts is not None:
-        policy.share_out(parts)
+
+def shard(policy: Wrapped, world: World, *, on_host: bool = False, in_half: bool = False) -> Wrapped:
     if world.size == 1 and not on_host and not in_half:
         return policy
-    mesh = world.mesh()
+    model, mesh = _model_of(policy), world.mesh()
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if on_host else OffloadPolicy()
     precision = _HALF if in_half else MixedPrecisionPolicy()
     if world.layout.experts > 1:
         over, among = world.expert_meshes()
-        for experts in divide(policy.model, among):
+        for experts in divide(model, among):
             fully_shard(experts, mesh=over, offload_policy=offload, mp_policy=precision)
             experts.set_all_reduce_hook(partial(_divide, by=among.size()))  # type: ignore[operator]  # FSDP's, by now
-    for block in _blocks(policy.model, set(policy.model._no_split_modules or ())):
+    for block in _blocks(model, set(model._no_split_modules or ())):
         fully_shard(block, mesh=mesh, offload_policy=offload, mp_policy=precision)
     fully_shard(policy, mesh=mesh, offload_policy=offload, mp_policy=precision)
     for method in ("plain", "head_fits"):
@@ -69,7 +67,7 @@ def shard(policy: Policy, world: World, *, on_host: bool = False, in_half: bool 
     return policy
 
 
-def let_replicas_add_up(policy: Policy, *, now: bool) -> None:
+def let_replicas_add_up(policy: nn.Module, *, now: bool) -> None:
     """With the next backward pass, or later: until then each replica keeps the sum of its own."""
     if isinstance(policy, FSDPModule):
         policy.set_requires_all_reduce(now)
@@ -81,13 +79,12 @@ def unfilled(model: transformers.PreTrainedModel) -> transformers.PreTrainedMode
     return copy.deepcopy(model, known)
 
 
-def gathered_in_half(trial: Policy, unfilled: Policy, world: World, *, on_host: bool) -> Policy:
-    """The weights of the one in the other, which is asked in the same way."""
+def gathered_in_half(trial: nn.Module, unfilled: Wrapped, world: World, *, on_host: bool) -> Wrapped:
+    """The weights of the one in the other."""
     for parameter in unfilled.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(torch.bfloat16)
     policy = shard(unfilled, world, on_host=on_host, in_half=True)
-    policy.take(trial.way, trial.head)
     place = torch.device("cpu") if on_host else world.device
     for ours, theirs in zip(policy.parameters(), trial.parameters(), strict=True):
         assert isinstance(ours, DTensor)
@@ -105,6 +102,10 @@ def gathered_in_half(trial: Policy, unfilled: Policy, world: World, *, on_host: 
 
 def _divide(gradient: torch.Tensor, *, by: int) -> None:
     gradient.div_(by)
+
+
+def _model_of(policy: nn.Module) -> transformers.PreTrainedModel:
+    return next(module for module in policy.modules() if isinstance(module, transformers.PreTrainedModel))
 
 
 def _blocks(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:

@@ -10,8 +10,9 @@ import transformers
 from torch import nn
 
 from streamrl.config import schema
+from streamrl.learner.model.attention import EAGER, MASKED, VARLEN
 from streamrl.learner.model.experts import experts_of
-from streamrl.learner.model.ways import EAGER, MASKED, VARLEN, attention_of, decoder_of, ways_of
+from streamrl.learner.model.ways import attention_of, decoder_of, ways_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

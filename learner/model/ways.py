@@ -7,16 +7,6 @@
 
 The fastest comes first. What a few tokens cannot show is ruled by the model's configuration: no mask tells a
 convolution, a recurrence or a chunk where sequences begin; sinks and soft caps are in no kernel but the model's own.
-
-Tokens of packed sequences attend under a mask (`masked`), or are told where sequences begin (`varlen`):
-
-    masked    PyTorch's attention with the rows' own mask; samples share their prompt; costs the square of a row
-    varlen    sequences end to end, each with its prompt; costs the sum of the squares of their lengths
-                  bf16 on a GPU    flash attention for many lengths, as PyTorch has it
-                  elsewhere        one call of PyTorch's attention for each sequence: the double of the former
-
-The model calls `attend` in each layer when it was loaded with VARLEN. Sliding windows are kept. A model that bends its
-scores (soft caps, sinks) attends by itself: eager.
 """
 
 from __future__ import annotations
@@ -25,23 +15,13 @@ import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-import torch.nn.functional as F
 import transformers
 from torch import nn
-from torch.nn.attention.varlen import varlen_attn
 
-from streamrl.config import schema
-from streamrl.errors import ConfigError, DataError
-
-VARLEN = "streamrl_varlen"  # as transformers knows it
-MASKED = "sdpa"
-EAGER = "eager"
-
-_HALF = (torch.float16, torch.bfloat16)
-_KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+from streamrl.errors import DataError
+from streamrl.learner.model.attention import EAGER, MASKED, VARLEN
 
 Layout = Literal["shared", "packed", "rows"]
 
@@ -145,92 +125,3 @@ def _positions(model: transformers.PreTrainedModel, config: transformers.Pretrai
     tables = [m for m in decoder_of(model).modules() if isinstance(m, nn.Embedding)]
     learned = [m for m in tables if m is not model.get_input_embeddings() and most and 0 <= m.num_embeddings - most < 8]
     return (most, "it has learned positions for") if learned else (None, "")
-
-
-def choose(settings: schema.Model, device: torch.device) -> str:
-    """transformers' name for what the setting means on this device; `auto` takes what is fastest there."""
-    half_on_gpu = device.type == "cuda" and settings.dtype == "bfloat16"
-    if settings.attention == "masked" or (settings.attention == "auto" and not half_on_gpu):
-        return MASKED
-    transformers.AttentionInterface.register(VARLEN, attend)
-    return VARLEN
-
-
-def attend(
-    module: torch.nn.Module,
-    query: torch.Tensor,  # [rows, heads, length, head_dim]
-    key: torch.Tensor,  # [rows, kv heads, length, head_dim]
-    value: torch.Tensor,  # [rows, kv heads, length, head_dim]
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,  # without it each row is a sequence
-    max_length_q: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,  # attention sinks
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    assert attention_mask is None, "sequences are told apart by where they begin"
-    if softcap is not None or s_aux is not None:
-        raise ConfigError(
-            f"model.attention: {type(module).__name__} bends its attention in a way that only `masked` may support"
-        )
-    rows, heads, length, head_dim = query.shape
-    if cu_seq_lens_q is None or max_length_q is None:
-        cu_seq_lens_q = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=query.device)
-        max_length_q = length
-    if torch.is_autocast_enabled(query.device.type):
-        # Rotations leave queries and keys wider than autocast means them to be.
-        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
-    kernel = _flash if query.is_cuda and query.dtype in _HALF else each_by_itself
-    attended = kernel(q, k, v, cu_seq_lens_q, max_length_q, scale=scaling, window=sliding_window)
-    return attended.view(rows, length, heads, head_dim), None
-
-
-def _flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    starts: torch.Tensor,
-    longest: int,
-    *,
-    scale: float | None,
-    window: int | None,
-) -> torch.Tensor:  # [tokens, heads, head_dim]
-    groups = query.shape[1] // key.shape[1]
-    extra: dict[str, Any] = {"enable_gqa": groups > 1} if _KNOWS_GROUPS else {}
-    if groups > 1 and not extra:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    left = -1 if window is None else window - 1
-    attended = varlen_attn(
-        query, key, value, starts, starts, longest, longest, scale=scale, window_size=(left, 0), **extra
-    )
-    assert isinstance(attended, torch.Tensor), "nothing else was asked for"
-    return attended
-
-
-def each_by_itself(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    starts: torch.Tensor,
-    longest: int,
-    *,
-    scale: float | None,
-    window: int | None,
-) -> torch.Tensor:  # [tokens, heads, head_dim]
-    lengths = starts.diff().tolist()
-    seen = None
-    if window is not None and window < longest:
-        ones = torch.ones(longest, longest, dtype=torch.bool, device=query.device)
-        seen = ones.tril() & ~ones.tril(-window)
-    parts = zip(*(x.transpose(0, 1)[None].split(lengths, dim=2) for x in (query, key, value)), strict=True)
-    attended = [
-        F.scaled_dot_product_attention(
-            q, k, v, None if seen is None else seen[:n, :n], is_causal=seen is None, scale=scale, enable_gqa=True
-        )[0].transpose(0, 1)
-        for n, (q, k, v) in zip(lengths, parts, strict=True)
-    ]
-    return torch.cat(attended)

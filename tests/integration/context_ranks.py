@@ -19,12 +19,13 @@ import torch
 
 from streamrl.config import schema
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.gradients import Gradients, asking, update
+from streamrl.learner.model.attention import VARLEN
+from streamrl.learner.model.gradients import Gradients
 from streamrl.learner.model.load import load_policy, load_reference
-from streamrl.learner.model.optimizer import make_optimizer
+from streamrl.learner.model.optimizer import make_optimizer, update
 from streamrl.learner.model.policy import Policy
+from streamrl.learner.model.reference import asking
 from streamrl.learner.model.tensors import whole
-from streamrl.learner.model.ways import VARLEN
 from streamrl.learner.process.ranks import World, join_world
 from streamrl.protocol.wire.group import Group
 from streamrl.recipe.algorithms import make_algorithm

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from streamrl.config import schema
-from streamrl.learner.model.load import load_model
+from streamrl.learner.model.build import load_model
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.packing import Piece, pack
 from streamrl.learner.model.policy import Policy

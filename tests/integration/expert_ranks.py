@@ -17,9 +17,9 @@ import torch
 from streamrl.config import schema
 from streamrl.learner.checkpoints.shard import load_state
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.gradients import Gradients, update
+from streamrl.learner.model.gradients import Gradients
 from streamrl.learner.model.load import load_policy
-from streamrl.learner.model.optimizer import make_optimizer
+from streamrl.learner.model.optimizer import make_optimizer, update
 from streamrl.learner.model.routing import RoutingReplay
 from streamrl.learner.model.tensors import whole
 from streamrl.learner.process.background import BackgroundThread

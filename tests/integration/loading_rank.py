@@ -14,7 +14,8 @@ import torch
 
 from streamrl.config import schema
 from streamrl.learner.checkpoints.export import export
-from streamrl.learner.model.load import begin_model, load_policy
+from streamrl.learner.model.build import begin_model
+from streamrl.learner.model.load import load_policy
 from streamrl.learner.model.tensors import whole
 from streamrl.learner.process.ranks import join_world
 from tests.learner_cases import learner_config

@@ -15,10 +15,11 @@ from streamrl.config import schema
 from streamrl.config.layout import refuse_layout
 from streamrl.errors import ConfigError
 from streamrl.learner.groups.plan import Fetched, GroupCheck
+from streamrl.learner.model.attention import MASKED
+from streamrl.learner.model.build import build_model
 from streamrl.learner.model.context import Parts, refuse_heads, repeats
-from streamrl.learner.model.load import build_model
 from streamrl.learner.model.packing import MicroBatch, Shape, empty_micro_batch, pack
-from streamrl.learner.model.ways import MASKED, ways_of
+from streamrl.learner.model.ways import ways_of
 from streamrl.learner.process.ranks import World
 from tests.learner_cases import random_groups
 from tests.tiny_families import make_family

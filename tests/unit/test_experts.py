@@ -80,7 +80,7 @@ def test_divided_experts_send_tokens_and_not_weights(ranks: World, experts: int)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
     world = ranks.under(schema.Layout(experts=experts))
-    policy = shard(make_policy(model, config, ()).train(), world, in_half=True)
+    policy = shard(make_policy(model, config, (), world).train(), world, in_half=True)
     tell_evenly(model, rows=TOKENS * CHOSEN)
     with FakeTensorMode(allow_non_fake_inputs=True), Said() as said:
         for module in model.modules():

@@ -13,14 +13,16 @@ from structlog.testing import capture_logs
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError
-from streamrl.learner.model.load import begin_model, fill, load_model, load_policy, load_reference, make_policy
+from streamrl.learner.model.attention import VARLEN
+from streamrl.learner.model.build import begin_model, load_model
+from streamrl.learner.model.load import fill, load_policy, load_reference, make_policy
 from streamrl.learner.model.lora import merged_parameters
 from streamrl.learner.model.packing import pack
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.model.settle import settle
 from streamrl.learner.model.shard import shard
 from streamrl.learner.model.tensors import whole
-from streamrl.learner.model.ways import VARLEN, Way
+from streamrl.learner.model.ways import Way
 from streamrl.learner.process.ranks import World
 from tests.learner_cases import learner_config
 from tests.tiny_families import FAMILIES, make_family
@@ -237,7 +239,7 @@ def test_sharded_it_learns_the_same(tmp_path: Path, family: str) -> None:
 
 def sharded(folder: Path) -> Policy:
     model, files = begin_model(str(folder), attention="sdpa", world=ALONE)
-    policy = shard(make_policy(model, learner_config(folder), ()).train(), ALONE, on_host=True)
+    policy = shard(make_policy(model, learner_config(folder), (), ALONE).train(), ALONE, on_host=True)
     return fill(policy, files, ALONE.device)
 
 

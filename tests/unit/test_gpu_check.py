@@ -17,7 +17,7 @@ from bench.gpu_check import attention, copies, steps, versions
 from bench.gpu_check.__main__ import Part, run_part
 from bench.gpu_check.rows import Outcome, Row, Scale, table
 from bench.learner_gpu import SIZES
-from streamrl.learner.model.policy import peak_of
+from streamrl.learner.model.flops import peak_of
 from tests.helpers import wait_until
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.learner.model.load import load_model
+from streamrl.learner.model.build import load_model
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.packing import MicroBatch, Piece, Shape, empty_micro_batch, pack
 from streamrl.learner.model.policy import Policy

@@ -13,8 +13,8 @@ import torch
 from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.learner.metrics.tally import Tally
+from streamrl.learner.model.build import load_model
 from streamrl.learner.model.gradients import Gradients
-from streamrl.learner.model.load import load_model
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.packing import MicroBatch
 from streamrl.learner.model.policy import Policy

@@ -12,9 +12,10 @@ import torch
 from streamrl.config import schema
 from streamrl.learner.checkpoints.shard import load_state
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.gradients import Gradients, Reference, asking, make_reference, update
+from streamrl.learner.model.gradients import Gradients
 from streamrl.learner.model.load import load_policy, load_reference
-from streamrl.learner.model.optimizer import make_optimizer
+from streamrl.learner.model.optimizer import make_optimizer, update
+from streamrl.learner.model.reference import Reference, asking, make_reference
 from streamrl.learner.process.ranks import World
 from streamrl.recipe.algorithms import make_algorithm
 from tests.learner_cases import learner_config, random_groups

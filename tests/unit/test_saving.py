@@ -29,7 +29,8 @@ from streamrl.learner.checkpoints.shard import Shard
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry
 from streamrl.learner.groups.ledger import FeedState
 from streamrl.learner.metrics.record import Timers
-from streamrl.learner.model.load import TokenizerInfo, load_policy, read_tokenizer_info
+from streamrl.learner.model.load import load_policy
+from streamrl.learner.model.tokenizer import TokenizerInfo, read_tokenizer_info
 from streamrl.learner.process.background import BackgroundThread, BackgroundThreadDouble, Jobs
 from streamrl.learner.process.ranks import World
 from streamrl.learner.process.watchdog import Watchdog

@@ -17,8 +17,8 @@ from transformers.conversion_mapping import (
 from transformers.core_model_loading import Transpose, WeightConverter
 
 from streamrl.errors import ResourceError
+from streamrl.learner.model.build import begin_model, build_model, load_model, refuse_whole
 from streamrl.learner.model.converted import Unlike, sources_of
-from streamrl.learner.model.load import begin_model, build_model, load_model, refuse_whole
 from streamrl.learner.model.sources import Files, Region, Source
 from streamrl.learner.process.ranks import World
 from tests.tiny_families import make_family

@@ -1,0 +1,121 @@
+"""Models as transformers builds them: the one file that loads them.
+
+    is it known how each parameter comes of the files (`converted`), experts stacked and four bits unpacked included?
+        yes    built on `meta`, without memory; once it is sharded, each rank reads its own rows (`sources`)
+        no     loaded whole on each rank by transformers, where the machine has room for that
+
+What the files do not hold, such as the frequencies of rotations, is computed on the host either way, so that both ways
+give the same bits. Blocks on the disk, and on the hub where the model is not here yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import structlog
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import nn
+
+from streamrl.errors import DataError, ResourceError
+from streamrl.host import available_memory
+from streamrl.learner.model.attention import MASKED
+from streamrl.learner.model.converted import Unlike, sources_of
+from streamrl.learner.model.sources import Files, Sources, read_rows
+from streamrl.learner.model.ways import attention_of
+from streamrl.learner.process.ranks import World
+from streamrl.terminal import size
+
+# What transformers raises of a model that is incomplete, unknown, or asks for a package that is not here.
+_UNLOADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, SafetensorError)
+_LOADED = "be loaded as a causal language model"
+
+log = structlog.get_logger(__name__)
+
+
+def begin_model(path: str, *, attention: str, world: World) -> tuple[transformers.PreTrainedModel, Sources]:
+    """The model on `meta` with what is to be read into it; or whole on the device, and nothing to read."""
+    model = build_model(path, attention)
+    try:
+        sources, buffers = sources_of(model, path)
+    except (OSError, SafetensorError, Unlike) as reason:
+        refuse_whole(model, path, reason, ranks_here=world.here, room=available_memory())
+        model = load_model(path, attention=attention)
+        nn.Module.to(model, world.device)
+        return model, {}
+    with Files() as files:
+        for name, source in buffers.items():
+            read_rows(source, model.get_buffer(name), files)
+    _move_buffers(model, lambda buffer: buffer.to(world.device))
+    return model, sources
+
+
+def refuse_whole(
+    model: transformers.PreTrainedModel, path: str, reason: Exception, *, ranks_here: int, room: int
+) -> None:
+    """ResourceError where this machine's memory is less than its ranks take, each of which loads all of it."""
+    each = 4 * sum(parameter.numel() for parameter in model.parameters())
+    log.info("weights are loaded whole", model=path, reason=str(reason), each_rank=size(each), ranks_here=ranks_here)
+    if each * ranks_here > room:
+        raise ResourceError(
+            f"model.path {path!r} is loaded whole by each rank, {size(each)} in fp32, since {reason}: "
+            f"{ranks_here} here take {size(each * ranks_here)} of this machine's memory, and {size(room)} are free; "
+            "name a copy of the model in safetensors of bfloat16, which is read shard by shard, or start fewer ranks "
+            "on each host (learner.processes)"
+        )
+
+
+def build_model(path: str, attention: str) -> transformers.PreTrainedModel:
+    """Parameters on `meta`; buffers on the host, with what the model computes into them."""
+    with usable(path, _LOADED, _UNLOADABLE):
+        config = transformers.AutoConfig.from_pretrained(path, **_no_dropout(path))
+        with torch.device("meta"):
+            model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=attention_of(config, attention)
+            )
+    _move_buffers(model, lambda buffer: torch.empty_like(buffer, device="cpu"))
+    model.initialize_weights()  # of what has memory by now
+    with suppress(OSError):  # a model need not bring one
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    return model
+
+
+def _move_buffers(model: nn.Module, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for name, buffer in list(model.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, move(buffer))
+
+
+def load_model(path: str, *, attention: str = MASKED) -> transformers.PreTrainedModel:
+    """Whole, on the host, in fp32."""
+    with usable(path, _LOADED, _UNLOADABLE):
+        attention = attention_of(transformers.AutoConfig.from_pretrained(path), attention)
+        model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=attention, **_no_dropout(path)
+        )
+    return model
+
+
+def _no_dropout(path: str) -> dict[str, float]:
+    """Dropout would make pi differ from what the engine sampled from; so would other noise of training."""
+    marks = ("dropout", "pdrop", "layerdrop", "dropout_prob", "jitter_noise")
+    settings = read_config(path).to_dict()
+    return {name: 0.0 for name, value in settings.items() if isinstance(value, float) and name.endswith(marks)}
+
+
+def read_config(path: str) -> transformers.PretrainedConfig:
+    with usable(path, "be read", (OSError, ValueError)):
+        config: transformers.PretrainedConfig = transformers.AutoConfig.from_pretrained(path).get_text_config()
+    return config
+
+
+@contextmanager
+def usable(path: str, what: str, errors: tuple[type[Exception], ...]) -> Iterator[None]:
+    """DataError where one of these errors says that the model cannot do this."""
+    try:
+        yield
+    except errors as error:
+        said = (str(error).splitlines() or [repr(error)])[0]
+        raise DataError(f"model.path {path!r} cannot {what}: {said}") from error

@@ -1,0 +1,43 @@
+"""What a model's tokenizer says, and what the two must agree on with every worker. Reads no weights. Blocks on the
+disk, and on the hub where the model is not here yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import transformers
+
+from streamrl.errors import DataError
+from streamrl.learner.model.build import read_config, usable
+from streamrl.protocol.wire.fingerprint import fingerprint, stop_ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerInfo:
+    """What model and tokenizer must agree on with every worker."""
+
+    tokenizer: transformers.PreTrainedTokenizerBase
+    end_ids: tuple[int, ...]  # what ends a response, and is therefore banned before `min_tokens`
+    vocabulary: int  # sizes of the model's output
+    fingerprint: str
+
+
+def read_tokenizer_info(path: str) -> TokenizerInfo:
+    """Tokenizer and configuration, no weights."""
+    config = read_config(path)
+    with usable(path, "give a tokenizer", (OSError, ValueError, KeyError)):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    try:
+        generation_eos = transformers.GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # a model need not bring one
+        generation_eos = config.eos_token_id
+    ends = stop_ids(tokenizer_eos=tokenizer.eos_token_id, generation_eos=generation_eos)
+    if not ends:
+        raise DataError(f"model.path {path!r} has no end token, so that no response could ever end by itself")
+    return TokenizerInfo(
+        tokenizer=tokenizer,
+        end_ids=ends,
+        vocabulary=config.vocab_size,
+        fingerprint=fingerprint(vocab=tokenizer.get_vocab(), stop_ids=ends, vocab_size=config.vocab_size),
+    )
