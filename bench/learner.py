@@ -27,7 +27,7 @@ from bench.report import Bar, Fact, Line
 from bench.stepping import Stepping
 from streamrl.config import schema
 from streamrl.files import scratch_folder
-from streamrl.learner.model.packing import MicroBatch
+from streamrl.learner.packing.micro_batches import MicroBatch
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.wire.group import Group

@@ -11,7 +11,7 @@ from bench.measure import seconds
 from bench.publishing import RUN_UID
 from bench.training import train_once
 from streamrl.config import schema
-from streamrl.learner.model.load import load_policy
+from streamrl.learner.loading.load import load_policy
 from streamrl.learner.model.lora import merged_parameters
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.process.background import BackgroundThread, BackgroundThreadDouble

@@ -28,13 +28,13 @@ from bench.measure import Say
 from bench.memory_run import Held
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
-from streamrl.learner.model.build import begin_model
-from streamrl.learner.model.converted import stored_in
-from streamrl.learner.model.load import fill, make_policy
-from streamrl.learner.model.shard import shard
-from streamrl.learner.model.sizes import Sizes
-from streamrl.learner.model.sources import Files, Region
-from streamrl.learner.model.tensors import held_rows
+from streamrl.learner.loading.build import begin_model
+from streamrl.learner.loading.converted import stored_in
+from streamrl.learner.loading.load import fill, make_policy
+from streamrl.learner.loading.sources import Files, Region
+from streamrl.learner.parallel.dtensors import held_rows
+from streamrl.learner.parallel.fsdp import shard
+from streamrl.learner.planning.sizes import Sizes
 from streamrl.learner.process.ranks import World
 
 _TIMES, _GOAL = 1.2, 1.0

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.loading import config_for
-from streamrl.learner.model.build import begin_model
-from streamrl.learner.model.load import fill, make_policy
-from streamrl.learner.model.shard import shard
-from streamrl.learner.model.tensors import held_rows
+from streamrl.learner.loading.build import begin_model
+from streamrl.learner.loading.load import fill, make_policy
+from streamrl.learner.parallel.dtensors import held_rows
+from streamrl.learner.parallel.fsdp import shard
 from streamrl.learner.process.ranks import World
 
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from streamrl.config import schema
-from streamrl.learner.model.attention import MASKED
+from streamrl.learner.packing.attention import MASKED
 from streamrl.protocol.wire.group import Group, GroupHeader, Sample, Span, decode_body, decode_header, encode_group
 from streamrl.versions import make_version
 

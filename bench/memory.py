@@ -22,8 +22,8 @@ from bench.memory_cases import CASES, Case, model_config
 from bench.memory_run import run
 from bench.report import Bar, Fact, Line
 from streamrl.learner.model.lora import place_adapters
-from streamrl.learner.model.memory import Plan, plan
-from streamrl.learner.model.sizes import Sizes
+from streamrl.learner.planning.memory import Plan, plan
+from streamrl.learner.planning.sizes import Sizes
 
 _WITHIN = 10.0  # %
 _GPU = 80.0  # GB

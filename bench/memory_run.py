@@ -25,15 +25,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from bench.memory_cases import Case, model_config
-from streamrl.learner.model.attention import EAGER, VARLEN
-from streamrl.learner.model.experts import Divided, GroupExchange, experts_of
-from streamrl.learner.model.load import _checkpoint, fill, make_policy
+from streamrl.learner.loading.load import _checkpoint, fill, make_policy
 from streamrl.learner.model.logprobs import CHUNK_ELEMENTS
 from streamrl.learner.model.lora import place_adapters, without_adapters
-from streamrl.learner.model.packing import MicroBatch
 from streamrl.learner.model.policy import Policy, evaluating
-from streamrl.learner.model.shard import shard
-from streamrl.learner.model.ways import Way, attention_of
+from streamrl.learner.packing.attention import EAGER, VARLEN
+from streamrl.learner.packing.micro_batches import MicroBatch
+from streamrl.learner.packing.ways import Way, attention_of
+from streamrl.learner.parallel.experts import Divided, GroupExchange, experts_of
+from streamrl.learner.parallel.fsdp import shard
 from streamrl.learner.process.ranks import World
 
 _AS_FLASH = "streamrl_held"

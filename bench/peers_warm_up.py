@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-from streamrl.learner.model.packing import Piece
+from streamrl.learner.packing.micro_batches import Piece
 from streamrl.learner.sft.rows import read_rows
 
 _IGNORED = -100  # the label of tokens without a loss

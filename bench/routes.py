@@ -25,9 +25,9 @@ from bench.report import Bar, Fact, Line
 from bench.worker_model import VOCABULARY, make_tokenizer
 from streamrl.config import schema
 from streamrl.config.routers import find_routers
-from streamrl.learner.model.load import load_policy
-from streamrl.learner.model.packing import MicroBatch, Piece, pack
-from streamrl.learner.model.routing import RoutingReplay
+from streamrl.learner.loading.load import load_policy
+from streamrl.learner.moe.routing_replay import RoutingReplay
+from streamrl.learner.packing.micro_batches import MicroBatch, Piece, pack
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.routes import ending, joined, pack_routes
 from streamrl.workers.engines.base import EngineSettings, Generated, Load, SampleRequest

@@ -25,12 +25,12 @@ from streamrl.config import schema
 from streamrl.config.load import load_config
 from streamrl.config.shipped import shipped_config
 from streamrl.demos import sums
+from streamrl.learner.loading.load import load_policy
+from streamrl.learner.loading.tokenizer import read_tokenizer_info
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.gradients import Gradients
-from streamrl.learner.model.load import load_policy
-from streamrl.learner.model.optimizer import learning_rate, make_optimizer, update
-from streamrl.learner.model.tensors import whole
-from streamrl.learner.model.tokenizer import read_tokenizer_info
+from streamrl.learner.objective.gradients import Gradients
+from streamrl.learner.objective.optimizer import learning_rate, make_optimizer, update
+from streamrl.learner.parallel.dtensors import whole
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group, decode_body, decode_header, encode_group
 from streamrl.protocol.wire.ticket import Purpose, Ticket

@@ -15,13 +15,13 @@ import transformers
 
 from bench.long_tailed import END, Size
 from streamrl.config import schema
+from streamrl.learner.loading.load import make_policy, recomputes
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.attention import choose
-from streamrl.learner.model.gradients import Gradients
-from streamrl.learner.model.load import make_policy, recomputes
-from streamrl.learner.model.optimizer import Update, make_optimizer, update
-from streamrl.learner.model.packing import MicroBatch
-from streamrl.learner.model.shard import shard
+from streamrl.learner.objective.gradients import Gradients
+from streamrl.learner.objective.optimizer import Update, make_optimizer, update
+from streamrl.learner.packing.attention import choose
+from streamrl.learner.packing.micro_batches import MicroBatch
+from streamrl.learner.parallel.fsdp import shard
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group
 from streamrl.recipe.algorithms import make_algorithm

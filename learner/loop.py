@@ -32,9 +32,9 @@ from streamrl.learner.groups.plan import Fetched, GroupCheck, Kind, Outcome, Pla
 from streamrl.learner.metrics.gpu import Gpu
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.flops import peak_flops
-from streamrl.learner.model.gradients import Batch, Gradients
-from streamrl.learner.model.optimizer import Update, learning_rate, update
 from streamrl.learner.model.policy import Policy
+from streamrl.learner.objective.gradients import Batch, Gradients
+from streamrl.learner.objective.optimizer import Update, learning_rate, update
 from streamrl.learner.publishing.publish import Publishing
 from streamrl.learner.publishing.schedule import PublishSchedule
 from streamrl.learner.rank_context import RankContext

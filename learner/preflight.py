@@ -32,7 +32,7 @@ from streamrl.terminal import size
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from streamrl.learner.model.tokenizer import TokenizerInfo
+    from streamrl.learner.loading.tokenizer import TokenizerInfo
 
 _READ_S = 10.0  # for so long prompts are tokenised; the learner reads the rest
 
@@ -59,10 +59,10 @@ def _words() -> Namespace:
 
 def plan_for(config: schema.Config, words: Namespace) -> Iterator[Finding]:
     """Of a model of which the configuration alone need be here."""
-    from streamrl.learner.model.layouts import Asked, Machine
-    from streamrl.learner.model.load import outline, teacher_sizes
-    from streamrl.learner.model.sizes import Sizes
-    from streamrl.learner.planning import tell
+    from streamrl.learner.loading.load import outline, teacher_sizes
+    from streamrl.learner.planning.advice import tell
+    from streamrl.learner.planning.layouts import Asked, Machine
+    from streamrl.learner.planning.sizes import Sizes
 
     for path in (config.model.path, None if config.teacher is None else config.teacher.path):
         if path is not None and not _is_here(path):
@@ -77,7 +77,7 @@ def plan_for(config: schema.Config, words: Namespace) -> Iterator[Finding]:
 
 def examine(config: schema.Config, part: Part = "all") -> Iterator[Finding]:
     """UserError for what no learner could go on with."""
-    from streamrl.learner.model.trial import try_out  # torch alone, half of what transformers take to import
+    from streamrl.learner.objective.trial import try_out  # torch alone, half of what transformers take to import
 
     try_out(config.algorithm)
     yield ok("algorithm", f"{config.algorithm.name} goes through made-up groups")
@@ -88,9 +88,9 @@ def examine(config: schema.Config, part: Part = "all") -> Iterator[Finding]:
             "the learner tries both once it is downloaded",
         )
         return
-    from streamrl.learner.model.context import refuse_heads
-    from streamrl.learner.model.load import outline
-    from streamrl.learner.model.tokenizer import read_tokenizer_info
+    from streamrl.learner.loading.load import outline
+    from streamrl.learner.loading.tokenizer import read_tokenizer_info
+    from streamrl.learner.parallel.context import refuse_heads
 
     info = read_tokenizer_info(config.model.path)
     yield from _prompts(config, info)
@@ -105,7 +105,7 @@ def examine(config: schema.Config, part: Part = "all") -> Iterator[Finding]:
 
 
 def _teacher(config: schema.Config, info: TokenizerInfo) -> Iterator[Finding]:
-    from streamrl.learner.model.teacher import check_teacher
+    from streamrl.learner.objective.teacher import check_teacher
 
     path = None if config.teacher is None else config.teacher.path
     if path is None:
@@ -119,11 +119,11 @@ def _teacher(config: schema.Config, info: TokenizerInfo) -> Iterator[Finding]:
 
 def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterator[Finding]:
     """Of a rank on its GPU; where the learner is on several hosts, their number is not known here."""
-    from streamrl.learner.model.layouts import Asked, Machine
-    from streamrl.learner.model.load import teacher_sizes
-    from streamrl.learner.model.memory import REMEDY, plan
-    from streamrl.learner.model.sizes import Sizes
-    from streamrl.learner.planning import tell
+    from streamrl.learner.loading.load import teacher_sizes
+    from streamrl.learner.planning.advice import tell
+    from streamrl.learner.planning.layouts import Asked, Machine
+    from streamrl.learner.planning.memory import REMEDY, plan
+    from streamrl.learner.planning.sizes import Sizes
 
     try:
         share = place(config, gpus_here(), part).shares.get(LEARNER)

@@ -17,11 +17,11 @@ from streamrl.learner.checkpoints.save import Saver
 from streamrl.learner.checkpoints.shard import Shard, load_state
 from streamrl.learner.conductor import Conducting
 from streamrl.learner.loop import Loop, Parts
-from streamrl.learner.model.gradients import Gradients
-from streamrl.learner.model.optimizer import make_optimizer
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.model.reference import make_reference
-from streamrl.learner.model.teacher import load_teacher
+from streamrl.learner.objective.gradients import Gradients
+from streamrl.learner.objective.optimizer import make_optimizer
+from streamrl.learner.objective.reference import make_reference
+from streamrl.learner.objective.teacher import load_teacher
 from streamrl.learner.process.background import BackgroundThread
 from streamrl.learner.publishing.publish import Publishing
 from streamrl.learner.rank_context import RankContext

@@ -15,14 +15,14 @@ import torch
 
 from streamrl.config import schema
 from streamrl.learner.groups.prompts import PromptSet
+from streamrl.learner.loading.load import load_policy
+from streamrl.learner.loading.tokenizer import TokenizerInfo, read_tokenizer_info
 from streamrl.learner.metrics.exporters import check_exporters
 from streamrl.learner.metrics.record import Timers
-from streamrl.learner.model.load import load_policy
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.model.routing import RoutingReplay
-from streamrl.learner.model.teacher import check_teacher
-from streamrl.learner.model.tokenizer import TokenizerInfo, read_tokenizer_info
-from streamrl.learner.model.trial import try_out
+from streamrl.learner.moe.routing_replay import RoutingReplay
+from streamrl.learner.objective.teacher import check_teacher
+from streamrl.learner.objective.trial import try_out
 from streamrl.learner.process.job import job_began
 from streamrl.learner.process.ranks import World
 from streamrl.learner.process.watchdog import Watchdog

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamrl.learner.model.packing import empty_micro_batch
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.model.ways import decoder_of
+from streamrl.learner.packing.micro_batches import empty_micro_batch
+from streamrl.learner.packing.ways import decoder_of
 
 
 class Casts(TorchDispatchMode):

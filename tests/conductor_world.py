@@ -17,8 +17,8 @@ from streamrl.learner.conductor import Conductor
 from streamrl.learner.groups.ledger import FeedState
 from streamrl.learner.groups.plan import Kind, Plan
 from streamrl.learner.groups.prompts import Prompt
+from streamrl.learner.loading.tokenizer import TokenizerInfo
 from streamrl.learner.metrics.record import Timers, ValidationResult
-from streamrl.learner.model.tokenizer import TokenizerInfo
 from streamrl.learner.process.lease import LeaseKeeper
 from streamrl.learner.process.ranks import World
 from streamrl.learner.process.watchdog import Watchdog

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from streamrl.learner.model import routing
+from streamrl.learner.moe import routing_replay
 from tests.tiny_families import make_family
 
 NUM_EXPERTS = 8
@@ -43,9 +43,11 @@ def _route(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 @contextmanager
 def replay_never_rounding() -> Iterator[None]:
     """Inside, routes that are told are weighed in the numbers that the logits have, as Qwen3-MoE weighs them."""
-    own = routing.weigh
-    routing.weigh = lambda _router, logits, chosen: F.normalize(logits.softmax(-1).gather(-1, chosen), p=1, dim=-1)
+    own = routing_replay.weigh
+    routing_replay.weigh = lambda _router, logits, chosen: F.normalize(
+        logits.softmax(-1).gather(-1, chosen), p=1, dim=-1
+    )
     try:
         yield
     finally:
-        routing.weigh = own
+        routing_replay.weigh = own

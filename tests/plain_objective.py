@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from streamrl.config import schema
-from streamrl.learner.model.build import load_model
+from streamrl.learner.loading.build import load_model
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.policy import Policy
 from streamrl.protocol.wire.group import Group, Sample

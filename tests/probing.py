@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.learner.model.packing import Piece
+from streamrl.learner.packing.micro_batches import Piece
 
 
 def probe(token_ids: npt.NDArray[np.int32], *, sample: int = 0, group: int = 0) -> Piece:

@@ -11,9 +11,9 @@ import safetensors.torch
 import torch
 
 from streamrl.config import schema
-from streamrl.learner.model.load import load_policy
+from streamrl.learner.loading.load import load_policy
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.model.tensors import kept_in
+from streamrl.learner.parallel.dtensors import kept_in
 from streamrl.learner.process.background import BackgroundThread, BackgroundThreadDouble
 from streamrl.learner.process.ranks import World as Ranks
 from streamrl.learner.publishing.copiers import Copier

@@ -13,7 +13,7 @@ import torch
 from streamrl.config import schema
 from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
 from streamrl.learner.checkpoints.terms import ancestry
-from streamrl.learner.model.tokenizer import read_tokenizer_info
+from streamrl.learner.loading.tokenizer import read_tokenizer_info
 from streamrl.learner.process.ranks import World
 from streamrl.learner.replay import replay
 from streamrl.ops.record.recording import Origin

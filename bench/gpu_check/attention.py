@@ -8,7 +8,7 @@ import torch
 
 from bench.gpu_check.rows import Row, Scale
 from bench.measure import seconds
-from streamrl.learner.model.attention import attend, each_by_itself
+from streamrl.learner.packing.attention import attend, each_by_itself
 
 _OFF = 0.02  # of the largest: a bf16 is off by 0.004, and each adds up its products in another order
 

@@ -21,8 +21,8 @@ from bench.measure import seconds
 from bench.stepping import Stepping
 from streamrl.config import schema
 from streamrl.learner.model.flops import peak_flops
-from streamrl.learner.model.memory import Plan, plan
-from streamrl.learner.model.sizes import Sizes
+from streamrl.learner.planning.memory import Plan, plan
+from streamrl.learner.planning.sizes import Sizes
 
 _7B = Size(vocabulary=152_064, hidden=3584, intermediate=18_944, layers=4, heads=28, kv_heads=4)
 _TINY = Size(vocabulary=97, hidden=64, intermediate=128, layers=2, heads=2, kv_heads=1)

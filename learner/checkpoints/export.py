@@ -21,14 +21,14 @@ from streamrl.files import replace_folder
 from streamrl.learner.checkpoints.checkpoint import Checkpoint
 from streamrl.learner.checkpoints.hub_files import HubFiles
 from streamrl.learner.checkpoints.shard import load_state
-from streamrl.learner.model.attention import MASKED
-from streamrl.learner.model.build import build_model, load_model
-from streamrl.learner.model.load import load_policy
+from streamrl.learner.loading.build import build_model, load_model
+from streamrl.learner.loading.load import load_policy
+from streamrl.learner.loading.tokenizer import read_tokenizer_info
 from streamrl.learner.model.lora import adapter_parameters, base_name, merged_parameters, save_adapters
-from streamrl.learner.model.optimizer import make_optimizer
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.model.tensors import kept_in, whole
-from streamrl.learner.model.tokenizer import read_tokenizer_info
+from streamrl.learner.objective.optimizer import make_optimizer
+from streamrl.learner.packing.attention import MASKED
+from streamrl.learner.parallel.dtensors import kept_in, whole
 from streamrl.learner.process.ranks import World
 
 ADAPTER = "adapter"  # folder within the export

@@ -32,7 +32,7 @@ from transformers.core_model_loading import (
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from streamrl.learner.model.tensors import kept_in
+from streamrl.learner.parallel.dtensors import kept_in
 
 _FILES = "model{suffix}.safetensors"
 _MAX_FILE_BYTES = 5 * 10**9  # as hubs have them; what is larger than the host's memory may not be mapped

@@ -28,7 +28,7 @@ from torch import nn
 from streamrl.errors import DataError
 from streamrl.learner.checkpoints.checkpoint import Files
 from streamrl.learner.checkpoints.save import write_parts
-from streamrl.learner.model.tensors import LocalRows, held, told
+from streamrl.learner.parallel.dtensors import LocalRows, held, told
 from streamrl.learner.process.ranks import World
 
 _PATTERN = "train-*-of-*.safetensors"

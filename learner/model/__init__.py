@@ -1,1 +1,1 @@
-"""The model and its arithmetic: loading, packing, attention, log-probs, gradients, the optimizer."""
+"""The policy: a model that is asked for log-probs, the way that is settled at start, its adapters."""

@@ -19,9 +19,9 @@ import torch
 import transformers
 from torch import nn
 
-from streamrl.learner.model.experts import active_shares
-from streamrl.learner.model.packing import Piece
-from streamrl.learner.model.ways import decoder_of
+from streamrl.learner.packing.micro_batches import Piece
+from streamrl.learner.packing.ways import decoder_of
+from streamrl.learner.parallel.experts import active_shares
 
 # Dense bf16 of whole cards, as their makers state it.
 _PEAK_TFLOPS: Mapping[str, float] = {

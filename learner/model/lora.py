@@ -22,7 +22,7 @@ from torch.utils import swap_tensors
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError
-from streamrl.learner.model.tensors import held_rows, whole
+from streamrl.learner.parallel.dtensors import held_rows, whole
 from streamrl.protocol.weights.adapters import Adapter
 
 if TYPE_CHECKING:

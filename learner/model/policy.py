@@ -17,14 +17,14 @@ import transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from streamrl.learner.model.attention import EAGER, VARLEN
-from streamrl.learner.model.context import Parts
-from streamrl.learner.model.experts import ask_here
 from streamrl.learner.model.flops import Flops
 from streamrl.learner.model.logprobs import Head, LogProbs, given_logprobs, project, token_logprobs
-from streamrl.learner.model.packing import MicroBatch, Shape, additive
-from streamrl.learner.model.routing import RoutingReplay
-from streamrl.learner.model.ways import Way, decoder_of, layer_types, ways_of
+from streamrl.learner.moe.routing_replay import RoutingReplay
+from streamrl.learner.packing.attention import EAGER, VARLEN
+from streamrl.learner.packing.micro_batches import MicroBatch, Shape, additive
+from streamrl.learner.packing.ways import Way, decoder_of, layer_types, ways_of
+from streamrl.learner.parallel.context import Parts
+from streamrl.learner.parallel.experts import ask_here
 from streamrl.protocol.wire.routes import RouteShape
 
 _MOST_LOGITS = 1 << 26  # of a micro-batch whose logits are the model's own: 256 MiB in fp32, several times

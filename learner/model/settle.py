@@ -4,7 +4,7 @@
     layout    the fastest way whose hidden states and log-probs are the model's own, while gradients are off and while
               the model trains; with its windows narrowed as well, so that a few tokens reach beyond them
 
-What a few tokens cannot show is ruled by `learner.model.ways`. All of it is collective.
+What a few tokens cannot show is ruled by `learner.packing.ways`. All of it is collective.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import transformers
 from torch.distributed.fsdp import FSDPModule
 
 from streamrl.errors import DataError
-from streamrl.learner.model.attention import EAGER, MASKED, VARLEN
 from streamrl.learner.model.logprobs import Head
-from streamrl.learner.model.packing import Piece, pack
 from streamrl.learner.model.policy import Policy, Seen, evaluating
-from streamrl.learner.model.ways import Way, has_window, layer_types, unpackable
+from streamrl.learner.packing.attention import EAGER, MASKED, VARLEN
+from streamrl.learner.packing.micro_batches import Piece, pack
+from streamrl.learner.packing.ways import Way, has_window, layer_types, unpackable
 from streamrl.learner.process.ranks import World
 
 _LOGP_TOLERANCE = 1e-3

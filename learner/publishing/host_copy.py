@@ -24,7 +24,7 @@ from torch import nn
 
 from streamrl.errors import WeightsError
 from streamrl.learner.model.lora import published_parameters
-from streamrl.learner.model.tensors import LocalRows, told
+from streamrl.learner.parallel.dtensors import LocalRows, told
 from streamrl.learner.publishing.copiers import Check, Copier
 from streamrl.protocol.weights.format import MAX_RANGE_ELEMENTS, Coding, DType, HeldRange, RangeDigest, digest_of
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import nn
 
 from streamrl.learner.model.lora import base_name
-from streamrl.learner.model.tensors import kept_in
+from streamrl.learner.parallel.dtensors import kept_in
 from streamrl.learner.publishing.host_copy import CastDigests, Part
 from streamrl.protocol.weights.format import HeldRange, TensorMeta, digest_of
 

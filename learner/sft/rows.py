@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from streamrl.data.texts import read_texts
 from streamrl.errors import DataError
-from streamrl.learner.model.packing import Piece
+from streamrl.learner.packing.micro_batches import Piece
 
 _EXPECTED = '{"prompt": text, "completion": text}, or {"messages": [{"role": ..., "content": text}, ...]}'
 Messages = list[dict[str, str]]

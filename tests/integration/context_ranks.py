@@ -18,14 +18,14 @@ import safetensors.torch
 import torch
 
 from streamrl.config import schema
+from streamrl.learner.loading.load import load_policy, load_reference
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.attention import VARLEN
-from streamrl.learner.model.gradients import Gradients
-from streamrl.learner.model.load import load_policy, load_reference
-from streamrl.learner.model.optimizer import make_optimizer, update
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.model.reference import asking
-from streamrl.learner.model.tensors import whole
+from streamrl.learner.objective.gradients import Gradients
+from streamrl.learner.objective.optimizer import make_optimizer, update
+from streamrl.learner.objective.reference import asking
+from streamrl.learner.packing.attention import VARLEN
+from streamrl.learner.parallel.dtensors import whole
 from streamrl.learner.process.ranks import World, join_world
 from streamrl.protocol.wire.group import Group
 from streamrl.recipe.algorithms import make_algorithm

@@ -24,10 +24,10 @@ import numpy.typing as npt
 import torch
 
 from streamrl.config import schema
-from streamrl.learner.model.build import load_model
+from streamrl.learner.loading.build import load_model
 from streamrl.learner.model.logprobs import Head
-from streamrl.learner.model.packing import Piece, pack
 from streamrl.learner.model.policy import Policy
+from streamrl.learner.packing.micro_batches import Piece, pack
 from streamrl.protocol.wire.group import Sample, decode_body, decode_header, encode_group
 from streamrl.workers.engines.base import Engine, Generated, KvCache, SampleRequest
 from streamrl.workers.environments.base import Answer, EnvironmentDouble

@@ -16,12 +16,12 @@ import torch
 
 from streamrl.config import schema
 from streamrl.learner.checkpoints.shard import load_state
+from streamrl.learner.loading.load import load_policy
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.gradients import Gradients
-from streamrl.learner.model.load import load_policy
-from streamrl.learner.model.optimizer import make_optimizer, update
-from streamrl.learner.model.routing import RoutingReplay
-from streamrl.learner.model.tensors import whole
+from streamrl.learner.moe.routing_replay import RoutingReplay
+from streamrl.learner.objective.gradients import Gradients
+from streamrl.learner.objective.optimizer import make_optimizer, update
+from streamrl.learner.parallel.dtensors import whole
 from streamrl.learner.process.background import BackgroundThread
 from streamrl.learner.process.ranks import World, join_world
 from streamrl.protocol.wire.group import Group

@@ -22,16 +22,16 @@ from torch.distributed.tensor import DTensor
 from streamrl.config import schema
 from streamrl.learner.checkpoints.export import export
 from streamrl.learner.checkpoints.shard import load_state
+from streamrl.learner.loading.load import load_policy, load_reference
+from streamrl.learner.loading.tokenizer import read_tokenizer_info
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.gradients import Gradients
-from streamrl.learner.model.load import load_policy, load_reference
 from streamrl.learner.model.lora import adapter_parameters, merged_parameters
-from streamrl.learner.model.optimizer import make_optimizer, update
-from streamrl.learner.model.packing import pack
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.model.reference import Reference, asking, make_reference
-from streamrl.learner.model.tensors import whole
-from streamrl.learner.model.tokenizer import read_tokenizer_info
+from streamrl.learner.objective.gradients import Gradients
+from streamrl.learner.objective.optimizer import make_optimizer, update
+from streamrl.learner.objective.reference import Reference, asking, make_reference
+from streamrl.learner.packing.micro_batches import pack
+from streamrl.learner.parallel.dtensors import whole
 from streamrl.learner.process.background import BackgroundThread
 from streamrl.learner.process.ranks import World, join_world
 from streamrl.learner.publishing.publish import Publisher

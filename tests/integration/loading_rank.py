@@ -14,9 +14,9 @@ import torch
 
 from streamrl.config import schema
 from streamrl.learner.checkpoints.export import export
-from streamrl.learner.model.build import begin_model
-from streamrl.learner.model.load import load_policy
-from streamrl.learner.model.tensors import whole
+from streamrl.learner.loading.build import begin_model
+from streamrl.learner.loading.load import load_policy
+from streamrl.learner.parallel.dtensors import whole
 from streamrl.learner.process.ranks import join_world
 from tests.learner_cases import learner_config
 from tests.leaving import leave

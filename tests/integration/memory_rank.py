@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from streamrl.learner.model.load import load_policy
+from streamrl.learner.loading.load import load_policy
 from streamrl.learner.process.ranks import join_world
 from tests.learner_cases import learner_config
 

@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.config import schema
 from streamrl.learner.checkpoints.resume import find_checkpoint, fork
-from streamrl.learner.model.optimizer import learning_rate
+from streamrl.learner.objective.optimizer import learning_rate
 from streamrl.ops.audit import audit_folder
 from tests.integration.learner_world import lines, made_up_worker, make_run, output, running_learner
 from tests.replay_world import last_state, last_tensors, same_bits

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from streamrl.learner.checkpoints.shard import load_state
-from streamrl.learner.model.build import load_model
+from streamrl.learner.loading.build import load_model
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.weights.manifest import Manifest, decode_manifest
 from streamrl.protocol.weights.mirror import Mirror

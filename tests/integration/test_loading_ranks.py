@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from streamrl.learner.model.build import load_model
+from streamrl.learner.loading.build import load_model
 from tests.tiny_families import make_family
 from tests.unit.test_sources import packed
 from tests.warm import run_ranks

@@ -26,8 +26,8 @@ import torch
 import transformers
 
 from bench.proofs_engine import EngineHere, import_vllm
-from streamrl.learner.model.build import load_model
-from streamrl.learner.model.tensors import kept_in
+from streamrl.learner.loading.build import load_model
+from streamrl.learner.parallel.dtensors import kept_in
 from streamrl.workers.engines.base import Load, ReadBack
 from tests.tiny_families import make_family
 

@@ -12,10 +12,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError
-from streamrl.learner.model.attention import MASKED, VARLEN, attend, choose, each_by_itself
-from streamrl.learner.model.load import load_policy
-from streamrl.learner.model.packing import Shape, pack
+from streamrl.learner.loading.load import load_policy
 from streamrl.learner.model.policy import Policy
+from streamrl.learner.packing.attention import MASKED, VARLEN, attend, choose, each_by_itself
+from streamrl.learner.packing.micro_batches import Shape, pack
 from streamrl.learner.process.ranks import World
 from tests.learner_cases import learner_config
 from tests.tiny_models import make_model

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamrl.learner.model.tensors import held
+from streamrl.learner.parallel.dtensors import held
 from streamrl.learner.publishing.copiers import (
     AtOnce,
     Check,

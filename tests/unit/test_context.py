@@ -15,11 +15,11 @@ from streamrl.config import schema
 from streamrl.config.layout import refuse_layout
 from streamrl.errors import ConfigError
 from streamrl.learner.groups.plan import Fetched, GroupCheck
-from streamrl.learner.model.attention import MASKED
-from streamrl.learner.model.build import build_model
-from streamrl.learner.model.context import Parts, refuse_heads, repeats
-from streamrl.learner.model.packing import MicroBatch, Shape, empty_micro_batch, pack
-from streamrl.learner.model.ways import ways_of
+from streamrl.learner.loading.build import build_model
+from streamrl.learner.packing.attention import MASKED
+from streamrl.learner.packing.micro_batches import MicroBatch, Shape, empty_micro_batch, pack
+from streamrl.learner.packing.ways import ways_of
+from streamrl.learner.parallel.context import Parts, refuse_heads, repeats
 from streamrl.learner.process.ranks import World
 from tests.learner_cases import random_groups
 from tests.tiny_families import make_family

@@ -22,7 +22,7 @@ from streamrl.demos import sums
 from streamrl.demos.pretrained import NAME, check_gguf, make_model, write_data
 from streamrl.demos.sums import right
 from streamrl.errors import PartError, ResourceError
-from streamrl.learner.model import from_gguf
+from streamrl.learner.loading import from_gguf
 from streamrl.ops.cli.main import main
 from streamrl.recipe.rewards import REWARDS
 

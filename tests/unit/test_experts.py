@@ -15,9 +15,9 @@ from bench.memory_cases import Case
 from bench.memory_run import _batch, tell_evenly
 from streamrl.config import schema
 from streamrl.errors import ConfigError
-from streamrl.learner.model.experts import ask, experts_of
-from streamrl.learner.model.load import fill, load_policy, make_policy
-from streamrl.learner.model.shard import shard
+from streamrl.learner.loading.load import fill, load_policy, make_policy
+from streamrl.learner.parallel.experts import ask, experts_of
+from streamrl.learner.parallel.fsdp import shard
 from streamrl.learner.process.ranks import World
 from tests.learner_cases import learner_config
 from tests.mixtures import MIXTURES, NUM_EXPERTS, make_mixture

@@ -13,16 +13,16 @@ from structlog.testing import capture_logs
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError
-from streamrl.learner.model.attention import VARLEN
-from streamrl.learner.model.build import begin_model, load_model
-from streamrl.learner.model.load import fill, load_policy, load_reference, make_policy
+from streamrl.learner.loading.build import begin_model, load_model
+from streamrl.learner.loading.load import fill, load_policy, load_reference, make_policy
 from streamrl.learner.model.lora import merged_parameters
-from streamrl.learner.model.packing import pack
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.model.settle import settle
-from streamrl.learner.model.shard import shard
-from streamrl.learner.model.tensors import whole
-from streamrl.learner.model.ways import Way
+from streamrl.learner.packing.attention import VARLEN
+from streamrl.learner.packing.micro_batches import pack
+from streamrl.learner.packing.ways import Way
+from streamrl.learner.parallel.dtensors import whole
+from streamrl.learner.parallel.fsdp import shard
 from streamrl.learner.process.ranks import World
 from tests.learner_cases import learner_config
 from tests.tiny_families import FAMILIES, make_family

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.errors import StreamrlError, WeightsError, WireError
-from streamrl.learner.model.cells import cells_of
+from streamrl.learner.packing.cells import cells_of
 from streamrl.protocol.transport.entries import decode_report, encode_report, to_entry, to_present, to_run_info
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.weights.format import MAGIC, digest_of

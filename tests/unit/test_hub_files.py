@@ -10,9 +10,9 @@ import torch
 from streamrl.config import schema
 from streamrl.learner.checkpoints.export import export
 from streamrl.learner.checkpoints.hub_files import HubFiles
-from streamrl.learner.model.build import build_model, load_model
-from streamrl.learner.model.load import load_policy
-from streamrl.learner.model.tensors import kept_in
+from streamrl.learner.loading.build import build_model, load_model
+from streamrl.learner.loading.load import load_policy
+from streamrl.learner.parallel.dtensors import kept_in
 from tests.learner_cases import learner_config
 from tests.tiny_families import make_family
 from tests.tiny_models import make_tokenizer

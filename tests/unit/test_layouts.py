@@ -12,8 +12,8 @@ import yaml
 from bench.memory import counted, planned, sizes_of
 from bench.memory_cases import Case
 from streamrl.config.schema import Layout
-from streamrl.learner.model.layouts import Asked, Machine, Option, options, ways_out
-from streamrl.learner.planning import tell, words
+from streamrl.learner.planning.advice import tell, words
+from streamrl.learner.planning.layouts import Asked, Machine, Option, options, ways_out
 from streamrl.terminal import size
 
 WHOLE = words(Layout())

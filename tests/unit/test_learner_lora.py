@@ -12,13 +12,13 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.learner.checkpoints.export import export
 from streamrl.learner.checkpoints.shard import load_state
-from streamrl.learner.model.build import load_model
-from streamrl.learner.model.load import load_policy
+from streamrl.learner.loading.build import load_model
+from streamrl.learner.loading.load import load_policy
+from streamrl.learner.loading.tokenizer import read_tokenizer_info
 from streamrl.learner.model.lora import merged_parameters, without_adapters
-from streamrl.learner.model.optimizer import make_optimizer
-from streamrl.learner.model.packing import MicroBatch, pack
 from streamrl.learner.model.policy import Policy, evaluating
-from streamrl.learner.model.tokenizer import read_tokenizer_info
+from streamrl.learner.objective.optimizer import make_optimizer
+from streamrl.learner.packing.micro_batches import MicroBatch, pack
 from streamrl.learner.process.ranks import World
 from tests.learner_cases import learner_config
 from tests.probing import probe

@@ -14,7 +14,7 @@ from bench.memory_run import run
 from streamrl.config.load import load_config
 from streamrl.config.schema import Teacher
 from streamrl.errors import ResourceError
-from streamrl.learner.model.memory import plan, refuse_too_large
+from streamrl.learner.planning.memory import plan, refuse_too_large
 from streamrl.learner.preflight import examine
 from tests.gpus_world import machine_with
 from tests.stand_ins import make_stand_in

@@ -13,11 +13,11 @@ import transformers
 from torch.autograd.graph import saved_tensors_hooks
 
 from streamrl.config import schema
+from streamrl.learner.loading.load import _checkpoint, load_policy
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.gradients import Gradients
-from streamrl.learner.model.load import _checkpoint, load_policy
-from streamrl.learner.model.packing import MicroBatch
 from streamrl.learner.model.policy import Policy
+from streamrl.learner.objective.gradients import Gradients
+from streamrl.learner.packing.micro_batches import MicroBatch
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group
 from streamrl.recipe.algorithms import make_algorithm

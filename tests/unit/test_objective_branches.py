@@ -11,7 +11,7 @@ import torch
 
 from streamrl.config import schema
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.gradients import Gradients
+from streamrl.learner.objective.gradients import Gradients
 from streamrl.learner.process.ranks import World
 from streamrl.recipe.algorithms import make_algorithm
 from tests.learner_cases import branched, learner_config, random_groups

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from streamrl.config import schema
-from streamrl.learner.model.optimizer import Update, learning_rate, make_optimizer, update
+from streamrl.learner.objective.optimizer import Update, learning_rate, make_optimizer, update
 from streamrl.learner.process.ranks import World
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamrl.learner.model.load import load_policy, recomputes
-from streamrl.learner.model.ways import decoder_of
+from streamrl.learner.loading.load import load_policy, recomputes
+from streamrl.learner.packing.ways import decoder_of
 from streamrl.learner.process.ranks import World
 from tests.casts import watch_a_pass
 from tests.learner_cases import learner_config

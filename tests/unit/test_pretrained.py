@@ -13,8 +13,8 @@ from torch import nn
 
 from streamrl.config import schema
 from streamrl.learner.checkpoints.export import export
-from streamrl.learner.model.build import begin_model, load_model
-from streamrl.learner.model.load import load_policy, load_reference
+from streamrl.learner.loading.build import begin_model, load_model
+from streamrl.learner.loading.load import load_policy, load_reference
 from streamrl.learner.process.ranks import World
 from tests.learner_cases import learner_config
 from tests.tiny_models import make_model, make_tokenizer

@@ -12,13 +12,13 @@ import torch
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError
+from streamrl.learner.loading.build import load_model
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.build import load_model
-from streamrl.learner.model.gradients import Gradients
 from streamrl.learner.model.logprobs import Head
-from streamrl.learner.model.packing import MicroBatch
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.model.trial import try_out
+from streamrl.learner.objective.gradients import Gradients
+from streamrl.learner.objective.trial import try_out
+from streamrl.learner.packing.micro_batches import MicroBatch
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group
 from streamrl.recipe.algorithms import make_algorithm

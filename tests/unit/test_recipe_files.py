@@ -15,11 +15,11 @@ from streamrl.config.check import check_config
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.gradients import Gradients
 from streamrl.learner.model.logprobs import LogProbs
-from streamrl.learner.model.packing import MicroBatch, Piece, Shape
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.model.teacher import Teacher
+from streamrl.learner.objective.gradients import Gradients
+from streamrl.learner.objective.teacher import Teacher
+from streamrl.learner.packing.micro_batches import MicroBatch, Piece, Shape
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group, Sample, Span, decode_body, decode_header, encode_group
 from streamrl.recipe.algorithms import make_algorithm

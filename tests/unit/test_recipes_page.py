@@ -13,10 +13,10 @@ import torch
 from streamrl.config import schema
 from streamrl.config.check import check_config
 from streamrl.config.load import load_config
+from streamrl.learner.loading.load import load_policy
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.gradients import Gradients
-from streamrl.learner.model.load import load_policy
-from streamrl.learner.model.trial import try_out
+from streamrl.learner.objective.gradients import Gradients
+from streamrl.learner.objective.trial import try_out
 from streamrl.learner.process.ranks import World
 from streamrl.recipe.algorithms import make_algorithm
 from tests.learner_cases import random_groups

@@ -11,11 +11,11 @@ import torch
 
 from streamrl.config import schema
 from streamrl.learner.checkpoints.shard import load_state
+from streamrl.learner.loading.load import load_policy, load_reference
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.gradients import Gradients
-from streamrl.learner.model.load import load_policy, load_reference
-from streamrl.learner.model.optimizer import make_optimizer, update
-from streamrl.learner.model.reference import Reference, asking, make_reference
+from streamrl.learner.objective.gradients import Gradients
+from streamrl.learner.objective.optimizer import make_optimizer, update
+from streamrl.learner.objective.reference import Reference, asking, make_reference
 from streamrl.learner.process.ranks import World
 from streamrl.recipe.algorithms import make_algorithm
 from tests.learner_cases import learner_config, random_groups

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from streamrl.config import schema
+from streamrl.learner.loading.load import load_policy
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.gradients import Gradients
-from streamrl.learner.model.load import load_policy
 from streamrl.learner.model.policy import Policy
+from streamrl.learner.objective.gradients import Gradients
 from streamrl.learner.process.ranks import World
 from streamrl.recipe.algorithms import make_algorithm
 from tests.learner_cases import learner_config, random_groups

@@ -13,13 +13,13 @@ from streamrl.config import schema
 from streamrl.config.check import check_config
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
+from streamrl.learner.loading.load import load_policy
 from streamrl.learner.metrics.routers import of_routers
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.gradients import Gradients
-from streamrl.learner.model.load import load_policy
 from streamrl.learner.model.lora import published_parameters
-from streamrl.learner.model.optimizer import make_optimizer, update
 from streamrl.learner.model.policy import Policy
+from streamrl.learner.objective.gradients import Gradients
+from streamrl.learner.objective.optimizer import make_optimizer, update
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group
 from streamrl.recipe.algorithms import make_algorithm

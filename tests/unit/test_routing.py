@@ -19,12 +19,12 @@ from torch import nn
 from streamrl.config import schema
 from streamrl.config.routers import ROUTERS, find_routers
 from streamrl.errors import ConfigError, DataError
+from streamrl.learner.loading.build import load_model
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.build import load_model
 from streamrl.learner.model.logprobs import Head
-from streamrl.learner.model.packing import NO_TOKEN, UNTOLD, MicroBatch, Piece, Shape, pack
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.model.routing import RoutingReplay
+from streamrl.learner.moe.routing_replay import RoutingReplay
+from streamrl.learner.packing.micro_batches import NO_TOKEN, UNTOLD, MicroBatch, Piece, Shape, pack
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.branches import Branch, rows_of
 from streamrl.protocol.wire.routes import Routes, RouteShape, all_missing, is_missing

@@ -28,9 +28,9 @@ from streamrl.learner.checkpoints.save import RankStateDouble, Saver
 from streamrl.learner.checkpoints.shard import Shard
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry
 from streamrl.learner.groups.ledger import FeedState
+from streamrl.learner.loading.load import load_policy
+from streamrl.learner.loading.tokenizer import TokenizerInfo, read_tokenizer_info
 from streamrl.learner.metrics.record import Timers
-from streamrl.learner.model.load import load_policy
-from streamrl.learner.model.tokenizer import TokenizerInfo, read_tokenizer_info
 from streamrl.learner.process.background import BackgroundThread, BackgroundThreadDouble, Jobs
 from streamrl.learner.process.ranks import World
 from streamrl.learner.process.watchdog import Watchdog

@@ -17,9 +17,9 @@ from transformers.conversion_mapping import (
 from transformers.core_model_loading import Transpose, WeightConverter
 
 from streamrl.errors import ResourceError
-from streamrl.learner.model.build import begin_model, build_model, load_model, refuse_whole
-from streamrl.learner.model.converted import Unlike, sources_of
-from streamrl.learner.model.sources import Files, Region, Source
+from streamrl.learner.loading.build import begin_model, build_model, load_model, refuse_whole
+from streamrl.learner.loading.converted import Unlike, sources_of
+from streamrl.learner.loading.sources import Files, Region, Source
 from streamrl.learner.process.ranks import World
 from tests.tiny_families import make_family
 
@@ -118,8 +118,8 @@ def test_a_rank_reads_the_files_of_its_own_experts_alone(tmp_path: Path) -> None
 
 def test_files_are_closed_when_much_of_them_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = made(make_family(tmp_path, "qwen3_moe"))
-    monkeypatch.setattr("streamrl.learner.model.sources._OPEN_BYTES", 1)
-    monkeypatch.setattr("streamrl.learner.model.sources._PIECE_BYTES", 4096)
+    monkeypatch.setattr("streamrl.learner.loading.sources._OPEN_BYTES", 1)
+    monkeypatch.setattr("streamrl.learner.loading.sources._PIECE_BYTES", 4096)
     expected = whole(tmp_path)
     with Files() as files:
         for name, source in sources.items():

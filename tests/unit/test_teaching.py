@@ -14,11 +14,11 @@ from tokenizers import normalizers
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config
 from streamrl.errors import DataError
+from streamrl.learner.loading.load import load_policy
+from streamrl.learner.loading.tokenizer import read_tokenizer_info
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.gradients import Gradients
-from streamrl.learner.model.load import load_policy
-from streamrl.learner.model.teacher import check_teacher, differences, load_teacher
-from streamrl.learner.model.tokenizer import read_tokenizer_info
+from streamrl.learner.objective.gradients import Gradients
+from streamrl.learner.objective.teacher import check_teacher, differences, load_teacher
 from streamrl.learner.process.ranks import World
 from streamrl.recipe.algorithms import make_algorithm
 from streamrl.recipe.losses import TokenBatch, truncated

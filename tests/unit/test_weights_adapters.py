@@ -12,7 +12,7 @@ import torch
 
 from streamrl.config import schema
 from streamrl.errors import DataError, WeightsError
-from streamrl.learner.model.build import load_model
+from streamrl.learner.loading.build import load_model
 from streamrl.learner.model.lora import merged, merged_parameters
 from streamrl.protocol.weights.adapters import Adapter, merge
 from streamrl.protocol.weights.format import BITS, Bits, Coding, DType, TensorMeta

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from streamrl.config import schema
-from streamrl.learner.model.build import load_model
+from streamrl.learner.loading.build import load_model
 from streamrl.learner.model.flops import Flops, peak_flops
 from streamrl.learner.model.lora import inject_adapters
-from streamrl.learner.model.packing import Piece
+from streamrl.learner.packing.micro_batches import Piece
 from tests.tiny_models import make_model
 
 

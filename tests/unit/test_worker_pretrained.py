@@ -12,8 +12,8 @@ from structlog.testing import capture_logs
 
 from streamrl.config import schema
 from streamrl.errors import DataError
-from streamrl.learner.model.build import load_model
-from streamrl.learner.model.load import load_policy
+from streamrl.learner.loading.build import load_model
+from streamrl.learner.loading.load import load_policy
 from streamrl.learner.publishing.publish import Publisher
 from streamrl.protocol.weights.format import TensorMeta
 from streamrl.protocol.weights.mirror import Mirror

@@ -18,7 +18,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError
-from streamrl.learner.model.experts import experts_of, refuse_experts
+from streamrl.learner.parallel.experts import experts_of, refuse_experts
 
 _BIASED = "e_score_correction_bias"  # of a router that is balanced by a bias of its own, and chooses by sigmoids
 

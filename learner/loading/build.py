@@ -21,10 +21,10 @@ from torch import nn
 
 from streamrl.errors import DataError, ResourceError
 from streamrl.host import available_memory
-from streamrl.learner.model.attention import MASKED
-from streamrl.learner.model.converted import Unlike, sources_of
-from streamrl.learner.model.sources import Files, Sources, read_rows
-from streamrl.learner.model.ways import attention_of
+from streamrl.learner.loading.converted import Unlike, sources_of
+from streamrl.learner.loading.sources import Files, Sources, read_rows
+from streamrl.learner.packing.attention import MASKED
+from streamrl.learner.packing.ways import attention_of
 from streamrl.learner.process.ranks import World
 from streamrl.terminal import size
 

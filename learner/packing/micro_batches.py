@@ -4,7 +4,7 @@
     row 1 | q q s s s s t t t | . . . . . |     position ids: s begins where r began, right after its prompt
 
 A *bundle* is a prompt with responses to it. A token sees the prompt of its bundle and its own response so far; of a
-response with branches, the row that it is in (`learner.model.cells`). All rows of a response lie in one micro-batch,
+response with branches, the row that it is in (`learner.packing.cells`). All rows of a response lie in one micro-batch,
 for a loss may ask for the whole of it. Bundles go, largest first, into the fullest row that still holds them. Longer
 rows fill better and repeat fewer prompts, but attention costs the square of a row: of a few lengths the cheapest is
 taken. A micro-batch is as many rows as `max_tokens` allows; one sample alone may be more.
@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streamrl.learner.model.cells import Cells, cells_of
+from streamrl.learner.packing.cells import Cells, cells_of
 from streamrl.protocol.wire.branches import Branch
 from streamrl.protocol.wire.routes import Routes, is_missing
 

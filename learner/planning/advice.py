@@ -1,5 +1,5 @@
 """Which layout a learner should have on some GPUs, in words: what was chosen, what it takes and sends, and why nothing
-smaller was; where nothing fits, what would. `learner.model.layouts` decides, and this tells.
+smaller was; where nothing fits, what would. `learner.planning.layouts` decides, and this tells.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from streamrl.config import schema
 from streamrl.finding import Finding, error, ok, warning
-from streamrl.learner.model.layouts import FARTHER, Asked, Machine, Option, WayOut, options, smaller, ways_out
+from streamrl.learner.planning.layouts import FARTHER, Asked, Machine, Option, WayOut, options, smaller, ways_out
 from streamrl.terminal import plural, size
 
 NAME = "layout"

@@ -29,7 +29,7 @@ from torch import nn
 from streamrl.config import schema
 from streamrl.config.routers import ROUTERS, find_routers
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.packing import NO_TOKEN, MicroBatch
+from streamrl.learner.packing.micro_batches import NO_TOKEN, MicroBatch
 from streamrl.protocol.wire.routes import RouteShape
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import transformers
 
 from streamrl.errors import DataError
-from streamrl.learner.model.build import read_config, usable
+from streamrl.learner.loading.build import read_config, usable
 from streamrl.protocol.wire.fingerprint import fingerprint, stop_ids
 
 

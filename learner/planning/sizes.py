@@ -10,9 +10,9 @@ import transformers
 from torch import nn
 
 from streamrl.config import schema
-from streamrl.learner.model.attention import EAGER, MASKED, VARLEN
-from streamrl.learner.model.experts import experts_of
-from streamrl.learner.model.ways import attention_of, decoder_of, ways_of
+from streamrl.learner.packing.attention import EAGER, MASKED, VARLEN
+from streamrl.learner.packing.ways import attention_of, decoder_of, ways_of
+from streamrl.learner.parallel.experts import experts_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Sizes:
     heads: int
     kv_heads: int
     norms_heads: bool  # of queries and keys
-    attention: str  # on a GPU, as `learner.model.ways` calls it
+    attention: str  # on a GPU, as `learner.packing.ways` calls it
     may_share: bool  # ranks may have parts of a row each
     experts: Experts | None
 

@@ -14,10 +14,10 @@ from dataclasses import replace
 import torch
 
 from streamrl.config import schema
-from streamrl.learner.model.load import load_reference
+from streamrl.learner.loading.load import load_reference
 from streamrl.learner.model.lora import without_adapters
-from streamrl.learner.model.packing import MicroBatch
 from streamrl.learner.model.policy import Policy, evaluating
+from streamrl.learner.packing.micro_batches import MicroBatch
 from streamrl.learner.process.ranks import World
 
 Reference = Callable[[MicroBatch], torch.Tensor]  # [T] log-probs under the frozen policy

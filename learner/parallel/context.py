@@ -33,9 +33,9 @@ import transformers
 from torch import nn
 
 from streamrl.errors import ConfigError
-from streamrl.learner.model.attention import EAGER, VARLEN
-from streamrl.learner.model.packing import MicroBatch
-from streamrl.learner.model.ways import Way, unpackable
+from streamrl.learner.packing.attention import EAGER, VARLEN
+from streamrl.learner.packing.micro_batches import MicroBatch
+from streamrl.learner.packing.ways import Way, unpackable
 from streamrl.learner.process.ranks import World
 
 KEY = "learner.layout.context"

@@ -25,9 +25,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from streamrl.config import schema
-from streamrl.learner.model.attention import EAGER
-from streamrl.learner.model.context import repeats
-from streamrl.learner.model.sizes import Sizes
+from streamrl.learner.packing.attention import EAGER
+from streamrl.learner.parallel.context import repeats
+from streamrl.learner.planning.sizes import Sizes
 
 _SCORES = 6  # bytes
 

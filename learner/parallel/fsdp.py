@@ -7,7 +7,7 @@ A model of bfloat16 keeps fp32 masters, of which a layer's part is cast, gathere
 gradients are bf16 within a rank, and fp32 from where ranks add theirs. That is so for a single rank, too: it computes
 what many would, and never holds more than two layers in bf16. What is frozen is bf16 at rest.
 
-Ranks of a context group hold other shards, and compute other parts of the same rows (`learner.model.context`).
+Ranks of a context group hold other shards, and compute other parts of the same rows (`learner.parallel.context`).
 Experts that are divided over ranks (`learner.layout.experts`) are sharded by themselves, over the ranks that hold the
 same ones. Their gradients are of the tokens of the whole expert group by then; so the mean that FSDP takes over fewer
 ranks than there are is divided by the rest.
@@ -39,7 +39,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
-from streamrl.learner.model.experts import divide
+from streamrl.learner.parallel.experts import divide
 from streamrl.learner.process.ranks import World
 
 # Modules take what they are given: positions stay fp32.

@@ -4,7 +4,7 @@
     kept       by all layers for the backward pass: their inputs alone, with checkpointing; of two layers, where these
                wait in the host's memory
 
-    and the most of    a layer     what it keeps, computed again, and what is at work (`learner.model.activations`); its
+    and the most of    a layer     what it keeps, computed again, and what is at work (`activations`, here); its
                                    weights in bf16, and those of the one before; their gradients in bf16 and fp32
                        the head    logits of a chunk, its gradient in bf16 and fp32
                        the end     gradients of the outermost weights, in both, when nothing is kept any more
@@ -26,10 +26,10 @@ from dataclasses import dataclass, replace
 
 from streamrl.config import schema
 from streamrl.errors import ResourceError
-from streamrl.learner.model import activations
-from streamrl.learner.model.activations import Part
 from streamrl.learner.model.logprobs import CHUNK_ELEMENTS
-from streamrl.learner.model.sizes import Sizes
+from streamrl.learner.planning import activations
+from streamrl.learner.planning.activations import Part
+from streamrl.learner.planning.sizes import Sizes
 from streamrl.terminal import size
 
 REMEDY = (

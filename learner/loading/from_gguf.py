@@ -1,4 +1,4 @@
-"""A model that is one GGUF file made into the folder that a hub would hold: `python -m learner.model.from_gguf`.
+"""A model that is one GGUF file made into the folder that a hub would hold: `python -m learner.loading.from_gguf`.
 
     file.gguf ─► transformers reads and dequantises it ─► a plain model of the same configuration ─► output/
 
@@ -48,7 +48,7 @@ def plain(read: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m streamrl.learner.model.from_gguf", description=__doc__.partition("\n")[0]
+        prog="python -m streamrl.learner.loading.from_gguf", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--gguf", type=Path, required=True, help="the file")
     parser.add_argument("--output", type=Path, required=True, help="folder for the model")

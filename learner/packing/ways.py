@@ -21,7 +21,7 @@ import transformers
 from torch import nn
 
 from streamrl.errors import DataError
-from streamrl.learner.model.attention import EAGER, MASKED, VARLEN
+from streamrl.learner.packing.attention import EAGER, MASKED, VARLEN
 
 Layout = Literal["shared", "packed", "rows"]
 

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from streamrl.config import schema
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.packing import MicroBatch
 from streamrl.learner.model.policy import Policy, evaluating
-from streamrl.learner.model.routers import Routers, Said
+from streamrl.learner.moe.routers import Routers, Said
+from streamrl.learner.packing.micro_batches import MicroBatch
 from streamrl.learner.process.ranks import World
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from streamrl.config import schema
-from streamrl.learner.model.tensors import is_copy
+from streamrl.learner.parallel.dtensors import is_copy
 from streamrl.learner.process.ranks import World
 
 

@@ -3,8 +3,8 @@
     built without memory ─► adapters ─► sharded ─► each rank reads its own rows ─► packing tried against the bare model
                                                           in bfloat16: sharded once more, to be gathered in that ◄─┘
 
-Masters are fp32. How they lie over ranks, and are gathered in bf16 for a pass, is for `learner.model.shard`; what is
-built of transformers' models for `build`. No rank holds more of a model than its own shard and a piece of a file, but
+Masters are fp32. How they lie over ranks, and are gathered in bf16 for a pass, is for `learner.parallel.fsdp`; what is
+built of transformers' models, for `build`. No rank holds more of a model than its own shard and a piece of a file, but
 where transformers must load it whole. Blocks on the disk, and on the hub where the model is not here yet.
 """
 
@@ -20,20 +20,20 @@ from torch.utils import swap_tensors
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError
-from streamrl.learner.model.attention import MASKED, choose
-from streamrl.learner.model.build import begin_model, build_model
-from streamrl.learner.model.context import Parts
+from streamrl.learner.loading.build import begin_model, build_model
+from streamrl.learner.loading.sources import Files, Source, Sources, read_rows
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.lora import base_name, inject_adapters, place_adapters
-from streamrl.learner.model.memory import refuse_too_large
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.model.routers import prepare_mixture
 from streamrl.learner.model.settle import settle
-from streamrl.learner.model.shard import gathered_in_half, shard, unfilled
-from streamrl.learner.model.sizes import Sizes
-from streamrl.learner.model.sources import Files, Source, Sources, read_rows
-from streamrl.learner.model.tensors import empty_like
-from streamrl.learner.model.ways import refuse_long
+from streamrl.learner.moe.routers import prepare_mixture
+from streamrl.learner.packing.attention import MASKED, choose
+from streamrl.learner.packing.ways import refuse_long
+from streamrl.learner.parallel.context import Parts
+from streamrl.learner.parallel.dtensors import empty_like
+from streamrl.learner.parallel.fsdp import gathered_in_half, shard, unfilled
+from streamrl.learner.planning.memory import refuse_too_large
+from streamrl.learner.planning.sizes import Sizes
 from streamrl.learner.process.ranks import World
 
 _HOST = torch.device("cpu")

@@ -34,7 +34,7 @@ from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from streamrl.learner.model.sources import Cut, Joined, Source, Sources, Stacked, Stored, Unpacked
+from streamrl.learner.loading.sources import Cut, Joined, Source, Sources, Stacked, Stored, Unpacked
 
 _NUMBERS = ("F64", "F32", "F16", "BF16")  # what may be cast to the parameter's dtype without asking anybody
 _PACKED = "mxfp4"  # the one way of quantising that is undone here

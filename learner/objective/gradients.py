@@ -1,4 +1,4 @@
-"""From this rank's groups to gradients in the policy's parameters. `learner.model.optimizer` makes a step of them.
+"""From this rank's groups to gradients in the policy's parameters. `learner.objective.optimizer` makes a step of them.
 
     prepare      groups ─ select ─► pieces ─ pack ─► micro-batches     as many on every rank, padded with empty ones
                               │                   │
@@ -28,12 +28,12 @@ import torch
 from streamrl.config import schema
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.logprobs import LogProbs
-from streamrl.learner.model.packing import MicroBatch, Piece, Shape, empty_micro_batch, pack
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.model.reference import Reference
-from streamrl.learner.model.router_losses import RouterTerms
-from streamrl.learner.model.shard import let_replicas_add_up
-from streamrl.learner.model.teacher import Teacher
+from streamrl.learner.objective.reference import Reference
+from streamrl.learner.objective.router_losses import RouterTerms
+from streamrl.learner.objective.teacher import Teacher
+from streamrl.learner.packing.micro_batches import MicroBatch, Piece, Shape, empty_micro_batch, pack
+from streamrl.learner.parallel.fsdp import let_replicas_add_up
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group, Sample
 from streamrl.protocol.wire.routes import joined

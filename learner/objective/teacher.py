@@ -18,14 +18,14 @@ import transformers
 
 from streamrl.config import schema
 from streamrl.errors import DataError
-from streamrl.learner.model.attention import choose
-from streamrl.learner.model.build import begin_model
-from streamrl.learner.model.load import cast as cast_parameters
-from streamrl.learner.model.load import settled
-from streamrl.learner.model.packing import MicroBatch, Shape
+from streamrl.learner.loading.build import begin_model
+from streamrl.learner.loading.load import cast as cast_parameters
+from streamrl.learner.loading.load import settled
+from streamrl.learner.loading.tokenizer import TokenizerInfo, read_tokenizer_info
 from streamrl.learner.model.policy import evaluating
-from streamrl.learner.model.tokenizer import TokenizerInfo, read_tokenizer_info
-from streamrl.learner.model.ways import refuse_long
+from streamrl.learner.packing.attention import choose
+from streamrl.learner.packing.micro_batches import MicroBatch, Shape
+from streamrl.learner.packing.ways import refuse_long
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.fingerprint import PROBE_TEXTS
 

@@ -27,10 +27,10 @@ from streamrl.config import schema
 from streamrl.config.layout import refuse_layout
 from streamrl.config.routers import check_routing
 from streamrl.errors import ConfigError
-from streamrl.learner.model.context import KEY as CONTEXT
-from streamrl.learner.model.context import repeats
-from streamrl.learner.model.memory import Plan, computes_again, keeps_reference, plan
-from streamrl.learner.model.sizes import Sizes
+from streamrl.learner.parallel.context import KEY as CONTEXT
+from streamrl.learner.parallel.context import repeats
+from streamrl.learner.planning.memory import Plan, computes_again, keeps_reference, plan
+from streamrl.learner.planning.sizes import Sizes
 
 _STEP = 1024  # tokens, in which shorter samples are looked for
 _ADAPTED = 100  # adapters have about so much less weights than a model

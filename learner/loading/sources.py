@@ -23,7 +23,7 @@ import torch
 from safetensors import safe_open
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from streamrl.learner.model.tensors import held_rows
+from streamrl.learner.parallel.dtensors import held_rows
 
 _PIECE_BYTES = 16 << 20  # of the target
 # Pages of a file count as this process's memory for as long as it is open.

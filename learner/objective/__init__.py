@@ -1,0 +1,1 @@
+"""From groups to a step: the reference, a teacher, the loss and its gradients, the optimizer."""

@@ -1,0 +1,1 @@
+"""How a model lies over ranks: sharded (FSDP), by the length of samples, by experts; and what one rank holds of it."""

@@ -1,0 +1,1 @@
+"""What a rank takes of its GPU, by arithmetic before any weights are loaded, and which layout fits."""
