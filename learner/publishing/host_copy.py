@@ -17,18 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
+import xxhash
 from torch import nn
 
 from streamrl.errors import WeightsError
 from streamrl.learner.model.lora import published_parameters
 from streamrl.learner.parallel.dtensors import LocalRows, told
 from streamrl.learner.publishing.copiers import Check, Copier
-from streamrl.protocol.weights.format import MAX_RANGE_ELEMENTS, Coding, DType, HeldRange, RangeDigest, digest_of
+from streamrl.protocol.weights.format import MAX_RANGE_ELEMENTS, Coding, DType, HeldRange, RangeDigest
 
-_PART_BYTES = 8 << 20  # or a tensor that is larger
+_PART_BYTES = 8 << 20  # or a range that is larger
 _ALIGN = 64
 
 _Run = tuple[str, LocalRows, torch.Tensor]  # name, what this rank holds, where it goes
@@ -75,7 +76,7 @@ class HostCopy:
 
     def _parts(self, runs: Sequence[_Run]) -> Iterator[list[_Run]]:
         part: list[_Run] = []
-        for run in runs:
+        for run in chain.from_iterable(map(_ranges, runs)):
             part.append(run)
             if sum(slot.nbytes for *_, slot in part) >= _PART_BYTES:
                 yield part
@@ -87,7 +88,15 @@ class HostCopy:
         return HeldRange(tensor=name, start=start, bits=bits.view(f"<u{bits.itemsize}"))
 
 
-_PART_ELEMENTS = 1 << 20  # cast at a time: they stay in the processor's cache
+def _ranges(run: _Run) -> Iterator[_Run]:
+    """Cut as the encoder cuts it: it is not to wait for all of a large tensor."""
+    name, rows, slot = run
+    for begin in range(0, len(slot), MAX_RANGE_ELEMENTS):
+        values = rows.values[begin : begin + MAX_RANGE_ELEMENTS]
+        yield name, LocalRows(start=rows.start + begin, values=values), slot[begin : begin + MAX_RANGE_ELEMENTS]
+
+
+_CAST_ELEMENTS = 1 << 19  # at a time: they are digested while the processor has them in its cache
 
 CastDigests = Mapping[tuple[str, int], bytes]  # by tensor and start of each range that this rank holds
 
@@ -100,21 +109,19 @@ def cast_digests(model: nn.Module, dtype: DType) -> CastDigests:
 
 def digests_of(tensors: Iterable[tuple[str, torch.Tensor]], dtype: DType, coding: Coding) -> Iterator[RangeDigest]:
     """Of what this rank holds of them, as ranges without bytes."""
-    scratch = torch.empty(0)
     for name, tensor in tensors:
         run = told(tensor, shape=tensor.shape)
-        if not len(scratch):
-            scratch = torch.empty(MAX_RANGE_ELEMENTS, dtype=getattr(torch, dtype))
         for begin in range(0, len(run.values), MAX_RANGE_ELEMENTS):
             values = run.values[begin : begin + MAX_RANGE_ELEMENTS]
-            digest = _digest(values, scratch[: len(values)])
+            digest = _digest(values, getattr(torch, dtype))
             yield RangeDigest(name, run.start + begin, len(values), coding, 0, 0, digest)
 
 
-def _digest(values: torch.Tensor, scratch: torch.Tensor) -> bytes:
-    for source, target in zip(values.split(_PART_ELEMENTS), scratch.split(_PART_ELEMENTS), strict=True):
-        target.copy_(source.to(scratch.dtype))
-    return digest_of(scratch.view(torch.uint8).numpy().data)
+def _digest(values: torch.Tensor, dtype: torch.dtype) -> bytes:
+    digest = xxhash.xxh3_128()
+    for part in values.split(_CAST_ELEMENTS):
+        digest.update(part.to(dtype).cpu().view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def refuse_other_bytes(encoded: Iterable[RangeDigest], cast: CastDigests) -> None:

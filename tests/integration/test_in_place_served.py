@@ -101,7 +101,7 @@ async def test_samples_in_flight_go_on_under_each_delta(scene: Scene, patches: l
         assert len(sample.token_ids) == NUM_TOKENS
         assert [span.version for span in sample.spans] == versions
     assert [patch is not None for patch in patches] == [False, *[True] * NUM_DELTAS]
-    assert not any(patch.exists() for patch in patches if patch is not None)
+    assert len({patch for patch in patches if patch is not None}) == 1
 
     in_place = await scene.engine.logprobs(IDS)
     await scene.load()

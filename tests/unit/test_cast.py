@@ -25,7 +25,7 @@ from streamrl.learner.publishing.copiers import (
 )
 from streamrl.learner.publishing.host_copy import HostCopy, cast_digests
 from streamrl.pinning import CudaRuntimeDouble
-from streamrl.protocol.weights.format import MAX_RANGE_ELEMENTS
+from streamrl.protocol.weights.format import MAX_RANGE_ELEMENTS, digest_of
 from tests.publish_world import Scene, publish
 
 
@@ -110,6 +110,15 @@ def test_large_models_are_handed_out_in_parts() -> None:
         part.check()
         assert stream.told == ["follow", *["copy"] * 3, *["wait"] * count]
     assert count == 3
+
+
+def test_a_large_tensor_is_handed_out_in_the_ranges_that_are_encoded() -> None:
+    large = torch.nn.Module()
+    large.weight = torch.nn.Parameter(torch.arange(2 * MAX_RANGE_ELEMENTS + 3, dtype=torch.float32))
+    parts = [part.ranges for part in HostCopy("bfloat16", AtOnce()).take(large)]
+    assert [[held.start for held in part] for part in parts] == [[0], [MAX_RANGE_ELEMENTS], [2 * MAX_RANGE_ELEMENTS]]
+    digests = {(held.tensor, held.start): digest_of(held.bits.data) for part in parts for held in part}
+    assert digests == cast_digests(large, "bfloat16")
 
 
 @pytest.mark.parametrize("bits", [torch.int16, torch.int32])

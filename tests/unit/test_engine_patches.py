@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from streamrl.protocol.weights.changes import Changed, Elements
 from streamrl.workers.engines.patches import TILE_COLUMNS, TILE_ROWS, Kind, Place, read_patch, write_patch
+from streamrl.workers.engines.vllm_in_place import KEPT_BYTES, InPlace
 
 Matrix = np.ndarray
 
@@ -86,3 +88,29 @@ def test_a_tensor_without_a_place_is_a_reason_to_load_all(tmp_path: Path) -> Non
 
     assert write_patch(changed, [place("q", "rows")], tmp_path / "patch") == "where scales goes is not known"
     assert not (tmp_path / "patch").exists()
+
+
+def test_a_patch_that_is_written_over_a_longer_one_is_read_alone(tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    for num_rows in (128, 32):
+        tensor = rng.integers(0, 60_000, (num_rows, 64)).astype("uint16")
+        elements = some(rng, tensor) if num_rows > 32 else Elements(positions=np.arange(7), bits=tensor.ravel()[:7])
+        write_patch(
+            Changed(since=num_rows, elements={"q": elements}, whole=()), [place("q", "rows")], tmp_path / "patch"
+        )
+
+        patch, parts = read_patch(tmp_path / "patch")
+        [(_, _, index, bits)] = parts
+        assert patch.since == num_rows
+        assert np.array_equal(index, elements.positions)
+        assert np.array_equal(bits, elements.bits)
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+async def test_the_file_of_a_patch_is_kept_for_the_next_one_unless_it_is_large(tmp_path: Path, is_large: bool) -> None:
+    patch = tmp_path / "patch"
+    with patch.open("wb") as file:
+        file.truncate(KEPT_BYTES + is_large)
+    llm: Any = None  # it is not asked
+    await InPlace().loaded(llm, tmp_path / "mirror.safetensors", 1, patch)
+    assert patch.exists() == (not is_large)

@@ -123,11 +123,28 @@ def test_a_delta_that_fails_leaves_nothing_known(tmp_path: Path) -> None:
     assert scene.mirror.changed(since=since) is None
 
 
+def test_bits_that_were_read_are_read_again_once_the_mirror_was_patched_further() -> None:
+    """Also where the next delta is cut elsewhere, so that it notes the same elements under another stretch."""
+    log, elements = ChangeLog(), np.arange(100, dtype=np.uint16)
+    log.begin(1)
+    log.note("one", np.array([3, 50]), start=0, num_elements=1000)
+    log.read("one", 0, elements)
+    log.going_on()
+    log.note("one", np.array([50, 60]), start=40, num_elements=1000)
+    elements[[50, 60]] = 7
+    log.read("one", 40, elements)
+
+    changed = log.changed({"one": elements}, since=1)
+
+    assert changed is not None
+    assert np.array_equal(changed.elements["one"].bits, elements[changed.elements["one"].positions])
+
+
 def test_a_log_keeps_no_more_positions_than_would_be_written_one_by_one() -> None:
     log = ChangeLog()
     log.begin(1)
     for _ in range(100):
-        log.note("one", np.arange(10), num_elements=1000)
+        log.note("one", np.arange(10), start=0, num_elements=1000)
 
     changed = log.changed({"one": np.zeros(1000, dtype=np.uint16)}, since=1)
 

@@ -75,7 +75,8 @@ def _index(elements: Elements, place: Place) -> Index:
     """In the flat memory of the place's parameter."""
     if place.kind == "rows":
         return elements.positions + place.first_row * place.width
-    rows, columns = np.divmod(elements.positions, place.width)
+    rows = elements.positions // place.width
+    columns = elements.positions - rows * place.width  # a third of the time of np.divmod
     rows += place.first_row
     columns += (columns >> 1) * (TILE_COLUMNS * TILE_ROWS - TILE_COLUMNS)  # TILE_COLUMNS of a row lie side by side
     rows_in = rows & (TILE_ROWS - 1)
@@ -86,19 +87,23 @@ def _index(elements: Elements, place: Place) -> Index:
 def _write(path: Path, patch: Patch, parts: Mapping[tuple[str, Kind], list[tuple[Index, Bits]]]) -> None:
     header = json.dumps(asdict(patch)).encode()
     header += b" " * (-len(header) % _ALIGN)
-    with path.open("wb") as file:
+    # Into memory that the file has already: what is made anew for it comes page by page. What lies behind the end of
+    # this patch is an older one's.
+    with path.open("r+b" if path.exists() else "wb") as file:
         file.write(len(header).to_bytes(_ALIGN, "little") + header)
         for target in patch.targets:
-            index = np.concatenate([index for index, _ in parts[target]])
-            bits = np.concatenate([bits for _, bits in parts[target]])
-            file.write(np.array([len(index), bits.itemsize], dtype="<i8").tobytes())
-            file.write(index.data)
-            file.write(bits.data)
-            file.write(bytes(-bits.nbytes % _ALIGN))
+            stretches = parts[target]
+            itemsize = stretches[0][1].itemsize
+            num = sum(len(index) for index, _ in stretches)
+            file.write(np.array([num, itemsize], dtype="<i8").tobytes())
+            file.writelines(index.data for index, _ in stretches)
+            file.writelines(bits.data for _, bits in stretches)
+            file.write(bytes(-num * itemsize % _ALIGN))
 
 
 def read_patch(path: Path) -> tuple[Patch, Iterator[tuple[str, Kind, Index, Bits]]]:
-    contents = np.fromfile(path, dtype=np.uint8)
+    """The elements are views into the file, which nobody may write to meanwhile."""
+    contents = np.memmap(path, dtype=np.uint8, mode="c").view(np.ndarray)
     begin = _ALIGN + int(contents[:_ALIGN].view("<i8")[0])
     said: dict[str, Any] = json.loads(contents[_ALIGN:begin].tobytes())
     targets = tuple((parameter, kind) for parameter, kind in said["targets"])

@@ -20,6 +20,8 @@ from streamrl.workers.engines.vllm_plugin import PLACES
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
+KEPT_BYTES = 256 << 20  # of a patch's file, which the next one is written over; a larger one goes
+
 log = structlog.get_logger(__name__)
 
 
@@ -49,7 +51,8 @@ class InPlace:
     async def loaded(self, llm: AsyncLLM, weights: Path, version: int, patch: Path | None) -> None:
         self._version = version
         if patch is not None:
-            patch.unlink()
+            if patch.stat().st_size > KEPT_BYTES:
+                patch.unlink()
         elif self._places is not None or not self._said:
             # Also of one that was asked before: the file may be another.
             [answer, *_] = await llm.collective_rpc(PLACES, args=(str(weights),))

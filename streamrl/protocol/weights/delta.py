@@ -1,7 +1,7 @@
 """One range against its base: find what changed, code it, patch it back in. The specification is in `format`.
 
 Nothing here waits. The work is bound by memory: the new state and the base are each read once from memory, in pieces
-that fit the second-level cache, and compared and digested while they are there.
+that stay in the cache, and compared and digested while they are there.
 
 Tensors are patched by stretches, each with all of its deltas at once, side by side:
 
@@ -44,7 +44,7 @@ from streamrl.protocol.weights.manifest import Manifest
 T = TypeVar("T")
 Places = npt.NDArray[np.int32]  # [n] strictly increasing; enough within a range, and kept until the base advances
 
-_CHUNK = 1 << 18  # elements compared at a time: 0.5 MB of bf16 on each side
+_CHUNK = 1 << 19  # elements compared at a time: 1 MB of bf16 on each side
 _WIDE = 0xFFFF
 _GROUP = 8  # flags in a machine word
 _DENSE = 0.5  # above this share of touched groups, looking at every flag is faster
@@ -229,13 +229,15 @@ def patch(
     WeightsError: something does not decode, and nobody knows what the tensors hold now.
     """
     noting = ChangeLog() if changes is None else changes
+    noting.going_on()
     stretches = list(columns(manifests, blobs))
     side_by_side(lambda column: _patch_column(tensors, column, noting), stretches, num_threads=num_threads)
     return {column[0].said.tensor for column in stretches}
 
 
 def _patch_column(tensors: Mapping[str, Bits], column: Sequence[Piece], changes: ChangeLog) -> None:
-    tensor = tensors[column[0].said.tensor]
+    first = column[0].said
+    tensor = tensors[first.tensor]
     decompressor = zstandard.ZstdDecompressor()  # one of its own: they serve a single thread, and cost little to make
     for pieces in batches(column, alone=_is_raw, size=lambda piece: piece.said.num_changed, at_most=_AT_ONCE):
         said = pieces[0].said
@@ -246,7 +248,7 @@ def _patch_column(tensors: Mapping[str, Bits], column: Sequence[Piece], changes:
             positions, differences = decode_sparse(pieces, dtype=tensor.dtype, decompressor=decompressor)
             # A position may come more than once, and sums do not mind; twice as fast as reading and writing.
             np.add.at(tensor, positions, differences)
-            changes.note(said.tensor, positions, num_elements=len(tensor))
+            changes.note(said.tensor, positions, start=first.start, num_elements=len(tensor))
 
 
 def batches(

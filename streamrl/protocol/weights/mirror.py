@@ -205,6 +205,7 @@ class Mirror:
             if digest_of(self._view(part).data) != part.digest:
                 where = f"{part.tensor} from element {part.start}"
                 raise WeightsError(f"version {show(manifest.version)}: {where} does not agree with its digest")
+            self._changes.read(part.tensor, part.start, self._views[part.tensor])
 
         side_by_side(check, doubtful, num_threads=num_threads)
         if manifest.adapters:
