@@ -46,6 +46,20 @@ def pytest_configure(config: pytest.Config) -> None:
         if program.name != "redis-server" or not os.access(program, os.X_OK):
             raise pytest.UsageError(f"--redis-server={chosen}: give the path of a program called redis-server")
         os.environ["PATH"] = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+    config.pluginmanager.register(_Failures(config))
+
+
+class _Failures:
+    """Names what fails when it fails: until the summary comes, a whole run goes on for a quarter of an hour."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._plugins = config.pluginmanager
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._plugins.get_plugin("terminalreporter")
+        if report.failed and terminal:
+            terminal.write_line(f"\nfailed: {report.nodeid} ({report.when})")
 
 
 def pytest_report_header() -> str:
