@@ -1,6 +1,6 @@
 """Do the worker's proofs cry wolf, and do they find what is wrong? Families, depths and dtypes; and a pretrained model.
 
-    families     15 of them x 4 depths x 2 dtypes, small, with weights of trained scale, on real vLLM (`proofs_family`)
+    families     15 of them x 4 depths x 2 dtypes, and FP8, small, of trained scale, on real vLLM (`proofs_family`)
     pretrained   SmolLM2-135M in bfloat16: 500 versions on real vLLM, and what the proofs cost (`proofs_pretrained`)
 
 Half an hour to an hour on two cores. What the families gave is kept in `build/`, by the digest of what was tried, so
@@ -15,14 +15,15 @@ from pathlib import Path
 
 from bench.measure import Say
 from bench.proofs_family import Row, try_families
-from bench.proofs_models import FAMILIES
+from bench.proofs_models import DEPTHS, DTYPES, FAMILIES
 from bench.proofs_pretrained import bench_pretrained
 from bench.report import Bar, Fact, Line
 from streamrl.protocol.weights.format import digest_of
 
 _QUICK = ("llama",)
 _TRIED = ("bench/proofs_family.py", "bench/proofs_faults.py", "bench/proofs_models.py", "workers/proofs/read_back.py",
-          "workers/proofs/reference.py", "workers/proofs/proving.py", "workers/engines/vllm_weights.py")  # fmt: skip
+          "workers/proofs/reference.py", "workers/proofs/rounded.py", "workers/proofs/proving.py",
+          "workers/engines/vllm_weights.py", "workers/engines/vllm_quantized.py")  # fmt: skip
 
 _PRETRAINED = "bench/proofs_pretrained.py"
 
@@ -63,7 +64,7 @@ def _bars(rows: list[Row]) -> Iterator[Bar]:
 
 def _whole(rows: list[Row]) -> list[str]:
     cases = [(row["family"], row["depth"], row["dtype"]) for row in rows]
-    return [family for family in FAMILIES if sum(case[0] == family for case in cases) == 8]
+    return [family for family in FAMILIES if sum(case[0] == family for case in cases) == len(DEPTHS) * len(DTYPES)]
 
 
 def _found(rows: Iterable[Row], *, only: Callable[[str], bool] = lambda kind: True) -> float:
@@ -75,10 +76,12 @@ def _found(rows: Iterable[Row], *, only: Callable[[str], bool] = lambda kind: Tr
 def _facts(rows: list[Row]) -> Iterator[Fact]:
     yield Fact(name="families: checks", value=float(sum(row["checks"] for row in rows)), unit="")
     yield Fact(name="families: faults", value=float(sum(f["num"] for row in rows for f in row["faults"])), unit="")
+    found = _found(row for row in rows if row["dtype"] == "fp8_per_channel")
+    yield Fact(name="faults of a tensor found, fp8_per_channel", value=found, unit="%")
     yield Fact(name="families: unreadable", value=float(sum(len(row["unreadable"]) for row in rows)), unit="tensors")
-    for dtype in ("float32", "bfloat16"):
+    for dtype in DTYPES:
         ours = [row for row in rows if row["dtype"] == dtype]
-        if dtype == "bfloat16":
+        if dtype != "float32":
             worst = max((row["worst_ratio"] for row in ours), default=math.nan)
             yield Fact(name=f"families, {dtype}: engine / rounding, worst", value=worst, unit="x")
         far = max((row["off"] for row in ours), default=math.nan)

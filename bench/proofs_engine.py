@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.config.engine_args import Form
 from streamrl.protocol.weights.changes import Changed
 from streamrl.workers.engines.base import EngineStats, Generated, Load, ReadBack, SampleRequest
 from streamrl.workers.engines.patches import Place, write_patch
@@ -40,13 +41,14 @@ class EngineHere:
 
     reason = ""  # why all of the last version was loaded
 
-    def __init__(self, model: Path, dtype: str) -> None:
+    def __init__(self, model: Path, dtype: str, form: Form | None = None) -> None:
         from vllm import LLM
 
         self.patch = model / "patch"
         self.llm = LLM(
             str(model),
             dtype=dtype,
+            quantization=form,
             load_format="dummy",
             enforce_eager=True,
             max_model_len=96,

@@ -26,6 +26,7 @@ from bench.measure import Say
 from bench.proofs_engine import EngineHere, import_vllm
 from bench.proofs_faults import Tensors, faults, place, served, updated
 from bench.proofs_models import DEPTHS, DTYPES, VOCABULARY, write_model
+from streamrl.config.engine_args import QUANTIZED
 from streamrl.errors import LoadRejected
 from streamrl.learner.publishing.host_copy import cast_digests
 from streamrl.protocol.weights.manifest import Manifest
@@ -69,13 +70,16 @@ class _Case:
         )
 
 
-async def _try(family: str, depth: int, dtype: str, folder: Path) -> dict[str, Any]:
+async def _try(family: str, depth: int, served_in: str, folder: Path) -> dict[str, Any]:
+    form = next((form for form in QUANTIZED if form == served_in), None)
+    dtype = served_in if form is None else "bfloat16"
     model = write_model(family, depth, dtype, folder / "model")
     facts = read_model(str(model), trust_remote_code=False)
     progress = Progress(part="worker/0", role="worker")
     prover = Prover(
         model=facts,
         dtype=dtype,
+        form=form,
         progress=progress,
         clock=lambda: 0.0,  # by which a canary takes no time, so that each version has one
     )
@@ -83,10 +87,10 @@ async def _try(family: str, depth: int, dtype: str, folder: Path) -> dict[str, A
     case = _Case(
         folder=folder,
         dtype=getattr(torch, dtype),
-        engine=EngineHere(model, dtype),
+        engine=EngineHere(model, dtype, form),
         prover=prover,
         progress=progress,
-        result={"family": family, "depth": depth, "dtype": dtype},
+        result={"family": family, "depth": depth, "dtype": served_in},
         token_ids=tuple(ids.tolist()),
     )
     case.masters.append({name: t.float() for name, t in load_file(model / "mirror.safetensors").items()})

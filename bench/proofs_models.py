@@ -22,7 +22,7 @@ from streamrl.demos.quickstart import write_base_model
 VOCABULARY = 512
 WIDTH = 128
 DEPTHS = (2, 12, 30, 64)
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "fp8_per_channel")  # in which an engine serves; the last is made of bfloat16
 _REAL_WIDTH = 576
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _COMMON = {

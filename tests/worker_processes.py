@@ -76,3 +76,12 @@ def _state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
+
+
+def shared_by(pids: set[int]) -> set[Path]:
+    """What lies in shared memory by a name, and is mapped by any of these processes."""
+    found: set[Path] = set()
+    for pid in alive(pids):
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        found |= {Path(line.split()[-1]) for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")}
+    return found

@@ -50,7 +50,7 @@ from streamrl.workers.engines.model import ModelFacts, read_model
 from streamrl.workers.environments.playing import playing
 from streamrl.workers.health import Health, Parts
 from streamrl.workers.pretrained import PretrainedModel
-from streamrl.workers.proofs.proving import Prover
+from streamrl.workers.proofs.proving import prover_of
 from streamrl.workers.rewards.base import build_rewards
 from streamrl.workers.rewards.teaching import Teaches
 from streamrl.workers.rollout import Rollout
@@ -262,7 +262,7 @@ class _Service:
         config = self._config
         prover = None
         if config.weights.prove:  # in a thread, since it imports torch
-            prover = await asyncio.to_thread(Prover, model=model, dtype=config.weights.dtype, progress=self._progress)
+            prover = await asyncio.to_thread(prover_of, config, model, self._progress)
         pretrained = None
         if config.model.lora is not None:
             self._progress.working("find the pretrained model")

@@ -13,7 +13,7 @@ from functools import reduce
 from operator import getitem
 from typing import Any
 
-from streamrl.config import files, places, routers, trained
+from streamrl.config import engine_args, files, places, routers, trained
 from streamrl.config.explain import Problem, show
 from streamrl.config.load import Where
 from streamrl.config.placement import parallel_in
@@ -339,6 +339,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     trained.check_routers,
     _names,
     routers.check_routing,
+    engine_args.check_engine_args,
     files.check_datasets,
     places.check_rewards,
     places.check_teacher,

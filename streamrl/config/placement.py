@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Literal
 
+from streamrl.config.engine_args import ranks_in
 from streamrl.config.schema import Config, Worker
 from streamrl.errors import ResourceError
 from streamrl.gpus import Gpu, visible_to
@@ -32,7 +32,6 @@ LEARNER, REWARD = "learner", "reward/0"
 USABLE = 0.9  # of a GPU's memory
 _LEARNER_SHARE, _REWARD_SHARE, _LEAST = 0.5, 0.1, 0.05
 _UTILISATION = "gpu_memory_utilization"
-_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +80,7 @@ def num_ranks(config: Config, part: Part) -> int:
 
 def parallel_in(worker: Worker) -> int:
     """GPUs that `worker.engine_args` ask for."""
-    sizes = (worker.engine_args.get(name, 1) for name in _PARALLEL)
-    return prod(size for size in sizes if isinstance(size, int))
+    return ranks_in(worker.engine_args)
 
 
 def gpus_of_worker(worker: Worker) -> int:

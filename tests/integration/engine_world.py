@@ -19,13 +19,14 @@ import torch
 import transformers
 
 from streamrl.config import schema
+from streamrl.protocol.weights.format import DType
 from streamrl.protocol.weights.manifest import Manifest
 from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
 from streamrl.workers.engines.base import Engine, EngineSettings, Generated, KvCache, Load, SampleRequest, make_engine
 from streamrl.workers.engines.hf_model import RowState, processed_logprobs
 from streamrl.workers.engines.model import read_model
-from streamrl.workers.proofs.proving import Prover
+from streamrl.workers.proofs.proving import Prover, prover_of
 from tests.tiny_families import make_family
 from tests.tiny_models import CHARACTERS, Architecture, make_model
 from tests.worker_world import worker_config
@@ -57,13 +58,20 @@ CASES: list[Any] = [
 class Served:
     """An engine, the versions it may serve, and what a plain forward pass of each says."""
 
-    def __init__(self, folders: Sequence[Path], *, engine: str) -> None:
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        *,
+        engine: str,
+        dtype: DType = "float32",
+        engine_args: dict[str, Any] | None = None,
+    ) -> None:
         self.folders = folders
         self.facts = read_model(str(self.folders[0]), trust_remote_code=False)
-        config = worker_config(threads=1, engine=engine)
+        config = worker_config(threads=1, engine=engine, engine_args=engine_args or {})
         self.config = config.model_copy(
             update={
-                "weights": schema.Weights(dtype="float32"),
+                "weights": schema.Weights(dtype=dtype),
                 "data": schema.Data(train="", max_prompt_tokens=MAX_PROMPT),
                 "sampling": schema.Sampling(max_tokens=200),
             }
@@ -78,9 +86,10 @@ class Served:
         return Served(made, engine=case.engine)
 
     @staticmethod
-    def of_family(family: str, folder: Path) -> Served:
+    def of_family(family: str, folder: Path, **engine_args: Any) -> Served:
         """On vLLM."""
-        return Served([make_family(folder / str(n), family, scale=0.2, seed=n) for n in range(3)], engine="vllm")
+        made = [make_family(folder / str(n), family, scale=0.2, seed=n) for n in range(3)]
+        return Served(made, engine="vllm", engine_args=engine_args)
 
     @cached_property
     def models(self) -> list[Any]:
@@ -90,7 +99,8 @@ class Served:
         """As it is published: by the names that a model has in memory, which are not always those of its files."""
         path = self.folders[model] / "published.safetensors"
         if not path.exists():
-            tensors = {name: p.detach().clone() for name, p in self.models[model].named_parameters()}
+            dtype = getattr(torch, self.config.weights.dtype)
+            tensors = {name: p.detach().to(dtype, copy=True) for name, p in self.models[model].named_parameters()}
             safetensors.torch.save_file(tensors, path)
         return path
 
@@ -149,7 +159,7 @@ def proving(served: Served, version: int) -> tuple[Manifest, Prover, Progress]:
     canary_ids = tuple(prompts(1, seed=7)[0])
     manifest = Manifest(version=version, base=0, step=0, run_uid="run", tensors=(), shards=(), canary_ids=canary_ids)
     progress = Progress(part="worker/0", role="worker")
-    return manifest, Prover(model=served.facts, dtype="float32", progress=progress), progress
+    return manifest, prover_of(served.config, served.facts, progress), progress
 
 
 def prompts(count: int, *, seed: int = 0) -> list[list[int]]:

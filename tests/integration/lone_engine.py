@@ -1,4 +1,4 @@
-"""A vLLM engine in a process of its own, to be killed: `python -m tests.integration.lone_engine MODEL`.
+"""A vLLM engine in a process of its own, to be killed: `python -m tests.integration.lone_engine MODEL ENGINE_ARGS`.
 
 vLLM chooses by itself how its processes start: on CPUs they are spawned whatever anybody says, on GPUs they are forked
 unless somebody says otherwise. Here, on CPUs, its choice is as on GPUs.
@@ -7,6 +7,7 @@ unless somebody says otherwise. Here, on CPUs, its choice is as on GPUs.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from typing import Any
@@ -33,9 +34,9 @@ def choose_as_on_gpus() -> None:
     CpuPlatform.check_and_update_config = classmethod(update_but_for_the_start_method)  # type: ignore[assignment]
 
 
-async def main(model: str) -> None:
+async def main(model: str, engine_args: str) -> None:
     facts = read_model(model, trust_remote_code=False)
-    config = worker_config(engine="vllm", threads=1)
+    config = worker_config(engine="vllm", threads=1, engine_args=json.loads(engine_args))
     engine = VllmEngine(EngineSettings(model=facts, config=config, seed=1))
     choose_as_on_gpus()
     await engine.start()
@@ -44,4 +45,4 @@ async def main(model: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(*sys.argv[1:]))

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from streamrl.errors import ConfigError
 from streamrl.workers.engines.base import EngineSettings
 from streamrl.workers.engines.model import read_model
-from streamrl.workers.engines.vllm_start import _environment, engine_args
+from streamrl.workers.engines.vllm_start import _environment, _platform_environment, engine_args
 from tests.tiny_models import make_model
 from tests.worker_world import worker_config
 
@@ -59,3 +60,46 @@ def test_on_gpus_it_is_told_how_many_and_how_much(
     on_cpu = engine_args(settings, on_cpu=True)
     assert on_cpu.get("gpu_memory_utilization") == config.worker.engine_args.get("gpu_memory_utilization")
     assert "tensor_parallel_size" not in on_cpu
+
+
+def test_what_vllm_could_not_keep_is_refused_before_it_starts(tmp_path: Path) -> None:
+    facts = read_model(str(make_model(tmp_path / "model")), trust_remote_code=False)
+
+    def arguments(on_cpu: bool, **given: Any) -> dict[str, Any]:
+        config = worker_config(engine_args=given)
+        return engine_args(EngineSettings(model=facts, config=config, seed=1), on_cpu=on_cpu)
+
+    with pytest.raises(ConfigError, match=r"worker\.engine_args\.nnodes = 2: .*start a worker on each host"):
+        arguments(False, nnodes=2)
+    experts = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    with pytest.raises(ConfigError, match=r"worker\.engine_args\.enable_expert_parallel: .*CPUs"):
+        arguments(True, **experts)
+    assert arguments(False, **experts)["enable_expert_parallel"]
+
+
+BIND, THREADS, PROCESSES = "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING"
+
+
+@pytest.mark.parametrize(
+    ("threads", "spread", "expected"),
+    [
+        (0, {}, {PROCESSES: "0"}),
+        (4, {}, {PROCESSES: "0", BIND: "nobind"}),
+        (4, {"tensor_parallel_size": 2}, {THREADS: "2", BIND: "nobind"}),
+        (1, {"pipeline_parallel_size": 2}, {THREADS: "1", BIND: "nobind"}),
+    ],
+)
+def test_ranks_on_cpus_share_the_threads_and_are_bound_to_no_node(
+    threads: int, spread: dict[str, Any], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(BIND, raising=False)
+    worker = worker_config(threads=threads, engine_args=spread).worker
+    arguments: dict[str, Any] = {"enforce_eager": False, **spread}
+    assert _platform_environment(arguments, worker, on_cpu=True) == expected
+    assert _platform_environment(arguments, worker, on_cpu=False) == {}
+    monkeypatch.delenv(THREADS, raising=False)
+    cores = len(os.sched_getaffinity(0))
+    found = _platform_environment(
+        {"enforce_eager": False, "tensor_parallel_size": 2}, worker_config().worker, on_cpu=True
+    )
+    assert found == {THREADS: str(max(1, cores // 2)), BIND: "nobind"}

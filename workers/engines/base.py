@@ -60,7 +60,7 @@ class Generated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadBack:
-    """By the engine's own names of its parameters."""
+    """By the engine's own names of its parameters; of one that several processes share, each looks at its own part."""
 
     num_read: int
     wrong: tuple[str, ...] = ()

@@ -11,8 +11,9 @@ What is decided here, and why:
 - Weights come by loads alone, so vLLM starts with dummy ones; what changed since the last load goes into their place,
   where the engine has one for it (`vllm_in_place`). No sample may be asked for before the first `load`.
 - Samples carry no seed: a seeded request whose prompt is prefilled in two parts kills vLLM 0.32's engine on CPUs.
-- On a CPU, and not tensor-parallel, the model runs inside the EngineCore process: a third process costs 10 s more
-  to start, and on few cores 10 % of the throughput.
+- On a CPU an engine of one rank runs the model inside the EngineCore process: a third process costs 10 s more to
+  start, and on few cores 10 % of the throughput. With more ranks (`tensor_parallel_size`, `pipeline_parallel_size`)
+  EngineCore has a process for each, which loads, proves and answers for its own part of the model.
 
 Blocks on vLLM's start (`worker.start_timeout_s`), and on a load or sign of life for `_ANSWER_S` at most.
 """
@@ -49,7 +50,8 @@ from streamrl.workers.engines.base import (
 from streamrl.workers.engines.routes import routes_of_vllm, shape_of_vllm
 from streamrl.workers.engines.vllm_forked import look_after_server
 from streamrl.workers.engines.vllm_in_place import InPlace
-from streamrl.workers.engines.vllm_plugin import READ_BACK
+from streamrl.workers.engines.vllm_plugin import PREPARE, READ_BACK
+from streamrl.workers.engines.vllm_ranks import remove_shared, talked_through
 from streamrl.workers.engines.vllm_start import StepWatch, build_llm, check_installed
 
 if TYPE_CHECKING:
@@ -88,6 +90,11 @@ class VllmEngine(Engine):
             raise ResourceError(
                 f"vLLM did not start within worker.start_timeout_s={timeout_s:g}; its own log says what it was doing"
             ) from None
+        if self.bare().vllm_config.parallel_config.world_size > 1:
+            async with self._answering("prepare its ranks") as llm:
+                await llm.collective_rpc(PREPARE)
+                [core] = llm.engine_core.resources.engine_manager.processes
+                self._scratch.callback(remove_shared, talked_through(core.pid))
 
     def _build(self) -> None:
         # Not as the executor's result: its future would keep the engine until the interpreter falls apart.
@@ -116,12 +123,12 @@ class VllmEngine(Engine):
 
     async def read_back(self, weights: Path, *, number: int, num_parts: int) -> ReadBack:
         async with self._answering("be read back") as llm:
-            parts = await llm.collective_rpc(READ_BACK, args=(str(weights), number, num_parts))
-        wrong, unreadable = ({name for part in parts for name in part[what]} for what in ("wrong", "unreadable"))
+            ranks = await llm.collective_rpc(READ_BACK, args=(str(weights), number, num_parts))
+        ends = [f" of rank {rank}" for rank in range(len(ranks))] if len(ranks) > 1 else [""]
         return ReadBack(
-            num_read=sum(part["num_read"] for part in parts),
-            wrong=tuple(sorted(wrong)),
-            unreadable=tuple(sorted(unreadable)),
+            num_read=sum(found["num_read"] for found in ranks),
+            wrong=tuple(sorted(name + end for end, found in zip(ends, ranks, strict=True) for name in found["wrong"])),
+            unreadable=tuple(sorted({name for found in ranks for name in found["unreadable"]})),
         )
 
     async def generate(self, request: SampleRequest) -> Generated:

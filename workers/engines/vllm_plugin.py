@@ -19,6 +19,7 @@ WEIGHT_TRANSFER_BACKEND = "streamrl"
 WORKER_EXTENSION = "streamrl.workers.proofs.read_back.ReadBackExtension"
 READ_BACK = "streamrl_read_back"  # its methods
 PLACES = "streamrl_places"
+PREPARE = "streamrl_prepare"
 OWNER_VARIABLE = "STREAMRL_VLLM_OWNER"  # pid of the worker, set by it before vLLM starts its processes
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"  # vLLM's own: where its processes meet; of this engine alone
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from streamrl.config import schema
+from streamrl.config.engine_args import check_engine_args, ranks_in
 from streamrl.config.placement import parallel_in
 from streamrl.config.routers import refuse_large, wants_routes
 from streamrl.errors import ConfigError, EngineError, ResourceError
@@ -175,9 +176,14 @@ def _platform_environment(arguments: Mapping[str, Any], worker: schema.Worker, *
     if arguments["enforce_eager"]:
         # Even then vLLM compiles a helper of the sampler: 10 s in the middle of the first batch, for nothing.
         wanted["TORCHDYNAMO_DISABLE"] = "1"
-    if on_cpu and arguments.get("tensor_parallel_size", 1) == 1:
+    num_ranks = ranks_in(arguments)
+    if on_cpu and num_ranks == 1:
         wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # what vLLM calls this: the model runs in the EngineCore process
-    if on_cpu and worker.threads:
+    elif on_cpu and (worker.threads or "OMP_NUM_THREADS" not in os.environ):
+        cores = worker.threads or len(os.sched_getaffinity(0))
+        wanted["OMP_NUM_THREADS"] = str(max(1, cores // num_ranks))  # of each
+    if on_cpu and (worker.threads or num_ranks > 1):
+        # By itself vLLM binds each rank to a NUMA node of its own, and ends where there are fewer nodes than ranks.
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return wanted
 
@@ -212,6 +218,13 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
     for name in config.worker.engine_args:
         if name in fixed:
             raise ConfigError(f"worker.engine_args.{name}: streamrl sets this itself; remove it")
+    for found in check_engine_args(config):  # also of a run that others began
+        raise ConfigError(f"{found.key} = {found.value}: {found.remedy}")
+    if on_cpu and config.worker.engine_args.get("enable_expert_parallel"):
+        raise ConfigError(
+            "worker.engine_args.enable_expert_parallel: vLLM's kernel for CPUs takes all experts of a layer, and dies "
+            "of a part of them; take it away: with tensor_parallel_size alone each rank has a part of each expert"
+        )
     return {**defaults, **config.worker.engine_args, **fixed}
 
 

@@ -21,9 +21,10 @@ Digests: `weights.mirror`; cast: `learner.publishing.host_copy`; mismatch: `poli
 every element differs, a layer that a reload leaves behind is wrong wherever one looks.
 
 **The canary** has a threshold, and its unit is measured in the same breath: how far plain transformers in the served
-dtype are from the truth on the same tokens (`reference`). The engine may be `_TIMES` as far, in the mean over
-tokens; a maximum, or a first load as measure, cried wolf. How far engines are, over families, depths and dtypes, and
-what the canary finds by itself: `python -m bench proofs`. It takes a share of the time that is left to it (`_SHARE`).
+dtype are from the truth on the same tokens (`reference`), rounded to eight bits for engines that quantise. The engine
+may be `_TIMES` as far, in the mean over tokens; a maximum, or a first load as measure, cried wolf. How far engines are,
+over families, depths and dtypes, and what the canary finds by itself: `python -m bench proofs`. It takes a share of the
+time that is left to it (`_SHARE`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from pathlib import Path
 import numpy as np
 import structlog
 
+from streamrl.config.engine_args import Form, quantized_as
+from streamrl.config.schema import Config
 from streamrl.errors import LoadRejected
 from streamrl.protocol.weights.manifest import Manifest
 from streamrl.telemetry.progress import Progress
@@ -51,15 +54,27 @@ _NUM_PARTS = 8  # of the layers, one is read back at each version but the first
 _SHARE = 0.02  # of the time may go into canaries
 
 
+def prover_of(config: Config, model: ModelFacts, progress: Progress) -> Prover:
+    """Blocks on the imports of torch and transformers."""
+    return Prover(model=model, dtype=config.weights.dtype, form=quantized_as(config.worker), progress=progress)
+
+
 class Prover:
     """One engine after the other."""
 
     def __init__(
-        self, *, model: ModelFacts, dtype: str, progress: Progress, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        model: ModelFacts,
+        dtype: str,
+        progress: Progress,
+        form: Form | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`form`: that in which the engine keeps its weights, where it is another (`config.engine_args`)."""
         from streamrl.workers.proofs.reference import Reference  # torch and transformers
 
-        self._reference = Reference(model, dtype=dtype)
+        self._reference = Reference(model, dtype=dtype, form=form)
         self._model, self._progress, self._clock = model, progress, clock
         self._believed = False  # whether the engine has passed its last check: else all of it is looked at
         self._num_checked = 0

@@ -33,6 +33,8 @@ from streamrl.workers.engines.mapped_file import MappedFile
 from streamrl.workers.engines.vllm_experts import packed_aside
 from streamrl.workers.engines.vllm_linears import packed, unpacked
 from streamrl.workers.engines.vllm_loaders import Call, loaded_aside, where_tensors_go
+from streamrl.workers.engines.vllm_quantized import is_quantized, quantized_aside, same_bits
+from streamrl.workers.engines.vllm_ranks import prepare_rank
 
 _NUM_COLUMNS = 64  # of each packed layer, at a time
 _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # what they keep is what they were given
@@ -54,6 +56,11 @@ class ReadBackExtension:
                     reader.read(name, module, of_module)
         return {"wrong": reader.wrong, "unreadable": reader.unreadable, "num_read": reader.num_read}
 
+    def streamrl_prepare(self) -> None:
+        """See `vllm_ranks`."""
+        worker: Any = self
+        prepare_rank(worker.model_runner)
+
     def streamrl_places(self, path: str) -> dict[str, Any]:
         """See `MirrorWeightTransfer.places`."""
         worker: Any = self
@@ -70,18 +77,21 @@ class _Reader:
 
     def read(self, name: str, module: nn.Module, calls: Mapping[str, list[Call]]) -> None:
         aside = {parameter: loaded_aside(module, parameter, given) for parameter, given in calls.items()}
-        experts = packed_aside(module, aside)
-        for parameter, expected in aside.items():
-            if experts is not None:
-                equal: bool | None = torch.equal(module.get_parameter(parameter), experts[parameter])
-            else:
-                equal = None if expected is None else self._is_served(module, parameter, expected)
-            if equal is None:
-                self.unreadable.append(f"{name}.{parameter}")
-                continue
-            self.num_read += 1
-            if not equal:
-                self.wrong.append(f"{name}.{parameter}")
+        made = quantized_aside(module, aside) if is_quantized(module) else packed_aside(module, aside)
+        if made is not None:
+            for parameter, expected in made.items():
+                self._note(f"{name}.{parameter}", same_bits(module.get_parameter(parameter), expected))
+            return
+        for parameter, given in aside.items():
+            self._note(f"{name}.{parameter}", None if given is None else self._is_served(module, parameter, given))
+
+    def _note(self, name: str, equal: bool | None) -> None:
+        if equal is None:
+            self.unreadable.append(name)
+            return
+        self.num_read += 1
+        if not equal:
+            self.wrong.append(name)
 
     def _is_served(self, module: nn.Module, name: str, expected: torch.Tensor) -> bool | None:
         """None: there is no telling."""

@@ -1,7 +1,8 @@
 """What the mirror's weights say by themselves: a plain transformers model that is read out of it, layer by layer.
 
     truth       the weights as they are served, computed one precision above      bfloat16 -> float32 -> float64
-    rounding    how far the same model is from the truth when it computes in the served dtype
+    rounding    how far the same model is from the truth when it computes in the served dtype, and for engines that
+                quantise (`worker.engine_args.quantization`) with weights and inputs rounded to eight bits (`rounded`)
 
 Both are asked of the same tokens at the same weights, so their distance is what this model's depth, width and dtype
 round at this moment: the unit in which an engine's distance from the truth is judged (`workers.proofs.proving`).
@@ -23,9 +24,11 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from streamrl.config.engine_args import Form
 from streamrl.workers.engines.hf_model import build_model, kept_in, token_logprobs
 from streamrl.workers.engines.mapped_file import MappedFile
 from streamrl.workers.engines.model import ModelFacts
+from streamrl.workers.proofs.rounded import is_linear, is_rounded, rounded_weight, rounding_inputs
 
 _ABOVE: Mapping[str, torch.dtype] = {"float32": torch.float64, "bfloat16": torch.float32}
 
@@ -41,21 +44,27 @@ class Judged:
 
 
 class Reference:
-    def __init__(self, model: ModelFacts, *, dtype: str) -> None:
-        self._facts, self._dtype = model, dtype
+    def __init__(self, model: ModelFacts, *, dtype: str, form: Form | None = None) -> None:
+        self._facts, self._dtype, self._form = model, dtype, form
         self._shells: dict[torch.dtype, _Shell] = {}  # by what they compute in
 
     def judge(self, mirror: Path, token_ids: Sequence[int]) -> Judged:
         """Blocks for two forward passes; the mirror must not change meanwhile."""
         tensors = dict(MappedFile().tensors(str(mirror)))
         truth = self._logprobs(tensors, token_ids, _ABOVE[self._dtype])
-        served = self._logprobs(tensors, token_ids, getattr(torch, self._dtype))
+        served = self._logprobs(tensors, token_ids, getattr(torch, self._dtype), self._form)
         return Judged(truth=truth, rounding=float(np.abs(served - truth).mean()))
 
-    def _logprobs(self, tensors: Mapping[str, torch.Tensor], token_ids: Sequence[int], dtype: torch.dtype) -> LogProbs:
+    def _logprobs(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        token_ids: Sequence[int],
+        dtype: torch.dtype,
+        form: Form | None = None,
+    ) -> LogProbs:
         if dtype not in self._shells:
             self._shells[dtype] = _build(self._facts, dtype)
-        with _filled(self._shells[dtype], tensors, dtype) as model:
+        with _filled(self._shells[dtype], tensors, dtype, form) as model:
             return np.asarray(token_logprobs(model, list(token_ids)), dtype=np.float64)
 
 
@@ -87,14 +96,19 @@ def _build(model: ModelFacts, dtype: torch.dtype) -> _Shell:
 
 
 @contextmanager
-def _filled(shell: _Shell, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Iterator[nn.Module]:
+def _filled(
+    shell: _Shell, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, form: Form | None
+) -> Iterator[nn.Module]:
     """Inside, layers take their weights when they are called, and let go of them; all else has them throughout."""
 
-    def fill(modules: Sequence[nn.Module]) -> None:
+    def fill(modules: Sequence[nn.Module], form: Form | None = None) -> None:
         for module in modules:
             for leaf in module._parameters:
                 if (name := shell.names.get((module, leaf))) is not None:
-                    module._parameters[leaf] = nn.Parameter(tensors[name].to(dtype), requires_grad=False)
+                    weight = tensors[name]
+                    if form is not None and is_rounded(module, weight):
+                        weight = rounded_weight(weight, form)
+                    module._parameters[leaf] = nn.Parameter(weight.to(dtype), requires_grad=False)
 
     for name, owner, leaf in shell.kept:
         owner._buffers[leaf] = tensors[name].clone()
@@ -103,9 +117,11 @@ def _filled(shell: _Shell, tensors: Mapping[str, torch.Tensor], dtype: torch.dty
     hooks: list[Any] = []
     for layer in layers:
         own = list(layer.modules())
-        hooks.append(layer.register_forward_pre_hook(lambda *_, own=own: fill(own)))
+        hooks.append(layer.register_forward_pre_hook(lambda *_, own=own: fill(own, form)))
         hooks.append(layer.register_forward_hook(lambda *_, own=own: _empty(own)))
     fill([module for module in shell.model.modules() if module not in inner])
+    if form is not None:
+        hooks += [module.register_forward_pre_hook(rounding_inputs(form)) for module in inner if is_linear(module)]
     try:
         yield shell.model
     finally:

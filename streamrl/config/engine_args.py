@@ -1,0 +1,84 @@
+"""Which of vLLM's own arguments a worker can keep its promises with: what is refused, why, and what to set instead.
+
+A worker is one engine on one host, over as many of its GPUs as `worker.engine_args` say. Its weights lie in that host's
+memory, its processes end with it, and each of them proves what it serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any, Literal, get_args
+
+from streamrl.config.explain import Problem
+from streamrl.config.schema import Config, Worker
+
+# Processes of an engine, each of which has a part of the model.
+_RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
+_HOSTS = ("nnodes", "node_rank", "master_addr", "master_port", "data_parallel_address", "data_parallel_backend")
+_ALONE = "start a worker on each host instead; one engine is on the GPUs of one host (tensor_parallel_size)"
+# Forms that vLLM 0.32 gives a model as it is loaded: the proofs know how far each is from the weights themselves.
+Form = Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block"]
+QUANTIZED: tuple[Form, ...] = get_args(Form)
+
+
+def ranks_in(arguments: Mapping[str, Any]) -> int:
+    """Processes of one engine."""
+    return prod(size for name in _RANKS if isinstance(size := arguments.get(name, 1), int))
+
+
+def quantized_as(worker: Worker) -> Form | None:
+    """The form in which its engine keeps the model's layers; None: as they are published."""
+    asked = worker.engine_args.get("quantization") if worker.engine == "vllm" else None
+    return next((form for form in QUANTIZED if form == asked), None)
+
+
+def check_engine_args(config: Config) -> Iterator[Problem]:
+    if config.worker.engine != "vllm":
+        return
+    arguments = config.worker.engine_args
+    yield from _spread(arguments)
+    yield from _quantized(config)
+
+
+def _spread(arguments: Mapping[str, Any]) -> Iterator[Problem]:
+    for name in _HOSTS:
+        if name in arguments:
+            yield _refused(arguments, name, f"no other host has this worker's weights; take it away, and {_ALONE}")
+    backend = arguments.get("distributed_executor_backend")
+    if backend not in (None, "mp", "uni"):
+        remedy = f"its processes would not end with this worker, and may be elsewhere; take it away, and {_ALONE}"
+        yield _refused(arguments, "distributed_executor_backend", remedy)
+    if (size := arguments.get("data_parallel_size", 1)) not in (None, 1):
+        remedy = (
+            f"of several engines the proofs would see the first alone; set worker.count = {size} instead, and for "
+            "experts over GPUs enable_expert_parallel with tensor_parallel_size"
+        )
+        yield _refused(arguments, "data_parallel_size", remedy)
+    for name in ("enable_eplb", "enable_elastic_ep"):
+        if arguments.get(name):
+            remedy = "it moves experts while they serve, and a load puts them where they were; take it away"
+            yield _refused(arguments, name, remedy)
+
+
+def _quantized(config: Config) -> Iterator[Problem]:
+    arguments = config.worker.engine_args
+    form = arguments.get("quantization")
+    if "quantization_config" in arguments:
+        remedy = f"proofs know models in one form; take it away, and set quantization to one of {', '.join(QUANTIZED)}"
+        yield _refused(arguments, "quantization_config", remedy)
+    if form is None:
+        return
+    if form not in QUANTIZED:
+        remedy = (
+            "workers get the weights as weights.dtype says, and vLLM makes nothing of them in this form that could be "
+            f"proved; must be one of {', '.join(QUANTIZED)}, or taken away"
+        )
+        yield _refused(arguments, "quantization", remedy)
+    elif config.weights.dtype != "bfloat16":
+        remedy = f"worker.engine_args.quantization = {form} is made of bfloat16 alone: set it to bfloat16"
+        yield Problem(key="weights.dtype", value=config.weights.dtype, remedy=remedy)
+
+
+def _refused(arguments: Mapping[str, Any], name: str, remedy: str) -> Problem:
+    return Problem(key=f"worker.engine_args.{name}", value=arguments[name], remedy=remedy)

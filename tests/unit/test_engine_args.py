@@ -1,0 +1,62 @@
+"""vLLM's own arguments that would break a worker's promises are refused before anything starts, with what to set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from streamrl.config.check import check_config
+from streamrl.config.engine_args import QUANTIZED, check_engine_args, quantized_as, ranks_in
+from streamrl.config.schema import Weights
+from streamrl.errors import ConfigError
+from tests.worker_world import worker_config
+
+
+def told(dtype: str = "bfloat16", *, engine: str = "vllm", **arguments: Any) -> list[str]:
+    config = worker_config(engine=engine, engine_args=arguments)
+    config = config.model_copy(update={"weights": Weights.model_validate({"dtype": dtype})})
+    return [f"{found.key} = {found.value}: {found.remedy}" for found in check_engine_args(config)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("nnodes", 2, "start a worker on each host"),
+        ("master_addr", "10.0.0.1", "no other host has this worker's weights"),
+        ("distributed_executor_backend", "ray", "would not end with this worker"),
+        ("data_parallel_size", 2, "set worker.count = 2 instead"),
+        ("enable_eplb", True, "moves experts"),
+        ("quantization", "awq", "must be one of fp8_per_tensor, fp8_per_channel, fp8_per_block"),
+        ("quantization_config", {"linear": "mxfp8"}, "models in one form"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_to_set_instead(name: str, value: Any, remedy: str) -> None:
+    [found] = told(**{name: value})
+    assert found.startswith(f"worker.engine_args.{name} = {value}: ")
+    assert remedy in found
+    assert told(engine="transformers", **{name: value}) == []
+
+
+def test_ranks_of_one_host_are_let_through_and_counted() -> None:
+    spread = {"tensor_parallel_size": 4, "pipeline_parallel_size": 2, "enable_expert_parallel": True}
+    assert told(**spread, distributed_executor_backend="mp", data_parallel_size=1, enable_eplb=False) == []
+    assert ranks_in(spread) == 8
+    assert ranks_in({}) == 1
+
+
+@pytest.mark.parametrize("form", QUANTIZED)
+def test_a_model_is_quantised_of_bfloat16_alone(form: str) -> None:
+    assert told(quantization=form) == []
+    [found] = told("float32", quantization=form)
+    assert found == f"weights.dtype = float32: worker.engine_args.quantization = {form} is made of bfloat16 alone: " + (
+        "set it to bfloat16"
+    )
+    assert quantized_as(worker_config(engine="vllm", engine_args={"quantization": form}).worker) == form
+    assert quantized_as(worker_config(engine="transformers", engine_args={"quantization": form}).worker) is None
+
+
+def test_a_runs_configuration_is_checked_for_it() -> None:
+    config = worker_config(engine="vllm", engine_args={"nnodes": 2})
+    with pytest.raises(ConfigError, match=r"worker\.engine_args\.nnodes = 2: "):
+        check_config(config)
