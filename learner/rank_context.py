@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from streamrl.config import schema
+from streamrl.errors import ConfigError
 from streamrl.learner.groups.prompts import PromptSet
 from streamrl.learner.loading.load import load_policy
 from streamrl.learner.loading.tokenizer import TokenizerInfo, read_tokenizer_info
@@ -96,9 +97,21 @@ def read_train_prompts(context: RankContext) -> PromptSet:
     return PromptSet.load(tokenizer=context.tokenizer_info.tokenizer, data=config.data, seed=config.seed)
 
 
+def refuse_other_dtypes(config: schema.Config, world: World) -> None:
+    """A collective. Each machine settles `dtype: auto` by itself, and all ranks must compute alike."""
+    mine = f"model.dtype={config.model.dtype}, weights.dtype={config.weights.dtype}"
+    first = world.broadcast(mine.encode() if world.is_main else None).decode()
+    if mine != first:
+        raise ConfigError(
+            f"rank {world.rank} on {socket.gethostname()} has {mine}, rank 0 {first}; all ranks must have the same: "
+            "write the dtypes into the configuration in the place of `auto`"
+        )
+
+
 def load_model_together(context: RankContext) -> Policy:
     """A collective; rank 0 reads the prompts before, for as long as it takes."""
     context.patient.barrier()
+    refuse_other_dtypes(context.config, context.patient)
     torch.manual_seed(context.config.seed)
     policy = load_policy(context.config, context.world, context.tokenizer_info.end_ids)
     if context.config.algorithm.routing_replay != "none":

@@ -156,6 +156,8 @@ def admit(
         run_uid=claimed.term.run_uid,
         term=claimed.term.number,
         checkpoint=str(claimed.term.parent),
+        computes_in=config.model.dtype,
+        served_in=config.weights.dtype,
     )
     lineage = ancestry(config.folder).last_steps
     start = make_start(config, claimed, prompts, lineage=lineage, canary_ids=_canary_ids(prompts))

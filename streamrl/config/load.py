@@ -26,6 +26,7 @@ import yaml
 from pydantic import ValidationError
 
 from streamrl.config.explain import explain, show
+from streamrl.config.precision import settled
 from streamrl.config.schema import Config
 from streamrl.config.shipped import find_shipped, told_shipped
 from streamrl.config.source import Node, parse
@@ -59,6 +60,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         tree = _read(path if path.exists() else find_shipped(path) or path, chain=())
     for text in overrides:
         tree = merge(tree, _extended(_override(text), Path(_GIVEN), chain=()))
+    tree = settled(tree)
     return Loaded(config=_validate(tree), tree=tree)
 
 

@@ -56,7 +56,8 @@ class Lora(Section):
 
 class Model(Section):
     path: str  # folder or hub name of a causal language model
-    # Of forward and backward passes; masters stay fp32, but for float64: everything, to compare runs to the last digit
+    # Of forward and backward passes; masters stay fp32, but for float64: everything, to compare runs to the last digit.
+    # `auto`, here and in weights, is settled before (`config.precision`).
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     attention: Literal["auto", "masked", "varlen"] = "auto"  # of packed sequences; auto: varlen for bfloat16 on a GPU
     gradient_checkpointing: Literal["auto"] | bool = "auto"  # auto: on GPUs, for a model that can

@@ -103,16 +103,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("half", [True, False])
 @pytest.mark.parametrize("options", CASES)
 def test_a_begun_configuration_is_short_explained_and_good(
-    config: str,
-    options: tuple[str, ...],
-    half: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    config: str, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("streamrl.ops.cli.config.computes_in_bfloat16", lambda: half)
     Path("rewards.py").write_text("")
     assert main(["config", "init", "mine.yaml", "--model", "./model", "--data", "train.jsonl", *options]) == 0
     assert capsys.readouterr().out == "mine.yaml: written. Then: streamrl config check mine.yaml\n"
@@ -134,17 +128,19 @@ def test_a_begun_configuration_fits_the_case(config: str) -> None:
     assert made.validation.every_steps == 0
 
 
-@pytest.mark.parametrize(
-    ("gpus", "half", "dtype"), [("0", True, "bfloat16"), ("0", False, "float32"), ("1", False, "bfloat16")]
-)
-def test_a_begun_configuration_computes_in_what_the_machine_is_fast_in(
-    config: str, gpus: str, half: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+def test_a_begun_configuration_leaves_its_dtypes_to_the_machine_that_begins(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("streamrl.ops.cli.config.computes_in_bfloat16", lambda: half)
-    case = ["--model", "./model", "--data", "train.jsonl", "--reward", "exact_match", "--gpus", gpus]
+    case = ["--model", "./model", "--data", "train.jsonl", "--reward", "exact_match"]
     assert main(["config", "init", "here.yaml", *case]) == 0
-    made = load_config("here.yaml").config
-    assert (made.model.dtype, made.weights.dtype) == (dtype, dtype)
+    for half, dtype in ((True, "bfloat16"), (False, "float32")):
+        monkeypatch.setattr("streamrl.config.precision.computes_in_bfloat16", lambda half=half: half)
+        monkeypatch.setattr("streamrl.config.precision.gpus_here", lambda: ())
+        capsys.readouterr()
+        assert main(["config", "show", "here.yaml"]) == 0
+        [line, _] = [line for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("dtype:")]
+        assert line.startswith(f"  dtype: {dtype}  # here.yaml:")
+        assert "auto; these cores have" in line
 
 
 def test_held_out_answers_end_where_trained_ones_do(config: str) -> None:

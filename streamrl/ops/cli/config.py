@@ -17,7 +17,6 @@ from streamrl.config.shipped import shipped_config
 from streamrl.errors import ConfigError
 from streamrl.extras import is_installed
 from streamrl.files import write_durably
-from streamrl.host import computes_in_bfloat16
 from streamrl.ops.cli.arguments import OutputFile, takes_config, takes_json, try_out
 from streamrl.ops.cli.init import Case, is_chat_model, starter
 from streamrl.protocol.transport.address import masked
@@ -70,7 +69,6 @@ def init(file: Path, model: str, data: str, validation: str | None, reward: str,
         reward=reward,
         gpus=gpus,
         chat=chat,
-        half=gpus > 0 or computes_in_bfloat16(),
     )
     write_durably(file, starter(case, reference=shipped_config("reinforce.yaml")).encode())
     loaded = load_config(file)

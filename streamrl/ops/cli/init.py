@@ -28,7 +28,6 @@ class Case:
     reward: str  # a built-in, or FILE:FUNCTION
     gpus: int
     chat: bool  # the model has a chat template, and prompts are messages
-    half: bool  # what computes has products of bfloat16
 
     @property
     def name(self) -> str:
@@ -76,10 +75,7 @@ def _experiment(case: Case) -> Iterator[str]:
     yield from _section(f"name: {_text(case.name)}", f"the run's folder is runs/{case.name}")
     yield from _section("model:", "")
     yield _line(f"  path: {_text(case.model)}", "folder or hub name; where training starts, and the reference of KL")
-    if case.half:
-        yield _line("  dtype: bfloat16", "of forward and backward passes; master weights stay float32")
-    else:
-        yield _line("  dtype: float32", "bfloat16 on a machine with a GPU, AVX512_BF16 or AMX; here it would be slower")
+    yield _line("  dtype: auto", "of passes: bfloat16 where the machine that begins the run is fast in it, or float32")
     yield from _section("data:", "")
     yield _line(f"  train: {_text(case.data)}", f'a line each: {{{prompt}, "answer": ...}}')
     if case.validation is not None:
@@ -112,8 +108,7 @@ def _running(case: Case) -> Iterator[str]:
     yield _line("  max_steps: 100", "of the optimizer; -1: until max_epochs")
     yield _line("  max_epochs: 10", "passes over the prompts, at most")
     yield _line(f"  micro_batch_tokens: {16384 if large else 4096}", "of a forward pass: lower it when memory is short")
-    if not case.half:
-        yield from _section("weights: {dtype: float32}", "what workers generate with")
+    yield from _section("weights: {dtype: auto}", "what workers generate with; likewise, by the learner's machine")
     yield from _section("lag: {max_steps: 2}", "how many steps older than the learner an answer's weights may be")
     yield from _section("checkpoint: {every_steps: 10}", "whatever ends the run, it goes on from the last one")
     if case.validation is not None:

@@ -1,0 +1,63 @@
+"""`dtype: auto`: what a configuration means by it is settled when it is read, and nothing behind `load` knows the word.
+
+    a run that has begun here ─► what it began with
+    a new one                 ─► bfloat16 where GPUs compute, or cores that have products of it; else float32
+
+The learner that begins a run settles it for all: what it reads is saved in the run's folder and told to the workers.
+Whoever reads the same file on another machine, to check it for one, sees what it would mean there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from streamrl.config.schema import Config
+from streamrl.config.source import Node, parse
+from streamrl.gpus import gpus_here
+from streamrl.host import computes_in_bfloat16
+
+_AUTO = "auto"
+_COMPUTES = {"model": "learner", "weights": "worker"}  # section -> in which the GPUs are named that compute with it
+
+
+def settled(tree: Node) -> Node:
+    """The same with a dtype in the place of each `auto`; its origin says why it is that one."""
+    asked = [section for section in _COMPUTES if _plain(tree, section, "dtype") == _AUTO]
+    if not asked or not isinstance(tree.value, dict):
+        return tree
+    began = _began_with(tree)
+    entries = dict(tree.value)
+    for section in asked:
+        held, node = entries[section], tree.find(section, "dtype")
+        assert node is not None, "it is auto"
+        assert isinstance(held.value, dict), "it has a dtype"
+        dtype, why = began.get(section) or _of_this_machine(tree, section)
+        told = Node(value=dtype, origin=f"{node.origin}: auto; {why}")
+        entries[section] = replace(held, value={**held.value, "dtype": told})
+    return replace(tree, value=entries)
+
+
+def _began_with(tree: Node) -> dict[str, tuple[str, str]]:
+    """What the run of this name has saved, by section; nothing where there is none."""
+    folder, name = (_plain(tree, key) or Config.model_fields[key].default for key in ("dir", "name"))
+    saved = Path(str(folder)) / str(name) / "config.yaml"
+    if not saved.is_file():
+        return {}
+    then = parse(saved.read_text(encoding="utf-8"), name=str(saved), numbered=True)
+    found = {section: _plain(then, section, "dtype") for section in _COMPUTES}
+    return {section: (str(dtype), f"so the run began ({saved})") for section, dtype in found.items() if dtype}
+
+
+def _of_this_machine(tree: Node, section: str) -> tuple[str, str]:
+    if _plain(tree, _COMPUTES[section], "gpus") != 0 and gpus_here():
+        return "bfloat16", "this machine's GPUs compute in it"
+    if computes_in_bfloat16():
+        return "bfloat16", "these cores have products of it"
+    return "float32", "these cores have no products of bfloat16"
+
+
+def _plain(tree: Node, *path: str) -> str | int | None:
+    node = tree.find(*path)
+    plain = None if node is None else node.plain()
+    return plain if isinstance(plain, str | int) else None
