@@ -53,7 +53,7 @@ def streamrl(folder: Path, *words: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param((), id="rollout"),
+        pytest.param((), id="rollout", marks=pytest.mark.long),  # by one rank what the last does by two
         pytest.param(
             ("algorithm.routing_replay=first_pass", "algorithm.reinforce_epochs=2", "learner.processes=2"),
             id="first pass, two ranks",
