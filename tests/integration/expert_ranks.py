@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,10 +39,16 @@ END = 1  # of the tiny tokenizer
 NUM_STEPS = 3  # from a checkpoint to the next
 CASES = (*((family, "float64") for family in MIXTURES), ("qwen3_moe", "float32"))
 RESUMED = "qwen3_moe"
+_WITH_ALL_CASES = ("1-1x1x1", "2-2x1x1", "4-4x1x2")  # and whatever eight ranks do
 
 
 def name_of(world: World) -> str:
     return f"{world.size}-{world.layout.experts}x{world.layout.replicas}x{world.layout.context}"
+
+
+def cases_of(name: str) -> Sequence[tuple[str, str]]:
+    """(family, dtype) of what is learnt in the layout of this name."""
+    return CASES if name in _WITH_ALL_CASES or name.startswith("8-") else CASES[:1]
 
 
 class Rank:
@@ -105,7 +111,7 @@ class Rank:
 
 
 def learn(folder: Path, world: World) -> None:
-    for family, dtype in CASES:
+    for family, dtype in cases_of(name_of(world)):
         found, metadata = learnt(folder, family, world, dtype)
         keep(found, folder / f"{family}-{dtype}-{name_of(world)}.safetensors", world, metadata)
 

@@ -14,7 +14,18 @@ from streamrl.learner.process.ranks import World
 from streamrl.protocol.weights.manifest import decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import FileStore
-from tests.integration.expert_ranks import CASES, NUM_STEPS, RESUMED, Rank, learn, name_of, replay, save, serve
+from tests.integration.expert_ranks import (
+    CASES,
+    NUM_STEPS,
+    RESUMED,
+    Rank,
+    cases_of,
+    learn,
+    name_of,
+    replay,
+    save,
+    serve,
+)
 from tests.mixtures import MIXTURES, make_mixture
 from tests.warm import run_ranks
 
@@ -65,10 +76,12 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     return safetensors.torch.load_file(path), told
 
 
-@pytest.mark.parametrize(("size", "layout"), TRIED)
-@pytest.mark.parametrize(("family", "dtype"), CASES)
+@pytest.mark.parametrize(
+    ("size", "layout", "family", "dtype"),
+    [(size, layout, *case) for size, layout in TRIED for case in cases_of(f"{size}-{layout}")],
+)
 def test_divided_experts_learn_what_one_rank_learns(
-    folder: Path, family: str, dtype: str, size: int, layout: str
+    folder: Path, size: int, layout: str, family: str, dtype: str
 ) -> None:
     check_learnt(folder, family, dtype, size, layout)
 
