@@ -21,6 +21,7 @@ class Case:
     lora: bool = False
     context: int = 1  # ranks that share each sample
     experts: int = 1  # ranks that share each layer's experts
+    tensor: int = 1  # ranks that share each layer
     longest: int | None = None  # tokens of a sample; None: as many as a micro-batch has
     reference: bool = True
 
@@ -44,7 +45,10 @@ class Case:
                 "rewards": {"r": {"type": "function", "target": "exact_match"}},
                 "algorithm": {"kl": {"placement": "reward" if self.reference else "none"}},
                 "training": {"micro_batch_tokens": self.tokens},
-                "learner": {"processes": self.ranks, "layout": {"context": self.context, "experts": self.experts}},
+                "learner": {
+                    "processes": self.ranks,
+                    "layout": {"context": self.context, "experts": self.experts, "tensor": self.tensor},
+                },
             }
         )
 
@@ -57,6 +61,7 @@ CASES: dict[str, Case] = {
     "7B LoRA, 1 GPU": Case(size="7B", ranks=1, lora=True),
     "8B at 128k, 8 GPUs, context over 8": Case(size="8B", ranks=8, tokens=131_072, context=8),
     "8B at 128k, 8 GPUs, context over 2": Case(size="8B", ranks=8, tokens=131_072, context=2),
+    "32B at 16k, 16 GPUs, tensor over 8": Case(size="32B", ranks=16, tensor=8),
     "32B at 32k, 32 GPUs": Case(size="32B", ranks=32, tokens=32_768),
     "32B at 32k, 32 GPUs, context over 2": Case(size="32B", ranks=32, tokens=32_768, context=2),
     # FSDP alone; what the reference would take beside it, no rank has.

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamrl.learner.process.ranks import World
 
-_GETS_BY = {"_allgather_base_": 0, "_reduce_scatter_base_": 0}  # the argument that is filled
+_GETS_BY = {"_allgather_base_": 0, "_reduce_scatter_base_": 0, "alltoall_base_": 0}  # the argument that is filled
 
 
 @contextmanager

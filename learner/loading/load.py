@@ -32,6 +32,7 @@ from streamrl.learner.packing.ways import refuse_long
 from streamrl.learner.parallel.context import Parts
 from streamrl.learner.parallel.dtensors import empty_like
 from streamrl.learner.parallel.fsdp import gathered_in_half, shard, unfilled
+from streamrl.learner.parallel.tensor import refuse_tensor
 from streamrl.learner.planning.memory import refuse_too_large
 from streamrl.learner.planning.sizes import Sizes
 from streamrl.learner.process.ranks import World
@@ -47,6 +48,7 @@ def load_policy(config: schema.Config, world: World, end_ids: tuple[int, ...]) -
     model, sources = begin_model(config.model.path, attention=attention, world=world)
     refuse_long(model, config.data.max_prompt_tokens + config.max_response_tokens)
     prepare_mixture(model, config)
+    refuse_tensor(model, config.learner.layout)
     if config.model.lora is not None:
         inject_adapters(model, config.model.lora, world.device)
     if config.model.dtype == "float64":
@@ -107,6 +109,7 @@ def outline(config: schema.Config) -> transformers.PreTrainedModel:
     model = build_model(config.model.path, choose(config.model, _HOST))
     refuse_long(model, config.data.max_prompt_tokens + config.max_response_tokens)
     prepare_mixture(model, config)
+    refuse_tensor(model, config.learner.layout)
     if config.model.gradient_checkpointing is True:
         _checkpoint(model, is_wished=True)
     if config.model.lora is not None:

@@ -25,6 +25,7 @@ from streamrl.learner.packing.micro_batches import MicroBatch, Shape, additive
 from streamrl.learner.packing.ways import Way, decoder_of, layer_types, ways_of
 from streamrl.learner.parallel.context import Parts
 from streamrl.learner.parallel.experts import ask_here
+from streamrl.learner.parallel.tensor import Turn, sharers_of
 from streamrl.protocol.wire.routes import RouteShape
 
 _MOST_LOGITS = 1 << 26  # of a micro-batch whose logits are the model's own: 256 MiB in fp32, several times
@@ -102,7 +103,13 @@ class Policy(nn.Module):
                 return given_logprobs(logits.flatten(0, 1)[batch.index], batch.targets, early, head, entropy_learns)
             hidden = self._hidden(here, batch)
         bias = getattr(projection, "bias", None)
-        found = token_logprobs(hidden, projection.weight, here.targets, early, head, bias, entropy_learns)
+        if (sharers := sharers_of(self.model)) is None:
+            found = token_logprobs(hidden, projection.weight, here.targets, early, head, bias, entropy_learns)
+        else:
+            turn = Turn(sharers, hidden)
+            of_mine = (here.targets[turn.mine], early[turn.mine])
+            own = token_logprobs(turn.hidden, projection.weight, *of_mine, head, bias, entropy_learns)
+            found = LogProbs(*turn.told(*own))
         return found if self.parts is None else LogProbs(*self.parts.joined(batch, *found))
 
     def _hidden(self, here: MicroBatch, batch: MicroBatch) -> torch.Tensor:  # [T, H]

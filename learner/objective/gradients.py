@@ -151,7 +151,7 @@ class Gradients:
         loss = (batch.weights[micro_batch.sample].to(dtype) * values).sum()
         loss = loss + self._routers.term(micro_batch, num_trained=batch.num_trained)
         # FSDP takes the mean over ranks of what is to be a sum.
-        (loss * self._world.size).backward()
+        (loss * self._world.addends).backward()
         self._routers.tell(micro_batch, tally)
         fresh = batch.fresh[micro_batch.sample] if first else None
         tally.add_tokens(tokens, out.entropy.detach(), metrics, fresh=fresh)

@@ -1,1 +1,2 @@
-"""How a model lies over ranks: sharded (FSDP), by the length of samples, by experts; and what one rank holds of it."""
+"""How a model lies over ranks: sharded (FSDP), by the length of samples, by experts, by heads and width; and what one
+rank holds of it."""

@@ -57,7 +57,7 @@ class Parts:
         if world.context_group is None:
             return None
         size = world.layout.context
-        return Parts(at=world.rank % size, of=size, group=world.context_group)
+        return Parts(at=world.rank // world.layout.tensor % size, of=size, group=world.context_group)
 
     def ways(self, model: transformers.PreTrainedModel, known: Sequence[Way]) -> list[Way]:
         """Those that can be shared out, of those that are known; ConfigError: none can."""
@@ -91,11 +91,8 @@ class Parts:
 
     def joined(self, batch: MicroBatch, *values: torch.Tensor) -> Sequence[torch.Tensor]:  # [T] each
         """Of what each rank has of its own tokens."""
-        # torch gives `apply` no types: they are those of `forward`.
-        whole: Sequence[torch.Tensor] = _Join.apply(  # type: ignore[no-untyped-call]
-            batch.mine, len(batch.index), self.group, *values
-        )
-        return whole
+        assert batch.mine is not None, "it was packed for a policy that has rows whole"
+        return joined(self.group, batch.mine, len(batch.index), *values)
 
     @torch.no_grad()
     def joined_rows(self, hidden: torch.Tensor) -> torch.Tensor:  # [rows, length, H] of [rows, a part of it, H]
@@ -126,14 +123,14 @@ class Parts:
         parts = [query, *pairs]
         if torch.is_autocast_enabled(device):  # as attention would, which gets them wider than they are meant to be
             parts = [x.to(torch.get_autocast_dtype(device)) for x in parts]
-        query, key, value = _swap(self, *parts)
+        query, key, value = swap(self, *parts, cut=1, join=2)
         num_own = heads // self.of
         own = slice(self.at * num_own, (self.at + 1) * num_own)
         here = _OwnHeads(module, own, heads, groups=num_own // key.shape[1])
         if "s_aux" in options:  # of each head, as module.sinks are
             options["s_aux"] = _of_heads(options["s_aux"], own, heads)
         attended, _ = _kernel(inner, module)(here, query, key, value, attention_mask, **options)
-        [back] = _swap(self, attended)
+        [back] = swap(self, attended, cut=1, join=2)
         return back, None
 
 
@@ -177,21 +174,30 @@ class _OwnHeads:
         return _of_heads(getattr(self._module, name), self._own, self._heads)
 
 
-def _swap(parts: Parts, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Each cut along its second dimension, a part for each rank, and what comes of them joined along the third."""
-    found: Sequence[torch.Tensor] = _Swap.apply(parts, *tensors)  # type: ignore[no-untyped-call]
+def joined(
+    group: dist.ProcessGroup, mine: torch.Tensor, num_tokens: int, *values: torch.Tensor
+) -> Sequence[torch.Tensor]:
+    """[num_tokens] each, of what ranks have of tokens of their own (`mine`)."""
+    # torch gives `apply` no types: they are those of `forward`.
+    whole: Sequence[torch.Tensor] = _Join.apply(mine, num_tokens, group, *values)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def swap(parts: Parts, *tensors: torch.Tensor, cut: int, join: int) -> Sequence[torch.Tensor]:
+    """Each cut along one dimension, a part for each rank, and what comes of them joined along the other."""
+    found: Sequence[torch.Tensor] = _Swap.apply(parts, cut, join, *tensors)  # type: ignore[no-untyped-call]
     return found
 
 
 class _Swap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parts: Parts, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.parts = parts
-        return _exchange(parts, tensors, cut=1, join=2)
+    def forward(ctx: Any, parts: Parts, cut: int, join: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.parts, ctx.cut, ctx.join = parts, cut, join
+        return _exchange(parts, tensors, cut=cut, join=join)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *_exchange(ctx.parts, grads, cut=2, join=1)
+        return None, None, None, *_exchange(ctx.parts, grads, cut=ctx.join, join=ctx.cut)
 
 
 def _exchange(parts: Parts, tensors: Sequence[torch.Tensor], *, cut: int, join: int) -> tuple[torch.Tensor, ...]:

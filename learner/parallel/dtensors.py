@@ -1,9 +1,8 @@
 """What one rank holds of each tensor, in coordinates of the whole tensor laid flat.
 
-FSDP cuts tensors along their first dimension, and so are experts cut over their ranks before: a rank holds one run of
-the flat tensor. Publishing and checkpoints
-speak of such runs only: neither gathers anything, and neither depends on how many ranks there are. Of several
-replicas, the first one tells of what all hold.
+FSDP cuts tensors along their first dimension, and so are experts cut over their ranks before, and what ranks share of
+a layer: a rank holds one run of the flat tensor. Publishing and checkpoints speak of such runs only: neither gathers
+anything, and neither depends on how many ranks there are. Of several replicas, the first one tells of what all hold.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 
@@ -71,6 +71,19 @@ def kept_in(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for leaf, buffer in module._buffers.items():
             if buffer is not None and leaf not in module._non_persistent_buffers_set:
                 yield f"{owner}.{leaf}" if owner else leaf, buffer
+
+
+def part_of(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """The rows of a whole tensor that this rank has of a mesh whose ranks have equally many."""
+    num = len(tensor) // mesh.size()
+    first = mesh.get_local_rank() * num
+    rows = tensor.detach()[first : first + num].clone()
+    return DTensor.from_local(rows, mesh, [Shard(0)], shape=tensor.shape, stride=tensor.stride())
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What of it is here, with the way back for its gradient."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -26,10 +26,10 @@ import transformers
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from streamrl.errors import ConfigError
+from streamrl.learner.parallel.dtensors import local, part_of
 
 KEY = "learner.layout.experts"
 OURS = "streamrl_experts"  # as transformers knows it
@@ -107,7 +107,7 @@ def divide(model: transformers.PreTrainedModel, mesh: DeviceMesh) -> list[nn.Mod
     made = Divided(exchange=GroupExchange(mesh.get_group()), size=size)
     for module in found:
         for leaf, parameter in list(module.named_parameters()):
-            setattr(module, leaf, nn.Parameter(_part(parameter, mesh), requires_grad=parameter.requires_grad))
+            setattr(module, leaf, nn.Parameter(part_of(parameter, mesh), requires_grad=parameter.requires_grad))
         vars(module)["divided"] = made
     if found:
         ask_here(model)
@@ -118,13 +118,6 @@ def ask_here(model: transformers.PreTrainedModel) -> None:
     """Experts are asked by `ask` from now on, which also knows how to in float64."""
     ALL_EXPERTS_FUNCTIONS.register(OURS, ask)
     model.set_experts_implementation(OURS)
-
-
-def _part(parameter: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    num = len(parameter) // mesh.size()
-    first = mesh.get_local_rank() * num
-    part = parameter.detach()[first : first + num].clone()
-    return DTensor.from_local(part, mesh, [Shard(0)], shape=parameter.shape, stride=parameter.stride())
 
 
 def ask(
@@ -178,10 +171,10 @@ class _Weights:
     def of(cls, module: Any) -> _Weights:
         name = "gate_up_proj" if module.has_gate else "up_proj"
         return cls(
-            up=_local(getattr(module, name)),
-            up_bias=_local(getattr(module, f"{name}_bias")) if module.has_bias else None,
-            down=_local(module.down_proj),
-            down_bias=_local(module.down_proj_bias) if module.has_bias else None,
+            up=local(getattr(module, name)),
+            up_bias=local(getattr(module, f"{name}_bias")) if module.has_bias else None,
+            down=local(module.down_proj),
+            down_bias=local(module.down_proj_bias) if module.has_bias else None,
             transposed=module.is_transposed,
             activate=module._apply_gate if module.has_gate else module.act_fn,
         )
@@ -215,7 +208,3 @@ class _Weights:
 def _can_be_grouped(rows: torch.Tensor, matrix: torch.Tensor) -> bool:
     widths = [width * matrix.element_size() for width in matrix.shape[1:]]
     return len(rows) > 0 and matrix.dtype in _GROUPED and not any(width % _ALIGNED for width in widths)
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

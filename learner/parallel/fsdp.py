@@ -12,6 +12,9 @@ Experts that are divided over ranks (`learner.layout.experts`) are sharded by th
 same ones. Their gradients are of the tokens of the whole expert group by then; so the mean that FSDP takes over fewer
 ranks than there are is divided by the rest.
 
+So are layers that ranks share (`learner.parallel.tensor`). Ranks of such a group have the same tokens, and each
+makes the gradients of what is not divided: a loss is weighed accordingly (`World.addends`).
+
 Copies of a model (`learner.layout.replicas`) add up their gradients once a pass, when each has those of all its
 micro-batches: what goes between them is a shard of fp32, however many micro-batches there are. On GPUs that never ran.
 
@@ -40,6 +43,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
 from streamrl.learner.parallel.experts import divide
+from streamrl.learner.parallel.tensor import divide as divide_layers
 from streamrl.learner.process.ranks import World
 
 # Modules take what they are given: positions stay fp32.
@@ -59,6 +63,13 @@ def shard(policy: Wrapped, world: World, *, on_host: bool = False, in_half: bool
         for experts in divide(model, among):
             fully_shard(experts, mesh=over, offload_policy=offload, mp_policy=precision)
             experts.set_all_reduce_hook(partial(_divide, by=among.size()))  # type: ignore[operator]  # FSDP's, by now
+    if world.layout.tensor > 1:
+        over, among = world.tensor_meshes()
+        for shared in divide_layers(model, among):
+            if shared.of_heads:
+                [first, *_] = fully_shard([*shared.of_heads], mesh=mesh, offload_policy=offload, mp_policy=precision)
+                first.set_all_reduce_hook(partial(_divide, by=1 / among.size()))  # each rank has that of its own heads
+            fully_shard(shared.module, mesh=over, offload_policy=offload, mp_policy=precision)
     for block in _blocks(model, set(model._no_split_modules or ())):
         fully_shard(block, mesh=mesh, offload_policy=offload, mp_policy=precision)
     fully_shard(policy, mesh=mesh, offload_policy=offload, mp_policy=precision)
@@ -100,7 +111,7 @@ def gathered_in_half(trial: nn.Module, unfilled: Wrapped, world: World, *, on_ho
     return policy
 
 
-def _divide(gradient: torch.Tensor, *, by: int) -> None:
+def _divide(gradient: torch.Tensor, *, by: float) -> None:
     gradient.div_(by)
 
 

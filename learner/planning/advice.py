@@ -28,6 +28,8 @@ def tell(asked: Asked, machine: Machine, *, has: schema.Layout | None = None) ->
         yield ok(NAME, f"as it is set, {told}")
     else:
         yield Finding(name=NAME, level="ok", evidence=told, remedy="\n".join(_lines(chosen, asked, machine)))
+    if has is not None and has.tensor > 1:
+        yield ok(NAME, f"learner.layout.tensor = {has.tensor} is yours to choose: layouts are planned without it")
     for other in smaller(found):
         yield ok(f"{NAME}, why not", f"{words(other.layout)}: {_against(other, chosen, machine)}")
 

@@ -12,6 +12,9 @@ Bytes that a rank sends for each of its own tokens, links between hosts counting
     context     queries, keys, values and what attention made of them, in each pass through a layer
     experts     hidden states, there and back, for each expert of a token, in each pass through a layer
 
+Ranks that share layers (`layout.tensor`) are not among these: they send more for a token than those that share
+samples. Whether the links of a machine make up for that is to be measured there.
+
 A pass that is made again, to keep inputs of layers alone, counts again. It is arithmetic, and no time was ever measured
 on GPUs: that a layout that sends less is faster is an assumption.
 """

@@ -10,7 +10,9 @@
                        the end     gradients of the outermost weights, in both, when nothing is kept any more
 
 The outermost weights (embeddings, head) are gathered throughout, but for the end. Divided experts are gathered and
-reduced by themselves: of a layer's a rank has its own alone. AdamW is fused, and takes nothing of its own.
+reduced by themselves: of a layer's a rank has its own alone. So is what ranks share of a layer; beside it are columns
+that are exchanged for rows, which wait for the backward pass where a layer is not computed again. AdamW is fused, and
+takes nothing of its own.
 
 A teacher's pass comes before, when nothing is kept yet: its shard always, and for a while two of its layers, what one
 of them holds, and the logits of a chunk.
@@ -105,12 +107,15 @@ def plan(
     weights += 2 * (sizes.trained + sizes.frozen) if keeps_reference(config) else 0
     if teacher is not None and config.teacher is not None and config.teacher.place == "device":
         weights += 2 * (teacher.trained + teacher.frozen)
-    of_layer, again = activations.of_layer(sizes, part), computes_again(config)
+    own = sizes.divided(layout.tensor)
+    of_layer, again = activations.of_layer(own, part), computes_again(config)
+    columns = 0 if layout.tensor == 1 else 2 * own.width * (own.queries + own.mlp)
     outermost = 2 * sizes.outermost + activations.masks(sizes, part)
     return Plan(
         always=weights // ranks,
-        kept=_inputs(sizes, config) * part.tokens * 2 * sizes.width + (0 if again else sizes.layers * of_layer),
-        in_layer=outermost + _in_a_layer(sizes, part, ranks, is_lora=is_lora) + (of_layer if again else 0),
+        kept=_inputs(sizes, config) * part.tokens * 2 * sizes.width
+        + (0 if again else sizes.layers * (of_layer + columns)),
+        in_layer=outermost + _in_a_layer(own, part, ranks, is_lora=is_lora) + (of_layer if again else 0) + 2 * columns,
         in_head=outermost + _in_the_head(sizes, part.tokens, is_lora=is_lora),
         at_end=0 if is_lora else (2 + 4) * sizes.outermost + 4 * sizes.outermost // ranks,
         teaching=0 if teacher is None else _of_a_teacher(teacher, part, ranks),

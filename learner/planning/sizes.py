@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import transformers
@@ -80,6 +80,11 @@ class Sizes:
             may_share=any(way.layout == "shared" for way in ways_of(model)),
             experts=_experts(config, mixtures) if mixtures else None,
         )
+
+    def divided(self, ranks: int) -> Sizes:
+        """What of its layers each of so many ranks has that share them."""
+        shared = {name: getattr(self, name) // ranks for name in ("layer", "mlp", "queries", "keys")}
+        return replace(self, **shared, heads=self.heads // ranks, kv_heads=max(1, self.kv_heads // ranks))
 
     def attends(self, settings: schema.Model) -> str:
         """On a GPU, under these settings."""

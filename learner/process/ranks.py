@@ -34,22 +34,23 @@ class World:
     device: torch.device
     layout: schema.Layout = field(default_factory=schema.Layout)
     group: dist.ProcessGroup | None = None  # None: the one of the loop
-    context_group: dist.ProcessGroup | None = None  # of the ranks that share samples; None: each has its own
+    context_group: dist.ProcessGroup | None = None  # of those that have parts of samples; None: each has them whole
     timeout: timedelta | None = None  # of groups that are made of it; None: torch's
     here: int = 1  # ranks on this machine
 
     def under(self, layout: schema.Layout) -> World:
         """The same ranks, which divide the model so; ConfigError where they cannot."""
         refuse_layout(layout, self.size)
-        return replace(self, layout=layout, context_group=self._context_group(layout.context))
+        return replace(self, layout=layout, context_group=self._context_group(layout))
 
-    def _context_group(self, context: int) -> dist.ProcessGroup | None:
+    def _context_group(self, layout: schema.Layout) -> dist.ProcessGroup | None:
         """A collective: every rank makes all groups."""
-        if context == 1:
+        if layout.context == 1:
             return None
-        starts = range(0, self.size, context)
-        groups = [dist.new_group(list(range(start, start + context)), timeout=self.timeout) for start in starts]
-        own: dist.ProcessGroup = groups[self.rank // context]
+        apart, together = layout.tensor, layout.context * layout.tensor
+        starts = [start + at for start in range(0, self.size, together) for at in range(apart)]
+        groups = [dist.new_group(list(range(start, start + together, apart)), timeout=self.timeout) for start in starts]
+        own: dist.ProcessGroup = groups[self.rank // together * apart + self.rank % apart]
         return own
 
     def beside(self, *, timeout_s: float) -> World:
@@ -64,19 +65,31 @@ class World:
         return self.rank == 0
 
     @property
+    def sharers(self) -> int:
+        """So many ranks in a row have the same samples: those of a context group, and with each of these, those that
+        share its layers."""
+        return self.layout.context * self.layout.tensor
+
+    @property
     def data_rank(self) -> int:
-        """Whose groups of a step are this rank's: those of its context group."""
-        return self.rank // self.layout.context
+        """Whose groups of a step are this rank's."""
+        return self.rank // self.sharers
 
     @property
     def data_size(self) -> int:
         """How many there are to have groups of their own."""
-        return self.size // self.layout.context
+        return self.size // self.sharers
 
     @property
     def speaks(self) -> bool:
-        """For its context group, whose ranks have all seen the same samples."""
-        return self.rank % self.layout.context == 0
+        """For the ranks that have all seen the same samples."""
+        return self.rank % self.sharers == 0
+
+    @property
+    def addends(self) -> int:
+        """Of how many ranks the gradients of a weight add up to that of the step: ranks that share layers each have the
+        same one of what they do not divide, and else that of their own part."""
+        return self.size // self.layout.tensor
 
     def mesh(self) -> DeviceMesh:
         """Of all ranks, to shard a model over: (replicas, shards) where there are several replicas, else (shards,). Of
@@ -94,12 +107,20 @@ class World:
     def expert_meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
         """(of ranks that hold the same experts, to shard these over; of ranks that follow each other, to divide experts
         among)"""
-        replicas, experts = self.layout.replicas, self.layout.experts
-        dimensions = {"holders": self.size // replicas // experts, "experts": experts}
+        return self._meshes("experts", self.layout.experts)
+
+    def tensor_meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
+        """(of ranks that hold the same part of each layer, to shard it over; of ranks that follow each other, to divide
+        layers among)"""
+        return self._meshes("tensor", self.layout.tensor)
+
+    def _meshes(self, name: str, parts: int) -> tuple[DeviceMesh, DeviceMesh]:
+        replicas = self.layout.replicas
+        dimensions = {"holders": self.size // replicas // parts, name: parts}
         if replicas > 1:
             dimensions = {"replicas": replicas, **dimensions}
         mesh = init_device_mesh(self.device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
-        return mesh["holders"] if replicas == 1 else mesh["replicas", "holders"], mesh["experts"]
+        return mesh["holders"] if replicas == 1 else mesh["replicas", "holders"], mesh[name]
 
     def barrier(self) -> None:
         self.total(np.zeros(1))

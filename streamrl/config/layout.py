@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from streamrl.config import schema
 from streamrl.errors import ConfigError
+
+# Of each setting, within what its ranks lie: those of a context group are apart by as many as share each layer.
+_WITHIN = {
+    "replicas": (),
+    "tensor": ("replicas",),
+    "context": ("replicas", "tensor"),
+    "experts": ("replicas",),
+}
 
 
 def refuse_layout(layout: schema.Layout, ranks: int) -> None:
@@ -11,10 +21,9 @@ def refuse_layout(layout: schema.Layout, ranks: int) -> None:
     leave and come."""
     for name, unit in units(layout).items():
         if ranks % unit:
-            copies = "" if unit == getattr(layout, name) else f" in each of learner.layout.replicas = {layout.replicas}"
-            told = (
-                f"learner.layout.{name} = {getattr(layout, name)}{copies} does not divide the learner's ranks, {ranks}"
-            )
+            others = [f"learner.layout.{o} = {getattr(layout, o)}" for o in _WITHIN[name] if getattr(layout, o) > 1]
+            each = f" in each of {' and '.join(others)}" if others else ""
+            told = f"learner.layout.{name} = {getattr(layout, name)}{each} does not divide the learner's ranks, {ranks}"
             raise ConfigError(
                 f"{told}: set it to a divisor, or begin a multiple of {unit} ranks (learner.processes, or "
                 "--nproc-per-node and --nodes)"
@@ -23,8 +32,4 @@ def refuse_layout(layout: schema.Layout, ranks: int) -> None:
 
 def units(layout: schema.Layout) -> dict[str, int]:
     """Of each setting, what the number of ranks has to be a multiple of."""
-    return {
-        "replicas": layout.replicas,
-        "context": layout.replicas * layout.context,
-        "experts": layout.replicas * layout.experts,
-    }
+    return {name: prod(getattr(layout, each) for each in (name, *within)) for name, within in _WITHIN.items()}

@@ -251,6 +251,8 @@ class Layout(Section):
     context: Positive = 1
     # Of a mixture: so many ranks that follow each other share each layer's experts, and tokens go to who holds theirs
     experts: Positive = 1
+    # So many ranks that follow each other share each layer: heads of attention, and the width of the MLP
+    tensor: Positive = 1
 
 
 class Learner(Section):

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from streamrl.config import schema
 from streamrl.learner.checkpoints.shard import load_state
@@ -102,12 +103,17 @@ class Rank:
         update(self.optimizer, loss=loss, lr=lr, clip_norm=1.0, world=self.world)
 
     def state(self) -> dict[str, torch.Tensor]:
-        found = {f"master/{name}": whole(p).clone() for name, p in self.policy.named_parameters()}
-        for name, parameter in self.policy.named_parameters():
-            for moment in ("exp_avg", "exp_avg_sq"):
-                if parameter in self.optimizer.state:
-                    found[f"{moment}/{name}"] = whole(self.optimizer.state[parameter][moment]).clone()
-        return found
+        return state_of(self.policy, self.optimizer)
+
+
+def state_of(policy: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Whole, on every rank."""
+    found = {f"master/{name}": whole(p).clone() for name, p in policy.named_parameters()}
+    for name, parameter in policy.named_parameters():
+        for moment in ("exp_avg", "exp_avg_sq"):
+            if parameter in optimizer.state:
+                found[f"{moment}/{name}"] = whole(optimizer.state[parameter][moment]).clone()
+    return found
 
 
 def learn(folder: Path, world: World) -> None:

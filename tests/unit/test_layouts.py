@@ -98,6 +98,12 @@ def test_a_layout_that_is_set_already_is_not_to_be_pasted() -> None:
     assert first.remedy == ""
 
 
+def test_layers_that_ranks_share_are_planned_by_nobody() -> None:
+    assert all(option.layout.tensor == 1 for option in options(asked(DENSE), machine(DENSE)))
+    told = [finding.evidence for finding in tell(asked(DENSE), machine(DENSE), has=Layout(tensor=8))]
+    assert any(line.startswith("learner.layout.tensor = 8 is yours to choose") for line in told)
+
+
 def test_a_micro_batch_holds_the_longest_sample() -> None:
     case = replace(SMALL, tokens=1024, longest=4096)
     assert asked(case).tokens == 4096

@@ -36,11 +36,12 @@ def test_the_closed_form_is_within_a_tenth_of_what_the_learners_code_holds(check
     "name",
     [
         "8B at 128k, 8 GPUs, context over 8, short",
+        "32B at 16k, 16 GPUs, tensor over 8, short",
         "30B-A3B full, 8 GPUs, short",
         "30B-A3B full, 8 GPUs, experts over 8, short",
         "gpt-oss-120b at 8k, 32 GPUs, experts over 32, context over 8, short",
     ],
-    ids=["context", "mixture", "divided experts", "its own attention"],
+    ids=["context", "tensor", "mixture", "divided experts", "its own attention"],
 )
 def test_the_closed_form_knows_what_ranks_share(name: str) -> None:
     case = CASES[name]

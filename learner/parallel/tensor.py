@@ -1,0 +1,288 @@
+"""Tensor parallelism: ranks of a tensor group share each layer, the heads of its attention and the width of its MLP.
+
+    hidden states     the same on every rank of the group, which all have the same tokens
+      ▼ columns       q, k, v, gate, up: of each weight a rank has some rows, hence some heads, and some of the width
+      │               attention, activations: as ever, of these alone
+      ▼ rows          o, down: a rank has some columns of each weight, and makes a part of a sum
+      ▼ all-reduce
+    hidden states     the same on every rank; backwards their gradients are added up where columns began
+
+Which linear layers these are, transformers' own plan of the model says (`base_model_tp_plan`), and what is in no plan
+is computed on every rank: norms, embeddings. Of the head, each rank makes the log-probs of some of the tokens. A model
+without a plan, or whose plan has more than columns, rows and norms of heads, is refused.
+
+At rest a rank holds rows of every weight, and so one run of it: FSDP shards them further, over the ranks that hold the
+same. Where a pass wants columns, rows are exchanged for them, and what comes back is the gradient of rows: a weight
+crosses the group once more in each pass, and nothing else of the learner knows of columns.
+
+Each exchange blocks until the group's ranks have come. On a GPU (NCCL) it never ran.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import gcd
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from streamrl.config import schema
+from streamrl.errors import ConfigError
+from streamrl.learner.packing.ways import decoder_of
+from streamrl.learner.parallel.context import Parts, joined, swap
+from streamrl.learner.parallel.dtensors import local, part_of
+from streamrl.learner.parallel.experts import experts_of
+
+KEY = "learner.layout.tensor"
+# As transformers calls them.
+_COLUMNS, _ROWS, _OF_HEADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
+
+
+class Undividable(Exception):
+    """Why ranks cannot share the layers of a model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A module that takes and gives hidden states, and between its columns and its rows has some of the width."""
+
+    module: nn.Module
+    columns: Sequence[nn.Linear]
+    rows: Sequence[nn.Linear]
+    of_heads: Sequence[nn.Module]  # norms of some heads' queries or keys, by weights that all heads share
+
+
+def refuse_tensor(model: transformers.PreTrainedModel, layout: schema.Layout) -> None:
+    """ConfigError where so many ranks cannot share each layer."""
+    ranks, kind = layout.tensor, type(model).__name__
+    if ranks == 1:
+        return
+    try:
+        _blocks(model)
+    except Undividable as reason:
+        told = f"{KEY} = {ranks}: ranks cannot share the layers of {kind} ({reason})"
+        raise ConfigError(f"{told}; set it to 1") from reason
+    config = model.config.get_text_config()
+    heads, kv_heads = _heads(config)
+    if (most := _most(model)) % ranks:
+        told = f"{heads} attention heads, {kv_heads} of keys and values, an MLP {config.intermediate_size} wide and "
+        told += f"hidden states {config.hidden_size} wide"
+        raise ConfigError(f"{KEY} = {ranks}: {kind} has {told}, which they cannot share; set one of {_divisors(most)}")
+    own = heads // ranks
+    if own % layout.context:
+        told = (
+            f"learner.layout.context = {layout.context}: with {KEY} = {ranks} a rank has {own} of the attention heads"
+        )
+        raise ConfigError(f"{told} of {kind}; set one of {_divisors(own)}")
+
+
+def divide(model: transformers.PreTrainedModel, mesh: DeviceMesh) -> Sequence[Block]:
+    """What was divided: modules that keep this rank's part, and add up with the other ranks of the mesh. Nothing, of a
+    teacher that cannot be: each rank has it whole."""
+    parts = Parts(at=mesh.get_local_rank(), of=mesh.size(), group=mesh.get_group())
+    try:
+        blocks = _blocks(model)
+    except Undividable:
+        return []
+    if _most(model) % parts.of:
+        return []
+    for block in blocks:
+        for linear in (*block.columns, *block.rows):
+            is_row = linear in block.rows
+            _keep(linear, "weight", part_of(linear.weight, mesh))
+            if linear.bias is not None:
+                _keep(linear, "bias", _copy_of(linear.bias, mesh) if is_row else part_of(linear.bias, mesh))
+            linear.__class__ = _Rows if is_row else _Columns
+            vars(linear)["parts"] = parts
+        block.module.register_forward_pre_hook(partial(_begin, parts), with_kwargs=True)
+    vars(model)["sharers"] = parts
+    return blocks
+
+
+def sharers_of(model: transformers.PreTrainedModel) -> Parts | None:
+    """This rank's place among those that share the model's layers; None: it has them whole."""
+    found: Parts | None = vars(model).get("sharers")
+    return found
+
+
+class Turn:
+    """The tokens whose log-probs this rank makes; other ranks of its group make those of the others.
+
+    The head is no part of a layer: its gradient is to be the same on every rank of the group, or a sum of as many. So
+    what goes back is as many times as large, and what reaches the hidden states is the mean.
+    """
+
+    def __init__(self, parts: Parts, hidden: torch.Tensor) -> None:  # [T, H]
+        self._parts, self._hidden = parts, hidden
+        size = -(-len(hidden) // parts.of)
+        self.mine = torch.arange(len(hidden), device=hidden.device)[parts.at * size : (parts.at + 1) * size]
+
+    @property
+    def hidden(self) -> torch.Tensor:  # [mine, H]
+        taken: torch.Tensor = _Take.apply(self._parts, self.mine, self._hidden)  # type: ignore[no-untyped-call]
+        return taken
+
+    def told(self, *values: torch.Tensor) -> Sequence[torch.Tensor]:  # [T] of [mine] each
+        for value in values:
+            if value.requires_grad:
+                value.register_hook(self._times)
+        return joined(self._parts.group, self.mine, len(self._hidden), *values)
+
+    def _times(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * self._parts.of
+
+
+def _blocks(model: transformers.PreTrainedModel) -> list[Block]:
+    if next(experts_of(model), None) is not None:
+        raise Undividable("it has experts, which learner.layout.experts divides")
+    decoder = decoder_of(model)
+    styles = _styles(model, decoder)
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in styles)
+    if not owners:
+        raise Undividable("transformers has no plan for it")
+    return [_block(name, decoder.get_submodule(name), styles) for name in owners]
+
+
+def _styles(model: transformers.PreTrainedModel, decoder: nn.Module) -> dict[str, str]:
+    """What the plan says of each module in a layer."""
+    plan = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
+    found = {}
+    for name, _ in decoder.named_modules():
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if style is not None and "." in name:  # embeddings are sharded and no more
+            found[name] = style
+    return found
+
+
+def _block(owner: str, module: nn.Module, styles: dict[str, str]) -> Block:
+    by_style: dict[str, list[nn.Module]] = {_COLUMNS: [], _ROWS: [], _OF_HEADS: []}
+    if any(parameter is not None for parameter in module._parameters.values()):
+        raise Undividable(f"{owner} has weights of its own, of which transformers' plan says nothing")
+    for name, child in module.named_children():
+        style = styles.get(f"{owner}.{name}")
+        if style is None and next(child.parameters(), None) is None:
+            continue
+        if style not in by_style:
+            raise Undividable(f"transformers' plan for {owner}.{name} is {style or 'none'}, which is not known here")
+        if style != _OF_HEADS and type(child) is not nn.Linear:
+            raise Undividable(f"{owner}.{name} is no plain linear layer")
+        by_style[style].append(child)
+    if not by_style[_COLUMNS] or not by_style[_ROWS]:
+        raise Undividable(f"transformers' plan has no columns for {owner}, or no rows")
+    columns, rows = (cast("list[nn.Linear]", by_style[style]) for style in (_COLUMNS, _ROWS))
+    return Block(module=module, columns=columns, rows=rows, of_heads=by_style[_OF_HEADS])
+
+
+def _most(model: transformers.PreTrainedModel) -> int:
+    """So many ranks, or a divisor, can have equal parts of everything: whole heads, also where layers have heads of
+    several sizes."""
+    config, shared = model.config.get_text_config(), []
+    for block in _blocks(model):
+        head_dim = getattr(block.module, "head_dim", None) or 1
+        shared += [linear.out_features // head_dim for linear in block.columns]
+        shared += [linear.in_features // head_dim for linear in block.rows]
+        shared += [linear.out_features for linear in block.rows]  # which lie by rows
+    return gcd(*_heads(config), *shared)
+
+
+def _heads(config: transformers.PretrainedConfig) -> tuple[int, int]:
+    """(of queries, of keys and values)"""
+    heads: int = config.num_attention_heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def _keep(linear: nn.Linear, leaf: str, part: DTensor) -> None:
+    setattr(linear, leaf, nn.Parameter(part, requires_grad=getattr(linear, leaf).requires_grad))
+
+
+def _copy_of(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Every rank has it whole, and the first tells of it."""
+    return DTensor.from_local(tensor.detach().clone(), mesh, [Replicate()], run_check=False)
+
+
+class _Columns(nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, local(self.weight), None if self.bias is None else local(self.bias))
+
+
+class _Rows(nn.Linear):
+    parts: Parts
+
+    def forward(self, inner: torch.Tensor) -> torch.Tensor:
+        [columns] = swap(self.parts, local(self.weight), cut=1, join=0)
+        # torch gives `apply` no types: they are those of `forward`.
+        hidden: torch.Tensor = _Sum.apply(self.parts.group, F.linear(inner, columns))  # type: ignore[no-untyped-call]
+        return hidden if self.bias is None else hidden + local(self.bias).to(hidden.dtype)
+
+
+def _begin(parts: Parts, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Before a block: what comes in is whole, and its gradient is that of all ranks."""
+    return tuple(_entering(parts, x) for x in args), {name: _entering(parts, x) for name, x in kwargs.items()}
+
+
+def _entering(parts: Parts, given: Any) -> Any:
+    if not isinstance(given, torch.Tensor) or not given.requires_grad:
+        return given
+    return _Enter.apply(parts.group, given)  # type: ignore[no-untyped-call]
+
+
+class _Sum(torch.autograd.Function):
+    """Of what ranks have made; each has the gradient already."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, part: torch.Tensor) -> torch.Tensor:
+        whole = part.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *grads
+
+
+class _Enter(torch.autograd.Function):
+    """As it is; the gradient is the sum of what ranks have found of it."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, whole: torch.Tensor) -> torch.Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        [part] = grads
+        gradient = part.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient, group=ctx.group)
+        return None, gradient
+
+
+class _Take(torch.autograd.Function):
+    """Some of the tokens; back comes the mean of what ranks have found of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Parts, mine: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        ctx.parts, ctx.num = parts, len(whole)
+        ctx.save_for_backward(mine)
+        return whole[mine]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        [mine], [own] = ctx.saved_tensors, grads
+        gradient = own.new_zeros(ctx.num, *own.shape[1:])
+        gradient[mine] = own / ctx.parts.of
+        if ctx.num:
+            dist.all_reduce(gradient, group=ctx.parts.group)
+        return None, None, gradient

@@ -1,0 +1,113 @@
+"""What each rank does in test_tensor_ranks: what models learn whose layers are shared under some layouts, steps from a
+checkpoint to the next, versions of given weights. Run by `tests.warm`.
+
+python -m tests.integration.tensor_ranks FOLDER JOB,... TENSORxREPLICASxCONTEXT...    FOLDER/<case> exists
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from streamrl.config import schema
+from streamrl.learner.checkpoints.shard import load_state
+from streamrl.learner.objective.optimizer import update
+from streamrl.learner.process.background import BackgroundThread
+from streamrl.learner.process.ranks import World, join_world
+from tests.integration import context_ranks
+from tests.integration.context_ranks import ALGORITHMS, Case, groups_of_a_step, learnt
+from tests.integration.expert_ranks import state_of
+from tests.integration.learner_ranks import keep, publisher
+from tests.leaving import leave
+from tests.publish_world import publish
+from tests.shards import write_shard
+
+NUM_STEPS = 3  # from a checkpoint to the next
+_SHARED = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+}
+CASES: Mapping[str, Case] = {
+    "biased": Case(family="llama", settings={**_SHARED, "attention_bias": True, "mlp_bias": True}, checkpointing=True),
+    "qwen2": Case(family="qwen2", settings={**_SHARED, "tie_word_embeddings": True}),
+    "qwen3": Case(family="qwen3", settings=_SHARED, attention="varlen", checkpointing=True),
+    "narrow": Case(family="qwen3", settings=_SHARED, dtype="float32"),
+}
+RESUMED, SERVED = "qwen3", "narrow"
+
+
+def name_of(world: World) -> str:
+    return f"{world.size}-{world.layout.tensor}x{world.layout.replicas}x{world.layout.context}"
+
+
+class Rank(context_ranks.Rank):
+    def __init__(self, folder: Path, name: str, world: World) -> None:
+        super().__init__(folder / name, world, CASES[name])
+
+    def step(self, number: int, *, lr: float = 1e-3) -> None:
+        """With one group, as some steps have, ranks beyond the first of those with samples of their own have none."""
+        loss, _ = self.learn(list(ALGORITHMS.values())[number % 2], groups_of_a_step(number % 2))
+        assert update(self.optimizer, loss=loss, lr=lr, clip_norm=1.0, world=self.world).applied
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return state_of(self.policy, self.optimizer)
+
+
+def learn(folder: Path, world: World) -> None:
+    for name, case in CASES.items():
+        keep(learnt(folder / name, world, case), folder / f"{name}-{name_of(world)}.safetensors", world)
+
+
+def go_on(folder: Path, world: World) -> None:
+    """From where twice as many ranks stopped, if they have; the second third, and the state before and after."""
+    rank, before = Rank(folder, RESUMED, world), folder / f"checkpoint-{2 * world.size}"
+    first = NUM_STEPS if before.exists() else 0
+    if first:
+        load_state(before, rank.policy, rank.optimizer, world)
+        keep(rank.state(), folder / f"restored-{world.size}.safetensors", world)
+    for number in range(first, first + NUM_STEPS):
+        rank.step(number)
+    save(rank, folder / f"checkpoint-{world.size}")
+    keep(rank.state(), folder / f"left-{world.size}.safetensors", world)
+
+
+def save(rank: Rank, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    rank.world.barrier()
+    write_shard(folder, rank.policy, rank.optimizer, rank.world)
+    rank.world.barrier()
+
+
+def serve(folder: Path, world: World) -> None:
+    """Two versions, of weights that one rank has left."""
+    out = folder / f"served-{name_of(world)}"
+    out.mkdir(exist_ok=True)
+    world.barrier()
+    rank, beside = Rank(folder, SERVED, world), BackgroundThread("publisher")
+    with beside.working(join_s=60):
+        versions = publisher(rank, out, beside)
+        for step in (1, 2):
+            load_state(folder / f"weights-{step}", rank.policy, rank.optimizer, world)
+            assert publish(versions, step) is not None
+
+
+JOBS: Mapping[str, Callable[[Path, World], None]] = {"learn": learn, "go_on": go_on, "serve": serve}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    jobs, layouts = sys.argv[2].split(","), sys.argv[3:]
+    with join_world(os.environ, timeout_s=60) as joined:
+        for layout in layouts:
+            tensor, replicas, context = map(int, layout.split("x"))
+            world = joined.under(schema.Layout(tensor=tensor, replicas=replicas, context=context))
+            for job in jobs:
+                JOBS[job](Path(sys.argv[1]), world)
+                world.barrier()  # a rank that leaves closes connections from which others may still read
+    leave()

@@ -1,0 +1,118 @@
+"""Layers that ranks share (gloo, FSDP2) against one rank that has them whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from streamrl.learner.checkpoints.shard import load_state
+from streamrl.learner.process.ranks import World
+from tests.integration.tensor_ranks import (
+    CASES,
+    NUM_STEPS,
+    RESUMED,
+    SERVED,
+    Rank,
+    learn,
+    name_of,
+    save,
+    serve,
+)
+from tests.integration.test_expert_ranks import served
+from tests.tiny_families import make_family
+from tests.warm import run_ranks
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+TOLERANCES = {"float64": 1e-9, "float32": 1e-5}
+# Tensor x replicas x context
+TRIED = ((2, "2x1x1"), (4, "2x1x1"))
+MORE = ("4x1x1", "2x2x1", "2x1x2")  # of four ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results of one rank, made here, and of four and two."""
+    folder = tmp_path_factory.mktemp("tensor")
+    for name, case in CASES.items():
+        make_family(folder / name, case.family, **case.settings)
+    learn(folder, ALONE)
+    rank = Rank(folder, SERVED, ALONE)
+    for step, lr in ((1, 1e-3), (2, 1e-5)):  # the second differs in some bits of bf16
+        rank.step(1, lr=lr)
+        save(rank, folder / f"weights-{step}")
+    serve(folder, ALONE)
+    ranks(4, folder, "go_on", "4x1x1")
+    ranks(4, folder, "learn,serve", "2x1x1")
+    ranks(2, folder, "go_on,learn,serve", "2x1x1")
+    return folder
+
+
+def ranks(size: int, folder: Path, jobs: str, *layouts: str) -> None:
+    module = "tests.integration.tensor_ranks"
+    run_ranks(module, str(folder), jobs, *layouts, size=size, out=folder / "logs", timeout_s=240)
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(path)
+
+
+@pytest.mark.parametrize(("size", "layout"), TRIED)
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_that_share_layers_learn_what_one_learns(folder: Path, name: str, size: int, layout: str) -> None:
+    assert_as_one(folder, name, size, layout)
+
+
+@pytest.mark.parametrize(("size", "layout"), TRIED)
+def test_versions_are_bit_for_bit_those_of_one_rank(folder: Path, size: int, layout: str, tmp_path: Path) -> None:
+    assert_served_as_one(folder, size, layout, tmp_path)
+
+
+@pytest.mark.long
+def test_four_ranks_learn_and_serve_what_one_does_in_any_layout(folder: Path, tmp_path: Path) -> None:
+    ranks(4, folder, "learn,serve", *MORE)
+    for at, layout in enumerate(MORE):
+        for name in CASES:
+            assert_as_one(folder, name, 4, layout)
+        assert_served_as_one(folder, 4, layout, tmp_path / str(at))
+
+
+def assert_as_one(folder: Path, name: str, size: int, layout: str) -> None:
+    """Gradients, norms, losses and metrics of several algorithms, and the weights after two steps."""
+    one, more = (read(folder / f"{name}-{which}.safetensors") for which in (name_of(ALONE), f"{size}-{layout}"))
+    assert any(value.abs().max() > 1e-3 for key, value in one.items() if key.startswith("gspo"))
+    if CASES[name].dtype == "float32":  # AdamW makes a whole step of what is rounding alone
+        one, more = ({k: v for k, v in found.items() if "weights/" not in k} for found in (one, more))
+    most = TOLERANCES[CASES[name].dtype]
+    torch.testing.assert_close(more, one, atol=most, rtol=most, msg=lambda said: f"{name}, {layout}: {said}")
+
+
+def assert_served_as_one(folder: Path, size: int, layout: str, tmp_path: Path) -> None:
+    one, more = (served(folder / f"served-{name}", tmp_path) for name in (name_of(ALONE), f"{size}-{layout}"))
+    for version, ours in zip(one, more, strict=True):
+        assert ours.keys() == version.keys()
+        assert all(torch.equal(ours[name], version[name]) for name in version)
+    assert any(not torch.equal(one[0][name], one[1][name]) for name in one[0])
+
+
+def test_a_checkpoint_is_restored_bit_for_bit_by_half_as_many_ranks_and_by_one(folder: Path) -> None:
+    left, restored = (read(folder / f"{name}.safetensors") for name in ("left-4", "restored-2"))
+    assert left.keys() == restored.keys()
+    assert all(torch.equal(restored[name], left[name]) for name in left)
+    rank = Rank(folder, RESUMED, ALONE)
+    load_state(folder / "checkpoint-2", rank.policy, rank.optimizer, ALONE)
+    left, restored = read(folder / "left-2.safetensors"), rank.state()
+    assert left.keys() == restored.keys()
+    assert all(torch.equal(restored[name], left[name]) for name in left)
+
+
+def test_a_run_of_four_two_and_one_ranks_ends_within_1e_9_of_the_whole_one(folder: Path) -> None:
+    whole, parts = (Rank(folder, RESUMED, ALONE) for _ in range(2))
+    for number in range(3 * NUM_STEPS):
+        whole.step(number)
+    load_state(folder / "checkpoint-2", parts.policy, parts.optimizer, ALONE)
+    for number in range(2 * NUM_STEPS, 3 * NUM_STEPS):
+        parts.step(number)
+    torch.testing.assert_close(parts.state(), whole.state(), atol=1e-9, rtol=0)
