@@ -75,6 +75,9 @@ def test_what_vllm_could_not_keep_is_refused_before_it_starts(tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"worker\.engine_args\.enable_expert_parallel: .*CPUs"):
         arguments(True, **experts)
     assert arguments(False, **experts)["enable_expert_parallel"]
+    with pytest.raises(ConfigError, match=r"quantization = fp8_per_block: .*set fp8_per_channel"):
+        arguments(True, quantization="fp8_per_block")
+    assert arguments(True, quantization="fp8_per_channel")["quantization"] == "fp8_per_channel"
 
 
 BIND, THREADS, PROCESSES = "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING"

@@ -109,7 +109,7 @@ def in_tiles(weight: torch.Tensor) -> torch.Tensor:
 def unpacked(weight: torch.Tensor) -> torch.Tensor:
     """[rows, columns] a copy."""
     pairs = in_tiles(weight).reshape(weight.shape[0], -1)
-    return pairs.view(weight.dtype)
+    return pairs.contiguous().view(weight.dtype)  # of one block no copy was made
 
 
 def _is_skipped(layer: nn.Module) -> bool:

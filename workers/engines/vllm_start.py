@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from streamrl.config import schema
-from streamrl.config.engine_args import check_engine_args, ranks_in
+from streamrl.config.engine_args import check_engine_args, quantized_as, ranks_in
 from streamrl.config.placement import parallel_in
 from streamrl.config.routers import refuse_large, wants_routes
 from streamrl.errors import ConfigError, EngineError, ResourceError
@@ -220,6 +220,11 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
             raise ConfigError(f"worker.engine_args.{name}: streamrl sets this itself; remove it")
     for found in check_engine_args(config):  # also of a run that others began
         raise ConfigError(f"{found.key} = {found.value}: {found.remedy}")
+    if on_cpu and quantized_as(config.worker) not in (None, "fp8_per_channel"):
+        raise ConfigError(
+            f"worker.engine_args.quantization = {quantized_as(config.worker)}: vLLM's build for CPUs has no kernel for "
+            "it; set fp8_per_channel, or take it away"
+        )
     if on_cpu and config.worker.engine_args.get("enable_expert_parallel"):
         raise ConfigError(
             "worker.engine_args.enable_expert_parallel: vLLM's kernel for CPUs takes all experts of a layer, and dies "
