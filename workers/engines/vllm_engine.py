@@ -51,7 +51,7 @@ from streamrl.workers.engines.routes import routes_of_vllm, shape_of_vllm
 from streamrl.workers.engines.vllm_forked import look_after_server
 from streamrl.workers.engines.vllm_in_place import InPlace
 from streamrl.workers.engines.vllm_plugin import PREPARE, READ_BACK
-from streamrl.workers.engines.vllm_ranks import remove_shared, talked_through
+from streamrl.workers.engines.vllm_ranks import remove_shared
 from streamrl.workers.engines.vllm_start import StepWatch, build_llm, check_installed
 
 if TYPE_CHECKING:
@@ -92,9 +92,8 @@ class VllmEngine(Engine):
             ) from None
         if self.bare().vllm_config.parallel_config.world_size > 1:
             async with self._answering("prepare its ranks") as llm:
-                await llm.collective_rpc(PREPARE)
-                [core] = llm.engine_core.resources.engine_manager.processes
-                self._scratch.callback(remove_shared, talked_through(core.pid))
+                names = {name for rank in await llm.collective_rpc(PREPARE) for name in rank}
+                self._scratch.callback(remove_shared, names)
 
     def _build(self) -> None:
         # Not as the executor's result: its future would keep the engine until the interpreter falls apart.

@@ -2,14 +2,15 @@
 
 - On CPUs they share memory under /dev/shm, by names that only an orderly end takes away. So each takes its own names
   away as soon as the others have met: the memory goes with the last rank, however they end.
-- EngineCore talks to them through memory of the same kind, on GPUs too. It is killed when the engine ends, so its
-  worker takes these names away; of a worker that is killed, Python's resource tracker does.
+- They talk to each other and to EngineCore through memory of the same kind, on GPUs too. All are killed when the engine
+  ends, so its worker takes these names away; of a worker that is killed, Python's resource tracker does.
 - vLLM 0.32 makes a later stage's place for what comes from the stage before it while it warms up, and on CPUs leaves
   that out where nothing is compiled: the first sample would end such an engine.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from multiprocessing.shared_memory import SharedMemory
@@ -20,8 +21,8 @@ _SHARED = Path("/dev/shm")
 _TALKED_THROUGH = re.compile(rf"{_SHARED}/(psm_\w+)$", re.MULTILINE)  # as Python names them
 
 
-def prepare_rank(runner: Any) -> None:
-    """`runner`: vLLM's, of this rank's model."""
+def prepare_rank(runner: Any) -> list[str]:
+    """`runner`: vLLM's, of this rank's model. Through what it talks to the others."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     for group in (get_tp_group(), get_pp_group()):
@@ -32,10 +33,11 @@ def prepare_rank(runner: Any) -> None:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
         )
+    return sorted(talked_through(os.getpid()))
 
 
 def talked_through(pid: int) -> set[str]:
-    """The names of what this process shares with its ranks."""
+    """The names of what this process shares with others."""
     return set(_TALKED_THROUGH.findall(Path(f"/proc/{pid}/maps").read_text()))
 
 

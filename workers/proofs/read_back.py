@@ -56,10 +56,10 @@ class ReadBackExtension:
                     reader.read(name, module, of_module)
         return {"wrong": reader.wrong, "unreadable": reader.unreadable, "num_read": reader.num_read}
 
-    def streamrl_prepare(self) -> None:
+    def streamrl_prepare(self) -> list[str]:
         """See `vllm_ranks`."""
         worker: Any = self
-        prepare_rank(worker.model_runner)
+        return prepare_rank(worker.model_runner)
 
     def streamrl_places(self, path: str) -> dict[str, Any]:
         """See `MirrorWeightTransfer.places`."""
