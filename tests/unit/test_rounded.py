@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from streamrl.config.engine_args import QUANTIZED, Form
 from streamrl.workers.engines.model import read_model
 from streamrl.workers.proofs.reference import Reference
-from streamrl.workers.proofs.rounded import rounded_input, rounded_weight
+from streamrl.workers.proofs.rounded import is_rounded, rounded_as_in, rounded_input, rounded_weight
 from tests.tiny_models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
@@ -37,6 +38,13 @@ def test_parts_that_have_a_scale_of_their_own_do_not_suffer_from_others() -> Non
     assert lost == {"fp8_per_tensor": 256 * 256 - 1, "fp8_per_channel": 255, "fp8_per_block": 128 * 128 - 1}
     lost = {form: int((rounded_input(weight, form) == 0).sum()) for form in QUANTIZED}
     assert lost == {"fp8_per_tensor": 256 * 256 - 1, "fp8_per_channel": 255, "fp8_per_block": 127}
+
+
+def test_layers_that_hold_their_weight_the_other_way_are_rounded_by_their_outputs() -> None:
+    layer = Conv1D(nf=4, nx=8)
+    weight = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    assert is_rounded(layer, weight)
+    assert torch.equal(rounded_as_in(layer, weight, "fp8_per_channel"), rounded_weight(weight.T, "fp8_per_channel").T)
 
 
 @pytest.mark.parametrize("form", QUANTIZED)

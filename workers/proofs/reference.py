@@ -28,7 +28,7 @@ from streamrl.config.engine_args import Form
 from streamrl.workers.engines.hf_model import build_model, kept_in, token_logprobs
 from streamrl.workers.engines.mapped_file import MappedFile
 from streamrl.workers.engines.model import ModelFacts
-from streamrl.workers.proofs.rounded import is_linear, is_rounded, rounded_weight, rounding_inputs
+from streamrl.workers.proofs.rounded import is_linear, is_rounded, rounded_as_in, rounding_inputs
 
 _ABOVE: Mapping[str, torch.dtype] = {"float32": torch.float64, "bfloat16": torch.float32}
 
@@ -107,7 +107,7 @@ def _filled(
                 if (name := shell.names.get((module, leaf))) is not None:
                     weight = tensors[name]
                     if form is not None and is_rounded(module, weight):
-                        weight = rounded_weight(weight, form)
+                        weight = rounded_as_in(module, weight, form)
                     module._parameters[leaf] = nn.Parameter(weight.to(dtype), requires_grad=False)
 
     for name, owner, leaf in shell.kept:

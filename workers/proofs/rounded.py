@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from streamrl.config.engine_args import Form
 
@@ -24,12 +25,17 @@ _MOST = torch.finfo(_TYPE).max
 
 
 def is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
+    return isinstance(module, nn.Linear | Conv1D)
 
 
 def is_rounded(module: nn.Module, weight: Tensor) -> bool:
     """Of a module that is in a layer: else it is an embedding or a head."""
     return weight.ndim == 3 or (is_linear(module) and weight.ndim == 2)
+
+
+def rounded_as_in(module: nn.Module, weight: Tensor, form: Form) -> Tensor:
+    """GPT-2's linear layers have rows where others have columns."""
+    return rounded_weight(weight.T, form).T if isinstance(module, Conv1D) else rounded_weight(weight, form)
 
 
 def rounded_weight(weight: Tensor, form: Form) -> Tensor:  # [..., rows, columns]
