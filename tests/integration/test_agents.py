@@ -62,7 +62,8 @@ learner: {{threads: 1}}
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     write_calling_model(tmp_path / "model")
-    rows = [{"messages": [{"role": "user", "content": f"{n} + 3"}], "answer": "5"} for n in range(400)]
+    # At first six of seven groups have answers that are all alike, and are dropped: 400 were once too few for 16 steps.
+    rows = [{"messages": [{"role": "user", "content": f"{n} + 3"}], "answer": "5"} for n in range(4000)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "agents.yaml").write_text(CONFIG.format(dir=tmp_path))
@@ -80,7 +81,7 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=500)
     assert process.returncode == 0, err
     return dict(json.loads(out.splitlines()[-1]))
 
@@ -91,6 +92,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, lines) if "train_optim/optim_step" in line]
 
 
+@pytest.mark.timeout(600)  # a minute or two of a quiet machine, by how soon it learns
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.long)])
 def test_an_agent_of_the_openai_package_learns_to_call_its_tool(folder: Path, engine: str) -> None:
     # The mean of four steps has a standard deviation of 0.12. The second four gain 0.2 on the first, and gained 0 once;
