@@ -21,6 +21,7 @@ import transformers
 from streamrl.config import schema
 from streamrl.protocol.weights.format import DType
 from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.wire.group import Span
 from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
 from streamrl.workers.engines.base import Engine, EngineSettings, Generated, KvCache, Load, SampleRequest, make_engine
@@ -160,6 +161,23 @@ def proving(served: Served, version: int) -> tuple[Manifest, Prover, Progress]:
     manifest = Manifest(version=version, base=0, step=0, run_uid="run", tensors=(), shards=(), canary_ids=canary_ids)
     progress = Progress(part="worker/0", role="worker")
     return manifest, prover_of(served.config, served.facts, progress), progress
+
+
+async def assert_each_load_is_served(served: Served) -> None:
+    """After each its log-probs are those of the version loaded, and of no other."""
+    asked, greedy = prompts(12, seed=1), schema.Sampling(max_tokens=32, greedy=True)
+    for model in (0, 1, 2, 0):
+        version = await served.load(model)
+        for prompt, got in zip(asked, await served.sample(asked, greedy=True), strict=True):
+            response = got.token_ids.tolist()
+            of_it, of_another = (
+                served.expected(served.logits(one, prompt, response), prompt, response, greedy)
+                for one in (model, (model + 1) % 3)
+            )
+            assert worst(got, of_it) <= TOLERANCE
+            assert worst(got, of_another) > 100 * TOLERANCE
+            step = 100 + version - make_version(1, 0)
+            assert got.spans == (Span(version=version, step=step, start=0, end=len(response)),)
 
 
 def prompts(count: int, *, seed: int = 0) -> list[list[int]]:

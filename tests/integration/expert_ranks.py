@@ -13,31 +13,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from streamrl.config import schema
-from streamrl.learner.checkpoints.shard import load_state
 from streamrl.learner.loading.load import load_policy
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.moe.routing_replay import RoutingReplay
 from streamrl.learner.objective.gradients import Gradients
 from streamrl.learner.objective.optimizer import make_optimizer, update
 from streamrl.learner.parallel.dtensors import whole
-from streamrl.learner.process.background import BackgroundThread
 from streamrl.learner.process.ranks import World, join_world
 from streamrl.protocol.wire.group import Group
 from streamrl.protocol.wire.routes import RouteShape, missing_in
 from streamrl.recipe.algorithms import make_algorithm
-from tests.integration.learner_ranks import keep, never_round, publisher
+from tests.integration import layout_ranks
+from tests.integration.layout_ranks import state_of
+from tests.integration.learner_ranks import keep, never_round
 from tests.learner_cases import learner_config, random_groups
 from tests.leaving import leave
 from tests.mixtures import MIXTURES, never_round_routers, replay_never_rounding
-from tests.publish_world import publish
-from tests.shards import write_shard
 from tests.unit.test_wire_routes import random_routes
 
 END = 1  # of the tiny tokenizer
-NUM_STEPS = 3  # from a checkpoint to the next
 CASES = (*((family, "float64") for family in MIXTURES), ("qwen3_moe", "float32"))
 RESUMED = "qwen3_moe"
 _WITH_ALL_CASES = ("1-1x1x1", "2-2x1x1", "4-4x1x2")  # and whatever eight ranks do
@@ -102,19 +98,6 @@ class Rank:
         loss, _ = self.accumulate(number, num_groups=1 if number % 2 else 5)
         update(self.optimizer, loss=loss, lr=lr, clip_norm=1.0, world=self.world)
 
-    def state(self) -> dict[str, torch.Tensor]:
-        return state_of(self.policy, self.optimizer)
-
-
-def state_of(policy: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Whole, on every rank."""
-    found = {f"master/{name}": whole(p).clone() for name, p in policy.named_parameters()}
-    for name, parameter in policy.named_parameters():
-        for moment in ("exp_avg", "exp_avg_sq"):
-            if parameter in optimizer.state:
-                found[f"{moment}/{name}"] = whole(optimizer.state[parameter][moment]).clone()
-    return found
-
 
 def learn(folder: Path, world: World) -> None:
     for family, dtype in cases_of(name_of(world)):
@@ -151,40 +134,15 @@ def learnt(
     found = {f"gradient/{name}": whole(p.grad).clone() for name, p in rank.policy.named_parameters()}
     made = update(rank.optimizer, loss=loss, lr=1e-4, clip_norm=1.0, world=world)
     figures = {"loss": made.loss, "grad_norm": made.grad_norm, **tally.metrics(world)}
-    return found | rank.state(), {name: repr(value) for name, value in figures.items()}
+    return found | state_of(rank.policy, rank.optimizer), {name: repr(value) for name, value in figures.items()}
 
 
 def go_on(folder: Path, world: World) -> None:
-    """From where twice as many ranks stopped, if they have; the second third, and the state before and after."""
-    rank, before = Rank(folder, RESUMED, world, "float64"), folder / f"checkpoint-{2 * world.size}"
-    first = NUM_STEPS if before.exists() else 0
-    if first:
-        load_state(before, rank.policy, rank.optimizer, world)
-        keep(rank.state(), folder / f"restored-{world.size}.safetensors", world)
-    for number in range(first, first + NUM_STEPS):
-        rank.step(number)
-    save(rank, folder / f"checkpoint-{world.size}")
-    keep(rank.state(), folder / f"left-{world.size}.safetensors", world)
-
-
-def save(rank: Rank, folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    rank.world.barrier()
-    write_shard(folder, rank.policy, rank.optimizer, rank.world)
-    rank.world.barrier()
+    layout_ranks.go_on(Rank(folder, RESUMED, world, "float64"), folder)
 
 
 def serve(folder: Path, world: World) -> None:
-    """Two versions, of weights that one rank has left."""
-    out = folder / f"served-{name_of(world)}"
-    out.mkdir(exist_ok=True)
-    world.barrier()
-    rank, beside = Rank(folder, RESUMED, world, "float32"), BackgroundThread("publisher")
-    with beside.working(join_s=60):
-        versions = publisher(rank, out, beside)
-        for step in (1, 2):
-            load_state(folder / f"weights-{step}", rank.policy, rank.optimizer, world)
-            assert publish(versions, step) is not None
+    layout_ranks.serve(Rank(folder, RESUMED, world, "float32"), folder, folder / f"served-{name_of(world)}")
 
 
 JOBS: Mapping[str, Callable[[Path, World], None]] = {"learn": learn, "replay": replay, "go_on": go_on, "serve": serve}

@@ -14,19 +14,13 @@ from pathlib import Path
 import torch
 
 from streamrl.config import schema
-from streamrl.learner.checkpoints.shard import load_state
 from streamrl.learner.objective.optimizer import update
-from streamrl.learner.process.background import BackgroundThread
 from streamrl.learner.process.ranks import World, join_world
-from tests.integration import context_ranks
+from tests.integration import context_ranks, layout_ranks
 from tests.integration.context_ranks import ALGORITHMS, Case, groups_of_a_step, learnt
-from tests.integration.expert_ranks import state_of
-from tests.integration.learner_ranks import keep, publisher
+from tests.integration.learner_ranks import keep
 from tests.leaving import leave
-from tests.publish_world import publish
-from tests.shards import write_shard
 
-NUM_STEPS = 3  # from a checkpoint to the next
 _SHARED = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -56,9 +50,6 @@ class Rank(context_ranks.Rank):
         loss, _ = self.learn(list(ALGORITHMS.values())[number % 2], groups_of_a_step(number % 2))
         assert update(self.optimizer, loss=loss, lr=lr, clip_norm=1.0, world=self.world).applied
 
-    def state(self) -> dict[str, torch.Tensor]:
-        return state_of(self.policy, self.optimizer)
-
 
 def learn(folder: Path, world: World) -> None:
     for name, case in CASES.items():
@@ -66,36 +57,11 @@ def learn(folder: Path, world: World) -> None:
 
 
 def go_on(folder: Path, world: World) -> None:
-    """From where twice as many ranks stopped, if they have; the second third, and the state before and after."""
-    rank, before = Rank(folder, RESUMED, world), folder / f"checkpoint-{2 * world.size}"
-    first = NUM_STEPS if before.exists() else 0
-    if first:
-        load_state(before, rank.policy, rank.optimizer, world)
-        keep(rank.state(), folder / f"restored-{world.size}.safetensors", world)
-    for number in range(first, first + NUM_STEPS):
-        rank.step(number)
-    save(rank, folder / f"checkpoint-{world.size}")
-    keep(rank.state(), folder / f"left-{world.size}.safetensors", world)
-
-
-def save(rank: Rank, folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    rank.world.barrier()
-    write_shard(folder, rank.policy, rank.optimizer, rank.world)
-    rank.world.barrier()
+    layout_ranks.go_on(Rank(folder, RESUMED, world), folder)
 
 
 def serve(folder: Path, world: World) -> None:
-    """Two versions, of weights that one rank has left."""
-    out = folder / f"served-{name_of(world)}"
-    out.mkdir(exist_ok=True)
-    world.barrier()
-    rank, beside = Rank(folder, SERVED, world), BackgroundThread("publisher")
-    with beside.working(join_s=60):
-        versions = publisher(rank, out, beside)
-        for step in (1, 2):
-            load_state(folder / f"weights-{step}", rank.policy, rank.optimizer, world)
-            assert publish(versions, step) is not None
+    layout_ranks.serve(Rank(folder, SERVED, world), folder, folder / f"served-{name_of(world)}")
 
 
 JOBS: Mapping[str, Callable[[Path, World], None]] = {"learn": learn, "go_on": go_on, "serve": serve}

@@ -17,11 +17,10 @@ import safetensors.torch
 
 from streamrl.config import schema
 from streamrl.errors import EngineError, LoadRejected
-from streamrl.protocol.wire.group import Span
 from streamrl.versions import make_version
 from streamrl.workers.engines.base import Load
 from tests.helpers import wait_until_async
-from tests.integration.engine_world import TOLERANCE, Served, prompts, proving, started, worst
+from tests.integration.engine_world import TOLERANCE, Served, assert_each_load_is_served, prompts, proving, started
 from tests.tiny_models import make_model
 from tests.worker_processes import alive, descendants, shared_by
 
@@ -72,19 +71,7 @@ async def gone(processes: set[int]) -> None:
 
 
 async def test_after_each_load_logprobs_are_those_of_the_version_loaded(served: Served) -> None:
-    asked, greedy = prompts(12, seed=1), schema.Sampling(max_tokens=32, greedy=True)
-    for model in (0, 1, 2, 0):
-        version = await served.load(model)
-        for prompt, got in zip(asked, await served.sample(asked, greedy=True), strict=True):
-            response = got.token_ids.tolist()
-            of_it, of_another = (
-                served.expected(served.logits(one, prompt, response), prompt, response, greedy)
-                for one in (model, (model + 1) % 3)
-            )
-            assert worst(got, of_it) <= TOLERANCE
-            assert worst(got, of_another) > 100 * TOLERANCE
-            step = 100 + version - make_version(1, 0)
-            assert got.spans == (Span(version=version, step=step, start=0, end=len(response)),)
+    await assert_each_load_is_served(served)
 
 
 async def test_a_load_comes_in_mid_sample(served: Served) -> None:

@@ -9,23 +9,18 @@ import safetensors
 import safetensors.torch
 import torch
 
-from streamrl.learner.checkpoints.shard import load_state
 from streamrl.learner.process.ranks import World
-from streamrl.protocol.weights.manifest import decode_manifest
-from streamrl.protocol.weights.mirror import Mirror
-from streamrl.protocol.weights.stores import FileStore
 from tests.integration.expert_ranks import (
     CASES,
-    NUM_STEPS,
     RESUMED,
     Rank,
     cases_of,
     learn,
     name_of,
     replay,
-    save,
     serve,
 )
+from tests.integration.layout_ranks import assert_parts_make_the_whole, assert_restored, assert_served_alike, save
 from tests.mixtures import MIXTURES, make_mixture
 from tests.warm import run_ranks
 
@@ -126,43 +121,14 @@ def test_every_expert_learns_something(folder: Path) -> None:
 
 
 def test_a_checkpoint_is_restored_bit_for_bit_by_half_as_many_ranks_and_by_one(folder: Path) -> None:
-    left, _ = read(folder / "left-4.safetensors")
-    restored, _ = read(folder / "restored-2.safetensors")
-    assert left.keys() == restored.keys()
-    assert all(torch.equal(restored[name], left[name]) for name in left)
-    rank = Rank(folder, RESUMED, ALONE, "float64")
-    load_state(folder / "checkpoint-2", rank.policy, rank.optimizer, ALONE)
-    left, restored = read(folder / "left-2.safetensors")[0], rank.state()
-    assert left.keys() == restored.keys()
-    assert all(torch.equal(restored[name], left[name]) for name in left)
+    assert_restored(folder, Rank(folder, RESUMED, ALONE, "float64"))
 
 
 def test_a_run_of_four_two_and_one_ranks_ends_within_1e_9_of_the_whole_one(folder: Path) -> None:
-    whole, parts = (Rank(folder, RESUMED, ALONE, "float64") for _ in range(2))
-    for number in range(3 * NUM_STEPS):
-        whole.step(number)
-    load_state(folder / "checkpoint-2", parts.policy, parts.optimizer, ALONE)
-    for number in range(2 * NUM_STEPS, 3 * NUM_STEPS):
-        parts.step(number)
-    torch.testing.assert_close(parts.state(), whole.state(), atol=1e-9, rtol=0)
+    whole, last = (Rank(folder, RESUMED, ALONE, "float64") for _ in range(2))
+    assert_parts_make_the_whole(folder, whole, last)
 
 
 @pytest.mark.parametrize(("size", "layout"), TRIED)
 def test_versions_are_bit_for_bit_those_of_one_rank(folder: Path, size: int, layout: str, tmp_path: Path) -> None:
-    one, more = (served(folder / f"served-{name}", tmp_path) for name in (name_of(ALONE), f"{size}-{layout}"))
-    for version, ours in zip(one, more, strict=True):
-        assert ours.keys() == version.keys()
-        assert all(torch.equal(ours[name], version[name]) for name in version)
-    assert any(not torch.equal(one[0][name], one[1][name]) for name in one[0])
-
-
-def served(folder: Path, tmp_path: Path) -> list[dict[str, torch.Tensor]]:
-    """What a worker has of each version; the second is a delta."""
-    paths = sorted(folder.glob("manifest-*"), key=lambda path: int(path.name.split("-")[1]))
-    versions = [decode_manifest(path.read_bytes()) for path in paths]
-    assert versions[1].base == versions[0].version
-    mirror, found = Mirror(tmp_path / folder.name), []
-    for manifest in versions:
-        mirror.apply(manifest, FileStore(folder / "blobs"))
-        found.append({name: tensor.clone() for name, tensor in safetensors.torch.load_file(mirror.path).items()})
-    return found
+    assert_served_alike(folder / f"served-{name_of(ALONE)}", folder / f"served-{size}-{layout}", tmp_path)

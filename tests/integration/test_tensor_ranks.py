@@ -8,20 +8,17 @@ import pytest
 import safetensors.torch
 import torch
 
-from streamrl.learner.checkpoints.shard import load_state
 from streamrl.learner.process.ranks import World
+from tests.integration.layout_ranks import assert_parts_make_the_whole, assert_restored, assert_served_alike, save
 from tests.integration.tensor_ranks import (
     CASES,
-    NUM_STEPS,
     RESUMED,
     SERVED,
     Rank,
     learn,
     name_of,
-    save,
     serve,
 )
-from tests.integration.test_expert_ranks import served
 from tests.tiny_families import make_family
 from tests.warm import run_ranks
 
@@ -67,7 +64,7 @@ def test_ranks_that_share_layers_learn_what_one_learns(folder: Path, name: str, 
 
 @pytest.mark.parametrize(("size", "layout"), TRIED)
 def test_versions_are_bit_for_bit_those_of_one_rank(folder: Path, size: int, layout: str, tmp_path: Path) -> None:
-    assert_served_as_one(folder, size, layout, tmp_path)
+    assert_served_alike(folder / f"served-{name_of(ALONE)}", folder / f"served-{size}-{layout}", tmp_path)
 
 
 @pytest.mark.long
@@ -76,7 +73,7 @@ def test_four_ranks_learn_and_serve_what_one_does_in_any_layout(folder: Path, tm
     for at, layout in enumerate(MORE):
         for name in CASES:
             assert_as_one(folder, name, 4, layout)
-        assert_served_as_one(folder, 4, layout, tmp_path / str(at))
+        assert_served_alike(folder / f"served-{name_of(ALONE)}", folder / f"served-4-{layout}", tmp_path / str(at))
 
 
 def assert_as_one(folder: Path, name: str, size: int, layout: str) -> None:
@@ -89,30 +86,10 @@ def assert_as_one(folder: Path, name: str, size: int, layout: str) -> None:
     torch.testing.assert_close(more, one, atol=most, rtol=most, msg=lambda said: f"{name}, {layout}: {said}")
 
 
-def assert_served_as_one(folder: Path, size: int, layout: str, tmp_path: Path) -> None:
-    one, more = (served(folder / f"served-{name}", tmp_path) for name in (name_of(ALONE), f"{size}-{layout}"))
-    for version, ours in zip(one, more, strict=True):
-        assert ours.keys() == version.keys()
-        assert all(torch.equal(ours[name], version[name]) for name in version)
-    assert any(not torch.equal(one[0][name], one[1][name]) for name in one[0])
-
-
 def test_a_checkpoint_is_restored_bit_for_bit_by_half_as_many_ranks_and_by_one(folder: Path) -> None:
-    left, restored = (read(folder / f"{name}.safetensors") for name in ("left-4", "restored-2"))
-    assert left.keys() == restored.keys()
-    assert all(torch.equal(restored[name], left[name]) for name in left)
-    rank = Rank(folder, RESUMED, ALONE)
-    load_state(folder / "checkpoint-2", rank.policy, rank.optimizer, ALONE)
-    left, restored = read(folder / "left-2.safetensors"), rank.state()
-    assert left.keys() == restored.keys()
-    assert all(torch.equal(restored[name], left[name]) for name in left)
+    assert_restored(folder, Rank(folder, RESUMED, ALONE))
 
 
 def test_a_run_of_four_two_and_one_ranks_ends_within_1e_9_of_the_whole_one(folder: Path) -> None:
-    whole, parts = (Rank(folder, RESUMED, ALONE) for _ in range(2))
-    for number in range(3 * NUM_STEPS):
-        whole.step(number)
-    load_state(folder / "checkpoint-2", parts.policy, parts.optimizer, ALONE)
-    for number in range(2 * NUM_STEPS, 3 * NUM_STEPS):
-        parts.step(number)
-    torch.testing.assert_close(parts.state(), whole.state(), atol=1e-9, rtol=0)
+    whole, last = (Rank(folder, RESUMED, ALONE) for _ in range(2))
+    assert_parts_make_the_whole(folder, whole, last)
