@@ -80,11 +80,12 @@ _SHAPES: Mapping[str, tuple[int, ...]] = {
     "7B": (3584, 18_944, 28, 28, 4, 152_064),
     "8B": (4096, 14_336, 32, 32, 8, 128_256),
     "32B": (5120, 27_648, 64, 40, 8, 152_064),
+    "405B": (16_384, 53_248, 126, 128, 8, 128_256),
 }
 
 
 def model_config(size: str, layers: int | None = None) -> transformers.PretrainedConfig:
-    """As Qwen2.5 has it, and of 8B as Llama 3 has; the smallest ties its head to its embeddings."""
+    """As Qwen2.5 has it, and of 8B and 405B as Llama 3 has; the smallest ties its head to its embeddings."""
     if size in _MIXTURES:
         case = loading_cases.CASES[_MIXTURES[size]]
         fewer = {} if layers is None else {"num_hidden_layers": layers}

@@ -61,6 +61,28 @@ class Block:
     of_heads: Sequence[nn.Module]  # norms of some heads' queries or keys, by weights that all heads share
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What ranks may share of a model's layers."""
+
+    most: int  # ranks, or a divisor of them; 1: nothing
+    weights: int  # of all layers
+    trained: int  # of these
+    of_rows: int  # of these, which are exchanged for columns
+
+    @classmethod
+    def of(cls, model: transformers.PreTrainedModel) -> Shared:
+        try:
+            blocks = _blocks(model)
+        except Undividable:
+            return cls(most=1, weights=0, trained=0, of_rows=0)
+        rows = [linear.weight for block in blocks for linear in block.rows]
+        each = [*rows, *(linear.weight for block in blocks for linear in block.columns)]
+        trained = (weight for weight in each if weight.requires_grad)
+        weights, own, of_rows = (sum(weight.numel() for weight in some) for some in (each, trained, rows))
+        return cls(most=_most(model), weights=weights, trained=own, of_rows=of_rows)
+
+
 def refuse_tensor(model: transformers.PreTrainedModel, layout: schema.Layout) -> None:
     """ConfigError where so many ranks cannot share each layer."""
     ranks, kind = layout.tensor, type(model).__name__

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from streamrl.config import schema
 from streamrl.finding import Finding, error, ok, warning
-from streamrl.learner.planning.layouts import FARTHER, Asked, Machine, Option, WayOut, options, smaller, ways_out
+from streamrl.learner.planning.layouts import Asked, Machine, Option, WayOut, options, planned, smaller, ways_out
+from streamrl.learner.planning.traffic import FARTHER
 from streamrl.terminal import plural, size
 
 NAME = "layout"
@@ -28,8 +29,8 @@ def tell(asked: Asked, machine: Machine, *, has: schema.Layout | None = None) ->
         yield ok(NAME, f"as it is set, {told}")
     else:
         yield Finding(name=NAME, level="ok", evidence=told, remedy="\n".join(_lines(chosen, asked, machine)))
-    if has is not None and has.tensor > 1:
-        yield ok(NAME, f"learner.layout.tensor = {has.tensor} is yours to choose: layouts are planned without it")
+    if (tensor := chosen.layout.tensor) > 1:
+        yield ok(f"{NAME}, tensor {tensor}", _shared(chosen, asked, machine))
     for other in smaller(found):
         yield ok(f"{NAME}, why not", f"{words(other.layout)}: {_against(other, chosen, machine)}")
 
@@ -44,8 +45,19 @@ def _needs(option: Option, machine: Machine) -> str:
 
 
 def _sends(option: Option, machine: Machine) -> str:
-    counting = f", bytes between hosts counting {FARTHER}-fold" if machine.hosts > 1 else ""
-    return f"a rank sends {size(option.sent)} for a token{counting}"
+    if machine.hosts == 1:
+        return f"a rank sends {size(option.sent)} for a token"
+    near, far = size(option.links.near), size(option.links.far)
+    counted = f"{size(option.sent)} where bytes between hosts count {FARTHER}-fold"
+    return f"a rank sends for a token {near} within its host and {far} to others, {counted}"
+
+
+def _shared(option: Option, asked: Asked, machine: Machine) -> str:
+    """Why ranks are to share layers: what a rank would hold at work on whole ones."""
+    whole = planned(option.layout.model_copy(update={"tensor": 1}), asked, machine)
+    ranks = plural(option.layout.tensor, "rank")
+    told = f"{size(option.planned.in_layer)} of weights, gradients and activations are at work in a layer that {ranks}"
+    return f"{told} of one host share, and {size(whole.in_layer)} in a whole one"
 
 
 def _against(other: Option, chosen: Option, machine: Machine) -> str:

@@ -3,20 +3,9 @@
     each layout that model and GPUs allow ─┬─► what a rank takes at its peak (`memory.plan`) ─► does it fit?
                                            └─► what it sends for a token ─► those that fit, the least first
 
-Bytes that a rank sends for each of its own tokens, links between hosts counting as often as they are slower:
-
-    weights     2 each, gathered for both passes, and 4 for the gradient of each that is trained; by micro-batch, so the
-                fewer tokens a rank has of one, the more for each of them. Of divided experts, those of this rank alone
-    copies      8 for each trained weight of a shard: gradients of a copy of the model go to the others and come back,
-                counted as if a pass had one micro-batch
-    context     queries, keys, values and what attention made of them, in each pass through a layer
-    experts     hidden states, there and back, for each expert of a token, in each pass through a layer
-
-Ranks that share layers (`layout.tensor`) are not among these: they send more for a token than those that share
-samples. Whether the links of a machine make up for that is to be measured there.
-
-A pass that is made again, to keep inputs of layers alone, counts again. It is arithmetic, and no time was ever measured
-on GPUs: that a layout that sends less is faster is an assumption.
+What it sends is for `traffic`; links between hosts count as often as they are slower. Ranks of one host may share
+layers (`tensor`): they send more for a token than those that share samples, and hold less of a layer's weights. What
+the learner would refuse is not among them.
 """
 
 from __future__ import annotations
@@ -25,19 +14,21 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 
 from streamrl.config import schema
 from streamrl.config.layout import refuse_layout
 from streamrl.config.routers import check_routing
+from streamrl.config.trained import check_tensor
 from streamrl.errors import ConfigError
 from streamrl.learner.parallel.context import KEY as CONTEXT
-from streamrl.learner.parallel.context import repeats
+from streamrl.learner.parallel.tensor import KEY as TENSOR
 from streamrl.learner.planning.memory import Plan, computes_again, keeps_reference, plan
 from streamrl.learner.planning.sizes import Sizes
+from streamrl.learner.planning.traffic import Links, sent
 
 _STEP = 1024  # tokens, in which shorter samples are looked for
 _ADAPTED = 100  # adapters have about so much less weights than a model
-FARTHER = 9  # of 450 GB/s to each GPU within a host, 50 GB/s between hosts: those of H100, as makers state them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +70,11 @@ class Option:
     layout: schema.Layout
     planned: Plan
     fits: bool
-    sent: float  # bytes a rank, for a token of its own
+    links: Links  # bytes a rank sends for a token of its own
+
+    @property
+    def sent(self) -> float:
+        return self.links.weighed
 
 
 def options(asked: Asked, machine: Machine) -> Sequence[Option]:
@@ -90,10 +85,10 @@ def options(asked: Asked, machine: Machine) -> Sequence[Option]:
 
 
 def smaller(found: Sequence[Option]) -> Iterator[Option]:
-    """Of a choice, what would be had with less of one setting: fewer ranks to a sample or to a layer's experts, more
-    copies of the model. They do not fit, or send more."""
+    """Of a choice, what would be had with less of one setting: fewer ranks to a layer, to a sample or to a layer's
+    experts, more copies of the model. They do not fit, or send more."""
     chosen = found[0].layout
-    for name, rank in (("context", 1), ("experts", 1), ("replicas", -1)):
+    for name, rank in (("tensor", 1), ("context", 1), ("experts", 1), ("replicas", -1)):
         others = [
             option
             for option in found
@@ -154,20 +149,32 @@ def _changes(asked: Asked) -> Iterator[tuple[str, Asked]]:
 
 def _rank(option: Option) -> tuple[float, ...]:
     layout = option.layout
-    simpler = layout.context, layout.experts, layout.replicas
+    simpler = layout.tensor, layout.context, layout.experts, layout.replicas
     return (0, option.sent, *simpler) if option.fits else (1, option.planned.needed, *simpler)
 
 
 def _allowed(asked: Asked, machine: Machine) -> Iterator[schema.Layout]:
     sizes = asked.sizes
-    for replicas in _divisors(machine.hosts):
-        for context in _divisors(sizes.heads if sizes.may_share else 1):
-            for experts in _divisors(1 if sizes.experts is None else sizes.experts.num):
-                layout = schema.Layout(replicas=replicas, context=context, experts=experts)
-                with suppress(ConfigError):
-                    refuse_layout(layout, machine.gpus)
-                    if all(problem.key != CONTEXT for problem in check_routing(_under(layout, asked.config))):
-                        yield layout
+    here = min(machine.per_host, machine.gpus)
+    of_each = {
+        "replicas": _divisors(machine.hosts),
+        "tensor": [n for n in _divisors(sizes.shared.most) if here % n == 0],  # within a host
+        "context": _divisors(sizes.heads if sizes.may_share else 1),
+        "experts": _divisors(1 if sizes.experts is None else sizes.experts.num),
+    }
+    for numbers in product(*of_each.values()):
+        layout = schema.Layout(**dict(zip(of_each, numbers, strict=True)))
+        if sizes.heads // layout.tensor % layout.context == 0 and _is_taken(layout, asked.config, machine):
+            yield layout
+
+
+def _is_taken(layout: schema.Layout, config: schema.Config, machine: Machine) -> bool:
+    under = _under(layout, config)
+    problems = {problem.key for check in (check_routing, check_tensor) for problem in check(under)}
+    with suppress(ConfigError):
+        refuse_layout(layout, machine.gpus)
+        return problems.isdisjoint((CONTEXT, TENSOR))
+    return False
 
 
 def _divisors(number: int) -> list[int]:
@@ -179,7 +186,13 @@ def _under(layout: schema.Layout, config: schema.Config) -> schema.Config:
 
 
 def _option(layout: schema.Layout, asked: Asked, machine: Machine) -> Option:
-    planned = plan(
+    sizes, config, found = asked.sizes, asked.config, planned(layout, asked, machine)
+    links = sent(layout, sizes, config, ranks=machine.gpus, per_host=machine.per_host, tokens=asked.tokens)
+    return Option(layout=layout, planned=found, fits=found.needed <= machine.memory, links=links)
+
+
+def planned(layout: schema.Layout, asked: Asked, machine: Machine) -> Plan:
+    return plan(
         asked.sizes,
         _under(layout, asked.config),
         ranks=machine.gpus,
@@ -187,29 +200,3 @@ def _option(layout: schema.Layout, asked: Asked, machine: Machine) -> Option:
         tokens=asked.tokens,
         longest=asked.longest,
     )
-    sent = _sent(layout, asked, machine)
-    return Option(layout=layout, planned=planned, fits=planned.needed <= machine.memory, sent=sent)
-
-
-def _sent(layout: schema.Layout, asked: Asked, machine: Machine) -> float:
-    sizes = asked.sizes
-    shards, passes = machine.gpus // layout.replicas, 3 if computes_again(asked.config) else 2
-    experts = sizes.experts
-    total, trained = (0, 0) if experts is None else (experts.total, experts.trained)
-    weights = (4 * (sizes.trained + sizes.frozen - total) + 4 * (sizes.trained - trained)) * _over(shards, 1, machine)
-    weights += 4 * (total + trained) / layout.experts * _over(shards // layout.experts, layout.experts, machine)
-    weights += 8 * sizes.trained / shards * _over(layout.replicas, shards, machine)
-    heads = 4 * sizes.queries + 4 * sizes.keys * repeats(sizes.heads, sizes.kv_heads, layout.context)
-    tokens = passes * sizes.layers * heads * _over(layout.context, 1, machine)
-    if experts is not None:
-        tokens += passes * sizes.layers * 4 * experts.chosen * sizes.width * _over(layout.experts, 1, machine)
-    return weights * layout.context / asked.tokens + tokens
-
-
-def _over(size: int, apart: int, machine: Machine) -> float:
-    """The share of something that a rank gets from others of a group, what comes from other hosts counting more.
-    `apart`: by how many ranks those of the group are."""
-    if size == 1:
-        return 0.0
-    here = min(size, max(1, machine.per_host // apart))
-    return ((here - 1) + FARTHER * (size - here)) / size

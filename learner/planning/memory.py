@@ -37,8 +37,8 @@ from streamrl.terminal import size
 REMEDY = (
     "lower training.micro_batch_tokens, leave model.gradient_checkpointing on, set model.reference, model.masters, "
     "model.activations or teacher.place to cpu, train adapters (model.lora), keep fewer copies "
-    "(learner.layout.replicas), share samples or a mixture's experts among more ranks (learner.layout), or take more "
-    "GPUs (learner.processes)"
+    "(learner.layout.replicas), share samples, layers or a mixture's experts among more ranks (learner.layout), or "
+    "take more GPUs (learner.processes)"
 )
 # Headroom; guesses, none of which a GPU has seen.
 _CONTEXT = 700_000_000  # the driver's, with the kernels that are loaded

@@ -13,6 +13,7 @@ from streamrl.config import schema
 from streamrl.learner.packing.attention import EAGER, MASKED, VARLEN
 from streamrl.learner.packing.ways import attention_of, decoder_of, ways_of
 from streamrl.learner.parallel.experts import experts_of
+from streamrl.learner.parallel.tensor import Shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,7 @@ class Sizes:
     norms_heads: bool  # of queries and keys
     attention: str  # on a GPU, as `learner.packing.ways` calls it
     may_share: bool  # ranks may have parts of a row each
+    shared: Shared  # of layers, what ranks may
     experts: Experts | None
 
     @classmethod
@@ -78,13 +80,15 @@ class Sizes:
             norms_heads=any(name.endswith(".q_norm") for name, _ in model.named_modules()),
             attention=attention_of(model.config, VARLEN),
             may_share=any(way.layout == "shared" for way in ways_of(model)),
+            shared=Shared.of(model),
             experts=_experts(config, mixtures) if mixtures else None,
         )
 
     def divided(self, ranks: int) -> Sizes:
         """What of its layers each of so many ranks has that share them."""
-        shared = {name: getattr(self, name) // ranks for name in ("layer", "mlp", "queries", "keys")}
-        return replace(self, **shared, heads=self.heads // ranks, kv_heads=max(1, self.kv_heads // ranks))
+        shared = {name: getattr(self, name) // ranks for name in ("mlp", "queries", "keys", "heads")}
+        others = self.shared.weights // max(1, self.layers) * (ranks - 1) // ranks
+        return replace(self, **shared, layer=self.layer - others, kv_heads=max(1, self.kv_heads // ranks))
 
     def attends(self, settings: schema.Model) -> str:
         """On a GPU, under these settings."""

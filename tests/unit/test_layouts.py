@@ -6,14 +6,18 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
+import transformers
 import yaml
 
 from bench.memory import counted, planned, sizes_of
-from bench.memory_cases import Case
+from bench.memory_cases import Case, model_config
 from streamrl.config.schema import Layout
+from streamrl.learner.parallel.tensor import refuse_tensor
 from streamrl.learner.planning.advice import tell, words
 from streamrl.learner.planning.layouts import Asked, Machine, Option, options, ways_out
+from streamrl.learner.planning.traffic import sent
 from streamrl.terminal import size
 
 WHOLE = words(Layout())
@@ -23,12 +27,14 @@ DENSE = Case(size="32B", ranks=32, tokens=32_768)
 QWEN = Case(size="30B-A3B", ranks=8, tokens=8192, reference=False)
 GPT = Case(size="gpt-oss-120b", ranks=32, tokens=8192, reference=False)
 SMALL = Case(size="1.5B", ranks=1)
+LARGE = Case(size="405B", ranks=256, tokens=8192, reference=False)
 SHAPES = {
     "8B at 128k on 8": (LONG, Layout(context=2)),
     "32B at 32k on 32": (DENSE, Layout()),
     "30B-A3B on 8": (QWEN, Layout(experts=8)),
     "gpt-oss-120b on 32": (GPT, Layout(context=8, experts=32)),
     "1.5B on 1": (SMALL, Layout()),
+    "405B on 256": (LARGE, Layout(context=2, tensor=4)),
 }
 
 
@@ -46,11 +52,11 @@ def choice(case: Case) -> Option:
 
 def under(case: Case, layout: Layout) -> Case:
     assert layout.replicas == 1
-    return replace(case, context=layout.context, experts=layout.experts)
+    return replace(case, context=layout.context, experts=layout.experts, tensor=layout.tensor)
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_of_five_learners_each_has_its_layout(name: str) -> None:
+def test_of_six_learners_each_has_its_layout(name: str) -> None:
     case, layout = SHAPES[name]
     chosen = choice(case)
     assert chosen.fits
@@ -98,10 +104,54 @@ def test_a_layout_that_is_set_already_is_not_to_be_pasted() -> None:
     assert first.remedy == ""
 
 
-def test_layers_that_ranks_share_are_planned_by_nobody() -> None:
-    assert all(option.layout.tensor == 1 for option in options(asked(DENSE), machine(DENSE)))
-    told = [finding.evidence for finding in tell(asked(DENSE), machine(DENSE), has=Layout(tensor=8))]
-    assert any(line.startswith("learner.layout.tensor = 8 is yours to choose") for line in told)
+def test_layers_too_large_for_a_rank_are_shared_within_a_host_and_it_is_told_why() -> None:
+    chosen = choice(LARGE).layout
+    assert chosen.tensor > 1
+    first, shared, *others = tell(asked(LARGE), machine(LARGE))
+    assert yaml.safe_load(first.remedy)["learner"]["layout"]["tensor"] == chosen.tensor
+    assert re.search(r"sends for a token \S+ [GM]B within its host and \S+ [GM]B to others", first.evidence)
+    assert shared.name == f"layout, tensor {chosen.tensor}"
+    told = re.match(r"(\S+) GB of weights, .* share, and (\S+) GB in a whole one", shared.evidence)
+    assert told is not None
+    assert float(told[1]) < float(told[2])
+    assert any(re.search(r"tensor 2: it takes", other.evidence) for other in others)
+
+
+def test_ranks_that_share_layers_are_of_one_host() -> None:
+    for per_host, most in ((8, 8), (4, 4), (6, 2)):
+        hosts = Machine(gpus=24, memory=ROOM, per_host=per_host)
+        assert max(option.layout.tensor for option in options(asked(LARGE), hosts)) == most
+
+
+@pytest.mark.parametrize(("case", "why"), [(QWEN, "experts"), (replace(LARGE, lora=True), "adapters")])
+def test_what_the_learner_refuses_is_not_planned(case: Case, why: str) -> None:
+    assert {option.layout.tensor for option in options(asked(case), machine(case))} == {1}, why
+
+
+def test_heads_that_ranks_share_are_shared_further_by_those_that_share_samples() -> None:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(model_config(DENSE.size, 1))
+    found = {option.layout for option in options(asked(DENSE), machine(DENSE))}
+    assert {layout.tensor for layout in found} == {1, 2, 4, 8}
+    for layout in found:
+        refuse_tensor(model, layout)
+    assert Layout(tensor=8, context=5) not in found, "32 ranks are no multiple of five"
+    assert Layout(tensor=4, context=4) not in found, "ten heads a rank"
+    assert Layout(tensor=4, context=2) in found
+
+
+def test_what_goes_to_other_hosts_is_told_apart() -> None:
+    sizes, config = sizes_of(DENSE), DENSE.config
+    one, four = (
+        sent(Layout(tensor=8), sizes, config, ranks=32, per_host=per_host, tokens=DENSE.tokens) for per_host in (32, 8)
+    )
+    assert one.far == 0.0 < four.far
+    assert one.near + one.far == pytest.approx(four.near + four.far)
+    # Passes, layers, sums in each, there and back, bytes, width, ranks beside this one.
+    assert four.near > 3 * 64 * 2 * 2 * 2 * 5120 * 7
+    whole = sent(Layout(), sizes, config, ranks=32, per_host=8, tokens=DENSE.tokens)
+    outermost = (sizes.trained - sizes.shared.weights) * 8 * 24 / 32 / DENSE.tokens
+    assert four.far == pytest.approx(whole.far + 7 * outermost), "of layers as much: eight ranks gather one together"
 
 
 def test_a_micro_batch_holds_the_longest_sample() -> None:
