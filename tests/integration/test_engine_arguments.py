@@ -1,4 +1,7 @@
-"""What vLLM makes of the arguments of an engine, asked of vLLM itself; no engine is started."""
+"""What vLLM makes of the arguments of an engine, asked of vLLM itself; no engine is started.
+
+vLLM is imported where it is asked: with the module, each process of pytest would import it, for two seconds.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.usage.usage_lib import UsageContext
 
 from streamrl.config.schema import Algorithm
 from streamrl.errors import ConfigError
@@ -25,26 +26,37 @@ from tests.worker_world import worker_config
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what vLLM imports
 
-H100 = {UsageContext.LLM_CLASS: 16384, UsageContext.OPENAI_API_SERVER: 8192}
+
+def own_args() -> Any:
+    """vLLM's class of them."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    return AsyncEngineArgs
 
 
-class OnAnH100(AsyncEngineArgs):
+def args_on_an_h100() -> Any:
     """As far as vLLM's defaults go, which it takes from the name and the memory of the GPU."""
+    from vllm.usage.usage_lib import UsageContext
 
-    @classmethod
-    def get_batch_defaults(cls, world_size: int) -> tuple[dict[Any, int], dict[Any, int]]:
-        return dict(H100), {UsageContext.OPENAI_API_SERVER: 1024}
+    class OnAnH100(own_args()):
+        @classmethod
+        def get_batch_defaults(cls, world_size: int) -> tuple[dict[Any, int], dict[Any, int]]:
+            tokens = {UsageContext.LLM_CLASS: 16384, UsageContext.OPENAI_API_SERVER: 8192}
+            return tokens, {UsageContext.OPENAI_API_SERVER: 1024}
+
+    return OnAnH100
 
 
-def config_of(folder: Path, make: Any = AsyncEngineArgs, **given: Any) -> Any:
+def config_of(folder: Path, make: Any = None, **given: Any) -> Any:
     facts = read_model(str(make_model(folder / "model")), trust_remote_code=False)
     settings = EngineSettings(model=facts, config=worker_config(engine_args=given), seed=0)
-    return engine_config(make, engine_args(settings, on_cpu=True))
+    return engine_config(make or own_args(), engine_args(settings, on_cpu=True))
 
 
 def test_prompts_are_prefilled_in_steps_as_large_as_those_of_vllms_own_server(tmp_path: Path) -> None:
-    assert config_of(tmp_path, OnAnH100).scheduler_config.max_num_batched_tokens == 8192
-    given = config_of(tmp_path, OnAnH100, max_num_batched_tokens=512)
+    on_an_h100 = args_on_an_h100()
+    assert config_of(tmp_path, on_an_h100).scheduler_config.max_num_batched_tokens == 8192
+    given = config_of(tmp_path, on_an_h100, max_num_batched_tokens=512)
     assert given.scheduler_config.max_num_batched_tokens == 512
 
 
@@ -81,8 +93,8 @@ def config_for_routes(folder: Path, mode: str) -> Any:
     algorithm = Algorithm.model_validate({"routing_replay": mode})
     config = worker_config(engine="vllm").model_copy(update={"algorithm": algorithm})
     arguments = {**engine_args(EngineSettings(model=facts, config=config, seed=0), on_cpu=False), "enforce_eager": True}
-    refuse_unknown(arguments, [field.name for field in fields(AsyncEngineArgs)])
-    return engine_config(AsyncEngineArgs, arguments)
+    refuse_unknown(arguments, [field.name for field in fields(own_args())])
+    return engine_config(own_args(), arguments)
 
 
 def test_vllm_knows_what_it_is_asked_for_routes_with_and_says_what_they_are_like(tmp_path: Path) -> None:
