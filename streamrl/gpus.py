@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from streamrl.errors import ResourceError
 from streamrl.misfits import version
@@ -20,7 +20,8 @@ from streamrl.misfits import version
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _MIB = 1 << 20
 _TIMEOUT_S = 15.0
-_FIELDS = "index,uuid,name,memory.total,memory.free,driver_version,mig.mode.current"
+_FIELDS = "index,uuid,name,memory.total,memory.free,driver_version,mig.mode.current,compute_cap"
+_BFLOAT16_SINCE = 8  # major compute capability: Ampere; what came before (V100, T4) emulates it, slowly
 _SLICE = re.compile(r"\s+MIG (?P<model>\S+)\s+Device\s+\d+: \(UUID: (?P<uuid>[^)]+)\)")
 
 
@@ -30,6 +31,7 @@ class Gpu:
     model: str = ""  # with its driver; empty where nobody tells
     memory: int = 0  # bytes; 0: not known
     free: int = 0
+    has_bfloat16: bool = True  # products of it; so, too, where nobody tells
 
     @property
     def is_slice(self) -> bool:
@@ -61,12 +63,13 @@ def _all_of(program: str, environment: Mapping[str, str]) -> Iterator[tuple[str,
     """By UUID, in the order of the bus; of those that are cut up their slices instead."""
     slices = _slices(_ask(program, "-L", environment=environment))
     for line in _ask(program, f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits", environment=environment):
-        index, uuid, model, total, free, driver, mig = (field.strip() for field in line.split(","))
+        index, uuid, model, total, free, driver, mig, capability = (field.strip() for field in line.split(","))
         if mig == "Enabled":
             yield from slices.get(uuid, {}).items()
         else:
             told = f"{model}, driver {driver}"
-            yield uuid, Gpu(name=index, model=told, memory=_bytes(total), free=_bytes(free))
+            has = _has_bfloat16(capability)
+            yield uuid, Gpu(name=index, model=told, memory=_bytes(total), free=_bytes(free), has_bfloat16=has)
 
 
 def _slices(lines: list[str]) -> Mapping[str, Mapping[str, Gpu]]:
@@ -90,7 +93,7 @@ def _named(wanted: str, there: Mapping[str, Gpu]) -> Iterator[Gpu]:
         if not name or name.startswith("-") or (there and not matching):
             return
         gpu = matching[0] if matching else Gpu(name=name)
-        yield Gpu(name=name, model=gpu.model, memory=gpu.memory, free=gpu.free)
+        yield replace(gpu, name=name)
 
 
 def _ask(program: str, *words: str, environment: Mapping[str, str]) -> list[str]:
@@ -101,6 +104,12 @@ def _ask(program: str, *words: str, environment: Mapping[str, str]) -> list[str]
     except (OSError, subprocess.SubprocessError) as failed:
         raise ResourceError(f"nvidia-smi fails ({failed}): mend the driver, or set {VISIBLE}= to do without") from None
     return [line for line in done.stdout.splitlines() if line.strip()]
+
+
+def _has_bfloat16(capability: str) -> bool:
+    """By its compute capability, as in `9.0`; `[N/A]` where the driver does not know."""
+    major = capability.partition(".")[0]
+    return not major.isdigit() or int(major) >= _BFLOAT16_SINCE
 
 
 def _bytes(mebibytes: str) -> int:

@@ -15,13 +15,16 @@ def made_up(count: int, *, gigabytes: int = 80) -> tuple[Gpu, ...]:
     return tuple(Gpu(name=str(n), model="H100", memory=gigabytes * GB, free=gigabytes * GB) for n in range(count))
 
 
-def machine_with(folder: Path, count: int, *, mebibytes: int = 81559, slices: int = 0) -> Mapping[str, str]:
+def machine_with(
+    folder: Path, count: int, *, mebibytes: int = 81559, slices: int = 0, capability: str = "9.0"
+) -> Mapping[str, str]:
     """The environment of such a machine. `slices`: into how many the last one is cut."""
     rows, whole = [], count - bool(slices)
     listed = []
     for n in range(count):
         mode = "Enabled" if n >= whole else "Disabled"
-        rows.append(f"{n}, GPU-{n:08d}-aaaa, NVIDIA H100 80GB HBM3, {mebibytes}, {mebibytes - 500}, 580.65.06, {mode}")
+        told = f"{n}, GPU-{n:08d}-aaaa, NVIDIA H100 80GB HBM3, {mebibytes}, {mebibytes - 500}, 580.65.06"
+        rows.append(f"{told}, {mode}, {capability}")
         listed.append(f"GPU {n}: NVIDIA H100 80GB HBM3 (UUID: GPU-{n:08d}-aaaa)")
     listed += [f"  MIG 3g.40gb     Device  {n}: (UUID: MIG-{n:08d}-bbbb)" for n in range(slices)]
     program = folder / "nvidia-smi"

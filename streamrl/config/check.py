@@ -14,7 +14,7 @@ from operator import getitem
 from typing import Any
 
 from streamrl.config import engine_args, files, places, routers, trained
-from streamrl.config.explain import Problem, show
+from streamrl.config.explain import DURATION, Problem, show
 from streamrl.config.load import Where
 from streamrl.config.placement import parallel_in
 from streamrl.config.schema import Algorithm, Config, Sampling
@@ -246,7 +246,7 @@ def _pace(config: Config) -> Iterator[Problem]:
     if max(optimizer.betas) >= 1:
         yield Problem(key="optimizer.betas", remedy="both must be less than 1")
     if max_time is not None and not (_MAX_TIME.match(max_time) and max_time_s(max_time)):
-        yield Problem(key="training.max_time", remedy="must be a duration DD:HH:MM:SS, such as 00:03:50:00")
+        yield Problem(key="training.max_time", remedy=DURATION)
     if lag.max_steps > lag.hard_limit_steps:
         yield Problem(key="lag.max_steps", remedy=f"must not exceed lag.hard_limit_steps = {lag.hard_limit_steps}")
     if config.weights.publish_every > lag.max_steps + 1:

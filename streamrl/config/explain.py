@@ -14,6 +14,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from streamrl.config.precision import AUTO, MAY_BE_AUTO
 from streamrl.config.schema import Config, Reward
 from streamrl.config.source import Node
 from streamrl.protocol.transport.address import masked
@@ -94,6 +95,8 @@ _RIGHT = {  # what would be right, where pydantic's own words do not say it to a
     "finite_number": "must be a finite number",
     "string_pattern_mismatch": "must be letters, digits, '.', '_' and '-', at most 64, a letter or digit first",
 }
+DURATION = "must be a duration DD:HH:MM:SS, such as 00:03:50:00"
+_RIGHT_OF = {"training.max_time": DURATION}  # of a setting, whatever is wrong with it
 _SOURCE_TYPES = " or ".join(repr(get_args(s.model_fields["type"].annotation)[0]) for s in sections_in(Reward))
 
 
@@ -147,7 +150,11 @@ def _describe(finding: Any, path: list[str], node: Node) -> tuple[str, str]:
     if kind.startswith("union_tag"):
         given = node.plain() if kind == "union_tag_invalid" else None
         return f"{key} = {show(given)}: ", f"must be {_SOURCE_TYPES}"
-    right = _RIGHT.get(kind) or message.replace("Input should be", "must be")
+    right = _RIGHT_OF.get(key) or _RIGHT.get(kind) or message.replace("Input should be", "must be")
+    if key in MAY_BE_AUTO:  # which is settled before
+        right = right.replace("must be ", f"must be {AUTO!r}, ")
+    if kind.startswith("int_") and path[-1].endswith("_bytes"):
+        right = "must be a number of bytes, such as 4000000000"
     return (f"{key} = {show(node.plain())}: " if key else ""), right
 
 

@@ -1,10 +1,11 @@
 """`dtype: auto`: what a configuration means by it is settled when it is read, and nothing behind `load` knows the word.
 
     a run that has begun here ─► what it began with
-    a new one                 ─► bfloat16 where GPUs compute, or cores that have products of it; else float32
+    a new one                 ─► bfloat16 where GPUs or cores compute that have products of it; else float32
 
 The learner that begins a run settles it for all: what it reads is saved in the run's folder and told to the workers.
-Whoever reads the same file on another machine, to check it for one, sees what it would mean there.
+Whoever reads the same file on another machine, to check it for one, sees what it would mean there. It never ran beside
+a GPU.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from streamrl.config.source import Node, parse
 from streamrl.gpus import gpus_here
 from streamrl.host import computes_in_bfloat16
 
-_AUTO = "auto"
+AUTO = "auto"
 _COMPUTES = {"model": "learner", "weights": "worker"}  # section -> in which the GPUs are named that compute with it
+MAY_BE_AUTO = frozenset(f"{section}.dtype" for section in _COMPUTES)
 
 
 def settled(tree: Node) -> Node:
     """The same with a dtype in the place of each `auto`; its origin says why it is that one."""
-    asked = [section for section in _COMPUTES if _plain(tree, section, "dtype") == _AUTO]
+    asked = [section for section in _COMPUTES if _plain(tree, section, "dtype") == AUTO]
     if not asked or not isinstance(tree.value, dict):
         return tree
     began = _began_with(tree)
@@ -50,7 +52,10 @@ def _began_with(tree: Node) -> dict[str, tuple[str, str]]:
 
 
 def _of_this_machine(tree: Node, section: str) -> tuple[str, str]:
-    if _plain(tree, _COMPUTES[section], "gpus") != 0 and gpus_here():
+    gpus = gpus_here() if _plain(tree, _COMPUTES[section], "gpus") != 0 else ()
+    if old := [gpu for gpu in gpus if not gpu.has_bfloat16]:
+        return "float32", f"GPU {old[0].name} ({old[0].model}) has no products of bfloat16"
+    if gpus:
         return "bfloat16", "this machine's GPUs compute in it"
     if computes_in_bfloat16():
         return "bfloat16", "these cores have products of it"

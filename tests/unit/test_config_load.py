@@ -196,7 +196,12 @@ def test_a_folder_an_empty_file_and_a_list_are_no_configuration(folder: Path) ->
         ("name=../x", "name = '../x': must be letters, digits, '.', '_' and '-', at most 64, a letter or digit first"),
         ("seed=4294967296", "seed = 4294967296: must be less than 4294967296"),
         ("name=", "name = nothing: must be text (quote it if it is meant so)"),
-        ("model.dtype=fp8", "model.dtype = 'fp8': must be 'float32', 'bfloat16' or 'float64'"),
+        ("model.dtype=fp8", "model.dtype = 'fp8': must be 'auto', 'float32', 'bfloat16' or 'float64'"),
+        ("training.max_time=5", "training.max_time = 5: must be a duration DD:HH:MM:SS, such as 00:03:50:00"),
+        (
+            "redis.max_backlog_bytes=4GB",
+            "redis.max_backlog_bytes = '4GB': must be a number of bytes, such as 4000000000",
+        ),
         ("optimizer=3", "optimizer = 3: must be a map of settings"),
         ("optimizer.betas=0.9", "optimizer.betas = 0.9: must be a list"),
         ("optimizer.betas=[0.9, x]", "optimizer.betas[1] = 'x': must be a valid number"),

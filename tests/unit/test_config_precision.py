@@ -25,9 +25,12 @@ weights: {dtype: auto}
 
 class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.half, self.gpus = False, 0
+        self.half, self.gpus, self.are_old = False, 0, False
         monkeypatch.setattr("streamrl.config.precision.computes_in_bfloat16", lambda: self.half)
-        monkeypatch.setattr("streamrl.config.precision.gpus_here", lambda: self.gpus * (Gpu(name="0"),))
+        monkeypatch.setattr("streamrl.config.precision.gpus_here", lambda: self.gpus * (self._gpu(),))
+
+    def _gpu(self) -> Gpu:
+        return Gpu(name="0", model="Tesla T4", has_bfloat16=not self.are_old)
 
 
 @pytest.fixture
@@ -48,6 +51,23 @@ def test_a_new_run_computes_in_what_its_machine_is_fast_in(machine: Machine) -> 
     assert dtypes() == ("bfloat16", "bfloat16")
     machine.half, machine.gpus = False, 2
     assert dtypes() == ("bfloat16", "bfloat16")
+
+
+def test_gpus_without_products_of_bfloat16_compute_in_float32(machine: Machine) -> None:
+    machine.half, machine.gpus, machine.are_old = True, 2, True
+    assert dtypes("learner.gpus=0") == ("bfloat16", "float32")
+    loaded = load_config("mine.yaml")
+    assert loaded.config.model.dtype == "float32"
+    assert loaded.origin("model.dtype") == "mine.yaml:2: auto; GPU 0 (Tesla T4) has no products of bfloat16"
+
+
+def test_an_error_of_a_dtype_names_auto_among_the_choices(machine: Machine) -> None:
+    for key, choices in (
+        ("model.dtype", "'auto', 'float32', 'bfloat16' or 'float64'"),
+        ("weights.dtype", "'auto', 'float32' or 'bfloat16'"),
+    ):
+        with pytest.raises(ConfigError, match=f"{key} = 'half': must be {choices}$"):
+            dtypes(f"{key}=half")
 
 
 def test_gpus_do_not_count_for_who_is_to_have_none(machine: Machine) -> None:

@@ -63,3 +63,11 @@ def test_a_driver_that_is_broken_is_told(tmp_path: Path) -> None:
     (tmp_path / "nvidia-smi").chmod(0o755)
     with pytest.raises(ResourceError, match=r"nvidia-smi fails .*exit status 9.*mend the driver"):
         gpus_here({"PATH": str(tmp_path)}, torch=CUDA)
+
+
+@pytest.mark.parametrize(("capability", "has"), [("9.0", True), ("8.0", True), ("7.5", False), ("[N/A]", True)])
+def test_gpus_older_than_ampere_have_no_products_of_bfloat16(tmp_path: Path, capability: str, has: bool) -> None:
+    environment = machine_with(tmp_path, 2, capability=capability)
+    assert [gpu.has_bfloat16 for gpu in gpus_here(environment, torch=CUDA)] == [has, has]
+    [one] = gpus_here({**environment, "CUDA_VISIBLE_DEVICES": "1"}, torch=CUDA)
+    assert one.has_bfloat16 is has

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from streamrl.ops.monitor.build import build_view
-from streamrl.ops.monitor.text import status_lines
+from streamrl.ops.monitor.text import status_lines, why_lines
 from streamrl.ops.monitor.top.draw import draw
 from streamrl.ops.monitor.top.screen import SORTS, Screen
 from streamrl.ops.monitor.view import View
@@ -140,3 +140,19 @@ def test_a_worker_that_starts_is_not_counted_at_work(doing: str) -> None:
     trace.add(seen)
     assert [worker.part.state for worker in seen.workers] == ["starting", "working"]
     assert trace.to_json()["idle"]["series"] == {"starting": [1], "works": [1]}
+
+
+@pytest.mark.parametrize(
+    ("model", "weights", "words"),
+    [("bfloat16", "bfloat16", "bfloat16"), ("float32", "bfloat16", "float32, weights bfloat16")],
+)
+def test_what_a_run_computes_in_is_told(model: str, weights: str, words: str) -> None:
+    config = {**CONFIG, "model": {"dtype": model}, "weights": {"dtype": weights}}
+    info = RunInfo(uid="u", name="run", term=1, config_json=json.dumps(config), fingerprint="f", state="running")
+    seen = dataclasses.replace(view(make_snapshot(run=info)), causes=())
+
+    assert any(line.startswith("learner") and line.endswith(f"; in {words}") for line in status_lines(seen))
+    assert why_lines(seen)[1].endswith(f"; in {words}")
+    left = dataclasses.replace(seen, run=dataclasses.replace(seen.run, folder="runs/run"))
+    assert f"dtype    {words}" in status_lines(left)
+    assert (seen.to_json()["limits"]["model_dtype"], seen.to_json()["limits"]["weights_dtype"]) == (model, weights)

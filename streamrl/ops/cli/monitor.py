@@ -29,7 +29,7 @@ from streamrl.protocol.transport.address import masked
 
 _EXITS = """\b
 Exits with
-  0 healthy: it runs, or has finished      4 stalled: nothing moves
+  0 healthy: it runs, or has finished         4 stalled: nothing moves
   3 degraded: it runs, somebody should look   5 ended: stopped, failed, crashed, or not there
   6 Redis does not answer                     2 a mistake in the command line
 """
@@ -50,8 +50,8 @@ def status(target: Target, as_json: bool) -> int:
       schema, at, verdict {healthy degraded stalled ended unreachable}, causes [{name level title evidence remedy}]
       run {name uid state control term step max_steps data_epochs created_at ended_at eta_s share_done error folder}
       summary {..}   of summary.json, where the folder alone tells (run.folder): Redis is not there any more
-      limits {max_lag_steps groups_per_step max_backlog_bytes idle_timeout_s max_attempts stale arithmetic
-        reward_sources}
+      limits {max_lag_steps groups_per_step max_backlog_bytes idle_timeout_s max_attempts stale model_dtype
+        weights_dtype arithmetic reward_sources}
       learner {lead {PART} ranks holder lease_left_s metrics {name: value} validation {name: value} rewards [..]
         fresh_mismatch [..] held_out {source: [..]} live {name: value}}
       workers [{part {PART} version step lag tokens_per_s in_flight kv_use leases delivered failed loads

@@ -100,14 +100,21 @@ def _limits(config: Mapping[str, Any]) -> view.Limits:
         idle_timeout_s=_number(_section(config, "learner"), "idle_timeout_s"),
         max_attempts=_integer(_section(config, "worker"), "max_attempts"),
         stale=stale if isinstance(stale, str) else None,
+        model_dtype=_dtype(config, "model"),
+        weights_dtype=_dtype(config, "weights"),
         arithmetic=_arithmetic(config),
         reward_sources=tuple(_section(config, "rewards")),
     )
 
 
 def _arithmetic(config: Mapping[str, Any]) -> str | None:
-    types = [_section(config, "weights").get("dtype"), _section(config, "model").get("dtype")]
+    types = [_dtype(config, section) for section in ("weights", "model")]
     return None if None in types else "bfloat16" if "bfloat16" in types else "float32"
+
+
+def _dtype(config: Mapping[str, Any], section: str) -> str | None:
+    found = _section(config, section).get("dtype")
+    return found if isinstance(found, str) else None
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

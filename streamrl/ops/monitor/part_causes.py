@@ -11,6 +11,7 @@ from streamrl.telemetry.progress import Wait
 from streamrl.terminal import age, plural
 
 _STUCK_S = 120.0  # at work on one thing without getting on
+_STORING_S = 30.0  # a version on its way to the store: that is usual for a moment, above all for the first
 _MAX_NAMED = 3
 _STUCK_STEPS = 10.0  # or for so many usual steps, where those take long
 _JOIN = "start one: streamrl worker --redis URL --run NAME; it may join from any machine"
@@ -72,7 +73,7 @@ def learner_without_redis(view: View) -> Iterator[Cause]:
 
 
 def publish_stuck(view: View) -> Iterator[Cause]:
-    if part := lead_waiting(view, Wait.WEIGHTS):
+    if (part := lead_waiting(view, Wait.WEIGHTS)) and part.doing_s >= _STORING_S:
         yield blocking(
             title="new weights cannot be stored",
             evidence=f"the learner has tried for {age(part.doing_s)}; the newest version is "

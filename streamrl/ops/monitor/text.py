@@ -34,6 +34,7 @@ def _of_folder(view: View, *, width: int) -> list[tuple[str, str]]:
         ("health", health_line(view)),
         *_labelled("step", iter(metrics_lines(view, width=width))),
         ("held out", held_out_line(view)),
+        ("dtype", dtype_words(view)),
         ("rewards", "  ".join(f"{s.name} mean {number(s.mean)}" for s in view.rewards if s.mean is not None)),
         ("drops", drops_line(view)),
         ("prompts", prompts_line(view)),
@@ -47,7 +48,7 @@ def _of_redis(view: View, *, width: int) -> list[tuple[str, str]]:
     return [
         ("run", run_line(view)),
         ("health", health_line(view)),
-        ("learner", learner_line(view)),
+        ("learner", learner_words(view)),
         *(("", line) for line in metrics_lines(view, width=width)),
         ("held out", held_out_line(view)),
         *_labelled("rewards", reward_lines(view)),
@@ -76,7 +77,7 @@ def why_lines(view: View, *, width: int = WIDTH) -> list[str]:
     """Every cause with its evidence and remedy, the one to look at first."""
     lines = [f"{view.run.name}: {view.verdict}"]
     if not view.causes:
-        return [*lines, f"   nothing holds it back: {learner_line(view)}"]
+        return [*lines, f"   nothing holds it back: {learner_words(view)}"]
     for cause in view.causes:
         lines += ["", *cause_lines(cause, width=width)]
     return lines
@@ -131,6 +132,18 @@ def learner_line(view: View) -> str:
         return f"{gone}not there; {holder} holds the lease" if holder else f"{gone}not there"
     ranks = f", {view.learner.ranks} ranks" if view.learner.ranks > 1 else ""
     return f"{gone}{activity(lead)}, progress {age(lead.progress_s)} ago{ranks}"
+
+
+def learner_words(view: View) -> str:
+    """And what it computes in, which `dtype: auto` leaves to the machine that begins a run."""
+    dtype = dtype_words(view)
+    return learner_line(view) + (f"; in {dtype}" if dtype else "")
+
+
+def dtype_words(view: View) -> str:
+    """One word, as a rule; none where the run does not say."""
+    learner, workers = view.limits.model_dtype, view.limits.weights_dtype
+    return (learner or "") if learner == workers else f"{learner}, weights {workers}"
 
 
 _METRICS = (  # what matters most comes first

@@ -50,7 +50,9 @@ class Limits:
     idle_timeout_s: float | None = None
     max_attempts: int | None = None
     stale: str | None = None
-    arithmetic: str | None = None  # the coarser type of engine's and learner's: float32 or bfloat16
+    model_dtype: str | None = None  # in which the learner computes, and below what workers generate with: never `auto`
+    weights_dtype: str | None = None
+    arithmetic: str | None = None  # the coarser of the two: float32 or bfloat16
     reward_sources: tuple[str, ...] = ()
 
 
