@@ -30,6 +30,8 @@ OnBadRow = Literal["error", "skip"]
 _MAX_LINE_BYTES = MAX_TEXT_CHARS  # its text fits into a ticket
 # Its further fields do, too: written again JSON is five times as long at most (1e15 becomes 1000000000000000.0).
 _SURE_LINE_BYTES = MAX_TEXT_CHARS // 5
+_GZIP = b"\x1f\x8b"
+_TABLES = {".csv", ".parquet"}
 _KINDS = ("text", "prompt", "messages")
 
 
@@ -77,7 +79,12 @@ def read_prompts(source: Dataset | str | Path, *, malformed: OnBadRow, key: str 
 
 
 def _file_of(dataset: Dataset, key: str) -> Path:
-    return made_file(dataset, key) if dataset.source in MADE else Path(dataset.place)
+    if dataset.source in MADE:
+        return made_file(dataset, key)
+    path = Path(dataset.place)
+    if path.suffix.lower() in _TABLES and path.is_file():
+        raise DataError(f"{key}: {path} is no JSON Lines; {{hub: FOLDER, prompt: COLUMN}} reads a folder of such files")
+    return path
 
 
 def _lines(path: Path, key: str) -> Iterator[tuple[int, bytes]]:
@@ -89,6 +96,8 @@ def _lines(path: Path, key: str) -> Iterator[tuple[int, bytes]]:
                     yield line, stripped
     except FileNotFoundError:
         raise DataError(f"{key}: no such file: {path}; give the path of a JSONL file of prompts") from None
+    except IsADirectoryError:
+        raise DataError(f"{key}: {path} is a folder; name a file in it, or {{hub: {path}}} as a dataset") from None
     except OSError as error:
         raise DataError(f"{key}: {path} cannot be read: {error.strerror}") from None
 
@@ -122,7 +131,7 @@ def _prompt(row: dict[str, Any], dataset: Dataset) -> tuple[str, Any]:
     kinds = [kind for kind in _KINDS if kind in row]
     if len(kinds) != 1:
         found = " and ".join(repr(kind) for kind in kinds) or f"none in {', '.join(row) or 'an empty object'}"
-        remedy = "; data.train={path: FILE, prompt: COLUMN} names another" if row else ""
+        remedy = "; {path: FILE, prompt: COLUMN} names another" if row else ""
         raise _Malformed(f"expected exactly one of 'text', 'prompt' and 'messages', found {found}{remedy}")
     return kinds[0], row.pop(kinds[0])
 
@@ -142,14 +151,21 @@ def _object(data: bytes) -> dict[str, Any]:
         if b"\\u" in data:
             json.dumps(row, ensure_ascii=False).encode()
     except UnicodeDecodeError:
-        raise _Malformed("not UTF-8") from None
+        raise _Malformed(_why_not_text(data)) from None
     except UnicodeEncodeError as error:
         raise _Malformed(f"not text: \\u{ord(error.object[error.start]):x} is half of a character") from None
     except (ValueError, RecursionError) as error:
-        raise _Malformed(f"not JSON: {error}") from None
+        where = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise _Malformed(f"not JSON: {where}") from None
     if not isinstance(row, dict):
         raise _Malformed(f'expected an object such as {{"text": "..."}}, got {type(row).__name__}')
     return row
+
+
+def _why_not_text(data: bytes) -> str:
+    if data.startswith(_GZIP):
+        return "compressed by gzip, and prompts are read as they lie: unpack it (gunzip)"
+    return "not UTF-8; save the file in that encoding (`iconv -t UTF-8`)"
 
 
 def _check_fields(row: Mapping[str, Any], *, line_bytes: int) -> None:

@@ -46,7 +46,7 @@ def test_empty_lines_and_a_byte_order_mark_are_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "not JSON"),
+        ("{", "not JSON: Expecting property name enclosed in double quotes at character 2"),
         ("[1]", "expected an object"),
         ("{}", "found none"),
         ('{"text": "a", "prompt": "b"}', "found 'text' and 'prompt'"),
@@ -57,7 +57,8 @@ def test_empty_lines_and_a_byte_order_mark_are_nothing(tmp_path: Path) -> None:
         ('{"messages": [{"role": "user"}]}', "'role' and 'content'"),
         ('{"text": "a", "score": NaN}', "NaN is no JSON value"),
         ('{"text": "a", "score": 1e999}', "1e999 is too large for a number"),
-        (b'{"text": "\xff"}', "not UTF-8"),
+        (b'{"text": "\xff"}', "not UTF-8; save the file in that encoding"),
+        (b"\x1f\x8b\x08", "compressed by gzip"),
         ('{"text": "a \\ud83d"}', "\\ud83d is half of a character"),
         ('{"text": "a", "answer": {"of": ["\\ude00"]}}', "\\ude00 is half of a character"),
         ('{"text": "' + "x" * (1 << 20) + '"}', "bytes; at most"),
@@ -71,6 +72,15 @@ def test_a_malformed_line_is_an_error_that_names_file_and_line(tmp_path: Path, l
         read_prompts(path, malformed="error")
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "told"), [("x.csv", "{hub: FOLDER, prompt: COLUMN}"), ("folder", "is a folder")])
+def test_what_is_no_file_of_json_lines_is_told_how_it_is_read(tmp_path: Path, name: str, told: str) -> None:
+    (tmp_path / "x.csv").write_text("text,answer\na,b\n")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match=r"data\.validation: ") as caught:
+        read_prompts(tmp_path / name, malformed="error", key="data.validation")
+    assert told in str(caught.value)
 
 
 def test_a_line_of_the_largest_size_fits_into_a_ticket_however_close_it_is_written(tmp_path: Path) -> None:
