@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
 from streamrl.ops.cli.main import main
-from streamrl.workers.engines.vllm_serve import options_of
+from streamrl.workers.engines.vllm_serve import mistake_of, options_of
 from tests.tiny_models import make_model
 
 
@@ -29,3 +30,12 @@ def test_options_that_are_not_ours_are_vllms(tmp_path: Path, capsys: pytest.Capt
     folder = make_model(tmp_path / "model")
     assert main(["serve", str(folder), "--port", "70000", "--max-model-len", "64"]) == 2
     assert "--port" in capsys.readouterr().err  # ours is looked at, and vLLM's is passed on
+
+
+def test_what_the_user_can_mend_is_a_line_and_what_not_keeps_its_traceback() -> None:
+    taken = OSError(errno.EADDRINUSE, "Address already in use")
+    assert str(mistake_of(taken, model="m", port=8000)) == "port 8000 is taken; --port names another"
+    missing = OSError("Cannot find an appropriate cached snapshot folder\nfor the specified revision")  # as hubs say it
+    told = str(mistake_of(missing, model="OWNER/NAME", port=8000))
+    assert told == "model 'OWNER/NAME' cannot be served: Cannot find an appropriate cached snapshot folder"
+    assert mistake_of(OSError(errno.EPIPE, "Broken pipe"), model="m", port=8000) is None

@@ -3,11 +3,12 @@ is: spawned, and without packages that do not fit this torch."""
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
 
-from streamrl.errors import ResourceError
+from streamrl.errors import DataError, ResourceError, UserError
 from streamrl.misfits import misfits
 from streamrl.workers.engines.vllm_start import CPU_KV_CACHE_BYTES, LOOK_AT_MODEL
 
@@ -27,7 +28,21 @@ def serve(model: str, *, name: str, host: str, port: int, further: Sequence[str]
         registry._SUBPROCESS_COMMAND = LOOK_AT_MODEL
     options = options_of(model, name=name, host=host, port=port, on_cpu=current_platform.is_cpu())
     sys.argv = ["streamrl serve", *options, *further]  # of an option that comes twice the last one counts
-    main()
+    try:
+        main()
+    except OSError as error:
+        if (mistake := mistake_of(error, model=model, port=port)) is None:
+            raise
+        raise mistake from error
+
+
+def mistake_of(error: OSError, *, model: str, port: int) -> UserError | None:
+    """What the user has to mend of it; None where it is a defect. What a hub or its cache lacks has no number."""
+    if error.errno == errno.EADDRINUSE:
+        return ResourceError(f"port {port} is taken; --port names another")
+    if error.errno is None:
+        return DataError(f"model {model!r} cannot be served: {str(error).splitlines()[0]}")
+    return None
 
 
 def options_of(model: str, *, name: str, host: str, port: int, on_cpu: bool) -> list[str]:
