@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 import time
@@ -137,3 +138,12 @@ def test_a_defect_keeps_its_traceback(kind: str, error: type[Exception]) -> None
 
 def test_a_command_may_choose_its_exit_code() -> None:
     assert main.main(["choosing"], commands=DOUBLES) == 7
+
+
+def test_a_reader_that_has_gone_is_neither_a_finding_nor_a_traceback() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    code = "import sys; from streamrl.ops.cli.main import main; sys.exit(main(['export', 'alerts']))"
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")

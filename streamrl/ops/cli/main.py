@@ -1,13 +1,15 @@
 """`streamrl`: finds the command, and turns errors into exit codes.
 
 A user's mistake is one line on stderr and exit code 2, and so is a file that the machine does not let us read or write;
-what else streamrl raises on purpose exits with 1; Ctrl-C with 130. Any other exception is a defect and keeps its
-traceback. Commands load when they are called (`commands`), so this module imports nothing heavier than click.
+what else streamrl raises on purpose exits with 1; Ctrl-C with 130, a reader that has gone with 141. Any other exception
+is a defect and keeps its traceback. Commands load when they are called (`commands`), so this module imports nothing
+heavier than click.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -21,6 +23,7 @@ from streamrl.errors import ResourceError, StreamrlError
 from streamrl.ops.cli.commands import COMMANDS, Entry
 
 EXIT_INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
+EXIT_UNREAD = 141  # and for one whose reader has gone, as `head` does: 1 means something else to several commands
 # What a disk may answer to any path at any time; a path that is not there is for each command to tell.
 _REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOTDIR}
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
@@ -43,6 +46,14 @@ class LazyGroup(click.Group):
         command = getattr(import_module(module), attribute)
         assert isinstance(command, click.Command), f"{self._entries[cmd_name].target} is not a click command"
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())  # what is still buffered is written at exit
+            ctx.exit(EXIT_UNREAD)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
