@@ -53,3 +53,25 @@ def test_an_operator_without_a_name_is_a_number(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # as in a container that runs as any number
 
     assert operator().startswith(f"{os.getuid()}@")
+
+
+@pytest.mark.parametrize("command", ["status", "stop", "audit", "groups tail"])
+def test_a_name_that_is_nearly_a_runs_is_told_with_that(
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "toy").mkdir(parents=True)
+    (tmp_path / "runs" / "toy" / "config.yaml").write_text("name: toy\nredis: {url: embedded}\n")
+    for said, meant in (
+        ("runs/toi", "; did you mean runs/toy?"),
+        ("toy", "; did you mean runs/toy?"),
+        ("runs/another", "; `streamrl runs ls` lists those that lie in `runs`"),
+    ):
+        assert main([*command.split(), said]) == 2
+        told = f"error: {said} is not the folder of a run: there is nothing of that name{meant}\n"
+        assert capsys.readouterr().err == told
+
+
+def test_a_server_without_a_name_is_asked_for_the_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--redis", "redis://there:1"]) == 2
+    assert "say which run of that Redis: --run NAME; `streamrl runs ls" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from streamrl.ops.audit import Audit, audit_folder
 from streamrl.ops.audit.judge import WRONG
 from streamrl.ops.audit.streams import open_server, read_meta
 from streamrl.ops.cli.arguments import takes_json, takes_place, tell
+from streamrl.ops.monitor.remains import no_run
 from streamrl.ops.monitor.runs import find_target
 from streamrl.protocol.transport.keys import Keys
 
@@ -52,6 +53,8 @@ def audit(folder: Path | None, url: str | None, run: str | None, folder_only: bo
     if folder is None:
         target = find_target(None, url, run)
         url, folder = target.server(), _folder_of(target.server(), target.run)
+    elif not folder.is_dir():
+        raise no_run(folder)
     elif url is None and not folder_only and (folder / "config.yaml").is_file():
         url = find_target(folder, None, run).url  # None: its embedded server has ended
     found = audit_folder(folder, redis_url=None if folder_only else url, run=run)

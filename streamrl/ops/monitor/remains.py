@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -115,7 +116,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
     path = folder / "config.yaml"
     if not path.is_file():
-        raise ConfigError(f"{folder} is not the folder of a run: there is no config.yaml in it")
+        raise no_run(folder)
     try:
         config: Any = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         str(config["name"]), str(config["redis"]["url"])
@@ -127,6 +128,16 @@ def read_config(folder: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{path} is not the configuration of a run: `name` or `redis.url` is missing") from None
     found: Mapping[str, Any] = config
     return found
+
+
+def no_run(folder: Path) -> ConfigError:
+    """That there is none, and the nearest name beside it or below `runs`."""
+    if folder.is_dir():
+        return ConfigError(f"{folder} is not the folder of a run: there is no config.yaml in it")
+    runs = {path.parent.name: path for place in (Path("runs"), folder.parent) for path in place.glob("*/config.yaml")}
+    near = [runs[name].parent for name in get_close_matches(folder.name, runs, n=1)]
+    meant = f"; did you mean {near[0]}?" if near else "; `streamrl runs ls` lists those that lie in `runs`"
+    return ConfigError(f"{folder} is not the folder of a run: there is nothing of that name{meant}")
 
 
 def _told_by_launcher(folder: Path) -> Mapping[str, Any]:

@@ -76,6 +76,8 @@ def find_target(folder: Path | None, url: str | None, run: str | None) -> Target
     """From what a command line says: a run's folder, or a server and a name."""
     if folder is None:
         url = url or os.environ.get(URL_VARIABLE)
+        if url is not None and run is None:
+            raise ConfigError("say which run of that Redis: --run NAME; `streamrl runs ls --redis URL` lists them")
         if url is None or run is None:
             raise ConfigError(f"give the folder of a run, or --redis URL (or {URL_VARIABLE}) and --run NAME")
         return Target(url=url, run=run)
