@@ -123,7 +123,7 @@ def test_what_the_launcher_wrote_stands_in_for_the_learners_word(
 
 
 @pytest.mark.parametrize(
-    "command", ["weights ls", "weights show", "record --output {out}", "pause", "stop", "dead ls", "groups tail --eval"]
+    "command", ["weights ls", "weights show", "record --output {out}", "pause", "dead ls", "groups tail --eval"]
 )
 def test_what_cannot_be_done_is_one_line_that_says_why_and_what_to_do(
     tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
@@ -136,13 +136,26 @@ def test_what_cannot_be_done_is_one_line_that_says_why_and_what_to_do(
     assert line.startswith("error: run 'big' has finished, after 12 steps")
 
 
+@pytest.mark.parametrize(("command", "state"), [("stop", "finished"), ("drain", "stopped"), ("stop", "running")])
+def test_a_run_that_has_ended_is_stopped_as_it_would_be_with_its_redis(
+    tmp_path: Path, command: str, state: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path, "big", state)
+    told = {"running": "crashed"}.get(state, state)
+    assert main([command, str(folder)]) == 0
+    assert capsys.readouterr().out == f"run big: {told}\n"
+    assert main([command, str(folder), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["state"], shown["acknowledged"], shown["changed"]) == (told, True, False)
+
+
 def test_groups_are_those_that_the_folder_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_folder(tmp_path, "big", "finished")
     assert main(["groups", "tail", str(folder), "-n", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("ticket")] == [
-        "ticket 110   step 10   w",
-        "ticket 111   step 11   w",
+        "ticket 110   step 10   worker w",
+        "ticket 111   step 11   worker w",
     ]
     assert "  what is 11?" in lines
     assert main(["groups", "show", str(folder), "103", "--json"]) == 0

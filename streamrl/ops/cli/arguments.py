@@ -151,13 +151,16 @@ def open_run(target: Target, *, instead: str) -> Iterator[OpenRun]:
     is not there, it says what may be done `instead`."""
     with open_run_or_remains(target) as found:
         if isinstance(found, Remains):
-            if not found.has_ended:
-                raise ResourceError(
-                    f"run {found.name!r} {found.words}; `streamrl up {found.folder}/config.yaml` starts it"
-                )
-            todo = instead.format(folder=found.folder)
-            raise ResourceError(f"run {found.name!r} {found.words}, and its Redis is not there any more: {todo}")
+            raise gone(found, instead=instead)
         yield found
+
+
+def gone(left: Remains, *, instead: str) -> ResourceError:
+    """That its Redis is not there, and what may be done."""
+    if not left.has_ended:
+        return ResourceError(f"run {left.name!r} {left.words}; `streamrl up {left.folder}/config.yaml` starts it")
+    todo = instead.format(folder=left.folder)
+    return ResourceError(f"run {left.name!r} {left.words}, and its Redis is not there any more: {todo}")
 
 
 @contextmanager

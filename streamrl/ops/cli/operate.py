@@ -11,7 +11,17 @@ from typing import Any
 import click
 
 from streamrl.errors import ConfigError, DataError, ResourceError
-from streamrl.ops.cli.arguments import OpenRun, open_run, takes_json, takes_run, takes_timeout, tell
+from streamrl.ops.cli.arguments import (
+    OpenRun,
+    gone,
+    open_run,
+    open_run_or_remains,
+    takes_json,
+    takes_run,
+    takes_timeout,
+    tell,
+)
+from streamrl.ops.monitor.remains import Remains
 from streamrl.ops.monitor.runs import Target
 from streamrl.protocol.transport import operator as orders
 from streamrl.protocol.transport.operator import (
@@ -74,7 +84,14 @@ def stop(target: Target, timeout_s: float, as_json: bool) -> int:
 
 
 def _order(target: Target, mode: Control, *, timeout_s: float, as_json: bool) -> int:
-    with open_run(target, instead=_TAKE_UP) as opened:
+    with open_run_or_remains(target) as opened:
+        if isinstance(opened, Remains):
+            if mode not in _ENDS_A_RUN or not opened.has_ended:
+                raise gone(opened, instead=_TAKE_UP)
+            told = {"run": target.run, "mode": mode, "changed": False, "state": opened.state}
+            told |= {"acknowledged": True, "obeying": (), "waiting_for": {}}
+            tell(told, [f"run {target.run}: {opened.state}"], as_json=as_json)
+            return 0
         state = opened.info.state
         running = state == "running"
         if not running and mode not in _ENDS_A_RUN:
