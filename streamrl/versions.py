@@ -38,7 +38,7 @@ def parse(text: str) -> Version:
     """The inverse of `show`; raises ValueError on anything else."""
     term, dot, n = text.partition(".")
     if not (dot and term.isascii() and term.isdigit() and n.isascii() and n.isdigit()):
-        raise ValueError(f"not a weight version: {text!r} (expected EPOCH.NUMBER, such as 6.103)")
+        raise ValueError(f"not a weight version: {text!r} (expected TERM.NUMBER, such as 6.103)")
     if int(n) > _MAX_N or int(term) < 1:
         raise ValueError(f"weight version out of range: {text!r}")
     return make_version(int(term), int(n))

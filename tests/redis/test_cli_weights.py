@@ -167,7 +167,7 @@ def test_a_version_that_is_not_there_is_a_clear_error(published: Run, capsys) ->
     assert published.ask("show", "--version", "1.7") == 2
     assert "version 1.7 is not there (any more); the oldest and the newest are 1.0, 1.1" in capsys.readouterr().err
     assert published.ask("verify", "--version", "7") == 2
-    assert "expected EPOCH.NUMBER" in capsys.readouterr().err
+    assert "expected TERM.NUMBER" in capsys.readouterr().err
 
 
 def read_state(path: Path) -> tuple[list[TensorMeta], State]:

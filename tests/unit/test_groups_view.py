@@ -51,7 +51,7 @@ def test_a_sample_shows_its_rewards_by_source_and_how_it_ended() -> None:
 
     told = text(make_group(make_ticket(7), samples=(sample,)))
 
-    assert "ticket 7   1000-0   worker/test" in told
+    assert "ticket 7   1000-0   worker worker/test" in told
     assert "sample 1   reward 0.5 (exact 1, length -0.5)   4 tokens, cut off" in told
 
 

@@ -153,6 +153,12 @@ def test_a_wrong_override_is_told_as_on_the_command_line(capsys: pytest.CaptureF
     assert f"error: {caught.value}\n" == capsys.readouterr().err
 
 
+@pytest.mark.parametrize("overrides", [["optimizer.lr=1e-4"], "optimizer.lr=1e-4"])
+def test_overrides_written_as_on_a_command_line_are_told_how_they_are_written_here(overrides: Any) -> None:
+    with pytest.raises(ConfigError, match=r"overrides = .*: must be a map, such as {'optimizer.lr': 1e-4}"):
+        asked(overrides=overrides)
+
+
 def test_what_no_setting_can_be_is_told() -> None:
     with pytest.raises(ConfigError, match=r"no setting can be <object object"):
         asked(PLAIN, {"seed": object()})

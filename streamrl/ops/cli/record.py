@@ -127,10 +127,10 @@ class _Progress:
 @click.option("--tokenizer", metavar="MODEL", help="Folder of the model whose tokenizer gives the texts.")
 @click.option("--no-text", is_flag=True, help="Token ids alone, also where the run's own model is at hand.")
 def export_to(folder: Path, kind: str, output: Path | None, tokenizer: str | None, no_text: bool) -> None:
-    """Write a recording as JSON Lines (a group a line) or Parquet (a sample a row).
+    """Write a recording as JSON Lines, or Parquet.
 
-    With prompts and responses as text where the model's tokenizer can be found; how many groups went out, and how many
-    could not be read, is told on stderr.
+    JSON Lines have a group a line, Parquet a sample a row, with prompts and responses as text where the model's
+    tokenizer can be found. How many groups went out, and how many could not be read, is told on stderr.
     """
     if kind == "parquet":
         need("--format parquet", "pyarrow", extra="parquet")
@@ -150,9 +150,9 @@ def export_to(folder: Path, kind: str, output: Path | None, tokenizer: str | Non
 @click.option("--verify", is_flag=True, help="Read every group, and check its digest.")
 @takes_json
 def info(folder: Path, verify: bool, as_json: bool) -> int:
-    """What a recording holds, whether it is whole, and which tickets it has no answer to.
+    """Say what a recording holds, and whether it is whole.
 
-    Exits with 1 when --verify finds a damaged group.
+    It tells, too, which tickets it has no answer to. Exits with 1 when --verify finds a damaged group.
     """
     recording = Recording.open(folder)
     numbers = recording.numbers()

@@ -138,8 +138,9 @@ def serve(**options: Any) -> None:
 @click.option("--threads", type=_POSITIVE, help="CPU threads; torch's choice by default.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the model brings along.")
 def train(threads: int | None, pairs: Path | None, ratings: Path | None, **options: Any) -> None:
-    """Train a reward model: on preference pairs (--pairs), or on ratings (--ratings), of one or several numbers each.
+    """Train a reward model on preferences, or on ratings.
 
+    --pairs are preferences; --ratings have a number for each completion, or several, each an output of the model.
     Anthropic-HH's files become pairs with `streamrl reward read-hh`.
     """
     if (pairs is None) == (ratings is None):
@@ -188,7 +189,7 @@ def _make_folder(output: Path) -> None:
 @click.option("--pairs", required=True, type=OutputFile(), help="JSONL for `streamrl reward train`.")
 @click.option("--prompts", required=True, type=OutputFile(), help="JSONL for data.train of a run.")
 def read_hh(source: Path, pairs: Path, prompts: Path) -> None:
-    """Turn SOURCE into pairs and prompts.
+    """Make pairs and prompts of dialogues like HH's.
 
     SOURCE holds dialogues as in Anthropic's HH: JSONL of {"chosen": ..., "rejected": ...}, .gz or not.
     """

@@ -24,9 +24,7 @@ _INSTEAD = "{folder}/checkpoints, and of a finished run {folder}/export, have it
 _LATEST = "latest"
 _UNREADABLE = "its manifest cannot be read"
 
-_version = click.option(
-    "--version", "wanted", default=_LATEST, metavar="EPOCH.NUMBER", help="As `weights ls` shows it."
-)
+_version = click.option("--version", "wanted", default=_LATEST, metavar="TERM.NUMBER", help="As `weights ls` shows it.")
 
 
 @click.group()
@@ -136,7 +134,7 @@ def _version_lines(row: Mapping[str, Any]) -> Iterator[str]:
 
 @weights.command()
 @takes_run
-@click.option("--version", "wanted", metavar="EPOCH.NUMBER", help="Only this one, or `latest`; by default all.")
+@click.option("--version", "wanted", metavar="TERM.NUMBER", help="Only this one, or `latest`; by default all.")
 @takes_json
 def verify(target: Target, wanted: str | None, as_json: bool) -> int:
     """Fetch the blobs of all versions that are kept and compare them with the digests in the manifests.

@@ -71,7 +71,9 @@ def make_request(
     *,
     takeover: bool,
 ) -> Request:
-    """ConfigError where a reward cannot be taken to the workers."""
+    """ConfigError where a reward cannot be taken to the workers, or an argument is not what it must be."""
+    if not isinstance(overrides, Mapping | None):
+        raise ConfigError(f"overrides = {overrides!r:.80}: must be a map, such as {{'optimizer.lr': 1e-4}}")
     functions: dict[str, bytes] = {}
     sources: dict[str, Any] = {}
     for name, reward in _named(rewards or {}).items():

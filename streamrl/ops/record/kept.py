@@ -49,7 +49,7 @@ class KeptGroups:
 
 def lines_of_record(record: Mapping[str, Any], *, width: int, max_lines: int | None) -> Iterator[Text]:
     """As `view.lines_of`; `max_lines` of each text."""
-    heading = f"ticket {record['ticket']}   step {record['step']}   {record['worker']}"
+    heading = f"ticket {record['ticket']}   step {record['step']}   worker {record['worker']}"
     yield _heading(heading, width)
     yield _heading("prompt", width, style="dim")
     yield from wrapped(Text(plain(record["prompt"])), width, max_lines)

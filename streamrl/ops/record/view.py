@@ -91,7 +91,7 @@ def _text_of(
 
 
 def _title(entry: Entry, header: GroupHeader) -> str:
-    title = f"ticket {header.ticket}   {entry.id}   {header.worker}"
+    title = f"ticket {header.ticket}   {entry.id}   worker {header.worker}"
     if header.attempt:
         title += f"   attempt {header.attempt + 1}"
     if header.num_failed_samples and not header.failed:
