@@ -146,8 +146,9 @@ def _write_aside(path: Path, data: bytes) -> Path:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-    except OSError:
+    except OSError as error:
         aside.unlink(missing_ok=True)
+        error.filename = str(path)  # that of the other says nothing to anybody, and a full disk names none
         raise
     crashpoint("file.aside")
     return aside

@@ -279,7 +279,8 @@ def _check_passing(config: Config) -> Iterator[Problem]:
     known = set(_told_by_validation(config))
     if config.checkpoint.keep_best and metric not in known:
         near = get_close_matches(metric, known, n=1)
-        remedy = f"is no metric of this run's validation; did you mean {near[0]!r}?" if near else "is no metric of it"
+        meant = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(known))}"
+        remedy = f"is no metric of this run's validation; {meant}"
         yield Problem(key="checkpoint.best_by", value=metric, remedy=remedy)
 
 

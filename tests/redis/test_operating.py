@@ -180,7 +180,7 @@ def test_a_run_is_found_by_its_folder_by_the_environment_or_by_name(
     ("arguments", "said"),
     [
         ([], "give the folder of a run"),
-        (["nowhere"], "no config.yaml"),
+        (["nowhere"], "nowhere is not the folder of a run"),
         (["--redis", "http://host", "--run", "x"], "is no address of a server"),
     ],
 )

@@ -94,6 +94,7 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
         ("validation.pass_by=judge", "validation.pass_by = 'judge': ", "must be one of the sources of rewards"),
         ("validation.answer=x", "validation.answer = 'x': ", "name a source of rewards"),
         ("checkpoint.best_by=val_rollouts/reward", "checkpoint.best_by = ", "did you mean 'val_rollouts/rewards'?"),
+        ("checkpoint.best_by=foo", "checkpoint.best_by = 'foo': ", "validation; it has val_rollouts/fraction_of"),
         ("checkpoint.best_by=val_rollouts/pass_at/1", "checkpoint.best_by = ", "no metric of"),
         ("algorithm.kl.estimator=k2", "algorithm.kl.estimator = 'k2': ", "must be k1"),
         ("algorithm.kl.placement=loss", "algorithm.kl.estimator = 'k1': ", "must be k2 or k3"),

@@ -101,11 +101,6 @@ def test_a_missing_file_names_the_setting_and_the_path(tmp_path: Path) -> None:
         read_prompts(tmp_path / "nowhere.jsonl", malformed="error", key="data.validation")
 
 
-def test_a_folder_is_no_prompt_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.train: .* cannot be read"):
-        read_prompts(tmp_path, malformed="error")
-
-
 def test_a_file_without_prompts_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no prompts"):
         read_prompts(write(tmp_path, ""), malformed="error")

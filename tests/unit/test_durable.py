@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,6 +30,19 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="folder"):
         write_durably(tmp_path / "folder", b"data")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_disk_that_is_full_is_told_with_the_file_that_was_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")  # as a write says it: without a name
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_durably(tmp_path / "mine.yaml", b"data")
+    assert caught.value.filename == str(tmp_path / "mine.yaml")
+    assert list(tmp_path.iterdir()) == []
 
 
 def make(folder: Path, text: str) -> Path:
