@@ -25,7 +25,8 @@ from streamrl.learner.packing.micro_batches import MicroBatch, Shape, additive
 from streamrl.learner.packing.ways import Way, decoder_of, layer_types, ways_of
 from streamrl.learner.parallel.context import Parts
 from streamrl.learner.parallel.experts import ask_here
-from streamrl.learner.parallel.tensor import Turn, sharers_of
+from streamrl.learner.parallel.sums import Turn
+from streamrl.learner.parallel.tensor import sharers_of
 from streamrl.protocol.wire.routes import RouteShape
 
 _MOST_LOGITS = 1 << 26  # of a micro-batch whose logits are the model's own: 256 MiB in fp32, several times

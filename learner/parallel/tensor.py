@@ -7,6 +7,9 @@
       ▼ all-reduce
     hidden states     the same on every rank; backwards their gradients are added up where columns began
 
+    adapters B A      of columns a rank has all of A, and of B its rows: what A learns is added up
+                      of rows it has all of both, and takes its columns of A: A x is added up, and what A learns, joined
+
 Which linear layers these are, transformers' own plan of the model says (`base_model_tp_plan`), and what is in no plan
 is computed on every rank: norms, embeddings. Of the head, each rank makes the log-probs of some of the tokens. A model
 without a plan, or whose plan has more than columns, rows and norms of heads, is refused.
@@ -15,7 +18,7 @@ At rest a rank holds rows of every weight, and so one run of it: FSDP shards the
 same. Where a pass wants columns, rows are exchanged for them, and what comes back is the gradient of rows: a weight
 crosses the group once more in each pass, and nothing else of the learner knows of columns.
 
-Each exchange blocks until the group's ranks have come. On a GPU (NCCL) it never ran.
+Each exchange blocks until the group's ranks have come. On a GPU (NCCL) it never ran, nor did adapters in bfloat16.
 """
 
 from __future__ import annotations
@@ -25,10 +28,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import gcd
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import nn
@@ -38,9 +40,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.learner.packing.ways import decoder_of
-from streamrl.learner.parallel.context import Parts, joined, swap
+from streamrl.learner.parallel.context import Parts, swap
 from streamrl.learner.parallel.dtensors import local, part_of
 from streamrl.learner.parallel.experts import experts_of
+from streamrl.learner.parallel.sums import entering, total
 
 KEY = "learner.layout.tensor"
 # As transformers calls them.
@@ -52,12 +55,29 @@ class Undividable(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """A linear layer, with its adapter's factors if it has one."""
+
+    linear: nn.Linear
+    factors: tuple[nn.Linear, nn.Linear] | None  # A [r, in], B [out, r]
+
+    @classmethod
+    def of(cls, module: Any) -> Layer:
+        """As peft wraps it, whose base layer is None where it does not."""
+        linear = getattr(module, "base_layer", None)
+        if linear is None:
+            return cls(linear=module, factors=None)
+        [inner], [outer] = module.lora_A.values(), module.lora_B.values()
+        return cls(linear=linear, factors=(inner, outer))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """A module that takes and gives hidden states, and between its columns and its rows has some of the width."""
 
     module: nn.Module
-    columns: Sequence[nn.Linear]
-    rows: Sequence[nn.Linear]
+    columns: Sequence[Layer]
+    rows: Sequence[Layer]
     of_heads: Sequence[nn.Module]  # norms of some heads' queries or keys, by weights that all heads share
 
 
@@ -76,8 +96,8 @@ class Shared:
             blocks = _blocks(model)
         except Undividable:
             return cls(most=1, weights=0, trained=0, of_rows=0)
-        rows = [linear.weight for block in blocks for linear in block.rows]
-        each = [*rows, *(linear.weight for block in blocks for linear in block.columns)]
+        rows = [layer.linear.weight for block in blocks for layer in block.rows]
+        each = [*rows, *(layer.linear.weight for block in blocks for layer in block.columns)]
         trained = (weight for weight in each if weight.requires_grad)
         weights, own, of_rows = (sum(weight.numel() for weight in some) for some in (each, trained, rows))
         return cls(most=_most(model), weights=weights, trained=own, of_rows=of_rows)
@@ -118,13 +138,10 @@ def divide(model: transformers.PreTrainedModel, mesh: DeviceMesh) -> Sequence[Bl
     if _most(model) % parts.of:
         return []
     for block in blocks:
-        for linear in (*block.columns, *block.rows):
-            is_row = linear in block.rows
-            _keep(linear, "weight", part_of(linear.weight, mesh))
-            if linear.bias is not None:
-                _keep(linear, "bias", _copy_of(linear.bias, mesh) if is_row else part_of(linear.bias, mesh))
-            linear.__class__ = _Rows if is_row else _Columns
-            vars(linear)["parts"] = parts
+        for layer in block.columns:
+            _share_columns(layer, parts, mesh)
+        for layer in block.rows:
+            _share_rows(layer, parts, mesh)
         block.module.register_forward_pre_hook(partial(_begin, parts), with_kwargs=True)
     vars(model)["sharers"] = parts
     return blocks
@@ -134,33 +151,6 @@ def sharers_of(model: transformers.PreTrainedModel) -> Parts | None:
     """This rank's place among those that share the model's layers; None: it has them whole."""
     found: Parts | None = vars(model).get("sharers")
     return found
-
-
-class Turn:
-    """The tokens whose log-probs this rank makes; other ranks of its group make those of the others.
-
-    The head is no part of a layer: its gradient is to be the same on every rank of the group, or a sum of as many. So
-    what goes back is as many times as large, and what reaches the hidden states is the mean.
-    """
-
-    def __init__(self, parts: Parts, hidden: torch.Tensor) -> None:  # [T, H]
-        self._parts, self._hidden = parts, hidden
-        size = -(-len(hidden) // parts.of)
-        self.mine = torch.arange(len(hidden), device=hidden.device)[parts.at * size : (parts.at + 1) * size]
-
-    @property
-    def hidden(self) -> torch.Tensor:  # [mine, H]
-        taken: torch.Tensor = _Take.apply(self._parts, self.mine, self._hidden)  # type: ignore[no-untyped-call]
-        return taken
-
-    def told(self, *values: torch.Tensor) -> Sequence[torch.Tensor]:  # [T] of [mine] each
-        for value in values:
-            if value.requires_grad:
-                value.register_hook(self._times)
-        return joined(self._parts.group, self.mine, len(self._hidden), *values)
-
-    def _times(self, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * self._parts.of
 
 
 def _blocks(model: transformers.PreTrainedModel) -> list[Block]:
@@ -186,7 +176,7 @@ def _styles(model: transformers.PreTrainedModel, decoder: nn.Module) -> dict[str
 
 
 def _block(owner: str, module: nn.Module, styles: dict[str, str]) -> Block:
-    by_style: dict[str, list[nn.Module]] = {_COLUMNS: [], _ROWS: [], _OF_HEADS: []}
+    by_style: dict[str, list[Any]] = {_COLUMNS: [], _ROWS: [], _OF_HEADS: []}
     if any(parameter is not None for parameter in module._parameters.values()):
         raise Undividable(f"{owner} has weights of its own, of which transformers' plan says nothing")
     for name, child in module.named_children():
@@ -195,12 +185,12 @@ def _block(owner: str, module: nn.Module, styles: dict[str, str]) -> Block:
             continue
         if style not in by_style:
             raise Undividable(f"transformers' plan for {owner}.{name} is {style or 'none'}, which is not known here")
-        if style != _OF_HEADS and type(child) is not nn.Linear:
+        if style != _OF_HEADS and type(Layer.of(child).linear) is not nn.Linear:
             raise Undividable(f"{owner}.{name} is no plain linear layer")
         by_style[style].append(child)
     if not by_style[_COLUMNS] or not by_style[_ROWS]:
         raise Undividable(f"transformers' plan has no columns for {owner}, or no rows")
-    columns, rows = (cast("list[nn.Linear]", by_style[style]) for style in (_COLUMNS, _ROWS))
+    columns, rows = ([Layer.of(child) for child in by_style[style]] for style in (_COLUMNS, _ROWS))
     return Block(module=module, columns=columns, rows=rows, of_heads=by_style[_OF_HEADS])
 
 
@@ -210,9 +200,9 @@ def _most(model: transformers.PreTrainedModel) -> int:
     config, shared = model.config.get_text_config(), []
     for block in _blocks(model):
         head_dim = getattr(block.module, "head_dim", None) or 1
-        shared += [linear.out_features // head_dim for linear in block.columns]
-        shared += [linear.in_features // head_dim for linear in block.rows]
-        shared += [linear.out_features for linear in block.rows]  # which lie by rows
+        shared += [layer.linear.out_features // head_dim for layer in block.columns]
+        shared += [layer.linear.in_features // head_dim for layer in block.rows]
+        shared += [layer.linear.out_features for layer in block.rows]  # which lie by rows
     return gcd(*_heads(config), *shared)
 
 
@@ -226,6 +216,35 @@ def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
+def _share_columns(layer: Layer, parts: Parts, mesh: DeviceMesh) -> None:
+    linear = layer.linear
+    _keep(linear, "weight", part_of(linear.weight, mesh))
+    if linear.bias is not None:
+        _keep(linear, "bias", part_of(linear.bias, mesh))
+    linear.__class__ = _Here
+    if layer.factors is not None:
+        inner, outer = layer.factors
+        _keep(inner, "weight", _copy_of(inner.weight, mesh))
+        _keep(outer, "weight", part_of(outer.weight, mesh))
+        inner.__class__, outer.__class__ = _Before, _Here
+        vars(inner)["parts"] = parts
+
+
+def _share_rows(layer: Layer, parts: Parts, mesh: DeviceMesh) -> None:
+    linear = layer.linear
+    _keep(linear, "weight", part_of(linear.weight, mesh))
+    if linear.bias is not None:
+        _keep(linear, "bias", _copy_of(linear.bias, mesh))
+    linear.__class__ = _Rows
+    vars(linear)["parts"] = parts
+    if layer.factors is not None:
+        inner, outer = layer.factors
+        for factor in layer.factors:
+            _keep(factor, "weight", _copy_of(factor.weight, mesh))
+        inner.__class__, outer.__class__ = _FromPart, _Here
+        vars(inner)["parts"] = parts
+
+
 def _keep(linear: nn.Linear, leaf: str, part: DTensor) -> None:
     setattr(linear, leaf, nn.Parameter(part, requires_grad=getattr(linear, leaf).requires_grad))
 
@@ -235,9 +254,30 @@ def _copy_of(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(tensor.detach().clone(), mesh, [Replicate()], run_check=False)
 
 
-class _Columns(nn.Linear):
+class _Here(nn.Linear):
+    """By what of it is here."""
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden, local(self.weight), None if self.bias is None else local(self.bias))
+
+
+class _Before(nn.Linear):
+    """Of an adapter whose other factor has columns of this rank: what is learnt of them is a part of a sum."""
+
+    parts: Parts
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, entering(self.parts, local(self.weight)))
+
+
+class _FromPart(nn.Linear):
+    """Of an adapter of rows: it takes this rank's part of the width, and gives the sum over ranks."""
+
+    parts: Parts
+
+    def forward(self, inner: torch.Tensor) -> torch.Tensor:
+        columns = entering(self.parts, local(self.weight)).chunk(self.parts.of, dim=1)[self.parts.at]
+        return total(self.parts, F.linear(inner, columns))
 
 
 class _Rows(nn.Linear):
@@ -245,66 +285,10 @@ class _Rows(nn.Linear):
 
     def forward(self, inner: torch.Tensor) -> torch.Tensor:
         [columns] = swap(self.parts, local(self.weight), cut=1, join=0)
-        # torch gives `apply` no types: they are those of `forward`.
-        hidden: torch.Tensor = _Sum.apply(self.parts.group, F.linear(inner, columns))  # type: ignore[no-untyped-call]
+        hidden = total(self.parts, F.linear(inner, columns))
         return hidden if self.bias is None else hidden + local(self.bias).to(hidden.dtype)
 
 
 def _begin(parts: Parts, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Before a block: what comes in is whole, and its gradient is that of all ranks."""
-    return tuple(_entering(parts, x) for x in args), {name: _entering(parts, x) for name, x in kwargs.items()}
-
-
-def _entering(parts: Parts, given: Any) -> Any:
-    if not isinstance(given, torch.Tensor) or not given.requires_grad:
-        return given
-    return _Enter.apply(parts.group, given)  # type: ignore[no-untyped-call]
-
-
-class _Sum(torch.autograd.Function):
-    """Of what ranks have made; each has the gradient already."""
-
-    @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, part: torch.Tensor) -> torch.Tensor:
-        whole = part.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(whole, group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *grads
-
-
-class _Enter(torch.autograd.Function):
-    """As it is; the gradient is the sum of what ranks have found of it."""
-
-    @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, whole: torch.Tensor) -> torch.Tensor:
-        ctx.group = group
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        [part] = grads
-        gradient = part.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(gradient, group=ctx.group)
-        return None, gradient
-
-
-class _Take(torch.autograd.Function):
-    """Some of the tokens; back comes the mean of what ranks have found of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Parts, mine: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        ctx.parts, ctx.num = parts, len(whole)
-        ctx.save_for_backward(mine)
-        return whole[mine]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        [mine], [own] = ctx.saved_tensors, grads
-        gradient = own.new_zeros(ctx.num, *own.shape[1:])
-        gradient[mine] = own / ctx.parts.of
-        if ctx.num:
-            dist.all_reduce(gradient, group=ctx.parts.group)
-        return None, None, gradient
+    return tuple(entering(parts, x) for x in args), {name: entering(parts, x) for name, x in kwargs.items()}

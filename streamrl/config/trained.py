@@ -17,11 +17,8 @@ def check_adapters(config: Config) -> Iterator[Problem]:
 
 
 def check_tensor(config: Config) -> Iterator[Problem]:
-    """Layers that ranks share are those of a dense model, all of which trains."""
+    """Layers that ranks share are those of a dense model."""
     key, layout = "learner.layout.tensor", config.learner.layout
-    if layout.tensor > 1 and config.model.lora is not None:
-        remedy = "adapters are not divided over ranks that share layers; set it to 1, or take model.lora away"
-        yield Problem(key=key, remedy=remedy)
     if layout.tensor > 1 and layout.experts > 1:
         remedy = f"ranks share layers or experts, not both; set it to 1, or learner.layout.experts = {layout.experts}"
         yield Problem(key=key, remedy=f"{remedy} to 1")

@@ -53,6 +53,7 @@ class Case:
     attention: str = "masked"
     checkpointing: bool = False
     dtype: str = "float64"
+    lora: Mapping[str, Any] | None = None
 
 
 _HEADS = {"num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
@@ -100,6 +101,7 @@ class Rank:
                     "dtype": case.dtype,
                     "attention": case.attention,
                     "gradient_checkpointing": case.checkpointing,
+                    "lora": case.lora,
                 }
             ),
             training=schema.Training(micro_batch_tokens=40),
@@ -107,10 +109,10 @@ class Rank:
         torch.manual_seed(0)
         self.policy = load_policy(self.config, world, (END,))
         assert (self.policy.way.attention == VARLEN) == (case.attention == "varlen"), "asked in the way that is meant"
-        frozen = load_reference(self.config, world, (END,), like=self.policy)
+        frozen = self.policy if case.lora else load_reference(self.config, world, (END,), like=self.policy)
         if case.dtype == "float64":
-            never_round(self.policy)
-            never_round(frozen)
+            for policy in {self.policy, frozen}:
+                never_round(policy)
         self._reference = asking(frozen)
         self.optimizer = make_optimizer(self.policy, self.config.optimizer)
 
@@ -130,13 +132,14 @@ class Rank:
         return gradients.accumulate(gradients.prepare(mine, tally), tally), tally
 
 
-def learnt(folder: Path, world: World, case: Case) -> dict[str, torch.Tensor]:
+def learnt(rank: Rank) -> dict[str, torch.Tensor]:
     """Gradients of each algorithm; then steps, with their metrics and what they made of the weights."""
-    rank, found = Rank(folder, world, case), dict[str, torch.Tensor]()
+    world, found = rank.world, dict[str, torch.Tensor]()
     parameters = dict(rank.policy.model.named_parameters())
     for algorithm, settings in ALGORITHMS.items():
         loss, tally = rank.learn(settings, groups_of_a_step(3))
-        found |= {f"{algorithm}/{name}": whole(p.grad).clone() for name, p in parameters.items()}
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        found |= {f"{algorithm}/{name}": whole(gradient).clone() for name, gradient in gradients.items()}
         found |= {f"{algorithm}/{key}": _number(value) for key, value in tally.metrics(world).items()}
         rank.optimizer.zero_grad()
     for number, settings in enumerate(ALGORITHMS.values()):
@@ -159,7 +162,7 @@ def main(folder: Path, replicas: int, context: int, names: Sequence[str]) -> Non
     with join_world(os.environ, timeout_s=120) as joined:
         world = joined.under(schema.Layout(replicas=replicas, context=context))
         for name in names:
-            found = learnt(folder / name, world, CASES[name])
+            found = learnt(Rank(folder / name, world, CASES[name]))
             if world.is_main:
                 safetensors.torch.save_file(found, folder / name / out_name(world.size, replicas, context))
             world.barrier()

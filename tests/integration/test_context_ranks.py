@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 from streamrl.learner.process.ranks import World
-from tests.integration.context_ranks import CASES, learnt, make_models, out_name
+from tests.integration.context_ranks import CASES, Rank, learnt, make_models, out_name
 from tests.warm import run_ranks
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("context")
     make_models(folder)
     for name, case in CASES.items():
-        safetensors.torch.save_file(learnt(folder / name, ALONE, case), folder / name / out_name(1, 1, 1))
+        safetensors.torch.save_file(learnt(Rank(folder / name, ALONE, case)), folder / name / out_name(1, 1, 1))
     return folder
 
 

@@ -12,10 +12,12 @@ from streamrl.learner.process.ranks import World
 from tests.integration.layout_ranks import assert_parts_make_the_whole, assert_restored, assert_served_alike, save
 from tests.integration.tensor_ranks import (
     CASES,
+    MERGED,
     RESUMED,
     SERVED,
     Rank,
     learn,
+    merge,
     name_of,
     serve,
 )
@@ -41,9 +43,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rank.step(1, lr=lr)
         save(rank, folder / f"weights-{step}")
     serve(folder, ALONE)
-    ranks(4, folder, "go_on", "4x1x1")
+    merge(folder, ALONE)
+    ranks(4, folder, "go_on,merge", "4x1x1")
     ranks(4, folder, "learn,serve", "2x1x1")
-    ranks(2, folder, "go_on,learn,serve", "2x1x1")
+    ranks(2, folder, "go_on,learn,serve,merge", "2x1x1")
     return folder
 
 
@@ -86,10 +89,22 @@ def assert_as_one(folder: Path, name: str, size: int, layout: str) -> None:
     torch.testing.assert_close(more, one, atol=most, rtol=most, msg=lambda said: f"{name}, {layout}: {said}")
 
 
-def test_a_checkpoint_is_restored_bit_for_bit_by_half_as_many_ranks_and_by_one(folder: Path) -> None:
-    assert_restored(folder, Rank(folder, RESUMED, ALONE))
+@pytest.mark.parametrize("more", ["2-2x1x1", "4-4x1x1"])
+def test_adapters_are_published_and_merged_bit_for_bit_as_by_one_rank(folder: Path, more: str) -> None:
+    one, together = (read(folder / f"merged-{name}.safetensors") for name in (name_of(ALONE), more))
+    assert one.keys() == together.keys()
+    assert [name for name in one if not torch.equal(one[name], together[name])] == []
+    base = read(folder / MERGED / "model.safetensors")
+    adapted = "model.layers.0.self_attn.o_proj.weight"
+    assert not torch.equal(one[f"served/{adapted}"], base[adapted].bfloat16())
 
 
-def test_a_run_of_four_two_and_one_ranks_ends_within_1e_9_of_the_whole_one(folder: Path) -> None:
-    whole, last = (Rank(folder, RESUMED, ALONE) for _ in range(2))
-    assert_parts_make_the_whole(folder, whole, last)
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_checkpoint_is_restored_bit_for_bit_by_half_as_many_ranks_and_by_one(folder: Path, name: str) -> None:
+    assert_restored(folder / name, Rank(folder, name, ALONE))
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_of_four_two_and_one_ranks_ends_within_1e_9_of_the_whole_one(folder: Path, name: str) -> None:
+    whole, last = (Rank(folder, name, ALONE) for _ in range(2))
+    assert_parts_make_the_whole(folder / name, whole, last)
