@@ -96,7 +96,7 @@ def examine(config: schema.Config, part: Part = "all") -> Iterator[Finding]:
     yield from _prompts(config, info)
     model = outline(config)
     refuse_heads(model, config.learner.layout.context)
-    yield ok("model without weights", "it is a causal language model with room for the longest sequence")
+    yield ok("model structure", "it is a causal language model with room for the longest sequence")
     if config.algorithm.routing_replay != "none":
         find_routers(model, config)
         yield ok("routers", "they can be told which experts to choose")

@@ -109,6 +109,8 @@ async def _try(name: str, source: schema.Reward, files: Files, allowed: Permissi
             scored = await _score(rewards, row, timeout_s=source.timeout_s)
             if isinstance(scored, str):
                 failed = f"rewards.{name}.{_named(source)} fails for {place}:{row.line}: {scored}"
+                if "KeyError: " in scored:  # as a rule, of a field
+                    failed += f"; the row's fields: {', '.join(row.fields) or 'none'}"
                 yield error(label, failed, _remedy(source))
                 return
             told = f"{scored.rewards[name]:g} for a made-up completion of {place}:{row.line}"

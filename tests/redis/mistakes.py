@@ -28,6 +28,9 @@ def loops(prompt, completion, token_ids, fields):
 
 def in_words(prompt, completion, token_ids, fields):
     return "good"
+
+def of_a_field(prompt, completion, token_ids, fields):
+    return float(completion == fields["solution"])
 """
 
 
@@ -142,6 +145,10 @@ OF_REWARDS = {
     "no answer in the rows": Mistake(
         files={"train.jsonl": '{"prompt": "1+1=", "solution": "2"}\n{"prompt": "1+2=", "solution": "3"}\n'},
         says=("rewards.exact.target", "train.jsonl:1", "no field 'answer'; it has: solution", "options"),
+    ),
+    "a field of another name": Mistake(
+        overrides=mine("rewards.py:of_a_field"),
+        says=("rewards.mine.target", "KeyError: 'solution'", "the row's fields: answer"),
     ),
     "a function that loops": Mistake(
         overrides=mine("rewards.py:loops", timeout_s=1), says=("rewards.mine.target", "no answer within 1 s")

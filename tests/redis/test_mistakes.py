@@ -127,7 +127,7 @@ def test_the_doctor_tells_all_that_it_has_tried(folder: Path, capsys: pytest.Cap
     assert set(told["findings"][0]) == {"name", "level", "evidence", "remedy"}
     levels = {finding["name"]: finding["level"] for finding in told["findings"]}
     wrong = [name for name, level in levels.items() if level == "error"]
-    tried = ["reward exact", "algorithm", "prompts", "model without weights"]
+    tried = ["reward exact", "algorithm", "prompts", "model structure"]
     assert (told["worst"], wrong) == ("error", ["reward mine"])
     assert {levels[name] for name in tried} == {"ok"}
 

@@ -97,6 +97,7 @@ def failing(kind: str) -> None:
         "interrupt": KeyboardInterrupt(),
         "refused": PermissionError(errno.EACCES, "Permission denied", "/x/config.yaml"),
         "full": OSError(errno.ENOSPC, "No space left on device", "/x/plot.png"),
+        "wrapped": ValueError("Error building `default` serializer:\n  KeyboardInterrupt: "),  # as pydantic-core does
         "defect": ZeroDivisionError("a defect"),
         "missing": FileNotFoundError(errno.ENOENT, "No such file", "/x"),
     }[kind]
@@ -119,6 +120,7 @@ DOUBLES = {
         ("user", 2, "error: seed = x: must be a number\n"),
         ("deliberate", 1, "error: no answer\n"),
         ("interrupt", 130, "\n"),
+        ("wrapped", 130, ""),
         ("refused", 2, "error: /x/config.yaml: Permission denied\n"),
         ("full", 2, "error: /x/plot.png: No space left on device\n"),
     ],

@@ -59,13 +59,19 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in self._entries and not args[0].startswith("-"):
-            nearest = get_close_matches(args[0], self._entries, n=1, cutoff=0.5)
+            nearest = get_close_matches(args[0], self._entries, n=1, cutoff=0.6)
             ctx.fail(f"no command {args[0]!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else ""))
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, entry.help) for name, entry in self._entries.items()])
+
+
+def was_interrupted(error: Exception) -> bool:
+    """By Ctrl-C while a command was imported: pydantic-core, which builds schemas then, makes an error of its own of it
+    and tells in its last line what it was."""
+    return str(error).rstrip().endswith("KeyboardInterrupt:")
 
 
 def refusal(error: OSError) -> ResourceError | None:
@@ -114,6 +120,10 @@ def main(argv: Sequence[str] | None = None, *, commands: Mapping[str, Entry] = C
             raise
         click.echo(f"error: {refused}", err=True)
         return refused.exit_code
+    except Exception as error:
+        if not was_interrupted(error):
+            raise
+        return EXIT_INTERRUPTED
     return result if isinstance(result, int) else 0
 
 
