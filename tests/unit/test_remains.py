@@ -109,6 +109,9 @@ def test_a_run_that_no_learner_has_taken_has_not_begun(tmp_path: Path, capsys: p
     told = capsys.readouterr().out
     assert "the run has not begun" in told
     assert "data.train: no such file" in told
+    assert main(["stop", str(folder)]) == 2
+    assert f"has not begun; `streamrl up {folder}/asked.yaml` starts it" in capsys.readouterr().err
+    assert f"`streamrl up {folder}/asked.yaml`" in " ".join(told.split())
 
 
 def test_what_the_launcher_wrote_stands_in_for_the_learners_word(

@@ -158,7 +158,7 @@ def open_run(target: Target, *, instead: str) -> Iterator[OpenRun]:
 def gone(left: Remains, *, instead: str) -> ResourceError:
     """That its Redis is not there, and what may be done."""
     if not left.has_ended:
-        return ResourceError(f"run {left.name!r} {left.words}; `streamrl up {left.folder}/config.yaml` starts it")
+        return ResourceError(f"run {left.name!r} {left.words}; `streamrl up {left.folder}/asked.yaml` starts it")
     todo = instead.format(folder=left.folder)
     return ResourceError(f"run {left.name!r} {left.words}, and its Redis is not there any more: {todo}")
 
