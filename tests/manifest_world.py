@@ -66,6 +66,11 @@ class Rendered:
     def place(self) -> Mapping[str, str]:
         return dict(self.named("ConfigMap", "place")["data"])
 
+    def names_of_pods(self) -> Iterator[str]:
+        """Of StatefulSets, whose pods keep theirs."""
+        for one in self.of_kind("StatefulSet"):
+            yield from (f"{one['metadata']['name']}-{number}" for number in range(one["spec"]["replicas"]))
+
     def containers(self) -> Iterator[Container]:
         for workload in self.workloads:
             template = workload["spec"]["template"]

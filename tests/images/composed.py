@@ -4,7 +4,8 @@
                  └──► learner, monitor, dashboard
 
 Each has a host of tests/root/hosts.py. What compose would do and podman's own `run` does not is here: variables, the
-order, checks of health, secrets and folders as mounts, and Docker's tmpfs, which nothing in it may be executed from.
+order, checks of health, secrets and folders as mounts, and Docker's tmpfs, which nothing in it may be executed from
+unless the file says so.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.root.hosts import Hosts
 
 Service = Mapping[str, Any]
 _POLL_S = 1.0
-_TMPFS = "rw,noexec,nosuid,nodev,mode=1777"  # of Docker; podman's allows more
+_TMPFS = ("rw", "noexec", "nosuid", "nodev", "mode=1777")  # of Docker; podman's allows more
 
 
 class Composed:
@@ -98,7 +99,7 @@ class Composed:
 
     def _run(self, name: str, service: Service) -> None:
         told = ["run", "--detach", "--name", name, "--pull=never", *self._place(name), *_rights(service)]
-        told += [word for path in service["tmpfs"] for word in ("--tmpfs", path if ":" in path else f"{path}:{_TMPFS}")]
+        told += [word for one in service["tmpfs"] for word in ("--tmpfs", tmpfs(one))]
         told += [word for one in self._mounts(service) for word in ("--volume", one)]
         told += [word for pair in service.get("environment", {}).items() for word in ("--env", "=".join(pair))]
         if entrypoint := service.get("entrypoint"):
@@ -121,6 +122,13 @@ class Composed:
             source, _, rest = one.partition(":")
             told.append(f"{(FILE.parent / source).resolve()}:{rest}")
         return told + [f"{self._secrets[one['source']]}:{one['target']}:ro" for one in service.get("secrets", ())]
+
+
+def tmpfs(told: str) -> str:
+    """As podman takes it: Docker's options, but for those whose contrary is told."""
+    path, _, options = told.partition(":")
+    own = [one for one in options.split(",") if one]
+    return f"{path}:{','.join([*(one for one in _TMPFS if one.removeprefix('no') not in own), *own])}"
 
 
 def _rights(service: Service) -> list[str]:

@@ -111,8 +111,9 @@ def make_deployed(images: Engine, tmp_path: Path) -> Iterator[MakeDeployed]:
 
         def make(*components: str, engine: str = "transformers") -> Deployed:
             """`components`: laid over it. `engine`: of the workers; vLLM takes each a minute of both cores to start."""
-            world = stack.enter_context(hosts((*HOSTS, *WORKERS), tmp_path / "hosts", services=SERVICES))
             rendered = render("cpu", *components)
+            names = [*HOSTS, *(name for name in rendered.names_of_pods() if name not in HOSTS), *WORKERS]
+            world = stack.enter_context(hosts(names, tmp_path / "hosts", services=SERVICES))
             logs = tmp_path / "logs"
             logs.mkdir()
             changes = SMALL.replace("engine: transformers", f"engine: {engine}").replace("max_epochs: 50", LASTS)

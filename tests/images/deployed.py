@@ -168,7 +168,7 @@ class Deployed:
         told += ["--volume", f"{self.volumes.claim('runs')}:/runs:ro", "--cgroup-parent", f"/{self._engine.tag}"]
         told += ["--env", f"STREAMRL_REDIS_PASSWORD_FILE=/run/secrets/redis/{_OPERATOR}", image]
         place = self._rendered.place
-        redis = ["--redis", f"{place['REDIS_SCHEME']}://{_OPERATOR}@redis:6379/0{place['REDIS_OPTIONS']}"]
+        redis = ["--redis", f"{place['REDIS_SCHEME']}://{_OPERATOR}@{place['REDIS_SERVER']}{place['REDIS_OPTIONS']}"]
         run = ["--run", place["RUN_NAME"]]
         return self._engine.podman(*told, "streamrl", *words, *redis, *run, "--json", check=False)
 

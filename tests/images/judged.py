@@ -25,12 +25,12 @@ from tests.root.hosts import Hosts
 USER = "judge"
 ACL = f"user {USER} on nopass ~* resetchannels -@all +@read +ping +select"
 _CLONE_NEWNET = 0x40000000
-_HOST = "redis-0"
 
 
 class Judge:
     def __init__(self, world: Hosts, run: str, *, seen: Path, with_tls: bool) -> None:
         self._world, self._run = world, run
+        self._host = "redis-0"
         # Whom it speaks to it knows by the network that it is in.
         self._tls: dict[str, Any] = (
             {"ssl": True, "ssl_cert_reqs": "none", "ssl_check_hostname": False} if with_tls else {}
@@ -42,6 +42,10 @@ class Judge:
 
     def stop(self) -> None:
         self._recorder.stop()
+
+    def follow(self, host: str) -> None:
+        """It looks at the Redis of that host from its next connection on."""
+        self._host = host
 
     def verdict(self, run_folder: Path, prompts: Path, *, seed: int, max_lag: int) -> Verdict:
         """Of a run that has come to rest."""
@@ -58,8 +62,8 @@ class Judge:
             return look(client, self._run, run_uid)
 
     def _client(self) -> redis.Redis:
-        _enter(self._world.space(_HOST))
-        address = self._world.address(_HOST)
+        _enter(self._world.space(self._host))
+        address = self._world.address(self._host)
         limits: dict[str, Any] = {"socket_timeout": 10.0, "socket_connect_timeout": 5.0}
         return redis.Redis(address, 6379, username=USER, protocol=2, **limits, **self._tls)
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from streamrl.protocol.transport.acl import SERVERS
 from tests.faults.judged.tls import make_certificate
 from tests.images.engine import Engine
 from tests.images.judged import ACL
@@ -29,6 +30,7 @@ _KEYS: Mapping[str, Sequence[str]] = {
     "dashboard-token": ("token",),
 }
 _TLS = "redis-tls"
+_SENTINEL = "sentinel"  # the workload; servers that follow one another have passwords, too
 _PUBLIC = ("tls.crt", "ca.crt")
 _LEAST_CHARS = 30  # of a line that says something: the last of a key may be short
 _UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "k": 10**3, "M": 10**6, "G": 10**9}
@@ -65,6 +67,8 @@ class Volumes:
 
     def fill_secrets(self) -> None:
         self.change({(name, key): secrets.token_hex(32) for name, keys in _KEYS.items() for key in keys})
+        if any(one["metadata"]["name"] == _SENTINEL for one in self.rendered.workloads):
+            self.change({("redis-passwords", name): secrets.token_hex(32) for name in SERVERS})
         if any(_TLS in json.dumps(one) for one in self.rendered.workloads):
             self.change(self.certificate())
 

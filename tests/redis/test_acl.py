@@ -318,9 +318,12 @@ def test_the_printed_file_of_users_is_one_that_a_server_starts_with(tmp_path: Pa
     passwords.mkdir()
     for role in ROLES:
         (passwords / role).write_text(f"of-{role}\nnext-of-{role}\n")
+    (passwords / "replica").write_text("of-replica\n")
     words = [sys.executable, "-m", "streamrl.ops.cli.main", "redis", "acl", "--passwords", str(passwords)]
     users = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
     assert "of-worker" not in users
+    named = [line.split()[1] for line in users.splitlines()]
+    assert named == [*ROLES, "replica", "default"], "of servers those that have a password"
     with EmbeddedRedis.start(tmp_path / "server") as server, connect(server.url, SETTINGS) as client:
         for line in users.splitlines():
             _, name, *granted = line.split()
@@ -330,3 +333,8 @@ def test_the_printed_file_of_users_is_one_that_a_server_starts_with(tmp_path: Pa
                 assert worker.execute_command("PING")
         with pytest.raises(ResourceError, match="STREAMRL_REDIS_PASSWORD_FILE"):
             connect(server.url, SETTINGS)
+        socket = server.url.removeprefix("unix://")
+        with redis.Redis(unix_socket_path=socket, username="replica", password="of-replica", protocol=2) as follower:
+            assert follower.ping()
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                follower.info()

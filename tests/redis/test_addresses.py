@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import socket
 import ssl
 import subprocess
@@ -21,6 +20,7 @@ from redis.retry import Retry
 from streamrl.config import schema
 from streamrl.errors import ConfigError, ResourceError
 from streamrl.ops.cli.main import main
+from streamrl.protocol.transport.acl import SERVERS
 from streamrl.protocol.transport.address import (
     PASSWORD,
     SENTINEL_PASSWORD,
@@ -260,7 +260,6 @@ def test_tls_that_does_not_work_says_what_would(tls_port: int, guarded: Guarded)
 # Sentinels
 
 
-_GUIDE = Path(__file__).parents[2] / "docs" / "operations.md"
 _WATCH = """sentinel monitor run 127.0.0.1 {port} 1
 sentinel auth-user run sentinel
 sentinel auth-pass run of-sentinel
@@ -272,7 +271,7 @@ requirepass of-sentinel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """A master, and a sentinel that decides alone, under the users that the guide has for them."""
+    """A master, and a sentinel that decides alone, under the users that `streamrl redis acl` has for them."""
 
     url: str
     users: str  # of its servers, a line of their configuration
@@ -283,10 +282,8 @@ class Service:
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     monkeypatch.setenv(SENTINEL_PASSWORD, "of-sentinel")
-    others = re.findall(r"^user (?:replica|sentinel) .*", _GUIDE.read_text(), re.MULTILINE)
-    assert len(others) == 2
     file = tmp_path / "users.acl"
-    lines = [re.sub(r"^user (\w+) on #DIGEST", r"user \1 on >of-\1", line) for line in others]
+    lines = [f"user {name} on >of-{name} {granted}" for name, granted in SERVERS.items()]
     file.write_text("\n".join([*lines, "user default on nopass ~* &* +@all"]))
     users = f"aclfile {file}\n"
     with serve(tmp_path, config=users) as master:

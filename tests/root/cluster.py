@@ -23,6 +23,7 @@ import redis
 
 from streamrl.config import schema
 from streamrl.ops.audit import Audit, audit_folder
+from streamrl.protocol.transport.acl import SERVERS
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.embedded import find_server
 from streamrl.protocol.transport.keys import Keys
@@ -33,7 +34,7 @@ from tests.manifest_world import Container, Object, Rendered
 from tests.root.hosts import Hosts
 
 ADMIN = "admin"
-REPLICA = "replica"  # a user that may replicate, as docs/operations.md has it
+REPLICA = "replica"  # a user that may replicate
 _ROOT = Path(__file__).parents[2]
 _READY_S = 120.0
 _PATIENCE_S = 180.0
@@ -223,11 +224,7 @@ def _inherited() -> dict[str, str]:
 
 
 def _may_replicate() -> str:
-    """The line of docs/operations.md, with a password."""
-    text = (_ROOT / "docs" / "operations.md").read_text()
-    line = re.search(r"^ *(user replica .*)$", text, re.MULTILINE)
-    assert line, "docs/operations.md no longer says what a replica may do"
-    return line[1].replace("#DIGEST", f">{REPLICA}")
+    return f"user {REPLICA} on >{REPLICA} {SERVERS['replica']}"
 
 
 def _is_serving(admin: redis.Redis) -> bool:

@@ -54,6 +54,15 @@ def test_each_has_its_pods_image_rights_time_and_memory(part: tuple[Mapping[str,
         assert num_bytes(f"{service['mem_limit']}b") == num_bytes(limit)
 
 
+def test_only_what_compiles_may_load_code_from_a_folder_in_memory() -> None:
+    """Docker mounts these with noexec. An engine loads what torch and Triton compile from below HOME and /tmp."""
+    every = services()
+    assert {name: service["tmpfs"] for name, service in every.items()} == {
+        name: ["/tmp:exec" if name == "worker" else "/tmp"] for name in PARTS
+    }
+    assert every["worker"]["environment"]["HOME"] == "/tmp"
+
+
 def test_each_is_well_by_its_pods_probe(part: tuple[Mapping[str, Any], Container]) -> None:
     service, container = part
     probe = container.spec.get("livenessProbe", {}).get("httpGet")

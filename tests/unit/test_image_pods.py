@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.images.composed import tmpfs
 from tests.images.engine import why_not
 from tests.images.outside import named
 from tests.images.volumes import num_bytes, num_cores
@@ -25,6 +26,11 @@ def test_a_share_of_a_core_is_read_as_kubernetes_writes_it() -> None:
 def test_what_is_missing_for_images_is_named_with_its_package() -> None:
     missing = why_not({"no-such-program": "its-package", "sh": "dash"})
     assert missing == "install what it needs: apt-get install --no-install-recommends its-package"
+
+
+def test_a_folder_in_memory_has_dockers_options_unless_the_contrary_is_told() -> None:
+    assert tmpfs("/tmp") == "/tmp:rw,noexec,nosuid,nodev,mode=1777"
+    assert tmpfs("/tmp:exec") == "/tmp:rw,nosuid,nodev,mode=1777,exec"
 
 
 def test_a_word_names_its_file_where_it_lies_once() -> None:

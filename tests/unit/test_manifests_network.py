@@ -17,6 +17,10 @@ NEEDED = {
     ("worker", "reward", 5555),
     *(("learner", "learner", port) for port in (29400, NOBODYS)),  # ranks open ports as they please
 }
+BY_SENTINEL = {
+    *((one, "sentinel", 26379) for one in (*READERS, "redis", "sentinel")),
+    *((one, "redis", 6379) for one in ("redis", "sentinel")),
+}
 BY_KEDA = {("keda", "monitor", 9464)}
 BY_PEERS = {("worker", "worker", 9500)}
 BY_PROMETHEUS = {("monitoring", "monitor", 9464), ("monitoring", "worker", 9400)}
@@ -36,6 +40,7 @@ def test_who_must_speak_may_and_nobody_else(rendered: Rendered) -> None:
     needed = set(NEEDED) | {(called(pod), "kube-system", NAMES) for pod in policies.pods}
     needed |= BY_KEDA if rendered.of_kind("ScaledObject") else set()
     named = {policy["metadata"]["name"] for policy in rendered.of_kind("NetworkPolicy")}
+    needed |= BY_SENTINEL if "to-sentinel" in named else set()
     needed |= BY_PEERS if "to-peers" in named else set()
     needed |= BY_PROMETHEUS if rendered.of_kind("ServiceMonitor") else set()
     peers = [*policies.pods, *FOREIGN]

@@ -15,7 +15,7 @@ import click
 from streamrl.errors import ConfigError, ResourceError
 from streamrl.ops.cli.arguments import takes_json, tell
 from streamrl.ops.monitor.runs import URL_VARIABLE, Listing, list_runs, open_server, with_folders
-from streamrl.protocol.transport.acl import ANY_RUN, ROLES, WEAKER_BEFORE_7, Role, rules
+from streamrl.protocol.transport.acl import ANY_RUN, ROLES, SERVERS, WEAKER_BEFORE_7, Role, rules
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.operator import remove_run
 from streamrl.protocol.transport.secret_files import read_passwords
@@ -131,22 +131,28 @@ def acl(roles: tuple[Role, ...], run: str | None, server: str, passwords: Path |
     DIR holds a file for each role, named worker, learner, monitor, operator, with its password; only their SHA-256 is
     printed. A second line is a second password, while one takes the place of the other. Without DIR users are printed
     that nobody can be yet. Parts name their user in the URL (redis://worker@host) and the password's file in
-    STREAMRL_REDIS_PASSWORD_FILE.
+    STREAMRL_REDIS_PASSWORD_FILE. Where DIR has a file `replica` or `sentinel`, that user of servers is printed, too.
 
     Printed for all roles, the default user is switched off. With --server 6.2 the rules are weaker; what follows from
     that is said on stderr.
     """
     for role in roles or ROLES:
-        known = "" if passwords is None else "".join(f"#{digest} " for digest in _digests(passwords / role))
-        granted = rules(role, run=run or ANY_RUN, selectors=server != "6.2")
-        start = f"user {role} on" if form == "users" else f"ACL SETUSER {role} reset on"
-        click.echo(f"{start} {known}{granted}")
+        _say_user(role, rules(role, run=run or ANY_RUN, selectors=server != "6.2"), passwords, form)
         if server == "6.2":
             click.echo(f"note: {role} on Redis 6.2: {WEAKER_BEFORE_7[role]}", err=True)
+    for name, granted in SERVERS.items():
+        if not roles and passwords is not None and (passwords / name).exists():
+            _say_user(name, granted, passwords, form)
     if not roles:  # last: who set up the others may be it
         click.echo("user default off" if form == "users" else "ACL SETUSER default off")
     if passwords is None:
         click.echo("note: no passwords yet: give --passwords DIR, or ACL SETUSER NAME >PASSWORD", err=True)
+
+
+def _say_user(name: str, granted: str, passwords: Path | None, form: str) -> None:
+    known = "" if passwords is None else "".join(f"#{digest} " for digest in _digests(passwords / name))
+    start = f"user {name} on" if form == "users" else f"ACL SETUSER {name} reset on"
+    click.echo(f"{start} {known}{granted}")
 
 
 def _digests(file: Path) -> list[str]:

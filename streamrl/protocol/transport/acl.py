@@ -20,6 +20,13 @@ from streamrl.protocol.wire.ticket import PURPOSES
 Role = Literal["worker", "learner", "monitor", "operator"]
 ROLES: tuple[Role, ...] = ("worker", "learner", "monitor", "operator")
 ANY_RUN = "*"
+# Users of servers, which reach no key: who follows a master, and who watches it and makes another one the master.
+Server = Literal["replica", "sentinel"]
+SERVERS: Mapping[Server, str] = {
+    "replica": "resetchannels -@all +psync +replconf +ping",
+    "sentinel": "resetchannels &__sentinel__:* -@all +ping +info +role +publish +subscribe +multi +exec +slaveof "
+    "+config|rewrite +client|setname +client|kill +script|kill",
+}
 
 WEAKER_BEFORE_7: Mapping[Role, str] = {
     "worker": "it can also write the run's configuration, forge weights, and delete groups and tickets",
