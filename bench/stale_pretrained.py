@@ -3,7 +3,7 @@ ARGS=--pretrained`).
 
     cells (seed x loss x lag, kept in runs/bench as they come) ─► right answers to held-out sums, pair by pair ─► bars
 
-A cell takes a quarter of an hour of two quiet cores, so a run that was broken off goes on with those that are missing.
+A cell takes six minutes of two quiet cores, so a run that was broken off goes on with those that are missing.
 No figure is a time: it may run beside others. Errors are those of pairs: both cells of a pair answer the same held-out
 sums, and those of both seeds count together. They tell how sure the answers are, and of runs only what two seeds can.
 """

@@ -112,7 +112,9 @@ def test_the_page_of_algorithms_names_what_is_built_in_with_its_bounds() -> None
 
 def test_the_figures_of_lag_are_those_that_were_measured() -> None:
     text, results = (ROOT / "docs" / "scaling.md").read_text(), (ROOT / "bench" / "RESULTS.md").read_text()
-    bought, cost = (table.splitlines()[2:] for table in re.findall(r"^\| lag \|.*?(?=\n\n)", text, re.M | re.DOTALL))
+    bought, cost, pretrained = (
+        table.splitlines()[2:] for table in re.findall(r"^\| lag \|.*?(?=\n\n)", text, re.M | re.DOTALL)
+    )
     for lag, gain, busy, found in ([cell.strip() for cell in row.strip("|").split("|")] for row in bought):
         (measured,) = re.findall(rf"^  64 GPUs, lag {lag} (.*)$", results, re.MULTILINE)
         ratio, _, _, at_work, *lags = measured.split()
@@ -120,6 +122,10 @@ def test_the_figures_of_lag_are_those_that_were_measured() -> None:
     for lag, *rewards in ([cell.strip() for cell in row.strip("|").split("|")] for row in cost):
         for loss, reward in zip(("truncated", "tis", "icepop", "none"), rewards, strict=True):
             assert re.search(rf"^  {loss}, lag {lag} +{reward} ", results, re.MULTILINE), (loss, lag)
+    of_model = results.partition("python -m bench stale-llm")[2]
+    for lag, *shares in ([cell.strip() for cell in row.strip("|").split("|")] for row in pretrained):
+        for loss, share in zip(("truncated", "none"), shares, strict=True):
+            assert not share or re.search(rf"^  {loss}, lag {lag} +{share} ", of_model, re.MULTILINE), (loss, lag)
 
 
 def test_a_page_that_one_test_follows_says_so_once(tmp_path: Path) -> None:
