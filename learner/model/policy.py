@@ -107,9 +107,9 @@ class Policy(nn.Module):
         if (sharers := sharers_of(self.model)) is None:
             found = token_logprobs(hidden, projection.weight, here.targets, early, head, bias, entropy_learns)
         else:
-            turn = Turn(sharers, hidden)
+            turn = Turn(sharers, len(hidden), hidden.device)
             of_mine = (here.targets[turn.mine], early[turn.mine])
-            own = token_logprobs(turn.hidden, projection.weight, *of_mine, head, bias, entropy_learns)
+            own = token_logprobs(turn.taken(hidden), projection.weight, *of_mine, head, bias, entropy_learns)
             found = LogProbs(*turn.told(*own))
         return found if self.parts is None else LogProbs(*self.parts.joined(batch, *found))
 

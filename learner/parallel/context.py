@@ -177,7 +177,7 @@ class _OwnHeads:
 def joined(
     group: dist.ProcessGroup, mine: torch.Tensor, num_tokens: int, *values: torch.Tensor
 ) -> Sequence[torch.Tensor]:
-    """[num_tokens] each, of what ranks have of tokens of their own (`mine`)."""
+    """[num_tokens, ...] each, of what ranks have of tokens of their own (`mine`)."""
     # torch gives `apply` no types: they are those of `forward`.
     whole: Sequence[torch.Tensor] = _Join.apply(mine, num_tokens, group, *values)  # type: ignore[no-untyped-call]
     return whole
@@ -221,7 +221,7 @@ class _Join(torch.autograd.Function):
         ctx: Any, mine: torch.Tensor, num_tokens: int, group: dist.ProcessGroup, *values: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(mine)
-        whole = values[0].new_zeros(len(values), num_tokens)
+        whole = values[0].new_zeros(len(values), num_tokens, *values[0].shape[1:])
         whole[:, mine] = torch.stack(values)
         if num_tokens:
             dist.all_reduce(whole, group=group)

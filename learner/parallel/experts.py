@@ -6,6 +6,9 @@
 Rank e of a group of N holds the experts from e E/N on, cut along the first dimension of each of their parameters; FSDP
 shards these over the ranks that hold the same ones. So a rank's part of a parameter is one run of the whole, as ever.
 
+Ranks that share layers (`learner.layout.tensor`) have the same tokens. Each takes some of them to their experts, which
+may be divided or not, and all have what came of them.
+
 Everything is the model's own but the way: transformers asks the experts of its mixtures through a registry, and this is
 one more entry in it. Products are grouped (`grouped_mm`) where the numbers are of 16 bits, and one after another where
 not. All ranks of a group make the same collectives in the same order, whatever tokens they have, also none: in a layer
@@ -29,7 +32,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from streamrl.errors import ConfigError
+from streamrl.learner.parallel.context import Parts
 from streamrl.learner.parallel.dtensors import local, part_of
+from streamrl.learner.parallel.sums import Turn
 
 KEY = "learner.layout.experts"
 OURS = "streamrl_experts"  # as transformers knows it
@@ -114,6 +119,13 @@ def divide(model: transformers.PreTrainedModel, mesh: DeviceMesh) -> list[nn.Mod
     return found
 
 
+def share_tokens(model: transformers.PreTrainedModel, parts: Parts) -> None:
+    """Among ranks that have the same ones."""
+    for _, module in experts_of(model):
+        vars(module)["sharers"] = parts
+        ask_here(model)
+
+
 def ask_here(model: transformers.PreTrainedModel) -> None:
     """Experts are asked by `ask` from now on, which also knows how to in float64."""
     ALL_EXPERTS_FUNCTIONS.register(OURS, ask)
@@ -127,6 +139,17 @@ def ask(
     top_k_weights: torch.Tensor,  # [tokens, k]
 ) -> torch.Tensor:  # [tokens, H]
     """As transformers calls what is in its registry."""
+    sharers: Parts | None = vars(module).get("sharers")
+    if sharers is None:
+        return _ask(module, hidden_states, top_k_index, top_k_weights)
+    turn = Turn(sharers, len(hidden_states), hidden_states.device)
+    [found] = turn.told(_ask(module, turn.taken(hidden_states), top_k_index[turn.mine], turn.taken(top_k_weights)))
+    return found
+
+
+def _ask(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
     divided: Divided | None = vars(module).get("divided")
     here = _Weights.of(module)
     chosen = top_k_index.flatten()
@@ -136,7 +159,7 @@ def ask(
     given = given.scatter_add_(0, chosen, torch.ones_like(chosen)).view(size, here.num)
     rows = hidden_states[order // top_k_index.shape[1]]
     made = here.compute(rows, given[0]) if divided is None else _elsewhere(rows, given, here, divided.exchange)
-    weighted = made[_inverse(order)].view(*top_k_index.shape, -1) * top_k_weights[..., None]
+    weighted = made[_inverse(order)].view(*top_k_index.shape, made.shape[-1]) * top_k_weights[..., None]
     return weighted.sum(1).to(hidden_states.dtype)
 
 

@@ -29,27 +29,27 @@ def entering(parts: Parts, given: Any) -> Any:
 
 
 class Turn:
-    """The tokens whose log-probs this rank makes; other ranks of its group make those of the others.
+    """The tokens that this rank has for itself where weights are not divided between the ranks of its group, those of
+    the head and of experts. Other ranks have the others.
 
-    The head is no part of a layer: its gradient is to be the same on every rank of the group, or a sum of as many. So
-    what goes back is as many times as large, and what reaches the hidden states is the mean.
+    What they have in common is no part of a layer: its gradient is to be the same on every rank of the group, or a sum
+    of as many. So what goes back is as many times as large, and what reaches the hidden states is the mean.
     """
 
-    def __init__(self, parts: Parts, hidden: torch.Tensor) -> None:  # [T, H]
-        self._parts, self._hidden = parts, hidden
-        size = -(-len(hidden) // parts.of)
-        self.mine = torch.arange(len(hidden), device=hidden.device)[parts.at * size : (parts.at + 1) * size]
+    def __init__(self, parts: Parts, num_tokens: int, device: torch.device) -> None:
+        self._parts, self._num = parts, num_tokens
+        size = -(-num_tokens // parts.of)
+        self.mine = torch.arange(num_tokens, device=device)[parts.at * size : (parts.at + 1) * size]
 
-    @property
-    def hidden(self) -> torch.Tensor:  # [mine, H]
-        taken: torch.Tensor = _Take.apply(self._parts, self.mine, self._hidden)  # type: ignore[no-untyped-call]
-        return taken
+    def taken(self, whole: torch.Tensor) -> torch.Tensor:  # [T, ...] -> [mine, ...]
+        found: torch.Tensor = _Take.apply(self._parts, self.mine, whole)  # type: ignore[no-untyped-call]
+        return found
 
-    def told(self, *values: torch.Tensor) -> Sequence[torch.Tensor]:  # [T] of [mine] each
+    def told(self, *values: torch.Tensor) -> Sequence[torch.Tensor]:  # [T, ...] of [mine, ...] each
         for value in values:
             if value.requires_grad:
                 value.register_hook(self._times)
-        return joined(self._parts.group, self.mine, len(self._hidden), *values)
+        return joined(self._parts.group, self.mine, self._num, *values)
 
     def _times(self, gradient: torch.Tensor) -> torch.Tensor:
         return gradient * self._parts.of

@@ -11,8 +11,9 @@
                       of rows it has all of both, and takes its columns of A: A x is added up, and what A learns, joined
 
 Which linear layers these are, transformers' own plan of the model says (`base_model_tp_plan`), and what is in no plan
-is computed on every rank: norms, embeddings. Of the head, each rank makes the log-probs of some of the tokens. A model
-without a plan, or whose plan has more than columns, rows and norms of heads, is refused.
+is computed on every rank: norms, embeddings, routers. Of the head, each rank makes the log-probs of some of the tokens,
+and it takes some of them to the experts of a mixture (`experts`). A model without a plan, or whose plan has more than
+columns, rows and norms of heads, is refused.
 
 At rest a rank holds rows of every weight, and so one run of it: FSDP shards them further, over the ranks that hold the
 same. Where a pass wants columns, rows are exchanged for them, and what comes back is the gradient of rows: a weight
@@ -42,7 +43,7 @@ from streamrl.errors import ConfigError
 from streamrl.learner.packing.ways import decoder_of
 from streamrl.learner.parallel.context import Parts, swap
 from streamrl.learner.parallel.dtensors import local, part_of
-from streamrl.learner.parallel.experts import experts_of
+from streamrl.learner.parallel.experts import experts_of, share_tokens
 from streamrl.learner.parallel.sums import entering, total
 
 KEY = "learner.layout.tensor"
@@ -144,6 +145,7 @@ def divide(model: transformers.PreTrainedModel, mesh: DeviceMesh) -> Sequence[Bl
             _share_rows(layer, parts, mesh)
         block.module.register_forward_pre_hook(partial(_begin, parts), with_kwargs=True)
     vars(model)["sharers"] = parts
+    share_tokens(model, parts)
     return blocks
 
 
@@ -154,8 +156,6 @@ def sharers_of(model: transformers.PreTrainedModel) -> Parts | None:
 
 
 def _blocks(model: transformers.PreTrainedModel) -> list[Block]:
-    if next(experts_of(model), None) is not None:
-        raise Undividable("it has experts, which learner.layout.experts divides")
     decoder = decoder_of(model)
     styles = _styles(model, decoder)
     owners = dict.fromkeys(name.rpartition(".")[0] for name in styles)
@@ -167,8 +167,10 @@ def _blocks(model: transformers.PreTrainedModel) -> list[Block]:
 def _styles(model: transformers.PreTrainedModel, decoder: nn.Module) -> dict[str, str]:
     """What the plan says of each module in a layer."""
     plan = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
-    found = {}
+    experts, found = tuple(f"{name}." for name, _ in experts_of(decoder)), {}
     for name, _ in decoder.named_modules():
+        if f"{name}.".startswith(experts):  # learner.layout.experts divides them
+            continue
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if style is not None and "." in name:  # embeddings are sharded and no more
             found[name] = style

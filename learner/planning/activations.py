@@ -15,6 +15,8 @@ Of each expert that a token goes to, whose width is I, a mixture keeps 8 I, or 1
 and 11 H where experts are divided and rows come and go; 3 I more where they bend their gates. Rows are counted as if
 each rank had as many.
 
+Ranks that share layers have each a part of Q, K and I, and take each some of the tokens to their experts.
+
 Ranks that share samples (context) have each its part of the tokens, and keys and values as often as they are repeated.
 Attention that is the model's own (sinks, soft caps) keeps 6 bytes for each head and token that a token may see, and has
 as many at work.
@@ -49,25 +51,25 @@ class Part:
 
 def of_layer(sizes: Sizes, part: Part) -> int:
     """What it keeps beyond its input."""
-    return part.tokens * (16 * sizes.width + _attention(sizes, part) + 8 * sizes.mlp + _experts(sizes))
+    return int(part.tokens * (16 * sizes.width + _attention(sizes, part) + 8 * sizes.mlp + _experts(sizes)))
 
 
 def at_work(sizes: Sizes, part: Part) -> int:
     """What comes and goes in a layer's backward pass, beyond that: its MLP's, or its attention's, when what the MLP
     kept is gone."""
-    of_mlp = 4 * sizes.mlp + 2 * sizes.width
+    of_mlp: float = 4 * sizes.mlp + 2 * sizes.width
     if (experts := sizes.experts) is not None:
         widths = (6 if part.experts == 1 else 11) * sizes.width + (3 * experts.width if experts.bends else 0)
         of_mlp += experts.chosen * widths
     of_attention = _scores(sizes, part) - 8 * sizes.mlp - _experts(sizes)
-    return part.tokens * max(of_mlp, of_attention)
+    return int(part.tokens * max(of_mlp, of_attention))
 
 
 def of_experts(sizes: Sizes, part: Part) -> int:
     """What of a layer is of tokens that other ranks may have sent."""
     if sizes.experts is None or part.experts == 1:
         return 0
-    return part.tokens * (_experts(sizes) + 11 * sizes.experts.chosen * sizes.width)
+    return int(part.tokens * (_experts(sizes) + 11 * sizes.experts.chosen * sizes.width))
 
 
 def masks(sizes: Sizes, part: Part) -> int:
@@ -89,7 +91,7 @@ def _scores(sizes: Sizes, part: Part) -> int:
     return _SCORES * sizes.heads * part.longest if sizes.attention == EAGER else 0
 
 
-def _experts(sizes: Sizes) -> int:
+def _experts(sizes: Sizes) -> float:
     if (experts := sizes.experts) is None:
         return 0
     return experts.chosen * ((14 if experts.bends else 8) * experts.width + 4 * sizes.width) + 8 * experts.num

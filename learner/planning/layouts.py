@@ -19,10 +19,8 @@ from itertools import product
 from streamrl.config import schema
 from streamrl.config.layout import refuse_layout
 from streamrl.config.routers import check_routing
-from streamrl.config.trained import check_tensor
 from streamrl.errors import ConfigError
 from streamrl.learner.parallel.context import KEY as CONTEXT
-from streamrl.learner.parallel.tensor import KEY as TENSOR
 from streamrl.learner.planning.memory import Plan, computes_again, keeps_reference, plan
 from streamrl.learner.planning.sizes import Sizes
 from streamrl.learner.planning.traffic import Links, sent
@@ -170,10 +168,9 @@ def _allowed(asked: Asked, machine: Machine) -> Iterator[schema.Layout]:
 
 def _is_taken(layout: schema.Layout, config: schema.Config, machine: Machine) -> bool:
     under = _under(layout, config)
-    problems = {problem.key for check in (check_routing, check_tensor) for problem in check(under)}
     with suppress(ConfigError):
         refuse_layout(layout, machine.gpus)
-        return problems.isdisjoint((CONTEXT, TENSOR))
+        return all(problem.key != CONTEXT for problem in check_routing(under))
     return False
 
 

@@ -119,7 +119,7 @@ def plan(
         in_head=outermost + _in_the_head(sizes, part.tokens, is_lora=is_lora),
         at_end=0 if is_lora else (2 + 4) * sizes.outermost + 4 * sizes.outermost // ranks,
         teaching=0 if teacher is None else _of_a_teacher(teacher, part, ranks),
-        uneven=int(_UNEVEN * activations.of_experts(sizes, part)),
+        uneven=int(_UNEVEN * activations.of_experts(own, part)),
     )
 
 

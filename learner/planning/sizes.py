@@ -21,7 +21,7 @@ class Experts:
     """Of a layer, the largest."""
 
     num: int
-    chosen: int  # for a token
+    chosen: float  # for a token, of those that a rank takes there
     weights: int  # of all of them
     total: int  # in all layers
     trained: int  # of these
@@ -88,7 +88,9 @@ class Sizes:
         """What of its layers each of so many ranks has that share them."""
         shared = {name: getattr(self, name) // ranks for name in ("mlp", "queries", "keys", "heads")}
         others = self.shared.weights // max(1, self.layers) * (ranks - 1) // ranks
-        return replace(self, **shared, layer=self.layer - others, kv_heads=max(1, self.kv_heads // ranks))
+        experts = self.experts and replace(self.experts, chosen=self.experts.chosen / ranks)
+        kv_heads = max(1, self.kv_heads // ranks)
+        return replace(self, **shared, layer=self.layer - others, kv_heads=kv_heads, experts=experts)
 
     def attends(self, settings: schema.Model) -> str:
         """On a GPU, under these settings."""

@@ -337,7 +337,6 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _gpus,
     trained.check_activations,
     trained.check_adapters,
-    trained.check_tensor,
     trained.check_routers,
     _names,
     routers.check_routing,

@@ -1,5 +1,5 @@
-"""Settings of what trains that contradict each other: what is kept for the backward pass, adapters, how layers are
-divided over ranks, and the routers of a mixture of experts."""
+"""Settings of what trains that contradict each other: what is kept for the backward pass, adapters, and the routers of
+a mixture of experts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,6 @@ def check_adapters(config: Config) -> Iterator[Problem]:
     if config.model.lora is not None and (config.model.dtype, config.weights.dtype) == ("bfloat16", "float32"):
         remedy = "the learner holds the frozen model in bfloat16, which is not what float32 files hold; set bfloat16"
         yield Problem(key="weights.dtype", remedy=f"{remedy}, or model.dtype=float32")
-
-
-def check_tensor(config: Config) -> Iterator[Problem]:
-    """Layers that ranks share are those of a dense model."""
-    key, layout = "learner.layout.tensor", config.learner.layout
-    if layout.tensor > 1 and layout.experts > 1:
-        remedy = f"ranks share layers or experts, not both; set it to 1, or learner.layout.experts = {layout.experts}"
-        yield Problem(key=key, remedy=f"{remedy} to 1")
 
 
 def check_activations(config: Config) -> Iterator[Problem]:

@@ -1,7 +1,7 @@
 """What each rank does in test_expert_ranks: a gradient and a step of mixtures under some layouts, steps from a
 checkpoint to the next, versions of given weights. Run by `tests.warm`.
 
-python -m tests.integration.expert_ranks FOLDER JOB,... EXPERTSxREPLICASxCONTEXT...    FOLDER/<family> exists
+python -m tests.integration.expert_ranks FOLDER JOB,... EXPERTSxREPLICASxCONTEXTxTENSOR...    FOLDER/<family> exists
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ from tests.unit.test_wire_routes import random_routes
 END = 1  # of the tiny tokenizer
 CASES = (*((family, "float64") for family in MIXTURES), ("qwen3_moe", "float32"))
 RESUMED = "qwen3_moe"
-_WITH_ALL_CASES = ("1-1x1x1", "2-2x1x1", "4-4x1x2")  # and whatever eight ranks do
+_WITH_ALL_CASES = ("1-1x1x1x1", "2-2x1x1x1", "4-4x1x2x1", "2-1x1x1x2", "4-4x1x1x2")  # and whatever eight ranks do
 
 
 def name_of(world: World) -> str:
-    return f"{world.size}-{world.layout.experts}x{world.layout.replicas}x{world.layout.context}"
+    layout = world.layout
+    return f"{world.size}-{layout.experts}x{layout.replicas}x{layout.context}x{layout.tensor}"
 
 
 def cases_of(name: str) -> Sequence[tuple[str, str]]:
-    """(family, dtype) of what is learnt in the layout of this name."""
-    return CASES if name in _WITH_ALL_CASES or name.startswith("8-") else CASES[:1]
+    """(family, dtype) of what is learnt in the layout of this name. Of gpt-oss ranks share no layers."""
+    found = CASES if name in _WITH_ALL_CASES or name.startswith("8-") else CASES[:1]
+    return found if name.endswith("x1") else [case for case in found if case[0] != "gpt_oss"]
 
 
 class Rank:
@@ -152,8 +154,9 @@ if __name__ == "__main__":
     jobs, layouts = sys.argv[2].split(","), sys.argv[3:]
     with join_world(os.environ, timeout_s=60) as joined:
         for layout in layouts:
-            experts, replicas, context = map(int, layout.split("x"))
-            world = joined.under(schema.Layout(experts=experts, replicas=replicas, context=context))
+            experts, replicas, context, tensor = map(int, layout.split("x"))
+            divided = schema.Layout(experts=experts, replicas=replicas, context=context, tensor=tensor)
+            world = joined.under(divided)
             for job in jobs:
                 JOBS[job](Path(sys.argv[1]), world)
                 world.barrier()  # a rank that leaves closes connections from which others may still read

@@ -304,14 +304,6 @@ def test_problems_name_the_place_where_the_value_was_written_and_all_are_told_at
     assert second.startswith("override 'optimizer.min_lr=1': optimizer.min_lr = 1.0: ")
 
 
-def test_ranks_share_layers_of_dense_models_and_their_adapters(good: Path) -> None:
-    assert problems(good, "learner.layout.tensor=2", "learner.layout.context=2") == []
-    assert problems(good, "learner.layout.tensor=2", "model.lora={}") == []
-    [with_experts] = problems(good, "learner.layout.tensor=2", "learner.layout.experts=4")
-    assert with_experts.startswith("learner.layout.tensor = 2: ")
-    assert "learner.layout.experts = 4 to 1" in with_experts
-
-
 def test_adapters_of_a_model_that_is_frozen_in_bfloat16_are_served_in_it(good: Path) -> None:
     assert problems(good, "model.lora={rank: 4}") == []
     assert problems(good, "model.lora={rank: 4}", "weights.dtype=float32", "model.dtype=float32") == []

@@ -123,13 +123,12 @@ def test_ranks_that_share_layers_are_of_one_host() -> None:
         assert max(option.layout.tensor for option in options(asked(LARGE), hosts)) == most
 
 
-def test_what_the_learner_refuses_is_not_planned() -> None:
-    assert {option.layout.tensor for option in options(asked(QWEN), machine(QWEN))} == {1}, "it has experts"
-
-
-def test_adapters_are_planned_with_layers_that_ranks_share() -> None:
-    case = replace(LARGE, lora=True)
-    assert {option.layout.tensor for option in options(asked(case), machine(case))} == {1, 2, 4, 8}
+@pytest.mark.parametrize(
+    ("case", "numbers"), [(GPT, {1}), (QWEN, {1, 2, 4}), (replace(LARGE, lora=True), {1, 2, 4, 8})]
+)
+def test_what_the_learner_refuses_is_not_planned(case: Case, numbers: set[int]) -> None:
+    """Of gpt-oss transformers has no plan."""
+    assert {option.layout.tensor for option in options(asked(case), machine(case))} == numbers
 
 
 def test_heads_that_ranks_share_are_shared_further_by_those_that_share_samples() -> None:
