@@ -86,7 +86,15 @@ def why_lines(view: View, *, width: int = WIDTH) -> list[str]:
 def cause_lines(cause: Cause, *, width: int = WIDTH) -> Iterator[str]:
     yield f"{_MARKS[cause.level]} {printable(cause.title)}"
     for label, text in (("seen", cause.evidence), ("do", cause.remedy)):
-        yield from wrap(printable(text), width, initial_indent=f"   {label:<6}", subsequent_indent=" " * 9)
+        yield from wrap(
+            printable(text),
+            width,
+            initial_indent=f"   {label:<6}",
+            subsequent_indent=" " * 9,
+            # Commands and paths are copied from here: they stay whole.
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
 
 
 def steps(view: View) -> str:
