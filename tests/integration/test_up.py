@@ -133,6 +133,22 @@ def test_a_run_on_vllm_with_two_ranks_trains_loses_nothing_and_leaves_nothing(fo
 
 
 @pytest.mark.long
+def test_ranks_that_share_layers_train_to_the_end_and_one_rank_goes_on_with_what_they_left(folder: Path) -> None:
+    shared = finish(start(folder, "worker.engine=transformers", "learner.processes=2", "learner.layout.tensor=2"))
+    alone = finish(start(folder, "worker.engine=transformers", "training.max_steps=8"))
+
+    for summary, steps in ((shared, 5), (alone, 8)):
+        assert summary["state"] == "finished"
+        assert summary["steps"] == steps
+        assert (summary["lost"], summary["twice"], summary["dead"], summary["clean"]) == (0, 0, 0, True)
+        assert summary["restarts"] == {}
+        transformers.AutoModelForCausalLM.from_pretrained(summary["export"])
+    steps = [json.loads(line) for line in (folder / "whole" / "metrics.jsonl").read_text().splitlines()]
+    fresh = [step["policy/fresh_mismatch"] for step in steps if "policy/fresh_mismatch" in step]
+    assert max(fresh) < 1e-3, "what they serve is what they train"
+
+
+@pytest.mark.long
 def test_workers_that_are_killed_or_sent_away_come_again_ctrl_c_drains_and_another_start_goes_on(folder: Path) -> None:
     fast = ("worker.engine=transformers", "training.max_steps=400")
     process = start(folder, *fast)
