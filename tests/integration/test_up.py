@@ -143,8 +143,8 @@ def test_ranks_that_share_layers_train_to_the_end_and_one_rank_goes_on_with_what
         assert (summary["lost"], summary["twice"], summary["dead"], summary["clean"]) == (0, 0, 0, True)
         assert summary["restarts"] == {}
         transformers.AutoModelForCausalLM.from_pretrained(summary["export"])
-    steps = [json.loads(line) for line in (folder / "whole" / "metrics.jsonl").read_text().splitlines()]
-    fresh = [step["policy/fresh_mismatch"] for step in steps if "policy/fresh_mismatch" in step]
+    records = [json.loads(line) for line in (folder / "whole" / "metrics.jsonl").read_text().splitlines()]
+    fresh = [record["policy/fresh_mismatch"] for record in records if "policy/fresh_mismatch" in record]
     assert max(fresh) < 1e-3, "what they serve is what they train"
 
 
