@@ -121,8 +121,10 @@ def divide(model: transformers.PreTrainedModel, mesh: DeviceMesh) -> list[nn.Mod
 
 def share_tokens(model: transformers.PreTrainedModel, parts: Parts) -> None:
     """Among ranks that have the same ones."""
-    for _, module in experts_of(model):
+    modules = [module for _, module in experts_of(model)]
+    for module in modules:
         vars(module)["sharers"] = parts
+    if modules:
         ask_here(model)
 
 

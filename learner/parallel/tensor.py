@@ -25,7 +25,7 @@ Each exchange blocks until the group's ranks have come. On a GPU (NCCL) it never
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import gcd
@@ -219,11 +219,8 @@ def _divisors(number: int) -> str:
 
 
 def _share_columns(layer: Layer, parts: Parts, mesh: DeviceMesh) -> None:
-    linear = layer.linear
-    _keep(linear, "weight", part_of(linear.weight, mesh))
-    if linear.bias is not None:
-        _keep(linear, "bias", part_of(linear.bias, mesh))
-    linear.__class__ = _Here
+    _share_weight(layer.linear, mesh, bias=part_of)
+    layer.linear.__class__ = _Here
     if layer.factors is not None:
         inner, outer = layer.factors
         _keep(inner, "weight", _copy_of(inner.weight, mesh))
@@ -233,18 +230,21 @@ def _share_columns(layer: Layer, parts: Parts, mesh: DeviceMesh) -> None:
 
 
 def _share_rows(layer: Layer, parts: Parts, mesh: DeviceMesh) -> None:
-    linear = layer.linear
-    _keep(linear, "weight", part_of(linear.weight, mesh))
-    if linear.bias is not None:
-        _keep(linear, "bias", _copy_of(linear.bias, mesh))
-    linear.__class__ = _Rows
-    vars(linear)["parts"] = parts
+    _share_weight(layer.linear, mesh, bias=_copy_of)
+    layer.linear.__class__ = _Rows
+    vars(layer.linear)["parts"] = parts
     if layer.factors is not None:
         inner, outer = layer.factors
         for factor in layer.factors:
             _keep(factor, "weight", _copy_of(factor.weight, mesh))
         inner.__class__, outer.__class__ = _FromPart, _Here
         vars(inner)["parts"] = parts
+
+
+def _share_weight(linear: nn.Linear, mesh: DeviceMesh, *, bias: Callable[[torch.Tensor, DeviceMesh], DTensor]) -> None:
+    _keep(linear, "weight", part_of(linear.weight, mesh))
+    if linear.bias is not None:
+        _keep(linear, "bias", bias(linear.bias, mesh))
 
 
 def _keep(linear: nn.Linear, leaf: str, part: DTensor) -> None:
