@@ -144,8 +144,15 @@ def test_a_run_without_steps_has_no_plot(learner: LearnerStream, redis_url: str,
 
 
 def test_all_runs_of_a_server_are_listed(
-    make_learner: MakeLearner, redis_url: str, run_name: str, client: redis.Redis, capsys: pytest.CaptureFixture[str]
+    make_learner: MakeLearner,
+    redis_url: str,
+    run_name: str,
+    client: redis.Redis,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # whose folder `runs` is listed, too: that of a checkout may have a quickstart's
     names = [run_name, f"{run_name}-2", f"{run_name}-{{odd}}"]
     learners = [make_learner(of=Keys(name)) for name in names]
     learners[1].release("finished")
