@@ -115,5 +115,5 @@ def load_model_together(context: RankContext) -> Policy:
     torch.manual_seed(context.config.seed)
     policy = load_policy(context.config, context.world, context.tokenizer_info.end_ids)
     if context.config.algorithm.routing_replay != "none":
-        policy.replay = RoutingReplay(policy.model, context.config)
+        policy.replay = RoutingReplay(policy.model, context.config, parts=policy.parts)
     return policy

@@ -50,7 +50,6 @@ _SUMS: Final = (
     *("in_flight", "in_queue", "lag", "lag_tokens", "dead_tokens", "masked_tokens"),
     *("model_tokens", "flops", "tokens", "ratio_squared", "kl", "kl_tokens"),
     *("fresh_tokens", "fresh_mismatch", "fresh_mismatch_kl"),
-    *("route_pairs", "routes_told", "routes_differing"),
 )
 # Upper edges of the bins that ratios are counted in; each bin begins beyond the edge before it.
 RATIO_EDGES: Final = (0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2.0, 5.0, math.inf)
@@ -84,6 +83,7 @@ class Tally:
         self._own: dict[str, npt.NDArray[np.float64]] = {}  # (sum, count) of each metric of the loss's own
         self._routers: npt.NDArray[np.float64] | None = None  # [layers, E + 2]; of a mixture of experts
         self._router_tokens = 0
+        self._routes = np.zeros(3)  # as `add_routes` has them
         self._sources, self._step, self._is_dead = tuple(sources), step, is_dead
 
     def add_group(
@@ -152,8 +152,7 @@ class Tally:
 
     def add_routes(self, counts: torch.Tensor) -> None:  # [3]
         """Pairs of a token and a layer with experts; of these, with a route; of these, where the learner's differs."""
-        for name, value in zip(("route_pairs", "routes_told", "routes_differing"), counts.tolist(), strict=True):
-            self._add(name, value)
+        self._routes += counts.cpu().numpy()
 
     def add_reference(self, behaviour_logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> None:
         self._add("kl", float((behaviour_logprobs - reference_logprobs).sum()))
@@ -177,11 +176,13 @@ class Tally:
         told = world.gather_bytes(json.dumps(list(self._own)).encode())
         names = sorted({name for part in told for name in json.loads(part)})
         own = [self._own.get(name, np.zeros(2)) for name in names]
-        totals = world.total_of_data(np.concatenate([list(self._sums.values()), *own]))
+        of_data = np.concatenate([list(self._sums.values()), *own])
+        once = of_data if world.speaks else np.zeros_like(of_data)  # of what other ranks have seen, too
+        routes, totals = np.split(world.total(np.concatenate([self._routes, once])), [len(self._routes)])
         sums = dict(zip(self._sums, totals[: len(self._sums)].tolist(), strict=True))
         peaks = dict(zip(self._peaks, world.largest(np.array(list(self._peaks.values()))).tolist(), strict=True))
         found = {**_of_rollouts(sums, self._sources), **_of_tokens(sums, peaks), **_of_lag(sums, peaks)}
-        found |= _of_routes(sums)
+        found |= _of_routes(*routes.tolist())
         found |= _of_loss(dict(zip(names, totals[len(sums) :].reshape(-1, 2).tolist(), strict=True)))
         if self._routers is not None:  # then it is so on all ranks, whatever groups they got
             found |= of_routers(world.total(np.append(self._routers, self._router_tokens)), len(self._routers))
@@ -273,10 +274,9 @@ def _of_tokens(sums: Mapping[str, float], peaks: Mapping[str, float]) -> dict[st
     return found
 
 
-def _of_routes(sums: Mapping[str, float]) -> dict[str, float]:
-    pairs, told = sums["route_pairs"], sums["routes_told"]
+def _of_routes(pairs: float, told: float, differing: float) -> dict[str, float]:
     missing = {"router/routes_missing": 1 - told / pairs} if pairs else {}
-    return {**missing, "router/routes_differ": sums["routes_differing"] / told} if told else missing
+    return {**missing, "router/routes_differ": differing / told} if told else missing
 
 
 def _of_loss(pairs: Mapping[str, Sequence[float]]) -> dict[str, float]:

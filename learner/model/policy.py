@@ -97,7 +97,7 @@ class Policy(nn.Module):
         projection = self.model.get_output_embeddings()
         # What FSDP has gathered in bf16 needs no casts; a cache of casts would keep them all to the end of the pass.
         casts = dtype == torch.bfloat16 and next(self.model.parameters()).dtype != dtype
-        told = nullcontext() if self.replay is None else self.replay.passing(batch)
+        told = nullcontext() if self.replay is None else self.replay.passing(here)
         with told, torch.autocast(batch.input_ids.device.type, torch.bfloat16, enabled=casts, cache_enabled=False):
             if self.way.own_logits:
                 logits = self.model(input_ids=batch.input_ids, use_cache=False).logits

@@ -12,7 +12,8 @@ Rollout Routing Replay (R3: arXiv 2510.11370) tells the engine's choice, in all 
 2507.18071) tells that of the learner's first pass over a batch, in the later ones.
 
 Recomputing a checkpointed layer in the backward pass comes by the same routers: what was told stays told until the next
-forward pass, and nothing is counted then. The reference and a teacher route by themselves. On a GPU it never ran.
+forward pass, and nothing is counted then. Ranks that share samples by their length are told, and count, the routes of
+their own cells. The reference and a teacher route by themselves. On a GPU it never ran.
 """
 
 from __future__ import annotations
@@ -30,16 +31,22 @@ from streamrl.config import schema
 from streamrl.config.routers import ROUTERS, find_routers
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.packing.micro_batches import NO_TOKEN, MicroBatch
+from streamrl.learner.parallel.context import Parts
 from streamrl.protocol.wire.routes import RouteShape
 
 
 class RoutingReplay:
     """Hooks on a model's routers; UserError where it has none that are known."""
 
-    def __init__(self, model: transformers.PreTrainedModel, config: schema.Config) -> None:
+    def __init__(
+        self, model: transformers.PreTrainedModel, config: schema.Config, *, parts: Parts | None = None
+    ) -> None:
+        """`parts`: of rows, one of which this rank computes; None: it has rows whole."""
         routers = find_routers(model, config)
+        self._parts = parts
         self.shape: RouteShape = routers.shape
         self.mode = config.algorithm.routing_replay
+        self._extent = torch.Size()  # [rows, length] of what passes
         self._told: torch.Tensor | None = None  # [cells, layers, k]
         self._chosen: dict[int, torch.Tensor] = {}  # [cells, k] by layer, in this pass
         self._counts: list[torch.Tensor] = []  # [3] of each layer
@@ -54,7 +61,8 @@ class RoutingReplay:
 
     @contextmanager
     def passing(self, batch: MicroBatch) -> Iterator[None]:
-        """Around a forward pass; what is told stays until the next one."""
+        """Around a forward pass over this rank's cells; what is told stays until the next one."""
+        self._extent = batch.input_ids.shape
         self._told = None if batch.routes is None else batch.routes.flatten(0, 1).to(batch.input_ids.device)
         self._chosen, self._counts, self._in_forward = {}, [], True
         try:
@@ -67,16 +75,17 @@ class RoutingReplay:
         if self._counts and first == (self.mode != "first_pass"):  # later passes have other weights
             tally.add_routes(torch.stack(self._counts).sum(0))
         if first and self.mode == "first_pass":
-            batch = replace(batch, routes=self._as_chosen(batch))
+            batch = replace(batch, routes=self._as_chosen())
         self._chosen, self._counts = {}, []
         return batch
 
-    def _as_chosen(self, batch: MicroBatch) -> torch.Tensor:  # [rows, length, layers, k]
-        cells = batch.input_ids
-        found = torch.zeros((cells.numel(), *self.shape[:2]), dtype=torch.int16, device=cells.device)
+    def _as_chosen(self) -> torch.Tensor:  # [rows, whole length, layers, k]
+        first, *_ = self._chosen.values()
+        found = first.new_zeros((self._extent.numel(), *self.shape[:2]), dtype=torch.int16)
         for layer, chosen in self._chosen.items():
             found[:, layer] = chosen.to(torch.int16)
-        return found.view(*cells.shape, *self.shape[:2]).cpu()
+        found = found.view(*self._extent, *self.shape[:2]).cpu()
+        return found if self._parts is None else self._parts.spread(found)
 
     def _hook(self, layer: int) -> Any:
         def replay(router: nn.Module, _args: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:

@@ -78,7 +78,7 @@ class Parts:
         mine, length = batch.mine, batch.input_ids.shape[1]
         assert mine is not None, "it was packed for a policy that has rows whole"
         size = length // self.of
-        cells = slice(self.at * size, (self.at + 1) * size)
+        cells = self._cells(size)
         of_tokens = ("targets", "position", "in_turn", "behaviour_logprobs", "sample")
         index = batch.index[mine]
         return replace(
@@ -86,8 +86,19 @@ class Parts:
             input_ids=batch.input_ids[:, cells],
             position_ids=batch.position_ids[:, cells],
             index=index // length * size + index % length - cells.start,
+            routes=None if batch.routes is None else batch.routes[:, cells],
             **{name: getattr(batch, name)[mine] for name in of_tokens},
         )
+
+    def spread(self, part: torch.Tensor) -> torch.Tensor:  # [rows, a part of the length, ...] -> [rows, length, ...]
+        """Of its own cells what this rank has, and zeros of those of others."""
+        rows, size = part.shape[:2]
+        whole = part.new_zeros(rows, self.of * size, *part.shape[2:])
+        whole[:, self._cells(size)] = part
+        return whole
+
+    def _cells(self, size: int) -> slice:
+        return slice(self.at * size, (self.at + 1) * size)
 
     def joined(self, batch: MicroBatch, *values: torch.Tensor) -> Sequence[torch.Tensor]:  # [T] each
         """Of what each rank has of its own tokens."""

@@ -18,9 +18,7 @@ from itertools import product
 
 from streamrl.config import schema
 from streamrl.config.layout import refuse_layout
-from streamrl.config.routers import check_routing
 from streamrl.errors import ConfigError
-from streamrl.learner.parallel.context import KEY as CONTEXT
 from streamrl.learner.planning.memory import Plan, computes_again, keeps_reference, plan
 from streamrl.learner.planning.sizes import Sizes
 from streamrl.learner.planning.traffic import Links, sent
@@ -162,15 +160,14 @@ def _allowed(asked: Asked, machine: Machine) -> Iterator[schema.Layout]:
     }
     for numbers in product(*of_each.values()):
         layout = schema.Layout(**dict(zip(of_each, numbers, strict=True)))
-        if sizes.heads // layout.tensor % layout.context == 0 and _is_taken(layout, asked.config, machine):
+        if sizes.heads // layout.tensor % layout.context == 0 and _is_taken(layout, machine):
             yield layout
 
 
-def _is_taken(layout: schema.Layout, config: schema.Config, machine: Machine) -> bool:
-    under = _under(layout, config)
+def _is_taken(layout: schema.Layout, machine: Machine) -> bool:
     with suppress(ConfigError):
         refuse_layout(layout, machine.gpus)
-        return all(problem.key != CONTEXT for problem in check_routing(under))
+        return True
     return False
 
 

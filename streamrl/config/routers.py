@@ -47,9 +47,6 @@ def check_routing(config: schema.Config) -> Iterator[Problem]:
     if settings.routing_replay == "first_pass" and settings.reinforce_epochs == 1:
         remedy = "with algorithm.reinforce_epochs = 1 there is no pass but the first; choose rollout, or none"
         yield Problem(key=SETTING, remedy=remedy)
-    if settings.routing_replay != "none" and config.learner.layout.context > 1:
-        remedy = "routers of a rank that has a part of each row are told no routes; set it to 1"
-        yield Problem(key="learner.layout.context", remedy=f"{remedy}, or {SETTING}=none")
     if not wants_routes(config) or worker.engine != "vllm":
         return
     for name in _SPREADS:

@@ -61,8 +61,8 @@ CASES: Mapping[str, Case] = {
     "llama": Case(family="llama", settings={**_HEADS, "num_key_value_heads": 2}, checkpointing=True),
     "varlen": Case(family="qwen3", settings={**_HEADS, "num_key_value_heads": 4}, attention="varlen"),
     "gemma": Case(family="gemma3_text", settings={**_HEADS, "num_key_value_heads": 1}),
-    # Its experts are multiplied in groups, which torch does not do in float64.
-    "gpt_oss": Case(family="gpt_oss", settings={**_HEADS, "num_key_value_heads": 2}, dtype="float32"),
+    "gpt_oss": Case(family="gpt_oss", settings={**_HEADS, "num_key_value_heads": 2}),
+    "narrow": Case(family="qwen3", settings={**_HEADS, "num_key_value_heads": 2}, dtype="float32"),
 }
 
 

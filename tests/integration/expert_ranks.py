@@ -74,7 +74,7 @@ class Rank:
         self.world = world
         self.policy = load_policy(self.config, world, (END,))
         if told:
-            self.policy.replay = RoutingReplay(self.policy.model, self.config)
+            self.policy.replay = RoutingReplay(self.policy.model, self.config, parts=self.policy.parts)
         if dtype == "float64":
             never_round(self.policy)
             never_round_routers(self.policy)
@@ -108,10 +108,9 @@ def learn(folder: Path, world: World) -> None:
 
 
 def replay(folder: Path, world: World) -> None:
-    if world.layout.context == 1:  # with more it is refused
-        with replay_never_rounding():
-            found, metadata = learnt(folder, RESUMED, world, "float64", told=True)
-        keep(found, folder / f"told-{name_of(world)}.safetensors", world, metadata)
+    with replay_never_rounding():
+        found, metadata = learnt(folder, RESUMED, world, "float64", told=True)
+    keep(found, folder / f"told-{name_of(world)}.safetensors", world, metadata)
 
 
 def routed(group: Group, shape: RouteShape) -> Group:

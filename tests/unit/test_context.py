@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,9 +22,11 @@ from streamrl.learner.packing.micro_batches import MicroBatch, Shape, empty_micr
 from streamrl.learner.packing.ways import ways_of
 from streamrl.learner.parallel.context import Parts, refuse_heads, repeats
 from streamrl.learner.process.ranks import World
+from streamrl.protocol.wire.routes import RouteShape
 from tests.learner_cases import random_groups
 from tests.tiny_families import make_family
 from tests.unit.test_packing import batches, piece
+from tests.unit.test_wire_routes import random_routes
 
 CPU = torch.device("cpu")
 
@@ -60,6 +63,25 @@ def test_parts_are_as_long_and_have_every_cell_and_every_token_once(
             assert cells_of(one).equal(cells_of(whole)[own])
             assert one.sample.equal(whole.sample[own])
             assert one.until.equal(whole.until), "attention sees whole rows"
+
+
+@pytest.mark.parametrize("of", [2, 3])
+def test_routes_go_with_their_cells_and_what_a_part_chose_is_kept_where_it_is_read_again(of: int) -> None:
+    routes = [random_routes(2 + n, RouteShape(2, 2, 8), seed=n) for n in range(1, 8)]
+    pieces = [replace(piece(n, 2, n, group=n), routes=each) for n, each in enumerate(routes, start=1)]
+    packed = [pack(pieces, max_tokens=20, shape=shape(at, of)) for at in range(of)]
+    assert len(packed[0]) > 1
+    for same in zip(*packed, strict=True):
+        whole = cast(torch.Tensor, same[0].routes)
+        for at, batch in enumerate(same):
+            own = cast(torch.Tensor, part(at, of).cut(batch).routes)
+            again = part(at, of).cut(replace(batch, routes=part(at, of).spread(own)))
+            assert again.routes is not None
+            assert again.routes.equal(own)
+        here = [cast(torch.Tensor, part(at, of).cut(batch).routes) for at, batch in enumerate(same)]
+        assert torch.cat(here, dim=1).equal(whole)
+        spread = [part(at, of).spread(own + 3) for at, own in enumerate(here)]
+        assert torch.stack(spread).sum(0).equal(whole.long() + 3), "each cell once"
 
 
 def test_a_rank_that_has_run_out_has_a_part_of_nothing() -> None:

@@ -208,10 +208,3 @@ def test_a_model_of_few_heads_or_none_to_share_is_not_shared_further() -> None:
         known = replace(asked(LONG), sizes=replace(sizes, may_share=may_share))
         found = {o.layout.context for o in options(known, Machine(gpus=12, memory=ROOM, per_host=12))}
         assert found == contexts
-
-
-def test_a_run_that_replays_routes_has_samples_whole() -> None:
-    case = asked(QWEN)
-    algorithm = case.config.algorithm.model_copy(update={"routing_replay": "rollout"})
-    replaying = replace(case, config=case.config.model_copy(update={"algorithm": algorithm}))
-    assert {o.layout.context for o in options(replaying, machine(QWEN))} == {1}
