@@ -82,6 +82,16 @@ def test_a_launcher_that_ends_without_a_word_has_failed() -> None:
         launcher.ended.check()
 
 
+def test_a_launcher_that_is_killed_in_mid_word_has_failed() -> None:
+    launcher = launch(
+        HEAD + BEGUN + 'sys.stdout.write(\'{"kind": "ended\'); sys.stdout.flush()\nos.kill(os.getpid(), 9)'
+    )
+
+    assert launcher.wait(60)
+    assert launcher.ended is not None
+    assert (launcher.ended.state, launcher.name) == ("failed", "mine")
+
+
 def test_it_ends_in_good_order_when_it_is_asked_to() -> None:
     launcher = begun(IN_ORDER)
 

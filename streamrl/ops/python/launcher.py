@@ -141,7 +141,8 @@ class Launcher:
         told: Ended | None = None
         with self._process.stdout as lines:
             for line in lines:
-                told = self._take(json.loads(line)) or told
+                if line.endswith(b"\n"):  # else it was killed in the middle of it
+                    told = self._take(json.loads(line)) or told
         code = self._process.wait()
         if told is None and self._is_to_end:  # it was told so before it could heed that
             told = Ended(state="stopped")
