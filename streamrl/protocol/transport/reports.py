@@ -19,6 +19,7 @@ from streamrl.protocol.transport import operator_scripts as scripts
 from streamrl.protocol.transport.connection import Call, run, run_async
 from streamrl.protocol.transport.entries import encode_report
 from streamrl.protocol.transport.keys import Keys
+from streamrl.tasks import cancel_all
 from streamrl.telemetry.progress import Progress
 
 
@@ -63,9 +64,7 @@ async def report_progress(
     try:
         yield
     finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await cancel_all([task])
         with outcome.noted():
             await run_async(client, scripts.withdraw(keys, progress.part))
 
