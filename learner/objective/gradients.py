@@ -89,7 +89,7 @@ class Gradients:
         selections = [self._algorithm.select(group) for group in groups]
         pieces = _pieces(groups, selections)
         micro_batches = self._micro_batches(pieces, self._policy.shape)
-        reference_logprobs = [self._reference(batch) if self._reference else None for batch in micro_batches]
+        reference_logprobs = self._ask_reference(micro_batches)
         samples = [sample for group in groups for sample in group.samples]
         lengths = torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64)
         penalties = self._penalties(len(samples), micro_batches, reference_logprobs, tally)
@@ -179,6 +179,15 @@ class Gradients:
                 return num_counted
             case "max_tokens":
                 return num_counted * self._max_response
+
+    def _ask_reference(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor | None]:  # [T] each
+        if self._reference is None:
+            return [None] * len(micro_batches)
+        found: list[torch.Tensor | None] = []
+        for batch in micro_batches:
+            found.append(self._reference(batch))
+            self._beat()
+        return found
 
     def _taught(
         self, samples: Sequence[Sample], pieces: Sequence[Piece], begins: torch.Tensor

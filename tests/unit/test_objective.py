@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,9 @@ def reference_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("reference"), hidden=32, seed=1)
 
 
-def make_gradients(policy: Policy, reference: Policy, config: schema.Config) -> Gradients:
+def make_gradients(
+    policy: Policy, reference: Policy, config: schema.Config, *, beat: Callable[[], None] = lambda: None
+) -> Gradients:
     def ask(batch: MicroBatch) -> torch.Tensor:
         with torch.no_grad():
             return reference(batch).logp
@@ -52,7 +54,7 @@ def make_gradients(policy: Policy, reference: Policy, config: schema.Config) -> 
         algorithm=make_algorithm(config.algorithm),
         config=config,
         world=ALONE,
-        beat=lambda: None,
+        beat=beat,
     )
 
 
@@ -178,6 +180,17 @@ def test_empty_and_unfinished_responses_and_lone_survivors_are_finite(
         assert np.isfinite(accumulate(policy, policy64(model_folder), batch, config))
         gradients = [p.grad for p in policy.parameters() if p.grad is not None]
         assert all(torch.isfinite(g).all() for g in gradients)
+
+
+def test_each_pass_of_the_reference_shows_that_the_step_gets_on(model_folder: Path) -> None:
+    config = learner_config(model_folder, training=schema.Training(micro_batch_tokens=60))
+    policy, beats = policy64(model_folder), list[int]()
+    gradients = make_gradients(policy, policy, config, beat=lambda: beats.append(1))
+    tally = Tally(sources=tuple(config.rewards), step=0, is_dead=lambda _version, _step: False)
+
+    batch = gradients.prepare(random_groups(6), tally)
+
+    assert len(beats) == len(batch.micro_batches) > 2
 
 
 def test_kl_estimators_by_hand() -> None:
