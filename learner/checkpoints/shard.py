@@ -91,6 +91,7 @@ class Shard:
 
 def load_state(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
     """What shards hold, at any number of ranks."""
+    counts_beside_weights = bool(optimizer.defaults.get("fused"))  # so the kernel of a GPU wants it; it never ran there
     with ExitStack() as stack:
         paths = sorted(folder.glob(_PATTERN))
         files = [_File.open(stack.enter_context(safetensors.safe_open(path, framework="pt"))) for path in paths]
@@ -99,7 +100,7 @@ def load_state(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer
             steps = max((file.steps.get(name, 0.0) for file in files), default=0.0)
             if steps > 0:
                 state = optimizer.state[parameter]
-                state["step"] = torch.tensor(steps)
+                state["step"] = torch.tensor(steps, device=parameter.device if counts_beside_weights else "cpu")
                 for moment in _MOMENTS:
                     state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                     _fill(held(state[moment], shape=parameter.shape), files, f"{moment}/{name}", name)

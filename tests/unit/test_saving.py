@@ -25,7 +25,7 @@ from streamrl.crashpoints import Point, armed
 from streamrl.errors import Fenced
 from streamrl.learner.checkpoints.checkpoint import MANIFEST, Checkpoint, describe
 from streamrl.learner.checkpoints.save import RankStateDouble, Saver
-from streamrl.learner.checkpoints.shard import Shard
+from streamrl.learner.checkpoints.shard import Shard, load_state
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry
 from streamrl.learner.groups.ledger import FeedState
 from streamrl.learner.loading.load import load_policy
@@ -41,6 +41,7 @@ from streamrl.protocol.transport.double import LearnerStreamDouble, MemoryServer
 from tests.conductor_world import ALONE, Scene, start_of, surroundings
 from tests.feed_world import Clock
 from tests.learner_cases import learner_config
+from tests.shards import write_shard
 from tests.tiny_models import make_model
 
 CPU = torch.device("cpu")
@@ -262,6 +263,24 @@ def test_a_shard_holds_the_state_of_its_copy_and_the_moments_once_there_are_some
         assert torch.equal(found["rng"], random)
         assert ("exp_avg/weight" in found) is (number > 0)
         assert list(shard.write(tmp_path).values()) == [describe(tmp_path / name)]
+
+
+@pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])
+def test_a_fused_optimizer_that_goes_on_counts_its_steps_beside_the_weights(
+    tmp_path: Path, fused: bool, device: str
+) -> None:
+    """The kernel reads them there, and refuses a count on the host. `meta` stands for a GPU: that never ran."""
+    policy = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(policy.parameters())
+    make_a_step(policy, optimizer)
+    write_shard(tmp_path, policy, optimizer, ALONE)
+    elsewhere = nn.Linear(3, 2, device="meta")
+    its_own = torch.optim.AdamW(elsewhere.parameters(), fused=fused)
+
+    load_state(tmp_path, elsewhere, its_own, ALONE)
+
+    steps = [its_own.state[parameter]["step"] for parameter in elsewhere.parameters()]
+    assert [step.device.type for step in steps] == [device, device]
 
 
 def make_a_step(policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
