@@ -5,12 +5,6 @@
 Ends with 0 by returning, else by the error that ended it. What must be there is waited for with a bound; a word to stop
 is heard in every one of these waits, and what does not hear it, such as a call to a Redis that hangs, does not hold the
 worker for longer than its grace and `_LAST_S`.
-
-A worker's wait for its run: until a learner is at it, as long as there is a learner to be waited for.
-
-A learner takes a run up when it has loaded its model, which may last an hour; long before, it shows itself by a report
-each second. That its report *changes* is the sign, so clocks need not agree. Without a sign the wait is bounded; how
-long a learner that shows itself may take is bounded by the learner.
 """
 
 from __future__ import annotations
@@ -18,18 +12,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import redis.asyncio
 import structlog
 
 from streamrl.config import schema
 from streamrl.config.load import config_from_json
-from streamrl.errors import ConfigError, ResourceError, RunGone
+from streamrl.errors import ConfigError, RunGone
 from streamrl.extras import need
 from streamrl.files import mirror_folder, scratch_folder
 from streamrl.permissions import Permissions, allowed_model
@@ -43,8 +36,9 @@ from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.rejected import spread_s
 from streamrl.protocol.weights.stores import open_store
 from streamrl.tasks import cancel_all, run_beside, unless
-from streamrl.telemetry.progress import Progress, Wait
+from streamrl.telemetry.progress import Progress
 from streamrl.workers.answer import Answerer
+from streamrl.workers.await_run import await_run
 from streamrl.workers.engines.base import Engine, EngineSettings, make_engine
 from streamrl.workers.engines.model import ModelFacts, read_model
 from streamrl.workers.environments.playing import playing
@@ -306,45 +300,3 @@ def _engine_seed(run_seed: int, worker: str, engine: int) -> int:
     """Its own for each worker and each of its engines: the same prompt must not bring the same samples twice."""
     digest = hashlib.sha256(f"{run_seed}/{worker}/{engine}".encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1
-
-
-_UNMADE_S = 600.0  # without a sign of a learner that would make the run
-_ENDED_S = 300.0  # without a sign of one that would take up a run which has ended
-_POLL_S = 0.5
-
-
-class Run(Protocol):
-    """What is used of `transport.worker.WorkerStream`."""
-
-    async def run_info(self) -> RunInfo | None: ...
-
-    async def learner_report(self) -> bytes | None: ...
-
-
-async def await_run(
-    run: Run,
-    *,
-    name: str,
-    stop: asyncio.Event,
-    progress: Progress,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-) -> RunInfo | None:
-    """The run, once a learner is at it; None when told to stop, or when it has ended and nobody takes it up."""
-    last_sign, last_report = clock(), b""
-    with progress.waiting(Wait.RUN):
-        while not stop.is_set():
-            info = await run.run_info()
-            if info is not None and info.state == "running":
-                return info
-            report = await run.learner_report()
-            if report is not None and report != last_report:
-                last_sign, last_report = clock(), report
-            silent_s = clock() - last_sign
-            if info is not None and silent_s > _ENDED_S:
-                log.info("run_ended", state=info.state)
-                return None
-            if silent_s > _UNMADE_S:
-                raise ResourceError(f"no learner made the run {name!r} in this Redis within {_UNMADE_S:g} s")
-            await unless(stop, sleep(_POLL_S))
-    return None
