@@ -25,7 +25,7 @@ from streamrl.workers.engines.base import Engine, SampleRequest
 from streamrl.workers.environments.base import ENVIRONMENT, read_reward
 from streamrl.workers.environments.own import Children
 from streamrl.workers.environments.own_child import THREADS
-from streamrl.workers.rewards.functions import CANCEL_GRACE_S, CallFailed, Child
+from streamrl.workers.rewards.child import CANCEL_GRACE_S, CallFailed, Child
 from streamrl.workers.sessions.session import Session
 from streamrl.workers.sessions.sessions import Sessions
 from streamrl.workers.sessions.trace import Played

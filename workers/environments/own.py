@@ -32,7 +32,8 @@ from streamrl.permissions import Permissions
 from streamrl.recipe.environments import ENVIRONMENTS
 from streamrl.workers.confined.door import Door
 from streamrl.workers.environments.base import Answer, Episode, read_answer, read_text
-from streamrl.workers.rewards.functions import CallFailed, Child, may_run
+from streamrl.workers.rewards.child import CallFailed, Child
+from streamrl.workers.rewards.functions import may_run
 
 _CHILD = "streamrl.workers.environments.own_child"
 

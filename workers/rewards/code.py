@@ -17,8 +17,8 @@ from streamrl.config.places import SANDBOX
 from streamrl.errors import ConfigError, RewardError
 from streamrl.permissions import Permissions
 from streamrl.workers.rewards.base import Health, ScoreItem
+from streamrl.workers.rewards.child import CallFailed, Child
 from streamrl.workers.rewards.code_tests import Case, Ending, Outcome, judge, score_of
-from streamrl.workers.rewards.functions import CallFailed, Child
 
 _KEEPER = "streamrl.workers.confined.sandbox_keeper"
 _GRACE_S = 15.0  # for the keeper to say that a program had no time: it waits for the processor, too
