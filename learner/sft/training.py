@@ -163,7 +163,8 @@ class _Training:
             skipped = 0 if made.applied else skipped + 1
             if skipped >= _MAX_SKIPPED_IN_ROW:
                 raise TrainingError(f"{skipped} steps in a row had a loss that is not finite: try a smaller --lr")
-            self._losses.append(loss)
+            if made.applied:
+                self._losses.append(loss)
             done = step + 1
             now = time.monotonic()
             if done % every == 0 or now - told > _REPORT_S:
@@ -171,6 +172,8 @@ class _Training:
                 self._say(f"step {done} of {self.num_steps}: loss {loss:.3f}, {age(left_s)} left")
             if done % self._settings.save_every == 0 and done < self.num_steps:
                 self._save(done)
+        if not self._losses:
+            raise TrainingError("no step had a loss that is finite: try a smaller --lr")
         last = self._losses[-max(1, self.num_steps // _REPORTS) :]
         return sum(last) / len(last)
 

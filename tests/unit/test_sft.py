@@ -230,3 +230,12 @@ def test_a_program_reads_the_outcome_as_one_object(settings: Settings) -> None:
     assert told["output"] == str(settings.output)
     assert (told["num_steps"], told["num_rows"], told["held_out_loss"]) == (2, 320, None)
     assert "step 1 of 2: loss" in result.stderr
+
+
+def test_the_loss_that_is_told_is_of_steps_that_were_made(settings: Settings) -> None:
+    told: list[str] = []
+
+    outcome = train(replace(settings, batch_size=128, lr=1e25), told.append)  # its first step breaks the model
+
+    assert [line.partition(",")[0] for line in told][1:] == ["step 2 of 3: loss nan", "step 3 of 3: loss nan"]
+    assert f"loss {outcome.loss:.3f}" in told[0]
