@@ -64,7 +64,7 @@ class Learning:
             config=_make_config(shape, groups_per_step),
             run_uid=self._uid,
             fingerprint=MODEL,
-            keep=lambda header: None,
+            drop_reason=lambda header: None,
         )
         self._feed.note_version(make_version(1, 0), 0)
         gc.collect()

@@ -211,7 +211,7 @@ def _make_conductor(
         config=config,
         run_uid=start.run_uid,
         fingerprint=context.tokenizer_info.fingerprint,
-        keep=make_algorithm(config.algorithm).drop_reason,
+        drop_reason=make_algorithm(config.algorithm).drop_reason,
         quarantine=Quarantine(config.folder, term=start.term),
         order=open_order(config, prompts, root=config.folder, term=start.term, since=since, state=state),
         state=state,

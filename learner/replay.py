@@ -98,7 +98,7 @@ def _begin(
         config=config,
         run_uid=recording.origin.run_uid,
         fingerprint=recording.origin.fingerprint,
-        keep=make_algorithm(config.algorithm).drop_reason,
+        drop_reason=make_algorithm(config.algorithm).drop_reason,
         state=claimed.checkpoint.state.stream
         if claimed.checkpoint
         else first_state(recording, versions, num_of_data=num_of_data),

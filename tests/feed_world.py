@@ -69,7 +69,7 @@ def state_of(value: Mapping[str, Any]) -> FeedState:
     return TypeAdapter(FeedState).validate_python(value)
 
 
-def keep(header: GroupHeader) -> str | None:
+def drop_reason(header: GroupHeader) -> str | None:
     return "zero_variance" if len(set(header.sample_rewards)) == 1 else None
 
 
@@ -125,7 +125,7 @@ class FeedWorld:
             config=self.config,
             run_uid=RUN,
             fingerprint=MODEL,
-            keep=keep,
+            drop_reason=drop_reason,
             state=self.committed,
             quarantine=Quarantine(self.folder, term=self.term),
             clock=self.clock,

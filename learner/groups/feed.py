@@ -54,7 +54,7 @@ class Feed:
         config: schema.Config,
         run_uid: str,
         fingerprint: str,  # of model and tokenizer, as groups must carry it
-        keep: Callable[[GroupHeader], str | None],  # the algorithm's reason to drop a group, if it has one
+        drop_reason: Callable[[GroupHeader], str | None],  # the algorithm's; None: it is to be trained
         state: FeedState | None = None,  # of the checkpoint to go on from
         quarantine: Quarantine | None = None,  # None: nobody is suspected
         order: PromptOrder | None = None,  # None: as the settings want it, kept nowhere but in checkpoints
@@ -64,7 +64,7 @@ class Feed:
     ) -> None:
         state = state or FeedState()
         self._stream, self._groups_per_step = stream, config.training.groups_per_step
-        self._keep, self._quarantine = keep, quarantine or Quarantine()
+        self._reason_of_algorithm, self._quarantine = drop_reason, quarantine or Quarantine()
         self._failures = FailuresInRow(config.training.max_failed_in_row)
         self._wait_timers = WaitTimers(config, clock)
         self._clock, self._sleep = clock, sleep
@@ -334,7 +334,7 @@ class Feed:
             return "wrong_model"
         if self._lag.is_stale(header.min_version, header.max_version, step):
             return "stale"
-        return QUARANTINED if self._quarantine.holds(header.ticket) else self._keep(header)
+        return QUARANTINED if self._quarantine.holds(header.ticket) else self._reason_of_algorithm(header)
 
     def _drop_what_got_old(self, step: int) -> None:
         """Steps were made since it came to hand: only where the most urgent groups go first."""
@@ -347,4 +347,4 @@ class Feed:
         self._lengths.count(header, dropped=outcome != TRAINED)
         self._datasets.count(header, outcome=outcome, step=step)
         if outcome not in NOT_OURS:
-            self._dispatch.answered(header, teaches=self._keep(header) is None)
+            self._dispatch.answered(header, teaches=self._reason_of_algorithm(header) is None)

@@ -47,7 +47,7 @@ from streamrl.protocol.wire.group import GroupHeader
 from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version, show
 from tests.faults.place import Place
-from tests.feed_world import MODEL, keep, make_prompts
+from tests.feed_world import MODEL, drop_reason, make_prompts
 
 STEP = "step "  # begins a line of its output for each that it makes
 _VERSION = "version "
@@ -144,7 +144,7 @@ class _Loop:
             config=config,
             run_uid=start.run_uid,
             fingerprint=MODEL,
-            keep=keep,
+            drop_reason=drop_reason,
             quarantine=Quarantine(config.folder, term=start.term),
             order=open_order(
                 config,

@@ -24,7 +24,7 @@ from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.lease import await_lease
 from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.versions import make_version
-from tests.feed_world import MODEL, encode_answer, encode_failure, keep, make_config, make_prompts
+from tests.feed_world import MODEL, drop_reason, encode_answer, encode_failure, make_config, make_prompts
 
 NUM_PROMPTS = 20
 _MAX_ROUNDS = 200
@@ -76,7 +76,7 @@ class Learner:
             config=config,
             run_uid=uid,
             fingerprint=MODEL,
-            keep=keep,
+            drop_reason=drop_reason,
             state=state,
             clock=clock,
         )

@@ -18,7 +18,7 @@ from streamrl.protocol.transport.operator import purge, read_letters, read_reque
 from streamrl.protocol.transport.snapshot import snapshot
 from streamrl.protocol.transport.types import Letter
 from streamrl.protocol.transport.worker import WorkerStream
-from tests.feed_world import MODEL, encode_answer, encode_failure, keep, make_config, make_prompts
+from tests.feed_world import MODEL, drop_reason, encode_answer, encode_failure, make_config, make_prompts
 from tests.helpers import make_ticket
 from tests.redis.conftest import UID, MakeLearner
 from tests.redis.run_world import NUM_PROMPTS, RunWorld
@@ -31,7 +31,7 @@ def make_feed(stream: LearnerStream, **changes: Any) -> Feed:
         config=make_config(training={"groups_per_step": 3}, worker={"max_attempts": 1}),
         run_uid=UID,
         fingerprint=MODEL,
-        keep=keep,
+        drop_reason=drop_reason,
         **changes,
     )
 

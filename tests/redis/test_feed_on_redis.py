@@ -19,7 +19,7 @@ from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.protocol.wire.group import decode_body, decode_header
 from streamrl.versions import make_version
-from tests.feed_world import MODEL, encode_answer, encode_failure, keep, make_config, make_prompts
+from tests.feed_world import MODEL, drop_reason, encode_answer, encode_failure, make_config, make_prompts
 from tests.helpers import make_ticket
 from tests.redis.conftest import UID, MakeLearner
 
@@ -40,7 +40,7 @@ def make_feed(
         config=make_config(training={"groups_per_step": 3}, **sections),
         run_uid=UID,
         fingerprint=MODEL,
-        keep=keep,
+        drop_reason=drop_reason,
         state=state,
     )
     feed.note_version(make_version(term, 0), 0)
