@@ -216,7 +216,21 @@ def test_folders_are_listed_with_how_they_ended(tmp_path: Path, capsys: pytest.C
     }
     assert main(["runs", "ls", "--dir", str(tmp_path)]) == 0
     assert "2 runs" in capsys.readouterr().out
-    assert main(["runs", "ls", "--dir", str(tmp_path / "nowhere")]) == 0
+    assert main(["runs", "ls", "--dir", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere: there is no such folder" in capsys.readouterr().err
+
+
+def test_what_holds_a_run_back_is_wrapped_to_a_narrow_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(tmp_path, "big", "running")  # by a learner that is no more
+    widths = []
+    for columns in ("60", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main(["why", str(folder)]) == 5
+        lines = capsys.readouterr().out.splitlines()
+        widths.append(max(len(line) for line in lines if len(line.split()) > 2 and str(folder) not in line))
+    assert widths[0] <= 60 < widths[1] <= 100
 
 
 def test_runs_are_compared_by_their_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -27,6 +28,7 @@ from streamrl.ops.monitor.view import EXIT_CODES, EXIT_UNREACHABLE, SCHEMA, View
 from streamrl.process import LOOPBACK, address_of, bind
 from streamrl.protocol.transport.address import masked
 
+_NARROWEST = 40  # columns
 _EXITS = """\b
 Exits with
   0 healthy: it runs, or has finished         4 stalled: nothing moves
@@ -86,7 +88,7 @@ def why(target: Target, as_json: bool) -> int:
     \b
     --json prints {schema, run, verdict, causes [{name level title evidence remedy}]}.
     """
-    return _answer(target, _causes, why_lines, as_json=as_json)
+    return _answer(target, _causes, partial(why_lines, width=_width()), as_json=as_json)
 
 
 def _answer(
@@ -99,10 +101,16 @@ def _answer(
     except (ResourceError, TransportError) as error:
         cause = unreachable(str(error))
         nothing = {"schema": SCHEMA, "run": {"name": target.run}, "verdict": "unreachable", "causes": [asdict(cause)]}
-        tell(nothing, [f"{target.run}: unreachable", "", *cause_lines(cause)], as_json=as_json, indent=None)
+        words = [f"{target.run}: unreachable", "", *cause_lines(cause, width=_width())]
+        tell(nothing, words, as_json=as_json, indent=None)
         return EXIT_UNREACHABLE
     tell(told(view), lines(view), as_json=as_json, indent=None)
     return EXIT_CODES[view.verdict]
+
+
+def _width() -> int:
+    """Of the terminal, where there is a narrower one; sentences are wrapped to it, and not in mid-word by it."""
+    return max(_NARROWEST, min(WIDTH, shutil.get_terminal_size((WIDTH, 1)).columns))
 
 
 def _causes(view: View) -> dict[str, Any]:

@@ -31,9 +31,9 @@ def runs() -> None:
 
 @runs.command()
 @_takes_url
-@click.option("--dir", "folder", type=click.Path(path_type=Path), default="runs", help="Where folders of runs lie.")
+@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Where folders of runs lie; by default runs.")
 @takes_json
-def ls(url: str | None, folder: Path, as_json: bool) -> None:
+def ls(url: str | None, folder: Path | None, as_json: bool) -> None:
     """List the runs whose folders lie here, and those that a Redis holds where one is named; the youngest first.
 
     \b
@@ -44,11 +44,13 @@ def ls(url: str | None, folder: Path, as_json: bool) -> None:
     that both know stands there once, with the state that Redis tells. --json prints
     {complete, runs [{name state is_live term step parts created_at ended_at folder uid}]}.
     """
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--dir {folder}: there is no such folder")
     listing = Listing(runs=(), is_complete=True)
     if (server := url or os.environ.get(URL_VARIABLE)) is not None:
         with open_server(server) as client:
             listing = list_runs(client)
-    found = with_folders(listing, folder)
+    found = with_folders(listing, folder or Path("runs"))
     told = {"complete": found.is_complete, "runs": [asdict(run) for run in found.runs]}
     tell(told, _lines(found), as_json=as_json)
 
