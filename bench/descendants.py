@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+_OTHERS = "others"
 _TICKS = os.sysconf("SC_CLK_TCK")
 # By a word of the command line; the first that fits.
 _PARTS = {
@@ -34,8 +35,9 @@ class Spent:
     def look(self) -> Counter[str]:
         """By part, since each began."""
         for pid in descendants(self._pid):
+            before, _ = self._seen.get(pid, (_OTHERS, 0.0))
             try:
-                self._seen[pid] = part_of(pid), cpu_s(pid)
+                self._seen[pid] = part_of(pid, before=before), cpu_s(pid)
             except OSError:  # it has ended
                 continue
         found: Counter[str] = Counter()
@@ -55,11 +57,15 @@ def descendants(pid: int) -> Iterator[int]:
             yield from descendants(child)
 
 
-def part_of(pid: int) -> str:
+def part_of(pid: int, *, before: str) -> str:
+    """`before`: what it was when it was looked at last. One that has ended, and that nobody has waited for yet, has no
+    command line."""
     words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    if not words:
+        return before
     if "VLLM::" in words:
         return "engine"
-    return next((part for part, word in _PARTS.items() if word in words), "others")
+    return next((part for part, word in _PARTS.items() if word in words), _OTHERS)
 
 
 def cpu_s(pid: int) -> float:

@@ -20,7 +20,6 @@ from typing import Any
 
 import yaml
 
-from bench import peers_task
 from bench.measure import Say
 from bench.peer_trl import environment
 from bench.peers_curve import Curve, Target, read_streamrl, read_trl
@@ -162,15 +161,14 @@ def streamrl_command(terms: Terms, prompts: Path, folder: Path, seed: int) -> Co
 
 def _config(terms: Terms, prompts: Path, folder: Path, seed: int) -> dict[str, Any]:
     """What differs from the defaults: TRL's objective and optimizer, and a small model's settings on two cores."""
-    reward = f"{Path(peers_task.__file__).resolve()}:{peers_task.reward.__name__}"
     return {
         "name": _RUN,
         "dir": str(folder),
         "seed": seed,
         "model": {"path": str(terms.model), "dtype": "float32"},
         "data": {"train": str(prompts), "max_prompt_tokens": 16, "shuffle": False},
-        "sampling": {"num_samples": terms.num_samples, "max_tokens": peers_task.LONGEST},
-        "rewards": {"right": {"type": "function", "target": reward}},
+        "sampling": {"num_samples": terms.num_samples, "max_tokens": terms.longest},
+        "rewards": {"right": {"type": "function", "target": f"{terms.reward}:reward"}},
         # TRL sums the log-probs of an answer, and trains cut answers and groups whose rewards are all equal.
         "algorithm": {
             "loss_mean": "token",

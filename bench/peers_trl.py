@@ -1,16 +1,17 @@
 """TRL's side of the peers: `python peers_trl.py TASK.json`, in TRL's own environment, by itself or under torchrun.
 
 Its RLOO trainer as anybody would call it. Each step leaves a line in the task's file of steps, before them one that
-says when training began. Nothing here imports streamrl; the task comes as a plain module from the same folder.
+says when training began. Nothing here imports streamrl; the reward comes as a plain module.
 """
 
 import json
+import runpy
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import datasets
-import peers_task
 import torch
 import transformers
 import trl
@@ -37,9 +38,21 @@ class Steps(transformers.TrainerCallback):
             file.write(json.dumps(line) + "\n")
 
 
-def rewards(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    rows = zip(prompts, completions, answer, strict=True)
-    return [peers_task.reward(prompt, completion, [], {"answer": right}) for prompt, completion, right in rows]
+def scored_by(module: str) -> Callable[..., list[float]]:
+    """TRL gives the columns of the prompts by their names; `answer` is the only one that these tasks have."""
+    reward = runpy.run_path(module)["reward"]
+
+    def rewards(
+        prompts: list[str],
+        completions: list[str],
+        completion_ids: list[list[int]],
+        answer: list[str] | None = None,
+        **_: Any,
+    ) -> list[float]:
+        rows = zip(prompts, completions, completion_ids, answer or [""] * len(prompts), strict=True)
+        return [reward(prompt, completion, ids, {"answer": right}) for prompt, completion, ids, right in rows]
+
+    return rewards
 
 
 def make_trainer(task: dict[str, Any]) -> trl.RLOOTrainer:
@@ -77,7 +90,7 @@ def make_trainer(task: dict[str, Any]) -> trl.RLOOTrainer:
     )
     return trl.RLOOTrainer(
         model=task["model"],
-        reward_funcs=rewards,
+        reward_funcs=scored_by(task["reward"]),
         args=settings,
         train_dataset=datasets.Dataset.from_list(prompts),
         callbacks=[Steps(task["steps"], num_samples=task["samples_per_step"])],

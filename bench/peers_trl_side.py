@@ -19,7 +19,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import peers_task
 from bench.peers_curve import TRL_STEPS
 from bench.peers_terms import NUM_CORES, Terms
 from bench.report import Fact
@@ -60,7 +59,8 @@ def trl_command(python: Path, settings: Settings, terms: Terms, prompts: Path, f
         "output": str(folder / "output"),
         "samples_per_step": terms.samples_per_step,
         "num_samples": terms.num_samples,
-        "max_tokens": peers_task.LONGEST,
+        "max_tokens": terms.longest,
+        "reward": str(terms.reward),
         "lr": terms.lr,
         "betas": terms.betas,
         "clip_norm": terms.clip_norm,

@@ -4,8 +4,9 @@
            the last step, and how many tokens were made and trained meanwhile
     bare   the same vLLM alone, for answers as long as the run's: core-seconds a token that it makes
            the plain model, forward and backward, packed as the learner packs: core-seconds a token that it trains
+    TRL    a few steps of its RLOO trainer on the same model and prompts: core-seconds of all its processes
 
-    (tokens made x bare vLLM + tokens trained x bare passes) / core-seconds of the run
+    (tokens made x bare vLLM + tokens trained x bare passes) / core-seconds of the run, and the same of TRL's
 
 One thread a process, on two cores. Tokens that are made and not trained (dropped groups, what is under way at the end)
 count as made: the run pays for them, and so does bare vLLM. Core-seconds hold on a machine that has other work, too,
@@ -28,8 +29,11 @@ import yaml
 
 from bench.descendants import Spent
 from bench.measure import Say, environment_as_it_was
+from bench.peer_trl import environment
+from bench.peers_terms import Terms
 from bench.report import Bar, Fact, Line
 from bench.whole_bare import Bare, bare
+from bench.whole_trl import TrlRan, run_trl
 from streamrl.config import schema
 from streamrl.errors import ResourceError
 from streamrl.files import scratch_folder
@@ -39,7 +43,7 @@ from streamrl.process import bind
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 
 _NAME = "whole"
-_REWARD = f"{Path(__file__).with_name('whole_model.py')}:reward"
+_REWARD = Path(__file__).with_name("whole_reward.py")
 _LOOK_EVERY_S = 0.5
 _LIMIT_S = 1200.0
 _LEAVE_S = 60.0
@@ -51,6 +55,8 @@ class Case:
     steps: int
     groups_per_step: int
     longest: int  # tokens of an answer
+    trl_steps: int
+    dtype: str  # of passes and of what is published
     goal: float
 
 
@@ -66,22 +72,24 @@ class Ran:
 
 
 _CASES = (
-    Case(name="0.7M", steps=100, groups_per_step=20, longest=12, goal=0.65),
-    Case(name="25M", steps=10, groups_per_step=16, longest=256, goal=0.8),
-    Case(name="136M", steps=4, groups_per_step=8, longest=48, goal=0.8),
+    Case(name="0.7M", steps=100, groups_per_step=20, longest=12, trl_steps=10, dtype="float32", goal=0.65),
+    Case(name="25M", steps=10, groups_per_step=16, longest=256, trl_steps=2, dtype="float32", goal=0.8),
+    Case(name="136M", steps=4, groups_per_step=8, longest=48, trl_steps=2, dtype="bfloat16", goal=0.8),
 )
 
 
 def bench(*, quick: bool, say: Say) -> list[Line]:
     lines: list[Line] = []
+    python = None if quick else environment(say)
     for case in _CASES[:1] if quick else _CASES:
         with scratch_folder() as folder, environment_as_it_was():
             os.environ["OMP_NUM_THREADS"] = "1"
-            lines += _measure(replace(case, steps=case.steps // 6) if quick else case, folder, say=say)
+            lines += _measure(replace(case, steps=case.steps // 6) if quick else case, folder, python, say=say)
     return lines
 
 
-def _measure(case: Case, folder: Path, *, say: Say) -> list[Line]:
+def _measure(case: Case, folder: Path, python: Path | None, *, say: Say) -> list[Line]:
+    """`python`: TRL's interpreter, where it is measured too."""
     from bench.whole_model import write_model  # torch: only when it is asked
 
     write_model(case.name, folder / "model", folder / "prompts.jsonl")
@@ -91,6 +99,9 @@ def _measure(case: Case, folder: Path, *, say: Say) -> list[Line]:
     say(f"{case.name}: {ran.made:,} tokens made and {ran.trained:,.0f} trained in {ran.seconds:.0f} s; now bare")
     least = bare(schema.Config.model_validate(settings), case.name, answer=ran.answer)
     lines = list(lines_of(case, ran, least))
+    if python is not None:
+        say(f"{case.name}: {case.trl_steps} steps of TRL")
+        lines += trl_lines(case, _run_trl(case, folder, python), least)
     for line in lines:  # the next case takes minutes, and may be broken off
         say(f"{line.name}: {line.value:.3g} {line.unit}")
     return lines
@@ -112,14 +123,43 @@ def lines_of(case: Case, ran: Ran, least: Bare) -> Iterator[Line]:
         yield Fact(name=f"{name}: {part}", value=seconds, unit="core-s")
 
 
+def trl_lines(case: Case, trl: TrlRan, least: Bare) -> Iterator[Line]:
+    needed_s = trl.made * least.made.cpu_s + trl.trained * least.trained.cpu_s
+    overlapped_s = max(trl.made * least.made.wall_s, trl.trained * least.trained.wall_s)
+    yield Fact(name=f"{case.name}: bare / TRL", value=needed_s / trl.core_s, unit="x")
+    yield Fact(
+        name=f"{case.name}: wall time, bare and perfectly overlapped / TRL", value=overlapped_s / trl.seconds, unit="x"
+    )
+
+
+def _run_trl(case: Case, folder: Path, python: Path) -> TrlRan:
+    from bench.whole_model import PROMPT_TOKENS
+
+    terms = Terms(
+        model=folder / "model",
+        groups_per_step=case.groups_per_step,
+        max_steps=case.trl_steps,
+        longest=case.longest,
+        reward=_REWARD,
+    )
+    return run_trl(
+        python,
+        terms,
+        bf16=case.dtype == "bfloat16",
+        prompt_tokens=PROMPT_TOKENS,
+        prompts=folder / "prompts.jsonl",
+        folder=folder / "trl",
+    )
+
+
 def _settings(case: Case, folder: Path) -> dict[str, Any]:
     return {
         "name": _NAME,
         "dir": str(folder),
-        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "model": {"path": str(folder / "model"), "dtype": case.dtype},
         "data": {"train": str(folder / "prompts.jsonl"), "max_prompt_tokens": 16},
         "sampling": {"num_samples": 8, "max_tokens": case.longest},
-        "rewards": {"even": {"type": "function", "target": _REWARD}},
+        "rewards": {"even": {"type": "function", "target": f"{_REWARD}:reward"}},
         "algorithm": {"kl": {"placement": "none"}, "mask_unfinished": False},
         "training": {
             "groups_per_step": case.groups_per_step,
@@ -127,7 +167,7 @@ def _settings(case: Case, folder: Path) -> dict[str, Any]:
             "micro_batch_tokens": 4096,
         },
         "lag": {"max_steps": 2},
-        "weights": {"dtype": "float32"},
+        "weights": {"dtype": case.dtype},
         "checkpoint": {"every_steps": 1000},
         "validation": {"every_steps": 0, "at_start": False, "at_end": False},
         "worker": {"threads": 1, "grace_s": 1.0},
@@ -147,7 +187,7 @@ def _run(settings: dict[str, Any], folder: Path, say: Say) -> Ran:
         asked = ("worker", "--redis", server.url, "--run", _NAME, "--model", settings["model"]["path"], "--http", http)
         parts = [
             Process(_command("learner", words, folder)),
-            Process(_command("worker", (*asked, "--allow-reward-code", _REWARD, "--import-vllm"), folder)),
+            Process(_command("worker", (*asked, "--allow-reward-code", f"{_REWARD}:reward", "--import-vllm"), folder)),
         ]
         try:
             return _watched(parts, folder / _NAME / "metrics.jsonl", http, settings["training"]["max_steps"], began)

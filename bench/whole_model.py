@@ -1,4 +1,4 @@
-"""Models, prompts and a reward for whole runs: random models that learn nothing of use, but cost what real ones cost.
+"""Models and prompts for whole runs: random models that learn nothing of use, but cost what real ones cost.
 
 Of 64 tokens each is about equally likely, the end among them, so answers are some 64 long; of 49,152 none ever is the
 end, and answers are as long as they may be.
@@ -7,9 +7,8 @@ end, and answers are as long as they may be.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,8 +33,3 @@ def write_model(name: str, folder: Path, prompts: Path) -> None:
     rng = np.random.default_rng(0)
     texts = ("".join(map(chr, rng.integers(35, 95, PROMPT_TOKENS))) for _ in range(_NUM_PROMPTS))
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-
-
-def reward(prompt: str, completion: str, token_ids: Sequence[int], fields: Mapping[str, Any]) -> float:
-    """The share of even tokens: it differs from answer to answer, and costs nothing."""
-    return sum(token % 2 == 0 for token in token_ids) / max(1, len(token_ids))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +14,11 @@ from bench import whole
 from bench.descendants import Spent, descendants
 from bench.report import Bar
 from bench.whole_bare import Bare, Cost
+from bench.whole_trl import TrlRan
 from tests.helpers import wait_until
 
+CASE = whole.Case(name="tiny", steps=1, groups_per_step=1, longest=1, trl_steps=1, dtype="float32", goal=0.5)
+LEAST = Bare(made=Cost(cpu_s=0.01, wall_s=0.008), trained=Cost(cpu_s=0.001, wall_s=0.001))
 BURN = """
 import sys, time
 while time.process_time() < 0.4: pass
@@ -35,6 +40,19 @@ def test_core_seconds_of_a_process_count_on_when_it_has_ended() -> None:
         assert sum(spent.look().values()) == before > 0.3  # hundredths are counted, each process in full ones
 
 
+def test_a_process_that_has_ended_keeps_its_part_until_somebody_has_waited_for_it() -> None:
+    words = [sys.executable, "-c", BURN, "cli.main sft"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"burnt\n"
+        spent = Spent(os.getpid())
+        assert spent.look()["warm-up"] > 0.3
+        process.stdin.close()
+        wait_until(lambda: not Path(f"/proc/{process.pid}/cmdline").read_bytes(), description="it has ended")
+        assert spent.look()["warm-up"] > 0.3
+
+
 def test_the_bar_is_what_bare_parts_need_over_what_the_run_took() -> None:
     ran = whole.Ran(
         start_s=5.0,
@@ -45,11 +63,16 @@ def test_the_bar_is_what_bare_parts_need_over_what_the_run_took() -> None:
         trained=2000.0,
         answer=9.0,
     )
-    least = Bare(made=Cost(cpu_s=0.01, wall_s=0.008), trained=Cost(cpu_s=0.001, wall_s=0.001))
-    case = whole.Case(name="tiny", steps=1, groups_per_step=1, longest=1, goal=0.5)
-    bar, *facts = whole.lines_of(case, ran, least)
+    bar, *facts = whole.lines_of(CASE, ran, LEAST)
     assert isinstance(bar, Bar)
     assert bar.value == pytest.approx((1000 * 0.01 + 2000 * 0.001) / 20)
     told = {fact.name.removeprefix("tiny: "): fact.value for fact in facts}
     assert told["wall time, bare and perfectly overlapped / run"] == pytest.approx(0.8)
     assert told["tokens made that were not trained"] == 0.25
+
+
+def test_trl_is_measured_by_the_same_bare_parts() -> None:
+    trl = TrlRan(seconds=40.0, core_s=80.0, made=1000, trained=2000)
+    core, wall = whole.trl_lines(CASE, trl, LEAST)
+    assert core.value == pytest.approx((1000 * 0.01 + 2000 * 0.001) / 80)
+    assert wall.value == pytest.approx(1000 * 0.008 / 40)
