@@ -213,9 +213,7 @@ def majority(verdicts: Sequence[float]) -> float:
     return fmean(verdict for verdict, count in counts.items() if count == most)
 
 
-class JudgeReward:
-    """Each sample for itself, or beside what its row holds."""
-
+class _Judged:
     def __init__(self, source: schema.JudgeReward, bench: Bench) -> None:
         self._source, self._bench = source, bench
 
@@ -226,27 +224,21 @@ class JudgeReward:
     def health(self) -> Health:
         return self._bench.health()
 
+    async def close(self) -> None:
+        await self._bench.close()
+
+
+class JudgeReward(_Judged):
+    """Each sample for itself, or beside what its row holds."""
+
     async def score(self, item: ScoreItem) -> float:
         if self._source.against is None:
             return await self._bench.ask(pointwise(self._source, item))
         return await _compare(self._bench, self._source, item, field_of(item, self._source.against))
 
-    async def close(self) -> None:
-        await self._bench.close()
 
-
-class JudgeOfGroups:
+class JudgeOfGroups(_Judged):
     """Each sample beside others of its group: the share of comparisons that it won, ties half."""
-
-    def __init__(self, source: schema.JudgeReward, bench: Bench) -> None:
-        self._source, self._bench = source, bench
-
-    async def start(self) -> None:
-        """As above."""
-        await self._bench.start()
-
-    def health(self) -> Health:
-        return self._bench.health()
 
     async def score_group(self, items: Sequence[ScoreItem]) -> list[float | RewardError]:
         pairs = neighbours(len(items), self._source.opponents)
@@ -262,9 +254,6 @@ class JudgeOfGroups:
                 won[i].append(share)
                 won[j].append(1 - share)
         return [failed.get(i) or (fmean(shares) if shares else _ALONE) for i, shares in enumerate(won)]
-
-    async def close(self) -> None:
-        await self._bench.close()
 
 
 _ALONE = 0.5  # with nobody to be compared with, neither better nor worse
