@@ -1,9 +1,8 @@
-"""A thread that looks at a run again and again, so that whoever shows it never waits for Redis.
+"""Looking at one run again and again, for `top`, the dashboard, the exporter and the launcher: a `Watcher`, which sees
+sooner than a clock could tell that a part has gone silent, and whatever other machines' clocks say. A `Poller` does it
+in a thread, so that whoever shows the run never waits for Redis.
 
-Looking at one run again and again: for `top`, the dashboard, the exporter and the launcher.
-
-Blocks as long as the server takes, within the client's limits; TransportError when it does not answer. Who looks on
-sees sooner than a clock could tell that a part has gone silent, and whatever other machines' clocks say.
+Blocks as long as the server takes, within the client's limits; TransportError when it does not answer.
 """
 
 from __future__ import annotations
