@@ -113,7 +113,7 @@ def _run(options: argparse.Namespace, stop: threading.Event, *, under_agent: boo
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m learner", description="One rank of the learner of a run.")
+    parser = argparse.ArgumentParser(prog="python -m streamrl.learner", description="One rank of the learner of a run.")
     parser.add_argument("--config", required=True, type=Path, help="the run's resolved configuration")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--redis", metavar="URL", help="where the run's stream is")

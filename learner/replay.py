@@ -1,4 +1,4 @@
-"""Learning from a recording, without Redis and without workers: `python -m learner --config FILE --replay DIR`.
+"""Learning from a recording, without Redis and workers: `python -m streamrl.learner --replay DIR ...`.
 
     tokenizer, recording, prompts ─► model ─► lock, term ─► Start to all ─► restore ─► the loop of every run ─► export
 

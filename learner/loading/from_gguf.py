@@ -1,4 +1,6 @@
-"""A model that is one GGUF file made into the folder that a hub would hold: `python -m learner.loading.from_gguf`.
+"""A model that is one GGUF file, made into the folder that a hub would hold.
+
+    python -m streamrl.learner.loading.from_gguf
 
     file.gguf ─► transformers reads and dequantises it ─► a plain model of the same configuration ─► output/
 

