@@ -24,6 +24,7 @@ class Place:
     num_prompts: int = 21
     max_epochs: int = 1  # over the prompts
     pace_s: float = 0.02  # what a sample takes
+    step_s: float = 0.0  # what a step takes: for so long, at least, what it trains lies in the stream
     worker_lease_s: float = 0.4
     learner_lease_s: float = 1.0
     commit_every: int = 2  # steps

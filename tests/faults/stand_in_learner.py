@@ -133,7 +133,7 @@ class _Loop:
         self, place: Place, admitted: Admitted, keeper: LeaseKeeper, prompts: PromptSet, store: BlobStore
     ) -> None:
         config = place.config()
-        self._deadly_ticket, self._stream = place.deadly_ticket, admitted.stream
+        self._deadly_ticket, self._step_s, self._stream = place.deadly_ticket, place.step_s, admitted.stream
         start, state = admitted.start, admitted.checkpoint.state.stream if admitted.checkpoint else None
         self._config, self._start = config, start
         self._step = start.step
@@ -203,6 +203,7 @@ class _Loop:
         self._conductor.settle(plan, [GroupCheck(int(one)) for one in fetched.verdicts], trained=bool(fetched.groups))
         if not fetched.groups:
             return
+        time.sleep(self._step_s)
         self._step += 1
         self._record([group.header for group in fetched.groups])
         print(f"{STEP}{self._step}")
