@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from streamrl.process import dying_with_us
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "tests" / "STABILITY.md"
@@ -25,7 +28,9 @@ _SHOWN_CHARS = 3000  # of a run that failed
 def load(num_processes: int) -> Iterator[None]:
     with ExitStack() as stack:
         for _ in range(num_processes):
-            busy = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            # However this program ends, nothing goes on burning.
+            command = dying_with_us([sys.executable, "-c", "while True: pass"], by=signal.SIGKILL)
+            busy = stack.enter_context(subprocess.Popen(command))
             stack.callback(busy.kill)
         yield
 
