@@ -21,7 +21,7 @@ from bench.measure import Say
 from bench.report import Bar, Fact, Line
 from bench.training import make_model
 from streamrl.config import schema
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.learner.process.background import BackgroundThreadDouble
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.pretrained import PretrainedFiles

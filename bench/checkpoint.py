@@ -18,7 +18,7 @@ import torch
 from bench.measure import Rounds, Say, seconds
 from bench.report import Bar, Fact, Line
 from bench.training import make_model, train_once
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState, Files
 from streamrl.learner.checkpoints.save import Saver
 from streamrl.learner.checkpoints.shard import Shard

@@ -18,7 +18,7 @@ from bench.measure import Say
 from bench.report import Bar, Fact, Line
 from streamrl.demos.quickstart import Size, examples, write_base_model, write_data
 from streamrl.demos.run import program, run_all, write_rows
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.ops.launch.processes import Command
 
 _STUDENT = Size(hidden=96, heads=3, inner=192)  # 0.28M

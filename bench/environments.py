@@ -26,7 +26,7 @@ from bench.environments_agent import GIVEN
 from bench.measure import Say, environment_as_it_was
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.permissions import Permissions
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.tasks import cancel_all

@@ -28,7 +28,7 @@ from bench.links import Link, Network, free_socket
 from bench.measure import Say
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.protocol.transport.connection import connect, connect_async
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.keys import Keys

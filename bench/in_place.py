@@ -20,7 +20,7 @@ import numpy as np
 from bench.measure import Say, environment_as_it_was
 from bench.publishing import Publishing
 from bench.report import Bar, Fact, Line
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.workers.engines.base import Load

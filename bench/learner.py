@@ -26,7 +26,7 @@ from bench.peer_trl import running
 from bench.report import Bar, Fact, Line
 from bench.stepping import Stepping
 from streamrl.config import schema
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.learner.packing.micro_batches import MicroBatch
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis

@@ -24,7 +24,7 @@ from rich.console import Console
 from bench.measure import Rounds, Say, cpu_s, seconds
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.ops.monitor.poller import Watcher
 from streamrl.ops.monitor.runs import Opened
 from streamrl.ops.monitor.top.draw import draw

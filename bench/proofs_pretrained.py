@@ -24,7 +24,7 @@ from bench.measure import Say, seconds
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
 from streamrl.errors import LoadRejected
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.learner.process.background import BackgroundThreadDouble
 from streamrl.protocol.weights.manifest import Manifest
 from streamrl.protocol.weights.mirror import Mirror

@@ -21,7 +21,7 @@ from bench.measure import Rounds, Say, seconds
 from bench.report import Bar, Fact, Line
 from bench.training import make_model
 from streamrl.config import schema
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.learner.process.background import BackgroundThread
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis

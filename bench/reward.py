@@ -24,7 +24,7 @@ from bench.measure import Rounds, Say
 from bench.report import Bar, Fact, Line
 from bench.reward_sides import Bare, Server, running_bare, running_server
 from streamrl.config import schema
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 
 _SHORTEST, _LONGEST = 16, 512  # characters, a token each
 _SERVED_BATCH_TOKENS = 4096

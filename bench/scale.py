@@ -18,7 +18,7 @@ from bench.scale_paper import Cluster, on_paper
 from bench.scale_run import Paced, Saturated, Size
 from streamrl.config import schema
 from streamrl.errors import ResourceError, TrainingError
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 

@@ -37,7 +37,7 @@ from bench.serving_engine import GROUP_SIZE, MAX_TOKENS, PROMPT_TOKENS, WatchedE
 from bench.training import make_model
 from bench.worker_model import make_tokenizer
 from streamrl.config import schema
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.learner.process.background import BackgroundThread
 from streamrl.protocol.transport.connection import connect, connect_async
 from streamrl.protocol.transport.embedded import EmbeddedRedis

@@ -29,7 +29,7 @@ from bench.stale_trial import Task, Trainer, Trial, config_of
 from bench.staleness import UNCORRECTED, Estimate
 from streamrl.config import schema
 from streamrl.errors import ResourceError
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.workers.engines.base import EngineSettings
 from streamrl.workers.engines.model import read_model
 from streamrl.workers.engines.vllm_engine import VllmEngine

@@ -36,7 +36,7 @@ from bench.learning import Learning, groups_per_second
 from bench.measure import Rounds, Say, cpu_s
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.protocol.transport.connection import connect, connect_async
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.keys import WORKERS, Keys

@@ -29,7 +29,7 @@ from bench.measure import Say
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
 from streamrl.errors import ResourceError
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.ops.monitor.poller import Watcher
 from streamrl.protocol.transport.acl import rules
 from streamrl.protocol.transport.connection import connect

@@ -21,7 +21,7 @@ from bench.mutations import HARMLESS, REFUSED, WRONG, Trial
 from bench.publishing import RUN_UID, Publishing, State
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.keys import Keys

@@ -36,7 +36,7 @@ from bench.whole_bare import Bare, bare
 from bench.whole_trl import TrlRan, run_trl
 from streamrl.config import schema
 from streamrl.errors import ResourceError
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.ops.launch.processes import Command, Process, end_all
 from streamrl.ops.monitor.history import read_lines
 from streamrl.process import bind

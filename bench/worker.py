@@ -26,7 +26,7 @@ from bench.measure import Say, environment_as_it_was
 from bench.publishing import RUN_UID, Publishing
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.permissions import Permissions
 from streamrl.protocol.transport.connection import connect, connect_async
 from streamrl.protocol.transport.embedded import EmbeddedRedis

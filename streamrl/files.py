@@ -3,16 +3,6 @@ folder. And locks on them.
 
 Blocks on the disk only. Whoever announces a file (in Redis, or by the name of a folder) calls one of these first.
 
-Folders in places that all users share, /tmp and /dev/shm: each is one process's alone, and goes with it.
-
-    mirror    /dev/shm/streamrl-mirror-RUN-WORKER   the weights that a worker serves, as large as the model
-    scratch   /tmp/streamrl-scratch-xxxxxxxx        sockets and files that vLLM or torchrun make and leave behind
-    share     /dev/shm/streamrl-share-USER-RUN      what the workers of one run and host fetched for each other
-
-Who holds a folder holds the lock in it, and removes the folder when done; of a share's many holders the last does. A
-process that is killed leaves its folder, so whoever makes one removes those of this user's dead first, and so does the
-launcher at its end. Blocks for a few seconds at most, where others start at the same moment.
-
 One process at a time runs a run's folder: a launcher, or a replay. The kernel frees the lock with the process.
 """
 
@@ -22,22 +12,16 @@ import ctypes
 import errno
 import fcntl
 import os
-import re
-import secrets
 import shutil
-import stat
-import tempfile
-import time
 import uuid
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-
-import structlog
 
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import ResourceError
 
+LOCK = "up.lock"  # within a run's folder
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # what NFS and old kernels answer
 
@@ -176,119 +160,6 @@ def locked(path: Path, *, taken: str) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-_MIRROR = "streamrl-mirror-"
-_SCRATCH = "streamrl-scratch-"
-_SHARE = "streamrl-share-"
-_LOCK = "lock"
-_SHARED_MEMORY = Path("/dev/shm")
-_TEMPORARY = Path("/tmp")
-# The kernel takes 107 bytes for a socket. This leaves room for the folder's own name, and 38 for what lies in it.
-_LONGEST_ROOT = 107 - len(_SCRATCH) - 8 - 1 - 38
-_LONGEST_WAIT_S = 5.0
-_PAUSE_S = 0.02
-
-
-def mirror_folder(run_uid: str, worker: str, *, root: Path | None = None) -> AbstractContextManager[Path]:
-    """Of this name, so that two workers that are called the same do not patch one mirror."""
-    name = _MIRROR + re.sub(r"[^A-Za-z0-9._-]", "_", f"{run_uid}-{worker}")
-    taken = f"another worker of this run is alive on this machine under the name {worker!r}: give each worker a "
-    return _held((root or _memory()) / name, taken=f"{taken}--worker-id of its own")
-
-
-def scratch_folder(*, in_memory: bool = False, root: Path | None = None) -> AbstractContextManager[Path]:
-    """Of a new and short name, on a memory file system where there is one and that is asked for."""
-    root = root or (_memory() if in_memory else _temporary())
-    name = _SCRATCH + secrets.token_hex(4)
-    return _held(root / name, taken=f"{root / name} is another process's: begin again")
-
-
-@contextmanager
-def share_folder(run_uid: str, *, root: Path | None = None) -> Iterator[Path]:
-    """The same one for all processes of this user that name this run."""
-    root = root or _memory()
-    folder = root / f"{_SHARE}{os.geteuid()}-{re.sub(r'[^A-Za-z0-9._-]', '_', run_uid)}"
-    with _one_at_a_time(root):
-        _remove_those_of_the_dead(root)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if not _is_ours(folder):
-            raise ResourceError(f"{folder} is another user's: remove it, for workers share weights there")
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_SH)
-    try:
-        yield folder
-    finally:
-        with _one_at_a_time(root):
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too
-            os.close(lock)
-            last = take_lock(folder / _LOCK) if folder.is_dir() else None
-            if last is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.close(last)
-
-
-def remove_those_of_the_dead() -> None:
-    """For who has killed processes that held folders."""
-    for root in {_memory(), _temporary()}:
-        with _one_at_a_time(root):
-            _remove_those_of_the_dead(root)
-
-
-def _memory() -> Path:
-    return _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else _temporary()
-
-
-def _temporary() -> Path:
-    root = Path(tempfile.gettempdir())
-    return root if len(os.fsencode(root)) <= _LONGEST_ROOT else _TEMPORARY
-
-
-@contextmanager
-def _held(folder: Path, *, taken: str) -> Iterator[Path]:
-    with ExitStack() as stack:
-        with _one_at_a_time(folder.parent):
-            _remove_those_of_the_dead(folder.parent)
-            folder.mkdir(mode=0o700, exist_ok=True)
-            stack.enter_context(locked(folder / _LOCK, taken=taken))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        yield folder
-
-
-@contextmanager
-def _one_at_a_time(root: Path) -> Iterator[None]:
-    """Nobody removes a folder that another has made and not locked yet. Who holds this for long is none of ours, and is
-    not waited for."""
-    directory = os.open(root, os.O_RDONLY)
-    try:
-        deadline = time.monotonic() + _LONGEST_WAIT_S
-        while time.monotonic() < deadline:
-            with suppress(BlockingIOError):
-                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            time.sleep(_PAUSE_S)
-        yield
-    finally:
-        os.close(directory)
-
-
-def _remove_those_of_the_dead(root: Path) -> None:
-    for folder in (found for kind in (_MIRROR, _SCRATCH, _SHARE) for found in root.glob(f"{kind}*")):
-        with suppress(OSError):  # gone by now
-            lock = take_lock(folder / _LOCK) if _is_ours(folder) else None
-            if lock is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.close(lock)
-                structlog.get_logger().info("removed the folder of a process that was killed", folder=str(folder))
-
-
-def _is_ours(folder: Path) -> bool:
-    """No other user's, and no link of theirs to somewhere else."""
-    found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-
-
-LOCK = "up.lock"  # within the folder
 
 
 @contextmanager

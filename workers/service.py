@@ -24,7 +24,7 @@ from streamrl.config import schema
 from streamrl.config.load import config_from_json
 from streamrl.errors import ConfigError, RunGone
 from streamrl.extras import need
-from streamrl.files import mirror_folder, scratch_folder
+from streamrl.held_folders import mirror_folder, scratch_folder
 from streamrl.permissions import Permissions, allowed_model
 from streamrl.process import parse_address
 from streamrl.protocol.transport.connection import check_server, connect, connect_async

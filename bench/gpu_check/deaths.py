@@ -19,7 +19,7 @@ import torch
 from bench.gpu_check.rows import Row, Scale
 from streamrl.demos.quickstart import write_base_model, write_data
 from streamrl.errors import ResourceError
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 
 _STEPS = 5
 _START_S, _STEP_S, _END_S = 300.0, 180.0, 10.0  # limits; the last: of an engine whose worker is gone

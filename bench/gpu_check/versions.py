@@ -14,7 +14,7 @@ from bench.long_tailed import Size, make_config
 from bench.measure import Say, seconds
 from bench.serving import bench_serving
 from bench.stepping import Stepping
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.learner.process.background import BackgroundThread
 from streamrl.learner.process.ranks import World
 from streamrl.learner.publishing.publish import Publisher

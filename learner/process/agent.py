@@ -27,7 +27,7 @@ from contextlib import ExitStack
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.learner.process.ending import Ending
 from streamrl.learner.process.job import EXIT_TOLD, listen, note_job_began
 

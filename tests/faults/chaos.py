@@ -23,7 +23,7 @@ import click
 from bench.measure import Say
 from bench.report import RESULTS, Machine, describe_machine
 from bench.resume import Done, commit_of
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from tests.faults.chaos_catalogue import find_modules
 from tests.faults.chaos_table import FAILED, Line, ModuleResult, line_of, render
 from tests.faults.judged.faults import FAULTS

@@ -17,7 +17,7 @@ import pytest
 import redis
 
 from streamrl.config import schema
-from streamrl.files import remove_those_of_the_dead
+from streamrl.held_folders import remove_those_of_the_dead
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.keys import WORKERS, Keys

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 
 from streamrl.crashpoints import Point
 from streamrl.errors import TransportError
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.learner.groups.plan import Kind
 from streamrl.protocol.transport.embedded import find_server
 from streamrl.protocol.transport.lease import await_lease

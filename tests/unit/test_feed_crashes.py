@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from streamrl.errors import TransportError
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.learner.groups.ledger import TRAINED
 from streamrl.learner.groups.plan import GroupCheck, Kind, Plan
 from tests.feed_world import FeedWorld, encode_answer, encode_failure, make_config

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import ResourceError
-from streamrl.files import mirror_folder, remove_those_of_the_dead, scratch_folder
+from streamrl.held_folders import mirror_folder, remove_those_of_the_dead, scratch_folder
 
 _HOLDER = """
 import sys, signal
 from pathlib import Path
-from streamrl.files import mirror_folder, scratch_folder
+from streamrl.held_folders import mirror_folder, scratch_folder
 with mirror_folder("run", sys.argv[2], root=Path(sys.argv[1])), scratch_folder(root=Path(sys.argv[1])):
     print("holds", flush=True)
     signal.pause()
@@ -57,7 +57,7 @@ def test_what_a_killed_process_left_goes_when_any_other_makes_a_folder(tmp_path:
 
 def test_who_has_killed_a_process_can_remove_what_it_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("streamrl.files._LONGEST_ROOT", 1000)
+    monkeypatch.setattr("streamrl.held_folders._LONGEST_ROOT", 1000)
     leave_behind(tmp_path, "dead")
     with scratch_folder() as folder:
         assert list(tmp_path.iterdir()) == [folder]

@@ -14,7 +14,7 @@ import pytest
 
 from streamrl.crashpoints import CrashAt, SimulatedCrash, armed
 from streamrl.errors import TransportError, WeightsError
-from streamrl.files import share_folder
+from streamrl.held_folders import share_folder
 from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.workers.sharing.host import HostShare, SharedBlob, open_share
 from streamrl.workers.sharing.reading import LEAST_BYTES, Sharing

@@ -34,7 +34,7 @@ import numpy.typing as npt
 from streamrl.config import schema
 from streamrl.config.routers import wants_routes
 from streamrl.errors import EngineError, ResourceError, SampleError
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.protocol.wire.group import FinishReason, Span
 from streamrl.protocol.wire.routes import Routes
 from streamrl.tasks import cancel_all

@@ -25,7 +25,8 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from streamrl.crashpoints import crashpoint
-from streamrl.files import share_folder, take_lock
+from streamrl.files import take_lock
+from streamrl.held_folders import share_folder
 from streamrl.protocol.weights.manifest import ShardRecord
 
 _NAME = re.compile(r"[0-9a-f]{32}-\d+-\d+")

@@ -13,7 +13,7 @@ import click
 from streamrl.config.schema import Sampling
 from streamrl.errors import ConfigError, DataError
 from streamrl.extras import need
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.ops.cli.arguments import MovingLine
 from streamrl.ops.cli.subject import Subject, find_subject
 from streamrl.telemetry.logs import configure_logging

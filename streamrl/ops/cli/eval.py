@@ -23,7 +23,8 @@ from streamrl.config.load import load_config
 from streamrl.config.places import LOCAL_REWARD_SERVER, granted
 from streamrl.data.prompts import read_prompts
 from streamrl.errors import ConfigError, StreamrlError
-from streamrl.files import scratch_folder, write_durably
+from streamrl.files import write_durably
+from streamrl.held_folders import scratch_folder
 from streamrl.ops.cli.arguments import MovingLine, OutputFile, takes_json, tell
 from streamrl.ops.cli.eval_told import Evaluated, answers, comparison, save_plot, table
 from streamrl.ops.cli.subject import checkpoints_of, find_subject

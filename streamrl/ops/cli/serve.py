@@ -9,7 +9,7 @@ import click
 
 from streamrl.errors import DataError
 from streamrl.extras import need
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from streamrl.ops.cli.subject import Subject, find_subject
 
 

@@ -23,7 +23,8 @@ from streamrl.config.load import dump_config
 from streamrl.config.placement import LEARNER, REWARD, Placement
 from streamrl.config.places import granted
 from streamrl.errors import PartError
-from streamrl.files import scratch_folder, write_durably
+from streamrl.files import write_durably
+from streamrl.held_folders import scratch_folder
 from streamrl.ops.launch.interface import gloo_towards
 from streamrl.ops.launch.processes import Command, Kept, Process, end_all, part_error
 from streamrl.process import LOOPBACK

@@ -23,7 +23,7 @@ import structlog
 from streamrl.config import schema
 from streamrl.config.placement import Placement
 from streamrl.errors import DataError, PartError, TransportError, UserError
-from streamrl.files import remove_those_of_the_dead
+from streamrl.held_folders import remove_those_of_the_dead
 from streamrl.ops.audit.folder import read_commit
 from streamrl.ops.launch.display import Audience, Shown
 from streamrl.ops.launch.parts import DRAIN_S, RedisPart, RewardPart, RunFolder, learner_command, worker_command

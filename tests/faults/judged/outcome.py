@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.measure import Say
-from streamrl.files import scratch_folder
+from streamrl.held_folders import scratch_folder
 from tests.faults.judged.kinds import KINDS
 from tests.faults.judged.run import Judged, run_judged
 
