@@ -66,6 +66,8 @@ class Deployed:
         self._spy.join(timeout=60)
         for pod in self.pods:
             pod.forget()
+        # The engine is every test's, and the next one has pods of the same names.
+        self._engine.podman("rm", "--force", "--ignore", "--time", "0", *(pod.name for pod in self.pods))
 
     @property
     def run_folder(self) -> Path:

@@ -109,7 +109,7 @@ class Pod:
         self._engine.podman("rm", "--force", self.name)
 
     def forget(self) -> None:
-        """Its probes end; its container ends with the engine."""
+        """Its probes end; its container goes on."""
         self._over.set()
         if self._watch.ident is not None:
             self._watch.join(timeout=60)
