@@ -10,7 +10,7 @@
 
 One thread a process, on two cores. Tokens that are made and not trained (dropped groups, what is under way at the end)
 count as made: the run pays for them, and so does bare vLLM. Core-seconds hold on a machine that has other work, too,
-but for the caches that it shares.
+but for the caches that it shares. Takes about 25 minutes, six of them TRL's two steps at 25M; --quick leaves TRL out.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from streamrl.protocol.transport.embedded import EmbeddedRedis
 
 _NAME = "whole"
 _REWARD = Path(__file__).with_name("whole_reward.py")
+_REWARD_FUNCTION = f"{_REWARD}:reward"
 _LOOK_EVERY_S = 0.5
 _LIMIT_S = 1200.0
 _LEAVE_S = 60.0
@@ -159,7 +160,7 @@ def _settings(case: Case, folder: Path) -> dict[str, Any]:
         "model": {"path": str(folder / "model"), "dtype": case.dtype},
         "data": {"train": str(folder / "prompts.jsonl"), "max_prompt_tokens": 16},
         "sampling": {"num_samples": 8, "max_tokens": case.longest},
-        "rewards": {"even": {"type": "function", "target": f"{_REWARD}:reward"}},
+        "rewards": {"even": {"type": "function", "target": _REWARD_FUNCTION}},
         "algorithm": {"kl": {"placement": "none"}, "mask_unfinished": False},
         "training": {
             "groups_per_step": case.groups_per_step,
@@ -187,7 +188,7 @@ def _run(settings: dict[str, Any], folder: Path, say: Say) -> Ran:
         asked = ("worker", "--redis", server.url, "--run", _NAME, "--model", settings["model"]["path"], "--http", http)
         parts = [
             Process(_command("learner", words, folder)),
-            Process(_command("worker", (*asked, "--allow-reward-code", f"{_REWARD}:reward", "--import-vllm"), folder)),
+            Process(_command("worker", (*asked, "--allow-reward-code", _REWARD_FUNCTION, "--import-vllm"), folder)),
         ]
         try:
             return _watched(parts, folder / _NAME / "metrics.jsonl", http, settings["training"]["max_steps"], began)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,23 +36,23 @@ def run_trl(python: Path, terms: Terms, *, bf16: bool, prompt_tokens: int, promp
     folder.mkdir()
     process = Process(trl_command(python, replace(BEST, bf16=bf16), terms, prompts, folder, seed=0))
     try:
-        spent, curve = _watched(process, folder, terms)
+        core_s, curve = _watched(process, folder, terms)
     finally:
         end_all([process], within_s=_LEAVE_S)
     made = sum(step.num_tokens for step in curve.steps)
     num_prompt_tokens = prompt_tokens * sum(step.num_samples for step in curve.steps)
-    return TrlRan(seconds=curve.seconds, core_s=sum(spent.values()), made=made, trained=made + num_prompt_tokens)
+    return TrlRan(seconds=curve.seconds, core_s=core_s, made=made, trained=made + num_prompt_tokens)
 
 
-def _watched(process: Process, folder: Path, terms: Terms) -> tuple[Counter[str], Curve]:
-    """What it spent from its beginning to its last step, and its steps."""
+def _watched(process: Process, folder: Path, terms: Terms) -> tuple[float, Curve]:
+    """Core-seconds from its beginning to its last step, and its steps."""
     spent, ends = Spent(os.getpid()), time.time() + _LIMIT_S
-    before: Counter[str] | None = None
+    before: float | None = None
     while time.time() < ends:
         code = process.poll()  # before its file is read: what it wrote before it ended counts
-        now, curve = spent.look(), read_trl(folder)
+        now, curve = sum(spent.look().values()), read_trl(folder)
         if before is None and curve.began is not None:
-            before = Counter(now)
+            before = now
         if before is not None and len(curve.steps) >= terms.max_steps:
             return now - before, curve
         if code is not None:
