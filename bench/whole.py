@@ -73,7 +73,7 @@ class Ran:
 
 
 _CASES = (
-    Case(name="0.7M", steps=100, groups_per_step=20, longest=12, trl_steps=10, dtype="float32", goal=0.65),
+    Case(name="0.7M", steps=100, groups_per_step=20, longest=12, trl_steps=100, dtype="float32", goal=0.65),
     Case(name="25M", steps=10, groups_per_step=16, longest=256, trl_steps=2, dtype="float32", goal=0.8),
     Case(name="136M", steps=4, groups_per_step=8, longest=48, trl_steps=2, dtype="bfloat16", goal=0.8),
 )
