@@ -34,6 +34,7 @@ BENCHES: Mapping[str, Entry] = {
     "loading": Entry("bench.loading:bench", "What a rank's memory comes to while it loads a mixture of experts."),
     "learner": Entry("bench.learner:bench", "The learner's step against bare passes and against TRL."),
     "learner-gpu": Entry("bench.learner_gpu:bench", "The same on a GPU, for models of 0.5 and 1.5B parameters."),
+    "compile": Entry("bench.compiled:bench", "The learner's step with compiled layers against the same without."),
     "checkpoint": Entry("bench.checkpoint:bench", "What the loop waits for at a checkpoint, against a bare copy."),
     "worker": Entry("bench.worker:bench", "A worker's whole path against bare vLLM, with updates and without."),
     "environments": Entry("bench.environments:bench", "Turns through sessions: their cost, the cache, pauses."),

@@ -32,18 +32,18 @@ from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.wire.group import Group
 
-_SIZE = Size(vocabulary=16_384, hidden=384, intermediate=1024, layers=9, heads=6, kv_heads=2)  # 20M
+SIZE = Size(vocabulary=16_384, hidden=384, intermediate=1024, layers=9, heads=6, kv_heads=2)  # 20M
 _STREAMED_SIZE = Size(vocabulary=STREAMED_VOCABULARY, hidden=384, intermediate=1024, layers=5, heads=6, kv_heads=2)
-_LENGTHS = Lengths(prompt=(24, 64), median=48, spread=1.0, longest=512)
-_MAX_LENGTH = 1024
-_MICRO_BATCH_TOKENS = 2048
+LENGTHS = Lengths(prompt=(24, 64), median=48, spread=1.0, longest=512)
+MAX_LENGTH = 1024
+MICRO_BATCH_TOKENS = 2048
 _CPU = torch.device("cpu")
 _ANSWERS = Shape(num_samples=8, num_tokens=64)
 
 
 def bench(*, quick: bool, say: Say) -> list[Line]:
     torch.set_num_threads(1)
-    groups = make_groups(2 if quick else 4, num_samples=8, lengths=_LENGTHS, vocabulary=_SIZE.vocabulary)
+    groups = make_groups(2 if quick else 4, num_samples=8, lengths=LENGTHS, vocabulary=SIZE.vocabulary)
     lines = _step(groups, quick=quick, say=say)
     say("memory of log-probs")
     lines += _memory()
@@ -54,7 +54,7 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
 
 def _step(groups: Sequence[Group], *, quick: bool, say: Say) -> list[Line]:
     stepping = Stepping(
-        _SIZE, make_config(micro_batch_tokens=_MICRO_BATCH_TOKENS, dtype="float32"), max_length=_MAX_LENGTH, device=_CPU
+        SIZE, make_config(micro_batch_tokens=MICRO_BATCH_TOKENS, dtype="float32"), max_length=MAX_LENGTH, device=_CPU
     )
     packed = stepping.pack(groups)
     ways: dict[str, Callable[[], float]] = {
@@ -65,7 +65,7 @@ def _step(groups: Sequence[Group], *, quick: bool, say: Say) -> list[Line]:
     with ExitStack() as stack:
         if not quick:
             folder = stack.enter_context(scratch_folder())
-            trl = stack.enter_context(running(groups, _SIZE, max_length=_MAX_LENGTH, folder=folder, say=say))
+            trl = stack.enter_context(running(groups, SIZE, max_length=MAX_LENGTH, folder=folder, say=say))
             say(f"TRL {trl.version}")
             trl.step()
             ways["TRL"] = trl.step
@@ -118,8 +118,8 @@ def _memory() -> list[Line]:
 
 
 def _waiting(*, num_steps: int) -> Line:
-    config = make_config(micro_batch_tokens=_MICRO_BATCH_TOKENS, dtype="float32")
-    stepping = Stepping(_STREAMED_SIZE, config, max_length=_MAX_LENGTH, device=_CPU)
+    config = make_config(micro_batch_tokens=MICRO_BATCH_TOKENS, dtype="float32")
+    stepping = Stepping(_STREAMED_SIZE, config, max_length=MAX_LENGTH, device=_CPU)
     learning_s = 0.0
 
     def learn(groups: Sequence[Group]) -> None:

@@ -17,6 +17,7 @@ from bench.long_tailed import END, Size
 from streamrl.config import schema
 from streamrl.learner.loading.load import make_policy, recomputes
 from streamrl.learner.metrics.tally import Tally
+from streamrl.learner.model.compiled import compile_layers
 from streamrl.learner.objective.gradients import Gradients
 from streamrl.learner.objective.optimizer import Update, make_optimizer, update
 from streamrl.learner.packing.attention import choose
@@ -38,6 +39,8 @@ class Stepping:
         model = self._model()
         policy = make_policy(model, config, (END,), self._world).train()
         self.policy = shard(policy, self._world, in_half=config.model.dtype == "bfloat16")
+        if config.model.compile:
+            compile_layers(self.policy.model)
         self._optimizer = make_optimizer(self.policy, config.optimizer)
         self._gradients = Gradients(
             policy=self.policy,

@@ -22,6 +22,7 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.learner.loading.build import begin_model, build_model
 from streamrl.learner.loading.sources import Files, Source, Sources, read_rows
+from streamrl.learner.model.compiled import compile_layers, refuse_compiling
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.lora import base_name, inject_adapters, place_adapters
 from streamrl.learner.model.policy import Policy
@@ -49,6 +50,8 @@ def load_policy(config: schema.Config, world: World, end_ids: tuple[int, ...]) -
     refuse_long(model, config.data.max_prompt_tokens + config.max_response_tokens)
     prepare_mixture(model, config)
     refuse_tensor(model, config.learner.layout)
+    if config.model.compile:
+        refuse_compiling(model)
     if config.model.lora is not None:
         inject_adapters(model, config.model.lora, world.device)
     if config.model.dtype == "float64":
@@ -59,7 +62,10 @@ def load_policy(config: schema.Config, world: World, end_ids: tuple[int, ...]) -
     if recomputes(config.model, world.device):
         on_host = world.device.type == "cuda" and config.model.activations == "cpu"
         _checkpoint(model, is_wished=config.model.gradient_checkpointing is True, on_host=on_host)
-    return settled(model, sources, config, world, end_ids, on_host=config.model.masters == "cpu")
+    policy = settled(model, sources, config, world, end_ids, on_host=config.model.masters == "cpu")
+    if config.model.compile:
+        compile_layers(policy.model)
+    return policy
 
 
 def settled(
@@ -110,6 +116,8 @@ def outline(config: schema.Config) -> transformers.PreTrainedModel:
     refuse_long(model, config.data.max_prompt_tokens + config.max_response_tokens)
     prepare_mixture(model, config)
     refuse_tensor(model, config.learner.layout)
+    if config.model.compile:
+        refuse_compiling(model)
     if config.model.gradient_checkpointing is True:
         _checkpoint(model, is_wished=True)
     if config.model.lora is not None:

@@ -70,7 +70,7 @@ def shard(policy: Wrapped, world: World, *, on_host: bool = False, in_half: bool
                 [first, *_] = fully_shard([*shared.of_heads], mesh=mesh, offload_policy=offload, mp_policy=precision)
                 first.set_all_reduce_hook(partial(_divide, by=1 / among.size()))  # each rank has that of its own heads
             fully_shard(shared.module, mesh=over, offload_policy=offload, mp_policy=precision)
-    for block in _blocks(model, set(model._no_split_modules or ())):
+    for block in layers_of(model):
         fully_shard(block, mesh=mesh, offload_policy=offload, mp_policy=precision)
     fully_shard(policy, mesh=mesh, offload_policy=offload, mp_policy=precision)
     for method in ("plain", "head_fits"):
@@ -119,10 +119,15 @@ def _model_of(policy: nn.Module) -> transformers.PreTrainedModel:
     return next(module for module in policy.modules() if isinstance(module, transformers.PreTrainedModel))
 
 
-def _blocks(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
-    """The outermost: some families name the parts of a layer as well."""
+def layers_of(model: transformers.PreTrainedModel) -> Iterator[nn.Module]:
+    """That lie, and are gathered, each by itself."""
+    return _outermost(model, set(model._no_split_modules or ()))
+
+
+def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
+    """Some families name the parts of a layer as well. FSDP makes a class of each layer's own."""
     for child in module.children():
-        if type(child).__name__ in names:
+        if any(kind.__name__ in names for kind in type(child).__mro__):
             yield child
         else:
-            yield from _blocks(child, names)
+            yield from _outermost(child, names)

@@ -39,7 +39,7 @@ RULES: tuple[tuple[str, str | None], ...] = (
     ("model.lora.dropout", None),
     ("model.lora*", _WEIGHTS),
     *((f"model.{name}", None) for name in ("dtype", "attention", "gradient_checkpointing")),
-    *((f"model.{name}", None) for name in ("activations", "reference", "masters")),
+    *((f"model.{name}", None) for name in ("activations", "compile", "reference", "masters")),
     ("data.shuffle", _TICKETS),
     ("data.train*.weight", _TICKETS),
     ("data.*", None),  # what the files hold is compared by itself

@@ -336,6 +336,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _pace,
     _gpus,
     trained.check_activations,
+    trained.check_compile,
     trained.check_adapters,
     trained.check_routers,
     _names,

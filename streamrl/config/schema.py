@@ -64,6 +64,7 @@ class Model(Section):
     # Where the inputs of layers, all that it keeps, wait for the backward pass: on the device | in the host's memory,
     # for samples so long that they fill the device: 2 bytes x width a token and layer, copied there and back.
     activations: Literal["device", "cpu"] = "device"
+    compile: bool = False  # decoder layers, by torch.compile: the first step waits for it
     lora: Lora | None = None  # train adapters; the base is the reference
     # Where the frozen reference waits, while KL needs one: on the device | in the host's memory, passing through the
     # device layer by layer. With lora there is no copy, and nothing to place.

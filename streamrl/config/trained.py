@@ -24,6 +24,16 @@ def check_activations(config: Config) -> Iterator[Problem]:
         yield Problem(key="model.activations", remedy=remedy)
 
 
+def check_compile(config: Config) -> Iterator[Problem]:
+    if not config.model.compile:
+        return
+    layout = config.learner.layout
+    shared = [f"learner.layout.{name}" for name in ("context", "tensor", "experts") if getattr(layout, name) > 1]
+    for key in [*shared, *(["model.lora"] if config.model.lora is not None else [])]:
+        remedy = f"layers are compiled only where a rank has them whole and without adapters; set it to false ({key})"
+        yield Problem(key="model.compile", remedy=remedy)
+
+
 def check_routers(config: Config) -> Iterator[Problem]:
     model = config.model
     why = "with model.router = frozen" if model.router == "frozen" else "with model.lora" if model.lora else None

@@ -8,8 +8,9 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,7 @@ from tests.faults.agents import (
 from tests.faults.report import report
 from tests.helpers import wait_until
 from tests.integration.learner_world import made_up_worker, make_run, output, running_learner
+from tests.tiny_families import make_family
 
 pytestmark = pytest.mark.timeout(1500)
 
@@ -40,10 +42,11 @@ _STOPPED_LIMIT_S = 10.0  # as learner/main.py has it
 _RESTART_S = 50.0  # torchrun, imports, model and first step, on two busy cores
 
 
-def make_long_run(folder: Path, name: str) -> schema.Config:
+def make_long_run(folder: Path, name: str, **sections: Any) -> schema.Config:
     return make_run(
         folder,
         name=name,
+        **sections,
         num_prompts=100_000,
         training=schema.Training(groups_per_step=4, max_steps=100_000),
         checkpoint=schema.Checkpoint(
@@ -62,24 +65,12 @@ def test_ranks_that_are_killed_at_random_cost_the_steps_since_the_checkpoint(
     record_property: Callable[[str, object], None],
 ) -> None:
     config = make_long_run(tmp_path, run_name)
-    choose = random.Random(count)
     recoveries: list[float] = []
-    with (
-        made_up_worker(config, redis_url),
-        running_learner(config, redis_url, processes=_RANKS, max_restarts=count + 5) as agent,
-    ):
-        await_steps(config, description="the first step")
-        for number in range(count):
-            threading.Event().wait(choose.uniform(0, _LONGEST_QUIET_S))
-            before, rank = term_at_work(config), choose.randrange(_RANKS)
-            os.kill(ranks(agent, number=_RANKS)[rank], signal.SIGKILL)
-            began = time.monotonic()
-            await_steps(config, beyond_term=before, description=f"a step after a death\n{output(config)[-2000:]}")
-            recoveries.append(time.monotonic() - began)
-            if count > _FEW:
-                with capsys.disabled():
-                    print(f"\nkill {number + 1} of {count}: rank {rank}, {recoveries[-1]:.1f} s", end="", flush=True)
-        end(agent)
+    for rank, recovery_s in killed_at_random(config, redis_url, count=count):
+        recoveries.append(recovery_s)
+        if count > _FEW:
+            with capsys.disabled():
+                print(f"\nkill {len(recoveries)} of {count}: rank {rank}, {recovery_s:.1f} s", end="", flush=True)
     p50, p95 = (percentile(recoveries, q) for q in (0.5, 0.95))
     wasted, made = wasted_steps(config), num_made(config)
     figure = f"{count} kills: recovery p50 {p50:.1f} s, p95 {p95:.1f} s; {wasted} of {made} steps wasted"
@@ -90,6 +81,43 @@ def test_ranks_that_are_killed_at_random_cost_the_steps_since_the_checkpoint(
     # A rank that dies while a checkpoint is written goes on from the one before; the next one waits for it.
     assert wasted <= count * 2 * config.checkpoint.every_steps
     assert count <= _FEW or p95 <= _MOST_RECOVERY_S, figure
+
+
+def killed_at_random(config: schema.Config, url: str, *, count: int) -> Iterator[tuple[int, float]]:
+    """(rank, seconds to the next step) of each."""
+    choose = random.Random(count)
+    with (
+        made_up_worker(config, url),
+        running_learner(config, url, processes=_RANKS, max_restarts=count + 5) as agent,
+    ):
+        await_steps(config, description="the first step")
+        for _ in range(count):
+            threading.Event().wait(choose.uniform(0, _LONGEST_QUIET_S))
+            before, rank = term_at_work(config), choose.randrange(_RANKS)
+            os.kill(ranks(agent, number=_RANKS)[rank], signal.SIGKILL)
+            began = time.monotonic()
+            await_steps(config, beyond_term=before, description=f"a step after a death\n{output(config)[-2000:]}")
+            yield rank, time.monotonic() - began
+        end(agent)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shared", ["context", "tensor", "experts"])
+def test_a_killed_rank_that_shares_samples_layers_or_experts_costs_what_others_cost(
+    tmp_path: Path, redis_url: str, run_name: str, shared: str
+) -> None:
+    """The other one waits for it in the midst of a layer."""
+    make_family(tmp_path / "model", "qwen3_moe", num_key_value_heads=2)
+    learner = schema.Learner.model_validate(
+        {"threads": 1, "lease_s": 5.0, "idle_timeout_s": 60.0, "layout": {shared: _RANKS}}
+    )
+    config = make_long_run(tmp_path, run_name, learner=learner)
+    recoveries = [recovery_s for _, recovery_s in killed_at_random(config, redis_url, count=2)]
+    wasted = wasted_steps(config)
+    audit = audit_folder(config.folder, redis_url=redis_url)
+    report(f"T1 {shared}", audit, injections=2, recovery_s=max(recoveries), wasted_steps=wasted)
+    assert wasted <= 2 * 2 * config.checkpoint.every_steps
+    assert max(recoveries) <= _RESTART_S
 
 
 def percentile(values: Sequence[float], q: float) -> float:

@@ -31,7 +31,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}  # 
 LAYOUTS = {
     2: ("2x1x1x1", "1x1x1x2"),
     4: ("4x1x1x1", "2x1x1x1", "2x2x1x1", "4x1x2x1", "4x1x1x2", "2x1x1x4"),
-    8: ("8x1x1x1", "4x1x1x1", "4x2x1x1", "2x2x1x1", "4x2x2x1"),
+    8: ("8x1x1x1", "4x1x1x1", "4x2x1x1", "2x2x1x1", "4x2x2x1", "8x1x1x2", "4x1x2x2"),
 }
 TRIED = [(size, layout) for size in (2, 4) for layout in LAYOUTS[size]]
 
@@ -84,11 +84,13 @@ def test_divided_experts_learn_what_one_rank_learns(
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_experts_divided_over_eight_ranks_do_so_too(folder: Path) -> None:
-    ranks(8, folder, "learn", *LAYOUTS[8])
-    for layout in LAYOUTS[8]:
+def test_experts_divided_over_eight_ranks_do_so_too(folder: Path, tmp_path: Path) -> None:
+    ranks(8, folder, "learn,replay,serve", *LAYOUTS[8])
+    for at, layout in enumerate(LAYOUTS[8]):
         for family, dtype in cases_of(f"8-{layout}"):
             check_learnt(folder, family, dtype, 8, layout)
+        check_told(folder, 8, layout)
+        assert_served_alike(folder / f"served-{name_of(ALONE)}", folder / f"served-8-{layout}", tmp_path / str(at))
 
 
 def check_learnt(folder: Path, family: str, dtype: str, size: int, layout: str) -> None:

@@ -321,6 +321,15 @@ def test_activations_wait_on_the_host_only_where_checkpointing_keeps_inputs_of_l
     assert "model.gradient_checkpointing" in problem
 
 
+@pytest.mark.parametrize("other", ["learner.layout.context=2", "learner.layout.tensor=2", "model.lora={rank: 4}"])
+def test_layers_are_compiled_only_where_a_rank_has_them_whole_and_without_adapters(good: Path, other: str) -> None:
+    assert problems(good, "model.compile=true") == []
+    assert problems(good, other) == []
+    [problem] = problems(good, "model.compile=true", other)
+    assert problem.startswith("model.compile = True: ")
+    assert f"set it to false ({other.partition('=')[0]})" in problem
+
+
 def test_max_time_counts_days_hours_minutes_and_seconds() -> None:
     assert max_time_s("01:02:03:04") == 24 * 3600 + 2 * 3600 + 3 * 60 + 4
     for text in ("1:2:3:4", "00:24:00:00", "00:00:60:00", "12:00:00", "", "00:00:00:00\n"):
