@@ -89,6 +89,7 @@ class Scene:
         lora: schema.Lora | None = None,
         copier: Copier | None = None,
         family: str | None = None,
+        world: Ranks = ALONE,
         **weights: object,
     ) -> None:
         settings = schema.Weights(**{"dtype": "bfloat16", **weights})
@@ -101,7 +102,7 @@ class Scene:
         self.publisher = Publisher(
             policy=self.policy,
             config=self.config,
-            world=ALONE,
+            world=world,
             run_uid="run",
             term=term,
             store=self.store,

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -190,8 +190,7 @@ class Publisher:
         return published
 
     def _settle_version(self, under_way: Future[Published | None], *, wait_s: float) -> Published | None:
-        wait([under_way], timeout=wait_s)
-        all_done = self._world.all_agree(under_way.done())
+        all_done = self._is_done_everywhere(under_way, wait_s=wait_s)
         published = under_way.result() if all_done else None
         if published is None:
             self._failed = all_done
@@ -209,8 +208,7 @@ class Publisher:
     def _settle_anchor(self, *, wait_s: float) -> None:
         if self._anchor is None:
             return
-        wait([self._anchor], timeout=wait_s)
-        if not self._world.all_agree(self._anchor.done()):
+        if not self._is_done_everywhere(self._anchor, wait_s=wait_s):
             return
         num_bytes = self._anchor.result()
         self._anchor = None
@@ -218,6 +216,14 @@ class Publisher:
             self._give_up_in_time(self._anchorless_since, "anchor of the weights")
         else:
             self._note_anchor(num_bytes)
+
+    def _is_done_everywhere(self, mine: Future[Any], *, wait_s: float) -> bool:
+        """A collective. What this rank's thread has raised ends the rank at once: those of the others wait for its
+        words, and are not done before they give up, with an error that says nothing of it."""
+        wait([mine], timeout=wait_s)
+        if mine.done():
+            mine.result()
+        return self._world.all_agree(mine.done())
 
     def _note_anchor(self, num_bytes: int) -> None:
         self._anchorless_since = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +11,10 @@ import pytest
 import torch
 
 from streamrl.errors import Fenced, ResourceError, TrainingError, TransportError
+from streamrl.learner.process.ranks import World as Ranks
 from streamrl.learner.publishing.sweep import Sweeper
 from streamrl.protocol.weights.stores import MemoryStore
-from tests.publish_world import ByHand, FakeClock, Scene, finish, publish
+from tests.publish_world import ALONE, ByHand, FakeClock, Scene, finish, publish
 from tests.weights_world import RUN_UID, World, random_state
 
 
@@ -129,6 +132,42 @@ def test_a_store_that_fails_is_a_failed_publish(tmp_path: Path) -> None:
     scene = Scene(tmp_path, store=FullStore())
     assert publish(scene.publisher, 0) is None
     assert not scene.stream.manifests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithOthers(Ranks):
+    """Beside other ranks, which are done, or wait for what this one's thread has to say."""
+
+    are_done: Iterator[bool]  # at each time of asking
+
+    def all_agree(self, mine: bool) -> bool:
+        return mine and next(self.are_done)
+
+    def beside(self, *, timeout_s: float) -> Ranks:
+        return ALONE
+
+
+def beside_others(*are_done: bool) -> WithOthers:
+    return WithOthers(rank=0, size=1, device=torch.device("cpu"), are_done=iter(are_done))
+
+
+def test_a_defect_in_a_ranks_thread_ends_the_rank_while_the_others_wait_for_its_words(tmp_path: Path) -> None:
+    """They are not done before all of them give up, with an error that says nothing of it."""
+    scene = Scene(tmp_path, world=beside_others(False))
+    scene.stream.refusal = ValueError("a defect")
+    scene.publisher.begin(0)
+    with pytest.raises(ValueError, match="a defect"):
+        scene.publisher.settle()
+
+
+def test_a_defect_beside_an_anchor_ends_the_rank_likewise(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, world=beside_others(True, True, False), anchor_every=1)
+    assert publish(scene.publisher, 0) is not None
+    scene.train()
+    scene.stream.anchor_refusal = ValueError("a defect")
+    scene.publisher.begin(1)
+    with pytest.raises(ValueError, match="a defect"):
+        scene.publisher.settle()
 
 
 def test_publishing_that_fails_for_too_long_ends_the_run(tmp_path: Path) -> None:
