@@ -112,7 +112,7 @@ class HubFiles:
                 ends.append((name, begin, tensor))
             header = json.dumps(layout, separators=(",", ":"), ensure_ascii=False).encode()
             header += b" " * (-len(header) % 8)
-            os.write(file, len(header).to_bytes(8, "little") + header)
+            _write_at(file, memoryview(len(header).to_bytes(8, "little") + header), 0)
             for name, begin, tensor in ends:
                 at = 8 + len(header) + begin
                 yield name, _Place(file=file, at=at, dtype=tensor.dtype, shape=tuple(tensor.shape))
@@ -129,9 +129,15 @@ class HubFiles:
         assert (tensor.dtype, tuple(tensor.shape)) == (place.dtype, place.shape), f"{name} is another"
         whole = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
         for begin in range(0, len(whole), _PART_BYTES):
-            part = whole[begin : begin + _PART_BYTES]
-            assert os.pwrite(place.file, part, place.at + begin) == len(part), "a file of a disk takes all or raises"
+            _write_at(place.file, whole[begin : begin + _PART_BYTES], place.at + begin)
         del self._unwritten[name]
+
+
+def _write_at(file: int, data: memoryview, at: int) -> None:
+    """A disk that fills up takes a part of it, and says why only when it is asked for the rest."""
+    while data:
+        written = os.pwrite(file, data, at)
+        data, at = data[written:], at + written
 
 
 def _rules(model: transformers.PreTrainedModel) -> Sequence[WeightTransform]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -106,3 +108,19 @@ def test_a_tensor_that_was_never_given_is_named(tmp_path: Path) -> None:
         HubFiles(tmp_path / "found", build_model(str(folder), "sdpa"), torch.float32),
     ):
         pass
+
+
+def test_a_disk_that_fills_up_in_the_midst_of_a_tensor_says_so(tmp_path: Path) -> None:
+    """It takes a part of what it is given, and refuses the rest; a limit on this process's files does likewise."""
+    folder = make_family(tmp_path / "model", "llama")
+    model = load_model(str(folder))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size - 10, before[1]))
+        with pytest.raises(OSError, match="File too large"):
+            write(model, folder, tmp_path / "found", torch.float32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
