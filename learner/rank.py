@@ -87,15 +87,15 @@ def _go_on(context: RankContext, state: RunState) -> RunState:
 
 
 def _make_gradients(context: RankContext, policy: Policy) -> Gradients:
-    config, world = context.config, context.world
+    config, world, end_ids = context.config, context.world, context.tokenizer_info.end_ids
     algorithm = make_algorithm(config.algorithm, config.reward_weights)
     asked = algorithm.needs_reference
     return Gradients(
         policy=policy,
-        reference=make_reference(config, world, context.tokenizer_info.end_ids, policy) if asked else None,
+        reference=make_reference(config, world, end_ids, policy) if asked else None,
         algorithm=algorithm,
         config=config,
         world=world,
         beat=context.watchdog.beat,
-        teacher=load_teacher(config, world, context.tokenizer_info.end_ids),
+        teacher=load_teacher(config, world, end_ids, wait_for_readers=context.patient.barrier),
     )

@@ -113,7 +113,8 @@ def load_model_together(context: RankContext) -> Policy:
     context.patient.barrier()
     refuse_other_dtypes(context.config, context.patient)
     torch.manual_seed(context.config.seed)
-    policy = load_policy(context.config, context.world, context.tokenizer_info.end_ids)
+    end_ids = context.tokenizer_info.end_ids
+    policy = load_policy(context.config, context.world, end_ids, wait_for_readers=context.patient.barrier)
     if context.config.algorithm.routing_replay != "none":
         policy.replay = RoutingReplay(policy.model, context.config, parts=policy.parts)
     return policy

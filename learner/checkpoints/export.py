@@ -32,6 +32,9 @@ from streamrl.learner.parallel.dtensors import kept_in, whole
 from streamrl.learner.process.ranks import World
 
 ADAPTER = "adapter"  # folder within the export
+# That ranks gather while rank 0 writes. On GPUs nothing else holds them back: a gathering waits in its stream, where
+# NCCL gives it up after the time of a step, and not of a disk. There it never ran.
+_MOST_AHEAD_BYTES = 1 << 30
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 
 
@@ -69,10 +72,14 @@ def _write_weights(policy: Policy, folder: Path, path: str, dtype: torch.dtype, 
         if world.is_main:
             # A fresh model of the same kind knows its ties and its file layout; ours is sharded and may carry adapters.
             files = stack.enter_context(HubFiles(folder, build_model(path, MASKED), dtype))
+        ahead = 0
         for name, parameter in merged_parameters(policy.model, dtype):
             tensor = whole(parameter.detach().to(dtype))
             if files is not None:
                 files.take(name, tensor.cpu())
+            if (ahead := ahead + tensor.nbytes) >= _MOST_AHEAD_BYTES:
+                world.barrier()
+                ahead = 0
         for name, buffer in kept_in(policy.model):
             if files is not None:
                 files.take(base_name(name), buffer.cpu())

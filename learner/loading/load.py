@@ -10,7 +10,7 @@ where transformers must load it whole. Blocks on the disk, and on the hub where 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import structlog
 import torch
@@ -43,8 +43,15 @@ _HOST = torch.device("cpu")
 log = structlog.get_logger(__name__)
 
 
-def load_policy(config: schema.Config, world: World, end_ids: tuple[int, ...]) -> Policy:
-    """The model to train, as the hub or the folder has it, with fp32 masters, or float64 ones."""
+def load_policy(
+    config: schema.Config,
+    world: World,
+    end_ids: tuple[int, ...],
+    *,
+    wait_for_readers: Callable[[], None] = lambda: None,
+) -> Policy:
+    """The model to train, as the hub or the folder has it, with fp32 masters, or float64 ones. `wait_for_readers`:
+    until all ranks have read their rows, each at the pace of its own disk; what follows asks them all at once."""
     attention = choose(config.model, world.device)
     model, sources = begin_model(config.model.path, attention=attention, world=world)
     refuse_long(model, config.data.max_prompt_tokens + config.max_response_tokens)
@@ -62,7 +69,8 @@ def load_policy(config: schema.Config, world: World, end_ids: tuple[int, ...]) -
     if recomputes(config.model, world.device):
         on_host = world.device.type == "cuda" and config.model.activations == "cpu"
         _checkpoint(model, is_wished=config.model.gradient_checkpointing is True, on_host=on_host)
-    policy = settled(model, sources, config, world, end_ids, on_host=config.model.masters == "cpu")
+    on_host = config.model.masters == "cpu"
+    policy = settled(model, sources, config, world, end_ids, on_host=on_host, wait_for_readers=wait_for_readers)
     if config.model.compile:
         compile_layers(policy.model)
     return policy
@@ -76,6 +84,7 @@ def settled(
     end_ids: tuple[int, ...],
     *,
     on_host: bool,
+    wait_for_readers: Callable[[], None],
 ) -> Policy:
     """It lies over the ranks, and is asked in the fastest way that is right."""
     twin = unfilled(model) if config.model.dtype == "bfloat16" else None
@@ -84,6 +93,7 @@ def settled(
     place = _HOST if on_host or (is_frozen and twin is not None) else world.device
     policy = make_policy(model, config, end_ids, world).train()
     policy = fill(shard(policy, world, on_host=place != world.device), sources, place)
+    wait_for_readers()
     settle(policy, world, wished=choose(config.model, world.device))
     if twin is None:
         return policy

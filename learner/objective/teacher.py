@@ -36,8 +36,14 @@ class Teacher:
     ask: Callable[[MicroBatch], torch.Tensor]  # [T] its log-probs
 
 
-def load_teacher(config: schema.Config, world: World, end_ids: tuple[int, ...]) -> Teacher | None:
-    """None: there is none, or workers ask it."""
+def load_teacher(
+    config: schema.Config,
+    world: World,
+    end_ids: tuple[int, ...],
+    *,
+    wait_for_readers: Callable[[], None] = lambda: None,
+) -> Teacher | None:
+    """None: there is none, or workers ask it. `wait_for_readers`: as for `load_policy`."""
     if config.teacher is None or config.teacher.path is None:
         return None
     path = config.teacher.path
@@ -48,7 +54,7 @@ def load_teacher(config: schema.Config, world: World, end_ids: tuple[int, ...]) 
         if config.model.dtype == "float64":
             cast_parameters(model, torch.float64)
         on_host = config.teacher.place == "cpu" and world.device.type != "cpu"
-        policy = settled(model, sources, config, world, end_ids, on_host=on_host)
+        policy = settled(model, sources, config, world, end_ids, on_host=on_host, wait_for_readers=wait_for_readers)
 
     def ask(batch: MicroBatch) -> torch.Tensor:
         with evaluating(policy):

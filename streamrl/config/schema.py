@@ -190,7 +190,7 @@ class Checkpoint(Section):
     keep_last: Positive = 2
     keep_best: NonNegative = 1  # by `best_by` of the validation at their step [save_top_k]
     best_by: str = "val_rollouts/rewards"  # a metric of validation, of which more is better
-    timeout_s: PositiveFloat = 1800.0  # so long all ranks wait for one that writes or verifies a checkpoint
+    timeout_s: PositiveFloat = 1800.0  # all ranks wait so long for one that reads the model or a checkpoint, or writes
     resume: bool = True  # [resume_if_exists]; false: a run folder with checkpoints is an error
 
 

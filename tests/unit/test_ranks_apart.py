@@ -1,0 +1,64 @@
+"""Ranks whose disks are not alike, on ranks that are not there: who has nothing to do there waits for who has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from streamrl.config import schema
+from streamrl.learner.checkpoints import export as exporting
+from streamrl.learner.loading.load import load_policy
+from streamrl.learner.process.ranks import World
+from tests.learner_cases import learner_config
+from tests.nowhere import nowhere
+from tests.tiny_models import make_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noted(World):
+    """One of two ranks; what it says to the other, in order."""
+
+    said: list[str] = field(default_factory=list)
+
+    def barrier(self) -> None:
+        self.said.append("barrier")
+
+    def all_agree(self, mine: bool) -> bool:
+        self.said.append("tried")
+        return mine
+
+
+class NoTokenizer:
+    def save_pretrained(self, folder: Path) -> None:
+        raise AssertionError("the first rank writes")
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_rank_that_writes_nothing_gathers_no_more_than_so_much_ahead_of_who_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    """On GPUs nothing else would hold it back: its gatherings would wait for a disk, and NCCL would give them up."""
+    folder = make_model(tmp_path / "model")
+    config = learner_config(folder, dir=tmp_path, weights=schema.Weights(dtype="float32"))
+    with nowhere(2) as ranks:
+        policy = load_policy(config, ranks, ())
+        largest = max(parameter.numel() for parameter in policy.parameters()) * 4
+        whole = sum(parameter.numel() for parameter in policy.parameters()) * 4
+        monkeypatch.setattr(exporting, "_MOST_AHEAD_BYTES", whole // parts)
+        second = Noted(rank=1, size=2, device=ranks.device)
+        exporting.export(policy, NoTokenizer(), config, second)
+    num_waits = second.said.count("barrier") - 1  # one is at the end
+    assert whole // (whole // parts + largest) <= num_waits <= parts
+
+
+def test_a_rank_that_has_read_its_rows_waits_for_all_before_it_asks_them_anything(tmp_path: Path) -> None:
+    """Asking has the time of a step, reading that of a disk."""
+    folder = make_model(tmp_path / "model")
+    with nowhere(2) as ranks:
+        world = Noted(rank=0, size=2, device=ranks.device)
+        load_policy(learner_config(folder), world, (), wait_for_readers=partial(world.said.append, "all have read"))
+    assert world.said[:2] == ["all have read", "tried"]
+    assert world.said.count("all have read") == 1
