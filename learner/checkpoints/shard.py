@@ -8,15 +8,15 @@ train (the base under LoRA) comes from `model.path` again.
     masters, moments ─► one buffer, laid out as the file will be ─► (beside the loop) header, buffer ─► disk
 
 The loop waits for the first arrow alone. The buffer is as large as all that this rank trains, 12 bytes a weight, and is
-made at the start, where lack of memory shows at once and the first copy finds its pages. Beside a GPU it is pinned, so
-that copies go at the speed of the bus and none waits for another; that way was never run here.
+made at the start, where lack of memory shows at once and the first copy finds its pages. Beside a GPU it is pinned, as
+large as it is, so that copies go at the speed of the bus and none waits for another; that way was never run here.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +30,7 @@ from streamrl.learner.checkpoints.checkpoint import Files
 from streamrl.learner.checkpoints.save import write_parts
 from streamrl.learner.parallel.dtensors import LocalRows, held, told
 from streamrl.learner.process.ranks import World
+from streamrl.pinning import Pinned
 
 _PATTERN = "train-*-of-*.safetensors"
 _RNG = "rng"
@@ -42,12 +43,18 @@ _NAMES: Final = {torch.float32: "F32", torch.float64: "F64", torch.uint8: "U8"} 
 class Shard:
     """What this rank has to say in a checkpoint. A copy is to be written before the next is taken."""
 
-    def __init__(self, policy: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
+    def __init__(
+        self, policy: nn.Module, optimizer: torch.optim.Optimizer, world: World, *, pinned: Pinned | None = None
+    ) -> None:
+        """`pinned`: by default that of the device, if it is a GPU."""
         self._policy, self._optimizer, self._world = policy, optimizer, world
         told_bytes = sum(told(p, shape=p.shape).values.nbytes for _, p in _trained(policy))
-        on_gpu = world.device.type == "cuda"
         num_bytes = (1 + len(_MOMENTS)) * told_bytes + _RNG_BYTES
-        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_gpu).zero_()
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8).zero_()
+        if pinned is None and world.device.type == "cuda":
+            pinned = Pinned(torch.cuda.cudart())
+        if pinned is not None:
+            pinned.hold(self._buffer.data_ptr(), num_bytes)
         self._header, self._num_bytes = b"", 0
 
     def take(self) -> None:
@@ -92,9 +99,7 @@ class Shard:
 def load_state(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
     """What shards hold, at any number of ranks."""
     counts_beside_weights = bool(optimizer.defaults.get("fused"))  # so the kernel of a GPU wants it; it never ran there
-    with ExitStack() as stack:
-        paths = sorted(folder.glob(_PATTERN))
-        files = [_File.open(stack.enter_context(safetensors.safe_open(path, framework="pt"))) for path in paths]
+    with _opened(folder) as files:
         for name, parameter in _trained(policy):
             _fill(held(parameter, shape=parameter.shape), files, f"master/{name}", name)
             steps = max((file.steps.get(name, 0.0) for file in files), default=0.0)
@@ -106,6 +111,13 @@ def load_state(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer
                     _fill(held(state[moment], shape=parameter.shape), files, f"{moment}/{name}", name)
         if world.rank < len(files):
             _restore_rng(files[world.rank].opened, world)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[list[_File]]:
+    with ExitStack() as stack:
+        paths = sorted(folder.glob(_PATTERN))
+        yield [_File.open(stack.enter_context(safetensors.safe_open(path, framework="pt"))) for path in paths]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

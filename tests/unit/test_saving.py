@@ -16,16 +16,13 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import pytest
-import safetensors.torch
 import torch
-from torch import nn
 
 from streamrl.config import schema
 from streamrl.crashpoints import Point, armed
 from streamrl.errors import Fenced
 from streamrl.learner.checkpoints.checkpoint import MANIFEST, Checkpoint, describe
 from streamrl.learner.checkpoints.save import RankStateDouble, Saver
-from streamrl.learner.checkpoints.shard import Shard, load_state
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry
 from streamrl.learner.groups.ledger import FeedState
 from streamrl.learner.loading.load import load_policy
@@ -41,7 +38,6 @@ from streamrl.protocol.transport.double import LearnerStreamDouble, MemoryServer
 from tests.conductor_world import ALONE, Scene, start_of, surroundings
 from tests.feed_world import Clock
 from tests.learner_cases import learner_config
-from tests.shards import write_shard
 from tests.tiny_models import make_model
 
 CPU = torch.device("cpu")
@@ -246,47 +242,6 @@ def test_a_mistake_beside_the_loop_is_heard_in_the_loop(tmp_path: Path) -> None:
     with pytest.raises(Fenced):
         saving.saver.save(6, consumed_samples=0)
     assert saving.names() == {"e000001-s00000005", ".tmp-e000001-s00000006"}
-
-
-def test_a_shard_holds_the_state_of_its_copy_and_the_moments_once_there_are_some(tmp_path: Path) -> None:
-    policy = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(policy.parameters())
-    shard = Shard(policy, optimizer, ALONE)
-    for number in range(3):  # into the same memory
-        before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
-        random = torch.get_rng_state()
-        shard.take()
-        make_a_step(policy, optimizer)
-        [name] = shard.write(tmp_path)
-        found = safetensors.torch.load_file(tmp_path / name)
-        assert all(torch.equal(found[f"master/{name}"], tensor.flatten()) for name, tensor in before.items())
-        assert torch.equal(found["rng"], random)
-        assert ("exp_avg/weight" in found) is (number > 0)
-        assert list(shard.write(tmp_path).values()) == [describe(tmp_path / name)]
-
-
-@pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])
-def test_a_fused_optimizer_that_goes_on_counts_its_steps_beside_the_weights(
-    tmp_path: Path, fused: bool, device: str
-) -> None:
-    """The kernel reads them there, and refuses a count on the host. `meta` stands for a GPU: that never ran."""
-    policy = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(policy.parameters())
-    make_a_step(policy, optimizer)
-    write_shard(tmp_path, policy, optimizer, ALONE)
-    elsewhere = nn.Linear(3, 2, device="meta")
-    its_own = torch.optim.AdamW(elsewhere.parameters(), fused=fused)
-
-    load_state(tmp_path, elsewhere, its_own, ALONE)
-
-    steps = [its_own.state[parameter]["step"] for parameter in elsewhere.parameters()]
-    assert [step.device.type for step in steps] == [device, device]
-
-
-def make_a_step(policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    policy(torch.randn(4, 3)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 class SlowTokenizer:
