@@ -25,6 +25,7 @@ from streamrl.errors import DataError
 from streamrl.learner.packing.micro_batches import Piece
 
 _EXPECTED = '{"prompt": text, "completion": text}, or {"messages": [{"role": ..., "content": text}, ...]}'
+_BEFORE = "\n"  # in no word with what follows it
 Messages = list[dict[str, str]]
 
 
@@ -72,6 +73,7 @@ class _Reader:
         self._tokenizer, self._end_ids = tokenizer, end_ids
         own = tokenizer.eos_token_id
         self._end = own if own is not None else end_ids[0]
+        self._begins_with_space = self._within("a") != self._encode("a")
 
     def tokens(self, place: str, row: dict[str, Any], *, chat: bool) -> tuple[list[int], list[bool]]:
         """(ids, which have a loss)"""
@@ -88,7 +90,7 @@ class _Reader:
 
     def _text(self, place: str, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
         asked = list(self._tokenizer(prompt)["input_ids"])
-        answered = [*self._encode(completion), self._end]
+        answered = [*self._encode_behind(completion), self._end]
         if not asked:
             raise DataError(f"{place}: the prompt has no tokens")
         return asked + answered, [False] * len(asked) + [True] * len(answered)
@@ -103,8 +105,8 @@ class _Reader:
                     f"{place}: the chat template writes earlier turns anew, so that answers cannot be told from it; "
                     "make a row of each turn, whose last message is its answer"
                 )
-            given = self._encode(before[len(so_far) :])
-            answer, tail = self._cut(self._encode(after[len(before) :]))
+            given = self._encode_behind(before[len(so_far) :]) if so_far else self._encode(before)
+            answer, tail = self._cut(self._encode_behind(after[len(before) :]))
             ids += given + answer + tail
             trained += [False] * len(given) + [True] * len(answer) + [False] * len(tail)
             so_far = after
@@ -131,6 +133,16 @@ class _Reader:
         """(up to the token that ends the answer, what the template writes behind it)"""
         ends = [at for at, token in enumerate(said) if token in self._end_ids]
         return (said[: ends[-1] + 1], said[ends[-1] + 1 :]) if ends else ([*said, self._end], [])
+
+    def _encode_behind(self, text: str) -> list[int]:
+        """As it goes on behind other text: there tokenizers of sentencepiece put no space before it, as they do before
+        whatever they are given."""
+        return self._within(text) if self._begins_with_space else self._encode(text)
+
+    def _within(self, text: str) -> list[int]:
+        before = self._encode(_BEFORE)
+        ids = self._encode(_BEFORE + text)
+        return ids[len(before) :] if ids[: len(before)] == before else self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner
+from tokenizers import Tokenizer, models, normalizers
 
 from streamrl.demos.quickstart import examples, write_base_model
 from streamrl.errors import ConfigError, DataError
@@ -65,6 +66,27 @@ def test_the_answer_and_what_ends_it_have_a_loss_and_the_prompt_has_none(tmp_pat
     path = write_rows(tmp_path / "data.jsonl", {"prompt": "2+2=", "completion": "4"})
 
     assert trained_parts(path) == [("2+2=", "4<eos>")]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_answer_has_no_space_that_a_tokenizer_puts_before_every_text(tmp_path: Path, chat: bool) -> None:
+    """As those of sentencepiece do, Llama 2's and Mistral's: within a text there is none."""
+    tokenizer = sentencepiece_like()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    path = write_rows(tmp_path / "data.jsonl", {"prompt": "2+2=", "completion": "4 5"})
+
+    [piece] = read_rows(path, tokenizer, [1], max_tokens=200, chat=chat).pieces
+
+    asked, said = (tokenizer.convert_ids_to_tokens(ids.tolist()) for ids in (piece.prompt_ids, piece.token_ids))
+    assert "".join(asked) == ("▁[2+2=]" if chat else "▁2+2=")
+    assert "".join(said) == ("[4▁5]<eos>" if chat else "4▁5<eos>")
+
+
+def sentencepiece_like() -> transformers.PreTrainedTokenizerFast:
+    tokens = ["<pad>", "<eos>", "<unk>", "▁", "\n", *"0123456789+=[]"]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=[], unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
 
 
 def test_of_a_dialogue_every_answer_has_a_loss_and_nothing_else_has(tmp_path: Path) -> None:
