@@ -61,11 +61,10 @@ def fsync_tree(folder: Path) -> None:
 
 def replace_folder(made: Path, folder: Path) -> None:
     """Give the folder that was made, beside it, this name, and remove what had it. One of the two has it all the time;
-    where the file system cannot exchange names there is a moment when none has, and the next call puts back what a
-    crash in that moment has left as `.old-NAME`."""
-    old = folder.with_name(f".old-{folder.name}")
-    if old.exists() and not folder.exists():
-        old.rename(folder)
+    where the file system cannot exchange names there is a moment when none has, and `put_back` mends what a crash in
+    that moment has left."""
+    put_back(folder)
+    old = _old(folder)
     fsync_tree(made)
     crashpoint("file.aside")
     if not folder.exists():
@@ -79,6 +78,18 @@ def replace_folder(made: Path, folder: Path) -> None:
     fsync_folder(folder.parent)
     for replaced in (made, old):
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def put_back(folder: Path) -> None:
+    """What had this name before a `replace_folder` that died with both names taken away has it again. Whoever reads the
+    folder calls this first."""
+    old = _old(folder)
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+
+
+def _old(folder: Path) -> Path:
+    return folder.with_name(f".old-{folder.name}")
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -26,7 +26,7 @@ import xxhash
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError, TrainingError
-from streamrl.files import locked, replace_folder, write_durably
+from streamrl.files import locked, put_back, replace_folder, write_durably
 from streamrl.learner.checkpoints.export import export
 from streamrl.learner.checkpoints.shard import Shard, load_state
 from streamrl.learner.loading.build import read_config
@@ -210,6 +210,7 @@ class _Training:
     def _restore(self) -> int:
         """The step; 0 at the beginning."""
         folder = self._settings.partial / _RANKS
+        put_back(folder)
         if not (folder / _STATE).is_file():
             return 0
         try:

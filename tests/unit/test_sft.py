@@ -261,3 +261,13 @@ def test_the_loss_that_is_told_is_of_steps_that_were_made(settings: Settings) ->
 
     assert [line.partition(",")[0] for line in told][1:] == ["step 2 of 3: loss nan", "step 3 of 3: loss nan"]
     assert f"loss {outcome.loss:.3f}" in told[0]
+
+
+def test_a_state_whose_name_a_crash_took_away_is_found(settings: Settings) -> None:
+    """Between the old state and the new one, where the file system cannot exchange names."""
+    settings = replace(settings, save_every=4)
+    with pytest.raises(_Killed):
+        train(settings, killed_at(10))
+    (settings.partial / "ranks").rename(settings.partial / ".old-ranks")
+
+    assert train(settings, lambda _: None).went_on_from == 8
