@@ -87,6 +87,12 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def signals_to_end() -> tuple[signal.Signals, ...]:
+    """Those by which a process is asked to end. Who was started by `nohup` stays when its terminal goes."""
+    asking = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    return asking[:-1] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else asking
+
+
 def take_stdout() -> TextIO:
     """What is written there goes to whoever started this process; what else is printed, by user code too, to stderr."""
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")

@@ -23,8 +23,8 @@ from pathlib import Path
 from types import FrameType
 
 from streamrl.learner.process.job import EXIT_TOLD, heard
+from streamrl.process import signals_to_end
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _IN_ORDER = {0, EXIT_TOLD}
 # Before it had joined the others; so none of them had done anything.
 _HAD_NOT_BEGUN = {-signal.SIGTERM, 128 + signal.SIGTERM}
@@ -41,12 +41,13 @@ class Ending:
     @contextmanager
     def heeding(self) -> Iterator[None]:
         """Inside, in this process; then it is ending anyway, and the interpreter would put back what kills it."""
-        for number in _SIGNALS:
+        numbers = signals_to_end()
+        for number in numbers:
             signal.signal(number, self._end)
         try:
             yield
         finally:
-            for number in _SIGNALS:
+            for number in numbers:
                 signal.signal(number, signal.SIG_IGN)
 
     def _end(self, number: int, _frame: FrameType | None) -> None:

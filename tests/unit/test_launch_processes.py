@@ -13,7 +13,7 @@ from typing import cast
 
 import pytest
 
-from streamrl.ops.launch.processes import Command, Kept, Process, end_all
+from streamrl.ops.launch.processes import Command, Interrupts, Kept, Process, end_all
 from tests.helpers import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -251,3 +251,17 @@ def test_one_that_left_is_not_started_again_when_the_need_has_gone_meanwhile() -
     kept.look()
 
     assert lives.num_started == 1
+
+
+def test_who_was_started_by_nohup_is_not_asked_to_end_when_the_terminal_goes() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts() as interrupts:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert interrupts.count == 0
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with Interrupts() as interrupts:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert interrupts.count == 1
+    finally:
+        signal.signal(signal.SIGHUP, before)

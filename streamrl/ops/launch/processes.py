@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, Self
 
 from streamrl.errors import PartError, UserError
-from streamrl.process import dying_with_us
+from streamrl.process import dying_with_us, signals_to_end
 
 _TAIL_BYTES = 16 << 10
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
@@ -183,12 +183,9 @@ def part_error(process: Process) -> UserError | PartError:
         return UserError(f"{process.command.name}: {said[-1]}")
     tail = "\n".join(f"  {line}" for line in words)
     return PartError(
-        f"{process.command.name} ended with exit code {process.poll()} and cannot go on; the end of "
+        f"{process.command.name} {ending(process.poll() or 0)} and cannot go on; the end of "
         f"{process.command.log}:\n{tail}"
     )
-
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
@@ -200,7 +197,7 @@ class Interrupts:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in _SIGNALS:
+        for number in signals_to_end():
             self._before[number] = signal.signal(number, self._note)
         return self
 

@@ -13,8 +13,10 @@ server is running any more, and that one ends with `close`. It looks every fifth
 from __future__ import annotations
 
 import json
+import signal
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import redis
@@ -27,7 +29,7 @@ from streamrl.held_folders import remove_those_of_the_dead
 from streamrl.ops.audit.folder import read_commit
 from streamrl.ops.launch.display import Audience, Shown
 from streamrl.ops.launch.parts import DRAIN_S, RedisPart, RewardPart, RunFolder, learner_command, worker_command
-from streamrl.ops.launch.processes import Interrupts, Kept, Process, end_all, part_error
+from streamrl.ops.launch.processes import Command, Interrupts, Kept, Process, end_all, part_error
 from streamrl.ops.launch.summary import Loads
 from streamrl.ops.monitor.poller import Watcher
 from streamrl.ops.monitor.view import View
@@ -57,7 +59,9 @@ class Supervisor:
         interrupts: Interrupts,
         takeover: bool,  # replace a learner that holds the run
         placement: Placement,
+        start: Callable[[Command], Process] = Process,
     ) -> None:
+        self._start = start
         self._config, self._folder = config, RunFolder(config.folder)
         self._redis_url, self._embedded, self._placement = redis_url, embedded, placement
         self._client, self._keys = client, Keys(config.name)
@@ -83,10 +87,14 @@ class Supervisor:
             try:
                 if self._config.reward_server is not None:
                     self._reward = RewardPart(
-                        self._config.reward_server, self._folder, say=self._say, placement=self._placement
+                        self._config.reward_server,
+                        self._folder,
+                        say=self._say,
+                        start=self._start,
+                        placement=self._placement,
                     )
                     stack.enter_context(write_reports(self._client, self._keys, self._reward.progress))
-                self._learner = Process(
+                self._learner = self._start(
                     learner_command(
                         self._config,
                         self._folder,
@@ -132,13 +140,16 @@ class Supervisor:
         self._heed_requests_to_end()
         if self._embedded is not None:
             self._embedded.look()
-        if self._reward is not None:
-            self._reward.look()
-        if self._drain_by is None:
-            self._look_after_workers()
-        self._give_up_where_nothing_helps()
+        if self._drain_by is None:  # else the learner needs no more groups: nothing of them may spoil its checkpoint
+            self._look_after_who_makes_groups()
         self.show()
         time.sleep(_TICK_S)
+
+    def _look_after_who_makes_groups(self) -> None:
+        if self._reward is not None:
+            self._reward.look()
+        self._look_after_workers()
+        self._give_up_where_nothing_helps()
 
     def _look_after_workers(self) -> None:
         if self._workers is not None:
@@ -163,7 +174,7 @@ class Supervisor:
             )
             for number in range(self._config.worker.count)
         )
-        return [Kept(command, say=self._say) for command in commands]
+        return [Kept(command, say=self._say, start=self._start) for command in commands]
 
     def _heed_requests_to_end(self) -> None:
         if self._interrupts.count >= 2:
@@ -187,12 +198,20 @@ class Supervisor:
             raise part_error(lost[0].process)
 
     def _judge_learner(self, learner: Process) -> None:
-        """Raise what the learner ended with, unless it was to end."""
-        if self._folder.learner_error.exists():
+        """Raise what the learner ended with, unless it ended in good order."""
+        with suppress(OSError, ValueError):  # it wrote none, or its disk was too full for it
             found = json.loads(self._folder.learner_error.read_text())
             raise (UserError if found["exit_code"] == UserError.exit_code else PartError)(found["error"])
-        if learner.poll() != 0 and self._drain_by is None:
+        if learner.poll() != 0 and not self._has_ended_as_told(learner):
             raise part_error(learner)
+
+    def _has_ended_as_told(self, learner: Process) -> bool:
+        """By the signal itself, before it had begun to learn; or what it said of the run in Redis was its last act."""
+        if self._drain_by is None:
+            return False
+        self.look()
+        is_left = self.watcher.view is not None and self.watcher.view.run.state != "running"
+        return is_left or learner.poll() == -signal.SIGTERM
 
     def _dismiss_workers(self) -> None:
         """They leave by themselves when the run is over; those that do not are asked, and then made to."""

@@ -1,0 +1,141 @@
+"""How a launcher's run ends when its learner or its workers end by themselves: programs of a line stand for the parts,
+beside a run that a real Redis holds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import redis
+import redis.asyncio
+from rich.console import Console
+
+from streamrl.config.placement import LEARNER, Placement
+from streamrl.errors import PartError, UserError
+from streamrl.ops.launch.display import Display
+from streamrl.ops.launch.processes import Command, Interrupts, Process
+from streamrl.ops.launch.supervisor import Supervisor
+from streamrl.protocol.transport.keys import Keys
+from tests.helpers import wait_until
+from tests.redis.run_world import RunWorld
+
+WORKER = "worker/0"
+MISTAKE = "echo 'error: there is no such model' >&2; exit 2"
+
+
+def until_told(last: str) -> str:
+    """The words of a part that goes on until it is told to end; these are its last."""
+    return f"trap '{last}' TERM; echo ready; while :; do sleep 0.05; done"
+
+
+STAYS = until_told("exit 0")
+IS_KILLED_AS_IT_SAVES = until_told("kill -KILL $$")
+
+Launch = Callable[[Mapping[str, str]], tuple[Supervisor, Interrupts]]
+
+
+@pytest.fixture
+def world(
+    tmp_path: Path, client: redis.Redis, async_client: redis.asyncio.Redis, keys: Keys, redis_url: str
+) -> RunWorld:
+    return RunWorld(tmp_path, client=client, async_client=async_client, keys=keys, url=redis_url)
+
+
+@pytest.fixture
+def logs(world: RunWorld) -> Path:
+    return world.config.folder / "logs"
+
+
+@pytest.fixture
+def launch(world: RunWorld) -> Launch:
+    """A launcher, by the shell's words for each of its parts; and who is asked to end it."""
+
+    def make(scripts: Mapping[str, str]) -> tuple[Supervisor, Interrupts]:
+        def start(command: Command) -> Process:
+            return Process(replace(command, arguments=("/bin/sh", "-c", scripts[command.name])))
+
+        interrupts = Interrupts()
+        supervisor = Supervisor(
+            config=world.config,
+            redis_url=world.url,
+            embedded=None,
+            client=world.client,
+            display=Display(Console(quiet=True)),
+            interrupts=interrupts,
+            takeover=False,
+            placement=Placement(shares={}),
+            start=start,
+        )
+        return supervisor, interrupts
+
+    return make
+
+
+@contextmanager
+def asked_to_end_once_ready(logs: Path, interrupts: Interrupts) -> Iterator[None]:
+    """Inside, once all parts are there."""
+
+    def is_ready(part: str) -> bool:
+        log = logs / f"{part}.out"
+        return log.exists() and "ready" in log.read_text()
+
+    def ask() -> None:
+        wait_until(lambda: is_ready("learner") and is_ready("worker-0"), description="all parts are there")
+        interrupts.count = 1
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def test_a_learner_that_is_killed_as_it_saves_has_not_stopped_the_run(launch: Launch, logs: Path) -> None:
+    supervisor, interrupts = launch({LEARNER: IS_KILLED_AS_IT_SAVES, WORKER: STAYS})
+
+    with (
+        asked_to_end_once_ready(logs, interrupts),
+        pytest.raises(PartError, match="learner was ended by signal 9 and cannot go on"),
+    ):
+        supervisor.run()
+
+
+def test_a_learner_that_is_killed_after_it_has_left_the_run_has_stopped_it(
+    launch: Launch, world: RunWorld, logs: Path
+) -> None:
+    supervisor, interrupts = launch({LEARNER: IS_KILLED_AS_IT_SAVES, WORKER: STAYS})
+    world.learner.stream.release("stopped")
+
+    with asked_to_end_once_ready(logs, interrupts):
+        supervisor.run()
+
+
+def test_workers_that_cannot_go_on_end_a_run(launch: Launch) -> None:
+    with pytest.raises(UserError, match="there is no such model"):
+        launch({LEARNER: STAYS, WORKER: MISTAKE})[0].run()
+
+
+def test_workers_that_cannot_go_on_do_not_end_a_learner_that_writes_its_last_checkpoint(
+    launch: Launch, logs: Path
+) -> None:
+    saving = logs / "saving"
+    saves = until_told(f"touch {saving}; sleep 1; exit 0")
+    dies_then = f"echo ready; while [ ! -e {saving} ]; do sleep 0.05; done; {MISTAKE}"
+    supervisor, interrupts = launch({LEARNER: saves, WORKER: dies_then})
+
+    with asked_to_end_once_ready(logs, interrupts):
+        supervisor.run()
+
+    assert "no such model" in (logs / "worker-0.out").read_text()
+
+
+def test_what_a_full_disk_has_left_of_the_learners_error_hides_nothing(launch: Launch, world: RunWorld) -> None:
+    supervisor, _ = launch({LEARNER: f": > {world.config.folder / 'learner.error'}; {MISTAKE}", WORKER: STAYS})
+
+    with pytest.raises(UserError, match="learner: there is no such model"):
+        supervisor.run()
