@@ -14,10 +14,10 @@ from safetensors import deserialize
 
 from streamrl.ops.cli.main import main
 from streamrl.protocol.transport import operator_scripts as for_reports
-from streamrl.protocol.transport.connection import run
 from streamrl.protocol.transport.entries import encode_report
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.script import run
 from streamrl.protocol.transport.types import Announcement
 from streamrl.protocol.weights.format import BITS, DTYPES, TensorMeta
 from streamrl.protocol.weights.manifest import encode_manifest

@@ -8,9 +8,9 @@ from dataclasses import replace
 import redis
 
 from streamrl.protocol.transport import worker_scripts as scripts
-from streamrl.protocol.transport.connection import Call, run
 from streamrl.protocol.transport.keys import WORKERS, Keys
 from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.script import Call, run
 from streamrl.protocol.transport.types import START, Leased
 from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.protocol.wire.group import decode_body, decode_header, encode_group

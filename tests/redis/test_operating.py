@@ -15,11 +15,11 @@ from streamrl.config import schema
 from streamrl.config.load import dump_config
 from streamrl.ops.cli.main import main
 from streamrl.protocol.transport import operator_scripts as for_reports
-from streamrl.protocol.transport.connection import run
 from streamrl.protocol.transport.entries import encode_report
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.operator import await_obedience, set_control
+from streamrl.protocol.transport.script import run
 from streamrl.protocol.transport.snapshot import snapshot
 from streamrl.telemetry.progress import Progress, Report, Role, Wait
 from tests.feed_world import make_config

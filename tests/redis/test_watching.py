@@ -15,13 +15,14 @@ from streamrl.config import schema
 from streamrl.errors import TransportError, WireError
 from streamrl.ops.monitor.poller import Watcher
 from streamrl.protocol.transport import operator_scripts as for_reports
-from streamrl.protocol.transport.connection import connect, run
+from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.entries import decode_report, encode_report
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.operator import remove_run, set_control
 from streamrl.protocol.transport.reports import report_progress, write_reports
+from streamrl.protocol.transport.script import run
 from streamrl.protocol.transport.snapshot import snapshot
 from streamrl.protocol.transport.types import Announcement, Letter
 from streamrl.protocol.transport.worker import WorkerStream

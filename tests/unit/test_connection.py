@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import redis
+from redis._parsers.base import BaseParser
 
 from streamrl.errors import ConfigError, TransportError
 from streamrl.protocol.transport.address import open_client, server_name
@@ -27,12 +28,24 @@ PASSING = [
     redis.exceptions.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
     redis.ResponseError("MISCONF Errors writing to the AOF file: No space left on device"),
     redis.ResponseError("NOREPLICAS Not enough good replicas to write."),
+    *(
+        BaseParser.parse_error(text)
+        for text in (
+            "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
+            "CLUSTERDOWN The cluster is down",
+            "TRYAGAIN Multiple keys request during rehashing of slot",
+            "UNBLOCKED force unblock from blocking operation, instance state changed (master -> replica?)",
+            "BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.",
+        )
+    ),
     redis.ResponseError("ERR Error running script: -OOM command not allowed when used memory > 'maxmemory'."),
 ]
 LASTING = [
     redis.AuthenticationError("invalid username-password pair"),
     redis.exceptions.NoPermissionError("this user has no permissions to run the 'xadd' command"),
+    redis.exceptions.NoPermissionError("this user has no permissions to access the 'streamrl:{BLOOM-OOM}:meta' key"),
     redis.ResponseError("WRONGTYPE Operation against a key holding the wrong kind of value"),
+    redis.ResponseError("BUSYGROUP Consumer Group name already exists"),
 ]
 
 

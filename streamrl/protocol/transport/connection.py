@@ -1,26 +1,18 @@
-"""Connections to Redis, how often a call may be repeated, and how a script is run.
+"""Connections to Redis, and how often a call may be repeated.
 
 Clients come without retries of their own: a library that repeats a write whose reply was lost writes twice and tells
 nobody. Here the caller says what is safe to repeat, through `repeat`; each repetition is paced, jittered and bounded.
 Blocks at most `give_up_after_s`, then raises TransportError with the server's name (never its password).
-
-A script runs by its digest, and by its text when the server does not know it (yet, or any more). It answers
-[status, ...]: OK; of a script of the learner, past the fence, also FENCED: another learner is there, and who; LOST:
-Redis knows of no claim of ours: it was emptied, went back in time, or the run was removed, and claiming again tells
-which; GONE: another run has the name, or the tombstone is ours.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import random
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
+from typing import Any, Protocol, TypedDict, TypeVar
 
 import redis
 import redis.asyncio
@@ -33,10 +25,8 @@ from redis.retry import Retry
 
 from streamrl.errors import ResourceError, ServerFull, TransportError
 from streamrl.protocol.transport.address import PASSWORD, AnyClient, open_async_client, open_client, server_name
-from streamrl.protocol.transport.keys import Keys
 
 T = TypeVar("T")
-Argument = str | bytes | int | float
 
 OLDEST_SERVER = (6, 2)
 _LONGEST_BLOCK_MS = 5_000
@@ -51,8 +41,16 @@ _ENCODER = Encoder("utf-8", "strict", decode_responses=False)  # type: ignore[no
 _PACKER = PythonRespSerializer(_LARGE_BYTES, _ENCODER.encode)
 _TLS_MISTAKES = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
 _FULL_ANSWERS = ("OOM", "MISCONF")  # memory or disk; what asks for it has written nothing before
-# Answers of a server that is starting, full, or changing its role: the same call may succeed in a moment.
-_PASSING_ANSWERS = (*_FULL_ANSWERS, "LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS")
+# Answers of a server that is starting, full, busy or changing its role: the same call may succeed in a moment. The
+# library takes the word away from those that it knows, but not from a script's.
+_PASSING_ERRORS = (
+    redis.ConnectionError,
+    redis.TimeoutError,
+    redis.ReadOnlyError,
+    redis.exceptions.ClusterDownError,  # and MASTERDOWN
+    redis.exceptions.TryAgainError,
+)
+_PASSING_ANSWERS = (*_FULL_ANSWERS, "LOADING", "READONLY", "MASTERDOWN", "NOREPLICAS", "UNBLOCKED", "BUSY")
 
 
 class Timeouts(Protocol):
@@ -225,13 +223,18 @@ def pacing(
 def _is_passing(error: redis.RedisError) -> bool:
     if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
         return False
-    passing = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError)
-    return isinstance(error, passing) or _is_full(error) or any(answer in str(error) for answer in _PASSING_ANSWERS)
+    return isinstance(error, _PASSING_ERRORS) or _is_full(error) or _says(error, _PASSING_ANSWERS)
 
 
 def _is_full(error: redis.RedisError) -> bool:
     full = isinstance(error, redis.exceptions.OutOfMemoryError)
-    return full or any(answer in str(error) for answer in _FULL_ANSWERS)
+    return full or _says(error, _FULL_ANSWERS)
+
+
+def _says(error: redis.RedisError, answers: Sequence[str]) -> bool:
+    """As a word of the server's: the name of a user or of a run may hold any of them."""
+    words = (word.lstrip("-") for word in str(error).split())
+    return any(word in answers for word in words)
 
 
 def repeat(
@@ -272,72 +275,3 @@ def in_one_trip(client: redis.Redis, fill: Callable[[Pipeline], object]) -> list
     with client.pipeline(transaction=False) as pipe:
         fill(pipe)
         return pipe.execute()
-
-
-@dataclass(frozen=True)
-class Script:
-    text: str
-
-    @cached_property
-    def sha(self) -> str:
-        return hashlib.sha1(self.text.encode()).hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    script: Script
-    keys: tuple[str, ...]
-    args: tuple[Argument, ...]
-
-
-def run(client: redis.Redis, call: Call) -> Any:
-    script = call.script
-    try:
-        return client.evalsha(script.sha, len(call.keys), *call.keys, *call.args)
-    except redis.exceptions.NoScriptError:  # it did not run, so running it now is no repetition
-        return client.eval(script.text, len(call.keys), *call.keys, *call.args)
-
-
-async def run_async(client: redis.asyncio.Redis, call: Call) -> Any:
-    script = call.script
-    try:
-        return await client.evalsha(script.sha, len(call.keys), *call.keys, *call.args)
-    except redis.exceptions.NoScriptError:
-        return await client.eval(script.text, len(call.keys), *call.keys, *call.args)
-
-
-class Fence(NamedTuple):
-    """What every learner script carries: who it is, of which run, and since which term."""
-
-    run_uid: str
-    term: int
-    holder: str
-
-    def call(self, script: Script, keys: Keys, more_keys: Sequence[str], *args: Argument) -> Call:
-        return Call(script, (keys.meta, keys.lease, *more_keys), (*self, *args))
-
-
-def fenced(text: str) -> Script:
-    return Script(_FENCE + text)
-
-
-# The term tells two lives of one holder apart; the lease refuses a stalled learner from the moment that another has
-# it, which is before that one's term is known here. Terms and versions stay far below 2^53, where Lua's numbers end
-# to be exact. What follows the fence sees its own KEYS and ARGV only.
-_FENCE = """
-local meta, lease = unpack(KEYS, 1, 2)
-local uid, term, holder = unpack(ARGV, 1, 3)
-for _ = 1, 2 do table.remove(KEYS, 1) end
-for _ = 1, 3 do table.remove(ARGV, 1) end
-local function fence()
-  local known = redis.call('HMGET', meta, 'uid', 'term')
-  if not known[1] then return 'LOST' end
-  if known[1] ~= uid then return 'GONE' end
-  local ahead = tonumber(known[2] or 0) - tonumber(term)
-  if ahead < 0 then return 'LOST' end  -- a lease from before our term says nothing
-  local current = redis.call('GET', lease)
-  if ahead > 0 or (current and current ~= holder) then return 'FENCED' end
-end
-local refused = fence()
-if refused then return {refused, redis.call('GET', lease) or ''} end
-"""

@@ -22,22 +22,13 @@ from redis.client import Pipeline
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import Fenced, Replaced, RunGone, ServerFull, StreamrlError, TransportError
 from streamrl.protocol.transport import learner_scripts as scripts
-from streamrl.protocol.transport.connection import (
-    Argument,
-    Call,
-    Fence,
-    Patience,
-    Script,
-    bounded_block_ms,
-    in_one_trip,
-    repeat,
-    run,
-)
+from streamrl.protocol.transport.connection import Patience, bounded_block_ms, in_one_trip, repeat
 from streamrl.protocol.transport.entries import PagedReader, decode_reports, one_of, to_entry, to_number
 from streamrl.protocol.transport.keys import LONGEST_EVENTS, WORKERS, Keys, history_streams, is_validation
 from streamrl.protocol.transport.learner_letters import LetterBox
 from streamrl.protocol.transport.lease import await_lease, other_holder, refusal, wait_out
 from streamrl.protocol.transport.present import Present
+from streamrl.protocol.transport.script import Argument, Call, Fence, Script, run
 from streamrl.protocol.transport.types import (
     CONTROLS,
     START,

@@ -16,9 +16,9 @@ import redis
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import ServerFull
 from streamrl.protocol.transport import learner_scripts as scripts
-from streamrl.protocol.transport.connection import Argument
 from streamrl.protocol.transport.entries import to_number
 from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.script import Argument
 from streamrl.protocol.transport.types import Letter, PresentGroup
 from streamrl.protocol.wire.ticket import Ticket, encode_ticket
 

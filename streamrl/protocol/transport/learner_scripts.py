@@ -9,7 +9,7 @@ learner is the way to have it free memory.
 
 from __future__ import annotations
 
-from streamrl.protocol.transport.connection import Script, fenced
+from streamrl.protocol.transport.script import Script, fenced
 
 # All streams are there, without the names of workers that left long ago, and every group still to come gets an id
 # beyond the cursor: after a failover to a server with a slower clock, or to an empty one, it would not, and nobody

@@ -21,8 +21,9 @@ from streamrl.crashpoints import crashpoint
 from streamrl.errors import Ended, Fenced, Refused, Replaced, ResourceError, RunGone, StreamrlError, TransportError
 from streamrl.protocol.transport import learner_scripts as scripts
 from streamrl.protocol.transport.address import server_name
-from streamrl.protocol.transport.connection import Call, Fence, repeat, run
+from streamrl.protocol.transport.connection import repeat
 from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.script import Call, Fence, run
 
 _CLAIM_PAUSE_S = 0.1
 

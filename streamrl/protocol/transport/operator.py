@@ -29,9 +29,10 @@ import redis
 
 from streamrl.errors import WireError
 from streamrl.protocol.transport import operator_scripts as scripts
-from streamrl.protocol.transport.connection import Call, Script, repeat, run
+from streamrl.protocol.transport.connection import repeat
 from streamrl.protocol.transport.entries import to_number
 from streamrl.protocol.transport.keys import LEADER, Keys
+from streamrl.protocol.transport.script import Call, Script, run
 from streamrl.protocol.transport.snapshot import snapshot
 from streamrl.protocol.transport.types import Control, RunState
 from streamrl.protocol.wire.ticket import PURPOSES, Ticket, decode_ticket

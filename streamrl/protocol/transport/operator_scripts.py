@@ -6,8 +6,8 @@ The scripts of reports. They pass no fence: a monitor must see a zombie too.
 
 from __future__ import annotations
 
-from streamrl.protocol.transport.connection import Call, Script
 from streamrl.protocol.transport.keys import LONGEST_EVENTS, Keys
+from streamrl.protocol.transport.script import Call, Script
 
 # The tombstone takes the place of meta and streams in one step: nothing of the run is accepted after it.
 BURY = Script("""

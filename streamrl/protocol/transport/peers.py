@@ -24,8 +24,9 @@ import redis
 
 from streamrl.errors import ConfigError, TransportError
 from streamrl.process import parse_address
-from streamrl.protocol.transport.connection import Call, repeat, run
+from streamrl.protocol.transport.connection import repeat
 from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.script import Call, run
 from streamrl.protocol.transport.worker_scripts import guarded
 
 HAVE = "x-have"  # header of an answer: which pieces there are, a bitmap in hex

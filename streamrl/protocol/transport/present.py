@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import redis
 
 from streamrl.protocol.transport import learner_scripts as scripts
-from streamrl.protocol.transport.connection import Call, run
 from streamrl.protocol.transport.entries import to_number, to_present
 from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.script import Call, run
 from streamrl.protocol.transport.types import START, PresentGroup, PresentTicket
 from streamrl.protocol.wire.ticket import Purpose
 

@@ -16,9 +16,9 @@ import redis.asyncio
 import structlog
 
 from streamrl.protocol.transport import operator_scripts as scripts
-from streamrl.protocol.transport.connection import Call, run, run_async
 from streamrl.protocol.transport.entries import encode_report
 from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.script import Call, run, run_async
 from streamrl.tasks import cancel_all
 from streamrl.telemetry.progress import Progress
 

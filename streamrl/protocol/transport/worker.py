@@ -22,9 +22,10 @@ import structlog
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import RunGone, WireError
 from streamrl.protocol.transport import worker_scripts as scripts
-from streamrl.protocol.transport.connection import Argument, Call, Script, bounded_block_ms, repeat_async, run_async
+from streamrl.protocol.transport.connection import bounded_block_ms, repeat_async
 from streamrl.protocol.transport.entries import Deliveries, Delivery, one_of, read_ticket, to_run_info
 from streamrl.protocol.transport.keys import LEADER, WORKERS, Keys
+from streamrl.protocol.transport.script import Argument, Call, Script, run_async
 from streamrl.protocol.transport.types import CONTROLS, Announcement, Control, Leased, RunInfo
 from streamrl.protocol.wire.ticket import PURPOSES, Purpose
 

@@ -8,7 +8,7 @@ nothing: handing back and reclaiming raise it too.
 
 from __future__ import annotations
 
-from streamrl.protocol.transport.connection import Script
+from streamrl.protocol.transport.script import Script
 
 # What follows the guard sees its own KEYS and ARGV only.
 _GUARD = """
