@@ -83,12 +83,26 @@ async def test_a_late_worker_is_refused_once_another_holds_the_ticket(
     assert delivered(learner) == [0]
 
 
-async def test_a_late_worker_may_deliver_what_nobody_took_over(learner: LearnerStream, worker: WorkerStream) -> None:
+async def test_a_late_worker_may_deliver_what_nobody_took_over(
+    learner: LearnerStream, worker: WorkerStream, client: redis.Redis, keys: Keys
+) -> None:
+    tickets = keys.tickets("train")
     learner.issue([make_ticket(0)])
     [leased] = await worker.lease(max_tickets=1, block_ms=0)
-    await worker.hand_back([leased])  # as when its lease has run out
+    [pending] = client.xpending_range(tickets, WORKERS, "-", "+", 1)
+    client.xclaim(tickets, WORKERS, pending["consumer"], 0, [leased.entry_id], idle=86_400_000, justid=True)
     assert await worker.deliver(leased, *packed(leased))
     assert delivered(learner) == [0]
+
+
+async def test_what_a_worker_handed_back_is_no_more_its_own_to_deliver(
+    learner: LearnerStream, worker: WorkerStream
+) -> None:
+    learner.issue([make_ticket(0)])
+    [leased] = await worker.lease(max_tickets=1, block_ms=0)
+    await worker.hand_back([leased])
+    assert not await worker.deliver(leased, *packed(leased))
+    assert delivered(learner) == []
 
 
 async def test_an_answer_to_something_else_under_the_same_number_is_not_delivered(

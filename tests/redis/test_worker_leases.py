@@ -12,6 +12,7 @@ from streamrl.errors import RunGone
 from streamrl.protocol.transport.keys import WORKERS, Keys
 from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.operator import remove_run
+from streamrl.protocol.transport.snapshot import snapshot
 from streamrl.protocol.transport.types import Leased
 from streamrl.protocol.transport.worker import WorkerStream
 from tests.helpers import make_ticket, wait_until_async
@@ -168,6 +169,42 @@ async def test_a_worker_started_again_under_its_name_gets_its_leases_back(
     again = make_worker("same")
     assert numbers(await again.lease(max_tickets=3, block_ms=0)) == [0, 1, 2]
     assert numbers(await all_of(again, 2)) == [3, 4]
+
+
+async def test_how_often_a_ticket_was_leased_counts_neither_hand_backs_nor_lost_replies(
+    learner: LearnerStream, make_worker: MakeWorker, client: redis.Redis, keys: Keys
+) -> None:
+    """Monitors tell by it which tickets kill their workers."""
+    learner.issue([make_ticket(0)])
+    for name in ("busy", "leaving", "another"):
+        worker = make_worker(name)
+        leased = await worker.lease(max_tickets=1, block_ms=0)
+        assert numbers(leased) == [0]
+        await (worker.leave() if name == "leaving" else worker.hand_back(leased))
+    for _ in range(3):  # each looks for what a reply that was lost may have given to its name
+        assert numbers(await make_worker("again").lease(max_tickets=1, block_ms=0)) == [0]
+
+    assert delivery_counts(client, keys) == [1]
+    await all_of(make_worker("heir", lease_s=LEASE_S), 1)
+    assert delivery_counts(client, keys) == [2]
+
+
+async def test_what_was_handed_back_is_leased_by_nobody(
+    learner: LearnerStream, make_worker: MakeWorker, client: redis.Redis, keys: Keys
+) -> None:
+    learner.issue([make_ticket(n) for n in range(3)])
+    busy, leaving = make_worker("busy"), make_worker("leaving")
+    handed_back = await leaving.lease(max_tickets=1, block_ms=0)
+    await busy.lease(max_tickets=1, block_ms=0)
+    await leaving.lease(max_tickets=1, block_ms=0)
+
+    await leaving.hand_back(handed_back)
+    await leaving.leave()
+
+    seen = snapshot(client, keys).streams["train"]
+    assert (seen.num_tickets, seen.num_leased, seen.leased_by) == (3, 1, {"busy": 1})
+    assert seen.oldest_lease is not None
+    assert (seen.oldest_lease.worker, seen.oldest_lease.times_leased) == ("busy", 1)
 
 
 async def test_a_deleted_ticket_that_was_pending_is_forgotten(

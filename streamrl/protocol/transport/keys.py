@@ -21,6 +21,7 @@ from collections.abc import Collection
 from streamrl.protocol.wire.ticket import Purpose
 
 WORKERS = "workers"  # the consumer group of the ticket streams
+HANDED_BACK = "(handed back)"  # the consumer who has what no worker holds: anybody may claim it at once
 LEADER = "learner/0"  # the rank that speaks, and hears the operator, for all; so it is called in reports
 LONGEST_EVENTS = 10_000  # about so many lines of the journal are kept
 NUM_LEVELS = 5

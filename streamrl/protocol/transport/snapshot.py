@@ -18,7 +18,7 @@ import redis
 
 from streamrl.protocol.transport.connection import repeat
 from streamrl.protocol.transport.entries import LARGEST, decode_reports, one_of, to_run_info
-from streamrl.protocol.transport.keys import WORKERS, Keys
+from streamrl.protocol.transport.keys import HANDED_BACK, WORKERS, Keys
 from streamrl.protocol.transport.types import CONTROLS, Control, Event, Record, RunInfo, entry_order
 from streamrl.protocol.wire.ticket import PURPOSES, Purpose
 from streamrl.telemetry.progress import Report
@@ -31,6 +31,7 @@ _PATIENCE_S = 5.0
 _SHOWN = 40  # characters of a value that cannot be read
 _LARGEST_INTEGER = 1 << 63
 _NUM_LETTERS = 5
+_NUM_OLDEST = 20  # pending tickets, among which the oldest that a worker holds is looked for
 _PER_STREAM = 5  # replies
 _ANOTHER_TYPE = "WRONGTYPE"
 # What a server says to a reader without the right, or before there is anything to tell: not worth the whole look.
@@ -44,7 +45,7 @@ class OldestLease:
     worker: str
     issued_s: float  # ago
     silent_s: float  # since its worker last renewed the lease
-    times_leased: int  # more than once: its workers died with it, or lost it
+    times_leased: int  # more than once: workers died with it, or lost it; those that handed it back do not count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +155,7 @@ def _look(client: redis.Redis, keys: Keys, num_records: int, num_events: int) ->
         for purpose in PURPOSES:
             pipe.xlen(keys.tickets(purpose))
             pipe.xpending(keys.tickets(purpose), WORKERS)
-            pipe.xpending_range(keys.tickets(purpose), WORKERS, "-", "+", 1)
+            pipe.xpending_range(keys.tickets(purpose), WORKERS, "-", "+", _NUM_OLDEST)
             pipe.xlen(keys.groups(purpose))
             pipe.memory_usage(keys.groups(purpose), samples=3)
         commands = [words for words, _ in pipe.command_stack]
@@ -179,14 +180,16 @@ def _tolerate(reply: Any) -> Any:
 
 def _to_counts(replies: Sequence[Any], *, at: float) -> StreamCounts:
     num_tickets, pending, oldest, num_groups, num_bytes = replies
+    consumers = (pending or {}).get("consumers", ())
+    leased_by = {one["name"].decode(errors="replace"): one["pending"] for one in consumers}
+    leased_by.pop(HANDED_BACK, None)
+    leases = [lease for entry in oldest or () if (lease := _to_lease(entry, at=at)).worker != HANDED_BACK]
     return StreamCounts(
         num_tickets=num_tickets or 0,
-        num_leased=pending["pending"] if pending else 0,
-        leased_by={
-            one["name"].decode(errors="replace"): one["pending"] for one in (pending or {}).get("consumers", ())
-        },
+        num_leased=sum(leased_by.values()),
+        leased_by=leased_by,
         num_groups=num_groups or 0,
-        oldest_lease=_to_lease(oldest[0], at=at) if oldest else None,
+        oldest_lease=leases[0] if leases else None,
         num_group_bytes=num_bytes or 0,
     )
 

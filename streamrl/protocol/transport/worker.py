@@ -24,7 +24,7 @@ from streamrl.errors import RunGone, WireError
 from streamrl.protocol.transport import worker_scripts as scripts
 from streamrl.protocol.transport.connection import bounded_block_ms, repeat_async
 from streamrl.protocol.transport.entries import Deliveries, Delivery, one_of, read_ticket, to_run_info
-from streamrl.protocol.transport.keys import LEADER, WORKERS, Keys
+from streamrl.protocol.transport.keys import HANDED_BACK, LEADER, WORKERS, Keys
 from streamrl.protocol.transport.script import Argument, Call, Script, run_async
 from streamrl.protocol.transport.types import CONTROLS, Announcement, Control, Leased, RunInfo
 from streamrl.protocol.wire.ticket import PURPOSES, Purpose
@@ -55,6 +55,7 @@ class WorkerStream:
         self._tickets = [keys.tickets(purpose) for purpose in _LEASING_ORDER]
         self._deliveries = Deliveries(self._deliver)
         self._worker = worker
+        self._to_nobody = (WORKERS, worker, HANDED_BACK, _HANDED_BACK_IDLE_MS)
         self._lease_s = lease_s
         self._give_up_after_s = give_up_after_s
         self._run_uid: str | None = None
@@ -120,7 +121,8 @@ class WorkerStream:
         somebody else has them, or the learner took them back."""
         if not leased:
             return []
-        reply = await self._touch("renew leases", leased, idle_ms=0)
+        args = (WORKERS, self._worker, *_places(leased))
+        reply = await self._call("renew leases", scripts.RENEW, self._tickets, *args)
         crashpoint("ticket.renewed")
         if reply is None:  # the server was emptied: the learner issues again what it still wants
             lost = list(leased)
@@ -143,15 +145,15 @@ class WorkerStream:
     async def hand_back(self, leased: Sequence[Leased]) -> None:
         """Others may lease these at once."""
         if leased:
-            await self._touch("hand tickets back", leased, idle_ms=_HANDED_BACK_IDLE_MS)
+            args = (*self._to_nobody, *_places(leased))
+            await self._call("hand tickets back", scripts.HAND_BACK, self._tickets, *args)
             crashpoint("ticket.handed_back")
             self._let_go(leased)
 
     async def leave(self) -> None:
         """Last act: hand back whatever is pending under our name, also what a lost reply gave us. Who is in a hurry
         bounds it: while Redis is away it waits like every call."""
-        args = (WORKERS, self._worker, _HANDED_BACK_IDLE_MS, "(handed back)")
-        await self._call("leave the run", scripts.LEAVE, self._tickets, *args)
+        await self._call("leave the run", scripts.LEAVE, self._tickets, *self._to_nobody)
         crashpoint("worker.left")
         self._held.clear()
 
@@ -299,11 +301,6 @@ class WorkerStream:
 
     # Calling
 
-    async def _touch(self, what: str, leased: Sequence[Leased], *, idle_ms: int) -> list[Any] | None:
-        """Nobody renewed these leases for so long, as far as others can see."""
-        entries = [part for one in leased for part in (_LEASING_ORDER.index(one.purpose) + 1, one.entry_id)]
-        return await self._call(what, scripts.TOUCH, self._tickets, WORKERS, self._worker, idle_ms, *entries)
-
     async def _call(self, what: str, script: Script, keys: Sequence[str], *args: Argument) -> list[Any] | None:
         return await self._do(what, lambda uid: self._run(uid, script, keys, *args))
 
@@ -324,3 +321,8 @@ class WorkerStream:
 
     def _gone(self) -> RunGone:
         return RunGone(f"run {self._keys.name!r} was removed from Redis, or another took its name")
+
+
+def _places(leased: Sequence[Leased]) -> list[Argument]:
+    """For scripts: the number of the stream, and the entry."""
+    return [part for one in leased for part in (_LEASING_ORDER.index(one.purpose) + 1, one.entry_id)]

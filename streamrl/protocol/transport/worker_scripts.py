@@ -2,8 +2,8 @@
 
 OK; LOST: Redis knows no run here; GONE: the run was removed, or another took its name.
 
-A lease is a pending entry of the group `workers` whose idle time stays below `lease_ms`. Its delivery count says
-nothing: handing back and reclaiming raise it too.
+A lease is a pending entry of the group `workers` whose idle time stays below `lease_ms`. What is handed back is pending
+under a name that is no worker's. The delivery count says to how many workers a ticket went that did not hand it back.
 """
 
 from __future__ import annotations
@@ -46,9 +46,20 @@ local function put(key, entries)
     end
   end
 end
-local function read(key, count, from)
-  local reply = redis.call('XREADGROUP', 'GROUP', group, worker, 'COUNT', count, 'STREAMS', key, from)
-  return reply and reply[1][2]
+local function take_new(key)
+  local reply = redis.call('XREADGROUP', 'GROUP', group, worker, 'COUNT', most - #taken, 'STREAMS', key, '>')
+  put(key, reply and reply[1][2])
+end
+local function recall(key)
+  for _, lease in ipairs(redis.call('XPENDING', key, group, '-', '+', 1000, worker)) do
+    local entries = redis.call('XRANGE', key, lease[1], lease[1])
+    if #entries == 0 then
+      redis.call('XACK', key, group, lease[1])
+    else
+      redis.call('XCLAIM', key, group, worker, 0, lease[1], 'IDLE', 0, 'JUSTID')
+      put(key, entries)
+    end
+  end
 end
 local function reclaim(key)
   for _, lease in ipairs(redis.call('XPENDING', key, group, 'IDLE', lease_ms, '-', '+', most - #taken)) do
@@ -63,50 +74,71 @@ local function reclaim(key)
 end
 for _, key in ipairs(KEYS) do
   if not redis.pcall('XPENDING', key, group).err then
-    if recover == '1' then put(key, read(key, 1000, '0')) end
+    if recover == '1' then recall(key) end
     if #taken < most then reclaim(key) end
-    if #taken < most then put(key, read(key, most - #taken, '>')) end
+    if #taken < most then take_new(key) end
   end
 end
 return {'OK', taken, num_reclaimed}
 """)
 
-# Leases begin anew (idle for 0 ms), or have run out as far as anybody can see, and no delivery count rises; answers the
-# [stream, id] that are not ours any more. Whoever claimed an entry meanwhile keeps it: only what is pending under our
-# name is touched.
-TOUCH = guarded("""
-local group, worker, idle_ms = unpack(ARGV, 1, 3)
+# Leases begin anew, and no delivery count rises; answers the [stream, id] that are not ours any more. Whoever claimed
+# an entry meanwhile keeps it: only what is pending under our name is touched.
+RENEW = guarded("""
+local group, worker = unpack(ARGV, 1, 2)
 local lost = {}
-for i = 4, #ARGV, 2 do
+for i = 3, #ARGV, 2 do
   local stream, id = tonumber(ARGV[i]), ARGV[i + 1]
   local key = KEYS[stream]
   local mine = redis.pcall('XPENDING', key, group, id, id, 1, worker)
   if mine.err or #mine == 0 then
     lost[#lost + 1] = {stream, id}
   else
-    redis.call('XCLAIM', key, group, worker, 0, id, 'IDLE', idle_ms, 'JUSTID')
+    redis.call('XCLAIM', key, group, worker, 0, id, 'IDLE', 0, 'JUSTID')
   end
 end
 return {'OK', lost}
 """)
 
+# The time that it was here does not count.
+_HAND_BACK = """
+local group, worker, nobody, idle_ms = unpack(ARGV, 1, 4)
+local function hand_back(key, lease)
+  local count = math.max(0, lease[4] - 1)
+  redis.call('XCLAIM', key, group, nobody, 0, lease[1], 'IDLE', idle_ms, 'RETRYCOUNT', count, 'JUSTID')
+end
+"""
+
+# What is still pending under our name.
+HAND_BACK = guarded(
+    _HAND_BACK
+    + """
+for i = 5, #ARGV, 2 do
+  local key, id = KEYS[tonumber(ARGV[i])], ARGV[i + 1]
+  local mine = redis.pcall('XPENDING', key, group, id, id, 1, worker)
+  if not mine.err and #mine > 0 then hand_back(key, mine[1]) end
+end
+return {'OK'}
+"""
+)
+
 # Count what the run's workers have spent of something; answers what all of them have.
 SPEND = guarded("return {'OK', redis.call('HINCRBY', KEYS[1], ARGV[1], ARGV[2])}")
 
 # Give back whatever is pending under this name, known to the worker or not, and forget the name.
-LEAVE = guarded("""
-local group, worker, idle_ms, nobody = unpack(ARGV)
+LEAVE = guarded(
+    _HAND_BACK
+    + """
 for _, key in ipairs(KEYS) do
   local mine = redis.pcall('XPENDING', key, group, '-', '+', 10000, worker)
   if not mine.err then
-    for _, lease in ipairs(mine) do
-      redis.call('XCLAIM', key, group, nobody, 0, lease[1], 'IDLE', idle_ms, 'JUSTID')
-    end
+    for _, lease in ipairs(mine) do hand_back(key, lease) end
     if #mine < 10000 then redis.call('XGROUP', 'DELCONSUMER', key, group, worker) end
   end
 end
 return {'OK'}
-""")
+"""
+)
 
 # Each ticket becomes its group, given with header and body, if it is still there and with this worker: the same entry,
 # number, run and identity, pending under the worker's name. A server that lost its tail may give an entry id again, so
