@@ -53,6 +53,7 @@ _LEARNER = Learner(
     validation={},
     rewards=(),
     held_out={},
+    skipped_lately=0,
     fresh_mismatch=(),
     live={},
 )
@@ -101,6 +102,7 @@ WELL = View(
         worst_lag=0,
     ),
     drops=Drops(trained=1920, dropped=80, by_reason={"zero_variance": 80}, rate_by_length={}, ignored={}),
+    drops_lately=Drops(trained=800, dropped=30, by_reason={"zero_variance": 30}, rate_by_length={}, ignored={}),
     dead=Dead(count=0, retry_requests=0, latest=()),
     redis=Redis(
         server="redis://host:6379",
@@ -202,7 +204,7 @@ VIEWS: Mapping[str, View] = {
     ),
     "generation_is_slow": _waiting(Wait.GROUPS),
     "evaluating": _waiting(Wait.EVALUATION),
-    "most_groups_dropped": replace(WELL, drops=_DROPPED),
+    "most_groups_dropped": replace(WELL, drops_lately=_DROPPED),
     "few_prompts_fit": replace(WELL, prompts={"new": 40, "fitting": 60, "solved": 700, "hopeless": 240}),
     "some_workers_reject": _workers(_REJECTING, _worker(part=_part("worker/node-3-78", "generate", "working"))),
     "peer_lied": _workers(
@@ -213,7 +215,7 @@ VIEWS: Mapping[str, View] = {
     "engine_disagrees": replace(WELL, learner=replace(_LEARNER, fresh_mismatch=(1.8, 1.9, 2.0))),
     "workers_silent": _workers(_worker(), _worker(part=_GONE)),
     "dead_letters": replace(WELL, dead=Dead(count=3, retry_requests=0, latest=(_LETTER,))),
-    "steps_skipped": replace(WELL, learner=replace(_LEARNER, metrics={"train_optim/skipped_steps": 2.0})),
+    "steps_skipped": replace(WELL, learner=replace(_LEARNER, skipped_lately=2)),
     "unreadable": replace(WELL, unreadable=("the report of worker/x: no such state: 'napping'",)),
 }
 

@@ -37,6 +37,35 @@ def test_the_time_left_follows_the_pace_of_the_last_steps() -> None:
     assert (run.step, run.max_steps, run.share_done, run.eta_s) == (40, 100, 0.4, pytest.approx(60))
 
 
+def test_the_time_left_is_not_that_of_a_run_which_stood_still_between_two_learners() -> None:
+    before = [step_record(step) for step in range(1, 31)]
+    after = [dataclasses.replace(step_record(step), at=NOW + 86_400 + step, term=2) for step in range(31, 41)]
+    assert view(configured(records=(*before, *after))).run.eta_s == pytest.approx(60)
+    assert view(configured(records=(*before, after[0]))).run.eta_s is None
+
+
+def test_what_went_wrong_long_ago_holds_nothing_back() -> None:
+    bad = {"stream/groups_trained": 10.0, "stream/groups_dropped": 990.0, "stream/dropped/stale": 990.0}
+    ill = [step_record(step, **bad, **{"train_optim/skipped_steps": 3.0}) for step in range(1, 11)]
+    well = [
+        step_record(step, **{**bad, "stream/groups_trained": 10.0 + step, "train_optim/skipped_steps": 3.0})
+        for step in range(11, 71)
+    ]
+    told = [cause.name for cause in view(configured(records=tuple(ill))).causes]
+    assert {"most_groups_dropped", "steps_skipped"} <= {*told}
+    found = view(configured(records=(*ill, *well)))
+    assert not {"most_groups_dropped", "steps_skipped"} & {cause.name for cause in found.causes}
+    assert (found.drops.dropped, found.drops_lately.dropped, found.drops_lately.trained) == (990, 0, 50)
+
+
+def test_a_learner_that_comes_after_another_counts_its_skipped_steps_anew() -> None:
+    skipped = {"train_optim/skipped_steps": 2.0}
+    first = [step_record(step, **skipped) for step in range(1, 5)]
+    second = [dataclasses.replace(step_record(step, **skipped), term=2) for step in range(5, 9)]
+    assert view(configured(records=tuple(first))).learner.skipped_lately == 2
+    assert view(configured(records=(*first, *second))).learner.skipped_lately == 4
+
+
 def test_without_a_limit_on_steps_passes_over_the_prompts_tell_how_far_it_is() -> None:
     records = tuple(step_record(step, **{"train_rollouts/epoch": step / 40}) for step in range(1, 11))
     run = view(make_snapshot(records=records)).run

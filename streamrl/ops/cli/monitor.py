@@ -55,14 +55,15 @@ def status(target: Target, as_json: bool) -> int:
       limits {max_lag_steps groups_per_step max_backlog_bytes idle_timeout_s max_attempts stale model_dtype
         weights_dtype arithmetic reward_sources}
       learner {lead {PART} ranks holder lease_left_s metrics {name: value} validation {name: value} rewards [..]
-        fresh_mismatch [..] held_out {source: [..]} live {name: value}}
+        skipped_lately fresh_mismatch [..] held_out {source: [..]} live {name: value}}
       workers [{part {PART} version step lag tokens_per_s in_flight kv_use leases delivered failed loads
         loads_in_flight rejected rejected_version detail}]
       restarts   others [{PART}]   where PART is {name role host pid state doing doing_s progress_s report_s}
       rewards [{name mean latency_s scored errors state}]
       streams [{purpose tickets leased groups group_bytes oldest_worker oldest_s oldest_silent_s oldest_times}]
       weights {latest step age_s kept num_bytes largest_bytes changed_share behind worst_lag}
-      drops {trained dropped by_reason rate_by_length ignored}   dead {count retry_requests latest [{ticket error}]}
+      drops, drops_lately {trained dropped by_reason rate_by_length ignored}
+      dead {count retry_requests latest [{ticket error}]}
       redis {server version used_bytes max_bytes policy role save_error}   unreadable [..]
 
     Of a run whose Redis is not there any more, its folder tells how it ended: finished, stopped, failed, or crashed.

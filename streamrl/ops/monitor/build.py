@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from streamrl.ops.monitor import view
+from streamrl.ops.monitor import lately, view
 from streamrl.ops.monitor.causes import find_causes, judge
 from streamrl.ops.monitor.history import HELD_OUT, History, thin
 from streamrl.protocol.transport.entries import LARGEST
@@ -20,7 +20,6 @@ from streamrl.versions import show
 
 _RECENT = 400  # steps, for what is told of the last ones
 _FRESH_STEPS = 20  # engine and learner are compared over so many
-_PACE_STEPS = 20  # the time left is told from the pace of so many steps
 _STARTS = ("load the tokenizer", "start the engine")  # what a worker does before it can work
 WELL = "well"  # what workers say of a reward source that can be asked
 
@@ -57,6 +56,7 @@ def build_view(
         streams=tuple(_stream(purpose, counts) for purpose, counts in snapshot.streams.items()),
         weights=_weights(snapshot, steps, workers),
         drops=_drops({**learner.metrics, **learner.live}),
+        drops_lately=_drops(lately.added(steps, learner.live)),
         prompts=_prompts({**learner.metrics, **learner.live}),
         dead=view.Dead(
             count=snapshot.num_dead,
@@ -140,7 +140,7 @@ def _run(snapshot: Snapshot, name: str, config: Mapping[str, Any], steps: Sequen
         max_steps=max_steps if max_steps > 0 else None,
         data_epochs=passes,
         created_at=snapshot.created_at,
-        eta_s=_eta_s(steps[-_PACE_STEPS:], share) if info and info.state == "running" else None,
+        eta_s=lately.eta_s(steps, share) if info and info.state == "running" else None,
         share_done=min(1.0, share) if share is not None else None,
         error=_error(snapshot),
     )
@@ -153,14 +153,6 @@ def _error(snapshot: Snapshot) -> str | None:
         return None
     failures = (e for e in reversed(snapshot.events) if e.kind == "failed" and e.term == info.term)
     return next((str(event.detail.get("error", "")) for event in failures), None)
-
-
-def _eta_s(recent: Sequence[Record], share: float | None) -> float | None:
-    """At the pace of the last steps."""
-    if not share or len(recent) < 2 or recent[-1].step <= recent[0].step:
-        return None
-    pace_s = (recent[-1].at - recent[0].at) / (recent[-1].step - recent[0].step)
-    return max(0.0, pace_s * recent[-1].step * (1 / share - 1))
 
 
 def _part(report: Report, *, at: float, age_s: float | None, silent_s: float) -> view.Part:
@@ -196,6 +188,7 @@ def _learner(
         validation=history.validations.records[-1].values if history.validations.records else {},
         rewards=tuple(thin(history.curve("train_rollouts/rewards")[1])),
         held_out=_held_out(history),
+        skipped_lately=lately.num_skipped(steps),
         fresh_mismatch=tuple(mismatch for mismatch in fresh if mismatch is not None)[-_FRESH_STEPS:],
         live={k: float(v) for k, v in next(details, {}).items() if "/" in k and not isinstance(v, str)},
     )

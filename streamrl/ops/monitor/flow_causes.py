@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 
 from streamrl.ops.monitor.evidence import alive, is_running, lead, lead_waiting, waiting_for
+from streamrl.ops.monitor.lately import STEPS
 from streamrl.ops.monitor.view import Cause, View, Worker, attention, blocking, info
 from streamrl.telemetry.progress import Wait
 from streamrl.terminal import age, plural, size
@@ -162,12 +163,13 @@ def all_groups_dropped(view: View) -> Iterator[Cause]:
 
 
 def most_groups_dropped(view: View) -> Iterator[Cause]:
-    total = view.drops.trained + view.drops.dropped
-    if total >= _ENOUGH_GROUPS and view.drops.dropped >= _MOST * total:
-        worst = max(view.drops.by_reason, key=lambda why: view.drops.by_reason[why], default="")
+    drops = view.drops_lately
+    total = drops.trained + drops.dropped
+    if total >= _ENOUGH_GROUPS and drops.dropped >= _MOST * total:
+        worst = max(drops.by_reason, key=lambda why: drops.by_reason[why], default="")
         yield attention(
             title="most groups are dropped",
-            evidence=f"{view.drops.dropped} of {total}, most of them for {worst or 'reasons unknown'}",
+            evidence=f"{drops.dropped} of the last {total}, most of them for {worst or 'reasons unknown'}",
             remedy=_remedy_of_drops(worst),
         )
 
@@ -309,9 +311,9 @@ def dead_letters(view: View) -> Iterator[Cause]:
 
 
 def steps_skipped(view: View) -> Iterator[Cause]:
-    if skipped := view.learner.metrics.get("train_optim/skipped_steps"):
+    if skipped := view.learner.skipped_lately:
         yield attention(
             title="steps were skipped",
-            evidence=f"{skipped:.0f} had a loss or gradient that is not finite",
+            evidence=f"{skipped} of the last {min(STEPS, view.run.step)} had a loss or gradient that is not finite",
             remedy="lower optimizer.lr or algorithm.loss_args.clamp, and look at the rewards",
         )

@@ -86,6 +86,7 @@ class Learner:
     validation: Mapping[str, float]  # those of the last validation
     rewards: tuple[float, ...]  # of the steps that were read, oldest first, thinned
     held_out: Mapping[str, tuple[float, ...]]  # by reward source, the means of the validations that were read
+    skipped_lately: int  # of the last steps, those that changed nothing: a loss or gradient was not finite
     fresh_mismatch: tuple[float, ...]  # of the last steps that had fresh samples, oldest first
     live: Mapping[str, float]  # its counters now, also between steps
 
@@ -203,6 +204,7 @@ class View:
     streams: tuple[Stream, ...]
     weights: Weights
     drops: Drops
+    drops_lately: Drops  # in the last steps, and since
     dead: Dead
     redis: Redis
     prompts: Mapping[str, int] = field(default_factory=dict)  # of a curriculum: new, fitting, solved, hopeless ones
