@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,30 @@ async def test_the_text_has_the_run_in_prometheus_words(run: Watched) -> None:
     assert found["streamrl_worker_tokens_per_second", f'run="{name}",worker="worker/w"'] == 80
     assert found["streamrl_workers", f'run="{name}",state="working"'] == 1
     assert found["streamrl_groups_trained_total", f'run="{name}"'] == 3
+
+
+def test_counters_fall_only_with_the_process_or_the_run_that_they_are_of(run: Watched) -> None:
+    run.worker()
+    seen = run.view()
+
+    def told(trained: int, *workers: tuple[str, int], uid: str = "one") -> dict[tuple[str, str], float]:
+        nonlocal now
+        drops = replace(seen.drops, trained=trained, by_reason={"stale": 2 * trained})
+        named = [replace(seen.workers[0], part=replace(seen.workers[0].part, name=name)) for name, _ in workers]
+        failing = zip(named, workers, strict=True)
+        asking = tuple(replace(one, detail={"rewards/exact/failed": failed}) for one, (_, failed) in failing)
+        now = replace(seen, run=replace(seen.run, uid=uid), drops=drops, workers=asking)
+        return parse(generate_latest(registry))
+
+    now = seen
+    registry = make_registry("x", lambda: Seen(view=now))
+
+    told(100, ("worker/a", 7), ("worker/b", 1))
+    after_a_crash = told(90, ("worker/b", 1))
+    assert after_a_crash["streamrl_groups_trained_total", 'run="x"'] == 100
+    assert after_a_crash["streamrl_groups_dropped_total", 'reason="stale",run="x"'] == 200
+    assert after_a_crash["streamrl_reward_errors_total", 'run="x",source="exact",worker="worker/b"'] == 1
+    assert told(3, uid="another")["streamrl_groups_trained_total", 'run="x"'] == 3
 
 
 def test_names_from_other_machines_cannot_break_a_line(run: Watched) -> None:

@@ -39,6 +39,8 @@ def make_registry(run: str, look: Callable[[], Seen]) -> CollectorRegistry:
 class _RunFigures(Collector):
     def __init__(self, run: str, look: Callable[[], Seen]) -> None:
         self._run, self._look = run, look
+        self._uid: str | None = None  # of the run that was seen last under this name
+        self._most: dict[str, int] = {}  # that its counters have told
 
     def collect(self) -> Iterator[Metric]:
         seen = self._look()
@@ -67,8 +69,13 @@ class _RunFigures(Collector):
         lags = {worker.part.name: worker.lag or 0 for worker in workers}
         yield self._by("streamrl_worker_lag_steps", "steps that its weights are behind", "worker", lags)
         yield self._one("streamrl_workers_behind", "workers with older weights", view.weights.behind)
-        errors = {source.name: source.errors for source in view.rewards}
-        yield self._by("streamrl_reward_errors_total", "errors of reward sources", "source", errors)
+        errors: dict[tuple[str, ...], float] = {
+            (source.name, worker.part.name): float(count)
+            for source in view.rewards
+            for worker in workers
+            if isinstance(count := worker.detail.get(f"rewards/{source.name}/failed", 0), int | float)
+        }
+        yield self._family("streamrl_reward_errors_total", "errors of reward sources", errors, "source", "worker")
         latencies = {source.name: source.latency_s for source in view.rewards}
         yield self._by("streamrl_reward_latency_seconds", "latency of reward sources", "source", latencies)
 
@@ -83,14 +90,24 @@ class _RunFigures(Collector):
         yield self._by("streamrl_group_bytes", "memory of those", "purpose", group_bytes)
         oldest_s = view.train.oldest_s
         yield self._one("streamrl_oldest_lease_seconds", "since the oldest leased ticket was issued", oldest_s)
-        yield self._one("streamrl_groups_trained_total", "groups trained", view.drops.trained)
-        yield self._by("streamrl_groups_dropped_total", "groups dropped", "reason", view.drops.by_reason)
+        trained = self._never_less(view, "trained", view.drops.trained)
+        yield self._one("streamrl_groups_trained_total", "groups trained", trained)
+        dropped = {why: self._never_less(view, f"dropped/{why}", n) for why, n in view.drops.by_reason.items()}
+        yield self._by("streamrl_groups_dropped_total", "groups dropped", "reason", dropped)
         yield self._one("streamrl_dead_letters", "tickets given up", view.dead.count)
         yield self._one("streamrl_weights_age_seconds", "since the newest version", view.weights.age_s)
         yield self._one("streamrl_redis_used_bytes", "memory of Redis", view.redis.used_bytes)
         yield self._one("streamrl_redis_max_bytes", "its limit; 0: none", view.redis.max_bytes)
         metrics = {**view.learner.validation, **view.learner.metrics}
         yield self._by("streamrl_metric", "a metric of the last step, or validation", "name", metrics)
+
+    def _never_less(self, view: View, name: str, count: int) -> int:
+        """A learner that starts again counts on from its checkpoint. Prometheus takes a counter that fell for one that
+        began anew, and would add all of it once more."""
+        if self._uid != view.run.uid:
+            self._uid, self._most = view.run.uid, {}
+        self._most[name] = max(count, self._most.get(name, 0))
+        return self._most[name]
 
     def _one(self, name: str, help: str, value: float | None) -> Metric:
         return self._family(name, help, {(): value})
