@@ -63,6 +63,11 @@ class TerminalProgram:
         self._screen.resize(height, width)
         os.kill(self.process.pid, signal.SIGWINCH)
 
+    def forget_size(self) -> None:
+        """As a serial line, or a container's terminal that nobody has measured."""
+        set_size(self._descriptor, width=0, height=0)
+        os.kill(self.process.pid, signal.SIGWINCH)
+
 
 def set_size(descriptor: int, *, width: int, height: int) -> None:
     fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))

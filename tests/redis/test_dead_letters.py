@@ -178,6 +178,9 @@ def test_what_strangers_write_among_the_letters_breaks_nothing(
     client.xadd(keys.dead, {"x": "y"})
     client.xadd(keys.dead, {"p": "train", "n": "7", "u": "uid", "b": b"\xff", "error": "\x1b[2J", "at": "never"})
     client.xadd(keys.dead, {"p": "train", "n": "²", "u": "uid", "b": b"\xff"})
+    for at in ("1.2.3", "nan", "1e3", "soon"):
+        client.xadd(keys.dead, {"p": "train", "n": "8", "u": "uid", "b": b"\xff", "at": at})
+    assert [letter.at for letter in read_letters(client, keys)][-4:] == [0.0, 0.0, 1000.0, 0.0]
     assert dead("ls", keys=keys, url=redis_url) == 0
     shown = capsys.readouterr().out
     assert "(cannot be read)" in shown

@@ -146,6 +146,15 @@ def test_who_is_silent_is_shown_so_within_3_s_as_far_as_it_depends_on_us() -> No
     assert SILENT_S + every_s < 3.0
 
 
+def test_a_terminal_that_does_not_say_how_large_it_is_is_taken_for_a_usual_one(run: Watched) -> None:
+    run.healthy()
+    with top(run) as program:
+        program.shows("generate")
+        program.forget_size()
+        program.press("w")
+        program.shows("nothing holds it back")
+
+
 def test_it_says_plainly_that_the_learner_is_gone(run: Watched) -> None:
     run.learner("train", state="working")
     run.worker()

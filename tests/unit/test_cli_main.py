@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import os
 import subprocess
 import sys
@@ -149,3 +151,18 @@ def test_a_reader_that_has_gone_is_neither_a_finding_nor_a_traceback() -> None:
     done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@click.command()
+def say_what_is_not_ascii() -> None:
+    click.echo("0.1 → 0.9 · Ж")
+
+
+def test_a_terminal_that_knows_few_characters_gets_question_marks_and_no_error() -> None:
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    entry = commands.Entry(target=f"{__name__}:say_what_is_not_ascii", help="")
+    with contextlib.redirect_stdout(screen):
+        assert main.main(["say"], commands={"say": entry}) == 0
+
+    screen.flush()
+    assert screen.buffer.getvalue() == b"0.1 ? 0.9 \xb7 ?\n"  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ heavier than click.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -68,6 +69,13 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, entry.help) for name, entry in self._entries.items()])
 
 
+def _print_what_can_be() -> None:
+    """A terminal, or a file, that knows few characters gets a question mark in the place of others, and no error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
+
+
 def was_interrupted(error: Exception) -> bool:
     """By Ctrl-C while a command was imported: pydantic-core, which builds schemas then, makes an error of its own of it
     and tells in its last line what it was."""
@@ -105,6 +113,7 @@ def main(argv: Sequence[str] | None = None, *, commands: Mapping[str, Entry] = C
         `streamrl COMMAND --help` tells the rest.
         """
 
+    _print_what_can_be()
     try:
         result = group.main(args=None if argv is None else list(argv), prog_name="streamrl", standalone_mode=False)
     except click.ClickException as error:

@@ -16,6 +16,7 @@ Each call may block for some seconds while Redis is away, then TransportError; a
 from __future__ import annotations
 
 import getpass
+import math
 import os
 import socket
 import time
@@ -192,7 +193,6 @@ def _entries(client: redis.Redis, keys: Keys) -> Iterator[tuple[bytes, Mapping[b
 
 def _to_letter(entry_id: bytes, fields: Mapping[bytes, bytes], requested: Mapping[bytes, bytes]) -> DeadLetter:
     number = fields.get(b"n", b"")
-    at = fields.get(b"at", b"")
     try:
         ticket = decode_ticket(fields.get(b"b", b""))
     except WireError:
@@ -204,9 +204,18 @@ def _to_letter(entry_id: bytes, fields: Mapping[bytes, bytes], requested: Mappin
         purpose=fields.get(b"p", b"").decode(errors="replace"),
         ticket=ticket,
         error=fields.get(b"error", b"").decode(errors="replace"),
-        at=float(at) if at.replace(b".", b"").isdigit() else 0.0,
+        at=_to_time(fields.get(b"at", b"")),
         retry_requested=requested.get(number) == entry_id,
     )
+
+
+def _to_time(text: bytes) -> float:
+    """0 where it is none: whoever has the rights may have written it."""
+    try:
+        at = float(text)
+    except ValueError:
+        return 0.0
+    return at if math.isfinite(at) else 0.0
 
 
 def _ask(client: redis.Redis, what: str, call: Callable[[], Any]) -> Any:

@@ -21,6 +21,7 @@ from rich.text import Text
 from streamrl.errors import ConfigError
 
 _MOST_BYTES = 64  # of a burst of keys
+_USUAL = 80, 24  # where a terminal does not say: a serial line, or a container's that nobody has measured
 _KEYS: Mapping[str, Sequence[str]] = {  # by what terminals send for them; a bare escape begins others
     "up": ("\x1b[A", "\x1bOA"),
     "down": ("\x1b[B", "\x1bOB"),
@@ -64,7 +65,7 @@ class Terminal:
     def size(self) -> tuple[int, int]:
         """(columns, lines)"""
         size = os.get_terminal_size(self._output.fileno())
-        return size.columns, size.lines
+        return size.columns or _USUAL[0], size.lines or _USUAL[1]
 
     @property
     def has_colour(self) -> bool:
