@@ -245,6 +245,9 @@ def _pace(config: Config) -> Iterator[Problem]:
         yield Problem(key="optimizer.min_lr", remedy=remedy)
     if max(optimizer.betas) >= 1:
         yield Problem(key="optimizer.betas", remedy="both must be less than 1")
+    if config.training.max_steps == 0:
+        remedy = "no step would be made: must be at least 1, or -1 for as many as training.max_epochs gives"
+        yield Problem(key="training.max_steps", remedy=remedy)
     if max_time is not None and not (_MAX_TIME.match(max_time) and max_time_s(max_time)):
         yield Problem(key="training.max_time", remedy=DURATION)
     if lag.max_steps > lag.hard_limit_steps:

@@ -1,4 +1,4 @@
-"""Prompt files: JSON Lines, one prompt a line, as text or as chat messages.
+"""Prompt files: JSON Lines, out of a `.gz` too, one prompt a line, as text or as chat messages.
 
     {"text": "What is 2 + 3?", "answer": "5"}
     {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "answer": "5"}
@@ -12,8 +12,10 @@ are nothing.
 from __future__ import annotations
 
 import codecs
+import gzip
 import json
 import math
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +91,7 @@ def _file_of(dataset: Dataset, key: str) -> Path:
 
 def _lines(path: Path, key: str) -> Iterator[tuple[int, bytes]]:
     try:
-        with path.open("rb") as file:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for line, data in enumerate(file, start=1):
                 stripped = (data.removeprefix(codecs.BOM_UTF8) if line == 1 else data).strip()
                 if stripped:
@@ -98,8 +100,8 @@ def _lines(path: Path, key: str) -> Iterator[tuple[int, bytes]]:
         raise DataError(f"{key}: no such file: {path}; give the path of a JSONL file of prompts") from None
     except IsADirectoryError:
         raise DataError(f"{key}: {path} is a folder; name a file in it, or {{hub: {path}}} as a dataset") from None
-    except OSError as error:
-        raise DataError(f"{key}: {path} cannot be read: {error.strerror}") from None
+    except (OSError, EOFError, zlib.error) as error:  # the last two of what gzip has not written whole
+        raise DataError(f"{key}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _parse(line: int, data: bytes, dataset: Dataset) -> PromptRow:
@@ -164,7 +166,7 @@ def _object(data: bytes) -> dict[str, Any]:
 
 def _why_not_text(data: bytes) -> str:
     if data.startswith(_GZIP):
-        return "compressed by gzip, and prompts are read as they lie: unpack it (gunzip)"
+        return "compressed by gzip, which is read from a file whose name ends in .gz: rename it, or unpack it (gunzip)"
     return "not UTF-8; save the file in that encoding (`iconv -t UTF-8`)"
 
 

@@ -115,6 +115,7 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
         ("algorithm.advantages_args.x=1", "algorithm.advantages_args.x = 1: ", "takes no arguments"),
         ("optimizer.min_lr=1", "optimizer.min_lr = 1.0: ", "optimizer.lr = 9e-07"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas = [0.9, 1.0]: ", "less than 1"),
+        ("training.max_steps=0", "training.max_steps = 0: ", "at least 1, or -1"),
         ("training.max_time=3h", "training.max_time = '3h': ", "DD:HH:MM:SS"),
         ("training.max_time=00:00:00:00", "training.max_time = '00:00:00:00': ", "DD:HH:MM:SS"),
         ("lag.max_steps=65", "lag.max_steps = 65: ", "lag.hard_limit_steps = 64"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -32,6 +33,20 @@ def test_text_prompt_and_messages_are_read_with_their_fields(tmp_path: Path) -> 
     assert file.rows[2].fields == {"messages": messages, "level": {"x": [1, 2]}}
     assert [row.line for row in file.rows] == [1, 2, 3]
     assert file.num_skipped == 0
+
+
+def test_a_file_that_gzip_has_written_is_read_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "a"}\n\n{"text": "b"}\n'))
+    assert [(row.line, row.text) for row in read_prompts(path, malformed="error").rows] == [(1, "a"), (3, "b")]
+
+
+@pytest.mark.parametrize("cut", [1, 12, 25])
+def test_a_file_that_gzip_has_not_written_whole_is_one_clear_error(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "prompts.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "a"}\n' * 100)[:-cut])
+    with pytest.raises(DataError, match=r"data\.train: .*prompts\.jsonl\.gz cannot be read: "):
+        read_prompts(path, malformed="error")
 
 
 def test_a_character_in_two_escapes_is_whole(tmp_path: Path) -> None:
