@@ -1,44 +1,28 @@
 """Contradictions between settings, which no single setting shows. Everything is found before one error is raised.
 
-Addresses are judged in `places`, files in `files`: this needs nothing but the configuration.
+Rules that belong together have files of their own: what teaches `algorithm`, addresses `places`, files `files`. This
+needs nothing but the configuration.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from functools import reduce
 from operator import getitem
 from typing import Any
 
-from streamrl.config import engine_args, files, places, routers, trained
+from streamrl.config import algorithm, engine_args, files, places, routers, trained
 from streamrl.config.explain import DURATION, Problem, show
 from streamrl.config.load import Where
 from streamrl.config.placement import parallel_in
-from streamrl.config.schema import Algorithm, Config, Sampling
+from streamrl.config.schema import Config, Sampling
 from streamrl.errors import ConfigError
 from streamrl.protocol.wire.ticket import MAX_GROUP_TOKENS, MAX_REWARD_SOURCES, MAX_SAMPLES, MAX_TOKENS
-from streamrl.recipe.advantages import ADVANTAGES
 from streamrl.recipe.held_out import numbers_of_samples
-from streamrl.recipe.losses import LOSSES
-from streamrl.recipe.own import FORMS, is_own
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
-_AT_ONE = "1 is the ratio of a sample that is not stale"
-_LIMITS: Mapping[str, tuple[Callable[[float], bool], str]] = {  # arguments of losses and advantages
-    "clamp": (lambda clamp: clamp > 0, "above 0"),
-    "low": (lambda low: 0 <= low <= 1, f"from 0 to 1: {_AT_ONE}"),
-    "high": (lambda high: high >= 1, f"of at least 1: {_AT_ONE}"),
-    "clip_low": (lambda low: 0 <= low <= 1, f"from 0 to 1: {_AT_ONE}"),
-    "clip_high": (lambda high: high >= 1, f"of at least 1: {_AT_ONE}"),
-    "discount": (lambda discount: 0 <= discount <= 1, "from 0 to 1"),
-}
-_OF_REINFORCE = (
-    *("loss", "loss_args", "advantages", "advantages_args"),
-    *("discount_factor", "normalize_sources", "scale_by_std", "normalize_batch", "entropy_bonus"),
-)
 _MAX_TIME = re.compile(r"(\d+):([01]\d|2[0-3]):([0-5]\d):([0-5]\d)\Z")
 
 
@@ -124,117 +108,6 @@ def _groups(config: Config) -> Iterator[Problem]:
         yield Problem(key="worker.min_survivors", remedy=f"{limit}: no group could ever be delivered")
     if algorithm.name == "rejection_sampling" and algorithm.top_n > num_samples:
         yield Problem(key="algorithm.top_n", remedy=limit)
-
-
-def _algorithm(config: Config) -> Iterator[Problem]:
-    settings, kl = config.algorithm, config.algorithm.kl
-    if settings.name == "rejection_sampling":
-        yield from _of_reinforce_only(settings)
-        return
-    allowed = {"reward": ("k1",), "loss": ("k2", "k3")}.get(kl.placement)
-    if allowed is not None and kl.estimator not in allowed:
-        remedy = f"with algorithm.kl.placement={kl.placement} it must be {' or '.join(allowed)}"
-        yield Problem(key="algorithm.kl.estimator", remedy=remedy)
-    yield from _function(settings, "loss", LOSSES)
-    yield from _function(settings, "advantages", ADVANTAGES)
-    if settings.loss in LOSSES:
-        yield from _limits(settings, "loss")
-    if settings.advantages in ADVANTAGES:
-        yield from _limits(settings, "advantages")
-    if settings.reinforce_epochs > 1 and settings.loss == "none":
-        yield Problem(
-            key="algorithm.reinforce_epochs",
-            remedy="after the first pass the samples are another policy's, which algorithm.loss=none ignores; "
-            "choose another loss, or set this to 1",
-        )
-    if settings.discount_factor < 1 and settings.loss == "gspo":
-        yield Problem(
-            key="algorithm.discount_factor",
-            remedy="gspo judges a response as a whole, so its tokens cannot have advantages of their own; must be 1",
-        )
-    parts, by_parts = settings.advantages, f"with algorithm.advantages={settings.advantages}"
-    if parts in ("turns", "tokens") and settings.normalize_sources:
-        remedy = f"{by_parts} what each has earned is a sum over sources, which cannot be taken apart; must be false"
-        yield Problem(key="algorithm.normalize_sources", remedy=remedy)
-    if parts in ("turns", "tokens") and settings.scale_by_std:
-        remedy = f"{by_parts} samples may earn the same sum in other places, whose deviation is 0; must be false"
-        yield Problem(key="algorithm.scale_by_std", remedy=f"{remedy} (algorithm.normalize_batch may be true)")
-    if parts in ("turns", "tokens") and settings.loss == "gspo":
-        yield Problem(
-            key="algorithm.advantages",
-            remedy=f"algorithm.loss=gspo judges a response as a whole, so its {parts} cannot have advantages of their "
-            "own; choose another loss, or leave_one_out",
-        )
-
-
-def _function(settings: Algorithm, key: str, known: Mapping[str, Callable[..., Any]]) -> Iterator[Problem]:
-    """What can be seen without the user's own code, which only the learner has and runs."""
-    target, arguments = getattr(settings, key), getattr(settings, f"{key}_args")
-    if target not in known:
-        if not is_own(target):
-            remedy = f"must be one of {', '.join(known)}, or code of yours as {FORMS}"
-            yield Problem(key=f"algorithm.{key}", remedy=remedy)
-        return
-    taken = _arguments_of(known[target])
-    for name in (name for name in arguments if name not in taken):
-        having = ", ".join(other for other in known if name in _arguments_of(known[other]))
-        yield Problem(
-            key=f"algorithm.{key}_args.{name}",
-            value=arguments[name],
-            remedy=f"algorithm.{key}={target} takes {_listed(taken) or 'no arguments'}; take it away"
-            + (f" (used by {having})" if having else ""),
-        )
-
-
-def _listed(names: list[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def _arguments_of(function: Callable[..., Any]) -> list[str]:
-    _, *named = inspect.signature(function).parameters
-    return named
-
-
-def _limits(settings: Algorithm, key: str) -> Iterator[Problem]:
-    for name, value in getattr(settings, f"{key}_args").items():
-        allows, words = _LIMITS.get(name, (lambda _: True, ""))
-        if isinstance(value, str | bool) or not allows(value):
-            yield Problem(key=f"algorithm.{key}_args.{name}", value=value, remedy=f"must be a number {words}".strip())
-
-
-def _of_reinforce_only(settings: Algorithm) -> Iterator[Problem]:
-    """What the user asked for, and rejection sampling would not do."""
-    silent = Algorithm() if settings.loss != "none" else Algorithm(loss="none")
-    for name in (name for name in _OF_REINFORCE if getattr(settings, name) != getattr(silent, name)):
-        yield Problem(
-            key=f"algorithm.{name}",
-            remedy="rejection_sampling trains its winners as given answers, without ratios or advantages; "
-            "take it away, or set algorithm.name=reinforce",
-        )
-
-
-def _teaching(config: Config) -> Iterator[Problem]:
-    """Whether anything teaches, and a teacher can be compared with."""
-    algorithm, teacher = config.algorithm, config.teacher
-    drawn = algorithm.kl.placement == "loss" and algorithm.kl.coefficient > 0
-    if teacher is None:
-        if algorithm.advantages == "none" and not drawn:
-            remedy = "nothing would teach: name a teacher, or put algorithm.kl in the loss, or choose leave_one_out"
-            yield Problem(key="algorithm.advantages", remedy=remedy)
-        return
-    if algorithm.name == "rejection_sampling":
-        remedy = "its winners are trained as given answers, and a teacher is asked about samples; set it to reinforce"
-        yield Problem(key="algorithm.name", remedy=remedy)
-    alone = algorithm.advantages == "none" or not config.reward_sources
-    if alone and algorithm.drop_zero_variance:
-        remedy = "the teacher teaches by groups whose rewards are all equal, too, and there may be no others; set false"
-        yield Problem(key="algorithm.drop_zero_variance", remedy=remedy)
-    if alone and config.data.curriculum:
-        remedy = "it draws by rewards that differ within a group, and here the teacher alone teaches; set false"
-        yield Problem(key="data.curriculum", remedy=remedy)
-    if teacher.urls and config.sampling.temperature != 1:
-        remedy = "a server's log-probs are at temperature 1, and would be compared with others; set 1, or teacher.path"
-        yield Problem(key="sampling.temperature", remedy=remedy)
 
 
 def _pace(config: Config) -> Iterator[Problem]:
@@ -334,8 +207,8 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _sampling,
     _messages,
     _groups,
-    _algorithm,
-    _teaching,
+    algorithm.check_algorithm,
+    algorithm.check_teaching,
     _pace,
     _gpus,
     trained.check_activations,

@@ -1,0 +1,145 @@
+"""Settings that contradict each other in what teaches: the algorithm, arguments of its functions, a teacher."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from streamrl.config.explain import Problem
+from streamrl.config.schema import Algorithm, Config
+from streamrl.recipe.advantages import ADVANTAGES
+from streamrl.recipe.losses import LOSSES
+from streamrl.recipe.own import FORMS, is_own
+
+_AT_ONE = "1 is the ratio of a sample that is not stale"
+_LIMITS: Mapping[str, tuple[Callable[[float], bool], str]] = {  # arguments of losses and advantages
+    "clamp": (lambda clamp: clamp > 0, "above 0"),
+    "low": (lambda low: 0 <= low <= 1, f"from 0 to 1: {_AT_ONE}"),
+    "high": (lambda high: high >= 1, f"of at least 1: {_AT_ONE}"),
+    "clip_low": (lambda low: 0 <= low <= 1, f"from 0 to 1: {_AT_ONE}"),
+    "clip_high": (lambda high: high >= 1, f"of at least 1: {_AT_ONE}"),
+    "discount": (lambda discount: 0 <= discount <= 1, "from 0 to 1"),
+}
+_OF_REINFORCE = (
+    *("loss", "loss_args", "advantages", "advantages_args"),
+    *("discount_factor", "normalize_sources", "scale_by_std", "normalize_batch", "entropy_bonus"),
+)
+
+
+def check_algorithm(config: Config) -> Iterator[Problem]:
+    settings, kl = config.algorithm, config.algorithm.kl
+    if settings.name == "rejection_sampling":
+        yield from _of_reinforce_only(settings)
+        return
+    allowed = {"reward": ("k1",), "loss": ("k2", "k3")}.get(kl.placement)
+    if allowed is not None and kl.estimator not in allowed:
+        remedy = f"with algorithm.kl.placement={kl.placement} it must be {' or '.join(allowed)}"
+        yield Problem(key="algorithm.kl.estimator", remedy=remedy)
+    yield from _function(settings, "loss", LOSSES)
+    yield from _function(settings, "advantages", ADVANTAGES)
+    if settings.loss in LOSSES:
+        yield from _limits(settings, "loss")
+    if settings.advantages in ADVANTAGES:
+        yield from _limits(settings, "advantages")
+    if settings.reinforce_epochs > 1 and settings.loss == "none":
+        yield Problem(
+            key="algorithm.reinforce_epochs",
+            remedy="after the first pass the samples are another policy's, which algorithm.loss=none ignores; "
+            "choose another loss, or set this to 1",
+        )
+    if settings.discount_factor < 1 and settings.loss == "gspo":
+        yield Problem(
+            key="algorithm.discount_factor",
+            remedy="gspo judges a response as a whole, so its tokens cannot have advantages of their own; must be 1",
+        )
+    yield from _of_parts(settings)
+
+
+def _of_parts(settings: Algorithm) -> Iterator[Problem]:
+    """Advantages of turns or of tokens."""
+    parts, by_parts = settings.advantages, f"with algorithm.advantages={settings.advantages}"
+    if parts not in ("turns", "tokens"):
+        return
+    if settings.normalize_sources:
+        remedy = f"{by_parts} what each has earned is a sum over sources, which cannot be taken apart; must be false"
+        yield Problem(key="algorithm.normalize_sources", remedy=remedy)
+    if settings.scale_by_std:
+        remedy = f"{by_parts} samples may earn the same sum in other places, whose deviation is 0; must be false"
+        yield Problem(key="algorithm.scale_by_std", remedy=f"{remedy} (algorithm.normalize_batch may be true)")
+    if settings.loss == "gspo":
+        yield Problem(
+            key="algorithm.advantages",
+            remedy=f"algorithm.loss=gspo judges a response as a whole, so its {parts} cannot have advantages of their "
+            "own; choose another loss, or leave_one_out",
+        )
+
+
+def _function(settings: Algorithm, key: str, known: Mapping[str, Callable[..., Any]]) -> Iterator[Problem]:
+    """What can be seen without the user's own code, which only the learner has and runs."""
+    target, arguments = getattr(settings, key), getattr(settings, f"{key}_args")
+    if target not in known:
+        if not is_own(target):
+            remedy = f"must be one of {', '.join(known)}, or code of yours as {FORMS}"
+            yield Problem(key=f"algorithm.{key}", remedy=remedy)
+        return
+    taken = _arguments_of(known[target])
+    for name in (name for name in arguments if name not in taken):
+        having = ", ".join(other for other in known if name in _arguments_of(known[other]))
+        yield Problem(
+            key=f"algorithm.{key}_args.{name}",
+            value=arguments[name],
+            remedy=f"algorithm.{key}={target} takes {_listed(taken) or 'no arguments'}; take it away"
+            + (f" (used by {having})" if having else ""),
+        )
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _arguments_of(function: Callable[..., Any]) -> list[str]:
+    _, *named = inspect.signature(function).parameters
+    return named
+
+
+def _limits(settings: Algorithm, key: str) -> Iterator[Problem]:
+    for name, value in getattr(settings, f"{key}_args").items():
+        allows, words = _LIMITS.get(name, (lambda _: True, ""))
+        if isinstance(value, str | bool) or not allows(value):
+            yield Problem(key=f"algorithm.{key}_args.{name}", value=value, remedy=f"must be a number {words}".strip())
+
+
+def _of_reinforce_only(settings: Algorithm) -> Iterator[Problem]:
+    """What the user asked for, and rejection sampling would not do."""
+    silent = Algorithm() if settings.loss != "none" else Algorithm(loss="none")
+    for name in (name for name in _OF_REINFORCE if getattr(settings, name) != getattr(silent, name)):
+        yield Problem(
+            key=f"algorithm.{name}",
+            remedy="rejection_sampling trains its winners as given answers, without ratios or advantages; "
+            "take it away, or set algorithm.name=reinforce",
+        )
+
+
+def check_teaching(config: Config) -> Iterator[Problem]:
+    """Whether anything teaches, and a teacher can be compared with."""
+    algorithm, teacher = config.algorithm, config.teacher
+    drawn = algorithm.kl.placement == "loss" and algorithm.kl.coefficient > 0
+    if teacher is None:
+        if algorithm.advantages == "none" and not drawn:
+            remedy = "nothing would teach: name a teacher, or put algorithm.kl in the loss, or choose leave_one_out"
+            yield Problem(key="algorithm.advantages", remedy=remedy)
+        return
+    if algorithm.name == "rejection_sampling":
+        remedy = "its winners are trained as given answers, and a teacher is asked about samples; set it to reinforce"
+        yield Problem(key="algorithm.name", remedy=remedy)
+    alone = algorithm.advantages == "none" or not config.reward_sources
+    if alone and algorithm.drop_zero_variance:
+        remedy = "the teacher teaches by groups whose rewards are all equal, too, and there may be no others; set false"
+        yield Problem(key="algorithm.drop_zero_variance", remedy=remedy)
+    if alone and config.data.curriculum:
+        remedy = "it draws by rewards that differ within a group, and here the teacher alone teaches; set false"
+        yield Problem(key="data.curriculum", remedy=remedy)
+    if teacher.urls and config.sampling.temperature != 1:
+        remedy = "a server's log-probs are at temperature 1, and would be compared with others; set 1, or teacher.path"
+        yield Problem(key="sampling.temperature", remedy=remedy)
