@@ -12,8 +12,9 @@
 What comes behind the log-probs sees whole samples on every rank, and makes the same loss on each; the gradient of a
 log-prob goes back on the one rank that made it. So gradients of parameters are sums over ranks, as they are without.
 
-Heads of keys and values are repeated as far as ranks can have equal ones. Where the query heads do not divide, or
-something beside attention looks along the length (convolutions, recurrences), the model is refused.
+Heads of keys and values are repeated as far as ranks can have equal ones. Where the query heads do not divide, empty
+ones fill up the last ranks, and each query has a head of keys and values of its own. With more ranks than heads, or
+where something beside attention looks along the length (convolutions, recurrences), the model is refused.
 
 Each exchange blocks until the group's ranks have come. On a GPU (NCCL) it never ran.
 """
@@ -29,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import transformers
 from torch import nn
 
@@ -130,34 +132,44 @@ class Parts:
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
         heads, device = query.shape[1], query.device.type
+        num_own = share(heads, self.of)
+        empty = num_own * self.of - heads
         pairs = [x.repeat_interleave(repeats(heads, x.shape[1], self.of), dim=1) for x in (key, value)]
-        parts = [query, *pairs]
+        parts = [F.pad(x, (0, 0, 0, 0, 0, empty)) for x in (query, *pairs)] if empty else [query, *pairs]
         if torch.is_autocast_enabled(device):  # as attention would, which gets them wider than they are meant to be
             parts = [x.to(torch.get_autocast_dtype(device)) for x in parts]
         query, key, value = swap(self, *parts, cut=1, join=2)
-        num_own = heads // self.of
         own = slice(self.at * num_own, (self.at + 1) * num_own)
         here = _OwnHeads(module, own, heads, groups=num_own // key.shape[1])
         if "s_aux" in options:  # of each head, as module.sinks are
             options["s_aux"] = _of_heads(options["s_aux"], own, heads)
         attended, _ = _kernel(inner, module)(here, query, key, value, attention_mask, **options)
         [back] = swap(self, attended, cut=1, join=2)
-        return back, None
+        return back[:, :, :heads], None
 
 
 def refuse_heads(model: transformers.PreTrainedModel, ranks: int) -> None:
-    """ConfigError where so many ranks cannot have equally many heads."""
+    """ConfigError where there is not a head for each of so many ranks."""
     heads = getattr(model.config.get_text_config(), "num_attention_heads", None) or 1
-    if heads % ranks:
-        fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise ConfigError(f"{KEY} = {ranks}: {type(model).__name__} has {heads} attention heads; set one of {fit}")
+    if ranks > heads:
+        told = f"{type(model).__name__} has {heads} attention heads"
+        raise ConfigError(f"{KEY} = {ranks}: {told}; set it to {heads} or less")
+
+
+def share(heads: int, ranks: int) -> int:
+    """Of the query heads, those of each rank; some of the last may be empty."""
+    return -(-heads // ranks)
+
+
+def idle(heads: int, ranks: int) -> float:
+    """The part of what ranks send and attend with that is of empty heads."""
+    return 1 - heads / (share(heads, ranks) * ranks)
 
 
 def repeats(heads: int, kv_heads: int, ranks: int) -> int:
     """How often each head of keys and values is sent, so that ranks have equally many, each with its own queries."""
-    assert heads % ranks == 0
     assert heads % kv_heads == 0
-    return math.lcm(kv_heads, ranks) // kv_heads
+    return heads // kv_heads if heads % ranks else math.lcm(kv_heads, ranks) // kv_heads
 
 
 def _kernel(inner: str, module: nn.Module) -> Kernel:
@@ -171,7 +183,10 @@ def _kernel(inner: str, module: nn.Module) -> Kernel:
 
 
 def _of_heads(option: Any, own: slice, heads: int) -> Any:
-    return option[own] if isinstance(option, torch.Tensor) and option.shape == (heads,) else option
+    if not isinstance(option, torch.Tensor) or option.shape != (heads,):
+        return option
+    mine = option[own]
+    return F.pad(mine, (0, own.stop - own.start - len(mine)))
 
 
 class _OwnHeads:

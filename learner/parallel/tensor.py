@@ -121,11 +121,11 @@ def refuse_tensor(model: transformers.PreTrainedModel, layout: schema.Layout) ->
         told += f"hidden states {config.hidden_size} wide"
         raise ConfigError(f"{KEY} = {ranks}: {kind} has {told}, which they cannot share; set one of {_divisors(most)}")
     own = heads // ranks
-    if own % layout.context:
+    if layout.context > own:
         told = (
             f"learner.layout.context = {layout.context}: with {KEY} = {ranks} a rank has {own} of the attention heads"
         )
-        raise ConfigError(f"{told} of {kind}; set one of {_divisors(own)}")
+        raise ConfigError(f"{told} of {kind}; set it to {own} or less")
 
 
 def divide(model: transformers.PreTrainedModel, mesh: DeviceMesh) -> Sequence[Block]:

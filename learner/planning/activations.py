@@ -17,7 +17,8 @@ each rank had as many.
 
 Ranks that share layers have each a part of Q, K and I, and take each some of the tokens to their experts.
 
-Ranks that share samples (context) have each its part of the tokens, and keys and values as often as they are repeated.
+Ranks that share samples (context) have each its part of the tokens, and keys and values as often as they are repeated;
+heads that do not divide are filled up with empty ones.
 Attention that is the model's own (sinks, soft caps) keeps 6 bytes for each head and token that a token may see, and has
 as many at work.
 """
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 
 from streamrl.config import schema
 from streamrl.learner.packing.attention import EAGER
-from streamrl.learner.parallel.context import repeats
+from streamrl.learner.parallel.context import idle, repeats, share
 from streamrl.learner.planning.sizes import Sizes
 
 _SCORES = 6  # bytes
@@ -83,12 +84,14 @@ def _attention(sizes: Sizes, part: Part) -> int:
         keys *= repeats(sizes.heads, sizes.kv_heads, part.context)
     if sizes.norms_heads:
         more += 6 * (sizes.queries + sizes.keys)
-    return 4 * sizes.queries + 4 * keys + more + _scores(sizes, part)
+    filled = 1 - idle(sizes.heads, part.context)
+    return int((4 * sizes.queries + 4 * keys) / filled) + more + _scores(sizes, part)
 
 
 def _scores(sizes: Sizes, part: Part) -> int:
     """Of a context group each rank has a part of the heads, for all tokens."""
-    return _SCORES * sizes.heads * part.longest if sizes.attention == EAGER else 0
+    heads = share(sizes.heads, part.context) * part.context
+    return _SCORES * heads * part.longest if sizes.attention == EAGER else 0
 
 
 def _experts(sizes: Sizes) -> float:

@@ -29,6 +29,9 @@ def tell(asked: Asked, machine: Machine, *, has: schema.Layout | None = None) ->
         yield ok(NAME, f"as it is set, {told}")
     else:
         yield Finding(name=NAME, level="ok", evidence=told, remedy="\n".join(_lines(chosen, asked, machine)))
+    if chosen.idle:
+        told = f"no number that divides the heads fits, so {chosen.idle:.0%} of those in attention are empty"
+        yield ok(f"{NAME}, context {chosen.layout.context}", told)
     if (tensor := chosen.layout.tensor) > 1:
         yield ok(f"{NAME}, tensor {tensor}", _shared(chosen, asked, machine))
     for other in smaller(found):
@@ -63,6 +66,8 @@ def _shared(option: Option, asked: Asked, machine: Machine) -> str:
 def _against(other: Option, chosen: Option, machine: Machine) -> str:
     if not other.fits:
         return f"it takes {size(other.planned.needed)} of {size(machine.memory)} to have"
+    if other.idle > chosen.idle:
+        return f"of its heads in attention {other.idle:.0%} are empty"
     return f"it sends {size(other.sent)} for a token, and {size(chosen.sent)} as chosen"
 
 

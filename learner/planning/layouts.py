@@ -4,8 +4,9 @@
                                            └─► what it sends for a token ─► those that fit, the least first
 
 What it sends is for `traffic`; links between hosts count as often as they are slower. Ranks of one host may share
-layers (`tensor`): they send more for a token than those that share samples, and hold less of a layer's weights. What
-the learner would refuse is not among them.
+layers (`tensor`): they send more for a token than those that share samples, and hold less of a layer's weights. Ranks
+whose number does not divide the heads of attention, which share samples with empty ones among them, are taken where no
+others fit. What the learner would refuse is not among them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from itertools import product
 from streamrl.config import schema
 from streamrl.config.layout import refuse_layout
 from streamrl.errors import ConfigError
+from streamrl.learner.parallel.context import idle
 from streamrl.learner.planning.memory import Plan, computes_again, keeps_reference, plan
 from streamrl.learner.planning.sizes import Sizes
 from streamrl.learner.planning.traffic import Links, sent
@@ -67,6 +69,7 @@ class Option:
     planned: Plan
     fits: bool
     links: Links  # bytes a rank sends for a token of its own
+    idle: float  # of the heads that ranks attend with
 
     @property
     def sent(self) -> float:
@@ -74,8 +77,8 @@ class Option:
 
 
 def options(asked: Asked, machine: Machine) -> Sequence[Option]:
-    """All that model and GPUs allow: those that fit, the one that sends the least first; then the others, the one that
-    takes the least first."""
+    """All that model and GPUs allow: those that fit, the one that sends the least first, and those with empty heads
+    behind the rest; then the others, the one that takes the least first."""
     found = [_option(layout, asked, machine) for layout in _allowed(asked, machine)]
     return sorted(found, key=lambda option: _rank(option))
 
@@ -146,7 +149,7 @@ def _changes(asked: Asked) -> Iterator[tuple[str, Asked]]:
 def _rank(option: Option) -> tuple[float, ...]:
     layout = option.layout
     simpler = layout.tensor, layout.context, layout.experts, layout.replicas
-    return (0, option.sent, *simpler) if option.fits else (1, option.planned.needed, *simpler)
+    return (0, option.idle, option.sent, *simpler) if option.fits else (1, option.planned.needed, *simpler)
 
 
 def _allowed(asked: Asked, machine: Machine) -> Iterator[schema.Layout]:
@@ -155,12 +158,12 @@ def _allowed(asked: Asked, machine: Machine) -> Iterator[schema.Layout]:
     of_each = {
         "replicas": _divisors(machine.hosts),
         "tensor": [n for n in _divisors(sizes.shared.most) if here % n == 0],  # within a host
-        "context": _divisors(sizes.heads if sizes.may_share else 1),
+        "context": _divisors(machine.gpus if sizes.may_share else 1),
         "experts": _divisors(1 if sizes.experts is None else sizes.experts.num),
     }
     for numbers in product(*of_each.values()):
         layout = schema.Layout(**dict(zip(of_each, numbers, strict=True)))
-        if sizes.heads // layout.tensor % layout.context == 0 and _is_taken(layout, machine):
+        if layout.context <= sizes.heads // layout.tensor and _is_taken(layout, machine):
             yield layout
 
 
@@ -182,7 +185,8 @@ def _under(layout: schema.Layout, config: schema.Config) -> schema.Config:
 def _option(layout: schema.Layout, asked: Asked, machine: Machine) -> Option:
     sizes, config, found = asked.sizes, asked.config, planned(layout, asked, machine)
     links = sent(layout, sizes, config, ranks=machine.gpus, per_host=machine.per_host, tokens=asked.tokens)
-    return Option(layout=layout, planned=found, fits=found.needed <= machine.memory, links=links)
+    empty = idle(sizes.heads // layout.tensor, layout.context)
+    return Option(layout=layout, planned=found, fits=found.needed <= machine.memory, links=links, idle=empty)
 
 
 def planned(layout: schema.Layout, asked: Asked, machine: Machine) -> Plan:

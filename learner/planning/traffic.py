@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from streamrl.config import schema
-from streamrl.learner.parallel.context import repeats
+from streamrl.learner.parallel.context import idle, repeats
 from streamrl.learner.planning.memory import computes_again
 from streamrl.learner.planning.sizes import Sizes
 
@@ -61,7 +61,8 @@ def sent(
     by_batch = weights + over(layout.tensor) * exchanged
     of_own = sizes.divided(layout.tensor)
     heads = 4 * of_own.queries + 4 * of_own.keys * repeats(of_own.heads, of_own.kv_heads, layout.context)
-    by_token = over(layout.context, layout.tensor) * (heads * layout.tensor)
+    filled = 1 - idle(of_own.heads, layout.context)
+    by_token = over(layout.context, layout.tensor) * (heads * layout.tensor / filled)
     by_token += over(layout.tensor) * (2 * 2 * 2 * sizes.width * layout.tensor)
     if (experts := sizes.experts) is not None:
         by_token += over(layout.experts) * (4 * experts.chosen * sizes.width)

@@ -57,11 +57,15 @@ class Case:
 
 
 _HEADS = {"num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+# Of which two, four and eight ranks have 5 and 4; 3, 3, 3 and none; 2, 2, 2, 2, 1 and none
+_NINE = {**_HEADS, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 36}
 CASES: Mapping[str, Case] = {
     "llama": Case(family="llama", settings={**_HEADS, "num_key_value_heads": 2}, checkpointing=True),
     "varlen": Case(family="qwen3", settings={**_HEADS, "num_key_value_heads": 4}, attention="varlen"),
     "gemma": Case(family="gemma3_text", settings={**_HEADS, "num_key_value_heads": 1}),
     "gpt_oss": Case(family="gpt_oss", settings={**_HEADS, "num_key_value_heads": 2}),
+    "nine": Case(family="qwen3", settings=_NINE, attention="varlen"),
+    "nine_sinks": Case(family="gpt_oss", settings=_NINE),
     "narrow": Case(family="qwen3", settings={**_HEADS, "num_key_value_heads": 2}, dtype="float32"),
 }
 

@@ -20,7 +20,7 @@ from streamrl.learner.loading.build import build_model
 from streamrl.learner.packing.attention import MASKED
 from streamrl.learner.packing.micro_batches import MicroBatch, Shape, empty_micro_batch, pack
 from streamrl.learner.packing.ways import ways_of
-from streamrl.learner.parallel.context import Parts, refuse_heads, repeats
+from streamrl.learner.parallel.context import Parts, idle, refuse_heads, repeats, share
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.routes import RouteShape
 from tests.learner_cases import random_groups
@@ -93,23 +93,29 @@ def test_a_rank_that_has_run_out_has_a_part_of_nothing() -> None:
 
 @pytest.mark.parametrize("heads", [1, 4, 9, 12, 40])
 def test_each_query_head_meets_its_own_head_of_keys_on_whatever_rank(heads: int) -> None:
-    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-    for kv_heads in divisors:
-        for ranks in divisors:
-            sent = np.repeat(np.arange(kv_heads), repeats(heads, kv_heads, ranks)).reshape(ranks, -1)
-            asked = np.arange(heads).reshape(ranks, -1)
+    for kv_heads in (n for n in range(1, heads + 1) if heads % n == 0):
+        for ranks in range(1, heads + 1):
+            empty = share(heads, ranks) * ranks - heads
+            sent = np.repeat(np.arange(kv_heads), repeats(heads, kv_heads, ranks))
+            sent, asked = (np.pad(x, (0, empty)).reshape(ranks, -1) for x in (sent, np.arange(heads)))
             met = np.repeat(sent, asked.shape[1] // sent.shape[1], axis=1)  # as attention groups what a rank has
             assert (met == asked // (heads // kv_heads)).all(), (kv_heads, ranks)
 
 
-def test_heads_that_do_not_divide_are_refused_with_the_numbers_that_do(tmp_path: Path) -> None:
+def test_heads_that_do_not_divide_leave_some_ranks_idle() -> None:
+    assert [idle(28, ranks) for ranks in (1, 4, 7)] == [0, 0, 0]
+    assert idle(28, 8) == 4 / 32
+    assert idle(9, 8) == 7 / 16
+
+
+def test_more_ranks_than_heads_are_refused(tmp_path: Path) -> None:
     sizes = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 8}
     model = build_model(str(make_family(tmp_path, "llama", **sizes)), MASKED)
-    refuse_heads(model, 3)
+    refuse_heads(model, 9)
     with pytest.raises(
-        ConfigError, match=r"learner\.layout\.context = 4: .* has 9 attention heads; set one of 1, 3, 9"
+        ConfigError, match=r"learner\.layout\.context = 10: .* has 9 attention heads; set it to 9 or less"
     ):
-        part(0, 4).ways(model, ways_of(model))
+        part(0, 10).ways(model, ways_of(model))
 
 
 @pytest.mark.parametrize("family", ["lfm2", "bamba", "qwen3_next"])
