@@ -184,5 +184,9 @@ def only_one(folder: Path, name: str) -> Iterator[None]:
         "end it with Ctrl-C, or choose another name with name=..."
     )
     with locked(lock, taken=taken):
-        lock.write_text(str(os.getpid()))
+        try:
+            lock.write_text(str(os.getpid()))
+        except OSError as error:
+            error.filename = str(lock)  # a full disk names none, and this is where a launcher meets it first
+            raise
         yield

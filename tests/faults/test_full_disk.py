@@ -15,6 +15,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -22,9 +23,11 @@ import pytest
 import redis
 
 from streamrl.config import schema
+from streamrl.files import only_one
 from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry
 from streamrl.ops.audit import audit_folder
+from streamrl.ops.cli.main import refusal
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.snapshot import snapshot
 from tests.faults.agents import PATIENCE_S, end, ranks, wasted_steps
@@ -84,7 +87,12 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
     if request.param == "limit":
         yield SmallFiles(tmp_path / "runs")
         return
-    folder = tmp_path / "disk"
+    with small_disk(tmp_path / "disk") as made:
+        yield made
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[SmallDisk]:
     folder.mkdir()
     made = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(folder)], capture_output=True, check=False
@@ -188,3 +196,14 @@ def test_a_full_disk_costs_checkpoints_and_never_a_whole_one(
     audit = audit_folder(config.folder, redis_url=redis_url)
     name = f"T12 checkpoint {'tmpfs' if isinstance(disk, SmallDisk) else 'limit'}"
     report(name, audit, injections=2, recovery_s=recovery_s, wasted_steps=wasted_steps(config), corrupt_loaded=0)
+
+
+@pytest.mark.root
+def test_a_launcher_names_the_file_for_which_its_disk_has_no_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        disk.fill(rank=0, leave=0)
+
+        with pytest.raises(OSError, match="No space left on device") as full, only_one(disk.folder, "mine"):
+            pass
+
+    assert str(refusal(full.value)) == f"{disk.folder / 'up.lock'}: No space left on device"

@@ -1,4 +1,4 @@
-"""The task that writes a worker's reports ends with the worker, whatever becomes of its cancellation."""
+"""What writes a part's reports ends with the part, and not before."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import asyncio
 from typing import Any
 
 from streamrl.protocol.transport.keys import Keys
-from streamrl.protocol.transport.reports import report_progress
+from streamrl.protocol.transport.reports import report_progress, write_reports
 from streamrl.telemetry.progress import Progress
+from tests.helpers import wait_until
 
 
 class ForgetfulClient:
@@ -37,3 +38,23 @@ async def test_a_cancellation_that_was_forgotten_holds_up_nobody() -> None:
 
     reporting = asyncio.create_task(report())
     assert (await asyncio.wait([reporting], timeout=30))[0] == {reporting}
+
+
+class Counting:
+    """Takes whatever it is asked."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def evalsha(self, *_: Any) -> None:
+        self.num_calls += 1
+
+
+def test_a_report_that_cannot_be_written_is_not_the_last() -> None:
+    client: Any = Counting()
+    progress = Progress(part="learner/0", role="learner")
+    progress.note(loss=object())  # type: ignore[arg-type]
+
+    with write_reports(client, Keys("run"), progress, period_s=0.01):
+        progress.note(loss=0.5)
+        wait_until(lambda: client.num_calls >= 2, description="reports are written")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from streamrl.errors import ResourceError
+from streamrl.errors import ResourceError, TransportError
 from streamrl.ops.monitor.poller import look_once
 from streamrl.ops.monitor.remains import Remains
 from streamrl.ops.monitor.runs import find_target, opened
@@ -17,6 +17,7 @@ from streamrl.ops.python.launcher import Ended
 from streamrl.protocol.transport import operator as orders
 
 _LOOK_EVERY_S = 0.5
+_PATIENCE_S = 120.0  # while a Redis is away that was there; the run's own parts wait as long, unless it says otherwise
 
 
 def look_at(folder: Path) -> View:
@@ -50,12 +51,19 @@ class Attached:
 
     def wait(self, timeout_s: float | None) -> bool:
         deadline = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
-        while self.ended is None:
+        seen_at = time.monotonic()
+        while True:
+            try:
+                if self.ended is not None:
+                    return True
+                seen_at = time.monotonic()
+            except (ResourceError, TransportError):
+                if time.monotonic() > seen_at + _PATIENCE_S:
+                    raise
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return False
             time.sleep(min(_LOOK_EVERY_S, left_s))
-        return True
 
     def end(self, timeout_s: float | None) -> None:
         with opened(find_target(self._folder, None, None)) as there:

@@ -1,7 +1,8 @@
 """Reports: what each part says of itself, written to Redis once a second by somebody other than the work.
 
 Owns one thread (`write_reports`, for the learner and the launcher) or one task (`report_progress`, for workers) per
-part. A failure to write is logged once, until a write succeeds again, and never reaches the work.
+part. A failure is logged once, until a report is written again, and never reaches the work; nor does it end the
+reports, without which a part that is well is taken for gone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import structlog
 from streamrl.protocol.transport import operator_scripts as scripts
 from streamrl.protocol.transport.entries import encode_report
 from streamrl.protocol.transport.keys import Keys
-from streamrl.protocol.transport.script import Call, run, run_async
+from streamrl.protocol.transport.script import run, run_async
 from streamrl.tasks import cancel_all
 from streamrl.telemetry.progress import Progress
 
@@ -28,15 +29,13 @@ def write_reports(client: redis.Redis, keys: Keys, progress: Progress, *, period
     """Inside, the part's reports are written by a thread that ends with the context."""
     outcome, stop = _Outcome(progress.part), threading.Event()
 
-    def write(call: Call) -> None:
-        with outcome.noted():
-            run(client, call)
-
     def write_until_stopped() -> None:
         while not stop.is_set():
-            write(scripts.report(keys, progress.part, encode_report(progress.report())))
+            with outcome.noted():
+                run(client, scripts.report(keys, progress.part, encode_report(progress.report())))
             stop.wait(period_s)
-        write(scripts.withdraw(keys, progress.part))
+        with outcome.noted():
+            run(client, scripts.withdraw(keys, progress.part))
 
     thread = threading.Thread(target=write_until_stopped, name=f"reports of {progress.part}", daemon=True)
     thread.start()
@@ -80,9 +79,11 @@ class _Outcome:
     def noted(self) -> Iterator[None]:
         try:
             yield
-        except redis.RedisError as error:
+        except Exception as error:
             if not self._failing:
-                structlog.get_logger().warning("reports_failing", reporter=self._part, error=str(error))
+                is_defect = not isinstance(error, redis.RedisError)
+                log = structlog.get_logger()
+                log.warning("reports_failing", reporter=self._part, error=str(error), exc_info=is_defect)
             self._failing = True
         else:
             if self._failing:
