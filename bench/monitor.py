@@ -29,7 +29,7 @@ from streamrl.ops.monitor.poller import Watcher
 from streamrl.ops.monitor.runs import Opened
 from streamrl.ops.monitor.top.draw import draw
 from streamrl.ops.monitor.top.screen import Screen
-from streamrl.protocol.transport.address import server_name
+from streamrl.protocol.transport.clients import server_name
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.entries import encode_report

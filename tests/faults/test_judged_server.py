@@ -10,7 +10,7 @@ import redis
 
 from streamrl.config import schema
 from streamrl.protocol.transport.acl import rules
-from streamrl.protocol.transport.address import open_client
+from streamrl.protocol.transport.clients import open_client
 from streamrl.protocol.transport.connection import connect
 from tests.faults.judge.recorder import GROUPS, TICKETS, Recorder, look
 from tests.faults.judged.server import ADMIN, MortalRedis

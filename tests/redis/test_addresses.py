@@ -21,14 +21,8 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError, ResourceError
 from streamrl.ops.cli.main import main
 from streamrl.protocol.transport.acl import SERVERS
-from streamrl.protocol.transport.address import (
-    PASSWORD,
-    SENTINEL_PASSWORD,
-    masked,
-    open_client,
-    server_name,
-    split_password,
-)
+from streamrl.protocol.transport.address import PASSWORD, SENTINEL_PASSWORD, masked, split_password
+from streamrl.protocol.transport.clients import open_client, server_name
 from streamrl.protocol.transport.connection import connect, connect_async, repeat
 from streamrl.protocol.transport.embedded import EmbeddedRedis, find_server
 from streamrl.protocol.transport.entries import PagedReader

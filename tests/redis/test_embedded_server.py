@@ -13,7 +13,7 @@ import pytest
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, ResourceError, TransportError
-from streamrl.protocol.transport.address import server_name
+from streamrl.protocol.transport.clients import server_name
 from streamrl.protocol.transport.connection import check_server, connect, connect_async
 from streamrl.protocol.transport.embedded import EmbeddedRedis, find_server
 from streamrl.protocol.transport.keys import Keys

@@ -181,7 +181,14 @@ def test_a_run_is_found_by_its_folder_by_the_environment_or_by_name(
     [
         ([], "give the folder of a run"),
         (["nowhere"], "nowhere is not the folder of a run"),
-        (["--redis", "http://host", "--run", "x"], "is no address of a server"),
+        (
+            ["--redis", "http://host", "--run", "x"],
+            "error: --redis (or STREAMRL_REDIS, or redis.url): 'http://host' is no address of a server; write redis://",
+        ),
+        (
+            ["--redis", "redis://127.0.0.1:9", "--run", "x"],
+            "Start Redis there, or name another by --redis or redis.url",
+        ),
     ],
 )
 def test_a_run_that_is_not_named_rightly_is_one_clear_error(

@@ -10,7 +10,7 @@ import redis
 from redis._parsers.base import BaseParser
 
 from streamrl.errors import ConfigError, TransportError
-from streamrl.protocol.transport.address import open_client, server_name
+from streamrl.protocol.transport.clients import open_client, server_name
 from streamrl.protocol.transport.connection import bounded_block_ms, pacing, repeat, repeat_async
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from streamrl.protocol.transport.acl import SERVERS
-from streamrl.protocol.transport.address import open_client, server_name
+from streamrl.protocol.transport.clients import open_client, server_name
 from tests.manifest_world import K8S, Rendered, render
 
 FOLDER = K8S / "components" / "redis-sentinel"

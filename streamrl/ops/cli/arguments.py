@@ -24,7 +24,7 @@ import redis
 from streamrl.errors import ResourceError, TransportError
 from streamrl.ops.monitor.remains import Remains
 from streamrl.ops.monitor.runs import URL_VARIABLE, Target, find_target, left_of
-from streamrl.protocol.transport.address import server_name
+from streamrl.protocol.transport.clients import server_name
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.snapshot import snapshot

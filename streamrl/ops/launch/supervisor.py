@@ -33,7 +33,7 @@ from streamrl.ops.launch.processes import Command, Interrupts, Kept, Process, en
 from streamrl.ops.launch.summary import Loads
 from streamrl.ops.monitor.poller import Watcher
 from streamrl.ops.monitor.view import View
-from streamrl.protocol.transport.address import server_name
+from streamrl.protocol.transport.clients import server_name
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.reports import write_reports
 from streamrl.telemetry.progress import Progress

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import redis
 
 from streamrl.errors import TransportError
-from streamrl.protocol.transport.address import server_name
+from streamrl.protocol.transport.clients import server_name
 from streamrl.protocol.transport.keys import LONGEST_RECENT, NUM_LEVELS, Keys, is_validation
 from streamrl.protocol.transport.snapshot import to_records
 from streamrl.protocol.transport.types import START, Record, entry_order

@@ -24,7 +24,8 @@ from redis.connection import PythonRespSerializer
 from redis.retry import Retry
 
 from streamrl.errors import ResourceError, ServerFull, TransportError
-from streamrl.protocol.transport.address import PASSWORD, AnyClient, open_async_client, open_client, server_name
+from streamrl.protocol.transport.address import PASSWORD
+from streamrl.protocol.transport.clients import AnyClient, open_async_client, open_client, server_name
 
 T = TypeVar("T")
 
@@ -141,7 +142,7 @@ def _remedy(url: str, error: BaseException | None) -> str:
         )
     if "sentinel" in url.partition("://")[0]:
         return "Its sentinels must be there and know the service by that name (SENTINEL GET-MASTER-ADDR-BY-NAME)"
-    return "Start Redis there, or set redis.url (`embedded` needs none)"
+    return "Start Redis there, or name another by --redis or redis.url (`embedded` needs none)"
 
 
 def bounded_block_ms(client: AnyClient, wanted_ms: int) -> int:

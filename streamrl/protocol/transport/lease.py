@@ -20,7 +20,7 @@ import redis
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import Ended, Fenced, Refused, Replaced, ResourceError, RunGone, StreamrlError, TransportError
 from streamrl.protocol.transport import learner_scripts as scripts
-from streamrl.protocol.transport.address import server_name
+from streamrl.protocol.transport.clients import server_name
 from streamrl.protocol.transport.connection import repeat
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.script import Call, Fence, run

@@ -21,7 +21,7 @@ from streamrl.config.load import Loaded
 from streamrl.config.places import EMBEDDED_REDIS, LOCAL_REWARD_SERVER
 from streamrl.config.schema import SERVICES
 from streamrl.finding import Finding, error, ok, warning
-from streamrl.protocol.transport.address import server_name
+from streamrl.protocol.transport.clients import server_name
 from streamrl.protocol.transport.connection import connect, needed_memory, server_faults
 from streamrl.protocol.transport.embedded import find_server
 from streamrl.protocol.weights.stores import budget_in_redis

@@ -1,0 +1,205 @@
+"""Clients for an address: its URL, and a password that need not stand in it.
+
+The URL is `address`'s matter. A password comes from the environment: STREAMRL_REDIS_PASSWORD_FILE names a file that
+holds it, STREAMRL_REDIS_PASSWORD is it. One in the URL itself is used too, but no configuration may carry it. Nothing
+here speaks to a server: clients connect with their first call. The file is read again for each connection, so that a
+password may be changed under a run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+import redis
+import redis.asyncio
+import redis.asyncio.sentinel
+import redis.sentinel
+from redis.asyncio.sentinel import SentinelConnectionPool as AsyncSentinelConnectionPool
+from redis.connection import parse_url
+from redis.sentinel import SentinelConnectionPool
+
+from streamrl.errors import ConfigError
+from streamrl.protocol.transport.address import (
+    FORMS,
+    GIVEN_BY,
+    PASSWORD,
+    SENTINEL_PASSWORD,
+    has_password_in_query,
+    masked,
+    split_password,
+)
+from streamrl.protocol.transport.secret_files import AsyncSslConnection, PasswordFile, read_passwords
+from streamrl.protocol.transport.sentinels import (
+    AsyncMasterConnection,
+    AsyncMasterSslConnection,
+    MasterConnection,
+    MasterSslConnection,
+    of_sentinels,
+)
+
+AnyClient = redis.Redis | redis.asyncio.Redis
+
+_SENTINEL_PORT = 26379
+_DATABASE = re.compile(r"/?\d*")
+_SERVICE = re.compile(r"/([A-Za-z0-9._-]+)(?:/(\d+))?/?")
+
+
+class _SentinelClient(redis.Redis):
+    """Its sentinels' connections end with it."""
+
+    def close(self) -> None:
+        super().close()
+        pool: Any = self.connection_pool
+        for sentinel in pool.sentinel_manager.sentinels:
+            sentinel.close()
+
+
+class _AsyncSentinelClient(redis.asyncio.Redis):
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        await super().aclose(close_connection_pool)
+        pool: Any = self.connection_pool
+        for sentinel in pool.sentinel_manager.sentinels:
+            await sentinel.aclose()
+
+
+def open_client(url: str, *, environment: Mapping[str, str] = os.environ, **options: Any) -> redis.Redis:
+    """ConfigError when the URL is none, or a password's file cannot be read."""
+    if not _by_sentinel(url):
+        options |= _secret(_checked(url), environment)
+        return redis.Redis.from_url(_of_library(url, options), **options)
+    options |= _secret(url, environment)
+    client: redis.Redis = _watched(
+        url,
+        environment,
+        options,
+        by=redis.sentinel.Sentinel,
+        redis_class=_SentinelClient,
+        connection_class=MasterSslConnection if _with_tls(url) else MasterConnection,
+    )
+    return client
+
+
+def open_async_client(url: str, *, environment: Mapping[str, str] = os.environ, **options: Any) -> redis.asyncio.Redis:
+    if not _by_sentinel(url):
+        options |= _secret(_checked(url), environment)
+        found: redis.asyncio.Redis = redis.asyncio.Redis.from_url(_of_library(url, options), **options)
+        if _with_tls(url):
+            found.connection_pool.connection_class = AsyncSslConnection  # an option is overruled by the URL
+        return found
+    options |= _secret(url, environment)
+    client: redis.asyncio.Redis = _watched(
+        url,
+        environment,
+        options,
+        by=redis.asyncio.sentinel.Sentinel,
+        redis_class=_AsyncSentinelClient,
+        connection_class=AsyncMasterSslConnection if _with_tls(url) else AsyncMasterConnection,
+    )
+    return client
+
+
+def server_name(client: AnyClient) -> str:
+    """The server as people know it, without secrets."""
+    pool, options = client.connection_pool, client.get_connection_kwargs()
+    if isinstance(pool, SentinelConnectionPool | AsyncSentinelConnectionPool):
+        return f"service {pool.service_name} of its sentinels"
+    if "path" in options:
+        return f"unix://{options['path']}"
+    return f"{options.get('host', 'localhost')}:{options.get('port', 6379)}/{options.get('db', 0)}"
+
+
+def _checked(url: str) -> str:
+    if has_password_in_query(url):
+        told = f"a password in its query would be seen by all; name a file that holds it in {PASSWORD}_FILE"
+        raise ConfigError(f"{GIVEN_BY}: {masked(url)!r}: {told}")
+    try:
+        parse_url(url)  # type: ignore[no-untyped-call]
+        # The client's own parser takes any other path for database 0.
+        if not url.startswith("unix:") and not _DATABASE.fullmatch(urlsplit(url).path):
+            raise ValueError("its path is no number of a database")
+    except ValueError:
+        # Without what may be a password, wherever the URL is wrong.
+        shown = re.sub("//.*@", "//", url.partition("?")[0])
+        raise ConfigError(f"{GIVEN_BY}: {shown!r} is no address of a server; write {FORMS}") from None
+    return url
+
+
+def _by_sentinel(url: str) -> bool:
+    return url.partition("://")[0].endswith("+sentinel")
+
+
+def _with_tls(url: str) -> bool:
+    return url.startswith("rediss")
+
+
+def _secret(url: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    """A private socket without a user is the embedded server's, which asks for no password."""
+    if (url.startswith("unix:") and "@" not in url) or split_password(url)[1] is not None:
+        return {}
+    if file := environment.get(f"{PASSWORD}_FILE"):
+        user = urlsplit(url).username
+        told = PasswordFile(user and unquote(user), Path(file), key=f"{PASSWORD}_FILE = {file!r}")
+        return {"credential_provider": told}
+    password = _from_environment(PASSWORD, environment)
+    return {} if password is None else {"password": password}
+
+
+def _of_library(url: str, options: Mapping[str, Any]) -> str:
+    """Without its user, where that comes with the password."""
+    if "credential_provider" not in options:
+        return url
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def _from_environment(name: str, environment: Mapping[str, str]) -> str | None:
+    file = environment.get(f"{name}_FILE")
+    if not file:
+        return environment.get(name) or None
+    return read_passwords(Path(file), key=f"{name}_FILE = {file!r}")[0]
+
+
+def _watched(
+    url: str, environment: Mapping[str, str], options: Mapping[str, Any], *, by: Any, **classes: type[Any]
+) -> Any:
+    """A client of the server that sentinels know by the name of a service."""
+    parts = urlsplit(url)
+    userinfo, at, hosts = parts.netloc.rpartition("@")
+    service = _SERVICE.fullmatch(parts.path)
+    if service is None or not hosts:
+        raise ConfigError(f"{GIVEN_BY}: {masked(url)!r} names no service; write {FORMS}")
+    scheme = parts.scheme.removesuffix("+sentinel")
+    # The same words as of any other URL, for user, database and TLS.
+    plain = urlunsplit((scheme, f"{userinfo}{at}{hosts.partition(',')[0]}", f"/{service[2] or 0}", parts.query, ""))
+    found: dict[str, Any] = dict(parse_url(_checked(plain)))  # type: ignore[no-untyped-call]
+    given = ("username",) if "credential_provider" in options else ()
+    for name in ("host", "port", "connection_class", *given):
+        found.pop(name, None)
+    tls = {"ssl": True} if scheme == "rediss" else {}
+    tls |= {name: value for name, value in found.items() if name.startswith("ssl_")}
+    password = _from_environment(SENTINEL_PASSWORD, environment)
+    masters = (
+        "password",
+        "credential_provider",
+        "command_packer",
+    )  # alone: sentinels have other users, and hear little
+    shared = {name: value for name, value in options.items() if name not in masters}
+    asking = of_sentinels({**shared, **tls, **({"password": password} if password else {})})
+    sentinels = by([_host(text, url) for text in hosts.split(",")], sentinel_kwargs=asking)
+    return sentinels.master_for(service[1], **{**options, **found, **tls, **classes})
+
+
+def _host(text: str, url: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if host is None:
+        raise ConfigError(f"{GIVEN_BY}: {masked(url)!r}: {text!r} is no sentinel's HOST:PORT")
+    return host, port or _SENTINEL_PORT
