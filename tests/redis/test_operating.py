@@ -14,6 +14,7 @@ import redis
 from streamrl.config import schema
 from streamrl.config.load import dump_config
 from streamrl.ops.cli.main import main
+from streamrl.ops.monitor.build import build_view
 from streamrl.protocol.transport import operator_scripts as for_reports
 from streamrl.protocol.transport.entries import encode_report
 from streamrl.protocol.transport.keys import Keys
@@ -31,15 +32,16 @@ Report_ = Callable[..., None]
 def report(client: redis.Redis, keys: Keys) -> Report_:
     """A part says which word it follows."""
 
-    def write(part: str, *, age_s: float = 0.0, **detail: Any) -> None:
+    def write(part: str, *, age_s: float = 0.0, clock_is_off_by_s: float = 0.0, **detail: Any) -> None:
         role: Role = "learner" if part.startswith("learner") else "worker" if part.startswith("worker") else "launcher"
         progress = Progress(part=part, role=role)
         progress.note(**detail)
         with progress.waiting(Wait.GROUPS):
             made = progress.report()
         fields = {name: getattr(made, name) for name in made.__slots__}
-        told = Report(**{**fields, "at": made.at - age_s})
+        told = Report(**{**fields, "at": made.at - age_s + clock_is_off_by_s})
         run(client, for_reports.report(keys, part, encode_report(told)))
+        client.zadd(keys.reported, {part: client.time()[0] - age_s})
 
     return write
 
@@ -50,6 +52,20 @@ def events(client: redis.Redis, keys: Keys) -> list[tuple[str, dict[str, Any]]]:
 
 def order(*arguments: str, keys: Keys, url: str) -> int:
     return main([*arguments, "--redis", url, "--run", keys.name, "--timeout-s", "0"])
+
+
+@pytest.mark.parametrize("off_by_s", [-3600.0, 3600.0])
+def test_a_part_whose_clock_is_wrong_is_heard_all_the_same(
+    learner: LearnerStream, client: redis.Redis, keys: Keys, report: Report_, off_by_s: float
+) -> None:
+    report("learner/0", control="stop", clock_is_off_by_s=off_by_s)
+    report("worker/w", clock_is_off_by_s=off_by_s)
+
+    assert await_obedience(client, keys, "stop", timeout_s=0.0).complete
+    seen = build_view(snapshot(client, keys), run_name=keys.name, server="here")
+    assert seen.learner.lead is not None
+    assert [part.report_s < 10 for part in (seen.learner.lead, seen.workers[0].part)] == [True, True]
+    assert [part.state for part in (seen.learner.lead, seen.workers[0].part)] == ["waiting", "waiting"]
 
 
 def test_a_word_is_journaled_when_it_changes_something(learner: LearnerStream, client: redis.Redis, keys: Keys) -> None:

@@ -34,12 +34,12 @@ def build_view(
     silent_s: float = GONE_S,
 ) -> view.View:
     """`history`: by default of the snapshot's records. `ages`: since parts last reported, for who has watched them
-    (`Liveness`); by default what their clocks say."""
+    (`Liveness`); by default what the server says."""
     config = _config(snapshot)
     history = history or History.of(snapshot.records)
     steps = history.steps.records[-_RECENT:]
     parts = {
-        report.part: _part(report, at=snapshot.at, age_s=(ages or {}).get(report.part), silent_s=silent_s)
+        report.part: _part(report, age_s=(ages or {}).get(report.part, snapshot.age_s(report)), silent_s=silent_s)
         for report in snapshot.reports
     }
     learner = _learner(snapshot, parts, history, steps)
@@ -155,8 +155,7 @@ def _error(snapshot: Snapshot) -> str | None:
     return next((str(event.detail.get("error", "")) for event in failures), None)
 
 
-def _part(report: Report, *, at: float, age_s: float | None, silent_s: float) -> view.Part:
-    age_s = max(0.0, at - report.at) if age_s is None else age_s
+def _part(report: Report, *, age_s: float, silent_s: float) -> view.Part:
     progress_s = max(0.0, report.at - report.last_progress) + age_s
     # A wait is entered anew every second or so, to look around; it began when the part last got on.
     doing_s = progress_s if report.state == "waiting" else max(0.0, report.at - report.since) + age_s

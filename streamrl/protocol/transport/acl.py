@@ -108,6 +108,7 @@ def _monitor(keys: Keys) -> Iterator[Grant]:
     hashes = (keys.meta, keys.weights, keys.counters, keys.progress, keys.control, keys.retry_requests, keys.retried)
     yield "hget hmget hgetall hlen", (*hashes, keys.manifests)
     yield "get pttl exists", (keys.lease, keys.tombstone)
+    yield "zrange", (keys.reported,)
     streams = (*_tickets(keys), *_groups(keys), keys.dead, *_metrics(keys), keys.events)
     yield "xlen xrange xrevrange xread xpending xinfo|stream memory|usage", streams
 

@@ -34,7 +34,7 @@ from streamrl.protocol.transport.connection import repeat
 from streamrl.protocol.transport.entries import to_number
 from streamrl.protocol.transport.keys import LEADER, Keys
 from streamrl.protocol.transport.script import Call, Script, run
-from streamrl.protocol.transport.snapshot import snapshot
+from streamrl.protocol.transport.snapshot import Snapshot, snapshot
 from streamrl.protocol.transport.types import Control, RunState
 from streamrl.protocol.wire.ticket import PURPOSES, Ticket, decode_ticket
 from streamrl.telemetry.progress import Report
@@ -88,7 +88,7 @@ def _look(client: redis.Redis, keys: Keys, mode: Control) -> Obedience:
     state = now.run.state if now.run else None
     if state != "running":
         return Obedience(state=state, obeying=(), waiting_for={})
-    concerned = list(_concerned(now.reports, mode, at=now.at))
+    concerned = list(_concerned(now, mode))
     waiting_for = {r.part: _activity(r) for r in concerned if r.detail.get("control") != mode}
     if not any(report.part == LEADER for report in concerned):
         waiting_for[LEADER] = "is not there"
@@ -96,10 +96,10 @@ def _look(client: redis.Redis, keys: Keys, mode: Control) -> Obedience:
     return Obedience(state=state, obeying=obeying, waiting_for=waiting_for)
 
 
-def _concerned(reports: tuple[Report, ...], mode: Control, *, at: float) -> Iterator[Report]:
-    for report in reports:
+def _concerned(now: Snapshot, mode: Control) -> Iterator[Report]:
+    for report in now.reports:
         works = report.role == "worker" and mode in ("run", "pause")
-        if at - report.at < _ALIVE_S and (works or report.part == LEADER):
+        if now.age_s(report) < _ALIVE_S and (works or report.part == LEADER):
             yield report
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -90,7 +90,12 @@ class Snapshot:
     num_retry_requests: int = 0
     letters: tuple[Mapping[str, str], ...] = ()  # the newest dead letters, newest first: {ticket, error}
     server: Server = Server()
+    reported: Mapping[str, float] = field(default_factory=dict)  # part -> when it last reported, by the server's clock
     unreadable: tuple[str, ...] = ()  # what is there and is not what it should be; all else is told without it
+
+    def age_s(self, report: Report) -> float:
+        """Since it was written; by the clock of its part, which may go wrong, where the server does not tell."""
+        return max(0.0, self.at - self.reported.get(report.part, report.at))
 
 
 def snapshot(
@@ -100,7 +105,8 @@ def snapshot(
     replies, of_another_type = repeat(client, "be looked at", look, give_up_after_s=give_up_after_s)
     seen = _Lenient(unreadable=[f"{key}: of another type" for key in of_another_type])
     (time, meta, weights, progress, holder, lease_ms, control, tombstone), replies = replies[:8], replies[8:]
-    (num_dead, letters, num_requests, num_versions, records, events, info), streams = replies[:7], replies[7:]
+    (num_dead, letters, num_requests, num_versions, records, events, info), replies = replies[:7], replies[7:]
+    reported, *streams = replies
     at = time[0] + time[1] / 1e6
     seen.value(_to_int, "meta", meta, "term")  # to be noted where it is none
     return Snapshot(
@@ -129,6 +135,7 @@ def snapshot(
         num_retry_requests=num_requests or 0,
         letters=tuple(_to_letter(fields) for _, fields in letters),
         server=_to_server(info),
+        reported={part.decode(errors="replace"): at for part, at in reported or () if abs(at) < LARGEST},
         unreadable=tuple(seen.unreadable),
     )
 
@@ -152,6 +159,7 @@ def _look(client: redis.Redis, keys: Keys, num_records: int, num_events: int) ->
         pipe.xrevrange(keys.metrics, count=num_records)
         pipe.xrevrange(keys.events, count=num_events)
         pipe.info()
+        pipe.zrange(keys.reported, 0, -1, withscores=True)
         for purpose in PURPOSES:
             pipe.xlen(keys.tickets(purpose))
             pipe.xpending(keys.tickets(purpose), WORKERS)
