@@ -98,7 +98,7 @@ def prepare(config: Config, say: Callable[[str], None], trial: Trial) -> list[st
     write_rows(folder / "data" / "train.jsonl", map(_row, [*numbers] * _REPEATS))
     write_rows(folder / "data" / "demonstrations.jsonl", _demonstrations(rng))
     write_base_model(folder / "base", seed=seed)
-    run_all([warm_up(folder, seed), trial(_overrides(folder, model="base"))], say)
+    run_all([warm_up(folder, seed)], say, meanwhile=lambda: trial(_overrides(folder, model="base")))
     return _overrides(folder, model="sft")
 
 

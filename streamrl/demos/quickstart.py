@@ -1,11 +1,11 @@
 """The quickstart: its task, its model, and what is made before its run.
 
-    data ─► base model ─┬─► streamrl sft                     ─► sft/           the start of the run, "before"
-                        └─► streamrl reward train      ─► reward-model/  at the same time, on the other core;
-                                then streamrl config check              what `up` would try when both are there
+    data ─► base model ─┬─► streamrl sft            ─► sft/           the start of the run, "before"
+                        ├─► streamrl reward train   ─► reward-model/  at the same time, on the other core
+                        └─► the rewards of the run are tried
 
-Everything is made in the run's folder, from the seed. Takes half a minute; blocks on these processes, whose last line
-is shown while they work.
+Everything is made in the run's folder, from the seed. Takes some twenty seconds; blocks on these processes, whose last
+line is shown while they work.
 
 The task: write digits in rising order when `<` follows them, in falling order when `>` does.
 
@@ -196,8 +196,8 @@ def prepare(config: Config, say: Callable[[str], None], trial: Trial) -> list[st
     say("writing the data and an untrained model")
     write_data(folder / "data", seed=seed)
     write_base_model(folder / "base", seed=seed)
-    trying = trial(overrides(folder, model="base"))  # but for its weights the model of the run
-    run_all([warm_up(folder, seed), _train_reward_model(folder, seed)], say, then=[trying])
+    programs = [warm_up(folder, seed), _train_reward_model(folder, seed)]
+    run_all(programs, say, meanwhile=lambda: trial(overrides(folder, model="base")))
     return overrides(folder)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from streamrl.config.schema import Config, Dataset
 from streamrl.data.prompts import read_prompts
-from streamrl.ops.launch.processes import Command
 from streamrl.ops.launch.summary import Summary, summary_lines
 from streamrl.ops.monitor.charts import Chart, running_mean, save_report
 from streamrl.ops.monitor.history import History, read_lines
@@ -24,8 +23,8 @@ _MAX_CELL = 40  # characters of a text in the table
 _SPACES = 4
 
 
-# What tries a run with these settings, as `up` would before it begins; whoever asks for it runs it.
-Trial = Callable[[Sequence[str]], Command]
+# Tries what of a run with these settings needs no model; UserError for what it could not go on with.
+Trial = Callable[[Sequence[str]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ It begins anew each time: its run's folder is cleared, if it is its own. Ctrl-C 
 has started.
 
 What a demonstration needs is made here: files, and programs that run side by side, each with a log. Blocks until all
-have ended. What `up` would try before the run can be tried beside them (`Trials`).
+have ended. What of the run needs no model is tried beside them (`Trials`).
 
 The last line that each has written about its steps is shown while they work.
 """
@@ -34,6 +34,8 @@ from streamrl.ops.launch.display import Display, spinner
 from streamrl.ops.launch.processes import Command, Process, end_all, part_error
 from streamrl.ops.launch.up import up
 from streamrl.ops.monitor.doctor.musts import check_packages
+from streamrl.ops.monitor.doctor.trials import REWARD_TRIALS, undergo
+from streamrl.terminal import printable
 
 
 def run_showcase(case: Showcase, overrides: Sequence[str], *, as_json: bool) -> int:
@@ -75,24 +77,30 @@ def _prepare(case: Showcase, overrides: Sequence[str], console: Console) -> tupl
     with only_one(config.folder, config.name):
         if clear(config.folder, what=case.name):
             console.print(f"Starting afresh: what was in {config.folder} is removed.")
-        trials = Trials(file, overrides, logs=config.folder / "logs")
+        trials = Trials(file, overrides, console=console)
         with spinner(console) as say:
-            settings = case.prepare(config, say, trials.command)
+            settings = case.prepare(config, say, trials.undergo)
     return load_config(file, (*settings, *overrides)), trials.are_made
 
 
 class Trials:
-    """`streamrl config check` of a run whose model is still being made, with one that differs by its weights alone."""
+    """Of a run whose model is still being made: its rewards and its environment, which need none. What its learner
+    cannot go on with, that one says itself, seconds after `up` has begun; another process that imports what it imports
+    would hold up those that make the model."""
 
-    def __init__(self, file: Path, overrides: Sequence[str], *, logs: Path) -> None:
-        self._file, self._overrides, self._logs = file, overrides, logs
+    def __init__(self, file: Path, overrides: Sequence[str], *, console: Console) -> None:
+        self._file, self._overrides, self._console = file, overrides, console
         self.are_made = False
 
-    def command(self, settings: Sequence[str]) -> Command:
+    def undergo(self, settings: Sequence[str]) -> None:
         """What the user sets wins."""
         self.are_made = True
-        words = ["-m", "streamrl.ops.cli.main", "config", "check", str(self._file), *settings, *self._overrides]
-        return program("checks", words, {}, logs=self._logs)
+        undergo(
+            load_config(self._file, (*settings, *self._overrides)),
+            say=lambda _: None,
+            warn=lambda text: self._console.print(f"warning: {printable(text)}", markup=False, soft_wrap=True),
+            trials=REWARD_TRIALS,
+        )
 
 
 def clear(folder: Path, *, what: str) -> bool:
@@ -129,28 +137,27 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def run_all(commands: Sequence[Command], say: Callable[[str], None], *, then: Sequence[Command] = ()) -> None:
-    """`then`: begun when the first of the others has ended, since then there is a core for it. UserError or PartError
-    when one fails. None is left running."""
+def run_all(
+    commands: Sequence[Command], say: Callable[[str], None], *, meanwhile: Callable[[], None] = lambda: None
+) -> None:
+    """`meanwhile` is called once they have begun. UserError or PartError when one fails. None is left running."""
     processes: list[Process] = []
     try:
         processes.extend(map(Process, commands))
-        _wait(processes, say, list(then))
+        meanwhile()
+        _wait(processes, say)
     finally:
         end_all(processes, within_s=0.0)
 
 
-def _wait(processes: list[Process], say: Callable[[str], None], then: list[Command]) -> None:
+def _wait(processes: Sequence[Process], say: Callable[[str], None]) -> None:
     deadline = time.monotonic() + _TIMEOUT_S
     while True:
         codes = [process.poll() for process in processes]
         for process, code in zip(processes, codes, strict=True):
             if code not in (None, 0):
                 raise part_error(process)
-        if then and 0 in codes:
-            processes.extend(map(Process, then))
-            then.clear()
-        elif all(code == 0 for code in codes):
+        if all(code == 0 for code in codes):
             return
         if time.monotonic() > deadline:
             raise PartError(f"the preparation took more than {_TIMEOUT_S:g} s; see {processes[0].command.log.parent}")

@@ -1,14 +1,18 @@
-"""What a demonstration makes before its run: programs side by side, and what is begun when one of them has ended."""
+"""What a demonstration makes before its run: programs side by side, and what is tried beside them."""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from streamrl.demos.run import Trials, program, run_all
 from streamrl.errors import PartError, UserError
 from streamrl.ops.launch.processes import Command
+
+GAME = Path(__file__).parents[2] / "conf" / "game.yaml"
 
 
 def python(folder: Path, name: str, code: str) -> Command:
@@ -20,27 +24,30 @@ def until(file: Path) -> str:
     return f"import pathlib, time; [time.sleep(0.01) for _ in range(6000) if not pathlib.Path({str(file)!r}).exists()]"
 
 
-def test_what_comes_then_begins_when_the_first_has_ended_and_beside_the_others(tmp_path: Path) -> None:
-    made = tmp_path / "made"
-    waiting = python(tmp_path, "waiting", until(made))  # ends only once the last has begun
-    then = python(tmp_path, "then", f"open({str(made)!r}, 'w')")
-    run_all([waiting, python(tmp_path, "first", "")], lambda _: None, then=[then])
+def test_what_is_tried_meanwhile_is_tried_while_the_programs_run(tmp_path: Path) -> None:
+    tried, made = tmp_path / "tried", tmp_path / "made"
+    waiting = python(tmp_path, "waiting", f"{until(tried)}; open({str(made)!r}, 'w')")
+
+    run_all([waiting], lambda _: None, meanwhile=tried.touch)
+
     assert made.exists()
 
 
-def test_nothing_comes_then_before_one_has_ended_and_its_failure_counts(tmp_path: Path) -> None:
-    seen, made = tmp_path / "seen", tmp_path / "made"
-    said: list[str] = []
+def test_a_mistake_that_is_found_meanwhile_ends_the_programs(tmp_path: Path) -> None:
+    def find() -> None:
+        raise UserError("no such reward")
 
-    def say(text: str) -> None:
-        said.append(text)
-        if len(said) == 3:  # looks, of which each has left the time to begin
-            seen.touch()
+    with pytest.raises(UserError, match="no such reward"):
+        run_all([python(tmp_path, "waiting", until(tmp_path / "never"))], lambda _: None, meanwhile=find)
 
-    first = python(tmp_path, "first", f"{until(seen)}; open({str(made)!r}, 'w')")
-    then = python(tmp_path, "then", f"import pathlib, sys; sys.exit(3 if pathlib.Path({str(made)!r}).exists() else 0)")
-    with pytest.raises(PartError, match="then ended with exit code 3"):
-        run_all([first], say, then=[then])
+
+def test_a_failure_of_one_program_is_told_with_its_exit_code(tmp_path: Path) -> None:
+    programs = [
+        python(tmp_path, "waiting", until(tmp_path / "never")),
+        python(tmp_path, "failing", "raise SystemExit(3)"),
+    ]
+    with pytest.raises(PartError, match="failing ended with exit code 3"):
+        run_all(programs, lambda _: None)
 
 
 def test_a_mistake_of_the_users_that_a_program_finds_is_told_as_one(tmp_path: Path) -> None:
@@ -49,9 +56,17 @@ def test_a_mistake_of_the_users_that_a_program_finds_is_told_as_one(tmp_path: Pa
         run_all([python(tmp_path, "checks", code)], lambda _: None)
 
 
-def test_a_run_is_tried_with_what_was_made_but_the_user_has_the_last_word(tmp_path: Path) -> None:
-    trials = Trials(Path("game.yaml"), ["seed=2"], logs=tmp_path)
+def test_rewards_are_tried_before_the_model_is_there_and_the_user_has_the_last_word(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1>", "answer": "1"}\n')
+    overrides = [
+        "environment=null",
+        'rewards={exact: {type: function, target: exact_match, options: {field: "right"}}}',
+    ]
+    trials = Trials(GAME, overrides, console=Console(file=io.StringIO()))
     assert not trials.are_made
-    command = trials.command(["model.path=base"])
+
+    with pytest.raises(UserError, match=r"rewards.exact.target = 'exact_match' fails for .*rows.jsonl:1"):
+        trials.undergo([f"data.train={rows}", f"data.validation={rows}", f"model.path={tmp_path / 'none'}"])
+
     assert trials.are_made
-    assert command.arguments[-5:] == ("config", "check", "game.yaml", "model.path=base", "seed=2")

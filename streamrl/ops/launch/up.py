@@ -41,7 +41,7 @@ class Outcome:
 
 
 def up(loaded: Loaded, *, display: Audience, takeover: bool = False, is_tried: bool = False) -> Outcome:
-    """`takeover` replaces a learner elsewhere that holds the run; `is_tried`: rewards and learner were. Raises
+    """`takeover` replaces a learner elsewhere that holds the run; `is_tried`: what is tried before a run was. Raises
     UserError when something is not as it must be, PartError when a part of the run cannot go on, and KeyboardInterrupt
     when asked twice to end."""
     _check(loaded, display, is_tried=is_tried)

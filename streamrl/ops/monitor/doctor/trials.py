@@ -79,19 +79,21 @@ def _ask_learner(*words: str, loaded: Loaded, what: str) -> Iterator[Finding]:
 
 
 # By what they are called while they last.
-TRIALS: Mapping[str, Trial] = {
-    "vocabulary": check_models,
-    "reward functions": try_rewards,
-    "prompts and model": try_learner,
-}
+REWARD_TRIALS: Mapping[str, Trial] = {"reward functions": try_rewards}
+TRIALS: Mapping[str, Trial] = {"vocabulary": check_models, **REWARD_TRIALS, "prompts and model": try_learner}
 
 
 def undergo(
-    loaded: Loaded, *, say: Callable[[str], None], warn: Callable[[str], None], workers_are_here: bool = True
+    loaded: Loaded,
+    *,
+    say: Callable[[str], None],
+    warn: Callable[[str], None],
+    workers_are_here: bool = True,
+    trials: Mapping[str, Trial] = TRIALS,
 ) -> None:
     """UserError with what the first failing trial has found. Where workers are elsewhere, what rewards lack here is a
     warning."""
-    for name, trial in TRIALS.items():
+    for name, trial in trials.items():
         say(f"trying {name} ...")
         here = partial(trial, workers_are_here=workers_are_here) if trial is try_learner else trial
         findings = list(here(loaded))
