@@ -11,6 +11,7 @@ _OTHERS = "others"
 _TICKS = os.sysconf("SC_CLK_TCK")
 # By a word of the command line; the first that fits.
 _PARTS = {
+    "models": "demos.fork_server",
     "warm-up": "cli.main sft",
     "reward model": "reward train",
     "checks": "preflight",

@@ -2,7 +2,7 @@
 
     data ─► base model ─┬─► streamrl sft            ─► sft/           the start of the run, "before"
                         ├─► streamrl reward train   ─► reward-model/  at the same time, on the other core
-                        └─► the rewards of the run are tried
+                        └─► the rewards of the run are tried                   (both of one import: `forking`)
 
 Everything is made in the run's folder, from the seed. Takes some twenty seconds; blocks on these processes, whose last
 line is shown while they work.
@@ -34,6 +34,7 @@ import numpy as np
 
 from streamrl.config.load import as_overrides
 from streamrl.config.schema import Config
+from streamrl.demos.forking import Forking
 from streamrl.demos.report import Showcase, Trial
 from streamrl.demos.run import program, run_all, write_rows
 from streamrl.ops.launch.processes import Command
@@ -187,6 +188,11 @@ _NUM_HELD_OUT = 400
 _NUM_DEMONSTRATIONS = 16_000  # 250 steps of 64 rows
 _NUM_PAIRS = 4_000
 _STREAMRL = ("-m", "streamrl.ops.cli.main")
+_IMPORTED = (
+    "streamrl.learner.sft.training",
+    "streamrl.workers.reward_server.train",
+    "transformers.models.qwen2.modeling_qwen2",
+)
 
 
 def prepare(config: Config, say: Callable[[str], None], trial: Trial) -> list[str]:
@@ -194,10 +200,11 @@ def prepare(config: Config, say: Callable[[str], None], trial: Trial) -> list[st
     were made, and from what the reward model turned out."""
     folder, seed = config.folder, config.seed
     say("writing the data and an untrained model")
-    write_data(folder / "data", seed=seed)
-    write_base_model(folder / "base", seed=seed)
-    programs = [warm_up(folder, seed), _train_reward_model(folder, seed)]
-    run_all(programs, say, meanwhile=lambda: trial(overrides(folder, model="base")))
+    with Forking(_IMPORTED, log=folder / "logs" / "imports.log") as forking:
+        write_data(folder / "data", seed=seed)
+        write_base_model(folder / "base", seed=seed)
+        programs = [warm_up(folder, seed), _train_reward_model(folder, seed)]
+        run_all(programs, say, meanwhile=lambda: trial(overrides(folder, model="base")), start=forking.start)
     return overrides(folder)
 
 

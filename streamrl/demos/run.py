@@ -137,13 +137,21 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+def _start(commands: Sequence[Command]) -> list[Process]:
+    return [Process(command) for command in commands]
+
+
 def run_all(
-    commands: Sequence[Command], say: Callable[[str], None], *, meanwhile: Callable[[], None] = lambda: None
+    commands: Sequence[Command],
+    say: Callable[[str], None],
+    *,
+    meanwhile: Callable[[], None] = lambda: None,
+    start: Callable[[Sequence[Command]], list[Process]] = _start,
 ) -> None:
     """`meanwhile` is called once they have begun. UserError or PartError when one fails. None is left running."""
     processes: list[Process] = []
     try:
-        processes.extend(map(Process, commands))
+        processes = start(commands)
         meanwhile()
         _wait(processes, say)
     finally:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from streamrl.errors import PartError, UserError
 from streamrl.process import dying_with_us, signals_to_end
@@ -40,22 +40,41 @@ class Command:
     environment: Mapping[str, str] = field(default_factory=dict)  # beside the launcher's own
 
 
+class Begun(Protocol):
+    """What is used of `subprocess.Popen`."""
+
+    pid: int  # of a group, too
+
+    def poll(self) -> int | None: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout: float) -> int: ...
+
+
+def _begin(command: Command) -> Begun:
+    with command.log.open("ab") as log:
+        return subprocess.Popen(
+            dying_with_us(command.arguments, by=signal.SIGKILL),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **command.environment},
+            start_new_session=True,
+        )
+
+
 class Process:
     """A command that runs from now on. Begin it in a thread that lives as long as it shall."""
 
-    def __init__(self, command: Command) -> None:
+    def __init__(self, command: Command, *, begin: Callable[[Command], Begun] = _begin) -> None:
         self.command = command
         command.log.parent.mkdir(parents=True, exist_ok=True)
         with command.log.open("ab") as log:
             self._log_begin = log.tell()
-            self._process = subprocess.Popen(
-                dying_with_us(command.arguments, by=signal.SIGKILL),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **command.environment},
-                start_new_session=True,
-            )
+        self._process = begin(command)
 
     @property
     def pid(self) -> int:

@@ -1,0 +1,112 @@
+"""Programs that are forked from one import: each as if it had been started, and all gone with the launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from streamrl.demos.forking import Forking
+from streamrl.demos.run import program, run_all
+from streamrl.errors import PartError, UserError
+from streamrl.ops.launch.processes import Command, Process
+
+_IMPORTED = "import os\nPID = os.getpid()\n"
+_PROGRAM = """
+import os, sys, time
+import imported
+print("words", *sys.argv[1:], "of one import" if imported.PID == os.getppid() else "", flush=True)
+if sys.argv[1] == "wait":
+    time.sleep(600)
+if sys.argv[1] == "refuse":
+    print("error: no such thing")
+sys.exit({"end": 0, "fail": 3, "refuse": 2}[sys.argv[1]])
+"""
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "imported.py").write_text(_IMPORTED)
+    (tmp_path / "a_program.py").write_text(_PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    return tmp_path
+
+
+def asked(folder: Path, name: str, word: str) -> Command:
+    return program(name, ["-m", "a_program", word], {"--with": name}, logs=folder)
+
+
+def until_said(process: Process, what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not any(what in line for line in process.last_words()):
+        assert time.monotonic() < deadline, "the program did not begin"
+        time.sleep(0.01)
+
+
+def test_programs_are_of_one_import_and_each_has_its_words_and_its_log(modules: Path) -> None:
+    with Forking(["imported", "not_there"], log=modules / "imports.log") as forking:
+        run_all([asked(modules, "a", "end"), asked(modules, "b", "end")], lambda _: None, start=forking.start)
+
+    assert [(modules / f"{name}.log").read_text() for name in "ab"] == [
+        f"words end --with={name} of one import\n" for name in "ab"
+    ]
+
+
+def test_a_program_that_fails_has_its_own_exit_code_and_the_others_end(modules: Path) -> None:
+    with Forking(["imported"], log=modules / "imports.log") as forking:
+        programs = [asked(modules, "waiting", "wait"), asked(modules, "failing", "fail")]
+        with pytest.raises(PartError, match="failing ended with exit code 3"):
+            run_all(programs, lambda _: None, start=forking.start)
+        assert forking.server.poll() is not None
+
+
+def test_a_program_that_refuses_is_a_mistake_of_the_users(modules: Path) -> None:
+    refused = pytest.raises(UserError, match="a: no such thing")
+    with Forking(["imported"], log=modules / "imports.log") as forking, refused:
+        run_all([asked(modules, "a", "refuse")], lambda _: None, start=forking.start)
+
+
+def test_a_program_whose_import_was_killed_counts_as_ended(modules: Path) -> None:
+    with Forking(["imported"], log=modules / "imports.log") as forking:
+        [process] = forking.start([asked(modules, "a", "wait")])
+        until_said(process, "words")
+        forking.server.kill()
+        assert process.wait(30)
+        assert process.poll() == -signal.SIGKILL
+
+
+def test_nothing_is_left_of_a_launcher_that_is_killed(modules: Path) -> None:
+    code = f"""
+import pathlib, time
+from streamrl.demos.forking import Forking
+from streamrl.demos.run import program
+folder = pathlib.Path({str(modules)!r})
+with Forking(["imported"], log=folder / "imports.log") as forking:
+    forking.start([program("a", ["-m", "a_program", "wait"], {{}}, logs=folder)])
+    while "words" not in (folder / "a.log").read_text():
+        time.sleep(0.01)
+    children = pathlib.Path(f"/proc/{{forking.server.pid}}/task/{{forking.server.pid}}/children").read_text()
+    print(forking.server.pid, children, flush=True)
+    time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        server, child = map(int, launcher.stdout.readline().split())
+        launcher.kill()
+    deadline = time.monotonic() + 30
+    while any(is_running(pid) for pid in (server, child)):
+        assert time.monotonic() < deadline, "a process outlived the launcher"
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """One that has ended counts for the kernel until somebody asks for its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
