@@ -20,13 +20,12 @@ from streamrl.config import schema
 from streamrl.files import replace_folder
 from streamrl.learner.checkpoints.checkpoint import Checkpoint
 from streamrl.learner.checkpoints.hub_files import HubFiles
-from streamrl.learner.checkpoints.shard import load_state
+from streamrl.learner.checkpoints.shard import load_weights
 from streamrl.learner.loading.build import build_model, load_model
 from streamrl.learner.loading.load import load_policy
 from streamrl.learner.loading.tokenizer import read_tokenizer_info
 from streamrl.learner.model.lora import adapter_parameters, base_name, merged_parameters, save_adapters
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.objective.optimizer import make_optimizer
 from streamrl.learner.packing.attention import MASKED
 from streamrl.learner.parallel.dtensors import kept_in, whole
 from streamrl.learner.process.ranks import World
@@ -99,8 +98,8 @@ def write_model(config: schema.Config, folder: Path, *, checkpoint: Checkpoint) 
     """The checkpoint as `export` writes a run's last one, in one process; somewhere in this folder."""
     transformers.utils.logging.disable_progress_bar()
     tokenizer = transformers.AutoTokenizer.from_pretrained(config.model.path)
-    policy, world = _restored(config, checkpoint)
-    return export(policy, tokenizer, config.model_copy(update={"dir": folder}), world)
+    policy = _restored(config, checkpoint)
+    return export(policy, tokenizer, config.model_copy(update={"dir": folder}), ALONE)
 
 
 def write_weights(config: schema.Config, path: Path, *, checkpoint: Checkpoint | None) -> None:
@@ -109,7 +108,7 @@ def write_weights(config: schema.Config, path: Path, *, checkpoint: Checkpoint |
     if checkpoint is None:
         model: torch.nn.Module = load_model(config.model.path)
     else:
-        model = _restored(config, checkpoint)[0].model
+        model = _restored(config, checkpoint).model
     dtype = getattr(torch, config.weights.dtype)
     with torch.no_grad():
         tensors = {name: tensor.detach().to(dtype).contiguous() for name, tensor in merged_parameters(model, dtype)}
@@ -117,7 +116,7 @@ def write_weights(config: schema.Config, path: Path, *, checkpoint: Checkpoint |
     safetensors.torch.save_file(tensors, path)
 
 
-def _restored(config: schema.Config, checkpoint: Checkpoint) -> tuple[Policy, World]:
+def _restored(config: schema.Config, checkpoint: Checkpoint) -> Policy:
     policy = load_policy(config, ALONE, read_tokenizer_info(config.model.path).end_ids)
-    load_state(checkpoint.folder, policy, make_optimizer(policy, config.optimizer), ALONE)
-    return policy, ALONE
+    load_weights(checkpoint.folder, policy)
+    return policy

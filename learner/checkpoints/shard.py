@@ -113,6 +113,13 @@ def load_state(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer
             _restore_rng(files[world.rank].opened, world)
 
 
+def load_weights(folder: Path, policy: nn.Module) -> None:
+    """The masters alone, for who does not train: moments would take twice as much memory again."""
+    with _opened(folder) as files:
+        for name, parameter in _trained(policy):
+            _fill(held(parameter, shape=parameter.shape), files, f"master/{name}", name)
+
+
 @contextmanager
 def _opened(folder: Path) -> Iterator[list[_File]]:
     with ExitStack() as stack:

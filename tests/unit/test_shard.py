@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from streamrl.learner.checkpoints.checkpoint import describe
-from streamrl.learner.checkpoints.shard import Shard, load_state
+from streamrl.learner.checkpoints.shard import Shard, load_state, load_weights
 from streamrl.pinning import CudaRuntimeDouble, Pinned
 from tests.conductor_world import ALONE
 from tests.shards import write_shard
@@ -47,6 +47,20 @@ def test_beside_a_gpu_the_copys_memory_is_pinned_as_large_as_it_is(tmp_path: Pat
     state_bytes = 12 * sum(parameter.numel() for parameter in policy.parameters())
     assert list(runtime.pinned.values()) == ([state_bytes + for_random_state] if most_bytes else [])
     assert torch.equal(safetensors.torch.load_file(tmp_path / name)["master/bias"], policy.bias)
+
+
+def test_who_does_not_train_reads_the_weights_alone(tmp_path: Path) -> None:
+    policy = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(policy.parameters())
+    make_a_step(policy, optimizer)
+    write_shard(tmp_path, policy, optimizer, ALONE)
+    torch.manual_seed(5)
+    elsewhere, random = nn.Linear(3, 2), torch.get_rng_state()
+
+    load_weights(tmp_path, elsewhere)
+
+    assert all(torch.equal(*both) for both in zip(elsewhere.parameters(), policy.parameters(), strict=True))
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 @pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])
