@@ -221,11 +221,12 @@ class CheckpointRoot:
     ) -> list[CheckpointName]:
         """Remove what need not be kept, and what unfinished writes and removals left lying; the names removed."""
         self._clean_up(term)
-        readable = list(self._readable(lineage))
+        readable = list(self.readable(lineage))
         kept = {*keep, *(c.name for c in (*readable[:keep_last], *best_first(readable, best_by)[:keep_best]))}
         return [c.name for c in readable if c.name not in kept and self._remove(c.name, term)]
 
-    def _readable(self, lineage: Lineage) -> Iterator[Checkpoint]:
+    def readable(self, lineage: Lineage) -> Iterator[Checkpoint]:
+        """Checkpoints of the lineage, the newest first, but for those whose files are not all there."""
         for name in self.names(lineage):
             try:
                 yield self.open(name)

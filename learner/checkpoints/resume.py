@@ -95,7 +95,7 @@ def find_checkpoint(text: str) -> Checkpoint:
         return newest
     names = root.names(lineage)
     if which == "best":
-        kept = [root.open(name) for name in names]  # the newest first
+        kept = list(root.readable(lineage))  # the newest first; a live run may remove one meanwhile
         config = config_of(kept[0]) if kept else None
         metric = BEST_METRIC if config is None else config.checkpoint.best_by
         scored = best_first(kept, metric)

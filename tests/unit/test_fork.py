@@ -13,6 +13,7 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError
 from streamrl.learner.checkpoints.checkpoint import (
     BEST_METRIC,
+    MANIFEST,
     Checkpoint,
     CheckpointRoot,
     CheckpointState,
@@ -75,6 +76,11 @@ def newest(folder: Path) -> Checkpoint:
 @pytest.mark.parametrize(("which", "step"), [("", 30), ("@10", 10), ("@best", 20)])
 def test_a_checkpoint_is_named_by_its_run_and_step(old: Path, which: str, step: int) -> None:
     assert find_checkpoint(f"{old}{which}").state.step == step
+
+
+def test_the_best_is_found_beside_one_that_is_damaged_or_is_being_removed(old: Path) -> None:
+    (old / "checkpoints" / "e000001-s00000030" / MANIFEST).unlink()
+    assert find_checkpoint(f"{old}@best").state.step == 20
 
 
 def test_a_checkpoint_is_named_by_its_own_folder(old: Path) -> None:
