@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain
 
 from streamrl.config import schema
 from streamrl.errors import TrainingError, UserError
@@ -129,9 +128,7 @@ def _follow(context: RankContext, server: Server, show: Callable[[], None]) -> R
 
 def _lead(context: RankContext, server: Server, show: Callable[[], None]) -> RunState:
     """Rank 0: become the learner of the run, do the work, and say how it ended."""
-    config, prompts = context.config, read_train_prompts(context)
-    tokenizer, most = context.tokenizer_info.tokenizer, config.validation.max_prompts
-    held_out = [tokenise(one, tokenizer, config.data)[:most] for one in config.data.validation_sets()]
+    config, prompts, held_out = context.config, read_train_prompts(context), _read_held_out(context)
     policy = load_model_together(context)
     check_server(
         server.client,
@@ -140,6 +137,25 @@ def _lead(context: RankContext, server: Server, show: Callable[[], None]) -> Run
         give_up_after_s=config.redis.give_up_after_s,
     )
     take = partial(take_lease, config, server)
+    if not _await_lease(context, server, take):
+        return "running"
+    show()
+    keeper = LeaseKeeper(take, lease_s=config.learner.lease_s)
+    with keeper.keeping():
+        admitted = admit(
+            config=config, server=server, keeper=keeper, prompts=prompts, fingerprint=context.tokenizer_info.fingerprint
+        )
+        make_conductor = partial(_make_conductor, context, admitted, keeper, prompts, held_out, policy.routes_wanted)
+        return _work_and_tell(context, server, policy, admitted, make_conductor)
+
+
+def _read_held_out(context: RankContext) -> Sequence[Prompt]:
+    data, tokenizer, most = context.config.data, context.tokenizer_info.tokenizer, context.config.validation.max_prompts
+    return [prompt for one in data.validation_sets() for prompt in tokenise(one, tokenizer, data)[:most]]
+
+
+def _await_lease(context: RankContext, server: Server, take: Callable[..., bool]) -> bool:
+    """Whether it is ours now. The other ranks hear that they are to wait on, and at last to leave where it is not."""
 
     def go_on() -> bool:
         context.patient.broadcast(_WAIT_ON)
@@ -149,32 +165,34 @@ def _lead(context: RankContext, server: Server, show: Callable[[], None]) -> Run
         has_it = take(takeover=server.takeover, standby=server.standby, go_on=go_on)
     if not has_it:
         context.patient.broadcast(_LEAVE)
-        return "running"
-    show()
-    keeper = LeaseKeeper(take, lease_s=config.learner.lease_s)
-    with keeper.keeping():
-        admitted = admit(
-            config=config, server=server, keeper=keeper, prompts=prompts, fingerprint=context.tokenizer_info.fingerprint
-        )
-        start, stream = admitted.start, admitted.stream
-        note = partial(note_state, config.folder, term=start.term)
-        note("running")
-        try:
-            context.patient.broadcast(start.to_bytes())
-            conductor = _make_conductor(
-                context, admitted, keeper, prompts, list(chain.from_iterable(held_out)), policy.routes_wanted
-            )
-            publisher = _make_publisher(context, server, policy, start, stream)
-            state = work(context, policy, start, conductor=conductor, stream=stream, publisher=publisher)
-        except (UserError, TrainingError) as error:
-            # Nothing that a restart could mend: say so to whoever watches the run.
-            stream.event("failed", error=str(error))
-            stream.release("failed")
-            note("failed", error=str(error))
-            raise
-        if state != "running":  # whoever comes next has our name, and needs no release
-            stream.release(state)
-            note(state)
+    return has_it
+
+
+def _work_and_tell(
+    context: RankContext,
+    server: Server,
+    policy: Policy,
+    admitted: Admitted,
+    make_conductor: Callable[[], Conductor],
+) -> RunState:
+    """The work of the run's learner; Redis and the run's folder hear that it goes on, and how it ended."""
+    start, stream = admitted.start, admitted.stream
+    note = partial(note_state, context.config.folder, term=start.term)
+    note("running")
+    try:
+        context.patient.broadcast(start.to_bytes())
+        conductor = make_conductor()
+        publisher = _make_publisher(context, server, policy, start, stream)
+        state = work(context, policy, start, conductor=conductor, stream=stream, publisher=publisher)
+    except (UserError, TrainingError) as error:
+        # Nothing that a restart could mend: say so to whoever watches the run.
+        stream.event("failed", error=str(error))
+        stream.release("failed")
+        note("failed", error=str(error))
+        raise
+    if state != "running":  # whoever comes next has our name, and needs no release
+        stream.release(state)
+        note(state)
     return state
 
 
@@ -199,12 +217,25 @@ def _make_conductor(
     admitted: Admitted,
     keeper: LeaseKeeper,
     prompts: PromptSet,
-    validation_prompts: Sequence[Prompt],
+    held_out: Sequence[Prompt],
     routes: RouteShape | None,
 ) -> Conductor:
-    config, start = context.config, admitted.start
-    state = admitted.checkpoint.state.stream if admitted.checkpoint else None
-    since = admitted.checkpoint.name.term if admitted.checkpoint else 0
+    return Conductor(
+        context,
+        admitted.start,
+        prompts=prompts,
+        stream=admitted.stream,
+        feed=_make_feed(context, admitted, prompts, routes),
+        validation=_make_validation(context, admitted, held_out) if held_out else None,
+        lease=keeper,
+    )
+
+
+def _make_feed(context: RankContext, admitted: Admitted, prompts: PromptSet, routes: RouteShape | None) -> Feed:
+    """It goes on where the checkpoint says."""
+    config, start, checkpoint = context.config, admitted.start, admitted.checkpoint
+    state = checkpoint.state.stream if checkpoint else None
+    since = checkpoint.name.term if checkpoint else 0
     feed = Feed(
         stream=admitted.stream,
         prompts=prompts,
@@ -217,27 +248,21 @@ def _make_conductor(
         state=state,
         most=largest_group(config, routes),
     )
-    if admitted.checkpoint is not None:
+    if state is not None:
         # Once more, in case its writer died before it could tell Redis.
-        feed.committed(admitted.checkpoint.state.stream, step=start.step)
-    validation = None
-    if validation_prompts:
-        validation = Validation(
-            stream=admitted.stream,
-            prompts=validation_prompts,
-            settings=config.validation,
-            run_uid=start.run_uid,
-            term=start.term,
-            fingerprint=context.tokenizer_info.fingerprint,
-            max_attempts=config.worker.max_attempts,
-            decode=lambda ids: str(context.tokenizer_info.tokenizer.decode(ids, skip_special_tokens=True)),
-        )
-    return Conductor(
-        context,
-        start,
-        prompts=prompts,
+        feed.committed(state, step=start.step)
+    return feed
+
+
+def _make_validation(context: RankContext, admitted: Admitted, held_out: Sequence[Prompt]) -> Validation:
+    config, start, tokenizer = context.config, admitted.start, context.tokenizer_info.tokenizer
+    return Validation(
         stream=admitted.stream,
-        feed=feed,
-        validation=validation,
-        lease=keeper,
+        prompts=held_out,
+        settings=config.validation,
+        run_uid=start.run_uid,
+        term=start.term,
+        fingerprint=context.tokenizer_info.fingerprint,
+        max_attempts=config.worker.max_attempts,
+        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
     )
