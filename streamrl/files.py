@@ -134,16 +134,26 @@ def create_exclusively(path: Path, data: bytes) -> bool:
     return True
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What the disk refuses inside is refused of this file or folder: a full disk names none, and a file that is
+    written aside says nothing to anybody."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
 def _write_aside(path: Path, data: bytes) -> Path:
     aside = path.parent / f".tmp-{path.name}-{uuid.uuid4().hex[:12]}"
     try:
-        with aside.open("xb") as file:
+        with naming(path), aside.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
+    except OSError:
         aside.unlink(missing_ok=True)
-        error.filename = str(path)  # that of the other says nothing to anybody, and a full disk names none
         raise
     crashpoint("file.aside")
     return aside

@@ -1,11 +1,13 @@
-"""What tests of several rooms share: bounded waiting, and small tickets and groups."""
+"""What tests of several rooms share: bounded waiting, a disk that is full, and small tickets and groups."""
 
 from __future__ import annotations
 
 import asyncio
+import resource
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -89,3 +91,14 @@ def make_group(ticket: Ticket, *, samples: tuple[Sample, ...] | None = None, **h
         "max_version": 0,
     }
     return Group(header=GroupHeader(**{**fields, **header}), prompt_ids=ticket.token_ids, samples=made)
+
+
+@contextmanager
+def files_up_to(num_bytes: int) -> Iterator[None]:
+    """What is written beyond fails, as on a full disk: the beginning gets in."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -32,6 +32,7 @@ from transformers.core_model_loading import (
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from streamrl.files import naming
 from streamrl.learner.parallel.dtensors import kept_in
 
 _FILES = "model{suffix}.safetensors"
@@ -128,8 +129,9 @@ class HubFiles:
         place = self._places[name]
         assert (tensor.dtype, tuple(tensor.shape)) == (place.dtype, place.shape), f"{name} is another"
         whole = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-        for begin in range(0, len(whole), _PART_BYTES):
-            _write_at(place.file, whole[begin : begin + _PART_BYTES], place.at + begin)
+        with naming(self._folder):
+            for begin in range(0, len(whole), _PART_BYTES):
+                _write_at(place.file, whole[begin : begin + _PART_BYTES], place.at + begin)
         del self._unwritten[name]
 
 

@@ -34,6 +34,7 @@ import structlog
 import xxhash
 
 from streamrl.crashpoints import crashpoint
+from streamrl.files import naming
 from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, Files
 from streamrl.learner.checkpoints.terms import CheckpointName
 from streamrl.learner.metrics.record import Timers
@@ -232,7 +233,7 @@ class RankStateDouble:
 def write_parts(path: Path, parts: Iterable[memoryview]) -> tuple[int, str]:
     """A rank's file, durably; its size and digest."""
     num_bytes, digest = 0, xxhash.xxh3_128()
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         for part in parts:
             file.write(part)
             digest.update(part)

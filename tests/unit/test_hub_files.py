@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from streamrl.learner.checkpoints.hub_files import HubFiles
 from streamrl.learner.loading.build import build_model, load_model
 from streamrl.learner.loading.load import load_policy
 from streamrl.learner.parallel.dtensors import kept_in
+from tests.helpers import files_up_to
 from tests.learner_cases import learner_config
 from tests.tiny_families import make_family
 from tests.tiny_models import make_tokenizer
@@ -110,17 +109,11 @@ def test_a_tensor_that_was_never_given_is_named(tmp_path: Path) -> None:
         pass
 
 
-def test_a_disk_that_fills_up_in_the_midst_of_a_tensor_says_so(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_in_the_midst_of_a_tensor_says_so_and_where(tmp_path: Path) -> None:
     """It takes a part of what it is given, and refuses the rest; a limit on this process's files does likewise."""
     folder = make_family(tmp_path / "model", "llama")
     model = load_model(str(folder))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     size = sum(parameter.nbytes for parameter in model.parameters())
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size - 10, before[1]))
-        with pytest.raises(OSError, match="File too large"):
-            write(model, folder, tmp_path / "found", torch.float32)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
+    with files_up_to(size - 10), pytest.raises(OSError, match="File too large") as raised:
+        write(model, folder, tmp_path / "found", torch.float32)
+    assert raised.value.filename == str(tmp_path / "found")

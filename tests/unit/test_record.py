@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import resource
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from structlog.testing import capture_logs
 
 from streamrl.learner.metrics.record import Recorder
+from tests.helpers import files_up_to
 
 
 class Nowhere:
@@ -21,17 +20,6 @@ class Nowhere:
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = True) -> str:
         raise AssertionError("nothing to decode")
-
-
-@contextmanager
-def files_up_to(num_bytes: int) -> Iterator[None]:
-    """What is written beyond fails, as on a full disk: the beginning gets in."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_line_that_does_not_fit_leaves_no_half_behind(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from streamrl.errors import ConfigError, DataError
 from streamrl.learner.sft.rows import read_rows
 from streamrl.learner.sft.training import Settings, train
 from streamrl.ops.cli.sft import sft
+from tests.helpers import files_up_to
 from tests.tiny_models import make_model, make_tokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>;{% endif %}\
@@ -271,3 +272,11 @@ def test_a_state_whose_name_a_crash_took_away_is_found(settings: Settings) -> No
     (settings.partial / "ranks").rename(settings.partial / ".old-ranks")
 
     assert train(settings, lambda _: None).went_on_from == 8
+
+
+def test_a_disk_without_room_for_a_state_is_told_with_the_file_that_it_was_for(settings: Settings) -> None:
+    with (
+        files_up_to(100_000),
+        pytest.raises(OSError, match=r"File too large: .*\.ranks/train-00000-of-00001\.safetensors"),
+    ):
+        train(replace(settings, save_every=1), lambda _: None)
