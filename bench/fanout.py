@@ -36,8 +36,9 @@ from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.peers import Peers
 from streamrl.protocol.transport.types import START, Announcement
 from streamrl.protocol.transport.worker import WorkerStream
-from streamrl.protocol.weights.catchup import catch_up, fetch_ahead
+from streamrl.protocol.weights.catchup import catch_up
 from streamrl.protocol.weights.encoder import ShardEncoder
+from streamrl.protocol.weights.fetching import fetch_ahead
 from streamrl.protocol.weights.format import HeldRange, TensorMeta
 from streamrl.protocol.weights.manifest import Manifest, decode_manifest, encode_manifest
 from streamrl.protocol.weights.redis_store import RedisStore

@@ -15,7 +15,7 @@ import redis
 
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.peers import Peers, bitmap_of
-from streamrl.protocol.weights.catchup import fetch
+from streamrl.protocol.weights.fetching import fetch
 from streamrl.protocol.weights.format import digest_of, digests_of_pieces
 from streamrl.protocol.weights.manifest import Manifest, ShardRecord
 from streamrl.protocol.weights.stores import MemoryStore

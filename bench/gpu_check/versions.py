@@ -19,7 +19,7 @@ from streamrl.learner.process.background import BackgroundThread
 from streamrl.learner.process.ranks import World
 from streamrl.learner.publishing.publish import Publisher
 from streamrl.protocol.transport.types import Announcement
-from streamrl.protocol.weights.stores import FileStore
+from streamrl.protocol.weights.file_store import FileStore
 
 _TINY = Size(vocabulary=128, hidden=128, intermediate=256, layers=2, heads=2, kv_heads=2)
 _ROUNDS = 3

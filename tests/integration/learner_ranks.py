@@ -36,7 +36,7 @@ from streamrl.learner.process.background import BackgroundThread
 from streamrl.learner.process.ranks import World, join_world
 from streamrl.learner.publishing.publish import Publisher
 from streamrl.protocol.transport.types import Announcement
-from streamrl.protocol.weights.stores import FileStore
+from streamrl.protocol.weights.file_store import FileStore
 from streamrl.recipe.algorithms import make_algorithm
 from streamrl.recipe.losses import LOSSES
 from tests.casts import watch_a_pass

@@ -15,10 +15,10 @@ import transformers
 from streamrl.learner.checkpoints.shard import load_state
 from streamrl.learner.loading.build import load_model
 from streamrl.learner.process.ranks import World
+from streamrl.protocol.weights.file_store import FileStore
 from streamrl.protocol.weights.manifest import Manifest, decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.pretrained import PretrainedFiles
-from streamrl.protocol.weights.stores import FileStore
 from tests.integration.learner_ranks import (
     ADAPTERS,
     ALGORITHMS,

@@ -15,7 +15,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from streamrl.errors import ConfigError, ResourceError, TransportError
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.weights.mirror import Mirror
-from streamrl.protocol.weights.stores import NUM_TRIES, ObjectStore, open_store
+from streamrl.protocol.weights.object_store import NUM_TRIES, ObjectStore
+from streamrl.protocol.weights.stores import open_store
 from tests.s3_server import BUCKET, ENVIRONMENT, s3_server
 from tests.store_cases import check_names, check_store
 from tests.weights_world import World, assert_holds, nudged, random_state

@@ -10,8 +10,9 @@ import pytest
 
 from streamrl.errors import ConfigError, TransportError, WeightsError
 from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.weights.file_store import FileStore
 from streamrl.protocol.weights.redis_store import RedisStore
-from streamrl.protocol.weights.stores import BlobStore, FileStore, MemoryStore, open_store
+from streamrl.protocol.weights.stores import BlobStore, MemoryStore, open_store
 from tests.store_cases import check_names, check_store
 
 MAKERS: list[Callable[[Path], BlobStore]] = [lambda folder: MemoryStore(), lambda folder: FileStore(folder / "blobs")]

@@ -5,7 +5,7 @@
 
 A file is named by the blob's digest and sizes. It holds the blob, and after it a byte for each piece: 1 once the piece
 is there. The kernel frees the lock of a fetcher that died, and another goes on with what is missing. Who reads a blob
-checks its digest (`catchup.fetch`); one that is wrong is thrown away, and the store asked.
+checks its digest (`fetching.fetch`); one that is wrong is thrown away, and the store asked.
 
 The folder holds `share_bytes` at most, of a few minutes; the oldest files go first, and it gives way to mirrors that
 need the room. Where a file cannot be had, the caller goes to the store by itself: nothing here is needed. Blocks on the

@@ -43,9 +43,9 @@ from pathlib import Path
 import numpy as np
 
 from streamrl.errors import ResourceError, TransportError, WeightsError
-from streamrl.protocol.weights.catchup import AHEAD_BYTES, fetch_ahead
 from streamrl.protocol.weights.changes import Changed, ChangeLog
 from streamrl.protocol.weights.delta import batches, patch, side_by_side, threads_for
+from streamrl.protocol.weights.fetching import AHEAD_BYTES, fetch_ahead
 from streamrl.protocol.weights.format import BITS, Bits, Coding, DType, RangeDigest, TensorMeta, digest_of
 from streamrl.protocol.weights.manifest import Manifest, ShardRecord
 from streamrl.protocol.weights.merging import Merging

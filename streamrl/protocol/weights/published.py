@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from streamrl.errors import DataError, WeightsError
 from streamrl.protocol.transport.connection import repeat
-from streamrl.protocol.weights.catchup import catch_up, fetch
+from streamrl.protocol.weights.catchup import catch_up
+from streamrl.protocol.weights.fetching import fetch
 from streamrl.protocol.weights.format import TensorMeta
 from streamrl.protocol.weights.manifest import Manifest, ShardRecord, decode_manifest
 from streamrl.protocol.weights.mirror import Mirror

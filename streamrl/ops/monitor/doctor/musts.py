@@ -21,7 +21,8 @@ from streamrl.files import check_writable
 from streamrl.gpus import gpus_here
 from streamrl.ops.monitor.doctor.sizes import published_bytes
 from streamrl.process import bind
-from streamrl.protocol.weights.stores import ObjectStore, budget_in_redis, refuse_too_large
+from streamrl.protocol.weights.object_store import ObjectStore
+from streamrl.protocol.weights.stores import budget_in_redis, refuse_too_large
 
 
 def check_learning(config: Config) -> None:
