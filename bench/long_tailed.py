@@ -11,7 +11,8 @@ import transformers
 
 from streamrl.config import schema
 from streamrl.learner.packing.attention import MASKED
-from streamrl.protocol.wire.group import Group, GroupHeader, Sample, Span, decode_body, decode_header, encode_group
+from streamrl.protocol.wire.group import Group, GroupHeader, decode_body, decode_header, encode_group
+from streamrl.protocol.wire.sample import Sample, Span
 from streamrl.versions import make_version
 
 END = 1  # the token that ends a response

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from streamrl.protocol.wire.group import Sample
+from streamrl.protocol.wire.sample import Sample
 from streamrl.workers.engines.base import Generated
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.protocol.wire.group import Group, GroupHeader, Sample, Span
+from streamrl.protocol.wire.group import Group, GroupHeader
+from streamrl.protocol.wire.sample import Sample, Span
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.versions import make_version
 

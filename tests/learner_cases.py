@@ -12,7 +12,8 @@ import numpy as np
 
 from streamrl.config import schema
 from streamrl.protocol.wire.branches import Branch
-from streamrl.protocol.wire.group import Group, GroupHeader, Sample, Span, decode_body, decode_header, encode_group
+from streamrl.protocol.wire.group import Group, GroupHeader, decode_body, decode_header, encode_group
+from streamrl.protocol.wire.sample import Sample, Span
 from streamrl.versions import make_version
 
 

@@ -14,7 +14,8 @@ from streamrl.config import schema
 from streamrl.learner.loading.build import load_model
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.policy import Policy
-from streamrl.protocol.wire.group import Group, Sample
+from streamrl.protocol.wire.group import Group
+from streamrl.protocol.wire.sample import Sample
 
 
 def policy64(folder: Path) -> Policy:

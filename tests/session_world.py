@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from streamrl.config import schema
 from streamrl.permissions import Permissions
-from streamrl.protocol.wire.group import Span
+from streamrl.protocol.wire.sample import Span
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.versions import make_version
 from streamrl.workers.engines.base import Generated, SampleRequest

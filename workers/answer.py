@@ -20,8 +20,9 @@ import structlog
 
 from streamrl.config import schema
 from streamrl.errors import RewardError, RewardOutage, SampleError
-from streamrl.protocol.wire.group import Group, GroupHeader, Sample
+from streamrl.protocol.wire.group import Group, GroupHeader
 from streamrl.protocol.wire.routes import Routes, ending
+from streamrl.protocol.wire.sample import Sample
 from streamrl.protocol.wire.taught import Taught
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.tasks import gather_or_cancel

@@ -22,7 +22,7 @@ from transformers.initialization import no_init_weights
 
 from streamrl.config import schema
 from streamrl.errors import DataError
-from streamrl.protocol.wire.group import FinishReason
+from streamrl.protocol.wire.sample import FinishReason
 from streamrl.workers.engines.hf_model import RowState, build_model, choose, load_weights, processed_logprobs
 from streamrl.workers.engines.model import ModelFacts, read_model
 

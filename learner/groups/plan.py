@@ -37,8 +37,9 @@ from streamrl.errors import WireError
 from streamrl.learner.groups.lag import LagRule
 from streamrl.learner.groups.ledger import Ledger
 from streamrl.protocol.transport.types import Entry, GroupStream
-from streamrl.protocol.wire.group import Group, GroupHeader, Sample, decode_body, decode_header
+from streamrl.protocol.wire.group import Group, GroupHeader, decode_body, decode_header
 from streamrl.protocol.wire.routes import RouteShape
+from streamrl.protocol.wire.sample import Sample
 
 _MOST_KEPT_BYTES = 256 << 20  # of bodies; what is beyond is read again by whoever trains it
 

@@ -23,7 +23,8 @@ import structlog
 
 from streamrl.process import started_at
 from streamrl.protocol.transport.types import RunState
-from streamrl.protocol.wire.group import Group, Sample
+from streamrl.protocol.wire.group import Group
+from streamrl.protocol.wire.sample import Sample
 from streamrl.protocol.wire.turns import told_of
 from streamrl.versions import show
 

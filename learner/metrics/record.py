@@ -25,7 +25,8 @@ import structlog
 from streamrl.learner.groups.prompts import Prompt
 from streamrl.learner.metrics.exporters import Exporter
 from streamrl.learner.metrics.keepsakes import Decoder, RolloutKeeper, append_line
-from streamrl.protocol.wire.group import Group, Sample
+from streamrl.protocol.wire.group import Group
+from streamrl.protocol.wire.sample import Sample
 from streamrl.telemetry.metrics import is_metric
 
 log = structlog.get_logger(__name__)

@@ -19,7 +19,8 @@ import torch
 
 from streamrl.learner.metrics.routers import of_routers
 from streamrl.learner.process.ranks import World
-from streamrl.protocol.wire.group import Group, Sample
+from streamrl.protocol.wire.group import Group
+from streamrl.protocol.wire.sample import Sample
 from streamrl.recipe.losses import Metric, TokenBatch, ratios
 from streamrl.telemetry.metrics import OF_LOSS
 

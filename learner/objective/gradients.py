@@ -35,8 +35,9 @@ from streamrl.learner.objective.teacher import Teacher
 from streamrl.learner.packing.micro_batches import MicroBatch, Piece, Shape, empty_micro_batch, pack
 from streamrl.learner.parallel.fsdp import let_replicas_add_up
 from streamrl.learner.process.ranks import World
-from streamrl.protocol.wire.group import Group, Sample
+from streamrl.protocol.wire.group import Group
 from streamrl.protocol.wire.routes import joined
+from streamrl.protocol.wire.sample import Sample
 from streamrl.recipe.advantages import STD_FLOOR, PerToken, discounted
 from streamrl.recipe.algorithms import Algorithm, Selection
 from streamrl.recipe.losses import TokenBatch

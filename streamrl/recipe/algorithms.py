@@ -31,7 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import ConfigError
-from streamrl.protocol.wire.group import Group, GroupHeader, Sample
+from streamrl.protocol.wire.group import Group, GroupHeader
+from streamrl.protocol.wire.sample import Sample
 from streamrl.recipe.advantages import ADVANTAGES, PerToken, ScoredGroup, per_token, scaled_by_std, standardized
 from streamrl.recipe.losses import KL_ESTIMATES, LOSSES, Losses, Metric, TokenBatch, uncorrected
 from streamrl.recipe.own import FORMS, bind, describe, is_own, load_function

@@ -18,7 +18,8 @@ from streamrl.config import schema
 from streamrl.config.load import dump_config
 from streamrl.errors import WireError
 from streamrl.ops.audit import audit_folder
-from streamrl.protocol.wire.group import Group, Sample, decode_body, decode_header
+from streamrl.protocol.wire.group import Group, decode_body, decode_header
+from streamrl.protocol.wire.sample import Sample
 from tests.faults.judge.recorder import GROUPS, Record, Recorder
 from tests.faults.judge.weights import Masters, read_masters
 from tests.faults.judged.faults import FAULTS, Scene

@@ -21,7 +21,7 @@ import transformers
 from streamrl.config import schema
 from streamrl.protocol.weights.format import DType
 from streamrl.protocol.weights.manifest import Manifest
-from streamrl.protocol.wire.group import Span
+from streamrl.protocol.wire.sample import Span
 from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
 from streamrl.workers.engines.base import Engine, EngineSettings, Generated, KvCache, Load, SampleRequest, make_engine

@@ -28,7 +28,8 @@ from streamrl.learner.loading.build import load_model
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.packing.micro_batches import Piece, pack
-from streamrl.protocol.wire.group import Sample, decode_body, decode_header, encode_group
+from streamrl.protocol.wire.group import decode_body, decode_header, encode_group
+from streamrl.protocol.wire.sample import Sample
 from streamrl.workers.engines.base import Engine, Generated, KvCache, SampleRequest
 from streamrl.workers.environments.base import Answer, EnvironmentDouble
 from streamrl.workers.environments.play import Player

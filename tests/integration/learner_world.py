@@ -29,7 +29,8 @@ from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.types import Leased
 from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.protocol.wire.fingerprint import fingerprint, stop_ids
-from streamrl.protocol.wire.group import Group, GroupHeader, Sample, Span, encode_group
+from streamrl.protocol.wire.group import Group, GroupHeader, encode_group
+from streamrl.protocol.wire.sample import Sample, Span
 from streamrl.protocol.wire.ticket import Ticket
 from tests.tiny_models import make_model
 from tests.warm import Forked, start

@@ -17,7 +17,7 @@ import transformers
 
 from streamrl.config import schema
 from streamrl.errors import SampleError
-from streamrl.protocol.wire.group import Span
+from streamrl.protocol.wire.sample import Span
 from streamrl.versions import make_version
 from streamrl.workers.engines.base import Generated, KvCache, Load
 from streamrl.workers.engines.vllm_engine import VllmEngine

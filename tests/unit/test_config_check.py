@@ -11,7 +11,8 @@ from streamrl.config.check import check_config, max_time_s
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
 from streamrl.protocol.wire.codec import MAX_MESSAGE_BYTES
-from streamrl.protocol.wire.group import Sample, Span, decode_body, decode_header, encode_group
+from streamrl.protocol.wire.group import decode_body, decode_header, encode_group
+from streamrl.protocol.wire.sample import Sample, Span
 from tests.helpers import make_group, make_sample, make_ticket
 
 GOOD = """\

@@ -14,7 +14,8 @@ from streamrl.config import schema
 from streamrl.errors import SampleError
 from streamrl.learner.groups.plan import mask_before
 from streamrl.protocol.wire.branches import rows_of
-from streamrl.protocol.wire.group import Span, decode_body, decode_header, encode_group
+from streamrl.protocol.wire.group import decode_body, decode_header, encode_group
+from streamrl.protocol.wire.sample import Span
 from streamrl.versions import make_version
 from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import Generated, SampleRequest

@@ -9,7 +9,8 @@ import pytest
 
 from streamrl.errors import SampleError
 from streamrl.protocol.wire.branches import MAX_BRANCHES, Branch
-from streamrl.protocol.wire.group import Span, decode_body, decode_header, encode_group
+from streamrl.protocol.wire.group import decode_body, decode_header, encode_group
+from streamrl.protocol.wire.sample import Span
 from streamrl.versions import make_version
 from streamrl.workers.engines.base import Generated
 from streamrl.workers.sessions.trace import Trace

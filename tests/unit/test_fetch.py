@@ -13,7 +13,8 @@ from streamrl.config import schema
 from streamrl.learner.groups.lag import oldest_trained_step
 from streamrl.learner.groups.plan import Fetched, GroupCheck, Kind, Plan, PlanEntry, fetch_groups, mask_before
 from streamrl.protocol.transport.double import LearnerStreamDouble, MemoryServer
-from streamrl.protocol.wire.group import Sample, Span, decode_header, encode_group
+from streamrl.protocol.wire.group import decode_header, encode_group
+from streamrl.protocol.wire.sample import Sample, Span
 from streamrl.versions import make_version
 from tests.helpers import make_group, make_sample, make_ticket
 

@@ -13,7 +13,8 @@ from streamrl.ops.record.recording import is_entry_id
 from streamrl.ops.record.view import lines_of
 from streamrl.protocol.transport.types import Entry
 from streamrl.protocol.wire.branches import Branch
-from streamrl.protocol.wire.group import Group, Span
+from streamrl.protocol.wire.group import Group
+from streamrl.protocol.wire.sample import Span
 from streamrl.versions import make_version
 from tests.helpers import make_group, make_sample, make_ticket
 

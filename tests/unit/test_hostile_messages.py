@@ -28,7 +28,8 @@ from streamrl.protocol.weights.redis_store import RedisStore
 from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.protocol.wire.branches import Branch, rows_of
 from streamrl.protocol.wire.codec import pack
-from streamrl.protocol.wire.group import Span, decode_body, decode_header, encode_group
+from streamrl.protocol.wire.group import decode_body, decode_header, encode_group
+from streamrl.protocol.wire.sample import Span
 from streamrl.protocol.wire.ticket import decode_ticket, encode_ticket
 from streamrl.telemetry.progress import Progress
 from tests.helpers import make_group, make_sample, make_ticket

@@ -21,7 +21,8 @@ from streamrl.learner.objective.gradients import Gradients
 from streamrl.learner.objective.teacher import Teacher
 from streamrl.learner.packing.micro_batches import MicroBatch, Piece, Shape
 from streamrl.learner.process.ranks import World
-from streamrl.protocol.wire.group import Group, Sample, Span, decode_body, decode_header, encode_group
+from streamrl.protocol.wire.group import Group, decode_body, decode_header, encode_group
+from streamrl.protocol.wire.sample import Sample, Span
 from streamrl.recipe.algorithms import make_algorithm
 from tests.learner_cases import group_of
 from tests.papers import Response, Responses, objectives

@@ -20,7 +20,8 @@ from streamrl.learner.model.policy import Policy
 from streamrl.learner.objective.gradients import Gradients
 from streamrl.learner.packing.micro_batches import MicroBatch, Piece, Shape
 from streamrl.learner.process.ranks import World
-from streamrl.protocol.wire.group import Group, Sample
+from streamrl.protocol.wire.group import Group
+from streamrl.protocol.wire.sample import Sample
 from streamrl.recipe.advantages import standardized
 from streamrl.recipe.algorithms import make_algorithm
 from streamrl.recipe.rewards import length_penalty

@@ -15,7 +15,7 @@ import torch
 
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.process.ranks import World
-from streamrl.protocol.wire.group import Sample, Span
+from streamrl.protocol.wire.sample import Sample, Span
 from streamrl.recipe.losses import TokenBatch
 from streamrl.telemetry.metrics import is_metric
 from streamrl.versions import make_version

@@ -15,7 +15,7 @@ from streamrl.config.schema import Teacher as Settings
 from streamrl.errors import ConfigError, RewardError, RewardOutage
 from streamrl.permissions import Permissions
 from streamrl.protocol.wire.branches import Branch
-from streamrl.protocol.wire.group import Sample, Span
+from streamrl.protocol.wire.sample import Sample, Span
 from streamrl.workers.rewards.teacher import Teacher, build_teacher
 from streamrl.workers.rewards.teaching import rows_of
 from tests.http_reward_world import until

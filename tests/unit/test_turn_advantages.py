@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from streamrl.config import schema
-from streamrl.protocol.wire.group import Group, Sample, Span, decode_body, decode_header, encode_group
+from streamrl.protocol.wire.group import Group, decode_body, decode_header, encode_group
+from streamrl.protocol.wire.sample import Sample, Span
 from streamrl.recipe.advantages import Advantages, ScoredGroup, leave_one_out, turns
 from streamrl.recipe.algorithms import make_algorithm
 from streamrl.versions import make_version

@@ -11,7 +11,8 @@ from streamrl.errors import TransportError
 from streamrl.learner.metrics.record import ValidationResult
 from streamrl.learner.validation.validation import Validation
 from streamrl.protocol.transport.double import LearnerStreamDouble, MemoryServer
-from streamrl.protocol.wire.group import Span, encode_group
+from streamrl.protocol.wire.group import encode_group
+from streamrl.protocol.wire.sample import Span
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.telemetry.metrics import is_metric
 from streamrl.versions import make_version

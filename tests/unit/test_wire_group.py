@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from streamrl.errors import WireError
 from streamrl.protocol.wire.branches import Branch
 from streamrl.protocol.wire.codec import pack
-from streamrl.protocol.wire.group import MAX_HEADER_BYTES, Group, Sample, Span, decode_body, decode_header, encode_group
+from streamrl.protocol.wire.group import MAX_HEADER_BYTES, Group, decode_body, decode_header, encode_group
+from streamrl.protocol.wire.sample import Sample, Span
 from tests.helpers import make_group, make_sample, make_ticket
 
 REWARDS = st.floats(-1e6, 1e6)

@@ -33,8 +33,8 @@ from streamrl.config import schema
 from streamrl.config.engines import ENGINES
 from streamrl.errors import ConfigError
 from streamrl.protocol.weights.changes import Changed
-from streamrl.protocol.wire.group import FinishReason, Span
 from streamrl.protocol.wire.routes import Routes
+from streamrl.protocol.wire.sample import FinishReason, Span
 from streamrl.workers.engines.model import ModelFacts
 
 KvCache = Literal["salt", "clear", "keep"]

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from streamrl.config.routers import wants_routes
-from streamrl.protocol.wire.group import FinishReason, Span
 from streamrl.protocol.wire.routes import Routes
+from streamrl.protocol.wire.sample import FinishReason, Span
 from streamrl.workers.engines.base import EngineSettings, Generated, ReadBack, SampleRequest
 from streamrl.workers.engines.hf_model import (
     RowState,

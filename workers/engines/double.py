@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from streamrl.errors import EngineError, StreamrlError
 from streamrl.protocol.weights.changes import Changed
-from streamrl.protocol.wire.group import Span
+from streamrl.protocol.wire.sample import Span
 from streamrl.workers.engines.base import EngineStats, Generated, Load, ReadBack, SampleRequest
 
 

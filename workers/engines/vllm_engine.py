@@ -35,8 +35,8 @@ from streamrl.config import schema
 from streamrl.config.routers import wants_routes
 from streamrl.errors import EngineError, ResourceError, SampleError
 from streamrl.held_folders import scratch_folder
-from streamrl.protocol.wire.group import FinishReason, Span
 from streamrl.protocol.wire.routes import Routes
+from streamrl.protocol.wire.sample import FinishReason, Span
 from streamrl.tasks import cancel_all
 from streamrl.workers.engines.base import (
     Engine,

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from streamrl.config import schema
 from streamrl.errors import RewardError, RewardOutage
 from streamrl.permissions import Permissions
-from streamrl.protocol.wire.group import FinishReason
+from streamrl.protocol.wire.sample import FinishReason
 
 _SCORE_S = 60.0  # a sample that waits so long for its score
 Score: TypeAlias = "float | npt.NDArray[np.float64] | None"  # [T]: of each token; the reward is their sum

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.protocol.wire.branches import rows_of as places_of
-from streamrl.protocol.wire.group import Sample
+from streamrl.protocol.wire.sample import Sample
 
 Ids = npt.NDArray[np.int32]
 

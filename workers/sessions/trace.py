@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from streamrl.errors import SampleError
 from streamrl.protocol.wire.branches import MAX_BRANCHES, Branch
-from streamrl.protocol.wire.group import FinishReason, Sample, Span
 from streamrl.protocol.wire.routes import Routes, ending
+from streamrl.protocol.wire.sample import FinishReason, Sample, Span
 from streamrl.workers.engines.base import Generated
 
 Ids = npt.NDArray[np.int32]

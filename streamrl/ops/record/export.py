@@ -17,7 +17,8 @@ from streamrl.errors import ResourceError, WireError
 from streamrl.ops.record.recording import Recording, open_group
 from streamrl.ops.record.view import TokenDecoder
 from streamrl.protocol.transport.types import Entry, entry_order
-from streamrl.protocol.wire.group import Group, Sample
+from streamrl.protocol.wire.group import Group
+from streamrl.protocol.wire.sample import Sample
 from streamrl.protocol.wire.turns import told_of
 from streamrl.versions import show
 

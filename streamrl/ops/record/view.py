@@ -23,7 +23,8 @@ from rich.text import Text
 
 from streamrl.errors import DataError, ResourceError
 from streamrl.protocol.transport.types import Entry
-from streamrl.protocol.wire.group import Group, GroupHeader, Sample
+from streamrl.protocol.wire.group import Group, GroupHeader
+from streamrl.protocol.wire.sample import Sample
 from streamrl.protocol.wire.turns import Part, heading_of, parts_of, told_of
 from streamrl.terminal import printable
 from streamrl.versions import show

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from streamrl.protocol.wire.group import Sample, Span
+from streamrl.protocol.wire.sample import Sample, Span
 from streamrl.versions import show
 
 # As most templates that know tools have a call written; of other forms the text alone is shown.
