@@ -2,7 +2,7 @@
 
 Asked are `nvidia-smi` and CUDA_VISIBLE_DEVICES; CUDA itself is not, since a launcher that had touched it would hold
 memory of the first GPU, and could not fork. Numbers are those of `nvidia-smi`, so what is started by them is told
-CUDA_DEVICE_ORDER=PCI_BUS_ID. Written by the manuals: it never ran beside a GPU.
+CUDA_DEVICE_ORDER=PCI_BUS_ID. Written by the manuals. No GPU has run this.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ torch's own pinned memory is rounded up to a power of two, 16 GB for 8.1, and ca
 the learner's copy of the weights and the workers' mirror are registered as they are. Pages stay locked in memory until
 `release`; where a limit forbids that (ulimit -l, a container's), copies go on as slowly as before, and a line says so.
 
-The runtime is handed in, `torch.cuda.cudart()` in earnest: nothing here imports torch. On a GPU it never ran.
+The runtime is handed in, `torch.cuda.cudart()` in earnest: nothing here imports torch. No GPU has run this.
 """
 
 from __future__ import annotations

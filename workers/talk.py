@@ -57,7 +57,7 @@ def load_speaker(path: str, *, seed: int, weights: Path | None = None, dtype: st
 
 class Speaker:
     def __init__(self, model: transformers.PreTrainedModel, facts: ModelFacts, *, seed: int) -> None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"  # the former never ran
+        device = "cuda" if torch.cuda.is_available() else "cpu"  # no GPU has run this
         self._model: Any = model.to(device)  # type: ignore[arg-type]  # a wrapper that hides nn.Module's own
         self._facts = facts
         self._generator = torch.Generator(device=device).manual_seed(seed)

@@ -9,7 +9,7 @@ train (the base under LoRA) comes from `model.path` again.
 
 The loop waits for the first arrow alone. The buffer is as large as all that this rank trains, 12 bytes a weight, and is
 made at the start, where lack of memory shows at once and the first copy finds its pages. Beside a GPU it is pinned, as
-large as it is, so that copies go at the speed of the bus and none waits for another; that way was never run here.
+large as it is, so that copies go at the speed of the bus and none waits for another. No GPU has run this.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Shard:
 
 def load_state(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
     """What shards hold, at any number of ranks."""
-    counts_beside_weights = bool(optimizer.defaults.get("fused"))  # so the kernel of a GPU wants it; it never ran there
+    counts_beside_weights = bool(optimizer.defaults.get("fused"))  # so the kernel wants it. No GPU has run this
     with _opened(folder) as files:
         for name, parameter in _trained(policy):
             _fill(held(parameter, shape=parameter.shape), files, f"master/{name}", name)

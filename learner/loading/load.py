@@ -109,7 +109,7 @@ def teacher_sizes(config: schema.Config) -> Sizes | None:
 
 
 def _room(device: torch.device) -> int:
-    """Bytes of a GPU that this process may take. It never ran."""
+    """Bytes of a GPU that this process may take. No GPU has run this."""
     total: int = torch.cuda.get_device_properties(device).total_memory
     return int(total * torch.cuda.get_per_process_memory_fraction(device))
 
@@ -136,7 +136,7 @@ def outline(config: schema.Config) -> transformers.PreTrainedModel:
 
 
 def _checkpoint(model: transformers.PreTrainedModel, *, is_wished: bool, on_host: bool = False) -> None:
-    """`on_host`: what layers keep waits there, copied on the stream that computes. On a GPU that never ran."""
+    """`on_host`: what layers keep waits there, copied on the stream that computes. No GPU has run this."""
     try:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}, offload=on_host)
     except ValueError as error:

@@ -1,6 +1,6 @@
 """What a rank's GPU tells of itself at each step: its memory, and how busy it was. Nothing where there is none.
 
-How busy it is torch tells only where nvidia-ml-py is installed. It has not run on a GPU yet.
+How busy it is torch tells only where nvidia-ml-py is installed. No GPU has run this.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ def _to_cpu(values: Sequence[torch.Tensor | float]) -> list[float]:
 
 def _of_fresh(difference: torch.Tensor, fresh: torch.Tensor) -> dict[str, torch.Tensor]:
     """`difference`: log mu - log pi. Sums by `where`, not by picking: how many are picked, a GPU would have to tell.
-    It has not run on one yet."""
+    No GPU has run this."""
     zero = torch.zeros_like(difference)
     k3 = (-difference).clamp(max=_MAX_LOG).exp() - 1 + difference
     return {

@@ -8,7 +8,7 @@ first of them was compiled to, for rows of any shape, once for passes that learn
 first step waits for it, a minute or so.
 
 Only whole layers: ranks that share them, or have a part of each row, talk to each other in their midst; routers of a
-mixture are listened to there, and adapters lie there. On a GPU it never ran.
+mixture are listened to there, and adapters lie there. No GPU has run this.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Rollout Routing Replay (R3: arXiv 2510.11370) tells the engine's choice, in all 
 
 Recomputing a checkpointed layer in the backward pass comes by the same routers: what was told stays told until the next
 forward pass, and nothing is counted then. Ranks that share samples by their length are told, and count, the routes of
-their own cells. The reference and a teacher route by themselves. On a GPU it never ran.
+their own cells. The reference and a teacher route by themselves. No GPU has run this.
 """
 
 from __future__ import annotations

@@ -16,7 +16,10 @@ Heads of keys and values are repeated as far as ranks can have equal ones. Where
 ones fill up the last ranks, and each query has a head of keys and values of its own. With more ranks than heads, or
 where something beside attention looks along the length (convolutions, recurrences), the model is refused.
 
-Each exchange blocks until the group's ranks have come. On a GPU (NCCL) it never ran.
+A ring, which sends keys and values around instead, takes any number of ranks; it wants attention of its own in place of
+every kernel, mask and sink, and there is none of these here that it could use.
+
+Each exchange blocks until the group's ranks have come. No GPU has run this, by NCCL.
 """
 
 from __future__ import annotations

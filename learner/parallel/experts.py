@@ -13,7 +13,7 @@ Everything is the model's own but the way: transformers asks the experts of its 
 one more entry in it. Products are grouped (`grouped_mm`) where the numbers are of 16 bits, and one after another where
 not. All ranks of a group make the same collectives in the same order, whatever tokens they have, also none: in a layer
 the counts and the rows there and back, backward the rows. Each blocks until all of the group have come. On a GPU the
-host waits for the counts of each layer, for it is the host that says how many rows go where; that never ran.
+host waits for the counts of each layer, for it is the host that says how many rows go where. No GPU has run this.
 """
 
 from __future__ import annotations

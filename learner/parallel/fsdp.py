@@ -16,7 +16,7 @@ So are layers that ranks share (`learner.parallel.tensor`). Ranks of such a grou
 makes the gradients of what is not divided: a loss is weighed accordingly (`World.addends`).
 
 Copies of a model (`learner.layout.replicas`) add up their gradients once a pass, when each has those of all its
-micro-batches: what goes between them is a shard of fp32, however many micro-batches there are. On GPUs that never ran.
+micro-batches: what goes between them is a shard of fp32, however many micro-batches there are. No GPU has run this.
 
 `on_host`: shards, gradients and what the optimizer keeps wait in the host's memory; layers pass through the device.
 """

@@ -1,6 +1,6 @@
 """What ranks that share layers add up, on the way there and back, and which tokens each of them has for itself.
 
-Each sum blocks until the group's ranks have come. On a GPU (NCCL) it never ran.
+Each sum blocks until the group's ranks have come. No GPU has run this, by NCCL.
 """
 
 from __future__ import annotations

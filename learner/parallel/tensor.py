@@ -19,7 +19,7 @@ At rest a rank holds rows of every weight, and so one run of it: FSDP shards the
 same. Where a pass wants columns, rows are exchanged for them, and what comes back is the gradient of rows: a weight
 crosses the group once more in each pass, and nothing else of the learner knows of columns.
 
-Each exchange blocks until the group's ranks have come. On a GPU (NCCL) it never ran, nor did adapters in bfloat16.
+Each exchange blocks until the group's ranks have come. No GPU has run this, by NCCL; adapters in bfloat16 ran nowhere.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ class World:
 @contextmanager
 def join_world(environment: Mapping[str, str], *, timeout_s: float, gpu_memory: float | None = None) -> Iterator[World]:
     """The world that torchrun's variables describe; without them, a world of one. `gpu_memory`: the share of its GPU's
-    memory beyond which this rank, and not who shares the GPU, is out of memory. What is done for a GPU never ran."""
+    memory beyond which this rank, and not who shares the GPU, is out of memory. No GPU has run this."""
     rank, size = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
     device = torch.device("cpu")
     if torch.cuda.is_available():

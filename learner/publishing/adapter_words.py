@@ -4,7 +4,7 @@
     each version   some of the merged tensors, computed here from what is trained: a worker merges, and compares
 
 The first version of a learner says all merged tensors, each later one its share, in turn: the loop waits for these. On
-a GPU they are merged there; that way was never run here.
+a GPU they are merged there. No GPU has run this.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 The copies of a version are all asked for before the first is awaited, so that the bus does not idle; the loop waits
 for the last one's event. There the second cast, which shows that what goes out is this step's, is not brought to the
-host: it is summed where it is, and the copy is summed beside the loop. CUDA's half (`CudaStream`) never ran.
+host: it is summed where it is, and the copy is summed beside the loop. No GPU has run this.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class OnStream:
 
 
 class CudaStream:
-    """It never ran."""
+    """No GPU has run this."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)

@@ -11,7 +11,7 @@ Too few, and `auto`:
 
 What shares a GPU gets a fraction of its memory; the fractions leave a tenth for the driver's contexts. A number in
 `learner.gpus` or `worker.gpus` is a demand: as many, shared with nobody, or an error; 0 is none at all. The order is
-that of CUDA_VISIBLE_DEVICES, so that is the way to choose. Without GPUs nothing is set. It never ran beside a GPU.
+that of CUDA_VISIBLE_DEVICES, so that is the way to choose. Without GPUs nothing is set. No GPU has run this.
 """
 
 from __future__ import annotations

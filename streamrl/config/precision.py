@@ -4,8 +4,8 @@
     a new one                 ─► bfloat16 where GPUs or cores compute that have products of it; else float32
 
 The learner that begins a run settles it for all: what it reads is saved in the run's folder and told to the workers.
-Whoever reads the same file on another machine, to check it for one, sees what it would mean there. It never ran beside
-a GPU.
+Whoever reads the same file on another machine, to check it for one, sees what it would mean there.
+No GPU has run this.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Mapping 272 MB anew, page by page, took a seventh of each load. What is read is 
 moment: the mapping is of the file's own pages, and the header is read every time. Blocks on the file system only.
 
 Where an engine is on a GPU the pages are registered with CUDA, so that a load goes at the speed of the bus instead of
-through a buffer of the driver's; that way never ran.
+through a buffer of the driver's; no GPU has run this.
 """
 
 from __future__ import annotations

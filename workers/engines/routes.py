@@ -62,8 +62,8 @@ class Watch:
 
 
 def vllm_args(config: schema.Config, *, on_cpu: bool) -> dict[str, Any]:
-    """What vLLM is asked with so that it tells routes; ConfigError where it could not. It never ran: vLLM's V2 model
-    runner, which captures them, needs a GPU."""
+    """What vLLM is asked with so that it tells routes; ConfigError where it could not. No GPU has run this, and
+    nothing else can: vLLM's V2 model runner captures them."""
     if not wants_routes(config):
         return {}
     refuse_without_gpus(config, 0 if on_cpu else 1)
@@ -74,7 +74,7 @@ def vllm_args(config: schema.Config, *, on_cpu: bool) -> dict[str, Any]:
 
 
 def shape_of_vllm(model_config: Any) -> RouteShape:
-    """As vLLM's own capturer asks for it. It never ran, as what follows."""
+    """As vLLM's own capturer asks for it. No GPU has run this, nor what follows."""
     return RouteShape(
         model_config.get_total_num_hidden_layers(),
         model_config.get_num_experts_per_tok(),

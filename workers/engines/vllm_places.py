@@ -6,7 +6,8 @@
 
 What is not certain is not written to: `NoPlace` says what, and then all weights are loaded as ever. That goes for
 tensor-parallel engines, quantised ones, adapters of vLLM's own, experts, absorbed projections and whatever a model
-makes of its weights when they are loaded. On GPUs parameters are plain, so that all of them are rows; that never ran.
+makes of its weights when they are loaded. On GPUs parameters are plain, so that all of them are rows.
+No GPU has run this.
 
 An error leaves half a version; the engine that raises it is ended (`base`).
 """

@@ -7,7 +7,7 @@ The reload quantises at each load: vLLM 0.32 keeps for that how a layer was befo
 a scale is that of many weights (`vllm_places` finds no place for these layers): each version is loaded as a whole.
 
 On CPUs linear layers alone, in FP8, by torch's own product. Experts, and FP8 on GPUs, are written against vLLM's
-interface and never ran.
+interface. No GPU has run this.
 """
 
 from __future__ import annotations

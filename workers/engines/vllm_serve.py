@@ -16,7 +16,7 @@ _ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": 
 
 
 def serve(model: str, *, name: str, host: str, port: int, further: Sequence[str]) -> None:
-    """Until it is ended. On a GPU it never ran."""
+    """Until it is ended. No GPU has run this."""
     os.environ.update(_ENVIRONMENT)
     try:
         from vllm.entrypoints.launchers.api_server.entry import main

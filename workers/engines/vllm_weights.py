@@ -14,7 +14,7 @@ A whole load hands vLLM its tensors by the names that a hub's files have (`hub_n
 
 CUDA graphs stay as they were captured: the layerwise reload loads a layer into new memory and copies the result into
 the tensors that graphs and compiled code point to, so nothing is captured or compiled again, and one layer more is on
-the GPU meanwhile. Compiled code reads weights as inputs, not as constants. Read in vLLM's code; on a GPU it never ran.
+the GPU meanwhile. Compiled code reads weights as inputs, not as constants. Read in vLLM's code; no GPU has run this.
 
 A load that fails leaves a model nobody may use; the error reaches the worker, which ends the engine.
 """

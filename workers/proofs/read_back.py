@@ -14,8 +14,8 @@ are named as unreadable, and what a loader does to all readers alike, such as ta
 the canary's (`proving`). Memory: one layer on the host, experts of a layer twice. Blocks the engine while it lasts,
 between two of its steps.
 
-With tensor parallelism each process reads its own shard back. On GPUs parameters are compared on the host; that way was
-never run here.
+With tensor parallelism each process reads its own shard back. On GPUs parameters are compared on the host.
+No GPU has run this.
 """
 
 from __future__ import annotations
