@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -71,7 +72,8 @@ async def working(url: str, run: str, *, model: Path) -> AsyncIterator[asyncio.T
         raise AssertionError(f"the worker did not stop when it was told to: {code}")
 
     stop = asyncio.Event()
-    options = Options(redis_url=url, run=run, worker="foreign", permissions=Permissions(), model=str(model))
+    name = f"foreign-{os.getpid()}"  # the made-up learner's run is the same one wherever this is tried
+    options = Options(redis_url=url, run=run, worker=name, permissions=Permissions(), model=str(model))
     task = asyncio.create_task(serve(options, stop, leave=leave), name="worker")
     try:
         yield task

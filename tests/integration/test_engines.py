@@ -80,9 +80,16 @@ async def test_old_weights_do_not_pass_for_new_ones(served: Served) -> None:
 async def test_samples_in_flight_go_on_under_the_new_version_with_their_keys_and_values(served: Served) -> None:
     first = await served.load(0)
     asked = prompts(6, seed=2)
-    long = asyncio.gather(*(served.engine.generate(served.request(p, max_tokens=180, min_tokens=180)) for p in asked))
-    await served.sample(prompts(1, seed=3), max_tokens=20, min_tokens=20)  # by then the others have come as far
-    assert served.engine.stats().in_flight == 6
+    for _ in range(5):  # on a busy machine the engine may be done with all before it is this process's turn again
+        long = asyncio.gather(
+            *(served.engine.generate(served.request(p, max_tokens=180, min_tokens=180)) for p in asked)
+        )
+        await served.sample(prompts(1, seed=3), max_tokens=20, min_tokens=20)  # by then the others have come as far
+        if served.engine.stats().in_flight == 6:
+            break
+        await long
+    else:
+        raise AssertionError("five times all were done when they should have been in the midst")
     second = await served.load(1)
 
     for prompt, got in zip(asked, await long, strict=True):
