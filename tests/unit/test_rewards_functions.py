@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import linecache
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -43,6 +45,7 @@ def obey(prompt, completion, token_ids, fields):
     if completion == "none": return None
     if completion == "text": return "1.0"
     if completion == "scribble": scribble()
+    if completion == "fork": fork_away()
     if completion == "pid": return os.getpid()
     return neighbour.VALUE
 
@@ -63,6 +66,13 @@ def scribble():
     for descriptor in range(3, 10):
         try: os.write(descriptor, b"?\\n")
         except OSError: pass
+
+def fork_away():
+    if os.fork() == 0:
+        os.setsid()
+        with open(__file__ + ".pid", "w") as file: file.write(str(os.getpid()))
+        time.sleep(60)
+    os._exit(3)
 
 def three(prompt, completion, token_ids): return 0.0
 """
@@ -140,6 +150,29 @@ async def test_a_function_that_misbehaves_fails_its_sample_and_no_other(
         assert isinstance(scores[1], RewardError)
         with pytest.raises(RewardError, match=reason):
             raise scores[1]
+
+
+async def test_what_a_function_has_forked_away_holds_its_pipe_and_nobody_up(start: Start, tmp_path: Path) -> None:
+    try:
+        async with start("obey", timeout_s=0.5) as reward:
+            with pytest.raises(RewardError):
+                await reward.score(make_item("fork"))
+            assert await asyncio.wait_for(reward.score(make_item("good")), 10) == 7.0
+    finally:
+        os.kill(int((tmp_path / "rewards.py.pid").read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("line", ["'x' * (1 << 21)", "'[]'", "'{}'", "'[' * 100_000"])
+async def test_a_process_that_begins_with_no_word_of_its_function_is_an_error_of_its_settings(
+    start: Start, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nif '-m' in sys.orig_argv: print({line})")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    with pytest.raises(
+        ConfigError, match=r"rewards\.mine\.target: cannot use it: the process wrote something that is no"
+    ):
+        async with start("obey"):
+            pass
 
 
 @pytest.mark.parametrize("function", ["leak", "leak_async"])

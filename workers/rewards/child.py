@@ -26,12 +26,15 @@ LOAD_TIMEOUT_S = 120.0  # a function's file may import torch
 # An `async def` is given up inside the child; the child itself only when it does not even do that.
 CANCEL_GRACE_S = 1.0
 _EXIT_WAIT_S = 0.5  # between the end of its pipe and the end of a process
+_KILLED_WAIT_S = 5.0  # for the kernel to be done with it; who waits for a disk that hangs is left to it
 _MAX_ANSWER_BYTES, _MAX_NUMBERS_BYTES = 1 << 20, 32 * MAX_TOKENS  # the latter with a number for each token
 _OF_FUNCTIONS = "streamrl.workers.confined.function_child"
 _SETTINGS = {"target", "options", "of_group", "per_token", "timeout_s", "rollout_timeout_s", "memory_mb", "network"}
 _PASSED = {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH"}
 _PASSED |= {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE"}  # not HF_TOKEN
 _PASSED_FAMILIES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "CUDA_", "NVIDIA_", "TORCH", "TOKENIZERS_", "XDG_")
+
+_NO_ANSWER = (ValueError, TypeError, KeyError, RecursionError)  # what comes of reading a line that is none
 
 
 class CallFailed(Exception):
@@ -49,7 +52,7 @@ class ChildLost(CallFailed):
 class Child:
     def __init__(self, process: Process, *, told: dict[str, Any], timeout_s: float) -> None:
         self.told = told  # by its first line
-        self.concurrent = concurrent = bool(told["concurrent"])  # an `async def`: many calls at once
+        self.concurrent = concurrent = told["concurrent"]  # an `async def`: many calls at once
         self.lost = False
         self._process = process
         self._limit_s = timeout_s + (CANCEL_GRACE_S if concurrent else 0.0)
@@ -83,7 +86,7 @@ class Child:
             return cls(process, told=await _loaded(process), timeout_s=source.timeout_s)
         except BaseException:
             _kill(process)
-            await process.communicate()  # closes its pipes
+            await _gone(process)
             raise
 
     async def call(self, arguments: tuple[Any, ...], *, timeout_s: float | None = None) -> Any:
@@ -133,22 +136,21 @@ class Child:
         try:
             while line := await self._process.stdout.readline():
                 self._settle(json.loads(line))
-        except (ValueError, TypeError, KeyError):  # the function wrote on the pipe: nothing in there can be trusted now
+        except _NO_ANSWER:  # the function wrote on the pipe: nothing in there can be trusted now
             reason = "the process wrote something that is no answer"
         else:
             with contextlib.suppress(TimeoutError):  # it may also have closed its pipe and live on
                 async with asyncio.timeout(_EXIT_WAIT_S):
                     reason = f"the process ended with status {await self._process.wait()}"
         self._lose(reason)
-        await self._process.communicate()  # closes its pipes
+        await _gone(self._process)
 
     def _settle(self, message: dict[str, Any]) -> None:
         answer = self._pending.get(message["id"])
         if answer is None or answer.done():
             return
         if "error" in message:
-            error = str(message["error"]).encode(errors="replace").decode()  # half a character goes into no message
-            answer.set_exception(CallFailed(error))
+            answer.set_exception(CallFailed(_words_of(message["error"])))
             if last := message.get("last"):
                 self._lose(str(last), culprit_known=True)
         else:
@@ -161,17 +163,21 @@ async def _loaded(process: Process) -> dict[str, Any]:
     try:
         async with asyncio.timeout(LOAD_TIMEOUT_S):
             line = await process.stdout.readline()
+        if not line:
+            raise CallFailed("the process ended while it loaded the function")
+        first: dict[str, Any] = json.loads(line)
+        if "error" in first:
+            raise CallFailed(_words_of(first["error"]))
+        return first | {"concurrent": bool(first["concurrent"])}
     except TimeoutError:
         raise CallFailed(f"not loaded within {LOAD_TIMEOUT_S:g} s") from None
-    if not line:
-        raise CallFailed("the process ended while it loaded the function")
-    try:
-        first: dict[str, Any] = json.loads(line)
-    except ValueError:
+    except _NO_ANSWER:
         raise CallFailed("the process wrote something that is no answer") from None
-    if "error" in first:
-        raise CallFailed(str(first["error"]))
-    return first
+
+
+def _words_of(error: Any) -> str:
+    """Half a character goes into no message."""
+    return str(error).encode(errors="replace").decode()
 
 
 def _environment(wanted: Collection[str]) -> dict[str, str]:
@@ -187,5 +193,18 @@ def _send(process: Process, message: dict[str, Any]) -> None:
 
 
 def _kill(process: Process) -> None:
+    """And let go of its pipes: what it has forked away, out of this signal's reach, may hold their other ends."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    transport = process._transport  # type: ignore[attr-defined]  # asyncio closes no pipe of a process that it hands out
+    calls, answers = transport.get_pipe_transport(0), transport.get_pipe_transport(1)
+    if not calls.is_closing():
+        calls.abort()
+    answers.close()
+
+
+async def _gone(process: Process) -> None:
+    """Of one that was killed."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_KILLED_WAIT_S):
+            await process.wait()
