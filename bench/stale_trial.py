@@ -39,7 +39,8 @@ from streamrl.recipe.rewards import regex_format
 from streamrl.versions import make_version
 from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import Engine, Load
-from streamrl.workers.rewards.base import RewardDouble, Rewards, ScoreItem, Weighted
+from streamrl.workers.rewards.base import RewardDouble, ScoreItem
+from streamrl.workers.rewards.mixing import Rewards, Weighted
 
 _ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 _FORM = r".*\d\.?"

@@ -45,7 +45,7 @@ from streamrl.workers.engines.base import EngineSettings
 from streamrl.workers.engines.model import ModelFacts, read_model
 from streamrl.workers.engines.vllm_engine import VllmEngine
 from streamrl.workers.proofs.proving import Prover
-from streamrl.workers.rewards.base import build_rewards
+from streamrl.workers.rewards.mixing import build_rewards
 from streamrl.workers.roles import AnnouncementsDouble
 from streamrl.workers.rollout import Rollout
 from streamrl.workers.weights import Patience, WeightFollower

@@ -18,7 +18,8 @@ from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import SampleRequest
 from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.environments.playing import Plays
-from streamrl.workers.rewards.base import GroupReward, Reward, RewardDouble, Rewards, ScoreItem, Weighted
+from streamrl.workers.rewards.base import GroupReward, Reward, RewardDouble, ScoreItem
+from streamrl.workers.rewards.mixing import Rewards, Weighted
 from streamrl.workers.rewards.teaching import Teaches
 from streamrl.workers.roles import TicketsDouble, WeightsDouble
 from streamrl.workers.rollout import Rollout

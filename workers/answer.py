@@ -30,7 +30,8 @@ from streamrl.workers.engines.base import Engine, SampleRequest
 from streamrl.workers.environments.account import Account
 from streamrl.workers.environments.base import ENVIRONMENT
 from streamrl.workers.environments.playing import Plays
-from streamrl.workers.rewards.base import Rewards, Score, ScoreItem, Scores
+from streamrl.workers.rewards.base import Score, ScoreItem
+from streamrl.workers.rewards.mixing import Rewards, Scores
 from streamrl.workers.rewards.teaching import Teaches, rows_of
 from streamrl.workers.sessions.trace import Played
 

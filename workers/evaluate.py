@@ -36,7 +36,8 @@ from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import Engine, EngineSettings, Load, make_engine
 from streamrl.workers.engines.model import ModelFacts
 from streamrl.workers.environments.playing import playing
-from streamrl.workers.rewards.base import Rewards, ScoreItem
+from streamrl.workers.rewards.base import ScoreItem
+from streamrl.workers.rewards.mixing import Rewards
 
 _UID = "eval"
 _LOOK_EVERY_S = 0.2

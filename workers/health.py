@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from streamrl.telemetry.progress import Progress
-from streamrl.workers.rewards.base import Rewards
+from streamrl.workers.rewards.mixing import Rewards
 from streamrl.workers.roles import Weights, Work
 
 

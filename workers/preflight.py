@@ -32,7 +32,8 @@ from streamrl.workers.confined import confine
 from streamrl.workers.environments.base import Environment
 from streamrl.workers.environments.own import OwnEnvironment, build_children
 from streamrl.workers.environments.remote import build_remote
-from streamrl.workers.rewards.base import Rewards, ScoreItem, Scores, build_rewards
+from streamrl.workers.rewards.base import ScoreItem
+from streamrl.workers.rewards.mixing import Rewards, Scores, build_rewards
 
 _CONFINED = "reward processes"
 _COMPLETIONS = ("The answer is 42.", "")  # a function may refuse what it cannot read

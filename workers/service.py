@@ -45,7 +45,7 @@ from streamrl.workers.environments.playing import playing
 from streamrl.workers.health import Health, Parts
 from streamrl.workers.pretrained import PretrainedModel
 from streamrl.workers.proofs.proving import prover_of
-from streamrl.workers.rewards.base import build_rewards
+from streamrl.workers.rewards.mixing import build_rewards
 from streamrl.workers.rewards.teaching import Teaches
 from streamrl.workers.rollout import Rollout
 from streamrl.workers.sharing.opening import open_sharing

@@ -31,7 +31,8 @@ from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import Engine, Generated, SampleRequest
 from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.environments.playing import playing
-from streamrl.workers.rewards.base import RewardDouble, Rewards, ScoreItem, Weighted
+from streamrl.workers.rewards.base import RewardDouble, ScoreItem
+from streamrl.workers.rewards.mixing import Rewards, Weighted
 from streamrl.workers.roles import WeightsDouble
 from streamrl.workers.rollout import Rollout
 from tests.faults.place import FAILING_TICKET, Place

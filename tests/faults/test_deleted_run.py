@@ -19,7 +19,8 @@ from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
 from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.double import EngineDouble
-from streamrl.workers.rewards.base import RewardDouble, Rewards, Weighted
+from streamrl.workers.rewards.base import RewardDouble
+from streamrl.workers.rewards.mixing import Rewards, Weighted
 from streamrl.workers.roles import WeightsDouble
 from streamrl.workers.rollout import Rollout
 from tests.faults.report import report

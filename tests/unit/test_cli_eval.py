@@ -16,7 +16,7 @@ from streamrl.config.places import granted
 from streamrl.ops.cli.main import main
 from streamrl.workers.engines.model import read_model
 from streamrl.workers.evaluate import summarise
-from streamrl.workers.rewards.base import build_rewards
+from streamrl.workers.rewards.mixing import build_rewards
 from tests.helpers import make_group, make_sample, make_ticket
 from tests.replay_world import make_entries, make_recording, make_replay_run, run_replay
 

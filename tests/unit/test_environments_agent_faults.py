@@ -14,7 +14,7 @@ from streamrl.protocol.transport.types import RunInfo
 from streamrl.protocol.wire.group import decode_header
 from streamrl.telemetry.progress import Progress
 from streamrl.workers.answer import Answerer
-from streamrl.workers.rewards.base import Rewards
+from streamrl.workers.rewards.mixing import Rewards
 from streamrl.workers.roles import TicketsDouble, WeightsDouble
 from streamrl.workers.rollout import Rollout
 from tests.helpers import make_ticket, wait_until_async

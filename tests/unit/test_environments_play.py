@@ -23,7 +23,8 @@ from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.environments.base import Answer, EnvironmentDouble
 from streamrl.workers.environments.play import Player
 from streamrl.workers.environments.tail import Tail
-from streamrl.workers.rewards.base import RewardDouble, Rewards, Weighted
+from streamrl.workers.rewards.base import RewardDouble
+from streamrl.workers.rewards.mixing import Rewards, Weighted
 from tests.brute_force import check_by_brute_force
 from tests.helpers import make_group, make_ticket
 from tests.tiny_models import CHARACTERS, make_tokenizer

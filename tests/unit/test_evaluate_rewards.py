@@ -10,7 +10,8 @@ import pytest
 
 from streamrl.errors import RewardError, RewardOutage
 from streamrl.workers.evaluate import try_rewards
-from streamrl.workers.rewards.base import GroupReward, Health, Reward, RewardDouble, Rewards, ScoreItem, Weighted
+from streamrl.workers.rewards.base import GroupReward, Health, Reward, RewardDouble, ScoreItem
+from streamrl.workers.rewards.mixing import Rewards, Weighted
 from tests.http_reward_world import connect
 from tests.tiny_rewards import make_item
 

@@ -11,7 +11,7 @@ from streamrl.config.load import load_config
 from streamrl.config.places import granted
 from streamrl.errors import ConfigError
 from streamrl.permissions import Permissions
-from streamrl.workers.rewards.base import build_rewards
+from streamrl.workers.rewards.mixing import build_rewards
 from tests.recipes_page import PAGE, blocks, edits, followed, run, steps, write
 
 COMMANDS = "from streamrl.ops.cli.main import main as streamrl\n"
@@ -81,7 +81,7 @@ from streamrl.config.load import load_config
 from streamrl.workers.engines.model import ModelFacts
 from streamrl.workers.evaluate import EvalPrompt, evaluate
 from streamrl.permissions import Permissions
-from streamrl.workers.rewards.base import build_rewards
+from streamrl.workers.rewards.mixing import build_rewards
 
 class Letters:
     def decode(self, token_ids, skip_special_tokens):

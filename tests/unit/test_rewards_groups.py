@@ -14,15 +14,8 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError, RewardOutage
 from streamrl.ops.cli.main import main
 from streamrl.permissions import Permissions
-from streamrl.workers.rewards.base import (
-    GroupReward,
-    RewardDouble,
-    Rewards,
-    ScoreItem,
-    Scores,
-    Weighted,
-    build_reward,
-)
+from streamrl.workers.rewards.base import GroupReward, RewardDouble, ScoreItem
+from streamrl.workers.rewards.mixing import Rewards, Scores, Weighted, build_reward
 from tests.judging_world import judges_serving, source_of
 from tests.tiny_rewards import make_item
 from tests.worker_world import WorkerWorld

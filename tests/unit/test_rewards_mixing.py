@@ -10,7 +10,8 @@ import pytest
 from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError, RewardOutage
 from streamrl.permissions import Permissions
-from streamrl.workers.rewards.base import RewardDouble, Rewards, ScoreItem, Scores, Weighted, build_rewards
+from streamrl.workers.rewards.base import RewardDouble, ScoreItem
+from streamrl.workers.rewards.mixing import Rewards, Scores, Weighted, build_rewards
 from tests.tiny_rewards import make_item
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from streamrl.errors import ConfigError, RewardError
-from streamrl.workers.rewards.base import Rewards, ScoreItem, Weighted
+from streamrl.workers.rewards.base import ScoreItem
+from streamrl.workers.rewards.mixing import Rewards, Weighted
 from tests.tiny_rewards import beginning, make_item
 
 Start = Callable[..., Any]

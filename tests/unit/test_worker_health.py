@@ -16,7 +16,8 @@ from streamrl.versions import make_version
 from streamrl.workers.engines.base import EngineStats
 from streamrl.workers.health import Health, Parts
 from streamrl.workers.http import make_app, serving
-from streamrl.workers.rewards.base import RewardDouble, Rewards, ScoreItem, Weighted
+from streamrl.workers.rewards.base import RewardDouble, ScoreItem
+from streamrl.workers.rewards.mixing import Rewards, Weighted
 from streamrl.workers.roles import WeightsDouble, WorkDouble
 from tests.worker_world import a_score_item
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from streamrl.learner.checkpoints.checkpoint import Checkpoint
     from streamrl.workers.engines.model import ModelFacts
     from streamrl.workers.evaluate import EvalPrompt, Result
-    from streamrl.workers.rewards.base import Rewards
+    from streamrl.workers.rewards.mixing import Rewards
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 _LOOK_EVERY_S = 0.2
@@ -203,7 +203,7 @@ def _evaluate(
     subject: _Subject, config: schema.Config, local_reward_url: str | None, patience_s: float
 ) -> tuple[Result, list[EvalPrompt], ModelFacts]:
     from streamrl.workers.evaluate import evaluate as run_evaluation
-    from streamrl.workers.rewards.base import build_rewards
+    from streamrl.workers.rewards.mixing import build_rewards
 
     configure_logging("eval", None, quiet=True)
     line = _Line()

@@ -126,8 +126,8 @@ def _dataset(data: Path) -> schema.Dataset:
 
 def _reward(target: str, data: Path, options: Sequence[str], limits: Mapping[str, Any]) -> Reward | GroupReward:
     """Not begun yet."""
-    from streamrl.workers.rewards.base import build_reward
     from streamrl.workers.rewards.functions import FunctionReward, check_target
+    from streamrl.workers.rewards.mixing import build_reward
 
     config = load_config(data).config if data.suffix in _CONFIGURATIONS else None
     if config is not None and target in config.rewards:
@@ -287,7 +287,7 @@ async def _score(reward: Reward | GroupReward, group: Sequence[tuple[PromptRow, 
 
 
 async def _alone(reward: Reward, items: Sequence[ScoreItem]) -> list[float | None]:
-    from streamrl.workers.rewards.base import worth_of
+    from streamrl.workers.rewards.mixing import worth_of
 
     scores = [await reward.score(item) for item in items]
     return [None if score is None else worth_of(score) for score in scores]

@@ -1,0 +1,264 @@
+"""A run's reward sources together: each sample scored by every one of them, and the scores added up by weight.
+
+A sample to which no source applies has no reward, and fails. Sources are made from the configuration, which is data:
+what may really be used is `Permissions`' word. Every wait in here is a source's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.config import schema
+from streamrl.errors import RewardError, RewardOutage
+from streamrl.permissions import Permissions
+from streamrl.workers.rewards.base import GroupReward, Reward, Score, ScoreItem, Spend
+
+_SCORE_S = 60.0  # a sample that waits so long for its score
+_FORGETTING = 0.05  # the share of the newest in the average latency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    rewards: Mapping[str, float]  # by source that applies, before weights
+    total: float  # the weighted sum
+    token_rewards: npt.NDArray[np.float64] | None = None  # [T] what each token has in it; None: no token by itself
+
+
+@dataclass(slots=True, kw_only=True)
+class Weighted:
+    """One source in the mix, and how it has done since the worker's start."""
+
+    reward: Reward | GroupReward
+    weight: float
+    max_abs: float = math.inf
+    scored: int = 0
+    failed: int = 0
+    latency_s: float = 0.0  # of late: an average that forgets
+
+
+class Rewards:
+    """All sources of a run: each item is scored by every one of them side by side, those of groups when all items are
+    there; then they are mixed by weight."""
+
+    def __init__(self, sources: Mapping[str, Weighted], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._sources = dict(sources)
+        self._clock = clock
+        self._pending: dict[object, float] = {}  # samples, since when
+        self._failing = ""  # why the last sample to be scored was not
+
+    async def start(self) -> None:
+        """Begin all sources: a mistake shows now, and not with the first sample. After an error all are closed."""
+        starting = (source.reward.start() for source in self._sources.values())
+        for outcome in await asyncio.gather(*starting, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                await self.close()
+                raise outcome
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    async def score_sample(self, item: ScoreItem) -> Mapping[str, Score]:
+        """By the sources of single samples, as soon as one is made."""
+        with self._asked():
+            scoring = {
+                name: asyncio.ensure_future(self._score_by(name, source.reward, item))
+                for name, source in self._sources.items()
+                if not isinstance(source.reward, GroupReward)
+            }
+            # All are awaited, so that a failed source does not leave the others running behind the sample's back.
+            await asyncio.gather(*scoring.values(), return_exceptions=True)
+            return {name: score.result() for name, score in scoring.items()}
+
+    async def mix(
+        self, items: Sequence[ScoreItem], scored: Sequence[Mapping[str, Score]]
+    ) -> list[Scores | RewardError]:
+        """Of a prompt's samples, which have been scored one by one: by the sources of groups too, and added up."""
+        with self._asked():
+            items = [replace(item, rewards=_applying(scores)) for item, scores in zip(items, scored, strict=True)]
+            scoring = {
+                name: asyncio.ensure_future(self._score_group_by(name, source.reward, items))
+                for name, source in self._sources.items()
+                if isinstance(source.reward, GroupReward) and items
+            }
+            await asyncio.gather(*scoring.values(), return_exceptions=True)
+            by_group = {name: scores.result() for name, scores in scoring.items()}
+        mixed = [
+            self._sum({**scores, **{name: of_all[i] for name, of_all in by_group.items()}})
+            for i, scores in enumerate(scored)
+        ]
+        self._failing = next((str(one) for one in mixed if isinstance(one, RewardError)), "")
+        return mixed
+
+    async def score(self, item: ScoreItem) -> Scores:
+        """A sample without others."""
+        [scores] = await self.mix([item], [await self.score_sample(item)])
+        if isinstance(scores, RewardError):
+            raise scores
+        return scores
+
+    def trouble(self) -> str:
+        """Why a sample would have to wait for its score, as far as is known without asking; empty: none."""
+        if (outage := self.outage()) is not None:
+            return outage
+        waited_s = self._clock() - min(self._pending.values(), default=math.inf)
+        if waited_s > _SCORE_S:
+            return f"a sample has waited {waited_s:.0f} s for its score"
+        return f"the last score could not be had: {self._failing}" if self._failing else ""
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        asked = object()
+        self._pending[asked] = self._clock()
+        try:
+            yield
+        except RewardError as error:
+            self._failing = str(error)
+            raise
+        finally:
+            del self._pending[asked]
+        self._failing = ""
+
+    def _sum(self, scores: Mapping[str, Score | RewardError]) -> Scores | RewardError:
+        failed = [score for score in scores.values() if isinstance(score, RewardError)]
+        if failed:
+            return failed[0]
+        rewards = _applying(scores)
+        if not rewards:
+            return RewardError(f"no reward applies to this sample: {', '.join(scores)} returned None for it")
+        total = sum(self._sources[name].weight * value for name, value in rewards.items())
+        if not math.isfinite(total):
+            return RewardError(f"the weighted sum of {rewards} is not finite")
+        of_tokens = [self._sources[name].weight * s for name, s in scores.items() if isinstance(s, np.ndarray)]
+        return Scores(rewards=rewards, total=total, token_rewards=np.sum(of_tokens, axis=0) if of_tokens else None)
+
+    def outage(self) -> str | None:
+        """Which source cannot score at all now, and why: it is no use to make more samples for it."""
+        for name, source in self._sources.items():
+            if (outage := source.reward.health().outage) is not None:
+                return f"reward {name!r}: {outage}"
+        return None
+
+    def silent(self) -> dict[str, str]:
+        """Sources that have not answered yet, well or not, and how they are."""
+        unheard = {name: one for name, one in self._sources.items() if one.scored + one.failed == 0}
+        return {name: one.reward.health().state for name, one in unheard.items()}
+
+    def facts(self) -> dict[str, int | float | str]:
+        """What the monitor shows of each source."""
+        facts: dict[str, int | float | str] = {}
+        for name, source in self._sources.items():
+            health = source.reward.health()
+            facts[f"rewards/{name}/state"] = health.state
+            if health.num_tokens is not None:
+                facts[f"rewards/{name}/tokens"] = health.num_tokens
+            facts[f"rewards/{name}/latency_s"] = round(source.latency_s, 4)
+            facts[f"rewards/{name}/scored"] = source.scored
+            facts[f"rewards/{name}/failed"] = source.failed
+        return facts
+
+    async def close(self) -> None:
+        await asyncio.gather(*(source.reward.close() for source in self._sources.values()))
+
+    async def _score_by(self, name: str, reward: Reward, item: ScoreItem) -> Score:
+        began = self._clock()
+        try:
+            value = await reward.score(item)
+        except RewardError as error:
+            raise self._failed(name, error) from error
+        checked = self._checked(name, value, began)
+        if isinstance(checked, RewardError):
+            raise checked
+        return checked
+
+    async def _score_group_by(
+        self, name: str, reward: GroupReward, items: Sequence[ScoreItem]
+    ) -> list[Score | RewardError]:
+        began = self._clock()
+        values: Sequence[float | RewardError | None]
+        try:
+            values = await reward.score_group(items)
+        except RewardOutage as error:
+            raise self._failed(name, error) from error
+        except RewardError as error:
+            values = [error] * len(items)
+        return [self._checked(name, value, began) for value in values]
+
+    def _checked(self, name: str, value: Score | RewardError, began: float) -> Score | RewardError:
+        source = self._sources[name]
+        if isinstance(value, RewardError):
+            return self._failed(name, value)
+        worth = 0.0 if value is None else worth_of(value)
+        if not math.isfinite(worth):
+            return self._failed(name, RewardError(f"gave {worth}, not a finite number"))
+        if abs(worth) > source.max_abs:
+            return self._failed(name, RewardError(f"gave {worth:g}, beyond its max_abs of {source.max_abs:g}"))
+        source.scored += 1
+        share = max(_FORGETTING, 1 / source.scored)
+        source.latency_s += share * (self._clock() - began - source.latency_s)
+        return float(value) if isinstance(value, int | float) else value
+
+    def _failed(self, name: str, error: RewardError) -> RewardError:
+        self._sources[name].failed += 1
+        return type(error)(f"reward {name!r}: {error}")
+
+
+def _applying(scores: Mapping[str, Score | RewardError]) -> dict[str, float]:
+    return {
+        name: worth_of(score)
+        for name, score in scores.items()
+        if score is not None and not isinstance(score, RewardError)
+    }
+
+
+def worth_of(score: float | npt.NDArray[np.float64]) -> float:
+    """Of a sample."""
+    return float(score) if not isinstance(score, np.ndarray) else float(sum(score.tolist()))  # inf - inf is no warning
+
+
+def build_rewards(
+    sources: Mapping[str, schema.Reward],
+    permissions: Permissions,
+    local_reward_url: str | None,
+    spend: Spend | None = None,
+) -> Rewards:
+    """The run's sources, none of them begun yet; one that this worker may not use is a UserError. `spend`: for budgets
+    that workers share; None: this process has them alone."""
+    built = {}
+    for name, source in sources.items():
+        reward = build_reward(name, source, permissions, local_reward_url, spend)
+        built[name] = Weighted(reward=reward, weight=source.weight, max_abs=source.max_abs)
+    return Rewards(built)
+
+
+def build_reward(
+    name: str,
+    source: schema.Reward,
+    permissions: Permissions,
+    local_reward_url: str | None,
+    spend: Spend | None = None,
+) -> Reward | GroupReward:
+    """One of them; httpx is imported only where a source needs it."""
+    if isinstance(source, schema.FunctionReward):
+        from streamrl.workers.rewards.functions import build_function_reward
+
+        return build_function_reward(name, source, permissions)
+    if isinstance(source, schema.CodeReward):
+        from streamrl.workers.rewards.code import build_code_reward
+
+        return build_code_reward(name, source, permissions)
+    if isinstance(source, schema.JudgeReward):
+        from streamrl.workers.rewards.judge import build_judge_reward
+
+        return build_judge_reward(name, source, permissions, spend)
+    from streamrl.workers.rewards.http_client import build_http_reward
+
+    return build_http_reward(name, source, permissions, local_reward_url)
