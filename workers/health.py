@@ -10,6 +10,7 @@ when the last samples that needed it got no score, or wait for one too long.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from streamrl.telemetry.progress import Progress
 from streamrl.workers.rewards.mixing import Rewards
 from streamrl.workers.roles import Weights, Work
+
+_TIMES = 3.0  # the bounds of the parts themselves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +37,13 @@ class Health:
         self.progress = progress
         self.parts: Parts | None = None
         self._clock = clock
-        self._num_made = 0
-        self._made_at = clock()  # when tokens were last seen to have come, or not to be due
+        self._num_made = 0  # tokens and scores
+        self._made_at = clock()  # when some were last seen to have come
 
     def progress_age_s(self) -> float:
-        """Since the worker last got on: a group, a version, an activity, or a token."""
-        stats = self.parts.work.engine_stats if self.parts else None
-        if stats is not None and stats.num_made != self._num_made:
-            self._num_made, self._made_at = stats.num_made, self._clock()
+        """Since the worker last got on: a group, a version, an activity, a token, or a score."""
+        if (num_made := self._count()) != self._num_made:
+            self._num_made, self._made_at = num_made, self._clock()
         report = self.progress.report()
         return max(0.0, self._clock() - max(report.last_progress, report.since, self._made_at))
 
@@ -50,10 +52,20 @@ class Health:
         report = self.progress.report()
         if self.parts is None or report.state != "working" or report.doing != "generate":
             return []  # bounded, and ended by whoever bounds it
+        stats, rewards = self.parts.work.engine_stats, self.parts.rewards
+        limit_s = math.inf
+        if stats is not None and stats.in_flight > 0:
+            limit_s = _TIMES * self.parts.stall_s
+        elif rewards.num_pending > 0:
+            limit_s = _TIMES * max(self.parts.stall_s, rewards.patience_s)
+        return [f"nothing got on for {age_s:.0f} s, with work at hand"] if age_s > limit_s else []
+
+    def _count(self) -> int:
+        """Of tokens and scores."""
+        if self.parts is None:
+            return 0
         stats = self.parts.work.engine_stats
-        busy = (stats is not None and stats.in_flight > 0) or self.parts.rewards.num_pending > 0
-        limit_s = 3 * self.parts.stall_s
-        return [f"nothing got on for {age_s:.0f} s, with work at hand"] if busy and age_s > limit_s else []
+        return self.parts.rewards.num_heard + (0 if stats is None else stats.num_made)
 
     def against_ready(self) -> list[str]:
         report = self.progress.report()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -25,7 +26,7 @@ from tests.worker_world import a_score_item
 class World:
     """A worker at work, whose parts say what a test tells them to."""
 
-    def __init__(self, judge: Callable[[ScoreItem], float] = lambda item: 1.0) -> None:
+    def __init__(self, judge: Callable[[ScoreItem], float] = lambda item: 1.0, *, patience_s: float = 0.0) -> None:
         self.now = 1000.0
         self.progress = Progress(part="worker/0", role="worker", clock=lambda: self.now)
         self.health = Health(self.progress, clock=lambda: self.now)
@@ -34,7 +35,8 @@ class World:
         self.work.counts.groups_delivered = 7
         self.weights.num_proved, self.weights.proved_version = 1, make_version(1, 0)
         self.source = RewardDouble(judge)
-        self.rewards = Rewards({"made_up": Weighted(reward=self.source, weight=1.0)}, clock=lambda: self.now)
+        weighted = Weighted(reward=self.source, weight=1.0, patience_s=patience_s)
+        self.rewards = Rewards({"made_up": weighted}, clock=lambda: self.now)
 
     def found_its_run(self) -> None:
         self.health.parts = Parts(work=self.work, weights=self.weights, rewards=self.rewards, stall_s=120.0)
@@ -133,6 +135,45 @@ async def test_a_score_that_does_not_come_is_a_reason(world: World) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert world.rewards.num_pending == 0
+
+
+async def test_a_worker_whose_samples_wait_for_a_slow_judge_is_alive_as_long_as_scores_come(world: World) -> None:
+    world.work.engine_stats = stats(in_flight=0)
+    async with waiting_for_a_score(world):
+        for _ in range(5):
+            world.now += 300.0
+            await world.rewards.score(a_score_item())
+            assert (await world.get("/livez")).status_code == 200
+        world.now += 400.0
+        assert "nothing got on for 400 s" in (await world.get("/livez")).json()["reasons"][0]
+
+
+async def test_a_worker_is_not_ended_while_a_source_may_still_rest_as_long_as_its_settings_say() -> None:
+    world = World(patience_s=630.0)
+    world.found_its_run()
+    world.work.engine_stats = stats(in_flight=0)
+    async with waiting_for_a_score(world):
+        world.now += 1000.0
+        assert (await world.get("/livez")).status_code == 200
+        assert (await world.get("/readyz")).status_code == 503
+        world.now += 1000.0
+        assert (await world.get("/livez")).status_code == 503
+
+
+@contextlib.asynccontextmanager
+async def waiting_for_a_score(world: World) -> AsyncIterator[None]:
+    """Inside, one sample does, and those after it do not."""
+    world.source.held = asyncio.Event()
+    task = asyncio.create_task(world.rewards.score(a_score_item()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert world.source.items
+    world.source.held = None
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_metrics_are_those_of_the_moment(world: World) -> None:

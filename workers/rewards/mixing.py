@@ -39,6 +39,7 @@ class Weighted:
     reward: Reward | GroupReward
     weight: float
     max_abs: float = math.inf
+    patience_s: float = 0.0  # that a sample may wait for it while nothing is wrong, or while it is out
     scored: int = 0
     failed: int = 0
     latency_s: float = 0.0  # of late: an average that forgets
@@ -65,6 +66,15 @@ class Rewards:
     @property
     def num_pending(self) -> int:
         return len(self._pending)
+
+    @property
+    def num_heard(self) -> int:
+        """Of scores, and of words that there is none."""
+        return sum(source.scored + source.failed for source in self._sources.values())
+
+    @property
+    def patience_s(self) -> float:
+        return max((source.patience_s for source in self._sources.values()), default=0.0)
 
     async def score_sample(self, item: ScoreItem) -> Mapping[str, Score]:
         """By the sources of single samples, as soon as one is made."""
@@ -235,7 +245,8 @@ def build_rewards(
     built = {}
     for name, source in sources.items():
         reward = build_reward(name, source, permissions, local_reward_url, spend)
-        built[name] = Weighted(reward=reward, weight=source.weight, max_abs=source.max_abs)
+        patience_s = source.timeout_s + (source.outage_s if isinstance(source, schema.SERVICES) else 0.0)
+        built[name] = Weighted(reward=reward, weight=source.weight, max_abs=source.max_abs, patience_s=patience_s)
     return Rewards(built)
 
 
