@@ -16,6 +16,9 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from streamrl.errors import ResourceError
+from streamrl.process import address_of
+
 
 class Connection(H11Protocol):
     """Closed when a request's head is not whole in time. h11 takes heads of 16 KB at most; the other parser, httptools,
@@ -72,12 +75,27 @@ class Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serving(app: Starlette, bound: socket.socket, *, stop_s: int = 1) -> AsyncIterator[None]:
-    """On the event loop of whoever has other things to do, while the context lasts."""
+    """On the event loop of whoever has other things to do, while the context lasts. ResourceError where it cannot
+    listen: of two that are bound to a port, before either listens, one can."""
     listens = asyncio.Event()
     server = _Beside(app, on_ready=listens.set, timeout_graceful_shutdown=stop_s)
-    task = asyncio.create_task(server.serve(sockets=[bound]), name="http")
+
+    async def serve() -> None:
+        try:
+            await server.serve(sockets=[bound])
+        except OSError as error:
+            where = address_of(bound)
+            bound.close()  # as uvicorn does at its end
+            await server.lifespan.shutdown()
+            raise ResourceError(f"cannot listen at {where}: {error.strerror}") from None
+        finally:
+            listens.set()
+
+    task = asyncio.create_task(serve(), name="http")
     try:
         await listens.wait()
+        if not server.started:
+            await task
         yield
     finally:
         server.should_exit = True

@@ -9,9 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
 
+from streamrl import web
 from streamrl.errors import ConfigError, ResourceError, RewardError
-from streamrl.process import parse_address
+from streamrl.process import bind, parse_address
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.versions import make_version
 from streamrl.workers.engines.base import EngineStats
@@ -194,6 +196,16 @@ async def test_several_workers_of_a_machine_listen_side_by_side_and_a_taken_port
             assert (await client.get(f"http://{other}/readyz")).json()["part"] == "worker/0"
         with pytest.raises(ResourceError, match=r"--http: cannot take port .* or 0 for any free one"):
             async with serving(world.health, parse_address(one, what="--http")):
+                pass
+
+
+async def test_who_cannot_listen_says_so_and_does_not_wait_for_ever() -> None:
+    """Two may be bound to one port as long as neither listens."""
+    one = bind("127.0.0.1", 0, what="the test")
+    other = bind(*one.getsockname(), what="the test")
+    async with asyncio.timeout(30), web.serving(Starlette(), one):
+        with pytest.raises(ResourceError, match=r"cannot listen at 127\.0\.0\.1:\d+: Address already in use"):
+            async with web.serving(Starlette(), other):
                 pass
 
 
