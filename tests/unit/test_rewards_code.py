@@ -53,6 +53,7 @@ async def outcomes(program: str, tests: Any, *, keeper: str = PROMPT, **settings
         (["assert f(1) == 2"], [Case(then="assert f(1) == 2")]),
         ("assert f(1) == 2", [Case(then="assert f(1) == 2")]),
         ('["assert f(1) == 2"]', [Case(then="assert f(1) == 2")]),
+        pytest.param("[" * 100_000, [Case(then="[" * 100_000)], id="what nests too deep"),
         ('{"inputs": ["1"], "outputs": ["2"]}', [Case(stdin="1", expected="2")]),
     ],
 )

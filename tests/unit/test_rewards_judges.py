@@ -220,6 +220,19 @@ async def test_who_is_told_to_come_back_later_does_and_it_costs_no_attempt() -> 
     assert all(later - earlier >= 0.99 for earlier, later in pairwise(times))
 
 
+@pytest.mark.parametrize(
+    "when", ["Mon, 99999999999 Jan 2020 00:00:00 GMT", "soon", "-1", "Wed, 21 Oct 2015 07:28:00 GMT"]
+)
+async def test_who_says_nonsense_of_when_to_come_back_is_asked_again_all_the_same(when: str) -> None:
+    def limited(asked: Asked) -> Reply:
+        return Reply(status=429, headers={"retry-after": when}) if asked.number < 2 else fair(asked)
+
+    async with judges_serving(limited) as server:
+        reward = judge_of(server.url)
+        assert await asyncio.wait_for(reward.score(make_item("42")), LIMIT_S) == worth("42")
+        await reward.close()
+
+
 async def test_a_limit_that_lasts_gives_the_ticket_back_and_shows() -> None:
     async with judges_serving(
         lambda asked: Reply(status=429, headers={"retry-after": "3000"}, body=b"quota")
@@ -373,13 +386,16 @@ async def test_an_address_without_a_path_is_asked_below_v1() -> None:
     assert server.asked[0].path == "/v1/chat/completions"
 
 
-async def test_a_service_that_tells_no_usage_is_counted_by_bytes() -> None:
+@pytest.mark.parametrize("usage", [None, {}, {"total_tokens": -3}, {"total_tokens": "many"}, {"total_tokens": 10**30}])
+async def test_a_service_that_tells_no_usage_that_can_be_is_counted_by_bytes(usage: Any) -> None:
     def silent(asked: Asked) -> Reply:
-        return Reply(body=json.dumps({"choices": [{"message": {"content": '{"score": 3}'}}]}).encode())
+        said = {"choices": [{"message": {"content": '{"score": 3}'}}], "usage": usage}
+        return Reply(body=json.dumps(said).encode())
 
     async with judges_serving(silent) as server:
-        reward = judge_of(server.url)
+        reward = judge_of(server.url, token_budget=1 << 30)
         await reward.score(make_item())
+        assert reward.health().outage is None
         counted = reward.health().num_tokens
         await reward.close()
     assert counted == -(-len((server.asked[0].text + '{"score": 3}').encode()) // 4)

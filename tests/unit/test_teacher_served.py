@@ -85,10 +85,12 @@ async def test_each_token_has_its_own_log_prob_behind_its_context() -> None:
         lambda ids: given([*ids[:-1], 33]),
         lambda ids: [*given(ids)[:-1], {str(ids[-1]): {"logprob": float("nan")}}],
         lambda ids: [*given(ids)[:-1], {str(ids[-1]): {"logprob": 0.5}}],
+        lambda ids: [*given(ids)[:-1], {str(ids[-1]): {"logprob": -(10**400)}}],
+        lambda ids: [*given(ids)[:-1], {str(ids[-1]): {"logprob": -1e39}}],
         lambda ids: [*given(ids)[:-1], None],
         lambda ids: None,
     ],
-    ids=["too few", "of another token", "not a number", "no log-prob", "none", "nothing"],
+    ids=["too few", "of another token", "not a number", "no log-prob", "no float", "no float32", "none", "nothing"],
 )
 async def test_an_answer_that_lacks_a_log_prob_is_none_and_nothing_is_made_up(
     told: Callable[[list[int]], object],

@@ -102,7 +102,7 @@ async def test_they_are_added_by_weight_beside_rewards_of_the_whole() -> None:
 
 
 async def test_a_sum_beyond_the_limit_or_not_finite_is_nonsense() -> None:
-    for values in ([1e9, 0.0], [np.inf, 0.0], [np.inf, -np.inf]):
+    for values in ([1e9, 0.0], [np.inf, 0.0], [np.inf, -np.inf], [1e39, -1e39]):
         double = RewardDouble(lambda item, values=values: np.array(values))
         with pytest.raises(RewardError, match="reward 'mine': gave"):
             await Rewards({"mine": Weighted(reward=double, weight=1.0, max_abs=1e6)}).score(make_item("ab"))

@@ -71,7 +71,7 @@ def cases_of(fields: Mapping[str, Any], field: str) -> list[Case]:
         raise RewardError(f"the row has no field {field!r}; it has: {', '.join(sorted(fields)) or 'none'}")
     held = fields[field]
     if isinstance(held, str) and held.lstrip()[:1] in ("[", "{"):
-        with contextlib.suppress(ValueError):  # it is code
+        with contextlib.suppress(ValueError, RecursionError):  # it is code
             held = json.loads(held)
     cases = _read(held)
     if not cases:

@@ -166,7 +166,7 @@ def _rest_s(retry_after: str) -> float:
         return min(float(retry_after), _LONGEST_REST_S)
     try:
         return min(max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time()), _LONGEST_REST_S)
-    except ValueError:
+    except (ValueError, OverflowError):  # the latter of a day or an hour that no calendar has
         return 0.0
 
 

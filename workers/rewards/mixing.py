@@ -209,8 +209,10 @@ class Rewards:
         worth = 0.0 if value is None else worth_of(value)
         if not math.isfinite(worth):
             return self._failed(name, RewardError(f"gave {worth}, not a finite number"))
-        if abs(worth) > source.max_abs:
-            return self._failed(name, RewardError(f"gave {worth:g}, beyond its max_abs of {source.max_abs:g}"))
+        for told, number in (("", worth), ("a token ", _largest(value))):
+            if abs(number) > source.max_abs:
+                reason = f"gave {told}{number:g}, beyond its max_abs of {source.max_abs:g}"
+                return self._failed(name, RewardError(reason))
         source.scored += 1
         share = max(_FORGETTING, 1 / source.scored)
         source.latency_s += share * (self._clock() - began - source.latency_s)
@@ -232,6 +234,13 @@ def _applying(scores: Mapping[str, Score | RewardError]) -> dict[str, float]:
 def worth_of(score: float | npt.NDArray[np.float64]) -> float:
     """Of a sample."""
     return float(score) if not isinstance(score, np.ndarray) else float(sum(score.tolist()))  # inf - inf is no warning
+
+
+def _largest(score: Score) -> float:
+    """Of the numbers of its tokens, which may add up to little; 0: there are none."""
+    if not isinstance(score, np.ndarray) or not len(score):
+        return 0.0
+    return float(score[np.abs(score).argmax()])
 
 
 def build_rewards(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 
 _Asked = tuple[list[int], int]  # ids, and of how many of the last ones a log-prob is wanted
 _ANSWER_BYTES, _ANSWER_BYTES_PER_TOKEN = 1 << 16, 512
+_MOST = float(np.finfo(np.float32).max)  # as which it goes out
 
 
 def build_teacher(
@@ -183,6 +183,6 @@ def _read(answer: Mapping[str, Any], ids: Sequence[int], num: int) -> npt.NDArra
 def _logprob(told: Any, token: int) -> float:
     of_token = told.get(str(token)) if isinstance(told, dict) else None
     value: Any = of_token.get("logprob") if isinstance(of_token, dict) else None
-    if type(value) not in (int, float) or not math.isfinite(value) or value > 1e-3:
+    if type(value) not in (int, float) or not -_MOST <= value <= 1e-3:  # NaN compares with nothing
         raise TryAgain(f"answered no log-prob of token {token}: {str(told)[:100]}", answered=True)
     return float(value)

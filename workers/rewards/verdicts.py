@@ -25,6 +25,7 @@ from streamrl.errors import RewardError
 from streamrl.workers.rewards.base import ScoreItem
 from streamrl.workers.rewards.http_request import TryAgain, printable
 
+_MOST_TOKENS = 1 << 24  # that anybody reads and writes for one answer: who says more is not believed
 _WORTH: Mapping[str | int, float] = {"first": 1.0, "second": 0.0, "same": 0.5}
 _TASK = (
     "Judge {what} by this rubric, and by nothing else:\n\n{rubric}\n\n"
@@ -90,7 +91,7 @@ def read(body: bytes, question: Question) -> Answer:
     told = usage.get("total_tokens") if isinstance(usage, dict) else None
     # Where the service does not tell: one for each four bytes, as English has them.
     num_bytes = len((question.text + content).encode(errors="replace"))
-    num_tokens = told if type(told) is int and told > 0 else -(-num_bytes // 4)
+    num_tokens = told if type(told) is int and 0 < told <= _MOST_TOKENS else -(-num_bytes // 4)
     return Answer(content=content, cut=choice.get("finish_reason") == "length", num_tokens=num_tokens)
 
 
