@@ -314,6 +314,7 @@ async def test_turns_that_are_asked_side_by_side_keep_the_bound_on_tokens_togeth
             "and not cut short for others"
         )
         assert {one.json()["error"]["code"] for one in answers if one not in done} == {"rollout_spent"}
+        assert len({one.json()["id"] for one in done}) == len(done), "each has an id of its own"
 
 
 async def test_who_waits_for_tokens_when_the_rollout_ends_is_told() -> None:

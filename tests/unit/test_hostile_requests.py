@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -29,6 +29,7 @@ from streamrl.workers.health import Health
 from streamrl.workers.http import make_app
 from streamrl.workers.reward_server.batcher import Batcher, ScoringModelDouble
 from streamrl.workers.reward_server.server import RewardApp
+from streamrl.workers.sharing.door import Door
 from tests.run_folders import make_folder
 
 _WAIT_S = 60.0
@@ -44,6 +45,13 @@ def worker() -> Starlette:
     return make_app(Health(Progress(part="worker/0", role="worker")))
 
 
+def door() -> Starlette:
+    """To the weights, which nobody finds who has no key."""
+    made = Door(cast("Any", None), run_uid="run", address="127.0.0.1:1")
+    made.secret = b"secret"
+    return made.app()
+
+
 @contextmanager
 def dashboard(folder: Path) -> Iterator[Starlette]:
     run = make_folder(folder, "ended", "finished")
@@ -54,12 +62,22 @@ def dashboard(folder: Path) -> Iterator[Starlette]:
 @pytest.fixture
 def apps(tmp_path: Path) -> Iterator[Mapping[str, Starlette]]:
     with dashboard(tmp_path) as page:
-        yield {"dashboard": page, "reward server": reward_server(), "worker": worker()}
+        yield {"dashboard": page, "reward server": reward_server(), "worker": worker(), "door": door()}
 
 
-PATHS = st.sampled_from(
-    ["/", "/api/view", "/api/history", "/api/rollouts", "/api/rollouts/", "/metrics", "/livez", "/readyz", "/score"]
-)
+PLACES = [
+    "/",
+    "/api/view",
+    "/api/history",
+    "/api/rollouts",
+    "/api/rollouts/",
+    "/metrics",
+    "/livez",
+    "/readyz",
+    "/score",
+]
+PIECES = ["/pieces/0", f"/pieces/{'0' * 32}", f"/pieces/0/{'9' * 5000}"]
+PATHS = st.sampled_from([*PLACES, *PIECES])
 METHODS = st.sampled_from(["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "TRACE", "", "\x00"])
 WORDS = st.sampled_from(
     [b"host", b"origin", b"sec-fetch-site", b"authorization", b"content-length", b"content-type", b"accept-encoding"]
@@ -106,7 +124,7 @@ async def answer(app: Starlette, scope: dict[str, Any], body: bytes) -> int:
     return status
 
 
-@pytest.mark.parametrize("name", ["dashboard", "reward server", "worker"])
+@pytest.mark.parametrize("name", ["dashboard", "reward server", "worker", "door"])
 def test_any_request_has_an_answer_that_is_no_error_of_ours(apps: Mapping[str, Starlette], name: str) -> None:
     app = apps[name]
     with asyncio.Runner() as runner:

@@ -225,7 +225,7 @@ class Session:
     def _turn(self, context: Context, generated: Generated, said: Said, *, wants_pieces: bool) -> Turn:
         facts = self.model.facts
         return Turn(
-            id=f"{self.id}-{self._num_asked}",
+            id=f"{self.id}-{self.trace.num_turns}",
             model=self.model.name,
             context_ids=context.token_ids,
             generated=generated,

@@ -37,7 +37,7 @@ MOST_UPLOADS = 6
 _UPLOAD_S = 30.0
 _MOST_OFFERS = 256  # blobs, the newest
 _SENT_BYTES = 256 << 10  # at once, so that a slow reader holds no whole piece in memory
-_DIGEST = re.compile(r"[0-9a-f]{32}")
+_DIGEST, _NUMBER = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9]{1,9}")
 _STARTS_WITHIN_S = 10.0
 
 
@@ -59,7 +59,7 @@ class Door:
             self._offers.popitem(last=False)
 
     def app(self) -> Starlette:
-        routes = [Route("/pieces/{digest}", self._have), Route("/pieces/{digest}/{number:int}", self._piece)]
+        routes = [Route("/pieces/{digest}", self._have), Route("/pieces/{digest}/{number}", self._piece)]
         return Starlette(routes=routes)
 
     async def _have(self, request: Request) -> Response:
@@ -72,14 +72,16 @@ class Door:
             return record
         if self._num_uploads >= MOST_UPLOADS:
             return Response(status_code=503)
-        piece = self._host.piece(record, request.path_params["number"])
+        number = request.path_params["number"]
+        piece = self._host.piece(record, int(number)) if _NUMBER.fullmatch(number) else None
         if piece is None:
             return Response(status_code=404, headers={HAVE: self._bitmap(record).hex()})
         return _Upload(self, piece, headers={HAVE: self._bitmap(record).hex(), "content-length": str(len(piece))})
 
     def _offered(self, request: Request) -> ShardRecord | Response:
         wanted = token(self.secret, self._run_uid, self.address, request.url.path)
-        if not self.secret or not hmac.compare_digest(request.headers.get("authorization", ""), f"Bearer {wanted}"):
+        given = request.headers.get("authorization", "").encode()  # a text is compared only where it is ASCII
+        if not self.secret or not hmac.compare_digest(given, f"Bearer {wanted}".encode()):
             return Response(status_code=403)
         digest = request.path_params["digest"]
         record = self._offers.get(digest) if _DIGEST.fullmatch(digest) else None
