@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from streamrl.workers.service import Options
 
 log = structlog.get_logger(__name__)
+
+_THREADS = 256  # begun as they are needed
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -125,9 +128,18 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+class _Threads(ThreadPoolExecutor):
+    """Names are looked up in these too. asyncio's own are a few more than there are cores: a service whose name takes
+    long to look up would hold up weights, and Redis; and asyncio waits for them in the end, however long they take."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=True)
+
+
 async def _serve(options: Options) -> None:
     from streamrl.workers.service import serve
 
+    asyncio.get_running_loop().set_default_executor(_Threads(_THREADS, thread_name_prefix="worker"))
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
