@@ -14,10 +14,13 @@ import pytest
 from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardOutage, SampleError
 from streamrl.permissions import Permissions
-from streamrl.workers.environments.base import Answer, EnvironmentDouble
+from streamrl.process import address_of, bind
+from streamrl.web import serving
+from streamrl.workers.environments.base import Answer, EnvironmentDouble, Episode
 from streamrl.workers.environments.remote import ATTEMPTS, RemoteEnvironment, build_remote
 from streamrl.workers.environments.server import EnvironmentApp
 from tests.helpers import wait_until_async
+from tests.http_reward_world import until
 
 ONE, TWO = "http://one:1", "http://two:2"
 Reply = httpx.Response | Exception
@@ -276,6 +279,32 @@ async def ask(app: EnvironmentApp, path: str, body: object) -> tuple[int, Any]:
         content = body if isinstance(body, str) else json.dumps(body)
         answer = await client.post(path, content=content)
     return answer.status_code, answer.json()
+
+
+class SlowToBegin(EnvironmentDouble):
+    def __init__(self) -> None:
+        super().__init__(echo)
+        self.may_begin = asyncio.Event()
+        self.num_begun = 0
+
+    async def begin(self, row: Mapping[str, Any]) -> Episode:
+        await self.may_begin.wait()
+        self.num_begun += 1
+        return await super().begin(row)
+
+
+async def test_a_rollout_that_begins_when_its_caller_has_given_up_is_closed() -> None:
+    environment = SlowToBegin()
+    app, bound = EnvironmentApp(environment), bind("127.0.0.1", 0, what="the test")
+    async with serving(app.asgi(), bound), httpx.AsyncClient(base_url=f"http://{address_of(bound)}") as client:
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/reset", json={"row": {"name": "a"}}, timeout=0.3)
+        await client.get("/health")  # by its answer the server has seen the end of that connection, too
+        environment.may_begin.set()
+        await until(lambda: environment.num_begun, "it begins all the same")
+        await until(lambda: app.num_rollouts == environment.num_open == 0, "it is closed")
+        assert (await client.post("/reset", json={"row": {"name": "b"}})).status_code == 200
+        assert app.num_rollouts == environment.num_open == 1
 
 
 async def test_rollouts_that_nobody_asks_for_are_closed() -> None:

@@ -91,9 +91,12 @@ class EnvironmentApp:
             if not isinstance(asked, dict):
                 raise HTTPException(422, "the body is no JSON object")
             try:
-                return JSONResponse(await call(asked))
+                told = await call(asked)
             except SampleError as error:
                 raise HTTPException(422, str(error)) from None
+            if call == self._reset and await request.is_disconnected():
+                await self._close(told)  # it was begun too late, and nobody knows of it
+            return JSONResponse(told)
 
         return answer
 
