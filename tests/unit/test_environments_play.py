@@ -184,6 +184,15 @@ async def test_who_is_not_done_must_say_something(tokenizer: PreTrainedTokenizer
     assert environment.num_open == 0
 
 
+async def test_behind_the_last_turn_that_there_may_be_nothing_need_be_said(tokenizer: PreTrainedTokenizerFast) -> None:
+    environment = EnvironmentDouble(lambda row, said: Answer(reward=0.5))
+    settings = schema.Environment(target="m:f", max_turns=1)
+    player = Player(environment, tail=Tail(tokenizer), settings=settings)
+    request = SampleRequest(request_id="r", prompt_ids=np.arange(3, dtype=np.int32), sampling=schema.Sampling())
+    played = await player.play(make_ticket(1), Recorded(1, tokenizer), request)
+    assert (played.reward, played.sample.finish_reason) == (0.5, "length")
+
+
 async def test_rewards_of_turns_are_delivered_with_their_weight_and_add_up(tokenizer: PreTrainedTokenizerFast) -> None:
     environment = EnvironmentDouble(lambda row, said: Answer(given="no", reward=len(said), done=len(said) == 3))
     config = worker_config().model_copy(update={"environment": schema.Environment(target="m:f", weight=0.5)})

@@ -67,6 +67,8 @@ class Player:
             rewards.append(answer.reward)
             if answer.done:
                 return trace.played("stop", sum(rewards), rewards)
+            if turn + 1 == self._settings.max_turns:
+                break  # nobody will read what it says
             given, so_far = answer.given, _behind(context_ids, generated.token_ids)
             if is_chat:
                 said += [{"role": "assistant", "content": generated.text}, {"role": "user", "content": given}]
