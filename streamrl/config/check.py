@@ -23,6 +23,7 @@ from streamrl.protocol.wire.ticket import MAX_GROUP_TOKENS, MAX_REWARD_SOURCES, 
 from streamrl.recipe.held_out import numbers_of_samples
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
+_LOWEST_TEMPERATURE = 0.01  # vLLM samples at this where it is asked for less, and only its log says so
 _MAX_TIME = re.compile(r"(\d+):([01]\d|2[0-3]):([0-5]\d):([0-5]\d)\Z")
 
 
@@ -58,6 +59,9 @@ def _sampling(config: Config) -> Iterator[Problem]:
         if sampling.min_tokens > sampling.max_tokens:
             remedy = f"must not exceed {section}.max_tokens = {sampling.max_tokens}"
             yield Problem(key=f"{section}.min_tokens", remedy=remedy)
+        if sampling.temperature < _LOWEST_TEMPERATURE:
+            remedy = f"must be at least {_LOWEST_TEMPERATURE}, the lowest that vLLM samples at"
+            yield Problem(key=f"{section}.temperature", remedy=remedy)
     if config.sampling.greedy:
         remedy = "greedy samples of a prompt are all alike and teach nothing; it is for validation.sampling"
         yield Problem(key="sampling.greedy", remedy=remedy)

@@ -48,6 +48,8 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
     ("override", "starts", "names"),
     [
         ("sampling.num_samples=1", "sampling.num_samples = 1: ", "at least 2"),
+        ("sampling.temperature=0.001", "sampling.temperature = 0.001: ", "at least 0.01"),
+        ("validation.sampling.temperature=0.009", "validation.sampling.temperature = 0.009: ", "at least 0.01"),
         ("worker.min_survivors=1", "worker.min_survivors = 1: ", "at least 2"),
         ("worker.min_survivors=5", "worker.min_survivors = 5: ", "sampling.num_samples = 4"),
         ("sampling.greedy=true", "sampling.greedy = True: ", "validation.sampling"),
