@@ -166,7 +166,7 @@ async def test_what_a_function_has_forked_away_holds_its_pipe_and_nobody_up(star
 async def test_a_process_that_begins_with_no_word_of_its_function_is_an_error_of_its_settings(
     start: Start, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(f"import sys\nif '-m' in sys.orig_argv: print({line})")
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nif '-m' in sys.orig_argv: print({line}, flush=True)")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     with pytest.raises(
         ConfigError, match=r"rewards\.mine\.target: cannot use it: the process wrote something that is no"
