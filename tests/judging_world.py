@@ -52,6 +52,11 @@ def rating(answer: str) -> int:
     return 1 + sum(map(ord, answer)) % 10
 
 
+def worth(answer: str) -> float:
+    """What such a rating is as a score."""
+    return (rating(answer) - 1) / 9
+
+
 def fair(asked: Asked) -> Reply:
     if len(asked.answers) == 1:
         return Reply(content=json.dumps({"score": rating(asked.answers[0])}))

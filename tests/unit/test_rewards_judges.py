@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import time
-from collections import Counter
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from streamrl.errors import ConfigError, RewardError, RewardOutage, TransportError
+from streamrl.errors import ConfigError, RewardError
 from streamrl.permissions import Permissions
 from streamrl.workers.rewards.judge import build_judge_reward, majority
-from tests.http_reward_world import until
 from tests.judging_world import (
     Asked,
     Reply,
@@ -22,19 +17,13 @@ from tests.judging_world import (
     fair,
     judge_of,
     judges_serving,
-    rating,
     source_of,
+    worth,
 )
 from tests.tiny_rewards import make_item
 from tests.worker_world import WorkerWorld
 
 LIMIT_S = 60.0
-
-
-def worth(answer: str) -> float:
-    return (rating(answer) - 1) / 9
-
-
 NONSENSE = (
     Reply(content="I would say nine."),
     Reply(content='{"score": 11}'),
@@ -207,124 +196,6 @@ async def test_nonsense_is_asked_again_so_often_and_then_is_an_error_with_the_ju
     assert len(server.asked) == 3
 
 
-async def test_who_is_told_to_come_back_later_does_and_it_costs_no_attempt() -> None:
-    def limited(asked: Asked) -> Reply:
-        return Reply(status=429, headers={"retry-after": "1"}, body=b"slow down") if asked.number < 3 else fair(asked)
-
-    async with judges_serving(limited) as server:
-        reward = judge_of(server.url, attempts=1)
-        assert await asyncio.wait_for(reward.score(make_item("42")), LIMIT_S) == worth("42")
-        await reward.close()
-    times = [asked.at for asked in server.asked]
-    assert len(times) == 4
-    assert all(later - earlier >= 0.99 for earlier, later in pairwise(times))
-
-
-@pytest.mark.parametrize(
-    "when", ["Mon, 99999999999 Jan 2020 00:00:00 GMT", "soon", "-1", "Wed, 21 Oct 2015 07:28:00 GMT"]
-)
-async def test_who_says_nonsense_of_when_to_come_back_is_asked_again_all_the_same(when: str) -> None:
-    def limited(asked: Asked) -> Reply:
-        return Reply(status=429, headers={"retry-after": when}) if asked.number < 2 else fair(asked)
-
-    async with judges_serving(limited) as server:
-        reward = judge_of(server.url)
-        assert await asyncio.wait_for(reward.score(make_item("42")), LIMIT_S) == worth("42")
-        await reward.close()
-
-
-async def test_a_limit_that_lasts_gives_the_ticket_back_and_shows() -> None:
-    async with judges_serving(
-        lambda asked: Reply(status=429, headers={"retry-after": "3000"}, body=b"quota")
-    ) as server:
-        reward = judge_of(server.url, outage_s=0.3)
-        score = asyncio.ensure_future(reward.score(make_item()))
-        with pytest.raises(RewardOutage, match=r"no replica answered for 0\.3 s: .*answered 429: quota"):
-            await asyncio.wait_for(score, LIMIT_S)
-        assert "is asked again in 3" in reward.health().state
-        await reward.close()
-    assert len(server.asked) == 1
-
-
-async def test_a_judge_that_is_gone_is_an_outage_and_the_score_comes_when_it_is_back() -> None:
-    async with judges_serving() as server:
-        url = server.url
-    reward = judge_of(url)
-    score = asyncio.ensure_future(reward.score(make_item()))
-    outage = await until(lambda: reward.health().outage, "the outage shows")
-    assert "judge 'judge0'" in outage
-    assert not score.done()
-    await reward.close()
-    with pytest.raises(RewardError):
-        await score
-
-
-async def test_no_more_requests_a_second_than_are_allowed() -> None:
-    async with judges_serving() as server:
-        reward = judge_of(server.url, max_requests_per_s=50.0)
-        began = time.monotonic()  # before the first, which may come late on a busy machine
-        await asyncio.gather(*(reward.score(make_item(str(i))) for i in range(25)))
-        await reward.close()
-    assert max(asked.at for asked in server.asked) - began >= 24 / 50 - 0.01
-
-
-async def test_a_budget_that_is_spent_is_an_outage_that_names_itself() -> None:
-    async with judges_serving() as server:
-        reward = judge_of(server.url, token_budget=250, max_concurrency=1)
-        for number in range(3):
-            await reward.score(make_item(str(number)))
-        outage = reward.health().outage
-        assert outage == (
-            "its judges have read and written 300 tokens, and rewards.mine.token_budget = 250: raise it, or leave it "
-            "out, and resume the run"
-        )
-        assert reward.health().num_tokens == 300
-        with pytest.raises(RewardOutage, match="token_budget"):
-            await reward.score(make_item("another"))
-        assert await reward.score(make_item("1")) == worth("1"), "what is known costs nothing"
-        await reward.close()
-    assert len(server.asked) == 3
-
-
-async def test_a_budget_is_that_of_all_workers_of_the_run() -> None:
-    spent: Counter[str] = Counter()
-
-    async def spend(what: str, num: int) -> int:
-        spent[what] += num
-        return spent[what]
-
-    async with judges_serving() as server:
-        one, other, late = (judge_of(server.url, spend=spend, token_budget=250) for _ in range(3))
-        for number, reward in enumerate((one, other, one)):
-            await reward.start()
-            await reward.score(make_item(str(number)))
-        await late.start()
-        assert "300 tokens" in (one.health().outage or "")
-        assert "300 tokens" in (late.health().outage or ""), "it hears of the others before it asks"
-        assert [reward.health().num_tokens for reward in (one, other, late)] == [200, 100, 0]
-        assert spent == {"rewards/mine/tokens": 300}
-        for reward in (one, other, late):
-            await reward.close()
-
-
-async def test_what_could_not_be_counted_costs_no_verdict_and_is_counted_later() -> None:
-    told: list[int] = []
-
-    async def spend(what: str, num: int) -> int:
-        told.append(num)
-        if len(told) == 2:
-            raise TransportError("Redis is away")
-        return sum(told)
-
-    async with judges_serving() as server:
-        reward = judge_of(server.url, spend=spend, token_budget=1000)
-        await reward.start()
-        assert await reward.score(make_item("1")) == worth("1")
-        await reward.score(make_item("2"))
-        await reward.close()
-    assert told == [0, 100, 200]
-
-
 async def test_several_judges_are_all_asked_and_combined() -> None:
     def strict(asked: Asked) -> Reply:
         return Reply(content='{"score": 1}')
@@ -384,18 +255,3 @@ async def test_an_address_without_a_path_is_asked_below_v1() -> None:
         await reward.score(make_item())
         await reward.close()
     assert server.asked[0].path == "/v1/chat/completions"
-
-
-@pytest.mark.parametrize("usage", [None, {}, {"total_tokens": -3}, {"total_tokens": "many"}, {"total_tokens": 10**30}])
-async def test_a_service_that_tells_no_usage_that_can_be_is_counted_by_bytes(usage: Any) -> None:
-    def silent(asked: Asked) -> Reply:
-        said = {"choices": [{"message": {"content": '{"score": 3}'}}], "usage": usage}
-        return Reply(body=json.dumps(said).encode())
-
-    async with judges_serving(silent) as server:
-        reward = judge_of(server.url, token_budget=1 << 30)
-        await reward.score(make_item())
-        assert reward.health().outage is None
-        counted = reward.health().num_tokens
-        await reward.close()
-    assert counted == -(-len((server.asked[0].text + '{"score": 3}').encode()) // 4)
