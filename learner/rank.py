@@ -43,6 +43,7 @@ def work(
 ) -> RunState:
     """Every rank: restore, then the loop. "running": this rank is told to end, and others go on with the run."""
     optimizer = make_optimizer(policy, context.config.optimizer)
+    gradients = _make_gradients(context, policy)  # before the restore: random numbers that it draws are not the run's
     checkpoints = CheckpointRoot(context.config.folder)
     if start.checkpoint is not None:
         load_state(checkpoints.open(start.checkpoint).folder, policy, optimizer, context.world)
@@ -61,7 +62,7 @@ def work(
         stream=stream,
         policy=policy,
         optimizer=optimizer,
-        gradients=_make_gradients(context, policy),
+        gradients=gradients,
         publisher=publisher,
         saver=saver,
         conductor=conductor,

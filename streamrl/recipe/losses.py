@@ -170,7 +170,8 @@ def k2(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor
 
 
 def k3(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
-    difference = reference_logprobs - logprobs
+    """Finite whatever the two say of a token: one that a step could not count would cost the whole step."""
+    difference = _log_ratios(reference_logprobs, logprobs)
     return difference.expm1() - difference
 
 

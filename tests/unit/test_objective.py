@@ -200,6 +200,16 @@ def test_kl_estimators_by_hand() -> None:
     assert float(k3(logp, logref)) == pytest.approx(np.exp(-2) - 1 + 2)
 
 
+def test_a_token_on_which_policy_and_reference_are_worlds_apart_has_a_finite_kl_and_gradient() -> None:
+    logp = torch.tensor([-200.0, -1.0], requires_grad=True)
+    kl = k3(logp, torch.tensor([-0.1, -3.0]))
+    kl.sum().backward()
+    assert kl.isfinite().all()
+    assert logp.grad is not None
+    assert logp.grad.isfinite().all()
+    assert float(logp.grad[1]) == pytest.approx(1 - np.exp(-2))
+
+
 def gradients_of(folder: Path, *, checkpointing: bool, on_host: bool = False) -> dict[str, torch.Tensor]:
     model = schema.Model(path=str(folder), dtype="float32", gradient_checkpointing=checkpointing)
     config = learner_config(folder, model=model)
