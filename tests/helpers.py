@@ -21,7 +21,7 @@ _POLL_S = 0.01
 
 
 def wait_until(
-    predicate: Callable[[], Any], *, description: str, timeout_s: float = 60.0, poll_s: float = _POLL_S
+    predicate: Callable[[], Any], *, description: str, timeout_s: float = 120.0, poll_s: float = _POLL_S
 ) -> Any:
     """The predicate's first true value; AssertionError with the description when there is none in time."""
     deadline = time.monotonic() + timeout_s
@@ -33,7 +33,7 @@ def wait_until(
 
 
 async def wait_until_async(
-    predicate: Callable[[], Awaitable[Any]], *, description: str, timeout_s: float = 60.0
+    predicate: Callable[[], Awaitable[Any]], *, description: str, timeout_s: float = 120.0
 ) -> Any:
     """`wait_until` for a coroutine."""
     deadline = time.monotonic() + timeout_s

@@ -12,7 +12,7 @@ from tests.feed_world import make_config
 
 GROUPS_PER_STEP = 3
 FAILING_TICKET = 4  # its samples fail, however often it is tried, but with a worker of other habits
-_DEADLINE_S = 60  # no stand-in lives longer
+_DEADLINE_S = 240  # no stand-in lives longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ _UNDER_WAY = 3  # steps for which the learner may have had all it needs
 @pytest.fixture
 def place(place: Place) -> Place:
     """Replies are given up during the blackhole, connections made again, and leases run out."""
-    return replace(place, num_prompts=5000, commit_every=1, reply_timeout_s=1.0, deadline_s=150)
+    return replace(place, num_prompts=5000, commit_every=1, reply_timeout_s=1.0)
 
 
 @pytest.mark.parametrize("part", ["learner", "worker"])

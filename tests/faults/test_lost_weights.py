@@ -15,7 +15,7 @@ from tests.helpers import wait_until
 
 @pytest.fixture
 def place(place: Place) -> Place:
-    return replace(place, num_prompts=300, deadline_s=60)
+    return replace(place, num_prompts=300)
 
 
 def test_a_worker_that_comes_after_a_flush_finds_weights(world: FaultWorld, client: redis.Redis) -> None:

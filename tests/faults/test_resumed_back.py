@@ -26,7 +26,7 @@ from tests.integration.learner_world import made_up_worker, make_run, output, ru
 _CHECKPOINT_EVERY = 25
 _BACK = 20  # steps
 _LIVES = 3
-_PATIENCE_S = 120
+_PATIENCE_S = 240
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from tests.pages import ROOT, blocks
 SETTINGS = schema.Redis(connect_timeout_s=5.0, reply_timeout_s=5.0)
 WORKER = Habits(repeats=False)  # which is the operator's, and another role
 STREAMRL = [sys.executable, "-m", "streamrl.ops.cli.main"]
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 # What is on an administrator's PATH: `redis-cli` as the user that may do everything.
 CLI = """
 import redis, sys

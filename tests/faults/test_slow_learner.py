@@ -27,7 +27,7 @@ _NUM_WORKERS = 2
 
 @pytest.fixture
 def place(place: Place) -> Place:
-    return replace(place, num_prompts=100_000, pace_s=0.005, learner_lease_s=2.0, worker_lease_s=2.0, deadline_s=180)
+    return replace(place, num_prompts=100_000, pace_s=0.005, learner_lease_s=2.0, worker_lease_s=2.0)
 
 
 @pytest.mark.parametrize("seconds", [3.0, pytest.param(60.0, marks=pytest.mark.long)])

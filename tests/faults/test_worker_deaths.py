@@ -22,7 +22,7 @@ _NUM_WORKERS = 3
 
 @pytest.fixture
 def place(place: Place) -> Place:
-    return replace(place, num_prompts=5000, pace_s=0.1, worker_lease_s=LEASE_S, deadline_s=120)
+    return replace(place, num_prompts=5000, pace_s=0.1, worker_lease_s=LEASE_S)
 
 
 def reclaimed_after_s(client: redis.Redis, world: FaultWorld, worker: str) -> float:

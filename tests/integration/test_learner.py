@@ -31,7 +31,7 @@ from tests.helpers import wait_until
 from tests.integration.learner_world import lines, made_up_worker, make_run, output, running_learner
 from tests.made_pages import is_explained
 
-PATIENCE_S = 120
+PATIENCE_S = 240
 TWO_PASSES = schema.Algorithm(loss="decoupled", reinforce_epochs=2)
 
 

@@ -21,7 +21,7 @@ from tests.faults.agents import named_ranks
 from tests.helpers import wait_until
 from tests.integration.learner_world import lines, made_up_worker, make_run, output, running_learner
 
-PATIENCE_S = 120
+PATIENCE_S = 240
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from tests.helpers import wait_until
 from tests.integration.learner_world import ROOT, lines, made_up_worker, make_run, running_learner
 from tests.replay_world import last_tensors, make_entries, make_recording, make_replay_run, run_replay, same_bits
 
-PATIENCE_S = 120
+PATIENCE_S = 240
 
 
 @contextmanager
