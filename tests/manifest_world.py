@@ -104,7 +104,7 @@ def render(overlay: str, *components: str) -> Rendered:
         pytest.skip("kubectl is not installed; it renders the manifests")
     with _laid_over(overlay, components) as folder:
         words = [kubectl, "kustomize", str(folder)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     objects = [one for one in yaml.safe_load_all(done.stdout) if one]
     return Rendered([*objects, *_made_by_trainer(objects)])

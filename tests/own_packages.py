@@ -93,4 +93,4 @@ def _install(python: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def _call(*words: str) -> str:
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True, timeout=120).stdout
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True, timeout=240).stdout

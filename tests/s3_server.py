@@ -32,7 +32,7 @@ def s3_server(log: Path) -> Iterator[str]:
             stderr=output,
         )
     try:
-        wait_until(lambda: _makes_bucket(endpoint), timeout_s=30, description="an S3 server with a bucket")
+        wait_until(lambda: _makes_bucket(endpoint), timeout_s=240, description="an S3 server with a bucket")
         yield endpoint
     finally:
         server.kill()

@@ -11,6 +11,6 @@ def built(source: Path, into: Path, what: str) -> Path:
     """hatchling builds what is in the working directory, and another process has one of its own."""
     program = f"from hatchling import build; print(build.build_{what}({str(into)!r}))"
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=source, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", program], cwd=source, capture_output=True, text=True, timeout=240, check=True
     )
     return into / done.stdout.split()[-1]

@@ -39,7 +39,7 @@ class RedisKeeper:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        wait_until(self._started.is_set, description="the first server answers", timeout_s=60.0)
+        wait_until(self._started.is_set, description="the first server answers", timeout_s=240)
         return self
 
     def __exit__(

@@ -89,7 +89,7 @@ async def work(place: Place, *, name: str, habits: Habits = SOUND) -> None:
                 lease_s=place.worker_lease_s,
                 give_up_after_s=config.redis.give_up_after_s,
             )
-            await wait_until_async(partial(_is_running, stream), description="there is a run", timeout_s=30.0)
+            await wait_until_async(partial(_is_running, stream), description="there is a run", timeout_s=240)
             operator = asyncio.create_task(
                 _repeat_the_dead(client, keys) if habits.repeats else asyncio.sleep(0), name="operator"
             )

@@ -89,7 +89,7 @@ def test_whatever_an_environment_does_every_ticket_ends_once(
             assert not worker.exit_code, worker.output
         return learner.exit_code is not None
 
-    wait_until(has_ended, description="the run ends", timeout_s=60.0 * times)
+    wait_until(has_ended, description="the run ends", timeout_s=240 * times)
     learner.ends_with(0)
     check_what_is_left(place, workers)
     log = noted(place)

@@ -147,7 +147,7 @@ async def test_no_group_of_spoilt_weights_leaves_a_worker_and_the_next_ones_serv
         return any("read back from the engine" in str(report.detail.get("rejected")) for report in reports)
 
     async with working(redis_url, keys.name, model=model) as worker, asyncio.timeout(90):
-        await wait_until_async(is_refused, description="the worker refuses them", timeout_s=60)
+        await wait_until_async(is_refused, description="the worker refuses them", timeout_s=240)
         sound = learner.publish(model, anchor=True)
         groups = await asyncio.to_thread(learner.groups, len(_PROMPTS))
 

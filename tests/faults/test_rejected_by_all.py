@@ -92,7 +92,7 @@ async def test_a_run_whose_workers_all_reject_the_weights_ends_within_its_patien
 
     with running_learner(config, redis_url) as learner:
         async with working(redis_url, keys.name, a=foreign, b=foreign) as workers:
-            cause = await wait_until_async(is_told, description="`why` names the rejection", timeout_s=90)
+            cause = await wait_until_async(is_told, description="`why` names the rejection", timeout_s=240)
             began = time.monotonic()
             assert await asyncio.to_thread(learner.wait, 60) == 1, output(config)
             lasted_s = time.monotonic() - began
@@ -125,7 +125,7 @@ async def test_a_run_of_which_one_worker_rejects_the_weights_goes_on_with_the_ot
 
     with running_learner(config, redis_url) as learner:
         async with working(redis_url, keys.name, bad=foreign):
-            await wait_until_async(is_told, description="`why` names the rejection", timeout_s=90)
+            await wait_until_async(is_told, description="`why` names the rejection", timeout_s=240)
             async with working(redis_url, keys.name, good=config.model.path):
                 assert await asyncio.to_thread(learner.wait, 60) == 0, output(config)
             reports = {report.part: report.detail for report in snapshot(client, keys).reports}

@@ -71,7 +71,7 @@ def num_steps(learner: Part) -> int:
 
 def await_steps(learner: Part, count: int) -> None:
     wait_until(
-        lambda: num_steps(learner) >= count, description=f"{count} steps\n{learner.output[-2000:]}", timeout_s=30
+        lambda: num_steps(learner) >= count, description=f"{count} steps\n{learner.output[-2000:]}", timeout_s=240
     )
 
 

@@ -29,7 +29,7 @@ def die_at(point: str, metrics: Path) -> Callable[[Point], None]:
     def act(passed: Point) -> None:
         if passed == point:
             before = len(lines(metrics))
-            wait_until(lambda: len(lines(metrics)) >= before + 2, description="the loop goes on", timeout_s=60)
+            wait_until(lambda: len(lines(metrics)) >= before + 2, description="the loop goes on", timeout_s=240)
             os.kill(os.getpid(), signal.SIGKILL)
 
     return act
@@ -38,7 +38,7 @@ def die_at(point: str, metrics: Path) -> Callable[[Point], None]:
 def work(folder: Path, run: str, *death: str) -> None:
     config = load_config(folder / "runs" / run / "config.yaml").config
     rank, point = death or ("none", "")
-    with join_world(os.environ, timeout_s=60) as world:
+    with join_world(os.environ, timeout_s=240) as world:
         with armed(die_at(point, config.folder / "metrics.jsonl")) if rank == str(world.rank) else nullcontext():
             state = replay(
                 config=config, folder=folder / "recording", world=world, stop=threading.Event(), environment=os.environ

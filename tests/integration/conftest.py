@@ -25,7 +25,9 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     wheel, environment = built(ROOT, folder, "wheel"), folder / "environment"
     python = environment / "bin" / "python"
     subprocess.run(
-        [sys.executable, "-m", "uv", "venv", "--quiet", "--python", sys.executable, environment], timeout=60, check=True
+        [sys.executable, "-m", "uv", "venv", "--quiet", "--python", sys.executable, environment],
+        timeout=240,
+        check=True,
     )
     try:
         words = (sys.executable, "--quiet", "--python", python, f"{wheel}[{EXTRAS}]")

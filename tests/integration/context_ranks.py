@@ -163,7 +163,7 @@ def out_name(size: int, replicas: int, context: int) -> str:
 
 
 def main(folder: Path, replicas: int, context: int, names: Sequence[str]) -> None:
-    with join_world(os.environ, timeout_s=120) as joined:
+    with join_world(os.environ, timeout_s=240) as joined:
         world = joined.under(schema.Layout(replicas=replicas, context=context))
         for name in names:
             found = learnt(Rank(folder / name, world, CASES[name]))

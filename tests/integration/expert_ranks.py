@@ -151,7 +151,7 @@ JOBS: Mapping[str, Callable[[Path, World], None]] = {"learn": learn, "replay": r
 if __name__ == "__main__":
     torch.set_num_threads(1)
     jobs, layouts = sys.argv[2].split(","), sys.argv[3:]
-    with join_world(os.environ, timeout_s=60) as joined:
+    with join_world(os.environ, timeout_s=240) as joined:
         for layout in layouts:
             experts, replicas, context, tensor = map(int, layout.split("x"))
             divided = schema.Layout(experts=experts, replicas=replicas, context=context, tensor=tensor)

@@ -319,7 +319,7 @@ JOBS: Mapping[str, Callable[[Path, World], None]] = {
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with join_world(os.environ, timeout_s=60) as joined:
+    with join_world(os.environ, timeout_s=240) as joined:
         world = joined.under(schema.Layout(replicas=int(sys.argv[2])))
         for job in sys.argv[3:]:
             JOBS[job](Path(sys.argv[1]), world)

@@ -25,7 +25,7 @@ from tests.tiny_models import make_tokenizer
 if __name__ == "__main__":
     model, out = map(Path, sys.argv[1:])
     torch.set_num_threads(1)
-    with join_world(os.environ, timeout_s=60) as world:
+    with join_world(os.environ, timeout_s=240) as world:
         assert world.here == world.size
         _, sources = begin_model(str(model), attention="sdpa", world=world)
         assert sources, "it is not loaded whole"

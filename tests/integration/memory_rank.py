@@ -24,7 +24,7 @@ def peak_bytes() -> int:
 if __name__ == "__main__":
     model, tiny, out = map(Path, sys.argv[1:])
     torch.set_num_threads(1)
-    with join_world(os.environ, timeout_s=60) as world:
+    with join_world(os.environ, timeout_s=240) as world:
         load_policy(learner_config(tiny), world, (1,))  # brings in the code
         before = peak_bytes()
         policy = load_policy(learner_config(model), world, (1,))

@@ -99,7 +99,7 @@ JOBS: Mapping[str, Callable[[Path, World], None]] = {"learn": learn, "go_on": go
 if __name__ == "__main__":
     torch.set_num_threads(1)
     jobs, layouts = sys.argv[2].split(","), sys.argv[3:]
-    with join_world(os.environ, timeout_s=60) as joined:
+    with join_world(os.environ, timeout_s=240) as joined:
         for layout in layouts:
             tensor, replicas, context = map(int, layout.split("x"))
             world = joined.under(schema.Layout(tensor=tensor, replicas=replicas, context=context))

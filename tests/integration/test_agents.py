@@ -110,7 +110,7 @@ def test_a_worker_that_is_killed_in_mid_episode_costs_no_ticket(folder: Path) ->
     process = start(folder, "worker.engine=transformers", "training.max_steps=30", "algorithm.drop_zero_variance=false")
     for killed in range(2):
         before = len(steps(folder))
-        wait_until(lambda: len(steps(folder)) >= before + 3, description="three steps", timeout_s=120)  # noqa: B023
+        wait_until(lambda: len(steps(folder)) >= before + 3, description="three steps", timeout_s=240)  # noqa: B023
         pid = worker_pid(folder)
         assert pid is not None, killed
         os.kill(pid, signal.SIGKILL)

@@ -64,7 +64,7 @@ def servers(tmp_path: Path) -> Iterator[list[Server]]:
     finally:
         for server in made:
             server.process.terminate()
-        assert {server.process.wait(timeout=60) for server in made} == {0}, "SIGTERM ends it in order"
+        assert {server.process.wait(timeout=240) for server in made} == {0}, "SIGTERM ends it in order"
 
 
 async def play(environment: RemoteEnvironment) -> Answer:
@@ -127,7 +127,7 @@ async def test_where_the_only_server_is_begun_anew_its_rollouts_go_back(servers:
 def test_what_cannot_be_served_is_one_line(tmp_path: Path, name: str, told: str) -> None:
     (tmp_path / "game.py").write_text(GAME + "\nasync def play(session, row): return 1.0\n")
     words = [sys.executable, "-m", "streamrl.ops.cli.main", "environment", "serve", f"{tmp_path}/game.py:{name}"]
-    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
 
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()

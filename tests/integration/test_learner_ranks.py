@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ranks(size: int, folder: Path, *jobs: str, replicas: int = 1) -> None:
     module = "tests.integration.learner_ranks"
-    run_ranks(module, str(folder), str(replicas), *jobs, size=size, out=folder / "logs", timeout_s=120)
+    run_ranks(module, str(folder), str(replicas), *jobs, size=size, out=folder / "logs", timeout_s=240)
 
 
 def check_gradients(folder: Path, size: int, replicas: int = 1) -> None:

@@ -20,7 +20,7 @@ def test_two_ranks_hold_and_export_what_transformers_loads(tmp_path: Path, famil
     if is_packed:
         packed(folder)
     words = (str(folder), str(tmp_path))
-    run_ranks("tests.integration.loading_rank", *words, size=2, out=tmp_path / "logs", timeout_s=120)
+    run_ranks("tests.integration.loading_rank", *words, size=2, out=tmp_path / "logs", timeout_s=240)
     expected = {name: p.detach().float() for name, p in load_model(str(folder)).named_parameters()}
     loaded = safetensors.torch.load_file(tmp_path / "loaded.safetensors")
     exported = dict(load_model(str(tmp_path / "run" / "export")).named_parameters())

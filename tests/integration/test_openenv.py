@@ -72,11 +72,11 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with log.open("w") as out:
         server = subprocess.Popen([str(python), "-c", SERVER, str(port)], cwd=folder, stdout=out, stderr=out)
     try:
-        wait_until(lambda: _listens(server, port, log), description="the server listens", timeout_s=120)
+        wait_until(lambda: _listens(server, port, log), description="the server listens", timeout_s=240)
         yield f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
-        server.wait(timeout=60)
+        server.wait(timeout=240)
 
 
 def _listens(server: subprocess.Popen[bytes], port: int, log: Path) -> bool:

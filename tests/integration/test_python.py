@@ -127,13 +127,13 @@ def test_a_program_that_is_killed_leaves_a_checkpoint_and_nothing_that_runs(fold
         first = program.stdout.readline()
         program.kill()
         assert first == "1\n", program.stderr
-        wait_until(lambda: left_processes(folder) == [], description="no process of the run", timeout_s=120)
+        wait_until(lambda: left_processes(folder) == [], description="no process of the run", timeout_s=240)
 
     assert json.loads((folder / "runs" / "whole" / "state.json").read_text())["state"] == "stopped"
 
 
 def test_a_reward_that_fails_is_one_error_of_the_program_and_leaves_nothing(folder: Path) -> None:
-    out, err = start(folder, FAILS).communicate(timeout=120)
+    out, err = start(folder, FAILS).communicate(timeout=240)
 
     assert out.startswith("DataError rewards.broken.target = 'runs/whole/rewards/broken.pkl:broken' fails for data/"), (
         err

@@ -136,7 +136,7 @@ def test_the_replay_of_a_live_run_gives_the_weights_of_that_run(tmp_path: Path, 
         made_up_worker(live, redis_url),
         running_learner(live, redis_url) as learner,
     ):
-        info = wait_until(lambda: snapshot(client, Keys(run_name)).run, description="the run", timeout_s=60)
+        info = wait_until(lambda: snapshot(client, Keys(run_name)).run, description="the run", timeout_s=240)
         tap = Tap(client, Keys(run_name), run_uid=info.uid)
         origin = Origin(run=run_name, run_uid=info.uid, fingerprint=info.fingerprint, model=live.model.path)
         with RecordingWriter(recording, origin, file_bytes=1 << 20, max_bytes=1 << 30) as writer:

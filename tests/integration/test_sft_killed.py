@@ -34,7 +34,7 @@ def test_what_was_killed_goes_on_to_the_model_that_it_would_have_made(tmp_path: 
         said.seek(0)
         expected = json.loads(said.read().splitlines()[-1])
         killed = start(*words("sft"), out=said, folder=tmp_path)
-        wait_until(state.exists, description="a state was saved", timeout_s=120.0)
+        wait_until(state.exists, description="a state was saved", timeout_s=240)
         killed.kill()
         killed.wait()
     assert not (tmp_path / "sft").exists()

@@ -152,18 +152,18 @@ def test_ranks_that_share_layers_train_to_the_end_and_one_rank_goes_on_with_what
 def test_workers_that_are_killed_or_sent_away_come_again_ctrl_c_drains_and_another_start_goes_on(folder: Path) -> None:
     fast = ("worker.engine=transformers", "training.max_steps=400")
     process = start(folder, *fast)
-    wait_until(lambda: num_steps(folder) >= 2, description="two steps", timeout_s=120)
+    wait_until(lambda: num_steps(folder) >= 2, description="two steps", timeout_s=240)
     pid = worker_pid(folder)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     killed_at = num_steps(folder)
-    wait_until(lambda: num_steps(folder) >= killed_at + 8, description="steps with another worker", timeout_s=120)
+    wait_until(lambda: num_steps(folder) >= killed_at + 8, description="steps with another worker", timeout_s=240)
     pid = worker_pid(folder)
     assert pid is not None
     os.kill(pid, signal.SIGTERM)  # as `why` advises where one is stuck; it leaves in good order
-    wait_until(lambda: worker_pid(folder) not in (None, pid), description="a third worker", timeout_s=60)
+    wait_until(lambda: worker_pid(folder) not in (None, pid), description="a third worker", timeout_s=240)
     asked_at = num_steps(folder)
-    wait_until(lambda: num_steps(folder) >= asked_at + 8, description="steps with the third worker", timeout_s=120)
+    wait_until(lambda: num_steps(folder) >= asked_at + 8, description="steps with the third worker", timeout_s=240)
     process.send_signal(signal.SIGINT)
     summary = finish(process, code=128 + signal.SIGINT)
 
@@ -178,7 +178,7 @@ def test_workers_that_are_killed_or_sent_away_come_again_ctrl_c_drains_and_anoth
     assert (again["lost"], again["twice"], again["clean"]) == (0, 0, True)
 
     refused = start(folder, fast[0], "seed=99", "training.max_steps=1000")
-    _, err = refused.communicate(timeout=100)
+    _, err = refused.communicate(timeout=240)
     assert refused.returncode == 2
     assert "seed: 1234 -> 99" in err
     assert "goes on with these as they were" in err
@@ -187,7 +187,7 @@ def test_workers_that_are_killed_or_sent_away_come_again_ctrl_c_drains_and_anoth
 @pytest.mark.long
 def test_asked_twice_to_end_it_ends_at_once(folder: Path) -> None:
     process = start(folder, "worker.engine=transformers", "training.max_steps=400")
-    wait_until(lambda: num_steps(folder) >= 1, description="a step", timeout_s=120)
+    wait_until(lambda: num_steps(folder) >= 1, description="a step", timeout_s=240)
 
     process.send_signal(signal.SIGINT)
     log = folder / "whole" / "logs" / "launcher.log"
@@ -206,7 +206,7 @@ def test_a_part_that_cannot_work_ends_the_run_with_its_own_words_and_an_operator
     client.hset(keys.control, "mode", "pause")  # to a learner elsewhere, perhaps
     process = start(folder, f"reward_server.model={folder / 'base'}", f"redis.url={redis_url}")
 
-    _, err = process.communicate(timeout=100)
+    _, err = process.communicate(timeout=240)
 
     assert process.returncode == 2
     assert err.splitlines()[-1].startswith("error: reward/0: the model ")

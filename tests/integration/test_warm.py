@@ -41,7 +41,7 @@ def test_a_program_is_waited_for_no_longer_than_is_said_and_can_be_killed(tmp_pa
 
 def test_a_rank_that_fails_ends_the_others_and_is_quoted(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"No module named tests\.no_such_ranks"):
-        run_ranks("tests.no_such_ranks", size=2, out=tmp_path / "logs", timeout_s=60)
+        run_ranks("tests.no_such_ranks", size=2, out=tmp_path / "logs", timeout_s=240)
 
 
 def test_ranks_that_do_not_end_are_ended(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_sigterm_in_mid_work_ends_the_worker_soon_after_its_grace_and_no_ticket_
     learner.publish(models[0])
     process = workers.start("--model", str(models[0]))
     learner.issue(PROMPTS[0], num_samples=1)
-    learner.groups(1, timeout_s=120.0)
+    learner.groups(1, timeout_s=240)
     learner.issue(*(PROMPTS * 1000), first=100, num_samples=3)
     learner.groups(4)
 
@@ -190,7 +190,7 @@ def test_a_worker_that_is_told_to_stop_does_not_wait_for_a_redis_that_hangs(
         workers = Workers(tmp_path, server.url, keys.name)
         try:
             process = workers.start("--model", str(models[0]))
-            learner.groups(1, timeout_s=120.0)
+            learner.groups(1, timeout_s=240)
             below = descendants(process.pid)
             os.kill(server.pid, signal.SIGSTOP)
             process.send_signal(signal.SIGTERM)
@@ -218,12 +218,12 @@ def test_killed_again_and_again_two_workers_deliver_every_ticket_exactly_once(
     delivered: list[int] = []
     for kill in range(20):
         learner.issue(*(PROMPTS * 8), first=1000 * kill, num_samples=3)
-        delivered += [group.header.ticket for group in learner.groups(rng.randint(1, 24), timeout_s=120.0)]
+        delivered += [group.header.ticket for group in learner.groups(rng.randint(1, 24), timeout_s=240)]
         victim = alive_now.pop(rng.randrange(2))
         victim.kill()
         victim.wait()
         alive_now.append(workers.start("--model", str(models[0]), number=2 + kill))
-    delivered += [group.header.ticket for group in learner.groups(20 * 32 - len(delivered), timeout_s=120.0)]
+    delivered += [group.header.ticket for group in learner.groups(20 * 32 - len(delivered), timeout_s=240)]
     assert sorted(delivered) == [1000 * kill + number for kill in range(20) for number in range(32)]
     assert not learner.stream.present_tickets("train")
 
@@ -269,13 +269,13 @@ def test_a_vllm_that_dies_is_replaced_and_dies_with_its_worker_of_which_nothing_
     version = learner.publish(models[1]).version
     process = workers.start("--model", str(models[0]), *options)
     learner.issue(PROMPTS[0], num_samples=2)
-    assert_true_to(models[1], learner.groups(1, timeout_s=120)[0], version=version)
+    assert_true_to(models[1], learner.groups(1, timeout_s=240)[0], version=version)
 
     learner.issue(*(PROMPTS * 20), first=100, num_samples=3)
     engines = [pid for pid in descendants(process.pid) if "EngineCore" in _command(pid)]
     assert engines, "vLLM's engine runs in a process of its own"
     os.kill(engines[0], signal.SIGKILL)
-    groups = learner.groups(80, timeout_s=120)
+    groups = learner.groups(80, timeout_s=240)
     assert len({group.header.ticket for group in groups}) == 80
     assert process.poll() is None
 

@@ -109,7 +109,7 @@ class Load:
         self._num_issued += _BATCH
 
     def _take(self, count: int) -> None:
-        self.num_groups += len(self._learner.groups(count, timeout_s=120.0))
+        self.num_groups += len(self._learner.groups(count, timeout_s=240))
         self._learner.let_go()
 
 

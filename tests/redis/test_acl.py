@@ -320,7 +320,7 @@ def test_the_printed_file_of_users_is_one_that_a_server_starts_with(tmp_path: Pa
         (passwords / role).write_text(f"of-{role}\nnext-of-{role}\n")
     (passwords / "replica").write_text("of-replica\n")
     words = [sys.executable, "-m", "streamrl.ops.cli.main", "redis", "acl", "--passwords", str(passwords)]
-    users = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
+    users = subprocess.run(words, capture_output=True, text=True, timeout=240, check=True).stdout
     assert "of-worker" not in users
     named = [line.split()[1] for line in users.splitlines()]
     assert named == [*ROLES, "replica", "default"], "of servers those that have a password"

@@ -194,7 +194,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         "2",
         *names,
     ]
-    subprocess.run([*make, "-keyout", key, "-out", public], check=True, capture_output=True, timeout=60)
+    subprocess.run([*make, "-keyout", key, "-out", public], check=True, capture_output=True, timeout=240)
     return key, public
 
 
@@ -318,21 +318,19 @@ def test_a_client_follows_when_sentinels_make_another_master(service: Service, t
         redis.Redis(port=service.sentinel, password="of-sentinel", protocol=2) as sentinel,
     ):
         client.set("before", 1)
-        wait_until(lambda: client.wait(1, 100), description="the replica has it", timeout_s=30.0)
+        wait_until(lambda: client.wait(1, 100), description="the replica has it", timeout_s=240)
         wait_until(
             lambda: sentinel.execute_command("SENTINEL", "REPLICAS", "run"),
             description="the sentinel knows the replica",
             timeout_s=30.0,
         )
-        wait_until(
-            lambda: asked_to_move(sentinel), description="the sentinel takes the replica for fit", timeout_s=60.0
-        )
+        wait_until(lambda: asked_to_move(sentinel), description="the sentinel takes the replica for fit", timeout_s=240)
 
         def moved() -> bool:
             info = repeat(client, "answer", client.info, give_up_after_s=20.0)
             return bool(info["tcp_port"] == replica.port and info["role"] == "master")
 
-        wait_until(moved, description="the client is at the new master", timeout_s=60.0)
+        wait_until(moved, description="the client is at the new master", timeout_s=240)
         repeat(client, "write", lambda: client.set("after", 1), give_up_after_s=20.0)
         assert client.mget("before", "after") == [b"1", b"1"]
         for port in (service.master, replica.port):

@@ -131,7 +131,7 @@ def test_status_loads_nothing_heavy(run: Watched) -> None:
         f"print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr); sys.exit(code)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, "status", *target(run), "--json"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script, "status", *target(run), "--json"], capture_output=True, text=True, timeout=240
     )
     assert (done.returncode, done.stderr.strip()) == (0, "[]")
 

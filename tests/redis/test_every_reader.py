@@ -89,7 +89,7 @@ def a_run(kind: str, root: Path, keys: Keys, url: str) -> Iterator[Path]:
             run.world.learner.stream.release("finished")
             note_state(folder, "finished", term=1)
         elif kind == "crashed":
-            subprocess.run([sys.executable, "-c", _DIES, str(folder)], check=True, timeout=120)
+            subprocess.run([sys.executable, "-c", _DIES, str(folder)], check=True, timeout=240)
         if kind in ("finished", "crashed"):
             assert server is not None
             server.stop()
@@ -123,7 +123,7 @@ def _train(stack: ExitStack, root: Path, keys: Keys, url: str) -> Watched:
 def ask(words: list[str]) -> Cell:
     began = time.monotonic()
     command = [sys.executable, "-m", "streamrl.ops.cli.main", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     return Cell(code=done.returncode, seconds=time.monotonic() - began, out=done.stdout + done.stderr)
 
 

@@ -188,7 +188,7 @@ def test_what_is_shown_is_what_runs(file: Path, tmp_path: Path) -> None:
         f"from streamrl.ops.cli.main import main; main(['learn', {str(file)!r}, '--replay', 'recording'])"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
     )
 
     assert result.returncode == 7, result.stderr

@@ -96,7 +96,7 @@ def test_a_reader_needs_no_more_than_the_right_to_read(run: Watched, client: red
             "--run",
             run.world.keys.name,
         ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
         assert (done.returncode, "healthy" in done.stdout) == (0, True), done.stdout + done.stderr
         with pytest.raises(redis.exceptions.NoPermissionError):
             redis.Redis.from_url(url).hset("streamrl:x", "a", "b")

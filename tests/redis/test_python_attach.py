@@ -34,7 +34,7 @@ def test_a_run_that_goes_is_told_to_stop_and_has_its_time(learner: LearnerStream
 
     assert learner.orders().control == "stop"
     learner.release("stopped")
-    assert run.wait(timeout=60).state == "stopped"
+    assert run.wait(timeout=240).state == "stopped"
     assert run.stop().state == "stopped"
 
 
@@ -43,7 +43,7 @@ def test_a_run_that_has_failed_raises_that(learner: LearnerStream, folder: Path)
     learner.release("failed")
 
     with pytest.raises(PartError, match="failed at step 0"):
-        run.wait(timeout=60)
+        run.wait(timeout=240)
 
 
 def test_a_wait_outlasts_a_redis_that_starts_again(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_wait_outlasts_a_redis_that_starts_again(tmp_path: Path) -> None:
         (tmp_path / "config.yaml").write_text(f"name: mine\nredis: {{url: '{server.url}'}}\n")
         run = streamrl.attach(tmp_path)
         ended: list[str] = []
-        waiting = threading.Thread(target=lambda: ended.append(run.wait(timeout=60).state), name="waits for the run")
+        waiting = threading.Thread(target=lambda: ended.append(run.wait(timeout=240).state), name="waits for the run")
 
         server.stop()
         waiting.start()

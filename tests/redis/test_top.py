@@ -194,5 +194,5 @@ async def test_it_follows_the_size_of_the_window(run: Watched) -> None:
 
 def test_without_a_terminal_it_says_what_to_use(run: Watched) -> None:
     command = [sys.executable, "-m", "streamrl.ops.cli.main", "top", "--redis", run.world.url, "--run", "x"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL)
     assert (done.returncode, "streamrl status" in done.stderr) == (2, True)

@@ -81,7 +81,7 @@ def await_moment(process: subprocess.Popen[str], folder: Path, moment: str) -> N
             heeds_signals(process.pid) if moment == "start" else moment in reached(folder) or has_died(folder, moment)
         )
 
-    wait_until(is_there, description=f"the agent is at: {moment}", timeout_s=60)
+    wait_until(is_there, description=f"the agent is at: {moment}", timeout_s=240)
 
 
 def ends_in_order(process: subprocess.Popen[str], folder: Path, *, code: int = 0) -> None:

@@ -21,7 +21,7 @@ from streamrl.ops.cli import commands, main
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
 
 
 def imported_by(argv: Sequence[str], modules: Sequence[str]) -> list[str]:
@@ -148,7 +148,7 @@ def test_a_reader_that_has_gone_is_neither_a_finding_nor_a_traceback() -> None:
     read, write = os.pipe()
     os.close(read)
     code = "import sys; from streamrl.ops.cli.main import main; sys.exit(main(['export', 'alerts']))"
-    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, timeout=240, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")
 

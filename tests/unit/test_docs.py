@@ -101,9 +101,9 @@ def test_every_variable_and_path_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_a_script_is_one_and_says_what_it_misses(script: Path) -> None:
-    subprocess.run(["bash", "-n", script], check=True, timeout=30)
+    subprocess.run(["bash", "-n", script], check=True, timeout=240)
     done = subprocess.run(
-        ["bash", script], capture_output=True, text=True, timeout=30, check=False, env={"PATH": "/bin"}
+        ["bash", script], capture_output=True, text=True, timeout=240, check=False, env={"PATH": "/bin"}
     )
     assert done.returncode != 0
     assert "usage" in done.stderr or "the configuration of the run" in done.stderr
@@ -137,7 +137,9 @@ def run_ssh_script(folder: Path, *, streamrl: str, learners: str) -> None:
         "STREAMRL_REDIS": "redis://worker@host:6379",
     }
     script = ROOT / "docs" / "hosts" / "ssh.sh"
-    subprocess.run(["bash", script, "run.yaml"], env=variables, cwd=folder, check=True, timeout=30, capture_output=True)
+    subprocess.run(
+        ["bash", script, "run.yaml"], env=variables, cwd=folder, check=True, timeout=240, capture_output=True
+    )
 
 
 def started_by_ssh(tmp_path: Path) -> dict[str, list[str]]:

@@ -53,7 +53,7 @@ def optional_packages() -> set[str]:
 def core_alone(code: str, *words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     program = f"OPTIONAL = {optional_packages()!r}\n{_CORE_ALONE}{code}"
     return subprocess.run(
-        [sys.executable, "-c", program, *words], cwd=folder, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", program, *words], cwd=folder, capture_output=True, text=True, check=False, timeout=240
     )
 
 

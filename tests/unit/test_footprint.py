@@ -33,7 +33,7 @@ def stranger(folder: Path) -> Iterator[int]:
     """One with three semaphores, and a folder in shared memory; its process."""
     file = folder / "pid"
     with tempfile.TemporaryDirectory(prefix="streamrl-mirror-test-", dir="/dev/shm") as held:
-        subprocess.run([sys.executable, "-c", STRANGER, str(file), held], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", STRANGER, str(file), held], check=True, timeout=240)
         pid = int(wait_until(lambda: file.exists() and file.read_text(), description="the stranger is at work"))
         try:
             yield pid

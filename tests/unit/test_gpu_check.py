@@ -91,7 +91,7 @@ def test_a_part_that_takes_too_long_or_fails_is_named_with_the_reason() -> None:
 
 
 def test_the_command_runs_parts_in_processes_and_tells_machines() -> None:
-    done = subprocess.run([*COMMAND, "copies", "--json"], cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=120)
+    done = subprocess.run([*COMMAND, "copies", "--json"], cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=240)
     told = json.loads(done.stdout.splitlines()[-1])
     assert "the figures mean nothing" in told["machine"]
     [part] = told["parts"]
@@ -108,12 +108,12 @@ def test_ctrl_c_ends_it_and_the_part_at_work() -> None:
         # Where the tests run behind a shell, it is ignored; in a terminal nothing is.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as started:
-        wait_until(lambda: bool(children(started.pid)), timeout_s=60, description="a part at work")
+        wait_until(lambda: bool(children(started.pid)), timeout_s=240, description="a part at work")
         at_work = children(started.pid)
         started.send_signal(signal.SIGINT)
-        assert started.wait(timeout=120) != 0
+        assert started.wait(timeout=240) != 0
     wait_until(
-        lambda: not any(Path(f"/proc/{pid}").exists() for pid in at_work), timeout_s=60, description="it is gone"
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in at_work), timeout_s=240, description="it is gone"
     )
 
 

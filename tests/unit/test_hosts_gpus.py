@@ -70,7 +70,7 @@ def test_slurm_gives_each_part_gpus_of_its_own(tmp_path: Path) -> None:
     path = tools(tmp_path / "tools", srun=f'echo "$*" >> {told}', scontrol='echo "${3}-0"')
     nodes = {f"SLURM_JOB_NODELIST_HET_GROUP_{n}": f"group{n}" for n in range(3)}
     environment = {**NAMES, **nodes, "PATH": path, "STREAMRL_REDIS": "redis://host:6379"}
-    subprocess.run(["bash", script], env=environment, cwd=tmp_path, check=True, timeout=30)
+    subprocess.run(["bash", script], env=environment, cwd=tmp_path, check=True, timeout=240)
     wait_until(lambda: told.exists() and told.read_text().count("\n") == 3, description="all three have started")
 
     asked = components(script.read_text())
@@ -90,7 +90,7 @@ def by_ssh(tmp_path: Path, count: int, **variables: str) -> list[Started]:
     path = tools(tmp_path / "tools", ssh='shift\nexport STUB_HOST=$1\nshift\neval "$*"', streamrl=line, sleep="")
     environment = {**NAMES, "PATH": path, "LEARNERS": "a b", "WORKERS": "c d", "REWARD": "e", **variables}
     environment |= {"STREAMRL_REDIS": "redis://host:6379"}
-    subprocess.run(["bash", HOSTS / "ssh.sh", "run.yaml"], env=environment, cwd=tmp_path, check=True, timeout=30)
+    subprocess.run(["bash", HOSTS / "ssh.sh", "run.yaml"], env=environment, cwd=tmp_path, check=True, timeout=240)
     wait_until(lambda: told.exists() and told.read_text().count("\n") == count, description="all have started")
     lines = [row.split() for row in told.read_text().splitlines()]
     return [Started(what=what, host=host, gpus=frozenset(gpus.split(","))) for host, what, gpus in lines]

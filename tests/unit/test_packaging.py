@@ -81,4 +81,4 @@ real = [os.path.realpath(file) for file in files if file.startswith(rooms) and n
 assert len(real) == len(set(real)), sorted(real)
 assert any(file.endswith("/{room}/main.py") for file in real), real
 """
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=120, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=240, check=True, stdout=subprocess.DEVNULL)

@@ -20,7 +20,7 @@ def evaluate(expression: str) -> Any:
     if node is None:
         pytest.skip("no node on PATH: `apt-get install nodejs` runs the tests of the page's script")
     program = f"{SCRIPT.read_text()}\nconsole.log(JSON.stringify({expression}));"
-    done = subprocess.run([node, "-"], input=program, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([node, "-"], input=program, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

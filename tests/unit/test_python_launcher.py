@@ -189,7 +189,7 @@ def test_the_run_of_a_program_that_is_killed_or_ends_is_ended_in_good_order(tmp_
             program.send_signal(signal.SIGKILL)
         wait_until(lambda: trace.exists() and trace.read_text() == "in good order", description="an orderly end")
         wait_until(lambda: not is_there(pid), description="no launcher")
-        _, told = program.communicate(timeout=60)
+        _, told = program.communicate(timeout=240)
     assert told == ""
 
 

@@ -186,7 +186,7 @@ def times(x): return FACTOR * x
 def mine(prompt, completion, token_ids, fields): return times(len(completion))
 Path({str(tmp_path)!r}, "mine.pkl").write_bytes(pickled(mine))
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=240)
 
     assert load_function(f"{tmp_path}/mine.pkl:mine", {})("", "four", [], {}) == 12.0
 

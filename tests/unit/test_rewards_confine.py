@@ -162,7 +162,7 @@ def test_what_holds_on_this_machine_is_told_before_a_run(tmp_path: Path) -> None
     config = load_config("reinforce.yaml", words).config
     command = [sys.executable, "-m", preflight.__name__]
     done = subprocess.run(
-        command, input=config.model_dump_json(), capture_output=True, text=True, timeout=60, check=True
+        command, input=config.model_dump_json(), capture_output=True, text=True, timeout=240, check=True
     )
     [told] = [json.loads(line) for line in done.stdout.splitlines() if "reward processes" in line]
     assert (told["level"], told["evidence"]) == ("ok", "kept from sockets and other processes"), "of a guard's absence"

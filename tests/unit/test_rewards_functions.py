@@ -255,7 +255,7 @@ def test_a_child_in_an_endless_loop_dies_with_its_worker(tmp_path: Path) -> None
     worker = subprocess.Popen([sys.executable, tmp_path / "worker.py", f"{tmp_path}/looping.py:f"])
     try:
         pid_file = tmp_path / "pid"
-        wait_until(lambda: pid_file.exists() and pid_file.read_text(), description="the function loops", timeout_s=30)
+        wait_until(lambda: pid_file.exists() and pid_file.read_text(), description="the function loops", timeout_s=240)
     finally:
         worker.kill()
         worker.wait()

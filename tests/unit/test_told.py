@@ -45,7 +45,7 @@ print("ended")
 def test_a_signal_may_come_in_the_midst_of_a_wait_and_of_another_signal() -> None:
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _AT_EACH_LINE], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-c", _AT_EACH_LINE], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
         )
     except subprocess.TimeoutExpired:
         pytest.fail("it waits for itself")

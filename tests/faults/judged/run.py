@@ -127,7 +127,7 @@ def _conclude(ordeal: _Ordeal, watch: WeightsWatch, *, seed: int, stuck: str) ->
 
 
 def _audit(team: Team) -> dict[str, Any]:
-    done = subprocess.run(team.audit_words(), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(team.audit_words(), capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode in (0, 1), f"the audit ended with {done.returncode}: {done.stderr}"
     found: dict[str, Any] = json.loads(done.stdout)
     return found
