@@ -24,7 +24,6 @@ import structlog
 from pydantic import TypeAdapter
 
 from streamrl.config import schema
-from streamrl.config.changes import check_changes
 from streamrl.config.load import dump_config
 from streamrl.errors import ConfigError, DataError
 from streamrl.files import write_durably
@@ -175,8 +174,7 @@ def claim_folder(
     raising, that nobody else works in this folder."""
     root = CheckpointRoot(config.folder)
     run_uid = claim_run(config.folder)
-    changed = changed_since_checkpoint(config)
-    check_changes(changed, folder=str(config.folder))  # before the claim: who is refused leaves no trace
+    changed = changed_since_checkpoint(config)  # before the claim: who is refused leaves no trace
     term = root.claim_term(run_uid, confirm=confirm, known=known(run_uid))
     if changed:
         log.warning("settings changed since the checkpoint", changes=[str(change) for change in changed])

@@ -25,7 +25,7 @@ from pathlib import Path
 import structlog
 
 from streamrl.config import schema
-from streamrl.config.changes import Change, changes
+from streamrl.config.changes import Change, changes, check_changes
 from streamrl.config.load import config_from_json
 from streamrl.errors import ConfigError, DataError
 from streamrl.files import fsync_folder
@@ -56,14 +56,17 @@ def check_resume(config: schema.Config) -> None:
 
 
 def changed_since_checkpoint(config: schema.Config) -> list[Change]:
-    """Against the newest checkpoint in the run's folder; none where there is none, or where it does not say."""
+    """Against the newest checkpoint in the run's folder; none where there is none, or where it does not say. ConfigError
+    for those that a run may not change half-way."""
     root = CheckpointRoot(config.folder)
     lineage = ancestry(config.folder)
     if not root.names(lineage):
         return []
     newest = root.newest_complete(lineage, digests=False)
     before = config_of(newest) if newest is not None else None
-    return changes(before, config) if before is not None else []
+    found = changes(before, config) if before is not None else []
+    check_changes(found, folder=str(config.folder))
+    return found
 
 
 def config_of(checkpoint: Checkpoint) -> schema.Config | None:

@@ -18,7 +18,6 @@ from typing import NoReturn
 
 import click
 
-from streamrl.config.changes import check_changes
 from streamrl.config.check import check_config
 from streamrl.config.files import check_files
 from streamrl.config.layout import refuse_layout
@@ -148,9 +147,7 @@ def _check_resume(config: Config, cluster: Cluster | None, server: str | None) -
 
 def _show_changes(config: Config) -> None:
     """Against the checkpoint that the run would go on from; refused ones end it here, before anything starts."""
-    found = resume.changed_since_checkpoint(config)
-    check_changes(found, folder=str(config.folder))
-    for change in found:
+    for change in resume.changed_since_checkpoint(config):
         click.echo(printable(f"changed since the checkpoint: {change}"), err=True)
 
 

@@ -52,12 +52,16 @@ def up(file: str, overrides: tuple[str, ...], takeover: bool, as_json: bool) -> 
 def take_up(loaded: Loaded, display: Audience, *, takeover: bool = False) -> Outcome | Remains:
     """A run of this configuration, from wherever it stands; what its folder tells where nothing is left to do. It is
     what the command does, and a program that calls `streamrl.start`."""
-    from streamrl.learner.checkpoints.resume import check_resume
+    from streamrl.learner.checkpoints.resume import changed_since_checkpoint, check_resume
     from streamrl.ops.launch.finished import nothing_left_of
     from streamrl.ops.launch.up import up as run_up
 
     check_resume(loaded.config)
-    return nothing_left_of(loaded.config) or run_up(loaded, display=display, takeover=takeover)
+    if (remains := nothing_left_of(loaded.config)) is not None:
+        return remains
+    for change in changed_since_checkpoint(loaded.config):
+        display.say(f"changed since the checkpoint: {change}")
+    return run_up(loaded, display=display, takeover=takeover)
 
 
 _takes_numbers = click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON, in the last line.")
