@@ -56,8 +56,8 @@ def check_resume(config: schema.Config) -> None:
 
 
 def changed_since_checkpoint(config: schema.Config) -> list[Change]:
-    """Against the newest checkpoint in the run's folder; none where there is none, or where it does not say. ConfigError
-    for those that a run may not change half-way."""
+    """Against the newest checkpoint in the run's folder; none where there is none, or where it does not say.
+    ConfigError for those that a run may not change half-way."""
     root = CheckpointRoot(config.folder)
     lineage = ancestry(config.folder)
     if not root.names(lineage):

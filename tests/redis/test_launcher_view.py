@@ -57,6 +57,19 @@ def test_it_shows_the_parts_and_counts_the_loads_of_all_lives(run: Watched) -> N
     assert "step 1" in out.getvalue()
 
 
+def test_a_run_that_goes_on_has_not_ended_while_its_learner_starts(run: Watched) -> None:
+    out = io.StringIO()
+    supervisor = make_supervisor(run, out)
+    supervisor._phase = ""  # the parts have been started
+    run.world.learner.stream.release("stopped")
+    run.report("launcher", "start", state="starting")
+
+    supervisor.show()
+
+    assert "the learner is starting" in out.getvalue().splitlines()
+    assert "ended" not in out.getvalue()
+
+
 def test_before_there_is_a_run_it_says_what_it_does(run: Watched, client: redis.Redis) -> None:
     out = io.StringIO()
     remove_run(client, run.world.keys)

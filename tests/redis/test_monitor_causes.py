@@ -106,6 +106,29 @@ def test_a_run_that_a_learner_is_about_to_take_up_has_not_ended(run: Watched, st
     assert state not in {cause.name for cause in run.view().causes}
 
 
+@pytest.mark.parametrize("state", ["absent", "finished", "stopped", "failed"])
+def test_a_run_whose_launcher_waits_for_the_learners_first_word_is_starting(run: Watched, state: Any) -> None:
+    if state == "absent":
+        remove_run(run.world.client, run.world.keys)
+        run.world.client.delete(run.world.keys.tombstone)
+    else:
+        run.world.learner.stream.release(state)
+    run.learner("start", state="starting", ago_s=20)  # it imports torch, and falls silent meanwhile
+    run.report("launcher", "start", state="starting")
+    assert run.first() == ("learner_starting", "healthy")
+    assert state not in run.causes()
+    run.report("launcher", "watch", state="working")
+    assert "learner_starting" not in run.causes()
+
+
+def test_a_learner_that_crashed_is_not_gone_while_a_launcher_starts_it_again(run: Watched) -> None:
+    run.learner(ago_s=40)
+    run.world.client.delete(run.world.keys.lease)
+    run.report("launcher", "start", state="starting")
+    run.worker("tickets", state="waiting")
+    assert run.first() == ("learner_starting", "healthy")
+
+
 def test_a_pause_is_the_cause_whoever_waits(run: Watched) -> None:
     set_control(run.world.client, run.world.keys, "pause", by="the test")
     run.learner("resume", for_s=600)

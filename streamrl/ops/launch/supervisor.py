@@ -31,6 +31,7 @@ from streamrl.ops.launch.display import Audience, Shown
 from streamrl.ops.launch.parts import DRAIN_S, RedisPart, RewardPart, RunFolder, learner_command, worker_command
 from streamrl.ops.launch.processes import Command, Interrupts, Kept, Process, end_all, part_error
 from streamrl.ops.launch.summary import Loads
+from streamrl.ops.monitor.evidence import is_running, is_taken_up, lead
 from streamrl.ops.monitor.poller import Watcher
 from streamrl.ops.monitor.view import View
 from streamrl.protocol.transport.clients import server_name
@@ -160,7 +161,6 @@ class Supervisor:
         elif self._reward is None or self._reward.url is not None:
             self._workers = self._start_workers(self._reward.url if self._reward else None)
             self._phase = ""
-            self._progress.working("watch")
 
     def _start_workers(self, reward_url: str | None) -> list[Kept]:
         commands = (
@@ -248,6 +248,8 @@ class Supervisor:
             return "Redis does not answer"
         if not self._phase and self.watcher.view is not None and self.watcher.view.run.control == "pause":
             return f"paused: `streamrl resume {self._folder.path}` lets it go on"
+        if not self._phase and self.watcher.view is not None and is_taken_up(self.watcher.view):
+            return "the learner is starting"
         return self._phase
 
     def look(self) -> None:
@@ -257,6 +259,8 @@ class Supervisor:
             for worker in view.workers:
                 life = Loads(loaded=worker.loads, in_flight=worker.loads_in_flight)
                 self._loads[worker.part.name, worker.part.pid] = life
+            if self._drain_by is None and is_running(view) and lead(view):
+                self._progress.working("watch")  # until then monitors tell that the learner is starting
         except TransportError as error:
             log.warning("redis_does_not_answer", error=str(error))
             self._redis_is_away = True

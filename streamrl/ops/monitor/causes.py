@@ -217,6 +217,8 @@ def find_causes(view: View, *, was_removed: bool = False) -> tuple[Cause, ...]:
     looks = TABLE
     if view.run.state == "absent":
         looks = {"absent": partial(absent, was_removed=was_removed), "unreadable": unreadable}
+        if is_taken_up(view):
+            looks = {name: TABLE[name] for name in ("learner_starting", "unreadable")}
         if view.run.folder is not None:
             looks = {"not_begun": not_begun}
     found = [replace(cause, name=name) for name, look in looks.items() for cause in look(view)]
@@ -226,7 +228,7 @@ def find_causes(view: View, *, was_removed: bool = False) -> tuple[Cause, ...]:
 def judge(view: View, causes: tuple[Cause, ...]) -> Verdict:
     """healthy: it runs, or has reached its end. degraded: it runs, and somebody should look. stalled: nothing moves.
     ended: it was stopped, has failed or crashed, or is not there."""
-    if view.run.state == "absent" or (view.run.state in ("stopped", "failed", "crashed") and not is_taken_up(view)):
+    if view.run.state in ("absent", "stopped", "failed", "crashed") and not is_taken_up(view):
         return "ended"
     if view.run.state == "finished" and not is_taken_up(view):
         return "healthy"

@@ -39,13 +39,11 @@ def is_running(view: View) -> bool:
 def is_taken_up(view: View) -> bool:
     """A learner is on its way to a run that had ended, or that there is not yet: Redis will know once it has loaded."""
     part = lead(view)
-    return launching(view) is not None if part is None else part.state == "starting"
+    return (part is not None and part.state == "starting") or launching(view) is not None
 
 
 def launching(view: View) -> Part | None:
-    """A launcher whose learner has not reported yet: what it imports takes a while."""
-    return next((part for part in view.others if part.role == "launcher" and part.alive and _starts(part)), None)
-
-
-def _starts(part: Part) -> bool:
-    return part.state == "starting"
+    """A launcher whose learner has not taken the run yet. It has to import torch before it can report, and may fall
+    silent while it does."""
+    launchers = (part for part in view.others if part.role == "launcher" and part.alive)
+    return next((part for part in launchers if part.state == "starting"), None)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from streamrl.ops.monitor.evidence import alive, is_running, lead, lead_waiting, rejecting, waiting_for
-from streamrl.ops.monitor.view import Cause, View, Worker, attention, blocking
+from streamrl.ops.monitor.evidence import alive, is_running, launching, lead, lead_waiting, rejecting, waiting_for
+from streamrl.ops.monitor.view import Cause, View, Worker, attention, blocking, info
 from streamrl.protocol.weights.rejected import REMEDY_OF_ALL
 from streamrl.telemetry.progress import Wait
 from streamrl.terminal import age, plural
@@ -14,13 +14,14 @@ _STUCK_S = 120.0  # at work on one thing without getting on
 _STORING_S = 30.0  # a version on its way to the store: that is usual for a moment, above all for the first
 _MAX_NAMED = 3
 _STUCK_STEPS = 10.0  # or for so many usual steps, where those take long
+_WHILE_IT_LOADS = "wait while it loads model and checkpoint; if this lasts, the learner's log says at what it is"
 _JOIN = "start one: streamrl worker --redis URL --run NAME; it may join from any machine"
 
 
 def learner_gone(view: View) -> Iterator[Cause]:
     seen = view.learner.lead
     reports = seen is not None and seen.state != "silent"
-    if is_running(view) and not reports and not view.learner.holder:
+    if is_running(view) and not reports and not view.learner.holder and not launching(view):
         last = f"rank 0 last reported {age(seen.report_s)} ago" if seen else "no rank reports"
         yield blocking(
             title="the learner is gone",
@@ -59,7 +60,13 @@ def learner_starting(view: View) -> Iterator[Cause]:
             level="blocking" if part.progress_s > _STUCK_S else "info",
             title="the learner is starting",
             evidence=f"{part.doing}, for {age(part.doing_s)}",
-            remedy="wait while it loads model and checkpoint; if this lasts, the learner's log says at what it is",
+            remedy=_WHILE_IT_LOADS,
+        )
+    elif part is None and (launcher := launching(view)):
+        yield info(
+            title="the learner is starting",
+            evidence=f"`streamrl up` runs on {launcher.host} for {age(launcher.doing_s)}; rank 0 does not report yet",
+            remedy=_WHILE_IT_LOADS,
         )
 
 
