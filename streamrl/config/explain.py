@@ -81,6 +81,12 @@ def nearest_key(path: Sequence[str]) -> str | None:
     return None
 
 
+def _keys_beside(path: Sequence[str]) -> list[str]:
+    """The names that may stand where this key stands, as the schema has them."""
+    split = (key.split(".") for key in known_keys())
+    return list(dict.fromkeys(name for *parents, name in split if _same_place(path[:-1], parents)))
+
+
 def _same_place(parents: Sequence[str], known: Sequence[str]) -> bool:
     return len(parents) == len(known) and all(b in (a, ANY_NAME) for a, b in zip(parents, known, strict=True))
 
@@ -136,14 +142,21 @@ def _locate(loc: Sequence[int | str], tree: Node, *, missing: bool) -> tuple[lis
     return ([*path, str(loc[-1])] if missing else path), node
 
 
-_ALL_KEYS = "; `streamrl config show` prints all that there are"
+_MAX_KEYS = 24  # of a place; of a reward more may be set, by its type
+
+
+def _what_there_is(path: Sequence[str]) -> str:
+    keys = _keys_beside(path)
+    if not keys or len(keys) > _MAX_KEYS:
+        return "; `streamrl config show conf/reinforce.yaml` prints all that there are"
+    return f"; {'.'.join(path[:-1]) or 'a configuration'} has {', '.join(keys)}"
 
 
 def _describe(finding: Any, path: list[str], node: Node) -> tuple[str, str]:
     key, kind, message = ".".join(path), finding["type"], finding["msg"]
     if kind == "extra_forbidden":
         nearest = nearest_key(path)
-        return f"unknown key {key!r}", f"; did you mean {nearest!r}?" if nearest else _ALL_KEYS
+        return f"unknown key {key!r}", f"; did you mean {nearest!r}?" if nearest else _what_there_is(path)
     if kind == "missing":
         keys = required_keys(path)
         return f"{' and '.join(keys)} is not set", f"; set it in the file, or with the override {keys[0]}=VALUE"

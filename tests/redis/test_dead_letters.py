@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,17 @@ import redis.asyncio
 
 from streamrl.learner.groups.feed import Feed
 from streamrl.ops.cli.main import main
+from streamrl.ops.cli.operate import letter_lines
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
-from streamrl.protocol.transport.operator import purge, read_letters, read_requests, read_retried, request_retries
+from streamrl.protocol.transport.operator import (
+    DeadLetter,
+    purge,
+    read_letters,
+    read_requests,
+    read_retried,
+    request_retries,
+)
 from streamrl.protocol.transport.snapshot import snapshot
 from streamrl.protocol.transport.types import Letter
 from streamrl.protocol.transport.worker import WorkerStream
@@ -81,6 +90,33 @@ async def test_letters_are_listed_with_their_errors_and_prompts(
     assert [(one["ticket"], one["attempts"], one["retry_requested"]) for one in told] == [(1, 1, False), (2, 1, False)]
     assert dead("show", "--ticket", "2", keys=keys, url=redis_url) == 0
     assert json.loads(capsys.readouterr().out) == told[1]
+
+
+def test_a_listed_letter_tells_what_failed_and_what_its_prompt_asks() -> None:
+    error = (
+        "3 of 4 samples failed: reward 'right': the function failed: ValueError: no number in 'so'" + " (x.py:1)" * 20
+    )
+    system = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    prompt = f"{system}<|im_start|>user\nHow many apples?<|im_end|>\n<|im_start|>assistant\n"
+    letter = DeadLetter(
+        entry_id="1-0",
+        number=7,
+        run_uid=UID,
+        purpose="train",
+        ticket=replace(make_ticket(7), prompt=prompt),
+        error=error,
+        at=1.0,
+        retry_requested=False,
+    )
+
+    lines = list(letter_lines([letter]))
+
+    assert lines[0].startswith("       7  3 of 4 samples failed: reward")
+    assert "ValueError: no number in 'so'" in lines[0]
+    assert lines[1].startswith(f"{'':10}…")
+    assert "How many apples?" in lines[1]
+    assert max(map(len, lines)) <= 120
+    assert lines[2] == "1 dead letter"
 
 
 async def test_a_retry_becomes_one_ticket_however_often_it_is_asked_for(

@@ -182,7 +182,17 @@ def test_a_folder_an_empty_file_and_a_list_are_no_configuration(folder: Path) ->
             "validation.sampling.topp=1",
             "unknown key 'validation.sampling.topp'; did you mean 'validation.sampling.top_p'?",
         ),
-        ("qqqq=1", "unknown key 'qqqq'; `streamrl config show` prints all that there are"),
+        (
+            "qqqq=1",
+            "unknown key 'qqqq'; a configuration has name, seed, dir, redis, model, data, sampling, rewards, "
+            "environment, reward_server, teacher, algorithm, optimizer, training, lag, weights, checkpoint, validation, "
+            "metrics, worker, learner",
+        ),
+        (
+            "sampling.n=4",
+            "unknown key 'sampling.n'; sampling has num_samples, max_tokens, min_tokens, greedy, temperature, top_k, "
+            "top_p, repetition_penalty, stop, accept_mismatch",
+        ),
         ("extends=bse.yaml", f"extends = 'bse.yaml': there is no file bse.yaml; {SHIPPED}"),
         ("optimizer.lr=fast", "optimizer.lr = 'fast': must be a valid number"),
         ("optimizer.lr='1e-6'", "optimizer.lr = '1e-6': must be a valid number"),
@@ -248,7 +258,7 @@ def test_a_key_named_like_the_type_of_its_source_confuses_nobody(folder: Path) -
         f"override '{override}': rewards.other.target is not set; "
         "set it in the file, or with the override rewards.other.target=VALUE",
         f"override '{override}': unknown key 'rewards.other.function'"
-        "; `streamrl config show` prints all that there are",
+        "; `streamrl config show conf/reinforce.yaml` prints all that there are",
     ]
 
 

@@ -36,7 +36,7 @@ _ENDS_A_RUN = ("drain", "stop")
 _TAKE_UP = "there is nobody to hear it; `streamrl up CONFIG` takes the run up again"
 _LETTERS = "dead letters lie in it, and are there again when `streamrl up CONFIG` takes the run up"
 _LOOK_EVERY_S = 0.2
-_SHOWN_CHARS = 60
+_SHOWN_CHARS = 110  # of an error: what failed in a function of the user's stands behind 50 others
 
 
 def _order_of(command: Callable[..., Any]) -> click.Command:
@@ -125,7 +125,7 @@ def ls(target: Target, as_json: bool) -> None:
     """List the dead letters, the oldest first."""
     with open_run(target, instead=_LETTERS) as opened:
         letters = _letters(opened)
-        tell([_to_json(letter) for letter in letters] if as_json else None, _lines(letters), as_json=as_json)
+        tell([_to_json(letter) for letter in letters] if as_json else None, letter_lines(letters), as_json=as_json)
 
 
 @dead.command()
@@ -231,20 +231,18 @@ def _to_json(letter: DeadLetter) -> dict[str, Any]:
     return told
 
 
-def _lines(letters: Iterable[DeadLetter]) -> Iterator[str]:
+def letter_lines(letters: Iterable[DeadLetter]) -> Iterator[str]:
     count = 0
     for letter in letters:
         count += 1
-        yield _line(letter)
+        yield from _of_letter(letter)
     yield plural(count, "dead letter")
 
 
-def _line(letter: DeadLetter) -> str:
-    prompt = letter.ticket.prompt if letter.ticket else "(cannot be read)"
-    asked = "  (retry asked for)" if letter.retry_requested else ""
-    return f"{letter.number:>8}  {_short(letter.error):<{_SHOWN_CHARS}}  {_short(prompt)}{asked}"
-
-
-def _short(text: str) -> str:
-    flat = " ".join(text.split())
-    return flat if len(flat) <= _SHOWN_CHARS else f"{flat[: _SHOWN_CHARS - 1]}…"
+def _of_letter(letter: DeadLetter) -> Iterator[str]:
+    """Its error, and below it the prompt: of a long one the end, since the chats of a run begin alike."""
+    asked = "(retry asked for) " if letter.retry_requested else ""
+    error = " ".join(f"{asked}{letter.error}".split())
+    prompt = " ".join(letter.ticket.prompt.split()) if letter.ticket else "(cannot be read)"
+    yield f"{letter.number:>8}  {error if len(error) <= _SHOWN_CHARS else error[: _SHOWN_CHARS - 1] + '…'}"
+    yield f"{'':8}  {prompt if len(prompt) <= _SHOWN_CHARS else '…' + prompt[1 - _SHOWN_CHARS :]}"
