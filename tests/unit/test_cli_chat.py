@@ -130,7 +130,7 @@ def test_a_run_is_its_export_and_then_its_newest_checkpoint(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["nowhere", "--prompt", "a"], "there is no nowhere/checkpoints"),
+        (["nowhere", "--prompt", "a"], "nowhere: there is no folder nowhere; name that of a run"),
         (["{model}", "--prompt", "a", "--system", "b", "--plain"], "--system is for the chat template"),
         (["{model}", "--prompt", "a", "--system", "b"], "has none"),
         (["{model}", "--prompt", "a" * 600], "600 tokens leave no room for an answer: the model knows 512 positions"),

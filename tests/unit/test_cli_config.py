@@ -156,6 +156,14 @@ def test_what_init_is_not_told_it_asks(config: str, monkeypatch: pytest.MonkeyPa
     assert load_config("asked.yaml").config.rewards["right"].target == "exact_match"  # type: ignore[union-attr]
 
 
+def test_init_says_what_to_do_where_nobody_answers(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["config", "init", "asked.yaml"]) == 2
+    assert "error: the input ended where an answer was asked for" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("file", "reward", "told"),
     [

@@ -90,6 +90,11 @@ def test_an_unknown_option_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> N
     assert "--frobnicate" in capsys.readouterr().err
 
 
+def test_a_setting_with_dashes_is_told_how_settings_are_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["up", "run.yaml", "--optimizer.lr=1e-5"]) == 2
+    assert "Settings have no dashes: optimizer.lr=VALUE" in capsys.readouterr().err
+
+
 @click.command()
 @click.argument("kind")
 def failing(kind: str) -> None:

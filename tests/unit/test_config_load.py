@@ -185,8 +185,8 @@ def test_a_folder_an_empty_file_and_a_list_are_no_configuration(folder: Path) ->
         (
             "qqqq=1",
             "unknown key 'qqqq'; a configuration has name, seed, dir, redis, model, data, sampling, rewards, "
-            "environment, reward_server, teacher, algorithm, optimizer, training, lag, weights, checkpoint, validation, "
-            "metrics, worker, learner",
+            "environment, reward_server, teacher, algorithm, optimizer, training, lag, weights, checkpoint, "
+            "validation, metrics, worker, learner",
         ),
         (
             "sampling.n=4",

@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 from streamrl import __version__
-from streamrl.errors import ResourceError, StreamrlError
+from streamrl.errors import ResourceError, StreamrlError, UserError
 from streamrl.ops.cli.commands import COMMANDS, Entry
 
 EXIT_INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
@@ -89,6 +89,20 @@ def refusal(error: OSError) -> ResourceError | None:
     return ResourceError(f"{error.filename}: {error.strerror}")
 
 
+def _misused(error: click.ClickException) -> int:
+    error.show()
+    if isinstance(error, click.NoSuchOption) and "." in error.option_name:
+        click.echo(f"Settings have no dashes: {error.option_name.lstrip('-')}=VALUE", err=True)
+    return error.exit_code
+
+
+def _broken_off(error: BaseException) -> int:
+    if not isinstance(error.__context__, EOFError):
+        return EXIT_INTERRUPTED
+    click.echo("\nerror: the input ended where an answer was asked for; an option can give it, see --help", err=True)
+    return UserError.exit_code
+
+
 def main(argv: Sequence[str] | None = None, *, commands: Mapping[str, Entry] = COMMANDS) -> int:
     """Run the command line; the exit code. Raises for defects only."""
 
@@ -117,10 +131,9 @@ def main(argv: Sequence[str] | None = None, *, commands: Mapping[str, Entry] = C
     try:
         result = group.main(args=None if argv is None else list(argv), prog_name="streamrl", standalone_mode=False)
     except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        return EXIT_INTERRUPTED
+        return _misused(error)
+    except (click.Abort, KeyboardInterrupt) as error:
+        return _broken_off(error)
     except StreamrlError as error:
         click.echo(f"error: {error}", err=True)
         return error.exit_code

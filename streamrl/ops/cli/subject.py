@@ -29,6 +29,12 @@ def find_subject(text: str, *, exported: bool = False) -> Subject:
     if _is_model(text):
         # runs/mine/export lies beside it
         return Subject(name=text, checkpoint=None, config_file=Path(text).parent / "config.yaml")
+    place = text.rpartition("@")[0] or text
+    if not Path(text).exists() and not Path(place).exists():
+        raise DataError(
+            f"{text}: there is no folder {place}; name that of a run (RUN, RUN@STEP or RUN@best) or of a model, or a "
+            "model on a hub, OWNER/NAME"
+        )
     found = find_checkpoint(text)
     config_file = found.folder.parent.parent / "config.yaml"
     return Subject(name=f"{text} (step {found.state.step})", checkpoint=found, config_file=config_file)

@@ -28,7 +28,8 @@ def unreachable(error: str) -> Cause:
         name="redis_unreachable",
         title="Redis does not answer",
         evidence=error,
-        remedy="start Redis, or mend the way to it; learner and workers wait for redis.give_up_after_s and go on",
+        remedy="start Redis, or mend the way to it, its address or the password; learner and workers "
+        "wait for redis.give_up_after_s and go on",
     )
 
 
