@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import io
 import linecache
 import os
 import pickle
@@ -22,7 +23,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 FORMS = "`package.module:function` or `path/to/file.py:function`"
@@ -81,11 +82,27 @@ def pickled(function: Callable[..., Any]) -> bytes:
     """The function with all that it needs of where it was defined; any exception says why that cannot be."""
     import cloudpickle  # only who gives such a function has a use for it
 
-    file = getattr(getattr(function, "__code__", None), "co_filename", "")
-    # Of a notebook's cell there is no file, and errors are to show the line all the same.
-    lines = [] if os.path.exists(file) else linecache.getlines(file)
-    held = pickle.dumps((file, lines, cloudpickle.dumps(function)))
-    return platform.python_version().encode() + b"\n" + held
+    files: dict[str, list[str]] = {}
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        """Keeps the file that code is of, for which cloudpickle puts a word of its own since 3.1.3."""
+
+        def reducer_override(self, value: Any) -> Any:
+            if not isinstance(value, CodeType):
+                return super().reducer_override(value)
+            file = value.co_filename
+            # Of a notebook's cell there is no file, and errors are to show the line all the same.
+            if not os.path.exists(file):
+                files[file] = linecache.getlines(file)
+            return _code_of, (file, *self.dispatch_table[CodeType](value))
+
+    held = io.BytesIO()
+    Pickler(held).dump(function)
+    return platform.python_version().encode() + b"\n" + pickle.dumps((files, held.getvalue()))
+
+
+def _code_of(file: str, make: Callable[..., CodeType], arguments: tuple[Any, ...]) -> CodeType:
+    return make(*arguments).replace(co_filename=file)
 
 
 def _load_pickled(path: Path) -> Callable[..., Any]:
@@ -95,8 +112,8 @@ def _load_pickled(path: Path) -> Callable[..., Any]:
     theirs, ours = version.decode(), platform.python_version()
     if theirs.split(".")[:2] != ours.split(".")[:2]:  # code objects of one are none of another's
         raise RuntimeError(f"{path} is of Python {theirs}, and this is {ours}: give streamrl.start the function again")
-    file, lines, function = pickle.loads(held)  # noqa: S301 - it is code, as a file of Python is, and as much allowed
-    if lines:
+    files, function = pickle.loads(held)  # noqa: S301 - it is code, as a file of Python is, and as much allowed
+    for file, lines in files.items():
         linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
     return pickle.loads(function)  # type: ignore[no-any-return]  # noqa: S301 - as above
 

@@ -57,7 +57,7 @@ OF_SETTINGS = {
     ),
     "an unknown section": Mistake(
         files={"run.yaml": CONFIG + "trainer: {max_steps: 3}\n"},
-        says=("run.yaml:10", "unknown key 'trainer'", "streamrl config show"),
+        says=("run.yaml:10", "unknown key 'trainer'", "a configuration has name, seed, dir,"),
     ),
     "a wrong type": Mistake(
         overrides=("training.max_steps=ten",), says=("training.max_steps", "'ten'", "must be a valid integer")

@@ -106,15 +106,20 @@ async def test_a_module_on_the_path_can_be_named(start: Start) -> None:
 async def test_a_notebooks_function_runs_and_its_error_shows_the_line_that_no_file_has(
     start: Start, tmp_path: Path
 ) -> None:
-    lines = ["def cell(prompt, completion, token_ids, fields):\n", "    return offset + float(completion)\n"]
-    linecache.cache["<cell 7>"] = (len("".join(lines)), None, lines, "<cell 7>")
+    """Also where that line is another cell's, which the function calls."""
+    cells = {
+        "<cell 6>": ["def number(text):\n", "    return float(text)\n"],
+        "<cell 7>": ["def cell(prompt, completion, token_ids, fields):\n", "    return offset + number(completion)\n"],
+    }
     space: dict[str, Any] = {"__name__": "__main__", "offset": 1.0}
-    exec(compile("".join(lines), "<cell 7>", "exec"), space)
+    for name, lines in cells.items():
+        linecache.cache[name] = (len("".join(lines)), None, lines, name)
+        exec(compile("".join(lines), name, "exec"), space)
     (tmp_path / "cell.pkl").write_bytes(pickled(space["cell"]))
 
     async with start(f"{tmp_path}/cell.pkl:cell") as reward:
         assert await reward.score(make_item("41")) == 42.0
-        with pytest.raises(RewardError, match=r"could not convert .*: 'x' \(<cell 7>:2: return offset \+ float"):
+        with pytest.raises(RewardError, match=r"could not convert .*: 'x' \(<cell 6>:2: return float\(text\)"):
             await reward.score(make_item("x"))
 
 
