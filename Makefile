@@ -6,7 +6,7 @@ export PYTHON
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart demo test test-long test-root test-images lint format docs bench chaos gpu-check scale staleness peers clean
+.PHONY: help setup upgrade quickstart demo test test-long test-root test-images lint format docs bench chaos gpu-check scale staleness peers clean
 
 help:  ## list the targets
 	@echo 'streamrl: make TARGET'
@@ -14,6 +14,9 @@ help:  ## list the targets
 
 setup:  ## install everything into .venv; seconds when nothing changed (PYTHON=python3.12 for another interpreter)
 	@.ci/setup
+
+upgrade:  ## install the newest versions of all packages, and pin them in .ci/constraints.txt
+	@.ci/setup upgrade
 
 quickstart: setup  ## watch a small model learn, a few minutes (ARGS="seed=2" for other settings)
 	@.venv/bin/streamrl quickstart $(ARGS)

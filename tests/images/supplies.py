@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
-CONSTRAINTS = ROOT / "docker" / "constraints.txt"
+CONSTRAINTS = ROOT / ".ci" / "constraints.txt"
 OVERRIDES = ROOT / ".ci" / "cpu-overrides.txt"
 TOOLS = {"mmdebstrap": "mmdebstrap", "apt-ftparchive": "apt-utils"}  # of Debian's package
 # What is installed together: in an image each, and what makes a wheel of a checkout.

