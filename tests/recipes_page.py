@@ -98,7 +98,7 @@ def run(root: Path, *arguments: str, expect: int = 0) -> str:
         env={**os.environ, "PYTHONPATH": f"{root}:{ROOT}"},  # of the latter only `tests`
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == expect, done.stdout + done.stderr

@@ -67,7 +67,7 @@ def ask(session, key=None, content="hello", path="/chat/completions"):
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
     headers = {"authorization": f"Bearer {key or session.api_key}", "content-type": "application/json"}
     request = urllib.request.Request(session.base_url + path, body, headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=240) as answer:
         return json.loads(answer.read())["choices"][0]["message"]["content"]
 
 async def bad(session, row):

@@ -144,7 +144,7 @@ def asked(url: str, token: str) -> tuple[int, str]:
     """(status, what was said)"""
     headers: Mapping[str, str] = {"Authorization": f"Bearer {token}"}
     try:
-        with urllib.request.urlopen(urllib.request.Request(f"{url}api/view", headers=headers), timeout=10) as reply:
+        with urllib.request.urlopen(urllib.request.Request(f"{url}api/view", headers=headers), timeout=240) as reply:
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, ""

@@ -39,7 +39,7 @@ def die_publishing(url: str, keys: Keys, store: str, *, crash_at: str) -> None:
         env={**os.environ, VARIABLE: crash_at},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr

@@ -127,7 +127,7 @@ import urllib.error, urllib.request, json
 def ask(session, path, body):
     headers = {"authorization": "Bearer " + session.api_key, "content-type": "application/json"}
     request = urllib.request.Request(session.base_url + path, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=240) as answer:
         return json.loads(answer.read())["choices"][0]["message"]["content"]
 
 def leaky(session, row):

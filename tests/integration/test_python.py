@@ -55,7 +55,7 @@ if __name__ == "__main__":
     with streamrl.start("mine.yaml", {"name": "whole", "training.max_steps": 2}, rewards=[near]) as run:
         steps = [(step.number, step.reward) for step in run]
         done = run.wait()
-    again = streamrl.start("mine.yaml", {"name": "whole", "training.max_steps": %d}, rewards=[near]).wait(timeout=150)
+    again = streamrl.start("mine.yaml", {"name": "whole", "training.max_steps": %d}, rewards=[near]).wait(timeout=240)
     print(json.dumps({
         "steps": steps, "first": done.state, "second": again.steps, "export": str(done.export),
         "clean": again.summary["clean"], "rewards": list(run.status().limits.reward_sources),
@@ -151,7 +151,7 @@ def test_a_program_that_is_interrupted_has_its_run_write_a_checkpoint_before_it_
         assert program.stdout is not None
         program.stdout.readline()
         program.send_signal(signal.SIGINT)
-        _, err = program.communicate(timeout=150)
+        _, err = program.communicate(timeout=240)
 
     assert program.returncode == -signal.SIGINT
     assert "KeyboardInterrupt" in err

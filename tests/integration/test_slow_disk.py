@@ -27,7 +27,7 @@ def test_ranks_wait_for_one_that_verifies_or_seals_a_checkpoint_for_longer_than_
         env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-4000:]

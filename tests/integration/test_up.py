@@ -95,7 +95,7 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str], *, code: int = 0) -> dict[str, Any]:
     """Its summary; it must end with this code."""
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == code, err
     return dict(json.loads(out.splitlines()[-1]))
 

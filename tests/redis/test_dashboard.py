@@ -72,7 +72,7 @@ def dashboard(run: Watched, *arguments: str) -> Iterator[str]:
 
 
 def get(url: str, **headers: str) -> Any:
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as reply:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=240) as reply:
         body = reply.read().decode()
         return json.loads(body) if "json" in reply.headers["content-type"] else body
 

@@ -207,7 +207,7 @@ def test_a_server_that_was_there_before_is_waited_for_and_then_away(tmp_path: Pa
     with ThreadPoolExecutor(max_workers=1) as thread:
         connecting = thread.submit(connect, f"unix://{tmp_path.resolve()}/redis.sock", settings, patience_s=30.0)
         wait_until(lambda: connecting.running(), description="it tries")
-        with EmbeddedRedis.start(tmp_path), connecting.result(timeout=30.0) as client:
+        with EmbeddedRedis.start(tmp_path), connecting.result(timeout=240) as client:
             assert client.ping()
 
 

@@ -144,7 +144,7 @@ def look(run: Path) -> Iterator[tuple[str, Cell]]:
             try:
                 assert process.stdout is not None
                 url = process.stdout.readline().rpartition(" ")[2].strip()
-                told = [urllib.request.urlopen(f"{url}{path}", timeout=60).read().decode() for path in paths]
+                told = [urllib.request.urlopen(f"{url}{path}", timeout=240).read().decode() for path in paths]
             finally:
                 process.terminate()
         yield name, Cell(code=0, seconds=time.monotonic() - began, out="\n".join(told))

@@ -143,7 +143,7 @@ def test_the_files_are_printed_whole(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def get(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=10) as reply:
+    with urllib.request.urlopen(url, timeout=240) as reply:
         assert "text/plain; version=" in reply.headers["content-type"]
         return bytes(reply.read())
 

@@ -47,7 +47,7 @@ def session(run: Watched, target: list[str], output: Path) -> None:
         program.shows("sample 1")
     with dashboard(run) as url:
         for path in ("api/view", "api/history", "api/rollouts", "metrics"):
-            urllib.request.urlopen(f"{url}{path}", timeout=10).close()
+            urllib.request.urlopen(f"{url}{path}", timeout=240).close()
 
 
 def write_commands(client: redis.Redis) -> set[str]:

@@ -140,7 +140,7 @@ def end_a_recorder(world: RunWorld, folder: Path, number: signal.Signals) -> tup
             wait_until(lambda: folder.exists() and num_groups(folder) == 6, description="all are recorded")
         finally:
             recorder.send_signal(number)
-        out, _ = recorder.communicate(timeout=20)
+        out, _ = recorder.communicate(timeout=240)
     return recorder.returncode, out
 
 

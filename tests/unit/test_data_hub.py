@@ -129,7 +129,7 @@ def test_no_such_folder_is_one_line_and_so_is_no_network(tmp_path: Path) -> None
         env=variables,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 

@@ -92,7 +92,7 @@ def ask(client, prompt):
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": prompt}]}).encode()
     headers = {"authorization": "Bearer EMPTY", "content-type": "application/json", **client.headers}
     request = urllib.request.Request(client.base_url + "/chat/completions", body, headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=240) as answer:
         return json.loads(answer.read())["choices"][0]["message"]["content"]
 """
 TYPES = "def content_text(content):\n    return content\n"

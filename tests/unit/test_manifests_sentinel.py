@@ -103,7 +103,7 @@ def starts(place: Path, script: str, pod: str, words: Sequence[str] = ()) -> lis
         env=environment,
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=240,
         check=True,
     )
     return done.stdout.split()

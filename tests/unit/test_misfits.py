@@ -42,7 +42,7 @@ def seen(folder: Path) -> list[object]:
         env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     told: list[object] = json.loads(done.stdout)

@@ -31,7 +31,7 @@ def run(folder: Path, *command: str, **environment: str) -> subprocess.Completed
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 
@@ -180,13 +180,31 @@ def test_set_up_whose_index_answers_nothing_says_which_step_failed(bare: Path) -
     assert not (bare / ".venv" / ".setup-done").exists()
 
 
+@pytest.mark.parametrize("at_hand", [True, False])
+def test_set_up_installs_the_versions_that_were_tested_or_else_says_that_it_does_not(bare: Path, at_hand: bool) -> None:
+    installer, python = bare / ".ci" / "uv-install", bare / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nexit 0\n")
+    python.chmod(0o755)
+    refuses = "" if at_hand else 'case "$*" in *--constraints*) exit 1 ;; esac\n'
+    installer.write_text(f'#!/bin/sh\necho "installs: $*"\n{refuses}')
+
+    result = run(bare, ".ci/setup", PYTHON=sys.executable)
+
+    assert result.returncode == 0, result.stdout
+    tries = ["--constraints .ci/constraints.txt" in line for line in result.stdout.splitlines() if "installs: " in line]
+    assert tries == ([True] if at_hand else [True, False])
+    assert ("may not have been tested" in result.stdout) is not at_hand
+    assert (bare / ".venv" / ".setup-done").exists()
+
+
 def test_where_chromium_cannot_be_had_one_line_says_why(tmp_path: Path) -> None:
     tried = subprocess.run(
         ["/bin/bash", ROOT / ".ci" / "chromium"],
         env={"PATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 

@@ -48,7 +48,7 @@ def build(folder: Path, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHON": sys.executable},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 

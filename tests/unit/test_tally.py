@@ -33,9 +33,9 @@ class Rank:
 
     def _exchange(self, mine: Any) -> list[Any]:
         self._told[self._number] = mine
-        self._barrier.wait(timeout=10)
+        self._barrier.wait(timeout=240)
         told = list(self._told)
-        self._barrier.wait(timeout=10)
+        self._barrier.wait(timeout=240)
         return told
 
     gather_bytes = _exchange

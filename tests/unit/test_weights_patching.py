@@ -77,7 +77,7 @@ def test_an_error_leaves_no_thread_at_work() -> None:
 
     def work(item: int) -> None:
         if item < 2:
-            both.wait(timeout=10)
+            both.wait(timeout=240)
         if item == 0:
             raise WeightsError("of the first")
 
