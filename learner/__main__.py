@@ -1,4 +1,4 @@
-"""`python -m learner`, in a checkout: the program is `streamrl.learner`, under one name however it is started."""
+"""Entry point of `python -m learner` in a checkout; runs `streamrl.learner`, so modules keep one name."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Puts one rank's learner together, in an order such that a user's mistake shows before anything has an effect.
+"""Assembles one rank's learner, in an order that reports a user's mistake before anything takes effect.
 
 prompts, tokenizer ─► model ─► lease, term, claim (rank 0) ─► Start to all ─► restore ─► loop ─► release
 """
@@ -48,7 +48,7 @@ from streamrl.protocol.wire.routes import RouteShape
 from streamrl.recipe.algorithms import make_algorithm
 from streamrl.telemetry.progress import Progress, Wait
 
-# What rank 0 says to the others, in the place of a Start, while another learner has the run.
+# What rank 0 broadcasts instead of a Start while another learner holds the run.
 _WAIT_ON, _LEAVE = b"wait on", b"leave"
 
 
@@ -63,12 +63,12 @@ def learn(
     elastic: bool,
     environment: Mapping[str, str],
 ) -> RunState:
-    """The whole life of one rank; "running": others go on with the run."""
+    """Run one rank from start to end; "running" means that others continue the run."""
     progress = rank_progress(world)
     with ExitStack() as stack:
         server = _connect(config, url, environment, takeover=takeover, standby=standby)
         stack.enter_context(server.client)
-        # Before all that may take long: workers wait for a learner which shows itself.
+        # Before anything slow: workers wait for a learner that reports itself.
         show = stack.enter_context(_showing(config, server, progress))
         context = surround(config, world, progress, stop=stop, environment=environment, elastic=elastic)
         return _lead(context, server, show) if world.is_main else _follow(context, server, show)
@@ -76,8 +76,10 @@ def learn(
 
 @contextmanager
 def _showing(config: schema.Config, server: Server, progress: Progress) -> Iterator[Callable[[], None]]:
-    """Reports what this rank does; while another learner holds the run, that it stands by. What is yielded is to be
-    called when it has the run."""
+    """Report this rank's progress, or that it is on standby while another learner holds the run.
+
+    Yields a function to call once this learner has the run.
+    """
     holder = lease_holder(server.client, server.keys, give_up_after_s=config.redis.give_up_after_s)
     is_shown = holder in (None, server.holder)
     report = partial(write_reports, server.client, server.keys)
@@ -99,8 +101,10 @@ def _showing(config: schema.Config, server: Server, progress: Progress) -> Itera
 def _connect(
     config: schema.Config, url: str, environment: Mapping[str, str], *, takeover: bool, standby: bool
 ) -> Server:
-    """The server of a run that has begun comes back, after a failover or when it has read its file, and is waited for.
-    Before that the address may be wrong."""
+    """Connect to Redis, waiting for the server if the run has already begun.
+
+    After a failover, or while it loads its file, such a server comes back. Before that the address may simply be wrong.
+    """
     has_begun = was_restarted(environment) or highest_term(config.folder) > 0
     return Server(
         client=connect(url, config.redis, patience_s=config.redis.give_up_after_s if has_begun else None),
@@ -113,7 +117,7 @@ def _connect(
 
 
 def _follow(context: RankContext, server: Server, show: Callable[[], None]) -> RunState:
-    """Every rank but the first."""
+    """Every rank except rank 0."""
     policy = load_model_together(context)
     while (word := context.patient.broadcast(None)) == _WAIT_ON:
         pass
@@ -127,7 +131,7 @@ def _follow(context: RankContext, server: Server, show: Callable[[], None]) -> R
 
 
 def _lead(context: RankContext, server: Server, show: Callable[[], None]) -> RunState:
-    """Rank 0: become the learner of the run, do the work, and say how it ended."""
+    """Rank 0: become the run's learner, train, and record how the run ended."""
     config, prompts, held_out = context.config, read_train_prompts(context), _read_held_out(context)
     policy = load_model_together(context)
     check_server(
@@ -155,7 +159,7 @@ def _read_held_out(context: RankContext) -> Sequence[Prompt]:
 
 
 def _await_lease(context: RankContext, server: Server, take: Callable[..., bool]) -> bool:
-    """Whether it is ours now. The other ranks hear that they are to wait on, and at last to leave where it is not."""
+    """Wait for the lease and return whether rank 0 got it; meanwhile the other ranks are told to wait or leave."""
 
     def go_on() -> bool:
         context.patient.broadcast(_WAIT_ON)
@@ -175,7 +179,7 @@ def _work_and_tell(
     admitted: Admitted,
     make_conductor: Callable[[], Conductor],
 ) -> RunState:
-    """The work of the run's learner; Redis and the run's folder hear that it goes on, and how it ended."""
+    """Train, and record in Redis and in the run's folder that the run is running and how it ended."""
     start, stream = admitted.start, admitted.stream
     note = partial(note_state, context.config.folder, term=start.term)
     note("running")
@@ -185,12 +189,12 @@ def _work_and_tell(
         publisher = _make_publisher(context, server, policy, start, stream)
         state = work(context, policy, start, conductor=conductor, stream=stream, publisher=publisher)
     except (UserError, TrainingError) as error:
-        # Nothing that a restart could mend: say so to whoever watches the run.
+        # No restart can fix this, so record the failure where the monitor shows it.
         stream.event("failed", error=str(error))
         stream.release("failed")
         note("failed", error=str(error))
         raise
-    if state != "running":  # whoever comes next has our name, and needs no release
+    if state != "running":  # the successor has the same holder name and needs no release
         stream.release(state)
         note(state)
     return state
@@ -232,7 +236,7 @@ def _make_conductor(
 
 
 def _make_feed(context: RankContext, admitted: Admitted, prompts: PromptSet, routes: RouteShape | None) -> Feed:
-    """It goes on where the checkpoint says."""
+    """The feed, continued from the checkpoint's state."""
     config, start, checkpoint = context.config, admitted.start, admitted.checkpoint
     state = checkpoint.state.stream if checkpoint else None
     since = checkpoint.name.term if checkpoint else 0
@@ -249,7 +253,7 @@ def _make_feed(context: RankContext, admitted: Admitted, prompts: PromptSet, rou
         most=largest_group(config, routes),
     )
     if state is not None:
-        # Once more, in case its writer died before it could tell Redis.
+        # Repeated in case the checkpoint's writer died before it updated Redis.
         feed.committed(state, step=start.step)
     return feed
 

@@ -1,6 +1,6 @@
-"""What rank 0 commits with a checkpoint, as of the step whose state was copied; the ranks write theirs meanwhile.
+"""Rank 0's part of a checkpoint: it seals the stream's state of the copied step while ranks write their shards.
 
-begin_commit: the books ─► seal: manifest, rename ─► announce: Redis, score ─► prune: older ones
+begin_commit: the state ─► seal: manifest, rename ─► announce: Redis, score ─► prune: older ones
 loop                       thread                    loop                      thread
 """
 
@@ -45,7 +45,7 @@ class Commit:
         self._sealed = self._checkpoints.commit(self._name, self._state, files=files)
 
     def announce(self) -> None:
-        """Blocks on Redis within its bounds."""
+        """Update Redis and the validation schedule. Blocks on Redis, within its limits."""
         assert self._sealed is not None, "there is nothing to tell of before"
         with redis_may_be_away("the next checkpoint tells of this one"):
             self._feed.committed(self._sealed.state.stream, step=self._name.step)
@@ -54,7 +54,7 @@ class Commit:
         self._event("checkpoint", name=str(self._name), step=self._name.step)
 
     def prune(self) -> None:
-        """Blocks on the disk."""
+        """Remove checkpoints that need not be kept. Blocks on the disk."""
         try:
             self._checkpoints.prune(
                 ancestry(self._checkpoints.root),
@@ -69,7 +69,7 @@ class Commit:
 
 
 class NoCommit:
-    """Of every rank but the first."""
+    """The counterpart on every rank except rank 0."""
 
     def seal(self, files: Files) -> None: ...
 

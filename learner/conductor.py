@@ -1,17 +1,17 @@
-"""Rank 0's half of the loop: what all ranks do next, and what the rest of the world learns of it.
+"""Rank 0's half of the loop: decides what all ranks do next, and reports what they did.
 
     operator, signal, lease, time ─┐
     validation ────────────────────┼─► next_plan ─► STEP | IDLE | COMMIT | PUBLISH | END | STOP ─► broadcast
     feed ──────────────────────────┘
 
-Each decision takes about a second at most: when there is nothing to do yet the plan says IDLE, so that the other ranks,
-who wait for it in a collective, never come near its timeout. Every rank has a conductor: on all but the first it is a
-`Follower`, which hears, and records nothing.
+A decision takes about a second at most: with nothing to do the plan is IDLE, so that the other ranks, which wait in the
+broadcast, never reach its timeout. Every rank has a conductor; on all but rank 0 it is a `Follower`, which only
+receives.
 
     rank 0   Conductor: decides, broadcasts, records                  others   Follower
 
-What returns something is a collective: all ranks call it, and all get what rank 0 decided. The rest tells rank 0 what
-the ranks did, and is nothing to the others.
+Methods that return something are collectives: all ranks call them and get rank 0's decision. The others report to rank
+0 what the ranks did, and do nothing on the other ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ log = structlog.get_logger(__name__)
 
 
 class RunStream(Protocol):
-    """What the conductor asks of the run's stream; tickets and groups are the feed's."""
+    """What the conductor needs of the run's stream; the feed handles tickets and groups."""
 
     def has_manifests(self, versions: Sequence[int]) -> bool: ...
 
@@ -71,7 +71,7 @@ class Conductor:
         prompts: PromptSet,
         stream: RunStream,
         feed: Feed,
-        validation: Validation | None,  # None: there are no prompts for it
+        validation: Validation | None,  # None: no validation prompts
         lease: LeaseKeeper,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -93,21 +93,21 @@ class Conductor:
         self._data_fingerprint, self._num_prompts = prompts.fingerprint(), prompts.num_tickets(1)
         self._clock = clock
         self._data_epochs = 0.0  # passes over the prompts
-        self._control: Control = "run"  # the operator's word, as last seen
+        self._control: Control = "run"  # the operator's last known order
         self._newest: Published | None = None
         self._look_for_weights_at = 0.0
 
-    # What all ranks hear
+    # Broadcast to all ranks
 
     def next_plan(self, step: int, *, may_train: bool = True) -> Plan:
-        """What all ranks do next. `may_train=False`: weights do not get out, and training would run too far ahead."""
+        """What all ranks do next. `may_train=False`: weights cannot be published; do not train further ahead."""
         otherwise = self._next_of_feed if may_train else self._next_without_a_step
         plan = self._next_but_training(step) or otherwise(step)
         self._tell(plan.to_bytes())
         return plan
 
     def must_stop(self, *, after_s: float = 0.0) -> bool:
-        """Whether to end; `after_s` this long from now, before something that failed is tried again."""
+        """Whether to end; waits `after_s` first, for a pause between retries."""
         self._lease.check()
         if after_s:
             self._pause(after_s)
@@ -116,7 +116,7 @@ class Conductor:
         return told
 
     def look_at_validation(self) -> Outcome:
-        """At the one that runs: what has come of it is taken up."""
+        """Poll the running validation and return its outcome."""
         self._lease.check()
         outcome = Outcome.STOPPED
         if not (self._has_to_end() or self._told_to_stop()):
@@ -158,8 +158,10 @@ class Conductor:
         return plan or Plan(kind=Kind.IDLE, step=step)
 
     def _next_without_a_step(self, step: int) -> Plan:
-        """While weights do not get out, though they should have. That may be for want of room in Redis, where a commit
-        would make some."""
+        """The next plan while weights that are due cannot be published.
+
+        Redis may be full; then a commit would free memory.
+        """
         if self._told_to_stop():
             return Plan(kind=Kind.STOP, step=step)
         if self._feed.commit_would_free():
@@ -172,7 +174,7 @@ class Conductor:
             self._context.stop.wait(wait_s)
 
     def _has_to_end(self) -> bool:
-        """A signal says so, or this job has had its time: the next one goes on."""
+        """Whether a signal came or this job's time is up; the next job continues the run."""
         if self._context.stop.is_set():
             return True
         limit = self._config.training.max_time
@@ -182,8 +184,11 @@ class Conductor:
         return True
 
     def _weights_are_lost(self) -> bool:
-        """Redis was emptied, or went back in time: workers that come now would wait for weights for ever, and we for
-        their groups. Looked for after each version, and now and then."""
+        """Whether Redis no longer holds the newest version's manifests: it was emptied or lost its latest writes.
+
+        New workers would wait for weights forever, and the learner for their groups. Checked after each version and
+        every `_LOOK_FOR_WEIGHTS_EVERY_S`.
+        """
         needed = self._newest.needs if self._newest is not None else ()
         if not needed or self._clock() < self._look_for_weights_at:
             return False
@@ -195,34 +200,36 @@ class Conductor:
         return False
 
     def _look_for_rejections(self) -> None:
-        """While answers are awaited, and an operator has not said that none shall come."""
+        """Check for workers that reject the weights, unless the operator has paused the run."""
         if self._newest is not None and self._feed.control != "pause":
             self._rejections.check(self._newest.version)
 
     def _told_to_stop(self) -> bool:
-        """By the operator, while the feed is not asked for a plan, which listens by itself."""
+        """Whether the operator stopped the run, for rounds without a feed plan (`feed.plan` reads orders itself)."""
         with redis_may_be_away("the operator cannot be heard"):
             self._feed.listen()
         self._show_control()
         return self._feed.control == "stop"
 
     def _show_control(self) -> None:
-        """Tell whom it may concern which word of the operator is being followed."""
+        """Report which of the operator's orders is in effect."""
         control = self._feed.control
         self._context.progress.note(control=control)
         if control != self._control:
             self._control = control
             self._stream.event("obeys", control=control)
 
-    # What the ranks did
+    # Reports of what the ranks did
 
     def validate(self, step: int, latest: Published | None) -> None:
-        """The newest version that is out; or the next one, if its weights are older than this step's. Training goes on
-        meanwhile, if it is to."""
+        """Validate the newest published version, or the next one if its weights are older than this step's.
+
+        Does not wait: training may continue meanwhile.
+        """
         self._validation_schedule.start(step, latest)
 
     def settle(self, plan: Plan, verdicts: Sequence[GroupCheck], *, trained: bool) -> None:
-        """The groups of the plan were looked at, and trained if an update was made of them."""
+        """Record the verdicts on the plan's groups, and whether an update was made from them."""
         self._feed.settle(plan, verdicts, trained=trained)
         sound = [entry.ticket for entry, ok in zip(plan.entries, verdicts, strict=True) if ok == GroupCheck.SOUND]
         if sound and not trained:
@@ -239,11 +246,11 @@ class Conductor:
         self._recorder.step(step, {**metrics, **facts})
 
     def keep_some(self, step: int, groups: Sequence[Group]) -> None:
-        """Of the groups that this rank has trained, for people to read when the stream has forgotten them."""
+        """Keep some of this rank's trained rollouts readable after the stream has trimmed them."""
         self._recorder.rollouts(step, groups)
 
     def begin_commit(self, name: CheckpointName, *, consumed_samples: int) -> Commit:
-        """Of what the books say now."""
+        """Start the commit of a checkpoint with the stream's current state."""
         state = CheckpointState(
             run_uid=self._start.run_uid,
             step=name.step,
@@ -252,7 +259,7 @@ class Conductor:
             extra={
                 "consumed_samples": consumed_samples,
                 "first_step": self._start.first_step,
-                "config": self._config.model_dump(mode="json"),  # what a resume compares its own with
+                "config": self._config.model_dump(mode="json"),  # a resume compares its own against it
             },
         )
         return Commit(

@@ -1,16 +1,16 @@
-"""The training loop, as every rank runs it.
+"""The training loop, run by every rank.
 
               rank 0                                       every rank
-    ┌── next plan: tickets, groups ──► broadcast ──► fetch own groups, verify ──► accept vector, all-reduced
+    ┌── next plan: tickets, groups ──► broadcast ──► fetch own groups, verify ──► verdicts, all-reduced
     │                                                                                    │
     │                                    AdamW ◄── guard, clip ◄── gradients of packed micro-batches
     │                                      │
-    └── settle, record ◄── checkpoint, publish: copies of every rank's own runs; the rest beside the next steps
+    └── settle, record ◄── checkpoint, publish: each rank copies its own state; the rest overlaps the next steps
 
-A round is one plan. Rank 0 decides within about a second, with IDLE when there is nothing to do, so that no rank waits
-for long without a reason that the monitor shows. All ranks follow the same plan under the same settings, so decisions
-that depend on nothing else (publish now? checkpoint now?) need no words. No rank asks which one it is, or whether the
-run is a replay: its conductor and its publisher know.
+A round executes one plan. Rank 0 decides within about a second and sends IDLE when there is nothing to do, so that no
+rank blocks for long without a reason that the monitor shows. All ranks follow the same plan under the same settings, so
+decisions that depend only on these (publish now? checkpoint now?) need no communication. The loop never branches on the
+rank or on live versus replay: the conductor and the publisher do.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from streamrl.learner.start import Start
 from streamrl.protocol.transport.types import GroupStream, RunState
 from streamrl.protocol.wire.group import Group
 
-_BEFORE_NEXT_TRY_S = 1.0  # to publish
+_BEFORE_NEXT_TRY_S = 1.0  # before another attempt to publish
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What the loop drives; all of it made before the first round."""
+    """What the loop drives, all created before the first round."""
 
     start: Start
-    stream: GroupStream  # this rank reads its groups from it
+    stream: GroupStream  # source of this rank's groups
     policy: Policy
     optimizer: torch.optim.Optimizer
     gradients: Gradients
@@ -79,7 +79,7 @@ class Loop:
         self._step_began = time.perf_counter()
 
     def run(self) -> RunState:
-        """Train until the data, the steps, the time or the operator's patience are used up."""
+        """Train until the data, steps or time run out, or the operator stops the run."""
         finished = self._begin() and self._train() and self._close()
         if not self._save_last():
             raise TrainingError(f"the last checkpoint could not be written to {self._config.folder}; the log says why")
@@ -90,10 +90,10 @@ class Loop:
             export(self._parts.policy, self._context.tokenizer_info.tokenizer, self._config, self._context.patient)
         return "finished"
 
-    # The three acts; False, here and below: told to stop before the end
+    # The three phases. False, here and below: stopped before the end
 
     def _begin(self) -> bool:
-        """No ticket goes out before workers can have weights and "before" has been measured."""
+        """Publish the first weights and validate them, before any ticket is issued."""
         fresh = self._parts.start.checkpoint is None
         return self._publish() and (self._validate() if fresh and self._config.validation.at_start else True)
 
@@ -101,7 +101,7 @@ class Loop:
         while True:
             self._publish_schedule.settle()
             self._settle_checkpoint()
-            # Workers that cannot have younger weights would answer with tokens that are too old.
+            # If newer weights cannot be published, workers would answer with stale tokens.
             plan = self._conductor.next_plan(self._step, may_train=self._publish_schedule.keeps_up(self._step))
             match plan.kind:
                 case Kind.STEP:
@@ -116,7 +116,7 @@ class Loop:
                     return plan.kind is Kind.END
 
     def _close(self) -> bool:
-        """Workers get the last weights, and show how good they are."""
+        """Publish the final weights and validate them."""
         if not self._publish_schedule.wait():
             return False
         latest = self._publish_schedule.latest
@@ -125,14 +125,14 @@ class Loop:
         return self._validate() if self._config.validation.at_end else True
 
     def _publish(self) -> bool:
-        """Again and again if need be."""
+        """Publish, retrying until it succeeds or the run must stop."""
         while not self._publish_schedule.send(self._step):
             if self._conductor.must_stop(after_s=_BEFORE_NEXT_TRY_S):
                 return False
         return True
 
     def _validate(self) -> bool:
-        """Of the newest version, after what may still run beside training: that is of an older one."""
+        """Validate the newest version, once any validation of an older one has finished."""
         if not self._await_validation():
             return False
         self._conductor.validate(self._step, self._publish_schedule.latest)
@@ -146,7 +146,10 @@ class Loop:
     # One step
 
     def _make_step(self, plan: Plan) -> None:
-        """fetch ─► gradients ─► updates ─► settle ─► publish ─► validate ─► commit ─► record"""
+        """Make one optimizer step from the plan's groups.
+
+        fetch ─► gradients ─► updates ─► settle ─► publish ─► validate ─► commit ─► record
+        """
         self._progress.working("train")
         tally = Tally(sources=self._config.reward_sources, step=self._step, is_dead=self._parts.start.is_dead)
         fetched, verdicts = self._fetch(plan)
@@ -172,7 +175,7 @@ class Loop:
         self._progress.advanced(step=self._step)
 
     def _fetch(self, plan: Plan) -> tuple[Fetched, list[GroupCheck]]:
-        """(what this rank found, the verdicts on all groups of the plan)"""
+        """Return this rank's groups, and the verdicts of all ranks on every group of the plan."""
         fetched = fetch_groups(
             self._parts.stream,
             plan,
@@ -184,12 +187,12 @@ class Loop:
         )
         told = float(self._context.stop.is_set())
         *verdicts, any_told = self._world.largest(np.append(fetched.verdicts, told))
-        if any_told:  # of whichever machine: rank 0 ends all with its next plan
+        if any_told:  # on any machine: rank 0 ends all ranks with its next plan
             self._context.stop.set()
         return fetched, [GroupCheck(int(verdict)) for verdict in verdicts]
 
     def _learn(self, groups: Sequence[Group], tally: Tally) -> list[Update]:
-        """An update for each pass over the batch; none after one that had to be skipped."""
+        """Make one update for each pass over the batch, ending after a skipped one."""
         made: list[Update] = []
         with self._timers.measure("train"), self._context.watchdog.computing():
             with self._timers.measure("init_logprobs"):
@@ -211,7 +214,7 @@ class Loop:
         )
 
     def _guard(self, updates: Sequence[Update]) -> None:
-        """All ranks count alike, so all of them stop alike."""
+        """Count skipped steps and raise after too many in a row; all ranks count alike, so all stop together."""
         if not updates:
             return
         made = updates[-1]
@@ -228,7 +231,7 @@ class Loop:
             )
 
     def _save(self) -> None:
-        """The state of now; it is written beside the next steps."""
+        """Copy the current state; it is written while training continues."""
         self._progress.working("checkpoint")
         with self._context.watchdog.at_disk(), self._timers.measure("checkpoint"):
             self._parts.saver.begin(self._step, consumed_samples=self._consumed_samples)
@@ -239,7 +242,7 @@ class Loop:
                 self._parts.saver.settle()
 
     def _save_last(self) -> bool:
-        """Nothing goes on before it is on disk."""
+        """Write the last checkpoint and block until it is on disk."""
         self._progress.working("checkpoint")
         with self._context.watchdog.at_disk():
             return self._parts.saver.save(self._step, consumed_samples=self._consumed_samples)

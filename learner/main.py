@@ -1,10 +1,10 @@
-"""One rank of the learner, under torchrun (`process.agent`) or alone: `python -m streamrl.learner --config ...`.
+"""One learner rank, under torchrun (`process.agent`) or alone: `python -m streamrl.learner --config ...`.
 
-With `--replay DIR` in place of `--redis URL` it learns from a recording.
+With `--replay DIR` instead of `--redis URL` it trains from a recording.
 
-Exit codes: 0 finished, or stopped by the operator's word or by `training.max_time`, 2 a user's mistake, or the run is
-another learner's, 76 told to end by a signal while under torchrun, 1 all else. Torchrun answers the last two with a
-restart, unless it is ending itself; where a restart would only fail again, it is told to, and ends with the same code.
+Exit codes: 0 finished, or stopped by the operator or by `training.max_time`; 2 a user's mistake, or another learner
+owns the run; 76 ended by a signal under torchrun; 1 anything else. Torchrun restarts the ranks after the last two,
+unless torchrun itself is ending. Where a restart would only fail again, the rank makes torchrun exit with its code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from streamrl.learner.start import was_restarted
 from streamrl.protocol.transport.types import RunState
 from streamrl.telemetry.logs import configure_logging
 
-_STOPPED_LIMIT_S = 10.0  # of a rank that was stopped from outside; longer than any look at a process takes
+_STOPPED_LIMIT_S = 10.0  # limit for a rank stopped from outside (SIGSTOP); longer than a debugger's look at a process
 
 log = structlog.get_logger("learner")
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     under_agent = "TORCHELASTIC_RUN_ID" in os.environ
     stop = Told()
     if under_agent:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until it has joined the others it has nothing to finish
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing to finish until this rank has joined the others
         die_with_parent(parent)
         show_rank(rank)
     try:
@@ -64,29 +64,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log.error(str(error), exc_info=not hopeless)
         if rank == "0":
             print(f"learner: {error}", file=sys.stderr, flush=True)
-        if is_told and rank == "0" and options.error_file:  # else the run is another learner's, and it is well
+        if is_told and rank == "0" and options.error_file:  # otherwise another learner owns the run and is healthy
             options.error_file.write_text(json.dumps({"error": str(error), "exit_code": error.exit_code}))
         if hopeless and under_agent and os.environ.get("LOCAL_RANK") == "0":
             tell(error.exit_code, os.environ)
-            os.kill(_agent(parent), signal.SIGTERM)  # or it would try again, max-restarts times
+            os.kill(_agent(parent), signal.SIGTERM)  # else torchrun would restart the ranks, up to max-restarts times
         return error.exit_code
-    was_told = stop.is_set() or state == "running"  # this rank, or another one
+    was_told = stop.is_set() or state == "running"  # this rank or another one got a signal
     if under_agent and not was_told:
         have_nothing_to_finish()
-        was_told = stop.is_set()  # since we looked
+        was_told = stop.is_set()  # a signal may have come since the check above
     return EXIT_TOLD if under_agent and was_told else 0
 
 
 def _agent(parent: int) -> int:
-    """Its process id: a fork server may stand between it and us."""
+    """The agent's process id; a fork server may stand between the agent and this process."""
     above = multiprocessing.parent_process()
     return parent if above is None or above.pid is None else above.pid
 
 
 def _run(options: argparse.Namespace, stop: threading.Event, *, under_agent: bool) -> RunState:
-    """The state in which it leaves the run; `stop` is set by a signal to this rank."""
+    """Train, and return the state the run is left in. A signal to this rank sets `stop`."""
     config = load_config(options.config).config
-    if not under_agent:  # else whoever started the agent has asked
+    if not under_agent:  # under the agent, its starter has already checked
         check_resume(config)
     if config.learner.threads:
         torch.set_num_threads(config.learner.threads)
@@ -100,7 +100,8 @@ def _run(options: argparse.Namespace, stop: threading.Event, *, under_agent: boo
             state = learn(
                 config=config,
                 url=options.redis,
-                # Once: who was itself replaced since must not take the run back when torchrun restarts it.
+                # Only at the first start: a learner that was itself replaced must not take the run back when torchrun
+                # restarts it.
                 takeover=options.takeover and not was_restarted(os.environ),
                 standby=options.standby,
                 world=world,

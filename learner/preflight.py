@@ -1,14 +1,14 @@
-"""Before a run: can the learner read what it is given? `python -m streamrl.learner.preflight`, configuration on stdin.
+"""Checks that the learner can read its inputs: `python -m streamrl.learner.preflight`, configuration on stdin.
 
     own loss and advantages ─► tokenizer ─► prompts, by the run's own reader ─► the model on `meta`, its LoRA targets
                                                          ─► a teacher's tokenizer
-                                                         ─► what a rank takes of its GPU, `--elsewhere`: without workers
-                                                         ─► which layout those GPUs should have
+                                                         ─► GPU memory of a rank; `--elsewhere`: without workers
+                                                         ─► the best layout for those GPUs
 
-    python -m streamrl.learner.preflight --gpus 8 --memory BYTES --per-host 8     that alone, for GPUs not here
+    python -m streamrl.learner.preflight --gpus 8 --memory BYTES --per-host 8     only the layout, for GPUs elsewhere
 
-It stops at the first mistake, with the words that the learner would end with some minutes later. No weights are loaded
-and nothing is downloaded: a model that is only on a hub is left to the learner. Blocks on the disk.
+Stops at the first mistake, with the error that the learner would raise some minutes later. Loads no weights and
+downloads nothing: a model that is only on a hub is left to the learner. Blocks on the disk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from streamrl.learner.loading.tokenizer import TokenizerInfo
 
-_READ_S = 10.0  # for so long prompts are tokenised; the learner reads the rest
+_READ_S = 10.0  # time limit for tokenising prompts; the learner reads the rest
 
 
 def main() -> int:
@@ -58,7 +58,7 @@ def _words() -> Namespace:
 
 
 def plan_for(config: schema.Config, words: Namespace) -> Iterator[Finding]:
-    """Of a model of which the configuration alone need be here."""
+    """Suggest a layout for the given GPUs; needs only the model's configuration files on this machine."""
     from streamrl.learner.loading.load import outline, teacher_sizes
     from streamrl.learner.planning.advice import tell
     from streamrl.learner.planning.layouts import Asked, Machine
@@ -69,15 +69,15 @@ def plan_for(config: schema.Config, words: Namespace) -> Iterator[Finding]:
             told = f"{path!r} is not on this machine: its config.json is what a layout is planned by"
             yield error("layout", told, f"`hf download {path} --include '*.json'`, or name a folder that has it")
             return
-    learner = config.learner.model_copy(update={"layout": schema.Layout()})  # whatever is set now
+    learner = config.learner.model_copy(update={"layout": schema.Layout()})  # ignore the layout that is set now
     config = config.model_copy(update={"learner": learner})
     machine = Machine(gpus=words.gpus, memory=words.memory, per_host=words.per_host)
     yield from tell(Asked.of(Sizes.of(outline(config)), config, teacher=teacher_sizes(config)), machine)
 
 
 def examine(config: schema.Config, part: Part = "all") -> Iterator[Finding]:
-    """UserError for what no learner could go on with."""
-    from streamrl.learner.objective.trial import try_out  # torch alone, half of what transformers take to import
+    """Yield findings; raises UserError for what would stop any learner."""
+    from streamrl.learner.objective.trial import try_out  # imports only torch: half the import time of transformers
 
     try_out(config.algorithm)
     yield ok("algorithm", f"{config.algorithm.name} goes through made-up groups")
@@ -118,7 +118,7 @@ def _teacher(config: schema.Config, info: TokenizerInfo) -> Iterator[Finding]:
 
 
 def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterator[Finding]:
-    """Of a rank on its GPU; where the learner is on several hosts, their number is not known here."""
+    """Compare a rank's memory need with its GPU; if the learner spans hosts, their number is unknown here."""
     from streamrl.learner.loading.load import teacher_sizes
     from streamrl.learner.planning.advice import tell
     from streamrl.learner.planning.layouts import Asked, Machine
@@ -127,7 +127,7 @@ def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterat
 
     try:
         share = place(config, gpus_here(), part).shares.get(LEARNER)
-    except ResourceError:  # told where GPUs are given out
+    except ResourceError:  # the placement check reports this
         return
     if share is None or not share.memory or config.model.dtype != "bfloat16":
         return
@@ -148,7 +148,7 @@ def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterat
 
 
 def _is_here(path: str) -> bool:
-    """A folder, or in the hub's cache."""
+    """Whether the model is a local folder or in the hub's cache."""
     if Path(path).is_dir():
         return True
     from transformers.utils.hub import cached_file

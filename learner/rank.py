@@ -1,9 +1,9 @@
-"""One rank at work: its way from the Start that all were told to the end of the loop.
+"""One rank at work, from the broadcast Start to the end of the loop.
 
-Start ─► restore ─► all are there ─► loop ─► how it ended
+Start ─► restore ─► barrier ─► loop ─► final state
 
-The same for a live run (`learner.assemble`) and for a replay (`learner.replay`), which bring their own stream,
-conductor and publisher.
+Shared by a live run (`learner.assemble`) and a replay (`learner.replay`), which bring their own stream, conductor and
+publisher.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from streamrl.learner.start import Start
 from streamrl.protocol.transport.types import GroupStream, RunState
 from streamrl.recipe.algorithms import make_algorithm
 
-_LAST_S = 1.0  # for a checkpoint that nobody waits for any more, since the loop has failed
+_LAST_S = 1.0  # for a checkpoint still being written when the loop has failed
 
 
 def work(
@@ -41,9 +41,9 @@ def work(
     stream: GroupStream,
     publisher: Publishing,
 ) -> RunState:
-    """Every rank: restore, then the loop. "running": this rank is told to end, and others go on with the run."""
+    """Restore, then run the loop. "running": this rank was told to end, and others continue the run."""
     optimizer = make_optimizer(policy, context.config.optimizer)
-    gradients = _make_gradients(context, policy)  # before the restore: random numbers that it draws are not the run's
+    gradients = _make_gradients(context, policy)  # before the restore, so that its random draws do not alter the run's
     checkpoints = CheckpointRoot(context.config.folder)
     if start.checkpoint is not None:
         load_state(checkpoints.open(start.checkpoint).folder, policy, optimizer, context.world)
@@ -68,10 +68,10 @@ def work(
         conductor=conductor,
     )
     loop = Loop(context, parts)
-    # What is here stays. The collector would look through all of it again after every few thousand groups.
+    # These objects live as long as the process; frozen, they are not scanned by every later garbage collection.
     gc.collect()
     gc.freeze()
-    context.patient.barrier()  # each restores at the pace of its own disk
+    context.patient.barrier()  # ranks restore at the speed of their own disks
     with context.watchdog.watching(), publisher.working(), beside.working(join_s=_LAST_S):
         state = loop.run()
     context.progress.stopping()
@@ -79,8 +79,10 @@ def work(
 
 
 def _go_on(context: RankContext, state: RunState) -> RunState:
-    """A collective. The run itself was not stopped when a machine was told to leave, or when another one comes, for
-    which torchrun ends all ranks as well: workers must not take it for the end."""
+    """Return "running" if a machine was told to leave an elastic run. A collective.
+
+    Torchrun ends all ranks when a machine leaves or joins; workers must not take that for the end of the run.
+    """
     if state != "stopped" or not context.elastic:
         return state
     told = context.world.largest(np.array([float(context.stop.is_set())]))

@@ -1,6 +1,6 @@
-"""What one rank is given to work with, before it knows whether it leads or follows, and whether the run is a replay.
+"""What a rank works with before it knows whether it leads or follows, and whether the run is live or a replay.
 
-tokenizer and configuration of the model ─► RankContext ─► rank 0 reads the prompts, the others wait ─► the model
+tokenizer and model configuration ─► RankContext ─► rank 0 reads the prompts, the others wait ─► the model
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from streamrl.telemetry.progress import Progress
 class RankContext:
     config: schema.Config
     world: World
-    patient: World  # the same ranks, for waiting while one of them is at the disk
+    patient: World  # the same ranks, with a timeout long enough for one of them to be at the disk
     tokenizer_info: TokenizerInfo
     progress: Progress
     watchdog: Watchdog
     timers: Timers
-    stop: threading.Event  # a signal asked us, or another rank, to end
+    stop: threading.Event  # set when a signal told this rank, or another, to end
     job_began: float  # on the clock of `time.monotonic`
-    elastic: bool = False  # whoever is asked to end leaves, and the other machines go on
+    elastic: bool = False  # a machine that is told to end leaves; the others continue
 
 
 def surround(
@@ -53,7 +53,7 @@ def surround(
     environment: Mapping[str, str],
     elastic: bool = False,
 ) -> RankContext:
-    if world.is_main:  # a mistake of the user shows before anything has an effect
+    if world.is_main:  # report a user's mistake before anything takes effect
         check_exporters(config)
         try_out(config.algorithm)
     info = read_tokenizer_info(config.model.path)
@@ -78,17 +78,17 @@ def rank_progress(world: World) -> Progress:
 
 
 def standby_progress() -> Progress:
-    """Of a rank that waits for another learner's end, whose ranks have the names that it would have."""
+    """Progress of a rank that waits for another learner to end; that learner's ranks use the regular names."""
     return Progress(part=f"standby/{socket.gethostname()}-{os.getpid()}", role="learner")
 
 
 def stall_limit_s(config: schema.Config) -> float:
-    """Without a round of the loop for so long a rank ends itself: longer than Redis may be away, twice over."""
+    """After this long without a round of the loop a rank ends itself: more than twice the allowed Redis outage."""
     return 60 + 2 * config.redis.give_up_after_s
 
 
 def at_disk_s(config: schema.Config) -> float:
-    """Likewise, while files as large as the model are written or read, which one rank may do while all others wait."""
+    """The same limit while model-sized files are read or written, which one rank may do while the others wait."""
     return stall_limit_s(config) + config.checkpoint.timeout_s
 
 
@@ -98,7 +98,7 @@ def read_train_prompts(context: RankContext) -> PromptSet:
 
 
 def refuse_other_dtypes(config: schema.Config, world: World) -> None:
-    """A collective. Each machine settles `dtype: auto` by itself, and all ranks must compute alike."""
+    """Raise if the ranks' dtypes differ: each machine resolves `dtype: auto` by itself. A collective."""
     mine = f"model.dtype={config.model.dtype}, weights.dtype={config.weights.dtype}"
     first = world.broadcast(mine.encode() if world.is_main else None).decode()
     if mine != first:
@@ -109,7 +109,7 @@ def refuse_other_dtypes(config: schema.Config, world: World) -> None:
 
 
 def load_model_together(context: RankContext) -> Policy:
-    """A collective; rank 0 reads the prompts before, for as long as it takes."""
+    """Load the model on all ranks; blocks until rank 0 has read the prompts. A collective."""
     context.patient.barrier()
     refuse_other_dtypes(context.config, context.patient)
     torch.manual_seed(context.config.seed)

@@ -1,12 +1,12 @@
-"""Learning from a recording, without Redis and workers: `python -m streamrl.learner --replay DIR ...`.
+"""Trains from a recording, without Redis and workers: `python -m streamrl.learner --replay DIR ...`.
 
-    tokenizer, recording, prompts ─► model ─► lock, term ─► Start to all ─► restore ─► the loop of every run ─► export
+    tokenizer, recording, prompts ─► model ─► lock, term ─► Start to all ─► restore ─► the usual loop ─► export
 
-The same validation, algorithm and checkpoints as in a live run; only the stream and the publisher differ
-(learner.replayed). Two replays of one recording under one configuration give the same weights, bit by bit at a fixed
-number of ranks, also when one of them was killed and resumed; and those of the recorded run, if its learner was never
-interrupted and its Redis lost nothing (else there are groups in the recording that this learner never saw). A replay is
-a run of its own, in a folder of its own, and its folder remembers which recording it is of.
+Group checks, algorithm and checkpoints are those of a live run; only the stream and the publisher differ
+(learner.replayed). Two replays of one recording under one configuration give the same weights, bit for bit at a fixed
+number of ranks, even if one of them was killed and resumed. They equal the recorded run's weights if its learner was
+never interrupted and its Redis lost nothing (otherwise the recording holds groups that this learner never saw). A
+replay is a run of its own, in its own folder, which notes the recording it belongs to.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ log = structlog.get_logger(__name__)
 def replay(
     *, config: schema.Config, folder: Path, world: World, stop: threading.Event, environment: Mapping[str, str]
 ) -> RunState:
-    """The whole life of one rank that learns from the recording in this folder."""
+    """Run one rank that trains from the recording in `folder`, from start to end."""
     config = as_replayed(config)
     context = surround(config, world, rank_progress(world), stop=stop, environment=environment)
     recording = Recording.open(folder)
@@ -86,7 +86,7 @@ def _begin(
     _mark(config.folder, recording)
     claimed = claim_folder(config, prompts)
     versions = versions_of(recording)
-    # No token counts as one of a dead lineage: which of the recorded run's learners were replaced is not known here.
+    # No token counts as one of an abandoned branch: which of the recorded run's learners were replaced is unknown here.
     lineage = dict.fromkeys(term_of(version) for version, _ in versions)
     start = make_start(config, claimed, prompts, lineage=lineage, canary_ids=())
     goes_on_from = str(start.checkpoint)
@@ -106,14 +106,14 @@ def _begin(
         clock=lambda: stream.now_s,
         sleep=lambda seconds: None,
     )
-    lease = LeaseKeeper(lambda: None, lease_s=config.learner.lease_s)  # the folder's lock is held instead
+    lease = LeaseKeeper(lambda: None, lease_s=config.learner.lease_s)  # the folder's lock replaces the lease
     return start, Conductor(context, start, prompts=prompts, stream=stream, feed=feed, validation=None, lease=lease)
 
 
 def _work(
     context: RankContext, policy: Policy, start: Start, *, conductor: Conducting, stream: ReplayStream
 ) -> RunState:
-    """A recording that is used up is an end like any other. Rank 0 alone reads it, so all hear it from there."""
+    """Train; a recording that is used up counts as finished. Only rank 0 knows that, so it broadcasts it."""
     state = work(context, policy, start, conductor=conductor, stream=stream, publisher=Unpublished(start.term))
     used_up = stream.used_up and not context.stop.is_set()
     told = context.world.broadcast(bytes([used_up]) if context.world.is_main else None)
@@ -137,7 +137,7 @@ def _check(recording: Recording, config: schema.Config, fingerprint: str) -> Non
 
 
 def _mark(folder: Path, recording: Recording) -> None:
-    """Note in the run's folder which recording it learns from; refuse a folder that learns from something else."""
+    """Record in the run's folder which recording it replays; refuse a folder that belongs to something else."""
     here = {
         "recorded_run": recording.origin.run,
         "run_uid": recording.origin.run_uid,

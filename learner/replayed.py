@@ -1,10 +1,10 @@
-"""The learner's seams when it learns from a recording: the stream, the feed's beginning, the publisher.
+"""The parts that differ when the learner trains from a recording: stream, initial feed state, publisher.
 
     recording ─► ReplayStream ─► the same feed, plans, algorithm, checkpoints as in a live run
 
-Groups come in the order in which they were delivered, and the only clock is theirs: the time at which the last one that
-was read had come. So what a replay does follows from the recording and the configuration alone. Tickets go nowhere, and
-weights are not published: nobody listens. Every rank opens the recording by itself. Blocks on the disk only.
+Groups come in their order of delivery, and the only clock is the arrival time of the last group read. So a replay
+depends on the recording and the configuration alone. Tickets are discarded and weights are not published. Every rank
+opens the recording by itself. Blocks on the disk only.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from streamrl.protocol.wire.ticket import Purpose, Ticket
 from streamrl.telemetry.progress import Report
 from streamrl.versions import make_version
 
-NOT_RECORDED = "not_recorded"  # why tickets end that the recording has no answer to
+NOT_RECORDED = "not_recorded"  # drop reason of tickets without an answer in the recording
 
 
-_LARGEST_GAP = 1000  # between the numbers of retries
+_LARGEST_GAP = 1000  # between the ticket numbers of retries
 
 
 class _NoLetters:
@@ -46,7 +46,7 @@ class _NoLetters:
 
 
 class ReplayStream:
-    """A `GroupStream` whose groups are those of the recording; what is written to it is not kept."""
+    """A `GroupStream` that reads groups from the recording and discards what is written to it."""
 
     disturbed = False
 
@@ -58,7 +58,7 @@ class ReplayStream:
         self._files: dict[Path, BinaryIO] = {}
         self._stack = ExitStack()
         self.now_s = self._orders[0][0] / 1000 if self._orders else 0.0
-        self.used_up = False  # somebody wanted more than there is
+        self.used_up = False  # a read found no more groups
 
     def close(self) -> None:
         self._stack.close()
@@ -88,7 +88,7 @@ class ReplayStream:
         ]
 
     def orders(self) -> Orders:
-        """Nothing more can come: that is the end."""
+        """ "stop" once the recording is used up."""
         return Orders(control="stop" if self.used_up else "run")
 
     # What a live stream would keep
@@ -133,9 +133,11 @@ class ReplayStream:
 
 
 def first_state(recording: Recording, versions: Iterable[tuple[int, int]], *, num_of_data: int) -> FeedState:
-    """What a feed begins with: all recorded tickets issued. Those between them that have no answer end at once,
-    counted; those beyond are issued as in a live run, and nobody answers them. `versions`: of the recorded run, each
-    with its step."""
+    """The feed's initial state: every recorded ticket counts as issued.
+
+    Unanswered tickets among them end at once, counted as dropped; tickets beyond them are issued as in a live run but
+    get no answer. `versions` are the recorded run's, each with its step.
+    """
     numbers = recording.numbers()
     ledger = Ledger(LedgerState(issued=_num_issued(numbers, num_of_data)))
     for number in [number for number in ledger.open_tickets() if number not in numbers]:
@@ -144,8 +146,10 @@ def first_state(recording: Recording, versions: Iterable[tuple[int, int]], *, nu
 
 
 class Unpublished:
-    """A publisher that publishes nothing: whatever is begun is out at once, and nobody is told. So groups are measured
-    against the versions of the recorded run, which are known from the beginning."""
+    """A publisher that publishes nothing and reports every version as published at once.
+
+    Group staleness is therefore measured against the recorded run's versions, which are known from the start.
+    """
 
     busy = announcing = failing = False
 
@@ -164,13 +168,13 @@ class Unpublished:
 
 
 def versions_of(recording: Recording) -> list[tuple[int, int]]:
-    """(version, its step) of all that made a token, in order. Reads every group: DataError if one is damaged."""
+    """(version, step) of every version that made a token, in order. Reads every group: DataError if one is damaged."""
     steps: dict[int, int] = {}
     for entry in recording.entries():
         try:
             group = open_group(entry)
         except WireError:
-            continue  # the feed will count it
+            continue  # the feed counts it
         for sample in group.samples:
             for span in sample.spans:
                 steps.setdefault(span.version, span.step)
@@ -178,7 +182,7 @@ def versions_of(recording: Recording) -> list[tuple[int, int]]:
 
 
 def _num_issued(numbers: Iterable[int], num_of_data: int) -> int:
-    """Behind the highest ticket, retries beyond the data included; a forged number far up must not count."""
+    """One more than the highest plausible ticket, retries beyond the data included; forged high numbers are ignored."""
     issued = 0
     for number in sorted(numbers):
         if number >= num_of_data and number - max(issued, num_of_data) > _LARGEST_GAP:
@@ -188,8 +192,11 @@ def _num_issued(numbers: Iterable[int], num_of_data: int) -> int:
 
 
 def as_replayed(config: schema.Config) -> schema.Config:
-    """The settings that mean something without workers and Redis. `lag.stale: wait` chooses among groups by when their
-    tickets went out, which no recording knows: they are taken in order, and dropped past the same limit."""
+    """Replace the settings that need workers or Redis.
+
+    `lag.stale: wait` chooses groups by when their tickets were issued, which a recording does not hold: groups are
+    taken in order instead, and dropped past the same limit.
+    """
     return config.model_copy(
         update={
             "redis": config.redis.model_copy(update={"max_backlog_bytes": 1 << 62}),

@@ -1,9 +1,9 @@
-"""How rank 0 becomes the learner of a run, and what it then tells the other ranks.
+"""Rank 0's way to becoming the run's learner, and the `Start` that it broadcasts to the other ranks.
 
-    lease ─► durable term ─► checkpoint to go on from ─► claim in Redis ─► Start, broadcast as JSON
+    lease ─► durable term ─► checkpoint to resume from ─► claim in Redis ─► Start, broadcast as JSON
 
-The lease comes first, so that a learner that is not admitted leaves no trace. Blocks in waiting for the lease, at most
-twice its length, on Redis and the disk, and while that is full: as long as Redis may be away.
+The lease comes first, so that a learner that is not admitted leaves no trace. Blocks on the lease (at most twice its
+length), on Redis and on the disk; a full disk is retried for `redis.give_up_after_s`.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.lease import await_lease, known_term
 from streamrl.versions import term_of
 
-REPLAY = "replay.json"  # in the folder of a run that learns from a recording: which one
+REPLAY = "replay.json"  # in a replay's run folder: identifies its recording
 _CANARY_TOKENS = 64
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ROOM_EVERY_S = 1.0
-_NO_RUN_IDS = ("", "none")  # torchrun's words for not having been given one
+_NO_RUN_IDS = ("", "none")  # what torchrun sets when no run id was given
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """Where the run's stream is, and who we are to it."""
+    """The Redis server that holds the run's stream, and this learner's identity towards it."""
 
     client: redis.Redis
     keys: Keys
     holder: str
     takeover: bool = False  # replace a learner that holds the run
-    standby: bool = False  # wait for its end, however long that takes
-    began: float  # this learner did, at the first start of its ranks, on the clock of `time.monotonic`
+    standby: bool = False  # wait until that learner ends, without a limit
+    began: float  # `time.monotonic` at the first start of this learner's ranks
 
     def stream(self, config: schema.Config, *, run_uid: str, term: int) -> LearnerStream:
         return LearnerStream(
@@ -75,12 +75,12 @@ class Start:
 
     run_uid: str
     term: int
-    checkpoint: CheckpointName | None  # to go on from
-    lineage: Mapping[int, int | None]  # terms that led here, each with its last step; None: all of it
+    checkpoint: CheckpointName | None  # to resume from
+    lineage: Mapping[int, int | None]  # ancestor terms, each with its last valid step; None: every step
     step: int  # optimizer steps made
-    first_step: int  # with which the data began: a fork with new data goes on counting its source's
+    first_step: int  # at which the data began; a fork with new data continues its source's step count
     consumed_samples: int
-    total_steps: int  # the most there can be, from the first one on
+    total_steps: int  # upper bound, counted from first_step
     canary_ids: tuple[int, ...]
 
     def to_bytes(self) -> bytes:
@@ -91,21 +91,21 @@ class Start:
         return TypeAdapter(Start).validate_json(data)
 
     def is_dead(self, version: int, step: int) -> bool:
-        """Whether this version, of this optimizer step, belongs to a branch that was given up."""
+        """Whether this version, made at this optimizer step, belongs to an abandoned branch."""
         return not Lineage(self.lineage).holds(CheckpointName(term_of(version), step))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimed:
-    """A run's folder is ours: the newest term in it is."""
+    """A run folder whose newest term belongs to this learner."""
 
     term: Term
-    checkpoint: Checkpoint | None  # to go on from
+    checkpoint: Checkpoint | None  # to resume from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """Rank 0 alone: it is the learner now."""
+    """What rank 0 holds once it is the run's learner."""
 
     start: Start
     stream: LearnerStream
@@ -113,7 +113,7 @@ class Admitted:
 
 
 def holder_name(environment: Mapping[str, str]) -> str:
-    """Who we are to others: the same for all restarts by one torchrun, so that those take over at once."""
+    """The lease holder's name: stable across restarts by one torchrun, so that they take over at once."""
     run_id = environment.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
         return f"{socket.gethostname()}/{os.getpid()}"
@@ -121,19 +121,22 @@ def holder_name(environment: Mapping[str, str]) -> str:
 
 
 def was_restarted(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun has started this machine's ranks again; machines that come, leave or restart do not count."""
+    """Whether torchrun restarted the ranks on this machine; machines that join, leave or restart do not count."""
     return environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def admit(
     *, config: schema.Config, server: Server, keeper: LeaseKeeper, prompts: PromptSet, fingerprint: str
 ) -> Admitted:
-    """After `take_lease`: claim the term and the run. RunGone where it was removed; `takeover` begins it anew. The
-    operator's word to end holds for learners that had begun by then, and their restarts. `fingerprint`: of model and
-    tokenizer."""
+    """Claim the term and the run; the caller already holds the lease (`take_lease`).
+
+    Raises RunGone if the run was removed, unless `takeover`, which starts it anew. An operator's stop applies to
+    learners that had started by then, and to their restarts. `fingerprint` identifies model and tokenizer.
+    """
     if (config.folder / REPLAY).exists():
         raise ConfigError(f"{config.folder} is the replay of a recording, which goes on with --replay only")
-    # However long it took to get here: another may have waited for our lease to end.
+    # Check again: loading may have taken longer than the lease, and another learner may have been waiting for it to
+    # expire.
     still_ours = partial(
         await_lease, server.client, server.keys, holder=server.holder, lease_s=config.learner.lease_s, wait_s=0.0
     )
@@ -170,11 +173,13 @@ def claim_folder(
     confirm: Callable[[], object] = lambda: None,
     known: Callable[[str], int] = lambda run_uid: 0,
 ) -> Claimed:
-    """Claim the next term, after the one that is `known` of the run elsewhere; the caller sees to it, and `confirm` by
-    raising, that nobody else works in this folder."""
+    """Claim the next term in the run's folder, after the one that is `known` elsewhere.
+
+    The caller ensures that nobody else works in this folder; `confirm` raises if that no longer holds.
+    """
     root = CheckpointRoot(config.folder)
     run_uid = claim_run(config.folder)
-    changed = changed_since_checkpoint(config)  # before the claim: who is refused leaves no trace
+    changed = changed_since_checkpoint(config)  # before the claim, so that a refusal leaves no trace
     term = root.claim_term(run_uid, confirm=confirm, known=known(run_uid))
     if changed:
         log.warning("settings changed since the checkpoint", changes=[str(change) for change in changed])
@@ -192,11 +197,11 @@ def once_there_is_room(
     claim: Callable[[], Claimed],
     *,
     patience_s: float,
-    check: Callable[[], None],  # raises when there is no more use in waiting
+    check: Callable[[], None],  # raises when waiting is pointless
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Claimed:
-    """A full disk is given room by others. Restarts would not bring it, and there are only so many of them."""
+    """Run `claim`, and retry while the disk is full; torchrun's restarts are limited, so they are not used up here."""
     deadline = clock() + patience_s
     while True:
         check()
@@ -241,8 +246,11 @@ def take_lease(
     standby: bool = False,
     go_on: Callable[[], bool] = lambda: True,
 ) -> bool:
-    """Wait for our turn, at most two leases: who does not renew is gone by then, who does is not to be disturbed; a
-    `standby` waits as long as it is to `go_on`. Whether it came."""
+    """Wait for the lease, at most twice its length, and return whether this learner got it.
+
+    By then a holder that stopped renewing has lost the lease, and one that still renews must not be disturbed. A
+    `standby` waits for as long as `go_on` returns True.
+    """
     return await_lease(
         server.client,
         server.keys,
@@ -266,6 +274,6 @@ def _total_steps(training: schema.Training, prompts: PromptSet, first_step: int)
 
 
 def _canary_ids(prompts: PromptSet) -> tuple[int, ...]:
-    """Tokens as the model meets them: the first prompts, one after the other."""
+    """The first tokens of the concatenated prompts, so that the canary sees realistic input."""
     tokens = (int(token) for row in prompts.rows for token in row.token_ids)
     return tuple(islice(tokens, _CANARY_TOKENS))
