@@ -1,1 +1,1 @@
-"""From groups to a step: the reference, a teacher, the loss and its gradients, the optimizer."""
+"""From groups to an optimizer step: the reference, a teacher, the loss and its gradients, the optimizer."""

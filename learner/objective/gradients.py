@@ -1,19 +1,19 @@
-"""From this rank's groups to gradients in the policy's parameters. `learner.objective.optimizer` makes a step of them.
+"""Turns this rank's groups into gradients; `learner.objective.optimizer` turns those into a step.
 
-    prepare      groups ─ select ─► pieces ─ pack ─► micro-batches     as many on every rank, padded with empty ones
+    prepare      groups ─ select ─► pieces ─ pack ─► micro-batches     same number on every rank, padded with empty ones
                               │                   │
-                 N, T over all ranks     reference log-probs           only when the algorithm asks for them
-                              │          the teacher's                 where there is one; or as workers brought them
+                 N, T over all ranks     reference log-probs           only if the algorithm needs them
+                              │          teacher log-probs             if there is a teacher; or as sent by workers
                               │                   ▼
-                              │             advantages                 of each sample's own group, then of the batch
+                              │             advantages                 within each sample's group, then over the batch
                               ▼                   ▼
     accumulate   loss = sum over tokens of weight_t * loss_t           backward after each micro-batch
 
-A batch is prepared once and may be passed over several times. Its first pass finds the log-probs of the policy before
-all passes (pi_p), which the later ones compare with.
+A batch is prepared once and may be used for several passes. The first pass records the policy's log-probs before any
+update (pi_p), the reference point of the later ones.
 
 Collectives: the denominators, the advantages' moments, the number of micro-batches, and FSDP's own; each blocks until
-every rank has come.
+every rank has joined.
 """
 
 from __future__ import annotations
@@ -46,21 +46,23 @@ from streamrl.recipe.teaching import taught
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """This rank's share of a step, ready to be passed over. All responses lie end to end; a token's place is where its
-    sample's response begins, and its position there."""
+    """This rank's share of a step, ready for its passes.
+
+    All responses are concatenated; a token's index is its sample's `begins` plus its position in the response.
+    """
 
     micro_batches: list[MicroBatch]
     reference_logprobs: Sequence[torch.Tensor | None]  # a tensor [T] for each micro-batch
-    begins: torch.Tensor  # [samples] of their responses
+    begins: torch.Tensor  # [samples] start of each response
     advantages: torch.Tensor  # [tokens of responses] float64
     staleness: torch.Tensor  # [tokens of responses] steps
     teacher_logprobs: torch.Tensor | None  # [tokens of responses]
-    weights: torch.Tensor  # [samples] float64: of each trained token in the loss
-    fresh: torch.Tensor  # [samples] bool: made wholly by the weights that the first pass finds
-    num_trained: float  # tokens of the step, of all ranks
-    num_tokens: int  # of all trained samples with their prompts
+    weights: torch.Tensor  # [samples] float64: weight of each trained token in the loss
+    fresh: torch.Tensor  # [samples] bool: generated entirely by the weights of the first pass
+    num_trained: float  # trained tokens of the step, over all ranks
+    num_tokens: int  # of all trained samples, prompts included
     flops: float  # of one pass
-    proximal_logprobs: list[torch.Tensor] = field(default_factory=list)  # [T] each, once the first pass is made
+    proximal_logprobs: list[torch.Tensor] = field(default_factory=list)  # [T] each, filled by the first pass
 
 
 class Gradients:
@@ -68,12 +70,12 @@ class Gradients:
         self,
         *,
         policy: Policy,
-        reference: Reference | None,  # asked only when the algorithm needs it
+        reference: Reference | None,  # used only if the algorithm needs it
         algorithm: Algorithm,
         config: schema.Config,
         world: World,
-        beat: Callable[[], None],  # called after each micro-batch: a long step is no stall
-        teacher: Teacher | None = None,  # on the ranks; None: there is none, or workers have asked it
+        beat: Callable[[], None],  # watchdog beat after each micro-batch: a long step is not a stall
+        teacher: Teacher | None = None,  # on the ranks; None: no teacher, or the workers query it
     ) -> None:
         assert reference is not None or not algorithm.needs_reference
         self._teacher, self._teaching = teacher, config.teacher
@@ -86,7 +88,7 @@ class Gradients:
         self._routers = RouterTerms(policy, config.model, world, beat)
 
     def prepare(self, groups: Sequence[Group], tally: Tally) -> Batch:
-        """`groups` are those of this rank that all ranks accepted."""
+        """Build the batch from this rank's groups that all ranks accepted."""
         selections = [self._algorithm.select(group) for group in groups]
         pieces = _pieces(groups, selections)
         micro_batches = self._micro_batches(pieces, self._policy.shape)
@@ -114,7 +116,7 @@ class Gradients:
         )
 
     def accumulate(self, batch: Batch, tally: Tally) -> float:
-        """One pass: add the gradient of the global loss. This rank's share of that loss."""
+        """Make one pass, adding the gradient of the global loss; return this rank's share of that loss."""
         first = not batch.proximal_logprobs
         loss = torch.zeros((), dtype=torch.float64, device=self._world.device)
         self._routers.count(batch.micro_batches)
@@ -151,7 +153,7 @@ class Gradients:
             values, metrics = taught(values, metrics, tokens, weight=self._teaching.weight)
         loss = (batch.weights[micro_batch.sample].to(dtype) * values).sum()
         loss = loss + self._routers.term(micro_batch, num_trained=batch.num_trained)
-        # FSDP takes the mean over ranks of what is to be a sum.
+        # FSDP averages over ranks; the loss needs a sum.
         (loss * self._world.addends).backward()
         self._routers.tell(micro_batch, tally)
         fresh = batch.fresh[micro_batch.sample] if first else None
@@ -159,8 +161,10 @@ class Gradients:
         return loss.detach().double()
 
     def _sample_weights(self, pieces: Sequence[Piece], selections: Sequence[Selection]) -> tuple[torch.Tensor, float]:
-        """([samples] what each trained token of a sample weighs in the loss, with denominators over all ranks; the
-        trained tokens of all ranks)"""
+        """Return ([samples] loss weight of each trained token, number of trained tokens over all ranks).
+
+        The weights' denominators are taken over all ranks.
+        """
         counted = sum(int(selection.counted.sum()) for selection in selections)
         num_trained = {piece.sample: int(piece.mask.sum()) for piece in pieces}
         totals = self._world.total_of_data(np.array([counted, sum(num_trained.values())], dtype=np.float64))
@@ -170,7 +174,7 @@ class Gradients:
         return weights.to(self._world.device), float(totals[1])
 
     def _divisor(self, length: int, *, num_counted: float, num_tokens: float) -> float:
-        """Of the losses of a sample of this length."""
+        """The divisor of the token losses of a sample of this length."""
         match self._settings.loss_mean:
             case "sequence":
                 return num_counted * length
@@ -224,8 +228,10 @@ class Gradients:
         return discounted(self._normalized(values, pieces), self._settings.discount_factor)
 
     def _normalized(self, values: PerToken, trained: Sequence[Piece]) -> PerToken:
-        """By the moments over the trained samples of all ranks, each of which counts once, however many tokens it has;
-        two rounds, since differences of squares cancel."""
+        """Normalise by the mean and std over the trained samples of all ranks, each sample counting once.
+
+        Two collectives, since a difference of squares would lose precision.
+        """
         if not self._settings.normalize_batch:
             return values
         own = [values[piece.sample][piece.mask] for piece in trained]
@@ -257,7 +263,7 @@ class Gradients:
 
 
 def _pieces(groups: Sequence[Group], selections: Sequence[Selection]) -> list[Piece]:
-    """The samples with something to train; an empty response has nothing."""
+    """The samples with trained tokens; an empty response has none."""
     found: list[Piece] = []
     sample_index = 0
     for g, (group, selection) in enumerate(zip(groups, selections, strict=True)):

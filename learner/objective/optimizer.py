@@ -1,10 +1,10 @@
-"""AdamW over what trains, the learning rate of each step, and from gradients to a step.
+"""AdamW over the trainable parameters, the learning rate schedule, and the guarded update step.
 
     gradient norm and loss, over all ranks ─► finite? ── no ─► all ranks skip together, counted
         │ yes
     clip to clip_norm ─► AdamW at lr(step)              nothing non-finite ever reaches the weights
 
-Collectives: norm and loss; each blocks until every rank has come.
+Collectives: norm and loss; each blocks until every rank has joined.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from streamrl.learner.process.ranks import World
 
 
 def make_optimizer(policy: nn.Module, settings: schema.Optimizer) -> torch.optim.AdamW:
-    """Matrices decay; norms and biases do not, nor do the biases of stacked experts."""
+    """AdamW with weight decay on matrices only: not on norms, biases or the biases of stacked experts."""
     groups: dict[tuple[bool, Hashable], list[nn.Parameter]] = {}
     for name, parameter in policy.named_parameters():
         if parameter.requires_grad:
             decays = parameter.ndim >= 2 and not name.endswith("bias")
             groups.setdefault((decays, _mesh(parameter)), []).append(parameter)
-    # One kernel that takes no memory of its own; where there is a GPU, also for masters that wait on its host.
+    # One kernel without temporary memory; with a GPU present, also for master weights offloaded to the host.
     fused = True if torch.cuda.is_available() else None
     return torch.optim.AdamW(
         [
@@ -45,14 +45,15 @@ def make_optimizer(policy: nn.Module, settings: schema.Optimizer) -> torch.optim
 
 
 def _mesh(parameter: torch.Tensor) -> Hashable:
-    """Experts that are divided over ranks lie on a mesh of their own, and one kernel takes tensors of one mesh."""
+    """The parameter's mesh: sharded experts have their own, and one fused kernel takes tensors of one mesh."""
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
 def learning_rate(step: int, settings: schema.Optimizer, *, total_steps: int | None) -> float:
-    """Of the step after `step` made ones: linear warm-up, half a cosine to min_lr, then constant_steps at min_lr.
+    """The learning rate of the step after `step` completed ones.
 
-    A run too short for its constant tail has none; one without a known end stays at lr.
+    Linear warm-up, half a cosine to min_lr, then constant_steps at min_lr. A run too short for its constant tail has
+    none; one without a known end stays at lr.
     """
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
@@ -74,7 +75,7 @@ class Update:
 
 
 def update(optimizer: torch.optim.Optimizer, *, loss: float, lr: float, clip_norm: float, world: World) -> Update:
-    """One step from the gradients that lie in the parameters; they are gone afterwards. `loss` is this rank's share."""
+    """Make one step from the parameters' gradients, then clear them. `loss` is this rank's share."""
     own = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     gradients = [_local(gradient) for gradient in own]
     [squares] = world.total(np.array([_squares(own)]))
@@ -92,7 +93,7 @@ def update(optimizer: torch.optim.Optimizer, *, loss: float, lr: float, clip_nor
 
 
 def _squares(gradients: Sequence[torch.Tensor]) -> float:
-    """What this rank adds to the square of the norm: of a replica's copy nothing, unless it is no number."""
+    """This rank's share of the squared norm; a replica's copies add nothing, but NaN if they are not finite."""
     counted = [_local(gradient) for gradient in gradients if not is_copy(gradient)]
     copies = [_local(gradient) for gradient in gradients if is_copy(gradient)]
     squares, of_copies = (float(torch.nn.utils.get_total_norm(some).double() ** 2) for some in (counted, copies))

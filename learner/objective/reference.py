@@ -1,9 +1,8 @@
-"""The reference: the policy as it was before the run. Its own base when adapters train, else a frozen copy, which
-nothing ever moves.
+"""The reference policy, frozen as it was before the run: the base model if adapters train, else a frozen copy.
 
-On a GPU the copy may wait in the host's memory (`model.reference: cpu`) and pass through the device layer by layer,
-sharded over the ranks like the policy: the same numbers, for the price of copying the model once in each forward pass.
-Blocks on the other ranks, where it is sharded.
+On a GPU the copy may be kept in host memory (`model.reference: cpu`) and pass through the device layer by layer,
+sharded over the ranks like the policy: the same numbers, at the cost of copying the model once per forward pass. If
+sharded, a call blocks on the other ranks.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What routers of a mixture add to the loss of a step, and tell of its trained tokens.
+"""Loss terms and metrics of a mixture-of-experts model's routers, over a step's trained tokens.
 
-    balance   E / k * mean over layers of sum over experts of f P     f: share of the trained tokens that went to it
+    balance   E / k * mean over layers of sum over experts of f P     f: share of the trained tokens routed to it
     z         mean over layers and trained tokens of logsumexp^2      P: mean of its probability
 
-Both are over the trained tokens of the whole step, of all ranks and micro-batches, each as often as it is trained: so
-neither packing nor layout changes them. f is no function of the weights, but a step's f is known when all its tokens
-have been routed: a pass without gradient counts them first, which takes about a quarter of a step's computing, and is
-made only where `model.router_balance` is above 0.
+Both cover the trained tokens of the whole step, of all ranks and micro-batches, each as often as it is trained, so
+neither packing nor layout changes them. f carries no gradient, but is known only once all tokens of the step are
+routed: an extra pass without gradient counts them first. It takes about a quarter of a step's computing, and is made
+only if `model.router_balance` is above 0.
 
-Collectives: those of the pass that counts, and the sum of what it counted; each blocks until every rank has come.
+Collectives: those of the counting pass, and the sum of its counts; each blocks until every rank has joined.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from streamrl.learner.process.ranks import World
 
 
 class RouterTerms:
-    """What a policy's routers add to the loss of a step, and tell of it; nothing, of a policy without routers."""
+    """Loss terms and metrics of a policy's routers; does nothing for a policy without routers."""
 
     def __init__(self, policy: Policy, settings: schema.Model, world: World, beat: Callable[[], None]) -> None:
         self._policy, self._world, self._beat = policy, world, beat
         self._balance, self._z = settings.router_balance, settings.router_z
         self._routers = Routers.of(policy.model)
-        self._said: Said | None = None  # in the last pass
-        self._loads: torch.Tensor | None = None  # [layers, E] of the step's trained tokens
+        self._said: Said | None = None  # router outputs of the last pass
+        self._loads: torch.Tensor | None = None  # [layers, E] trained tokens of the step per expert
 
     def count(self, batches: Sequence[MicroBatch]) -> None:
-        """Which experts the trained tokens of the step go to, where the loss asks for it. A collective, and a pass."""
+        """Count the step's trained tokens per expert, if the loss needs it. One forward pass, and a collective."""
         if self._routers is None or not self._balance or not batches:
             return
         found = []
@@ -52,7 +52,7 @@ class RouterTerms:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Around the pass that learns."""
+        """Capture router outputs during the training pass."""
         if self._routers is None:
             yield
         else:
@@ -60,7 +60,7 @@ class RouterTerms:
                 yield
 
     def term(self, batch: MicroBatch, *, num_trained: float) -> torch.Tensor | float:
-        """Of the loss, what these tokens add. `num_trained`: those of the whole step."""
+        """The loss term of these tokens. `num_trained`: trained tokens of the whole step."""
         if self._said is None or not (self._balance or self._z):
             return 0.0
         logits = self._said.wide(self._index(batch))  # [layers, T, E]
@@ -72,7 +72,10 @@ class RouterTerms:
         return self._of_group(found / (num_layers * max(1.0, num_trained)))
 
     def _of_group(self, term: torch.Tensor) -> torch.Tensor:
-        """With the value of a context group, of which one rank speaks, and the gradient of this rank."""
+        """The term with its value summed over the context group, and the gradient of this rank alone.
+
+        Only one rank of the group reports the loss.
+        """
         if self._world.context_group is None:
             return term
         whole = term.detach().clone()
@@ -80,12 +83,12 @@ class RouterTerms:
         return term + (whole - term).detach()
 
     def _index(self, batch: MicroBatch) -> torch.Tensor:
-        """[T] the cells of this rank that predict trained tokens."""
+        """[T] this rank's cells that predict trained tokens."""
         return batch.index if self._policy.parts is None else self._policy.parts.cut(batch).index
 
     @torch.no_grad()
     def tell(self, batch: MicroBatch, tally: Tally) -> None:
-        """Of each layer the tokens that went to each expert, and sums of entropy and of logsumexp^2."""
+        """Add to the tally, for each layer, the tokens per expert and the sums of entropy and logsumexp^2."""
         if self._said is None:
             return
         index = self._index(batch)

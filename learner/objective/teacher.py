@@ -1,10 +1,10 @@
-"""A teacher on the learner's ranks: another frozen policy, sharded as this one is, and packed in its own way.
+"""A teacher on the learner's ranks: another frozen policy, sharded like the trained one, with its own packing.
 
-    teacher.path ─► the same tokenizer? ─► the model, tried against itself ─► log-probs of the policy's own samples
+    teacher.path ─► the same tokenizer? ─► the model, self-checked ─► log-probs of the policy's samples
 
-Token ids must mean the same to both: the vocabularies are compared, and what both make of some texts. An error names
-the two. Temperature and the ban on early ends are the policy's: like is compared with like. Blocks on the disk, and on
-the other ranks.
+Token ids must mean the same to both models: their vocabularies and the tokenisation of some texts are compared; an
+error names both models. Temperature and the ban on early ends are the policy's, so that log-probs are comparable.
+Blocks on the disk and on the other ranks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from streamrl.protocol.wire.fingerprint import PROBE_TEXTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teacher:
-    shape: Shape  # how it wants its micro-batches
-    ask: Callable[[MicroBatch], torch.Tensor]  # [T] its log-probs
+    shape: Shape  # the shape of its micro-batches
+    ask: Callable[[MicroBatch], torch.Tensor]  # returns [T] log-probs
 
 
 def load_teacher(
@@ -43,7 +43,7 @@ def load_teacher(
     *,
     wait_for_readers: Callable[[], None] = lambda: None,
 ) -> Teacher | None:
-    """None: there is none, or workers ask it. `wait_for_readers`: as for `load_policy`."""
+    """Load the teacher; None if there is none or workers query it. `wait_for_readers`: see `load_policy`."""
     if config.teacher is None or config.teacher.path is None:
         return None
     path = config.teacher.path
@@ -65,7 +65,7 @@ def load_teacher(
 
 
 def check_teacher(config: schema.Config, info: TokenizerInfo) -> None:
-    """DataError where its tokens are not the policy's. One that a server has is held against them by the workers."""
+    """Raise DataError if the teacher's tokens differ from the policy's; workers check a served teacher themselves."""
     if config.teacher is None or config.teacher.path is None:
         return
     path, policy = config.teacher.path, config.model.path
@@ -84,7 +84,7 @@ def check_teacher(config: schema.Config, info: TokenizerInfo) -> None:
 
 
 def differences(ours: transformers.PreTrainedTokenizerBase, theirs: transformers.PreTrainedTokenizerBase) -> str:
-    """Of vocabulary, or of what they make of a text; empty: none is seen. Tokens that are theirs alone may be."""
+    """Describe how vocabularies or tokenisations differ; empty if they agree. Extra tokens of `theirs` are allowed."""
     mine, other = ours.get_vocab(), theirs.get_vocab()
     unlike = sorted((token for token in mine if other.get(token) != mine[token]), key=lambda token: mine[token])
     if unlike:
@@ -107,7 +107,7 @@ def _ids(tokenizer: transformers.PreTrainedTokenizerBase, text: str) -> Sequence
 
 @contextmanager
 def _as_teacher() -> Iterator[None]:
-    """What is wrong with it is said of its own setting."""
+    """Make errors name `teacher.path` instead of `model.path`."""
     try:
         yield
     except DataError as error:

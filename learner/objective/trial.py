@@ -1,7 +1,7 @@
-"""The loss and the advantages of a recipe, called once on what is made up, before anything is spent on a run.
+"""Calls the user's loss and advantages once on synthetic data, before anything is spent on a run.
 
-What is wrong with a function of the user's is one ConfigError that names its setting: that it raises, that its results
-have the wrong form, are not finite, or carry no gradient.
+A function that raises, or whose results have the wrong shape, are not finite or carry no gradient, fails with one
+ConfigError that names its setting.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _GROUPS = {
     "four samples of which one ended by itself": ((1.0, 0.0, 0.5, 2.0), (False, True, False, False)),
 }
 _LENGTHS = (3, 5, 2, 0)
-_TURNS = (((0, 3),), ((0, 2), (3, 5)), ((0, 2),), ())  # the third token of the second was given
+_TURNS = (((0, 3),), ((0, 2), (3, 5)), ((0, 2),), ())  # the third token of the second sample was not generated
 
 
 def try_out(settings: schema.Algorithm) -> None:
     if settings.name != "reinforce":
-        return  # nothing in it is the user's
+        return  # no user code involved
     algorithm = Reinforce(settings, {})
     for what, (rewards, finished) in _GROUPS.items():
         group = _made_up_group(rewards, finished)
         with _trying(f"algorithm.advantages = {settings.advantages!r}", what):
             algorithm.judge(group)
     key = f"algorithm.loss = {settings.loss!r}"
-    # A rank that has no tokens left while others do must go with them.
+    # A rank without tokens still takes part in the step, so the loss must accept an empty batch.
     for what, samples in {"five tokens of three samples": [0, 0, 1, 2, 2], "no tokens": []}.items():
         batch = _made_up_tokens(samples)
         with _trying(key, what):
