@@ -1,1 +1,1 @@
-"""Rank 0's half of the stream: which tickets go out, what becomes of each group, and what all ranks train next."""
+"""Rank 0's side of the stream: which tickets are issued, what becomes of each group, what all ranks train next."""

@@ -1,15 +1,13 @@
-"""Groups that ended, by the length of their longest response: does dropping hit the long ones?
+"""Counts ended groups by the length of their longest response and, if `data.train` mixes several, by dataset.
 
-It does, as a rule: what takes long is old when it comes, and one slow sample makes the group. So every drop of a group
-whose lengths are known is counted by them, beside all that ended, and the rate is shown for each length.
+By length: dropping tends to hit long responses, since what takes long is old when it comes, and one slow sample delays
+its group. So drops are counted per length beside all ended groups, and each length has its drop rate.
 
-Groups that ended, by the dataset that their prompt came from, where `data.train` mixes several.
+By dataset: what is trained of each need not match the weights, since groups of prompts that are always or never solved
+are dropped. So both are counted, and rewards are reported per dataset beside the overall mean.
 
-What is trained of each need not be what the weights say: groups of prompts that are always solved, or never, are
-dropped. So both are counted, and the rewards of each are shown beside the mean over all.
-
-For the same reason the rewards of trained groups alone say little of how good the model is: of prompts that it always
-solves none is among them. So the mean is told of all that ended while a step was made, too, dropped or trained.
+For the same reason the rewards of trained groups alone say little about the model: prompts that it always solves are
+not among them. So the mean over all groups that ended during a step, dropped or trained, is reported too.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from streamrl.learner.groups.ledger import DROPPED, TRAINED
 from streamrl.protocol.wire.group import GroupHeader
 
 ALL_REWARDS = "all_rollouts/rewards"
-NOT_OURS = (f"{DROPPED}malformed", f"{DROPPED}wrong_model")  # what they say of rewards is nothing to this run
-_PARTS = (8, 4, 2, 1)  # buckets end at these parts of the longest response there may be
+NOT_OURS = (f"{DROPPED}malformed", f"{DROPPED}wrong_model")  # their rewards are not counted
+_PARTS = (8, 4, 2, 1)  # bucket bounds, as divisors of the maximum response length
 
 
 class Lengths:
@@ -37,7 +35,7 @@ class Lengths:
         self._known[bound] = (num_ended + 1, num_dropped + dropped)
 
     def known(self) -> dict[int, tuple[int, int]]:
-        """By the upper bound of the length in tokens: groups that ended, and of them those dropped."""
+        """Upper bound of the length in tokens -> (groups that ended, groups dropped)."""
         return dict(sorted(self._known.items()))
 
     def metrics(self) -> dict[str, float]:
@@ -49,14 +47,14 @@ class Lengths:
 
 
 class Datasets:
-    """Counts groups only where there are several; rewards always, those of all prompts together first."""
+    """Counts groups per dataset if there are several, and always sums rewards, overall first."""
 
     def __init__(self, dataset_of: Callable[[int], str], known: Mapping[str, tuple[int, int]]) -> None:
-        """`dataset_of`: by the number of a ticket; empty where there is only one."""
+        """`dataset_of` maps a ticket number to its dataset's name, empty if there is only one."""
         self._dataset_of = dataset_of
         self._known = dict(known)
         self._step = -1
-        self._rewards: dict[str, tuple[float, int]] = {}  # by metric: sum and number of that step's
+        self._rewards: dict[str, tuple[float, int]] = {}  # of the step: metric -> (sum, count)
 
     def count(self, header: GroupHeader, *, outcome: str, step: int) -> None:
         name, trained = self._dataset_of(header.ticket), outcome == TRAINED
@@ -74,7 +72,7 @@ class Datasets:
             self._add(f"train_rollouts/rewards_by_dataset/{name}", header)
 
     def known(self) -> dict[str, tuple[int, int]]:
-        """By name: groups trained and groups dropped."""
+        """Dataset name -> (groups trained, groups dropped)."""
         return dict(sorted(self._known.items()))
 
     def metrics(self) -> dict[str, float]:

@@ -1,30 +1,30 @@
-"""Which prompt each place of the data asks for: the data's own order (`DataOrder`), or one by what is known of the
-prompts (`Curriculum`). Tickets stand for places (`groups.ledger`).
+"""Which prompt each place asks for: in the data's order (`DataOrder`) or chosen by past rewards (`Curriculum`).
 
-    data's order      0 1 2 3 4 5 6 7 8 9 ...   candidates, pass after pass, without an end
-    admitted          y . y y . . y . y y       each by a chance of its own, and a throw that follows from seed and pass
+Tickets stand for places (`groups.ledger`).
+
+    data's order      0 1 2 3 4 5 6 7 8 9 ...   candidates, pass after pass, without end
+    admitted          y . y y . . y . y y       each with its own chance, by a random draw fixed by seed and pass
     places            0   1 2     3   4 5       as many as without a curriculum
 
-The chance comes from the pool (`groups.pool`), so prompts are asked in proportion to it, each once a pass at most, and
-as long as nothing is known the order is the data's. A group's size is that of every group, whatever became of others,
-and no answer has a say in whether it was asked for: so the mean gradient is that of the prompts, weighed by their
-chances.
+The chance comes from the pool (`groups.pool`), so prompts are drawn in proportion to it, each at most once a pass, and
+in the data's order while nothing is known. A group's size never depends on other groups' outcomes, and no answer
+influences whether it was asked for, so the mean gradient is that of the prompts, weighted by their chances.
 
-What a place asks for depends on when its draw was made, and never changes afterwards:
+What a place asks for is fixed when it is drawn, and never changes afterwards:
 
     groups that ended ─► pool ─► a block of draws ─► a line of the log, synced ─► tickets
                           │                              │
-                          └───────► checkpoint ◄─────────┘   pool, and the places that may yet be asked for
+                          └───────► checkpoint ◄─────────┘   pool, and the places that may still be issued
 
-    crash, takeover   places beyond the checkpoint are those of the logs since its own term: tickets that are under way
-                      keep their meaning. Groups that ended since then end anew, and are observed anew
-    a log is lost     these places are drawn anew; what Redis has under their numbers is of another branch, and goes
-    fork              has the checkpoint's pool and places; or begins anew with its data
-    Redis goes back   a number asks for what it did, or its identity tells (`wire.ticket`)
-    replay            asks nobody: `NothingAsked`
+    crash, takeover   places beyond the checkpoint come from the logs since its term: tickets in flight keep their
+                      meaning. Groups that ended since then end again, and are observed again
+    a log is lost     these places are drawn again; tickets in Redis under their numbers are of another branch: deleted
+    fork              has the checkpoint's pool and places; or starts afresh with its own data
+    Redis rolls back  a number asks for what it did before, or its identity differs (`wire.ticket`)
+    replay            draws nothing: `NothingAsked`
 
-A pass counts by candidates. What is observed of a ticket belongs to the pass that it was drawn in, so the same groups
-make the same pool whether or not a learner died between. Blocks on the disk, when it draws.
+A pass is counted in candidates. Observations of a ticket belong to the pass it was drawn in, so the same groups make
+the same pool whether or not a learner died in between. `draw` blocks on the disk.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from streamrl.protocol.wire.group import GroupHeader
 class PromptOrder(Protocol):
     @property
     def num_drawn(self) -> int:
-        """Places below have their prompt."""
+        """Places below this number have their prompt."""
         ...
 
     def draw(self, num_places: int) -> None:
-        """So many places are wanted; there may be fewer afterwards."""
+        """Extend the order to so many places; fewer if the disk is full."""
         ...
 
     def knows(self, place: int) -> bool: ...
@@ -60,11 +60,11 @@ class PromptOrder(Protocol):
         ...
 
     def ended(self, place: int, header: GroupHeader, *, teaches: bool) -> None:
-        """A group of this place came, whether it is trained or not."""
+        """Observe a group of this place, whether it is trained or not."""
         ...
 
     def state(self, ledger: Ledger) -> CurriculumState | None:
-        """What a checkpoint holds, given what became of the tickets."""
+        """The order's part of a checkpoint, given the tickets' outcomes."""
         ...
 
     def metrics(self) -> dict[str, float]: ...
@@ -93,7 +93,7 @@ class DataOrder:
 
 
 class NothingAsked:
-    """Of a replay: which prompts its groups answer, its recording alone knows."""
+    """The order of a replay, which does not know which prompts its groups answer."""
 
     num_drawn = 0
 
@@ -121,8 +121,8 @@ class Curriculum:
         *,
         num_samples: int,
         num_places: int,
-        block: int,  # so many draws at least are made at once: each block is a line, and a sync, of the log
-        log: DrawLog | None = None,  # None: of a run without a folder
+        block: int,  # minimum draws at once: each block is one synced line of the log
+        log: DrawLog | None = None,  # None: the run has no folder
         state: CurriculumState | None = None,
     ) -> None:
         state = state or CurriculumState()
@@ -130,7 +130,7 @@ class Curriculum:
         self._pool = Pool([row.dataset for row in prompts.rows], num_samples=num_samples, packed=state.prompts)
         self._places, self._census = dict(state.places), self._pool.census(0)
         self.num_drawn, self._num_visited = state.num_drawn, state.num_visited
-        self._num_refused = 0  # by the disk, in a row
+        self._num_refused = 0  # draws refused by the disk, in a row
         if log is not None and (draws := log.earlier(self.num_drawn)):
             self._take(draws)
 
@@ -160,7 +160,7 @@ class Curriculum:
             self._pool.observe(row, header.sample_rewards, at=data_epoch, teaches=teaches)
 
     def state(self, ledger: Ledger) -> CurriculumState:
-        """Places that nobody can ask for any more are forgotten."""
+        """The state to checkpoint; forgets places that can no longer be issued."""
         ahead = range(ledger.retries.num_places(ledger.issued), self.num_drawn)
         needed = sorted({*_asked_by(ledger), *ahead})
         self._places = {place: self._places[place] for place in needed if place in self._places}
@@ -172,7 +172,7 @@ class Curriculum:
         )
 
     def metrics(self) -> dict[str, float]:
-        """The pool as of the latest draws."""
+        """The pool's census as of the latest draws."""
         found = {f"curriculum/prompts/{kind}": float(count) for kind, count in self._census.items()}
         passes = self._num_visited / self._prompts.num_tickets(1)
         return {**found, "curriculum/passes": passes, "curriculum/refused": float(self._num_refused)}
@@ -202,10 +202,10 @@ def open_order(
     *,
     root: Path | None = None,  # the run's folder
     term: int = 1,
-    since: int = 0,  # the term of the checkpoint
+    since: int = 0,  # term of the checkpoint
     state: FeedState | None = None,
 ) -> PromptOrder:
-    """As the settings want it."""
+    """The order that the settings ask for."""
     num_places = prompts.num_tickets(config.training.max_epochs)
     if not config.data.curriculum:
         return DataOrder(prompts, num_places=num_places)
@@ -221,12 +221,12 @@ def open_order(
 
 
 def _behind_data_order(ledger: Ledger, prompts: PromptSet) -> CurriculumState:
-    """Where a run goes on with a curriculum that began without."""
+    """The initial state of a curriculum in a run that started without one."""
     begin = ledger.retries.num_places(ledger.issued)
     places = {place: prompts.locate(place) for place in sorted(_asked_by(ledger))}
     return CurriculumState(num_drawn=begin, num_visited=begin, places=places)
 
 
 def _asked_by(ledger: Ledger) -> set[int]:
-    """Places of the tickets that have not ended, and of dead ones that may be repeated."""
+    """Places of open tickets, and of dead ones that may be retried."""
     return {ledger.retries.place(number) for number in (*ledger.open_tickets(), *ledger.letters)}

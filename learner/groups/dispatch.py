@@ -1,29 +1,29 @@
-"""Tickets out: how many may be in flight, which prompt each asks for, and what happens to one that failed.
+"""Issues tickets: how many may be in flight, which prompt each carries, and what follows a failure.
 
-Tickets are issued in order while there is room: fewer outstanding than `(lag.max_steps + 1) * groups_per_step` (with
-`lag.stale: wait` fewer still when weights are old), and fewer bytes in Redis than `redis.max_backlog_bytes`, with those
-that the outstanding ones will bring. So generation does not run ahead of training, and memory in Redis is bounded. Dead
-tickets that the operator wants repeated go first, under new numbers.
+Tickets are issued in order while there is room: fewer than `(lag.max_steps + 1) * groups_per_step` outstanding (with
+`lag.stale: wait` fewer still while weights are old), and fewer bytes in Redis than `redis.max_backlog_bytes`, including
+the expected bytes of outstanding groups. So generation does not run ahead of training, and memory in Redis is bounded.
+Dead tickets that the operator wants retried go first, under new numbers.
 
-A ticket whose workers reported a failure is issued again, with its number of failures, until `worker.max_attempts`;
-then it goes to the dead letters. The ledger counts a ticket as issued before it is written: should the write be lost,
-the ticket is outstanding and missing, which reconciling mends; the other way round it might be issued twice.
+A ticket that failed is issued again with its number of failures, until `worker.max_attempts`; then it becomes a dead
+letter. The ledger counts a ticket as issued before it is written: if the write is lost, the ticket is outstanding and
+missing, and reconciling repairs that; in the reverse order it might be issued twice.
 
-What a full server refuses is kept here and offered again; meanwhile what is there is trained, and a commit is asked for
-that makes room.
+Tickets that a full server refuses are kept here and offered again; meanwhile the groups in hand are trained, and a
+commit that frees memory is requested.
 
-Reconciling puts right what Redis has lost, or holds too much of: at the start, after every trouble with it, and now and
-then. Blocks on Redis within its bounds.
+Reconciling repairs what Redis has lost or holds in excess: at the start, after every Redis failure, and now and then.
+Blocks on Redis, within its limits.
 
-    streams made whole ─► inventory: tickets, then groups ─► superfluous tickets deleted ─► missing ones issued again
-                                                             ─► dead letters likewise    ─► the audit told the count
+    streams restored ─► inventory: tickets, then groups ─► superfluous tickets deleted ─► missing ones issued again
+                                                           ─► dead letters likewise    ─► issued count to the audit
 
-What lies there under a number of ours counts only if it is what the number stands for: a Redis that went back, and
-forth again, may hold what another learner has issued under it (`wire.ticket`).
+An entry with one of our ticket numbers counts only if it asks for what that number stands for: a Redis that lost and
+regained its latest writes may hold another learner's tickets under the same numbers (`wire.ticket`).
 
-Which dead letters there are the ledger says, and a checkpoint with it. So a ticket is dead before its letter lies in
-Redis, and what that has lost of them, or kept for too long, is put right with all else. Lost ones never stop a run:
-what a full server does not take of them is offered again at the next look.
+The ledger, and with it the checkpoint, is the authority on dead letters. A ticket is dead before its letter is in
+Redis; letters that Redis lost or kept too long are repaired by reconciling. Lost letters never stop a run: those that a
+full server refuses are offered again at the next reconciling.
 """
 
 from __future__ import annotations
@@ -71,19 +71,19 @@ class Dispatch:
         self._groups_per_step = config.training.groups_per_step
         self._num_of_data = prompts.num_tickets(config.training.max_epochs)
         self._widest_window = (config.lag.max_steps + 1) * self._groups_per_step
-        self.to_repeat: list[int] = []  # dead tickets that the operator wants repeated, as last heard
-        self.refused: list[int] = []  # by a full server: issued by the ledger, and in Redis as soon as there is room
-        self._is_sure = False  # of the count, until Redis was asked for tickets issued after the checkpoint
-        self.wants_commit = False  # there is less room than there could be, for bytes that a commit would free
+        self.to_repeat: list[int] = []  # dead tickets that the operator wants retried, as of the last orders
+        self.refused: list[int] = []  # by a full server: issued in the ledger, written to Redis once there is room
+        self._is_sure = False  # the issued count includes tickets issued after the checkpoint
+        self.wants_commit = False  # a commit would free bytes that are needed
 
     @property
     def num_tickets(self) -> int:
-        """Of the whole run, with the retries so far."""
+        """Tickets of the whole run, including retries so far."""
         return self._num_of_data + len(self._ledger.retries)
 
     @property
     def exhausted(self) -> bool:
-        """Every ticket of the run has been issued."""
+        """Whether every ticket of the run has been issued."""
         return self._ledger.issued >= self.num_tickets
 
     @property
@@ -93,11 +93,11 @@ class Dispatch:
 
     @property
     def _num_out(self) -> int:
-        """Outstanding tickets, but for those that Redis has yet to take."""
+        """Outstanding tickets that are in Redis, not counting refused ones."""
         return self._ledger.outstanding - len(self.refused)
 
     def prompt_of(self, number: int) -> Prompt | None:
-        """What this ticket asks; None: of a replay, which need not know it."""
+        """The ticket's prompt; None if a replay does not know it."""
         place = self._ledger.retries.place(number)
         return self._prompts.rows[self._order.locate(place)[1]] if self._order.knows(place) else None
 
@@ -117,13 +117,13 @@ class Dispatch:
         return self._order.metrics()
 
     def top_up(self, *, step: int) -> None:
-        """Issue as many new tickets as there is room for: none while others are refused."""
+        """Issue as many new tickets as there is room for; none while earlier ones are refused."""
         room = self._room(step)
         if room <= 0 or self.refused:
             return
         first = self._ledger.issued
         for dead in self._repeatable()[:room]:
-            self.to_repeat.remove(dead)  # issuing answers the request
+            self.to_repeat.remove(dead)  # issuing fulfils the request
             self._ledger.repeat(dead, by=self._ledger.issued)
             self._ledger.issued += 1
             crashpoint("retry.counted")
@@ -134,9 +134,9 @@ class Dispatch:
         self.issue(range(first, self._ledger.issued), step=step)
 
     def issue(self, numbers: Iterable[int] = (), *, step: int) -> None:
-        """Write these tickets, for the first time or again, behind those that were refused before."""
+        """Write these tickets, new or repeated, after those that were refused before."""
         first_version, begins_with = self._lag.first_version()
-        before, self.refused = self.refused, []  # should this fail, reconciling finds out what is missing
+        before, self.refused = self.refused, []  # if this fails, reconciling finds what is missing
         wanted = dict.fromkeys((*filter(self._ledger.is_open, before), *numbers))
         tickets = self._tickets(wanted, step=step, min_version=first_version)
         for ticket in tickets:
@@ -149,7 +149,7 @@ class Dispatch:
             log.info("Redis takes tickets again", tickets=len(tickets))
 
     def failed(self, number: int, *, error: str, step: int) -> None:
-        """A worker could not fill this ticket, or nobody could read it."""
+        """A worker could not fill this ticket, or could not read it: issue it again or declare it dead."""
         if self._ledger.failed(number) < self._max_attempts:
             self.issue([number], step=step)
         else:
@@ -160,8 +160,11 @@ class Dispatch:
             self._stream.letters.put([(ticket, letter) for ticket in tickets])
 
     def reconcile(self, *, cursor: str, step: int) -> Inventory:
-        """Groups up to the cursor have been read; those that were not resolved are to be read again, for the bodies may
-        be gone, and the ranks have yet to fetch them."""
+        """Compare Redis with the ledger and repair the differences.
+
+        Groups up to the cursor have been read. Unresolved ones are read again, since their bodies may be gone and the
+        ranks still have to fetch them.
+        """
         self._stream.restore(cursor=cursor, retried=self._retried())
         self._ready_groups.put_back()
         found = Inventory.take(self._stream)
@@ -195,20 +198,18 @@ class Dispatch:
         return found
 
     def _retried(self) -> dict[int, int | None]:
-        """What Redis shall know of retries: ours, and none of numbers that another branch has given to some."""
+        """The retries that Redis should know: ours, and removals (None) of another branch's below our issued count."""
         known = self._ledger.retries.known()
         others = {n: None for n in self._stream.retried() if n < self._ledger.issued and n not in known}
         return {**others, **known}
 
     def _count_issued(self, shown: Set[tuple[int, str]], retried: Mapping[int, int], *, step: int) -> None:
-        """Once: go on behind the tickets that a learner before us issued after the checkpoint, as far as Redis shows
-        them.
+        """Raise the issued count past tickets that an earlier learner issued after the checkpoint. Runs once.
 
-        What was issued since then is still there, but for what Redis has lost; so beyond a gap of more than a window
-        nothing counts. A forged number far up must not make us issue all those below it, and to issue genuine ones
-        that lie beyond a gap once more costs only their work. Nor does anything count that asks for something else
-        than its number would stand for, given these retries: nothing beyond the checkpoint has ended, so we are free
-        to give these numbers out anew.
+        Such tickets are still in Redis, except for what Redis has lost, so nothing beyond a gap of more than a window
+        counts: a forged high number must not make us issue all those below it, and reissuing genuine tickets beyond a
+        gap costs only their generation. A ticket whose content differs from what its number stands for, given these
+        retries, does not count either: nothing after the checkpoint has ended, so these numbers may be reused.
         """
         if self._is_sure:
             return
@@ -226,7 +227,7 @@ class Dispatch:
             if number in repeated:
                 self._ledger.repeat(repeated[number], by=number)
             asked = self._ticket(number, self._ledger.retries).identity
-            self._ledger.begin(number, step=step, asked=asked)  # with weights at least as young as the checkpoint's
+            self._ledger.begin(number, step=step, asked=asked)  # with weights at least as new as the checkpoint's
         self._is_sure = True
 
     def _put_letters_right(self, found: Inventory, *, step: int) -> None:
@@ -236,7 +237,7 @@ class Dispatch:
             ledger.letters.pop(number, None)
         listed = found.listed(ledger)
         stale = sorted({letter.entry_id for letter in found.letters} - set(listed.values()))
-        # A request stands while its ticket may yet die: in the life that it was asked for, it did.
+        # A request stands while its ticket may still die: it had died in the lost steps that the request refers to.
         settled = [number for number in self.to_repeat if number not in ledger.letters and not ledger.is_open(number)]
         if stale or settled:
             self._stream.letters.remove(stale, requests=settled)
@@ -253,29 +254,29 @@ class Dispatch:
             log.info("put dead letters right", letters=len(ledger.letters), removed=len(stale), put_back=len(missing))
 
     def _room(self, step: int) -> int:
-        """For how many tickets; negative where the window has shrunk."""
+        """How many tickets may be issued; negative if the window has shrunk."""
         window = self._lag.batches_ahead(step) * self._groups_per_step - self._num_out
         in_bytes = 0 if self.refused else self._backlog.room(self.num_on_the_way)
         freeable = self._backlog.freeable(self._ready_groups.all_ids()) if in_bytes < window else 0
-        lacking = self._groups_per_step - self._num_out  # for a single batch
-        # Early commits must be worth their time: half the budget, or the next batch.
+        lacking = self._groups_per_step - self._num_out  # needed for a single batch
+        # An early commit must pay off: by freeing half the budget, or room for the next batch.
         self.wants_commit = 2 * freeable >= self._backlog.max_bytes or (freeable > 0 and in_bytes < lacking)
         if freeable == 0:
-            in_bytes = max(in_bytes, lacking)  # a budget too small for one batch would stand still for ever
+            in_bytes = max(in_bytes, lacking)  # or a budget too small for one batch would block forever
         return min(window, in_bytes)
 
     def _repeatable(self) -> list[int]:
-        """Dead tickets; one that a lost step has brought back to life must die first."""
+        """Dead tickets to retry; one that a lost step made open again must die first."""
         return [dead for dead in self.to_repeat if dead in self._ledger.letters]
 
     def _tickets(self, numbers: Iterable[int], *, step: int, min_version: int) -> list[Ticket]:
-        """Those of which it is known what they ask; in a replay there may be others, and nobody to ask."""
+        """Tickets for the numbers whose prompt is known; a replay may not know all."""
         retries = self._ledger.retries
         known = (number for number in numbers if self._order.knows(retries.place(number)))
         return [self._ticket(number, retries, step=step, min_version=min_version) for number in known]
 
     def _ticket(self, number: int, retries: Retries, *, step: int = 0, min_version: int = 0) -> Ticket:
-        """What the number stands for, given these retries."""
+        """The ticket that the number stands for, given these retries."""
         data_epoch, prompt_index = self._order.locate(retries.place(number))
         prompt = self._prompts.rows[prompt_index]
         return Ticket(

@@ -1,15 +1,15 @@
-"""The log of a curriculum's draws: which prompt each place of the data asks for, durable before a ticket says so.
+"""The durable log of a curriculum's draws: which prompt each place asks for, synced before its ticket goes out.
 
     run folder/
       curriculum/
-        000006.jsonl      the draws that the learner of this term has made, a line a block; never removed
+        000006.jsonl      draws of this term's learner, one line per block; never removed
 
     {"schema": 1, "term": 6}
     {"first": 40, "num_visited": 61, "asked": [[0, 57], [0, 3], [1, 12]], "chances": [1.0, 0.25, 0.8]}
 
-`asked` has a pass and a row for each place from `first` on, and `chances` what they were admitted with; behind them so
-many candidates had been visited. A line that is cut short was never acted on. A learner that was replaced may go on in
-its own file; of two terms that have drawn for a place, the younger counts. Blocks on the disk only.
+`asked` has a (pass, row) pair for each place from `first` on, and `chances` their admission chances; `num_visited` is
+the number of candidates visited by then. A truncated line was never acted on. A replaced learner may still append to
+its own file; if two terms have drawn for a place, the newer counts. Blocks on the disk only.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws:
-    """A block."""
+    """One block of draws."""
 
     first: int  # place
-    num_visited: int  # candidates, up to the last one that was taken
+    num_visited: int  # candidates, up to the last admitted one
     asked: tuple[tuple[int, int], ...]  # (pass, row) of each place
     chances: tuple[float, ...]
 
 
 class DrawLog:
     def __init__(self, root: Path, *, term: int, since: int = 0) -> None:
-        """`since`: the term of the checkpoint that we go on from."""
+        """`since`: the term of the checkpoint to resume from."""
         self._folder, self._term, self._since = root / "curriculum", term, since
         self._path = self._folder / f"{term:06d}.jsonl"
 
     def earlier(self, first: int) -> Draws | None:
-        """What learners before us have drawn from this place on, without a gap."""
+        """The draws of earlier learners from place `first` on, up to the first gap."""
         found: dict[int, tuple[tuple[int, int], float, int]] = {}
         for term in sorted(self._terms()):
             for line in _lines(self._folder / f"{term:06d}.jsonl"):
@@ -63,7 +63,7 @@ class DrawLog:
         return Draws(first=first, num_visited=visited[-1], asked=asked, chances=chances)
 
     def write(self, draws: Draws) -> bool:
-        """Durably; False where the disk has no room. Then nothing was drawn, and another time will do."""
+        """Write the draws durably; False if the disk is full: then nothing is drawn, and the caller retries later."""
         line = {**asdict(draws), "chances": [round(chance, 4) for chance in draws.chances]}
         try:
             if not self._path.exists() or not self._path.stat().st_size:
@@ -85,7 +85,7 @@ class DrawLog:
                 file.flush()
                 os.fsync(file.fileno())
             except OSError:
-                os.truncate(self._path, size)  # or the next line would begin in the midst of this one
+                os.truncate(self._path, size)  # or the next line would be appended to a partial one
                 raise
 
     def _terms(self) -> Iterator[int]:
@@ -95,7 +95,7 @@ class DrawLog:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Blocks, as far as they are whole."""
+    """The complete lines of the file."""
     for line in path.read_bytes().splitlines(keepends=True)[1:]:
         if not line.endswith(b"\n"):
             return

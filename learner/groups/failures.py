@@ -1,7 +1,8 @@
-"""Does nothing come but failures? Then no prompt is at fault: a reward that always raises, or an engine that refuses
-everything, would send all the data to the dead letters, and the run would end as if it had been trained.
+"""Stops the run when only failures arrive, which no single prompt can cause.
 
-A failure that lay in the stream before this learner came says nothing of today's reward: somebody may have mended it.
+A reward that always raises, or an engine that refuses everything, would turn all data into dead letters, and the run
+would end as if it had trained. Failures that were in the stream before this learner started do not count: the cause may
+have been fixed since.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ _SHOWN_CHARS = 80  # of a prompt
 class FailuresInRow:
     def __init__(self, limit: int) -> None:
         self._limit, self._count = limit, 0
-        self._before_us: str | None = None  # the newest entry that was there when this learner came
-        self.latest = ""  # of which prompt, and why
+        self._before_us: str | None = None  # newest entry in the stream when this learner started
+        self.latest = ""  # the latest failure: prompt and error
 
     def began(self, entry_ids: Iterable[str]) -> None:
-        """What is in the stream; the first call counts."""
+        """Note the entries in the stream; only the first call counts."""
         if self._before_us is None:
             self._before_us = max(entry_ids, key=entry_order, default=START)
 
@@ -31,11 +32,11 @@ class FailuresInRow:
         return self._before_us is not None and entry_order(entry_id) <= entry_order(self._before_us)
 
     def sound(self) -> None:
-        """A group came that its worker could fill."""
+        """Note a group without a failure."""
         self._count = 0
 
     def failed(self, prompt: Prompt | None, *, error: str) -> None:
-        """None: of a replay, which need not know it."""
+        """Count a failure. `prompt` is None in a replay that does not know it."""
         self._count += 1
         self.latest = f"{self._told(prompt)}: {error}"
         if self._count >= self._limit:

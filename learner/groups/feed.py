@@ -1,17 +1,17 @@
-"""Rank 0's side of the stream: tickets out, groups in, one plan a step.
+"""Rank 0's side of the stream: issues tickets, reads groups, makes one plan per step.
 
       ┌── top_up ──► tickets ──► workers ──► groups ──┐
       │                                               ▼ read by the cursor, in order
-    ledger ◄── settle ◄── plan ◄── in hand ◄── accept: whose, what (gate), how old, worth training?
+    ledger ◄── settle ◄── plan ◄── in hand ◄── accept: whose, valid (gate), how old, worth training?
                                                       │
       ▲───────────── dropped, failed, ignored ────────┘
 
-`plan` reads until a batch is in hand, and waits for groups at most as long as it is told; `settle` resolves the batch
-after the ranks have looked at it. New tickets are issued from `plan` only, that is after the last step's weights were
-published, so that a lag of 0 is on-policy. Nothing that a group may contain stops the feed.
+`plan` reads until a batch is in hand, waiting for groups at most `timeout_s`; `settle` resolves the batch once the
+ranks have checked it. Only `plan` issues new tickets, that is, after the last step's weights were published, so a lag
+of 0 is on-policy. No content of a group can stop the feed.
 
-`state` is what a checkpoint holds of all this, at any moment: what is read and not resolved is its carry, and is read
-again by the feed that starts from it. Whatever Redis has lost meanwhile, `reconcile` finds out and issues again.
+`state` is the feed's part of a checkpoint and may be taken at any time. Groups that were read but not resolved are its
+carry, and are read again by the feed that resumes from it. `reconcile` finds what Redis has lost, and issues it again.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from streamrl.protocol.transport.types import Control, Entry, GroupStream
 from streamrl.protocol.wire.group import GroupHeader
 from streamrl.telemetry.progress import Wait
 
-_READ_BYTES = 1 << 20  # about so much is read at a time: larger answers cost more memory, and gain nothing
-_ROUND_S = 1.0  # a group is waited for so long before the operator's word and the deadline are looked at again
+_READ_BYTES = 1 << 20  # approximate size of a read: larger replies cost more memory and gain nothing
+_ROUND_S = 1.0  # limit of one wait for groups, before operator's orders and deadline are checked again
 
 log = structlog.get_logger(__name__)
 
@@ -53,12 +53,12 @@ class Feed:
         prompts: PromptSet,
         config: schema.Config,
         run_uid: str,
-        fingerprint: str,  # of model and tokenizer, as groups must carry it
-        drop_reason: Callable[[GroupHeader], str | None],  # the algorithm's; None: it is to be trained
-        state: FeedState | None = None,  # of the checkpoint to go on from
-        quarantine: Quarantine | None = None,  # None: nobody is suspected
-        order: PromptOrder | None = None,  # None: as the settings want it, kept nowhere but in checkpoints
-        most: int | None = None,  # bytes of a group, where that is more than the configuration shows
+        fingerprint: str,  # of model and tokenizer; groups must carry it
+        drop_reason: Callable[[GroupHeader], str | None],  # the algorithm's; it returns None for a group to train
+        state: FeedState | None = None,  # of the checkpoint to resume from
+        quarantine: Quarantine | None = None,  # None: no ticket is suspected
+        order: PromptOrder | None = None,  # None: by the settings, stored only in checkpoints
+        most: int | None = None,  # largest group in bytes, if larger than the configuration implies
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -98,34 +98,35 @@ class Feed:
         )
         self._cursor = state.cursor
         self._journal = state.journal
-        self.control: Control = "run"  # the operator's word, as it is being followed
+        self.control: Control = "run"  # the operator's order in effect
         self._listen_at = 0.0
         self._planned: Plan | None = None
-        self._doubtful = True  # something may be missing in Redis, or may have been written without our knowing
+        self._doubtful = True  # Redis and the ledger may differ: reconcile first
 
     @property
     def waits_for(self) -> Wait:
-        """What kept the last `plan` from giving a batch."""
+        """Why the last `plan` returned no batch."""
         return self._wait_timers.waits_for
 
     def note_version(self, version: int, step: int) -> None:
-        """A version was announced, with the weights after so many optimizer steps."""
+        """Note an announced version and its optimizer step."""
         self._lag.note(version, step)
 
     def listen(self) -> None:
-        """Hear the operator's orders; `plan` does so by itself."""
+        """Read the operator's orders; `plan` does so by itself."""
         orders = self._stream.orders()
         self.control = orders.control
         self._dispatch.to_repeat = list(orders.retries)
-        self._listen_at = self._clock() + _ROUND_S  # or as soon as there is nothing to read
+        self._listen_at = self._clock() + _ROUND_S  # or as soon as no group is left to read
 
     def plan(self, *, step: int, world_size: int, timeout_s: float) -> Plan | None:
-        """The next batch, or what to do instead; None when there is nothing to train within this time.
+        """The next batch, or what to do instead; None if nothing can be trained within `timeout_s`.
 
-        `step` is the number of optimizer steps made. Raises TransportError when Redis fails; just call again.
+        `step` is the number of optimizer steps made. Raises TransportError when Redis fails; the caller may simply
+        retry.
         """
         assert self._planned is None, "settle the plan before asking for the next"
-        doubtful, self._doubtful = self._doubtful, True  # until all of this has gone through
+        doubtful, self._doubtful = self._doubtful, True  # until this call succeeds
         if doubtful or self._stream.disturbed or self._wait_timers.looked_long_ago:
             self.reconcile(step=step)
         self._wait_timers.begin()
@@ -138,7 +139,7 @@ class Feed:
         return plan
 
     def settle(self, plan: Plan, verdicts: Sequence[int], *, trained: bool = True) -> None:
-        """The ranks' verdicts on the groups of the plan. `trained=False`: the step itself was skipped."""
+        """Resolve the plan's groups by the ranks' verdicts. `trained=False`: the step itself was skipped."""
         assert plan is self._planned, "only the current plan can be settled"
         waiting = self._stream.waiting("train") if GroupCheck.MALFORMED in verdicts else set()
         self._quarantine.survived()
@@ -149,7 +150,7 @@ class Feed:
         }
         for entry, verdict in zip(plan.entries, verdicts, strict=True):
             held = self._ready_groups.remove(entry.ticket)
-            if verdict == GroupCheck.MISSING:  # lost with Redis, after it was read: reconciling asks for it again
+            if verdict == GroupCheck.MISSING:  # lost by Redis after it was read; reconciling issues it again
                 self._ledger.ignore("missing")
                 self._doubtful = True
             elif verdict == GroupCheck.MALFORMED and (entry.ticket, held.header.identity) in waiting:
@@ -174,8 +175,10 @@ class Feed:
         )
 
     def committed(self, state: FeedState, *, step: int) -> None:
-        """The checkpoint with this state, as it was committed, has its name. Harmless when called again; when Redis
-        fails here, only what it could have freed stays until the next commit."""
+        """Note that the checkpoint with this state is committed, and trim Redis accordingly.
+
+        Idempotent. If Redis fails here, the entries it could have freed stay until the next commit.
+        """
         self._journal = state.journal
         self._wait_timers.committed()
         self._ledger.committed(state.ledger)
@@ -183,7 +186,7 @@ class Feed:
         self._stream.commit(step=step, cursor=state.cursor, trim_below=state.trim_below, ended=ended)
 
     def commit_would_free(self) -> bool:
-        """Whether to commit for the room in Redis that this makes, which nothing else here wants; asking is noted."""
+        """Whether to commit just for the room it frees in Redis; also starts the pause before the next such commit."""
         return self._backlog.freeable(self._ready_groups.all_ids()) > 0 and self._wait_timers.may_ask_for_commit()
 
     def metrics(self) -> dict[str, float]:
@@ -207,11 +210,11 @@ class Feed:
         }
 
     def check_trained(self) -> None:
-        """TrainingError when nothing was: such a run has not finished, though its data have ended."""
+        """Raise TrainingError if no group was trained: such a run has not finished, though its data are used up."""
         self._failures.check_trained(self._ledger)
 
     def reconcile(self, *, step: int) -> None:
-        """Find out what Redis has and has not, and put right what differs from the ledger."""
+        """Compare Redis with the ledger and repair the differences."""
         assert self._planned is None, "a plan is with the ranks: settle it first"
         found = self._dispatch.reconcile(cursor=self._cursor, step=step)
         self._failures.began(group.entry_id for group in found.groups)
@@ -224,7 +227,7 @@ class Feed:
             if self._clock() >= self._listen_at:
                 self.listen()
                 if self.control in ("run", "drain"):
-                    self._dispatch.issue(step=step)  # what a full server refused
+                    self._dispatch.issue(step=step)  # tickets that a full server refused
             if self.control == "stop":
                 return Plan(kind=Kind.STOP, step=step)
             if self.control == "run" or (self.control == "drain" and self._dispatch.refused):
@@ -253,7 +256,7 @@ class Feed:
         self._listen_at = self._clock()
 
     def _ready(self, step: int, world_size: int) -> Plan | None:
-        """A full batch; the last, partial one when nothing more can come; or the end."""
+        """A full batch; the last, partial one when no more groups can come; or the end."""
         no_more_tickets = self.control == "drain" or self._dispatch.exhausted
         nothing_to_come = no_more_tickets and self._ledger.outstanding == len(self._ready_groups)
         if len(self._ready_groups) >= self._groups_per_step or (nothing_to_come and len(self._ready_groups)):
@@ -263,7 +266,7 @@ class Feed:
             ranks = balance([held.header.num_tokens for held in batch], world_size)
             entries = (held.planned(rank) for held, rank in zip(batch, ranks, strict=True))
             return Plan(kind=Kind.STEP, step=step, entries=tuple(entries))
-        if self._ready_groups.num_read < self._groups_per_step:  # a batch that is only being read again waits on
+        if self._ready_groups.num_read < self._groups_per_step:  # a batch still being read again keeps its wait
             self._wait_timers.batch_is_not_full()
         if nothing_to_come:
             return Plan(kind=Kind.END if self._dispatch.exhausted else Kind.STOP, step=step)
@@ -275,27 +278,27 @@ class Feed:
         return [held for held in batch if held.header.ticket in chosen]
 
     def _receive(self, step: int, wait_s: float) -> bool:
-        """Read some of what is lacking, the carry first; whether anything was there."""
+        """Read some of the groups still lacking, the carry first; return whether there were any."""
         count = min(self._ready_groups.lacking, self._backlog.num_groups_in(_READ_BYTES))
         if self._ready_groups.unread:
             ids = self._ready_groups.unread[:count]
             for entry in self._stream.fetch("train", ids):
                 del self._ready_groups.unread[0]
-                if entry is not None:  # lost with Redis: reconciling has issued its ticket again
+                if entry is not None:  # None: lost by Redis, and reconciling has issued its ticket again
                     self._accept(entry, step)
             return True
         entries = self._stream.read("train", after=self._cursor, count=count, block_ms=int(wait_s * 1000))
         for entry in entries:
-            self._wait_timers.group_came()  # one that is read again did not: it says nothing of the workers
+            self._wait_timers.group_came()  # not for groups read again: they show nothing about the workers
             self._cursor = entry.id
             self._accept(entry, step)
             crashpoint("group.read")
         return bool(entries)
 
     def _accept(self, entry: Entry, step: int) -> None:
-        """Train on it, drop its ticket, count a failure, or ignore it: `step` is the one that would train this group.
+        """Take the group for training, drop its ticket, count a failure, or ignore it.
 
-        Bodies are the ranks' business.
+        `step` is the step that would train this group. The ranks check bodies.
         """
         num_bytes = len(entry.header) + len(entry.body)
         self._backlog.add(entry.id, num_bytes)
@@ -314,10 +317,10 @@ class Feed:
             self._failures.failed(self._dispatch.prompt_of(entry.number), error=header.error)
 
     def _set_aside(self, entry_id: str, number: int, reason: str) -> None:
-        """It decides no ticket."""
+        """Ignore a group; its ticket stays as it is."""
         self._ledger.ignore(reason)
         if reason == LATE_FAILURE or (reason == NOT_ASKED and not self._gate.still_waits(number)):
-            self._wait_timers.look_soon()  # Redis is not what we thought
+            self._wait_timers.look_soon()  # Redis and the ledger disagree
         if reason in (NOT_ASKED, NOT_LEASED) and self._ledger.ignored[reason].bit_count() == 1:  # 1, 2, 4, 8, ...
             count = self._ledger.ignored[reason]
             log.warning("group set aside", entry=entry_id, ticket=number, reason=reason, so_far=count)
@@ -337,7 +340,7 @@ class Feed:
         return QUARANTINED if self._quarantine.holds(header.ticket) else self._reason_of_algorithm(header)
 
     def _drop_what_got_old(self, step: int) -> None:
-        """Steps were made since it came to hand: only where the most urgent groups go first."""
+        """Drop groups that went stale in hand; happens only if the most urgent groups are trained first."""
         for held in self._ready_groups:
             if self._lag.is_stale(held.header.min_version, held.header.max_version, step):
                 self._end(self._ready_groups.remove(held.header.ticket).header, f"{DROPPED}stale", step=step)

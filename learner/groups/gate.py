@@ -1,16 +1,17 @@
-"""What an entry of the groups' stream is to this run. Whoever may write there may write anything, so it is looked at
-from the outside in:
+"""Decides whether an entry of the groups' stream counts for this run.
 
-    of this run, about an open ticket ─► delivered by who held the ticket's lease ─► what the ticket asks ─► a header
+Anyone with access to the stream can write anything, so an entry is checked from the outside in:
 
-Only the holder of a ticket's lease may end it. Its delivery takes the ticket out of Redis and names the ticket's entry,
-in one step; what comes by another road lacks that name, and decides nothing. Who imitates it has yet to take the ticket
-away: so whatever would end a ticket without having answered it, a failure, a group that cannot be read or one of
-another model, counts only if the ticket no longer waits. Such entries are few, and Redis is asked for each of them, but
-for no sound one.
+    of this run, for an open ticket ─► delivered by the lease's holder ─► the ticket's identity ─► a valid header
 
-Nor does an answer to something else count, though the number be ours: it is of another branch of the run's history,
-where Redis went back and forth between copies of itself.
+Only the holder of a ticket's lease may end it. Delivery removes the ticket from Redis and records the ticket's entry in
+one step; an entry written any other way lacks that, and counts for nothing. A forger would still have to remove the
+ticket. So an entry that would end a ticket without answering it (a failure, an unreadable group, or one of another
+model) counts only if the ticket is no longer waiting. Such entries are few; each costs one query to Redis, and sound
+ones none.
+
+An answer with another identity does not count either, even under one of our numbers: it is of another branch of the
+run's history, left by a Redis that switched between copies of itself.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from streamrl.protocol.transport.types import Entry, GroupStream
 from streamrl.protocol.wire.group import GroupHeader, decode_header
 
 LATE_FAILURE = "late_failure"
-NOT_ASKED = "not_asked"  # for what it answers
-NOT_LEASED = "not_leased"  # by who put it there
+NOT_ASKED = "not_asked"  # the ticket asks for something else
+NOT_LEASED = "not_leased"  # its writer held no lease
 
 
 class Gate:
@@ -36,15 +37,15 @@ class Gate:
         ready_groups: ReadyGroups,
         failures: FailuresInRow,
         run_uid: str,
-        fingerprint: str,  # of model and tokenizer, as groups must carry it
-        max_samples: int,  # what tickets ask for
+        fingerprint: str,  # of model and tokenizer; groups must carry it
+        max_samples: int,  # samples per ticket
     ) -> None:
         self._stream, self._ledger, self._ready_groups, self._failures = stream, ledger, ready_groups, failures
         self._run_uid, self._max_samples = run_uid, max_samples
         self.fingerprint = fingerprint
 
     def header(self, entry: Entry) -> GroupHeader | None:
-        """None when it is no header of a training group for this very ticket."""
+        """The decoded header; None unless it is a training group's header for this very ticket."""
         try:
             header = decode_header(entry.header)
         except WireError:
@@ -54,7 +55,7 @@ class Gate:
         return header if fits and len(header.sample_lengths) <= self._max_samples else None
 
     def reason_to_ignore(self, entry: Entry, header: GroupHeader | None) -> str | None:
-        """None: it decides its ticket."""
+        """Why the entry is ignored; None: it decides its ticket."""
         number = entry.number
         if entry.run_uid != self._run_uid:
             return "wrong_run"
@@ -72,11 +73,14 @@ class Gate:
         return None if is_sound or not self.still_waits(number) else NOT_LEASED
 
     def still_waits(self, number: int) -> bool:
-        """Nobody has delivered this ticket of ours."""
+        """Whether our ticket is still in Redis, undelivered."""
         found = (identity for waiting, identity in self._stream.waiting("train") if waiting == number)
         return any(self._ledger.asks(number, identity) for identity in found)
 
     def _is_late(self, entry: Entry, header: GroupHeader) -> bool:
-        """The failure of an earlier attempt has been counted, and another attempt is under way; or was, where a Redis
-        that went back in time has given out the earlier one again. Or nobody has counted it."""
+        """Whether this failure no longer matters.
+
+        Either it is of an earlier attempt that was counted already (also if Redis rolled back and handed that attempt
+        out again), or it predates this learner.
+        """
         return header.attempt < self._ledger.attempts(entry.number) or self._failures.is_old(entry.id)

@@ -1,17 +1,17 @@
-"""What became of every training ticket, and the part of a checkpoint that says so.
+"""Bookkeeping of every training ticket's outcome, and its part of a checkpoint.
 
-Ticket numbers count up from 0, and each ends exactly once: trained, dropped for a reason, or dead. What is issued and
-not resolved is outstanding. The resolved ones are kept as ranges, since tickets end nearly in order: the first range
-is the low watermark, the others are the exceptions above it, and the cost per ticket stays flat however long the run.
-Which ticket ended how is kept until it is committed, and then lies in the journal (learner.checkpoints.journal).
+Ticket numbers count up from 0, and each ticket ends exactly once: trained, dropped for a reason, or dead. A ticket that
+is issued and not resolved is outstanding. Resolved ones are kept as ranges, since tickets end nearly in order: the
+first range is the low watermark, the others are the exceptions above it, and the cost per ticket stays flat however
+long the run. Endings are kept here until a commit writes them to the journal (learner.checkpoints.journal).
 
-Nearly all numbers stand for the next place in the data, in the order of issue; now and then one is a retry of a dead
-ticket, which takes the next number as well, and the places go on behind it:
+Nearly every number stands for the next place in the data, in the order of issue; some are retries of a dead ticket. A
+retry takes the next number too, and the places continue after it:
 
-    number   0  1  2  3        4  5           places go on behind a retry
-    stands   0  1  2  retry 1  3  4           its place is that of the ticket that it repeats
+    number   0  1  2  3        4  5           places continue after a retry
+    stands   0  1  2  retry 1  3  4           its place is that of the ticket it retries
 
-So a number still says everything, given the retries so far. Pure bookkeeping: no Redis, no disk, nothing that waits.
+So a number still identifies its prompt, given the retries so far. Pure bookkeeping: no Redis, no disk, no blocking.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from streamrl.protocol.transport.types import START, Letter, entry_order
 
 TRAINED = "trained"
 DEAD = "dead"
-DROPPED = "dropped/"  # and the reason
-_ERROR_CHARS = 300  # of a dead ticket, in each checkpoint until it is repeated or purged
+DROPPED = "dropped/"  # followed by the reason
+_ERROR_CHARS = 300  # of a dead ticket's error, kept in checkpoints until it is retried or purged
 
 
 class Ending(NamedTuple):
-    """A ticket ended."""
+    """How and when a ticket ended."""
 
-    step: int  # the optimizer step that was being made, counting from 1
-    outcome: str  # trained, dead, or dropped/ and the reason
+    step: int  # the optimizer step in progress, counting from 1
+    outcome: str  # trained, dead, or dropped/<reason>
     ticket: int
-    asked: str = ""  # its identity (wire.ticket); empty where nobody asked, as for what had ended before a fork
-    answered: str = ""  # what the group that ended it answers; empty where it was ended by none
+    asked: str = ""  # its identity (wire.ticket); empty if never issued, as for tickets that ended before a fork
+    answered: str = ""  # identity of the group that ended it; empty if no group did
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerState:
-    """A ledger as a checkpoint holds it."""
+    """The ledger's part of a checkpoint."""
 
     issued: int = 0
     watermark: int = 0  # every ticket below is resolved
     exceptions: tuple[tuple[int, int], ...] = ()  # resolved ranges [start, end) above the watermark
-    outcomes: Mapping[str, int] = field(default_factory=dict)  # tickets by how they ended
-    ignored: Mapping[str, int] = field(default_factory=dict)  # messages that decided no ticket, by reason
-    attempts: Mapping[int, int] = field(default_factory=dict)  # failures so far, of unresolved tickets
-    begins: Mapping[int, int] = field(default_factory=dict)  # step of the weights an unresolved ticket begins with
-    asked: Mapping[int, str] = field(default_factory=dict)  # identities of unresolved tickets: what a number stands for
-    retries: Mapping[int, int] = field(default_factory=dict)  # all there ever were: number -> the dead ticket
-    letters: Mapping[int, Letter] | None = None  # dead tickets that nobody repeated or purged; None: not noted yet
+    outcomes: Mapping[str, int] = field(default_factory=dict)  # number of tickets by outcome
+    ignored: Mapping[str, int] = field(default_factory=dict)  # messages that resolved no ticket, by reason
+    attempts: Mapping[int, int] = field(default_factory=dict)  # failures so far of unresolved tickets
+    begins: Mapping[int, int] = field(default_factory=dict)  # minimum weights' step of each unresolved ticket
+    asked: Mapping[int, str] = field(default_factory=dict)  # identities of unresolved tickets
+    retries: Mapping[int, int] = field(default_factory=dict)  # all so far: number -> the dead ticket
+    letters: Mapping[int, Letter] | None = None  # dead tickets neither retried nor purged; None: not recorded yet
 
     @property
     def num_resolved(self) -> int:
@@ -63,38 +63,36 @@ class LedgerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurriculumState:
-    """What a curriculum (learner.groups.curriculum) has drawn and knows, as a checkpoint holds it."""
+    """The part of a checkpoint that holds a curriculum's draws and knowledge (learner.groups.curriculum)."""
 
-    num_drawn: int = 0  # places that have their prompt
-    num_visited: int = 0  # candidates that were looked at for them
-    places: Mapping[int, tuple[int, int]] = field(
-        default_factory=dict
-    )  # (pass, row) of those that may yet be asked for
-    prompts: str = ""  # what is known of each that was asked (learner.groups.pool)
+    num_drawn: int = 0  # places with an assigned prompt
+    num_visited: int = 0  # candidates considered for them
+    places: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # (pass, row) of those that may still be issued
+    prompts: str = ""  # packed pool of drawn prompts (learner.groups.pool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedState:
-    """Where a learner stands in the stream; what a checkpoint commits."""
+    """The learner's position in the stream, as a checkpoint commits it."""
 
     cursor: str = START  # id of the last entry read
     carry: tuple[str, ...] = ()  # ids up to the cursor that are read but not resolved
     ledger: LedgerState = field(default_factory=LedgerState)
-    versions: tuple[tuple[int, int], ...] = ()  # (version, its step) as far back as the lag rule looks
-    lengths: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # of what ended (learner.groups.counts)
-    datasets: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # likewise (learner.groups.counts)
-    curriculum: CurriculumState | None = None  # None: tickets ask in the data's order
-    journal: str | None = None  # its newest file
-    uncommitted: tuple[Ending, ...] = ()  # what ended since that file; the next one gets it, not the manifest
+    versions: tuple[tuple[int, int], ...] = ()  # (version, step) as far back as the lag rule needs
+    lengths: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # (ended, dropped) (learner.groups.counts)
+    datasets: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # (trained, dropped) (learner.groups.counts)
+    curriculum: CurriculumState | None = None  # None: tickets follow the data's order
+    journal: str | None = None  # newest journal file
+    uncommitted: tuple[Ending, ...] = ()  # endings since that file, for the next file; not in the manifest
 
     @property
     def trim_below(self) -> str:
-        """The smallest entry id that is still needed: everything below may leave the stream."""
+        """The smallest entry id still needed; everything below may be trimmed from the stream."""
         milliseconds, sequence = entry_order(self.cursor)
         return min((*self.carry, f"{milliseconds}-{sequence + 1}"), key=entry_order)
 
     def committed(self, journal: str) -> FeedState:
-        """The same, once this file of the journal has what ended."""
+        """The same state, once this journal file holds the endings."""
         return replace(self, journal=journal, uncommitted=())
 
     def to_json(self) -> dict[str, Any]:
@@ -124,7 +122,7 @@ class Ledger:
         return self.issued - len(self._resolved)
 
     def is_open(self, number: int) -> bool:
-        """Issued and not resolved."""
+        """Whether the ticket is issued and not resolved."""
         return 0 <= number < self.issued and number not in self._resolved
 
     def open_tickets(self) -> Iterator[int]:
@@ -132,11 +130,11 @@ class Ledger:
 
     @property
     def uncommitted(self) -> tuple[Ending, ...]:
-        """What ended since the last commit."""
+        """Endings since the last commit."""
         return tuple(self._uncommitted)
 
     def resolve(self, number: int, outcome: str, *, step: int, answered: str = "") -> None:
-        """The ticket ends, while this optimizer step is being made, by a group that answers this."""
+        """End the ticket during this optimizer step; `answered` is the identity of the group that ended it."""
         assert self.is_open(number), f"ticket {number} cannot end as {outcome}: it is not open"
         self._resolved.add(number)
         self._attempts.pop(number, None)
@@ -150,19 +148,19 @@ class Ledger:
         self.letters[number] = letter._replace(error=letter.error[:_ERROR_CHARS], identity=identity)
 
     def repeat(self, dead: int, *, by: int) -> None:
-        """This number stands for the dead ticket from here on."""
+        """Make number `by` a retry of the dead ticket."""
         self.retries.add(by, dead)
         self.letters.pop(dead, None)
 
     def adopt_letters(self, numbers: Iterable[int]) -> None:
-        """A checkpoint from before letters were noted: those that Redis lists of tickets that have ended count."""
+        """Recover the dead letters of a checkpoint that predates them: those in Redis whose tickets have ended."""
         if not self.knows_letters:
             known = {number for number in numbers if number in self._resolved} - set(self.retries.known().values())
             self.letters = dict.fromkeys(sorted(known), Letter("an older version did not note it", 0.0))
             self.knows_letters = True
 
     def committed(self, state: LedgerState) -> None:
-        """What had ended in this state is in the journal."""
+        """Forget the endings in this state; the journal holds them now."""
         num_written = len(self._uncommitted) - (len(self._resolved) - state.num_resolved)
         assert 0 <= num_written <= len(self._uncommitted), "a newer state has been committed already"
         del self._uncommitted[:num_written]
@@ -174,14 +172,12 @@ class Ledger:
         return self._attempts.get(number, 0)
 
     def begin(self, number: int, *, step: int, asked: str) -> None:
-        """The ticket is asked for, which this identity stands for; who takes it begins with weights of this step, or
-        younger ones."""
+        """Record the identity of an issued ticket and the step of the oldest weights a worker may start it with."""
         self._begins[number] = step
         self._asked[number] = asked
 
     def asks(self, number: int, identity: str) -> bool:
-        """Whether this is what the open ticket asks for. Of the tickets of a recording nobody knows it before their
-        first answer."""
+        """Whether the open ticket has this identity; a recording's ticket takes that of its first answer."""
         assert self.is_open(number), f"ticket {number} asks for nothing: it is not open"
         return self._asked.setdefault(number, identity) == identity
 
@@ -189,13 +185,13 @@ class Ledger:
         return self._begins[number]
 
     def failed(self, number: int) -> int:
-        """Count one failure; the number of them so far."""
+        """Count one failure and return the number so far."""
         assert self.is_open(number), f"ticket {number} cannot fail: it is not open"
         self._attempts[number] = self.attempts(number) + 1
         return self._attempts[number]
 
     def dropped(self) -> Iterator[tuple[str, int]]:
-        """(reason, tickets) of those dropped."""
+        """(reason, number of tickets) of those dropped."""
         return ((key.removeprefix(DROPPED), count) for key, count in self.outcomes.items() if key.startswith(DROPPED))
 
     def state(self) -> LedgerState:
@@ -216,7 +212,7 @@ class Ledger:
 
 
 class NumberSet:
-    """A set of numbers from 0 on, kept as disjoint ranges in order."""
+    """A set of numbers from 0 on, stored as ordered disjoint ranges."""
 
     def __init__(self, ranges: tuple[tuple[int, int], ...] = ()) -> None:
         self._bounds = list(chain.from_iterable(ranges))  # start, end, start, end, ...
@@ -230,7 +226,7 @@ class NumberSet:
 
     def add(self, number: int) -> None:
         assert number not in self, f"{number} is in the set already"
-        for bound in (number, number + 1):  # a new one; or where a range ends or begins, which then goes on
+        for bound in (number, number + 1):  # toggle a bound: insert it, or remove it and so extend a range
             at = bisect_left(self._bounds, bound)
             if at < len(self._bounds) and self._bounds[at] == bound:
                 del self._bounds[at]
@@ -250,10 +246,10 @@ class NumberSet:
 
 
 class Retries:
-    """Which tickets repeat a dead one, and what that means for the places of all."""
+    """Which tickets retry a dead one, and how that shifts the places of all tickets."""
 
     def __init__(self, known: Mapping[int, int] | None = None) -> None:
-        self._dead_of = dict(known or {})  # by the number of the retry
+        self._dead_of = dict(known or {})  # retry's number -> dead ticket
         self._numbers = sorted(self._dead_of)
 
     def __len__(self) -> int:
@@ -266,19 +262,19 @@ class Retries:
         insort(self._numbers, number)
 
     def dead_of(self, number: int) -> int | None:
-        """The ticket that this one repeats, if it does."""
+        """The ticket that this one retries, or None."""
         return self._dead_of.get(number)
 
     def place(self, number: int) -> int:
-        """How many tickets of the data come before the one that this number stands for."""
-        while (dead := self._dead_of.get(number)) is not None:  # a retry may have died, and be repeated itself
+        """The place in the data that this number stands for."""
+        while (dead := self._dead_of.get(number)) is not None:  # a retry may itself have died and been retried
             number = dead
         return self.num_places(number)
 
     def num_places(self, end: int) -> int:
-        """How many places of the data the numbers below stand for."""
+        """How many places of the data the numbers below `end` stand for."""
         return end - bisect_left(self._numbers, end)
 
     def known(self) -> dict[int, int]:
-        """By the number of the retry, the ticket that it repeats."""
+        """Retry's number -> the ticket it retries."""
         return dict(self._dead_of)

@@ -1,24 +1,23 @@
-"""Which groups are trained next, and which rank takes each: those in hand, and the plan of a step that is made of them.
+"""The groups in hand, and the plan of a step made from them: which groups are trained, and by which rank.
 
-Rank 0 makes the plan, and all ranks follow it: each takes its own groups out of the stream and looks at them, for
-nothing in them is trusted. Rank 0, which has read them all, has most of its own already.
+Rank 0 makes the plan and all ranks follow it: each fetches its own groups from the stream and verifies them, since none
+of their content is trusted. Rank 0, which has read them all, has most of its own already.
 
-In hand are groups that were read, are sound by their headers, and not resolved; beside them those that have been read
-once and have yet to be read again: a checkpoint's carry, and what was in hand when Redis was in trouble. They are
-trained in the order in which they came, a batch as soon as it is full. With `lag.stale: wait` the bound on lag is kept
-by timing instead: the most urgent go first, and a batch waits while some ticket that is not in hand would be too old if
-the step were made without it:
+In hand are groups that were read, have a sound header and are not resolved. `unread` holds entries that must be read
+again: a checkpoint's carry, and what was in hand when Redis failed. Groups are trained in their order of arrival, a
+batch as soon as it is full. With `lag.stale: wait` timing bounds the lag instead: the most urgent go first, and a batch
+waits while some ticket that is not in hand would be too old if the step were made without it:
 
     a ticket begun with weights of step b is too old after step b + max_steps: its deadline
-    the tickets outside the batch, by deadline, need the steps to come:   d_0 d_1 | d_2 d_3 | ...   a batch each
+    tickets outside the batch, by deadline, fill the steps to come:       d_0 d_1 | d_2 d_3 | ...   a batch each
     so the step may be made when   d_i >= step + 1 + i // groups_per_step   for every i
 
-Since no more tickets are out than there are places in the steps up to the last deadline (`LagRule.batches_ahead`), a
-batch by deadline always exists once their groups are there. Who waits, and how long at most, is the feed's.
+Since no more tickets are outstanding than fit into the steps up to the last deadline (`LagRule.batches_ahead`), a batch
+that meets all deadlines exists once their groups have arrived. The feed decides how long a batch waits.
 
-Bodies are kept as far as memory allows, for the rank that reads the stream trains on some of them itself. Entries do
-not change until they are trimmed, which only a commit does, so any rank may read them at any time. One that is gone all
-the same was lost with Redis; its ticket is asked for again. Blocks on Redis within its bounds.
+Bodies are kept as far as memory allows, since rank 0 trains some of them itself. Entries do not change until a commit
+trims them, so any rank may read them at any time. An entry that is missing anyway was lost by Redis; its ticket is
+issued again. Blocks on Redis, within its limits.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from streamrl.protocol.wire.group import Group, GroupHeader, decode_body, decode
 from streamrl.protocol.wire.routes import RouteShape
 from streamrl.protocol.wire.sample import Sample
 
-_MOST_KEPT_BYTES = 256 << 20  # of bodies; what is beyond is read again by whoever trains it
+_MOST_KEPT_BYTES = 256 << 20  # of bodies; those beyond are read again by the rank that trains them
 
 log = structlog.get_logger(__name__)
 
@@ -49,29 +48,31 @@ log = structlog.get_logger(__name__)
 class Kind(IntEnum):
     """What the ranks do next."""
 
-    IDLE = 0  # nothing to train yet; go round again
+    IDLE = 0  # nothing to train yet; ask for the next plan
     STEP = 1
     END = 2  # every ticket of the run is resolved
-    STOP = 3  # told to stop, or drained; tickets are left
-    COMMIT = 4  # Redis is short of room, and a checkpoint would make some: make one now
-    PUBLISH = 5  # Redis lost what the newest version consists of: send the weights out whole
+    STOP = 3  # stopped by the operator or a signal, or drained; tickets are left
+    COMMIT = 4  # checkpoint now: Redis is short of room, and a commit frees some
+    PUBLISH = 5  # Redis lost parts of the newest version: publish the weights in full
 
 
 class Outcome(IntEnum):
-    """Of something that all ranks wait for together."""
+    """The state of something that all ranks wait for together."""
 
-    WAITING = 0  # still
+    WAITING = 0  # not finished
     DONE = 1
-    STOPPED = 2  # told to stop before
+    STOPPED = 2  # stopped before it finished
 
 
 class GroupCheck(IntEnum):
-    """What the ranks whose group it is found out about it; the others say 0. The worst is the verdict: a group that one
-    of a context group lacks none of them can train."""
+    """A rank's verdict on a group; ranks that do not hold it report 0, and the largest is the final verdict.
+
+    If one rank of a context group lacks a group, none of them can train it.
+    """
 
     SOUND = 1
-    STALE = 2  # none of its tokens is young enough to have a loss
-    MISSING = 3  # not in the stream any more
+    STALE = 2  # all its tokens are too old to have a loss
+    MISSING = 3  # no longer in the stream
     MALFORMED = 4
 
 
@@ -81,8 +82,8 @@ class PlanEntry:
     ticket: int
     digest: int  # xxh3_64 of the group's body
     num_tokens: int
-    rank: int  # who fetches, verifies and trains it: `World.data_rank`
-    # What rank 0 has read of its own groups already, header and body; it does not travel.
+    rank: int  # the `World.data_rank` that fetches, verifies and trains it
+    # Header and body that rank 0 has already read of its own groups; not broadcast.
     opened: tuple[GroupHeader, bytes] | None = field(default=None, compare=False, repr=False)
 
 
@@ -93,7 +94,7 @@ class Plan:
     entries: tuple[PlanEntry, ...] = ()  # in the stream's order
 
     def of_rank(self, rank: int) -> list[tuple[int, PlanEntry]]:
-        """This rank's entries, each with its place in `entries`, which is its place in the accept vector."""
+        """This rank's entries, each with its index in `entries`, which is its index in the verdicts."""
         return [(at, entry) for at, entry in enumerate(self.entries) if entry.rank == rank]
 
     def to_bytes(self) -> bytes:
@@ -115,7 +116,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class ReadyGroup:
-    """A group that waits for its batch, or for the verdict on it."""
+    """A group that waits for its batch, or for its verdict."""
 
     entry_id: str
     header: GroupHeader
@@ -161,7 +162,7 @@ class ReadyGroups:
         return held
 
     def put_back(self) -> None:
-        """Everything is to be read again."""
+        """Mark everything to be read again."""
         self.unread = self.all_ids()
         self._held.clear()
         self._num_kept_bytes = 0
@@ -176,7 +177,7 @@ class ReadyGroups:
 
     @property
     def lacking(self) -> int:
-        """How many groups are worth reading: what the batch lacks; or all, when the most urgent are chosen."""
+        """How many groups to read: what the batch lacks; with `lag.stale: wait`, all outstanding ones."""
         batches = self._lag.max_steps + 1 if self._lag.stale == "wait" else 1
         return max(1, batches * self._groups_per_step - len(self._held))
 
@@ -188,15 +189,15 @@ class ReadyGroups:
         return groups[: self._groups_per_step]
 
     def awaited(self, step: int) -> int:
-        """How many tickets a batch should wait for, because the steps left are too few for them without this one."""
+        """How many tickets a batch should wait for, because the remaining steps cannot fit them otherwise."""
         if self._lag.stale != "wait":
             return 0
         in_batch = {held.header.ticket for held in self.batch()}
         left = [number for number in self._ledger.open_tickets() if number not in in_batch]
-        # What is past its deadline cannot be helped by waiting.
+        # Waiting does not help tickets past their deadline.
         urgent = sorted((d, number) for number in left if (d := self._deadline(number)) >= step)
         late = [at for at, (d, _) in enumerate(urgent) if d < step + 1 + at // self._groups_per_step]
-        # The last that would be late is so for all before it, as far as they are not in hand.
+        # The last late ticket needs all those before it that are not in hand.
         return sum(number not in self._held for _, number in urgent[: late[-1] + 1]) if late else 0
 
     def _deadline(self, ticket: int) -> int:
@@ -204,9 +205,9 @@ class ReadyGroups:
 
 
 def balance(num_tokens: Sequence[int], world_size: int) -> list[int]:
-    """The rank of each group, such that all ranks get about the same number of tokens.
+    """Assign groups to ranks so that all ranks get about the same number of tokens.
 
-    The longest first, each to the rank with the least so far: never worse than 4/3 of the best there is.
+    Longest first, each to the rank with the fewest so far: never worse than 4/3 of the optimum.
     """
     loads = [(0, rank) for rank in range(world_size)]
     ranks = [0] * len(num_tokens)
@@ -219,14 +220,14 @@ def balance(num_tokens: Sequence[int], world_size: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """What one rank found of a plan."""
+    """One rank's groups of a plan, and its verdicts."""
 
     groups: tuple[Group, ...]  # the sound ones, in the plan's order
-    verdicts: npt.NDArray[np.float64]  # [entries of the plan] as numbers, of which the largest of all ranks counts
-    num_masked: int  # tokens of the sound groups that are too old for a loss
+    verdicts: npt.NDArray[np.float64]  # [entries of the plan]; the maximum over all ranks counts
+    num_masked: int  # tokens of sound groups that are too old for a loss
 
     def agreed(self, verdicts: Sequence[GroupCheck]) -> tuple[Group, ...]:
-        """Those of its groups that are sound for all ranks that have them."""
+        """This rank's groups that all ranks holding them found sound."""
         mine = np.flatnonzero(self.verdicts == GroupCheck.SOUND).tolist()
         return tuple(group for at, group in zip(mine, self.groups, strict=True) if verdicts[at] is GroupCheck.SOUND)
 
@@ -241,8 +242,11 @@ def fetch_groups(
     taught: bool = False,
     routes: RouteShape | None = None,
 ) -> Fetched:
-    """Tokens of versions before `oldest_step` get no loss. `taught`: workers ask a teacher about all samples. `routes`:
-    engines tell by which experts, such ones."""
+    """Read and verify this rank's groups of the plan.
+
+    Tokens of versions before `oldest_step` get no loss. `taught`: samples must carry a teacher's log-probs. `routes`:
+    samples must carry expert routes of this shape.
+    """
     mine = plan.of_rank(rank)
     lacking = [planned.entry_id for _, planned in mine if planned.opened is None]
     entries = dict(zip(lacking, stream.fetch("train", lacking), strict=True)) if lacking else {}
@@ -262,7 +266,7 @@ def fetch_groups(
 
 
 def _lacks(group: Group, *, taught: bool, routed: bool) -> str:
-    """In words; empty: nothing."""
+    """What the group lacks, in words; empty: nothing."""
     if taught and any(sample.teacher_logprobs is None for sample in group.samples):
         return "it has no log-probs of the teacher"
     if routed and any(sample.routes is None and len(sample.token_ids) for sample in group.samples):
@@ -273,7 +277,7 @@ def _lacks(group: Group, *, taught: bool, routed: bool) -> str:
 def _look_at(
     planned: PlanEntry, entry: Entry | None, vocabulary: int, oldest_step: int, routes: RouteShape | None
 ) -> tuple[GroupCheck, Group | None, int]:
-    """(verdict, the group to be trained, if it is sound, tokens that were masked)"""
+    """(verdict, the group if it is sound, number of masked tokens)"""
     try:
         opened = planned.opened or _open(planned, entry)
         if opened is None:
@@ -298,7 +302,7 @@ def _open(planned: PlanEntry, entry: Entry | None) -> tuple[GroupHeader, bytes] 
 
 
 def mask_before(group: Group, oldest_step: int) -> tuple[Group, int]:
-    """(the group without a loss for tokens of versions of an earlier step, how many that took the loss from)"""
+    """(the group without loss on tokens of versions before `oldest_step`, how many tokens lost theirs)"""
     if all(span.step >= oldest_step for sample in group.samples for span in sample.spans):
         return group, 0
     samples = tuple(_mask_sample(sample, oldest_step) for sample in group.samples)
@@ -319,7 +323,7 @@ def _mask_sample(sample: Sample, oldest_step: int) -> Sample:
 
 
 def _to_runs(mask: npt.NDArray[np.bool_]) -> tuple[int, ...]:  # [T]
-    """Lengths of runs, alternating trained / not trained, as a sample has them."""
+    """Run lengths, alternating trained / not trained, as a sample stores them."""
     if len(mask) == 0:
         return ()
     bounds = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]

@@ -1,23 +1,22 @@
-"""What is known of each prompt: how far its samples' rewards differed when it was last asked, and with what chance it
-is asked again.
+"""What is known of each prompt's reward spread, and the probability of drawing the prompt again.
 
-Of a group two numbers count: how many samples it has, and how many of them did not get the reward that most got. So no
-bound has to say from where on a reward counts as right, and rewards that always differ leave everything as it is:
+A group contributes two counts: its samples, and how many of them missed its most frequent reward. So no threshold has
+to say which reward counts as correct, and rewards that always differ change nothing:
 
-    minority    samples with another reward than the most frequent one; none where the group taught nothing
-    e           the chance that a sample is one of them: unknown of each prompt, over a dataset's as Beta(a0, b0)
+    minority    samples with another reward than the most frequent one; 0 if the group taught nothing
+    e           the chance that a sample is in the minority: unknown per prompt, Beta(a0, b0) over a dataset's prompts
     alike       the chance that all n samples of the next group get one reward
 
                 E (1 - e)^n = prod_k<n (b + k) / (a + b + k)      a = a0 + minority,  b = b0 + samples - minority
 
-                minority and samples are this prompt's, faded by each pass since
-    admission   the chance that eight groups in a row would each teach, E (1 - (1 - e)^n)^8, over the largest of all
-                prompts. A new one has that of its dataset: high where many fit, though as many do not, so it is tried
+                minority and samples are this prompt's, decayed by each pass since
+    admission   the chance that eight groups in a row would each teach, E (1 - (1 - e)^n)^8, divided by the largest of
+                all prompts. A new prompt has its dataset's chance, which is high where many fit, so it is tried
 
-The Beta is that of a dataset's prompts: its mean is that of their e, and it is as broad as needed for the share of them
-whose latest group was alike. Where prompts are much like one another, a group says little of its prompt; where they are
-solved or hopeless, it says all. As what is known of a prompt fades, a solved one comes back to be looked at, and a
-hopeless one gets its next chance. Pure: no Redis, no disk, nothing that waits.
+A dataset's Beta has the mean of its prompts' e, and the breadth that explains the share of prompts whose latest group
+was alike. Where prompts resemble each other, one group tells little about its prompt; where they are solved or
+hopeless, it tells everything. As knowledge of a prompt decays, a solved one is tried again, and a hopeless one gets its
+next chance. Pure: no Redis, no disk, nothing that blocks.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-_FADE = 0.9  # of what is known of a prompt, with each pass
-_LEAST = 1 / 64  # nobody waits for ever
-_TINY = 1e-9  # of small differences nothing but rounding may be left
-_IN_A_ROW = 8  # groups that would each teach: with one, a prompt that is alike every other time is asked half as often
-_ENOUGH = 4  # prompts of a dataset, or half of all, before anything is said of them
-_BREADTH = (0.02, 2000.0)  # a0 + b0: each prompt is always alike, or never; each is like another
+_FADE = 0.9  # decay of the knowledge about a prompt, per pass
+_LEAST = 1 / 64  # floor: every prompt is drawn eventually
+_TINY = 1e-9  # below this a difference may be rounding only
+_IN_A_ROW = 8  # required teaching groups: with 1, a prompt alike every other time would be drawn half as often
+_ENOUGH = 4  # prompts of a dataset, or half of it, before its prior is fitted
+_BREADTH = (0.02, 2000.0)  # bounds of a0 + b0: from prompts always or never alike, to identical prompts
 _SEEN = np.dtype(
     [("row", "<i4"), ("at", "<i4"), ("samples", "<f8"), ("minority", "<f8"), ("reward", "<f8"), ("alike", "<f8")]
 )
@@ -47,7 +46,7 @@ Number = TypeVar("Number", float, Chances)
 
 class Pool:
     def __init__(self, datasets: Sequence[str], *, num_samples: int, packed: str = "") -> None:
-        """`datasets`: of each row."""
+        """`datasets` names the dataset of each row."""
         self._names = list(dict.fromkeys(datasets))
         numbers = {name: number for number, name in enumerate(self._names)}
         self._dataset_of = np.array([numbers[name] for name in datasets], dtype=np.int32)
@@ -58,12 +57,12 @@ class Pool:
         self.refit()
 
     def packed(self) -> str:
-        """All that is known, to the last bit."""
+        """The pool's whole state, bit for bit."""
         known = self._seen[self._seen["samples"] > 0]
         return base64.b64encode(zlib.compress(known.tobytes(), 1)).decode()
 
     def observe(self, row: int, rewards: Sequence[float], *, at: int, teaches: bool) -> None:
-        """A group ended that was asked for in this pass."""
+        """Add a group of a prompt that was drawn in pass `at`."""
         count, seen = len(rewards), self._seen[row]
         minority = count - max(Counter(rewards).values()) if teaches else 0
         if not seen["samples"] or at >= seen["at"]:
@@ -75,7 +74,7 @@ class Pool:
         seen["row"], seen["at"] = row, latest
 
     def refit(self) -> None:
-        """What the prompts of each dataset are like, by all that is known: admission goes by it from here on."""
+        """Fit each dataset's prior to everything known; later admissions use it."""
         seen, dataset_of = self._asked()
         self._priors = np.ones((len(self._names), 2))  # [datasets, (a0, b0)]
         self._known = np.zeros(len(self._names), dtype=np.bool_)
@@ -88,7 +87,7 @@ class Pool:
         self._admission: dict[int, Chances] = {}  # by pass
 
     def admission(self, at: int) -> Chances:
-        """Of each row, the chance with which it is asked where it is a candidate in this pass."""
+        """For each row, the chance that it is admitted as a candidate in this pass."""
         if at not in self._admission:
             teach, known = _all_teach(self._alike(at, times=_IN_A_ROW)), self._known[self._dataset_of]
             chances = np.where(known, teach / teach[known].max(initial=_TINY), 1.0)
@@ -96,8 +95,11 @@ class Pool:
         return self._admission[at]
 
     def census(self, at: int) -> Mapping[str, int]:
-        """How many prompts were never asked, fit, are solved or hopeless: of the latter two the next group is alike as
-        likely as not, and their reward is at least the mean of all that were asked, or less."""
+        """How many prompts are new, fitting, solved or hopeless.
+
+        The next group of a solved or hopeless prompt is alike with a chance of at least one half; a solved one's reward
+        is at least the mean over all drawn prompts, a hopeless one's is below.
+        """
         seen, _ = self._asked()
         means = np.divide(seen["reward"], seen["samples"])
         rests = self._alike(at, times=1)[0][self._seen["samples"] > 0] >= 0.5
@@ -114,7 +116,7 @@ class Pool:
         return self._seen[asked], self._dataset_of[asked]
 
     def _alike(self, at: int, *, times: int) -> list[Chances]:
-        """Of each row, the chances that its next group is alike, that its next two are all one, and so on."""
+        """For each row, the chances that its next group is alike, that its next two are all one reward, and so on."""
         kept = _FADE ** np.maximum(0, at - self._seen["at"])
         minority, samples = self._seen["minority"] * kept, self._seen["samples"] * kept
         a0, b0 = self._priors[self._dataset_of].T
@@ -122,7 +124,7 @@ class Pool:
 
 
 def _all_teach(alike: list[Chances]) -> Chances:
-    """The chance that so many groups would each teach, by the chances that one is alike, that two are, and so on."""
+    """The chance that all groups would teach, from the chances that one is alike, that two are, and so on."""
     terms: list[Chances] = [math.comb(len(alike), k) * (-1) ** k * chance for k, chance in enumerate(alike, 1)]
     return np.maximum(_TINY, 1 + sum(terms))
 
@@ -130,9 +132,9 @@ def _all_teach(alike: list[Chances]) -> Chances:
 def _beta(seen: npt.NDArray[np.void], num_samples: int) -> tuple[float, float]:
     """(a0, b0) for the prompts of a dataset."""
     mean = max(float((seen["minority"] / seen["samples"]).mean()), 0.5 / (num_samples * len(seen)))
-    share = (float(seen["alike"].sum()) + 0.5) / (len(seen) + 1)  # never all, never none
+    share = (float(seen["alike"].sum()) + 0.5) / (len(seen) + 1)  # never 0 or 1
     low, high = _BREADTH
-    for _ in range(20):  # the more prompts are like one another, the rarer are groups that are alike
+    for _ in range(20):  # bisection: the larger a0 + b0, the rarer are groups that are alike
         middle = (low * high) ** 0.5
         [alike] = _chances_of_alike(middle * mean, middle * (1 - mean), num_samples, times=1)
         low, high = (middle, high) if alike > share else (low, middle)

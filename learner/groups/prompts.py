@@ -1,22 +1,22 @@
-"""The prompts of a run, tokenised once, and which of them a ticket asks for.
+"""The run's prompts, tokenised once, and the function from ticket numbers to prompts.
 
 Ticket t asks for place `t % n` of pass `t // n` over the data, whose n places follow from the seed, the datasets and
-their weights alone (`Mixture`), so that any ticket can be issued again at any time. The fingerprint
-stands for that function; a checkpoint carries it, and a run whose fingerprint has changed must not go on.
+their weights alone (`Mixture`), so any ticket can be reissued at any time. The fingerprint identifies that function; a
+checkpoint stores it, and a run whose fingerprint has changed must not resume.
 
-The tokenizer is whatever `transformers` loaded; it is passed in, so that nothing here imports torch. Blocks on
-reading the file and on tokenising it, at the start only.
+The tokenizer is passed in as `transformers` loaded it, so nothing here imports torch. Blocks on reading and tokenising
+the files, at the start only.
 
-Datasets are mixed by weight. A pass asks for `weight x rows` of each dataset, rounded, and for one at least:
+Datasets are mixed by weight. A pass has `weight x rows` places for each dataset, rounded, and at least one:
 
-    all its rows, as often as that many hold them  +  the rest, from a circle through the dataset
-                                                      0 1 2 3 4 5 6 7 8 9   (a weight of 0.3: 0 1 2, then 3 4 5, ...)
+    all its rows, as often as they fit entirely  +  the rest, from a circle through the dataset
+                                                    0 1 2 3 4 5 6 7 8 9   (a weight of 0.3: 0 1 2, then 3 4 5, ...)
 
 So with a weight of 2 each row comes twice in each pass, and with 0.5 every other pass: no row comes more than once more
-often than another of its dataset, however long the run. Shuffled, the circle is a permutation of the dataset, and each
-pass has an order of its own; else rows come as in their files, the datasets spread evenly over the pass.
+often than another of its dataset, however long the run. If shuffled, the circle is a permutation of the dataset and
+each pass has its own order; else rows keep their files' order, with the datasets spread evenly over the pass.
 
-All of it follows from sizes, weights and the seed: nothing is kept, and any pass can be asked for at any time.
+All of it follows from sizes, weights and the seed: nothing is stored, and any pass can be computed at any time.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from streamrl.protocol.wire.codec import MAX_TEXT_CHARS
 
 log = structlog.get_logger(__name__)
 
-_BATCH = 1024  # texts that the tokenizer gets at once
+_BATCH = 1024  # texts per tokenizer call
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that is used here."""
 
     chat_template: Any
 
@@ -61,15 +61,15 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    line: int  # in the file, counting from 1
+    line: int  # line in the file, counting from 1
     text: str  # as the model reads it, chat template applied
     token_ids: npt.NDArray[np.int32]  # [P]
     fields: Mapping[str, Any]
-    dataset: str = ""  # by which name `data.train` knows it; empty where there is only one
+    dataset: str = ""  # its name in `data.train`; empty if there is only one
 
 
 class PromptSet:
-    """All usable prompts of the files, in their order, and the tickets' order over them."""
+    """All usable prompts in the order of their files, and the tickets' order over them."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class PromptSet:
         *,
         seed: int,
         shuffle: bool,
-        parts: Sequence[MixedDataset] | None = None,  # of the rows, in their order; None: one
+        parts: Sequence[MixedDataset] | None = None,  # the datasets of the rows, in order; None: one dataset
     ) -> None:
         assert rows, "a prompt set holds at least one prompt"
         self.rows = tuple(rows)
@@ -87,7 +87,7 @@ class PromptSet:
 
     @classmethod
     def load(cls, *, tokenizer: Tokenizer, data: schema.Data, seed: int, at_most_s: float | None = None) -> PromptSet:
-        """What `data.train` names: a dataset, or several. `at_most_s` as in `tokenise`."""
+        """Load the datasets that `data.train` names. `at_most_s`: see `tokenise`."""
         sets = data.train_sets()
         found = [tokenise(one, tokenizer, data, at_most_s=at_most_s) for one in sets]
         parts = [
@@ -98,7 +98,7 @@ class PromptSet:
         return cls([row for rows in found for row in rows], seed=seed, shuffle=data.shuffle, parts=parts)
 
     def fingerprint(self) -> str:
-        """Stands for what every ticket number means: the rows, how they are mixed, and the seed of their order."""
+        """A digest of what ticket numbers mean: the rows, their mixture, and the seed of their order."""
         digest = xxhash.xxh3_128(f"{self._seed} {self._shuffle}".encode())
         if self._mixture.num_places != len(self.rows) or len(self._mixture.parts) > 1:
             digest.update("".join(f" {part.num_places}/{part.num_rows}" for part in self._mixture.parts).encode())
@@ -117,14 +117,14 @@ class PromptSet:
         return self._mixture.locate(ticket)
 
     def candidates(self, data_epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """The rows of a pass, in their order, and for each a throw between 0 and 1 (`groups.curriculum`)."""
+        """The rows of a pass in order, and for each a random number in [0, 1) (`groups.curriculum`)."""
         return self._mixture.rows_of_pass(data_epoch), self._mixture.throws_of_pass(data_epoch)
 
 
 def tokenise(
     named: schema.NamedDataset, tokenizer: Tokenizer, data: schema.Data, *, at_most_s: float | None = None
 ) -> Sequence[Prompt]:
-    """Read one dataset. After `at_most_s` those read so far are enough."""
+    """Read and tokenise one dataset; stop with what has been read after `at_most_s`."""
     key = named.key
     with _uncollected():
         file = read_prompts(named.dataset, malformed=data.malformed, key=key)
@@ -151,8 +151,10 @@ def tokenise(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """The garbage collector would look through all rows again after every few hundred: half of the time of reading
-    100,000 prompts, which a run waits for at each restart."""
+    """Turn garbage collection off while prompts are read.
+
+    It would scan all rows after every few hundred: half the time of reading 100,000 prompts, at each restart of a run.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -163,7 +165,7 @@ def _uncollected() -> Iterator[None]:
 
 
 class _Reader:
-    """Makes prompts of rows, and counts the rows it leaves out."""
+    """Turns rows into prompts, and counts the rows it leaves out."""
 
     def __init__(self, place: str, tokenizer: Tokenizer, data: schema.Data, dataset: str) -> None:
         self._place, self._tokenizer, self._data, self._dataset = place, tokenizer, data, dataset
@@ -172,12 +174,12 @@ class _Reader:
         self.num_truncated = 0
 
     def read(self, rows: Sequence[PromptRow], *, enough_at: float) -> Iterator[Prompt]:
-        """To the end, or until this time by `time.monotonic`; a first batch at least."""
+        """Read all rows, or until `time.monotonic` passes `enough_at`, but at least one batch."""
         for start in range(0, len(rows), _BATCH):
             if start and time.monotonic() > enough_at:
                 return
             batch = [(row, text) for row in rows[start : start + _BATCH] if (text := self._text(row)) is not None]
-            # A chat template has written the special tokens already.
+            # The chat template has already added special tokens.
             plain = self._encode([text for row, text in batch if row.messages is None], add_special_tokens=True)
             chats = self._encode([text for row, text in batch if row.messages is not None], add_special_tokens=False)
             for row, text in batch:
@@ -211,7 +213,7 @@ class _Reader:
 
     def _fits(self, row: PromptRow, text: str, token_ids: Sequence[int]) -> bool:
         limit = self._data.max_prompt_tokens
-        if len(text) > MAX_TEXT_CHARS:  # by the chat template
+        if len(text) > MAX_TEXT_CHARS:  # after the chat template
             self._malformed(row, f"the prompt is {len(text)} characters; a ticket carries {MAX_TEXT_CHARS}")
             return False
         if not token_ids:
@@ -233,30 +235,30 @@ class _Reader:
         self.num_malformed += 1
 
 
-_CACHED_PASSES = 2  # around the end of a pass, tickets of two passes are asked for by turns
-_FIRST_CIRCLE = 1 << 63  # draws for circles are numbered from here on, those for passes from 0 on
-_FIRST_THROWS = 1 << 62  # and those of candidates for admission, a number a pass, from here on
+_CACHED_PASSES = 2  # around the end of a pass, tickets of two passes alternate
+_FIRST_CIRCLE = 1 << 63  # random streams for circles count from here, those for passes from 0
+_FIRST_THROWS = 1 << 62  # streams for admission, one per pass, count from here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedDataset:
-    """One dataset."""
+    """Size and weight of one dataset."""
 
     num_rows: int
     weight: float = 1.0
 
     @property
     def num_places(self) -> int:
-        """In each pass."""
+        """Places per pass."""
         return max(1, int(self.weight * self.num_rows + 0.5))
 
 
 class Mixture:
-    """Rows are numbered through all parts, in their order."""
+    """The order of rows in each pass; rows are numbered through all parts in order."""
 
     def __init__(self, parts: Sequence[MixedDataset], *, seed: int, shuffle: bool) -> None:
         self.parts = tuple(parts)
-        self.num_places = sum(part.num_places for part in parts)  # of a pass
+        self.num_places = sum(part.num_places for part in parts)  # per pass
         self._seed = seed
         self._shuffle = shuffle
         self.rows_of_pass = lru_cache(_CACHED_PASSES)(self._rows_of)
@@ -294,7 +296,7 @@ class Mixture:
         return np.argsort(self._draws(draw, count), kind="stable")
 
     def _draws(self, draw: int, count: int) -> npt.NDArray[np.uint64]:
-        # Raw ones: of a bit generator numpy promises the same stream in every release, of shuffles not.
+        # Raw draws: numpy guarantees a bit generator's stream across releases, but not that of shuffles.
         key = np.array([self._seed % (1 << 64), draw], dtype=np.uint64)
         drawn: npt.NDArray[np.uint64] = np.random.Philox(key=key).random_raw(count)
         return drawn

@@ -1,18 +1,17 @@
-"""Which group kills the ranks: found by what they were at when they died, and quarantined.
+"""Finds a group that kills the ranks, by the plan in progress when they died, and quarantines it.
 
-A group may bring down whoever trains it: out of memory, a kernel that crashes. Restarted ranks read the same groups
-again, so the run would die of it for ever. Therefore rank 0 notes the plan before each step, and takes the note away
-after it:
+A group may bring down the rank that trains it: out of memory, or a crashing kernel. Restarted ranks read the same
+groups again, so the run would crash forever. Rank 0 therefore notes the plan before each step and clears it afterwards:
 
-    death in a step, once          as before: most deaths have nothing to do with groups
-    twice, no step between         what both plans hold is suspected, and trained one group a step, suspects first
-    three times                    the plan was of one suspect: it is dropped as "quarantined", its neighbours train
-    a death between steps          no group's doing: somebody kills ranks, so it takes one more to convict, six at most
+    death in a step, once          no change: most deaths have nothing to do with groups
+    twice, no step between         tickets in both plans are suspects, trained one group a step, suspects first
+    three times                    the plan was one suspect: it is dropped as "quarantined", its neighbours train
+    a death between steps          not a group's fault: ranks die anyway, so one more death is needed, at most six
 
-All may be chance all the same, when somebody kills ranks all the time; then a group is lost to training, counted and
-noted in the journal like every other that is dropped. The note lies in the run's folder, one file a term, since a
-learner that was replaced may still write its own. It is written aside and renamed, so it survives the process; it need
-not survive the machine, whose death no group has caused, nor a full disk. Blocks on the disk only.
+If ranks are killed often, a conviction may still be chance; then one group is lost to training, counted and journalled
+like any dropped group. The note is in the run's folder, one file per term, since a replaced learner may still write its
+own. It is written to a temporary file and renamed, so it survives the process; it need not survive the machine, whose
+death no group causes, nor a full disk. Blocks on the disk only.
 """
 
 from __future__ import annotations
@@ -28,26 +27,28 @@ from pydantic import TypeAdapter
 QUARANTINED = "quarantined"
 _DEATHS_TO_SUSPECT = 2
 _DEATHS_TO_CONVICT = 3
-_MOST_ELSEWHERE = 3  # or a group that kills, beside somebody who does, would never be found
+_MOST_ELSEWHERE = 3  # limit, so that a killing group is found even if ranks also die for other reasons
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """What one learner leaves to the next. All but the counts of deaths are numbers of tickets."""
+    """What one learner leaves for the next. All fields but the counts hold ticket numbers."""
 
-    plan: tuple[int, ...] = ()  # being trained; empty between steps
-    deaths: int = 0  # in a row, with no step made between
-    elsewhere: int = 0  # learners since the first of these that ended, or died, between steps
-    suspects: tuple[int, ...] = ()  # in all the plans of these deaths
+    plan: tuple[int, ...] = ()  # in training; empty between steps
+    deaths: int = 0  # in a row, without a step in between
+    elsewhere: int = 0  # learners since the first of these deaths that ended or died between steps
+    suspects: tuple[int, ...] = ()  # tickets in the plans of all these deaths
     quarantined: tuple[int, ...] = ()
 
 
 class Quarantine:
     def __init__(self, root: Path | None = None, *, term: int = 0) -> None:
-        """Begins with what the learner before this term has left in the run's folder. Without a folder nothing is
-        noted, and so nobody suspected: a replay makes its steps as they were recorded, whoever dies."""
+        """Start from the note of the previous learner in the run's folder.
+
+        Without a folder nothing is noted and no ticket suspected: a replay makes its steps as recorded, whatever dies.
+        """
         self._note, self._path = Note(), None
         if root is None:
             return
@@ -66,22 +67,22 @@ class Quarantine:
             path.unlink(missing_ok=True)
 
     def holds(self, ticket: int) -> bool:
-        """Whether its group is not to be trained any more."""
+        """Whether this ticket's group must not be trained."""
         return ticket in self._note.quarantined
 
     def narrow(self, batch: Sequence[int]) -> Sequence[int]:
-        """Which tickets of this batch are to be trained now."""
+        """Which tickets of this batch to train now."""
         if not self._is_searching:
             return batch
         return [ticket for ticket in batch if ticket in self._note.suspects][:1] or batch
 
     def begin(self, batch: Sequence[int]) -> None:
-        """These tickets are trained next: before the ranks hear of it."""
+        """Note that these tickets are trained next; call before the plan is broadcast."""
         self._note = replace(self._note, plan=tuple(batch))
         self._write()
 
     def survived(self) -> None:
-        """The plan has done no harm."""
+        """Clear the plan: its step did no harm."""
         left = tuple(ticket for ticket in self._note.suspects if ticket not in self._note.plan)
         if left and self._note.deaths:
             self._note = replace(self._note, plan=(), suspects=left)
@@ -105,11 +106,11 @@ class Quarantine:
 
 
 def _after(note: Note) -> Note:
-    """What follows for a learner that finds this note."""
+    """The note with which the learner that finds `note` starts."""
     if not note.plan:
         return replace(note, elsewhere=min(note.elsewhere + 1, _MOST_ELSEWHERE) if note.deaths else 0)
     common = _common(note.plan, note.suspects)
-    if not common:  # two plans that share nothing did not die of a group
+    if not common:  # no ticket in common: not a group's fault
         return Note(deaths=1, suspects=note.plan, quarantined=note.quarantined)
     deaths = note.deaths + 1
     if deaths >= _DEATHS_TO_CONVICT + note.elsewhere and len(common) == 1:

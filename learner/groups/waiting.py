@@ -1,7 +1,7 @@
-"""How long the feed has been waiting, for what, and what follows: look again, go on without, or give up.
+"""The feed's wait timers: how long it has waited, for what, and whether to reconcile, go on without, or give up.
 
-A group that comes, a step that is made and a pause by the operator each begin the time anew. Every wait has its name in
-`waits_for`, which the monitor shows.
+A new group, an optimizer step and an operator's pause each restart the timer. `waits_for` names the current wait for
+the monitor.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from streamrl.config import schema
 from streamrl.errors import TrainingError
 from streamrl.telemetry.progress import Wait
 
-_RECONCILE_AFTER_S = 60.0  # without a group for so long, tickets may have been lost; looking is cheap
-_LOOK_EVERY_S = 600.0  # and now and then in any case: one bad ticket must not go round as long as others come
-_COMMIT_AGAIN_S = 60.0  # after a checkpoint that was asked for and did not come
+_RECONCILE_AFTER_S = 60.0  # without a group for so long, tickets may be lost; reconciling is cheap
+_LOOK_EVERY_S = 600.0  # reconcile in any case: else a bad ticket circulates while others arrive
+_COMMIT_AGAIN_S = 60.0  # pause after a requested checkpoint that did not complete
 
 log = structlog.get_logger(__name__)
 
@@ -25,17 +25,17 @@ log = structlog.get_logger(__name__)
 class WaitTimers:
     def __init__(self, config: schema.Config, clock: Callable[[], float]) -> None:
         self.waits_for = Wait.GROUPS
-        self.straggler_wait_s = 0.0  # that full batches waited, so far
+        self.straggler_wait_s = 0.0  # total wait of full batches for stragglers
         self._idle_timeout_s = config.learner.idle_timeout_s
         self._longest_wait_s = config.lag.wait_s
         self._clock = clock
-        self._since: float | None = None  # no group came since then; None: a step is being made
-        self._full_since: float | None = None  # a batch is in hand since then, and waits for stragglers
+        self._since: float | None = None  # time of the latest group; None: a step is in progress
+        self._full_since: float | None = None  # since when a full batch waits for stragglers
         self._reconciled_at = clock()
         self._asked_commit_at: float | None = None
 
     def begin(self) -> None:
-        """A batch is wanted."""
+        """Start waiting for a batch."""
         if self._since is None:
             self._since = self._clock()
 
@@ -47,7 +47,7 @@ class WaitTimers:
 
     def paused(self) -> None:
         self.waits_for = Wait.RESUME
-        self._since = self._clock()  # nothing comes because nothing should
+        self._since = self._clock()  # no groups are expected
         self._full_since = None
 
     def batch_is_not_full(self) -> None:
@@ -55,7 +55,7 @@ class WaitTimers:
         self._full_since = None
 
     def batch_may_wait(self, num_stragglers: int) -> bool:
-        """Whether a full batch waits for so many, or goes without them, since there are none or it waited too long."""
+        """Whether a full batch waits for this many stragglers, or goes now: there are none, or it waited too long."""
         now = self._clock()
         began = now if self._full_since is None else self._full_since
         if num_stragglers and now - began < self._longest_wait_s:
@@ -68,7 +68,7 @@ class WaitTimers:
         return False
 
     def check(self, *, num_outstanding: int) -> None:
-        """TrainingError when groups have been awaited in vain for too long."""
+        """Raise TrainingError when groups have been awaited too long."""
         assert self._since is not None, "only called while waiting"
         waited_s = self._clock() - self._since
         if waited_s >= self._idle_timeout_s:
@@ -79,7 +79,7 @@ class WaitTimers:
 
     @property
     def tickets_may_be_lost(self) -> bool:
-        """Nothing came for a while."""
+        """Whether no group has come for a while."""
         assert self._since is not None, "only asked while waiting"
         return self._clock() - max(self._since, self._reconciled_at) >= _RECONCILE_AFTER_S
 
@@ -88,14 +88,14 @@ class WaitTimers:
         return self._clock() - self._reconciled_at >= _LOOK_EVERY_S
 
     def look_soon(self) -> None:
-        """A ticket may be missing: look before the next batch."""
+        """A ticket may be missing: reconcile before the next batch."""
         self._reconciled_at = -math.inf
 
     def reconciled(self) -> None:
         self._reconciled_at = self._clock()
 
     def may_ask_for_commit(self) -> bool:
-        """Not over and over, when the checkpoint that was asked for failed; asking is noted."""
+        """Whether a commit may be requested, not too soon after one that failed; records the request."""
         now = self._clock()
         if self._asked_commit_at is not None and now - self._asked_commit_at < _COMMIT_AGAIN_S:
             return False
