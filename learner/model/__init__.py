@@ -1,1 +1,1 @@
-"""The policy: a model that is asked for log-probs, the way that is settled at start, its adapters."""
+"""The policy: a model that returns log-probs, how it is called (settled at start), and its adapters."""

@@ -1,14 +1,13 @@
-"""A model's decoder layers, compiled by torch (`model.compile`): fewer and larger kernels between products of matrices.
+"""Compiles a model's decoder layers with torch (`model.compile`): fewer and larger kernels between matrix products.
 
-    weights gathered (FSDP) ─► inputs kept, to compute again ─► the layer's hooks ─► its forward pass, compiled
-                                                                                      and the backward pass of that
+    weights gathered (FSDP) ─► activation checkpointing ─► the layer's hooks ─► its forward pass, compiled
+                                                                                and the backward pass of that
 
-What stands before the last is as it was, and so are the names of weights. Layers of one kind have the code that the
-first of them was compiled to, for rows of any shape, once for passes that learn and once for those that do not: the
-first step waits for it, a minute or so.
+Only the last is changed; the names of weights stay as they are. Layers of one kind share the code compiled for the
+first of them, for rows of any shape, once with and once without gradients: the first step waits for it, a minute or so.
 
-Only whole layers: ranks that share them, or have a part of each row, talk to each other in their midst; routers of a
-mixture are listened to there, and adapters lie there. No GPU has run this.
+Only whole layers can be compiled. Ranks that split layers or rows communicate inside them, routers of a mixture are
+observed there, and adapters lie there. No GPU has run this.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from streamrl.learner.parallel.experts import experts_of
 from streamrl.learner.parallel.fsdp import layers_of
 
 KEY = "model.compile"
-_COMPILERS = ("g++", "clang++")  # of which torch takes the first
+_COMPILERS = ("g++", "clang++")  # torch takes the first of them
 
 
 def refuse_compiling(model: transformers.PreTrainedModel) -> None:
-    """ConfigError where it has no layers that this is known to be right for, or nothing here compiles them."""
+    """Raise ConfigError if the model's layers are not known to compile correctly, or no compiler is installed."""
     kind = type(model).__name__
     if not any(True for _ in layers_of(model)):
         raise ConfigError(f"{KEY} = true: transformers names no layers of {kind}; set it to false")
@@ -41,9 +40,9 @@ def refuse_compiling(model: transformers.PreTrainedModel) -> None:
 
 
 def compile_layers(model: transformers.PreTrainedModel) -> None:
-    """From now on; each waits for its compiler in the first pass of its kind.
+    """Compile every layer; each kind waits for its compiler in the first pass.
 
-    Where the model stays as it is: the layers of a copy would go on asking those of this one.
+    Copy the model before, not after: the layers of a copy would call those of this one.
     """
     for layer in layers_of(model):
         layer.forward = torch.compile(layer.forward, dynamic=True)

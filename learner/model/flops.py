@@ -1,11 +1,11 @@
-"""How much computing a policy is: useful FLOPs, for an estimate of how much of the machine they keep busy.
+"""A policy's useful FLOPs, to estimate how much of the machine's peak they use (MFU).
 
     a token through the layers    (4 N + 2 N_trained)                  forward, back to inputs, back to trained weights
     a trained token at the head   (4 V H + 2 V H if the head trains)
     a token that attends to c     12 * layers * heads * head_dim * c
 
-N counts the elements of the layers' matrices: all but embeddings and head, and of a layer's experts as many as a token
-goes to. A prompt counts once for its group, and what is computed twice to save memory counts once: so this is less than
+N counts the elements of the layers' matrices: all but embeddings and head, and of a layer's experts those that a token
+is routed to. A prompt counts once for its group, and recomputation to save memory does not count, so this is less than
 what the machine really does.
 """
 
@@ -23,7 +23,7 @@ from streamrl.learner.packing.micro_batches import Piece
 from streamrl.learner.packing.ways import decoder_of
 from streamrl.learner.parallel.experts import active_shares
 
-# Dense bf16 of whole cards, as their makers state it.
+# Dense bf16 per card, as the makers state it.
 _PEAK_TFLOPS: Mapping[str, float] = {
     "GB200": 2500,
     "B200": 2250,
@@ -41,11 +41,11 @@ _PEAK_TFLOPS: Mapping[str, float] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flops:
-    """What a model spends on tokens, in FLOPs of forward and backward pass together."""
+    """A model's FLOPs per token, forward and backward pass together."""
 
-    layers: float  # on a token
-    head: float  # on a trained token
-    attended: float  # on each earlier token that a token attends to
+    layers: float  # per token
+    head: float  # per trained token
+    attended: float  # per pair of a token and an earlier one that it attends to
 
     @classmethod
     def of(cls, model: transformers.PreTrainedModel) -> Flops:
@@ -57,7 +57,7 @@ class Flops:
         shares = active_shares(model)
         size = sum(shares.get(p, 1.0) * p.numel() for p in matrices)
         trained = sum(shares.get(p, 1.0) * p.numel() for p in matrices if p.requires_grad)
-        heads = getattr(config, "num_attention_heads", None) or 0  # none: nothing attends
+        heads = getattr(config, "num_attention_heads", None) or 0  # none: no attention
         head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
         return cls(
             layers=4 * size + 2 * trained,
@@ -82,12 +82,12 @@ class Flops:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """A second, of one device; None when it is not known."""
+    """Peak FLOP/s of one device; None when it is not known."""
     if device.type != "cuda":
         return None
     return peak_of(torch.cuda.get_device_name(device))
 
 
 def peak_of(name: str) -> float | None:
-    """Of a device that is called this."""
+    """Peak FLOP/s of a device with this name."""
     return next((1e12 * peak for mark, peak in _PEAK_TFLOPS.items() if mark in name), None)

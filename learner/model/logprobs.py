@@ -1,13 +1,13 @@
-"""Log-probs of given tokens from hidden states, without ever holding [tokens, vocabulary] whole.
+"""Log-probs of given tokens from hidden states, without ever materialising [tokens, vocabulary].
 
     z       = (hidden @ head.T + bias) * scale
     logits  = soft_cap * tanh(z / soft_cap) / temperature       those of end tokens -> -inf while `early`
     logp_t  = logits_t[target_t] - logsumexp(logits_t)          at least fp32
-    entropy = -sum p log p                                      a gradient for those alone who ask (`entropy_learns`)
+    entropy = -sum p log p                                      with a gradient only if `entropy_learns`
 
-Bias, scale and cap are there where the model has them. Chunks of tokens are projected, reduced and thrown away; the
-backward pass projects them again, and adds each chunk's gradient of the head in place. A model whose logits are made
-in yet another way gives them whole (`given_logprobs`). The temperature and the ban on early ends are those of the
+Bias, scale and cap apply if the model has them. Chunks of tokens are projected, reduced and discarded; the backward
+pass projects them again, and accumulates each chunk's gradient of the head in place. A model that computes its logits
+in yet another way returns them whole (`given_logprobs`). The temperature and the ban on early ends are those of the
 engine (its *processed* log-probs), so that pi / mu compares like with like.
 """
 
@@ -19,33 +19,33 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Logits held at a time, by the kind of device: 128 MiB in fp32, and 1 GiB on a GPU. Each chunk reads and writes the
-# head's gradient: with chunks of 2^25, 220 tokens of a vocabulary of 152,000, a GPU would wait for its memory.
+# Logits held at a time, by device type: 128 MiB in fp32, and 1 GiB on a GPU. Each chunk reads and writes the head's
+# gradient: with chunks of 2^25, which is 220 tokens at a vocabulary of 152,000, a GPU would be bound by memory traffic.
 CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}
 _BANNED = -1e30  # not -inf: 0 * -inf would make the entropy NaN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """How logits are made beyond the projection itself."""
+    """How logits are computed beyond the projection itself."""
 
-    scale: float = 1.0  # scale and cap are the model's own
+    scale: float = 1.0  # scale and cap come from the model
     soft_cap: float | None = None
     temperature: float = 1.0
     end_ids: tuple[int, ...] = ()  # tokens that may not be sampled while a response is shorter than min_tokens
-    compute_dtype: torch.dtype = torch.float32  # of the projection; what follows it is at least fp32
+    compute_dtype: torch.dtype = torch.float32  # of the projection; later operations use at least fp32
     chunk_elements: int | None = None  # None: by the device
 
     def plain(self) -> Head:
-        """As the bare model has it: fp32 throughout, temperature 1 and nothing banned."""
+        """The bare model's head: fp32 throughout, temperature 1, nothing banned."""
         return Head(scale=self.scale, soft_cap=self.soft_cap)
 
 
 class LogProbs(NamedTuple):
-    """A tuple and not a dataclass: FSDP looks into a module's output for tensors to hang its backward hooks on."""
+    """A tuple, not a dataclass: FSDP searches a module's output for tensors to attach its backward hooks to."""
 
     logp: torch.Tensor  # [T] carries the gradient
-    entropy: torch.Tensor  # [T] carries one where that was asked for
+    entropy: torch.Tensor  # [T] carries one if `entropy_learns`
 
 
 def token_logprobs(
@@ -57,9 +57,9 @@ def token_logprobs(
     bias: torch.Tensor | None = None,  # [V]
     entropy_learns: bool = False,
 ) -> LogProbs:
-    # Under autocast the dtypes are ours to choose: this function states them.
+    # No autocast: this function chooses its dtypes itself.
     with torch.autocast(hidden.device.type, enabled=False):
-        # torch gives `apply` no types: they are those of `forward`.
+        # torch leaves `apply` untyped: its types are those of `forward`.
         logp, entropy = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
             hidden, weight, bias, targets, early, head, entropy_learns
         )
@@ -67,13 +67,13 @@ def token_logprobs(
 
 
 def given_logprobs(
-    logits: torch.Tensor,  # [T, V] as the model gives them
+    logits: torch.Tensor,  # [T, V] the model's own
     targets: torch.Tensor,  # [T]
     early: torch.Tensor,  # [T] bool
     head: Head,
     entropy_learns: bool = False,
 ) -> LogProbs:
-    """The same, and as plainly as it can be written: autograd keeps what it needs of [T, V]."""
+    """The same from whole logits, in the simplest form: autograd keeps what it needs of [T, V]."""
     wide = torch.promote_types(torch.promote_types(head.compute_dtype, logits.dtype), torch.float32)
     logp = _sampled_from(logits.to(wide, copy=True), targets, early, head).log_softmax(-1)
     each = logp if entropy_learns else logp.detach()
@@ -82,7 +82,7 @@ def given_logprobs(
 
 
 def project(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, head: Head) -> torch.Tensor:
-    """[t, V] the model's logits, at least fp32. `weight` and `bias` are of `compute_dtype`."""
+    """[t, V] the model's logits, at least fp32. `weight` and `bias` have dtype `compute_dtype`."""
     projected = hidden.to(head.compute_dtype) @ weight.T
     logits = projected.to(torch.promote_types(head.compute_dtype, torch.float32))
     if bias is not None:
@@ -123,13 +123,16 @@ class _TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """d logp_t / d logits_t = one-hot of the target - p, d entropy_t / d logits_t = -p (log p + entropy_t), with p
-        the softmax of the logits; then through cap, scale and projection."""
+        """Backpropagate chunk by chunk, recomputing the logits.
+
+        d logp_t / d logits_t = one-hot of the target - p, d entropy_t / d logits_t = -p (log p + entropy_t), with p the
+        softmax of the logits; then through cap, scale and projection.
+        """
         hidden, weight, bias, targets, early, total, entropy = ctx.saved_tensors
         head: Head = ctx.head
         matrix, offset = _in_dtype(weight, bias, head)
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        # Of a weight in bf16 as well: chunks are added up before they are rounded.
+        # At least fp32, even for a bf16 weight: chunks are summed before rounding.
         sums = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=sums) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
@@ -163,12 +166,12 @@ def _in_dtype(weight: torch.Tensor, bias: torch.Tensor | None, head: Head) -> tu
 
 
 def _sampled_from(logits: torch.Tensor, targets: torch.Tensor, early: torch.Tensor, head: Head) -> torch.Tensor:
-    """What the engine made of them before it sampled; in place."""
+    """Apply temperature and bans as the engine does before sampling; in place."""
     if head.temperature != 1:
         logits /= head.temperature
     if head.end_ids:
         ends = torch.tensor(head.end_ids, device=logits.device)
-        # A response that ended early all the same (another engine, another end token) keeps a finite log-prob.
+        # A response that ended early anyway (another engine, another end token) keeps a finite log-prob.
         logits[:, ends] = logits[:, ends].masked_fill(early[:, None] & (targets[:, None] != ends), _BANNED)
     return logits
 

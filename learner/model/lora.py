@@ -1,7 +1,7 @@
-"""LoRA through peft: adapters train, the base is the reference, what is published is the adapters, and what is served
-is the two merged, by the formula of `protocol.weights.format`: the same bits wherever they are computed.
+"""LoRA through peft: adapters train, the base is the reference, adapters are published, merged weights are served.
 
-peft is imported only where adapters are asked for: it is slow to import, and most runs have none.
+Merging follows the formula of `protocol.weights.format` and gives the same bits wherever it is computed. peft is slow
+to import and most runs need none of it, so it is imported only if adapters are configured.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ if TYPE_CHECKING:
     import peft
 
 _ADAPTER = "default"
-_BASE = "base_layer."  # of a parameter's name, where its layer has an adapter
-_AT_ONCE = 1 << 20  # elements that are merged at a time: 8 MB in float64
+_BASE = "base_layer."  # in a parameter's name, if its layer has an adapter
+_AT_ONCE = 1 << 20  # elements merged at a time: 8 MB in float64
 
 
 def inject_adapters(model: transformers.PreTrainedModel, settings: schema.Lora, device: torch.device) -> None:
-    """The base may still be on `meta`. Adapters begin on the device, with values drawn on the host: all ranks alike."""
+    """Add adapters; the base may still be on `meta`.
+
+    Adapters live on the device, with initial values drawn on the host, so that all ranks have the same.
+    """
     for layer in place_adapters(model, settings).values():
         own = [parameter for name, parameter in layer.named_parameters() if not name.startswith(_BASE)]
         for parameter in own:
@@ -45,8 +48,8 @@ def inject_adapters(model: transformers.PreTrainedModel, settings: schema.Lora, 
 
 
 def place_adapters(model: transformers.PreTrainedModel, settings: schema.Lora) -> dict[str, Any]:
-    """The layers that have one now, without values in it; ConfigError for targets that can have none."""
-    import peft  # as the module says
+    """Add uninitialised adapters and return their layers; ConfigError for targets that cannot have any."""
+    import peft  # lazily: see the module's docstring
 
     head = getattr(model.get_output_embeddings(), "weight", None)
     for name, module in model.named_modules():
@@ -54,7 +57,7 @@ def place_adapters(model: transformers.PreTrainedModel, settings: schema.Lora) -
             raise ConfigError(f"model.lora.targets: {name} is the output projection or tied to it; leave it out")
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="fan_in_fan_out")  # which it sets right by itself
+            warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft corrects this by itself
             peft.inject_adapter_in_model(_as_peft_says(settings), model, adapter_name=_ADAPTER)
     except ValueError as error:
         targets = ", ".join(settings.targets)
@@ -77,12 +80,12 @@ def place_adapters(model: transformers.PreTrainedModel, settings: schema.Lora) -
 
 
 def _as_peft_says(settings: schema.Lora, *, base: str | None = None) -> peft.LoraConfig:
-    """`base`: the model that the adapters are for, where they are to be loaded without it."""
+    """The settings as a peft configuration. `base`: the model path that saved adapters belong to."""
     import peft
 
     return peft.LoraConfig(
         r=settings.rank,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a factor: peft takes any number, and says whole ones
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a factor: peft accepts any number, but is typed int
         lora_dropout=settings.dropout,
         target_modules=list(settings.targets),
         bias="none",
@@ -92,7 +95,7 @@ def _as_peft_says(settings: schema.Lora, *, base: str | None = None) -> peft.Lor
 
 
 def base_name(name: str) -> str:
-    """What the parameter is called in the model without adapters."""
+    """The parameter's name in the model without adapters."""
     return name.replace(f".{_BASE}", ".")
 
 
@@ -104,7 +107,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
         own = [parameter for parameter in layer.parameters() if parameter.requires_grad]
         layer.enable_adapters(enabled=False)
         for parameter in own:
-            parameter.requires_grad_(True)  # peft takes that away, and FSDP asks for it once, in its first pass
+            parameter.requires_grad_(True)  # peft clears it, but FSDP reads it once, in its first pass
     try:
         yield
     finally:
@@ -113,7 +116,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def merged_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """(the base's own name, base + adapter in this dtype) for every parameter; what has no adapter is as it is."""
+    """(base name, base + adapter in this dtype) for every parameter; one without an adapter is returned unchanged."""
     adapters = {adapter.tensor: adapter for adapter in adapters_of(model)}
     factors = dict(adapter_parameters(model))
     for name, parameter in base_parameters(model):
@@ -122,7 +125,7 @@ def merged_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[st
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """By its own names, without adapters."""
+    """The base's parameters, under their names in the model without adapters."""
     adapted = _adapted(model)
     for name, parameter in model.named_parameters():
         if not any(name.startswith(f"{owner}.lora_") for owner in adapted):
@@ -130,7 +133,7 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(the name in peft's own files, the adapter's weight); nothing for a model without adapters."""
+    """(name in peft's own files, adapter weight); nothing for a model without adapters."""
     adapted = _adapted(model)
     for name, parameter in model.named_parameters():
         if any(name.startswith(f"{owner}.lora_") for owner in adapted):
@@ -138,12 +141,12 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def published_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What changes: the adapters, or all parameters where there are none."""
+    """The parameters that change: the adapters, or all parameters if there are none."""
     yield from adapter_parameters(model) if _adapted(model) else model.named_parameters()
 
 
 def adapters_of(model: nn.Module) -> tuple[Adapter, ...]:
-    """How they are merged; none for a model without."""
+    """How each adapter is merged; empty for a model without any."""
     found = []
     for owner, layer in _adapted(model).items():
         names = sorted(name for name, _ in layer.named_parameters() if not name.startswith(_BASE))
@@ -169,7 +172,7 @@ def _published(name: str) -> str:
 def merged(
     base: torch.Tensor, adapter: Adapter, factors: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> torch.Tensor:
-    """What is served in place of this parameter, sharded as it is. A collective, of the factors alone."""
+    """The merged parameter that is served, sharded like `base`. A collective, over the adapter's factors only."""
     left, right = (whole(factors[name]).to(dtype).double() for name in (adapter.b, adapter.a))
     if adapter.is_transposed:
         left, right = right.T, left.T
@@ -186,7 +189,7 @@ def merged(
 
 
 def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Exact but for what is lost beside values a million times as large: so no order of its sums matters."""
+    """The product, exact unless terms differ by a factor of a million, so that summation order does not matter."""
     if dtype != torch.float32:
         return left @ right
     (left_high, left_low), (right_high, right_low) = _halves(left), _halves(right)
@@ -199,7 +202,7 @@ def _halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def save_adapters(weights: Mapping[str, torch.Tensor], settings: schema.Lora, folder: Path, *, base: str) -> None:
-    """As peft loads them onto the base: `PeftModel.from_pretrained(model, folder)`."""
+    """Save adapters so that peft loads them onto the base: `PeftModel.from_pretrained(model, folder)`."""
     _as_peft_says(settings, base=base).save_pretrained(str(folder))
     safetensors.torch.save_file(dict(weights), folder / "adapter_model.safetensors", metadata={"format": "pt"})
 

@@ -1,8 +1,8 @@
-"""The policy: a transformers causal model that is asked for log-probs of packed sequences only.
+"""The policy: a transformers causal model that returns log-probs of packed sequences only.
 
-With more than one rank the policy's forward pass is the whole of what happens between gathering and freeing parameters,
-so the head's log-probs are computed inside it. What it says of one sequence without packing and without a head of ours
-(`plain`) is what `learner.model.settle` holds packing to.
+With several ranks, parameters are gathered and freed around the policy's forward pass, so the head's log-probs are
+computed inside it. `plain` returns the bare model's output for one sequence, unpacked and with its own head;
+`learner.model.settle` checks packing against it.
 """
 
 from __future__ import annotations
@@ -29,49 +29,49 @@ from streamrl.learner.parallel.sums import Turn
 from streamrl.learner.parallel.tensor import sharers_of
 from streamrl.protocol.wire.routes import RouteShape
 
-_MOST_LOGITS = 1 << 26  # of a micro-batch whose logits are the model's own: 256 MiB in fp32, several times
+_MOST_LOGITS = 1 << 26  # per micro-batch, if logits are the model's own: 256 MiB in fp32, several times
 _HEAD_TOLERANCE = 1e-4
-_SIZES_OF_LOGITS = (3.0, 3000.0)  # a cap that the model's few logits of today do not reach is seen all the same
+_SIZES_OF_LOGITS = (3.0, 3000.0)  # large enough to reveal a cap that the current logits do not reach
 
 
 class Seen(NamedTuple):
-    """Of one sequence."""
+    """The bare model's output for one sequence."""
 
     logp: torch.Tensor  # [T]
-    hidden: torch.Tensor  # [T, H] that these come from; empty where the model does not show it
+    hidden: torch.Tensor  # [T, H] that `logp` is computed from; empty if the model does not expose it
 
 
 class Policy(nn.Module):
-    """log pi of the trained tokens of a micro-batch."""
+    """Log-probs of a micro-batch's trained tokens."""
 
     def __init__(self, model: transformers.PreTrainedModel, *, head: Head, min_tokens: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.model = model
         self.head, self._min_tokens, self._dtype = head, min_tokens, dtype
         self.effort = Flops.of(model)  # before anything is sharded
-        self.replay: RoutingReplay | None = None  # where experts are chosen as they were before
+        self.replay: RoutingReplay | None = None  # set if expert routes are replayed
         if dtype == torch.float64:
             ask_here(model)
-        self.ways = ways_of(model)  # asked before one of them is taken
+        self.ways = ways_of(model)  # before one of them is taken
         self.parts: Parts | None = None
         self.take(self.ways[0], head)
 
     def share_out(self, parts: Parts) -> None:
-        """From now on this rank computes a part of each row, and other ranks the others; ConfigError: it cannot be."""
+        """Split each row over the context group's ranks from now on; ConfigError if the model cannot be split."""
         self.parts, self.ways = parts, parts.ways(self.model, self.ways)
         self.take(self.way if self.way in self.ways else self.ways[0], self.head)
 
     @property
     def routes_wanted(self) -> RouteShape | None:
-        """Which routes groups are to bring."""
+        """The shape of the routes that groups must carry, or None."""
         return None if self.replay is None else self.replay.wanted
 
     def take(self, way: Way, head: Head) -> None:
-        """Ask the model in this way from now on."""
+        """Call the model in this way from now on."""
         self.way, self.head = way, head
         config = self.model.config.get_text_config()
         attention = way.attention
-        if self.parts is not None and way.layout != "rows":  # so it is asked for whole ones alone: `plain`
+        if self.parts is not None and way.layout != "rows":  # whole rows are used only by `plain`
             attention = self.parts.known_as(attention)
         if self.model.config._attn_implementation != attention:
             self.model.set_attn_implementation(attention)
@@ -87,15 +87,19 @@ class Policy(nn.Module):
         )
 
     def forward(self, batch: MicroBatch, *, raw: bool = False, entropy_learns: bool = False) -> LogProbs:
-        """`raw`: as the bare model gives them, in fp32 throughout, at temperature 1 and with nothing banned.
-        `entropy_learns`: the entropy carries a gradient, too."""
+        """Log-probs of the micro-batch.
+
+        `raw`: as of the bare model, in fp32 throughout, at temperature 1 and with nothing banned. `entropy_learns`: the
+        entropy carries a gradient too.
+        """
         dtype, head, min_tokens = (
             (torch.float32, self.head.plain(), 0) if raw else (self._dtype, self.head, self._min_tokens)
         )
         here = batch if self.parts is None else self.parts.cut(batch)
         early = here.in_turn < min_tokens
         projection = self.model.get_output_embeddings()
-        # What FSDP has gathered in bf16 needs no casts; a cache of casts would keep them all to the end of the pass.
+        # Parameters that FSDP gathered in bf16 need no casts; a cast cache would hold them all until the end of the
+        # pass.
         casts = dtype == torch.bfloat16 and next(self.model.parameters()).dtype != dtype
         told = nullcontext() if self.replay is None else self.replay.passing(here)
         with told, torch.autocast(batch.input_ids.device.type, torch.bfloat16, enabled=casts, cache_enabled=False):
@@ -114,7 +118,7 @@ class Policy(nn.Module):
         return found if self.parts is None else LogProbs(*self.parts.joined(batch, *found))
 
     def _hidden(self, here: MicroBatch, batch: MicroBatch) -> torch.Tensor:  # [T, H]
-        """`here`: what of the micro-batch is computed on this rank."""
+        """`here`: the part of the micro-batch that this rank computes."""
         where: dict[str, Any] = {}
         if not self.shape.alone:
             where["position_ids"] = here.position_ids
@@ -127,7 +131,7 @@ class Policy(nn.Module):
         return hidden
 
     def _masks(self, batch: MicroBatch) -> torch.Tensor | dict[str, torch.Tensor]:
-        """As the model takes them: one for all layers, or one for each kind of layer."""
+        """Masks as the model takes them: one for all layers, or one for each kind of layer."""
         config = self.model.config.get_text_config()
         prepared = additive if self.way.attention == EAGER else torch.Tensor.contiguous
         window, kinds = getattr(config, "sliding_window", None), layer_types(config)
@@ -137,20 +141,20 @@ class Policy(nn.Module):
         return {"full_attention": prepared(batch.attention_mask()), "sliding_attention": near} if kinds else near
 
     def plain(self, token_ids: torch.Tensor) -> Seen:  # [T]
-        """What the bare model says of one sequence, without packing and without a head of ours."""
+        """The bare model's output for one sequence, without packing and with its own head."""
         with self.watching() as hidden:
             logits = self.model(input_ids=token_ids[None], use_cache=False).logits[0, :-1].float()
         return Seen(logp=logits.log_softmax(-1).gather(1, token_ids[1:, None])[:, 0], hidden=hidden[0][0, :-1])
 
     @contextmanager
     def watching(self) -> Iterator[list[torch.Tensor]]:  # [rows, length, H] of each pass
-        """The hidden states that passes inside end in."""
+        """Collect the final hidden states of forward passes made inside."""
         seen: list[torch.Tensor] = []
         with decoder_of(self.model).register_forward_hook(lambda _module, _args, out: seen.append(_last(out))):
             yield seen
 
     def head_fits(self, token_ids: torch.Tensor, head: Head) -> bool:  # [T]
-        """Whether the model makes its logits as this head does, however large they are."""
+        """Whether the model computes its logits as this head does, at every magnitude."""
         return all(self._head_fits(token_ids, head, size) for size in _SIZES_OF_LOGITS)
 
     def _head_fits(self, token_ids: torch.Tensor, head: Head, size: float) -> bool:
@@ -172,16 +176,16 @@ class Policy(nn.Module):
 
 
 def _last(out: Any) -> torch.Tensor:
-    """A decoder's last hidden state; nothing, of one that is the whole model."""
+    """A decoder's last hidden state; empty if the decoder is the whole model."""
     hidden = getattr(out, "last_hidden_state", None)
     return torch.zeros(1, 1, 0) if hidden is None else hidden
 
 
 @contextmanager
 def evaluating(policy: Policy) -> Iterator[None]:
-    """Inside, forward passes without gradient or dropout; afterwards the policy is as it was.
+    """Inside, forward passes run without gradient or dropout; afterwards the policy trains again.
 
-    FSDP leaves the outermost parameters gathered after a forward pass, for the backward pass that here never comes.
+    FSDP keeps the outermost parameters gathered after a forward pass, for a backward pass that never comes here.
     """
     policy.eval()
     with torch.no_grad():

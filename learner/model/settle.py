@@ -1,10 +1,10 @@
-"""Which way the model is asked: tried at start, on all ranks alike, against what the model says of each sequence alone.
+"""Chooses how the model is called, by a trial at start that compares packed results with single sequences.
 
-    head      ours is tried on hidden states of all sizes; one that makes other logits leaves them to the model
-    layout    the fastest way whose hidden states and log-probs are the model's own, while gradients are off and while
-              the model trains; with its windows narrowed as well, so that a few tokens reach beyond them
+    head      ours is tried on hidden states of all magnitudes; if logits differ, they are left to the model
+    layout    the fastest way whose hidden states and log-probs match the model's own, with gradients off and in
+              training mode; also with narrowed attention windows, so that a few tokens reach beyond them
 
-What a few tokens cannot show is ruled by `learner.packing.ways`. All of it is collective.
+`learner.packing.ways` decides what a few tokens cannot show. Everything here is collective.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from streamrl.learner.packing.ways import Way, has_window, layer_types, unpackab
 from streamrl.learner.process.ranks import World
 
 _LOGP_TOLERANCE = 1e-3
-_HIDDEN_TOLERANCE = 1e-3  # of a hidden state's length: a model whose weights are small yet shows what it sees
+_HIDDEN_TOLERANCE = 1e-3  # relative to a hidden state's norm, so that models with small weights are tested too
 _NARROW = 3  # tokens
-# What families call the factor or divisor of their logits, and their cap.
+# Names that model families use for the factor or divisor of their logits, and for their cap.
 _SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_mup_width_multiplier")
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
@@ -41,7 +41,7 @@ log = structlog.get_logger(__name__)
 
 
 def settle(policy: Policy, world: World, *, wished: str = MASKED) -> None:
-    """Take the fastest way that is right; DataError when none is. `wished`: how it would attend if it could."""
+    """Take the fastest way that is correct; DataError if none is. `wished`: the preferred attention."""
     with evaluating(policy):
         trial = _Trial(policy, world)
         head = trial.find_head()
@@ -62,7 +62,7 @@ def settle(policy: Policy, world: World, *, wished: str = MASKED) -> None:
 
 
 def _tell(policy: Policy, wished: str) -> None:
-    """What of the fastest way cannot be had."""
+    """Log which part of the fastest way is unavailable."""
     about = {"model": policy.model.name_or_path, "kind": type(policy.model).__name__, "way": str(policy.way)}
     if policy.shape.alone:
         reason = ", ".join(unpackable(policy.model.config)[:3]) or "packed log-probs are not its own"
@@ -72,7 +72,7 @@ def _tell(policy: Policy, wished: str) -> None:
 
 
 class _Trial:
-    """Of one model: what it says of a few sequences, two of which have the same prompt, and whether we say the same."""
+    """Compares one model's results for a few sequences, two of which share a prompt, with ours."""
 
     def __init__(self, policy: Policy, world: World) -> None:
         self._policy, self._world, self._error = policy, world, ""
@@ -88,7 +88,7 @@ class _Trial:
         return DataError(f"model.path {model.name_or_path!r}: {type(model).__name__} cannot be trained: {why}")
 
     def find_head(self) -> Head | None:
-        """None: its logits are made in a way that our head does not know."""
+        """The head that matches the model's logits; None if ours cannot express them."""
         ids = _token_ids(self._pieces[0], self._device)
         heads = _heads(self._policy.model.config, self._policy.head)
         return next((head for head in heads if self._all_ranks(partial(self._policy.head_fits, ids, head))), None)
@@ -99,26 +99,26 @@ class _Trial:
         kinds = layer_types(self._policy.model.config) or ("sliding_attention",)
         bites = "sliding_attention" in kinds and True in narrowings
         if bites and not self._all_ranks(lambda: not _alike(self._truth[True], self._truth[False])):
-            return False  # the model keeps its window where we do not know
+            return False  # the model keeps its window in a place unknown to us
         self._policy.train(while_training)
         right = all(self._all_ranks(partial(self._same, narrow)) for narrow in narrowings)
         self._policy.eval()
         return right
 
     def _ask(self, narrow: bool) -> bool:
-        # Eager: what a model does to its scores beyond the usual, other attention leaves out without a word.
+        # Eager: other attention implementations silently skip a model's unusual treatment of scores.
         self._policy.take(Way(layout="rows", attention=EAGER), self._policy.head)
         with _narrowed(self._policy.model) if narrow else nullcontext():
             self._truth[narrow] = [self._policy.plain(_token_ids(piece, self._device)) for piece in self._pieces]
         return True
 
     def _same(self, narrow: bool) -> bool:
-        """Every rank makes the same passes, whatever it finds: they are collective."""
+        """Compare on every rank; each makes the same passes whatever it finds, since they are collective."""
         policy, found, finite = self._policy, {}, True
         with _narrowed(policy.model) if narrow else nullcontext():
             for batch in pack(self._pieces, max_tokens=64, shape=policy.shape):
                 here = batch.to(self._device)
-                finite &= bool(policy(here).logp.isfinite().all())  # kernels of narrow numbers may know less
+                finite &= bool(policy(here).logp.isfinite().all())  # low-precision kernels may support less
                 with policy.watching() as passes:
                     logp = policy(here, raw=True).logp
                 parts = policy.parts
@@ -129,12 +129,12 @@ class _Trial:
         return finite and _alike([found[piece.sample] for piece in self._pieces], self._truth[narrow])
 
     def _all_ranks(self, holds: Callable[[], bool]) -> bool:
-        """A collective. What a model raises of a way that it does not know is a no."""
+        """Whether `holds` on all ranks; an exception from the model counts as no. A collective."""
         try:
             mine = holds()
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 - models raise whatever they happen to
+        except Exception as error:  # noqa: BLE001 - models raise arbitrary exceptions
             self._error, mine = repr(error).splitlines()[0], False
             log.info("a way of asking the model fails", way=str(self._policy.way), error=self._error)
             for module in self._policy.modules():
@@ -144,7 +144,7 @@ class _Trial:
 
 
 def _pieces(vocabulary: int) -> list[Piece]:
-    """Every response token is asked for, and no prompt token."""
+    """Sample sequences in which every response token is trained."""
     ids = np.random.default_rng(0).integers(3, min(vocabulary, 1000), 64, dtype=np.int32)
     prompts = {0: ids[:4], 1: ids[4:6]}
     responses = [(0, ids[10:21]), (0, ids[21:27]), (1, ids[27:31])]
@@ -167,7 +167,7 @@ def _token_ids(piece: Piece, device: torch.device) -> torch.Tensor:  # [P + T]
 
 @contextmanager
 def _narrowed(model: transformers.PreTrainedModel) -> Iterator[None]:
-    """Inside, windows are narrower than the sequences of the trial."""
+    """Inside, attention windows are narrower than the trial's sequences."""
     config = model.config.get_text_config()
     modules = list(model.modules())
     found: list[Any] = [config, *modules, *(getattr(module, "config", None) for module in modules)]
@@ -187,7 +187,7 @@ def _alike(ours: Sequence[Seen], truth: Sequence[Seen]) -> bool:
 
 
 def _same_numbers(ours: Seen, truth: Seen) -> bool:
-    """Of the response, which is where both end."""
+    """Compare the response tokens, at the end of both."""
     num = len(ours.logp)
     if not torch.allclose(ours.logp[-num:].double(), truth.logp[-num:].double(), atol=_LOGP_TOLERANCE, rtol=0):
         return False
@@ -199,7 +199,7 @@ def _same_numbers(ours: Seen, truth: Seen) -> bool:
 
 
 def _heads(config: transformers.PretrainedConfig, base: Head) -> Iterator[Head]:
-    """What the configuration may mean, the plain head first."""
+    """The heads that the configuration may mean, the plain one first."""
     text = config.get_text_config()
     named = [value for name in _SCALES if (value := getattr(text, name, None))]
     caps = [value for name in _CAPS if (value := getattr(text, name, None))]
