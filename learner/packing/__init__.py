@@ -1,1 +1,1 @@
-"""Many sequences in few rows: their cells, micro-batches, how they attend, and in which ways a model may be asked."""
+"""Packs many sequences into few rows: cells, micro-batches, attention, and the ways a model may be called."""

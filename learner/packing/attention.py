@@ -1,12 +1,12 @@
-"""How tokens of packed sequences attend: under a mask (`masked`), or told where sequences begin (`varlen`).
+"""Attention over packed sequences: under a mask (`masked`), or with sequence boundaries (`varlen`).
 
     masked    PyTorch's attention with the rows' own mask; samples share their prompt; costs the square of a row
-    varlen    sequences end to end, each with its prompt; costs the sum of the squares of their lengths
-                  bf16 on a GPU    flash attention for many lengths, as PyTorch has it
-                  elsewhere        one call of PyTorch's attention for each sequence: the double of the former
+    varlen    concatenated sequences, each with its prompt; costs the sum of the squares of their lengths
+                  bf16 on a GPU    PyTorch's variable-length flash attention
+                  elsewhere        one call of PyTorch's attention per sequence: the double of the former
 
-The model calls `attend` in each layer when it was loaded with VARLEN. Sliding windows are kept. A model that bends its
-scores (soft caps, sinks) attends by itself: eager.
+A model loaded with VARLEN calls `attend` in each layer. Sliding windows are supported. A model that modifies its scores
+(soft caps, sinks) uses its own attention: eager.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn.attention.varlen import varlen_attn
 from streamrl.config import schema
 from streamrl.errors import ConfigError
 
-VARLEN = "streamrl_varlen"  # as transformers knows it
+VARLEN = "streamrl_varlen"  # registered in transformers under this name
 MASKED = "sdpa"
 EAGER = "eager"
 
@@ -31,7 +31,7 @@ _KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def choose(settings: schema.Model, device: torch.device) -> str:
-    """transformers' name for what the setting means on this device; `auto` takes what is fastest there."""
+    """The transformers name of the configured attention on this device; `auto` takes the fastest one."""
     half_on_gpu = device.type == "cuda" and settings.dtype == "bfloat16"
     if settings.attention == "masked" or (settings.attention == "auto" and not half_on_gpu):
         return MASKED
@@ -48,7 +48,7 @@ def attend(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,  # without it each row is a sequence
+    cu_seq_lens_q: torch.Tensor | None = None,  # None: each row is one sequence
     max_length_q: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,  # attention sinks
@@ -64,7 +64,7 @@ def attend(
         cu_seq_lens_q = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=query.device)
         max_length_q = length
     if torch.is_autocast_enabled(query.device.type):
-        # Rotations leave queries and keys wider than autocast means them to be.
+        # Rotary embeddings leave queries and keys in a wider dtype than autocast's.
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
     kernel = _flash if query.is_cuda and query.dtype in _HALF else each_by_itself

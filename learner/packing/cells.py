@@ -1,15 +1,16 @@
-"""A sample, cell by cell: how its rows lie in those of the model, and which cell predicts which token.
+"""Lays a sample out cell by cell: where its tokens go in a row, and which cell predicts which token.
 
-Where the prompt may be shared, a sample with branches is a tree that hangs on it, and each of its tokens is computed
-once. A row's tokens are laid in order; where another leaves it, that one comes in between, whole:
+If the prompt may be shared, a sample with branches is a tree attached to it, and each of its tokens is computed once. A
+row's tokens are laid in order; where another row branches off, that one is laid in between, entirely:
 
     prompt | a a | b b | c c                 row 0
-                 └ d d d                     row 1, which leaves it behind the second a
-    laid     a a   d d d   b b c c           each cell says where the last cell ends that sees it:
+                 └ d d d                     row 1, which branches off after the second a
+    laid     a a   d d d   b b c c           each cell stores the end of the cells that see it:
              ─────────────────────┤ a, b, c: here; d: before the first b
 
-What leaves before the prompt's end, or never began with it, is a sequence apart. Where prompts may not be shared, each
-row is one. The last token of a row predicts nothing, and has no cell unless something goes on behind it.
+A row that branches off before the prompt's end, or does not start with the prompt, is a separate sequence. If prompts
+may not be shared, every row is. A row's last token predicts nothing, and has no cell unless a branch continues after
+it.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cells:
-    on_prompt: bool  # behind a prompt that is laid once for all that hang on it
-    places: Places  # [C] whose tokens they are, in prompt and response laid end to end
-    positions: Places  # [C] in the sequence
-    ends: Places  # [C] cell behind the last that sees it, counted from the first of these
-    trained: Places  # [t] of the response's tokens, those with a loss here
-    before: Places  # [t] cell that predicts each; -1: the prompt's last
+    on_prompt: bool  # attached to a prompt that is laid once for all its responses
+    places: Places  # [C] token of each cell, in prompt + response
+    positions: Places  # [C] position id in the sequence
+    ends: Places  # [C] one past the last cell that sees it, counted from the first of these
+    trained: Places  # [t] indices of the response tokens with a loss here
+    before: Places  # [t] cell that predicts each; -1: the prompt's last cell
 
 
 def cells_of(
     *, num_prompt: int, mask: npt.NDArray[np.bool_], branches: Sequence[Branch], share: bool
 ) -> Iterator[Cells]:
-    """`mask`: which tokens of the response have a loss."""
+    """Lay out one sample. `mask`: which response tokens have a loss."""
     if share and branches:
         return _Tree(num_prompt, mask, branches).cells()
     if share:
@@ -47,7 +48,7 @@ def cells_of(
 
 
 def _apart(num_prompt: int, mask: npt.NDArray[np.bool_], branches: Sequence[Branch]) -> Iterator[Cells]:
-    """A sequence for each row that has something to learn."""
+    """One sequence for each row that has tokens to train."""
     rows = rows_of(num_prompt, len(mask), branches)
     starts = [0, *(branch.start for branch in branches)]
     keeps = [num_prompt, *(branch.keep for branch in branches)]
@@ -57,7 +58,7 @@ def _apart(num_prompt: int, mask: npt.NDArray[np.bool_], branches: Sequence[Bran
 
 
 def _line(row: Places, keep: int, start: int, mask: npt.NDArray[np.bool_], *, on_prompt: bool) -> Cells:
-    """One sequence, or what of it hangs on its prompt. `keep` tokens stand before those that begin at `start`."""
+    """One sequence, or its part after the prompt; `keep` tokens precede those that begin at `start`."""
     num_cells = len(row) - 1
     own = np.flatnonzero(mask[start : start + len(row) - (0 if on_prompt else keep)])
     return Cells(
@@ -78,14 +79,14 @@ class _Tree:
         self._starts = [num_prompt + start for start in (0, *(branch.start for branch in branches))]
         self._own_ends = [*self._starts[1:], size]
         left = [num_prompt - 1, *(int(rows[b.row][b.keep - 1]) if b.keep else -1 for b in branches)]
-        self._before = np.arange(-1, size - 1)  # the place that each token goes on behind
+        self._before = np.arange(-1, size - 1)  # place of the token before each one
         self._positions = np.arange(size)
         for start, end, place, keep in zip(
             self._starts, self._own_ends, left, (num_prompt, *(branch.keep for branch in branches)), strict=True
         ):
             self._before[start : start + 1] = place
             self._positions[start:end] = np.arange(keep, keep + end - start)
-        self._leaving: dict[int, list[int]] = {}  # rows by that place
+        self._leaving: dict[int, list[int]] = {}  # place -> rows that branch off after it
         for row, place in enumerate(left):
             self._leaving.setdefault(place, []).append(row)
         self._leaving = dict(sorted(self._leaving.items()))
@@ -97,8 +98,8 @@ class _Tree:
                 yield self._laid([row], num_kept=place + 1, on_prompt=False)
 
     def _laid(self, roots: Sequence[int], *, num_kept: int, on_prompt: bool) -> Cells:
-        """These rows and all that leave them, behind so many tokens of the prompt."""
-        stretches = [(0, num_kept, -1)] if num_kept else []  # [start, end) of places, and which row they are of
+        """These rows and all their branches, after `num_kept` tokens of the prompt."""
+        stretches = [(0, num_kept, -1)] if num_kept else []  # (start, end, row) of places
         ends = {-1: 0}
         for row in roots:
             self._grow(row, stretches, ends)

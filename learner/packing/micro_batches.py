@@ -1,18 +1,18 @@
-"""Many sequences of all lengths in few rows, without one changing another, and each prompt only once.
+"""Packs sequences of all lengths into few rows, isolated from each other, with each prompt only once.
 
     row 0 | p p p r r r r s s s | q q r r |     p, q prompts; r, s responses to the prompt before them
     row 1 | q q s s s s t t t | . . . . . |     position ids: s begins where r began, right after its prompt
 
-A *bundle* is a prompt with responses to it. A token sees the prompt of its bundle and its own response so far; of a
-response with branches, the row that it is in (`learner.packing.cells`). All rows of a response lie in one micro-batch,
-for a loss may ask for the whole of it. Bundles go, largest first, into the fullest row that still holds them. Longer
-rows fill better and repeat fewer prompts, but attention costs the square of a row: of a few lengths the cheapest is
-taken. A micro-batch is as many rows as `max_tokens` allows; one sample alone may be more.
+A *bundle* is a prompt with responses to it. A token sees the prompt of its bundle and its own response so far; in a
+response with branches, the row that it is in (`learner.packing.cells`). All rows of a response are in one micro-batch,
+since a loss may need all of it. Bundles go, largest first, into the fullest row that still has room. Longer rows pack
+better and repeat fewer prompts, but attention costs the square of a row: the cheapest of a few lengths is taken. A
+micro-batch has as many rows as `max_tokens` allows; a single sample may exceed it.
 
-The last token of a response predicts nothing and is left out; only tokens with a loss are asked of the head. Where
-prompts may not be shared, a bundle has one response, and `position_ids` alone tell where sequences begin: models that
-take no mask of ours (sliding windows) find them there, and kernels that take lengths in `starts`. For models that find
-them nowhere each sequence has a row to itself: rows of like length lie together, so that little is padded.
+The last token of a response predicts nothing and is left out; the head computes only tokens with a loss. If prompts may
+not be shared, a bundle has one response, and `position_ids` alone mark where sequences begin: models that build their
+own masks (sliding windows) read them there, and kernels that take lengths use `starts`. For models that support neither
+each sequence has its own row: rows of similar length go together, so that there is little padding.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from streamrl.learner.packing.cells import Cells, cells_of
 from streamrl.protocol.wire.branches import Branch
 from streamrl.protocol.wire.routes import Routes, is_missing
 
-UNTOLD, NO_TOKEN = -1, -2  # instead of an expert: of a token without a route, of a cell without a token
+UNTOLD, NO_TOKEN = -1, -2  # in place of an expert: a token without a route, a cell without a token
 _ROW_MULTIPLES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One sample as it goes into a row."""
+    """One sample, ready to be packed."""
 
-    sample: int  # its index in the rank's batch
+    sample: int  # index in the rank's batch
     group: int  # samples of one group have the same prompt
     prompt_ids: npt.NDArray[np.int32]  # [P], at least one
     token_ids: npt.NDArray[np.int32]  # [T] the response, at least one
     behaviour_logprobs: npt.NDArray[np.float32]  # [T]
     mask: npt.NDArray[np.bool_]  # [T] has a loss
-    turns: tuple[int, ...] = (0,)  # where the model began to speak: of several, each is a response of its own
-    branches: tuple[Branch, ...] = ()  # rows beside the first
-    routes: Routes | None = None  # [P + T, layers, experts a token]
+    turns: tuple[int, ...] = (0,)  # start of each turn of the model
+    branches: tuple[Branch, ...] = ()  # rows besides the first
+    routes: Routes | None = None  # [P + T, layers, experts per token]
 
     @property
     def num_tokens(self) -> int:
-        """Of all rows, without the last of each."""
+        """Tokens of all rows, without the last of each."""
         kept = sum(branch.keep for branch in self.branches)
         return len(self.prompt_ids) + len(self.token_ids) + kept - 1 - len(self.branches)
 
@@ -59,21 +59,21 @@ class Piece:
 class MicroBatch:
     input_ids: torch.Tensor  # [rows, length]
     position_ids: torch.Tensor  # [rows, length] from 0 in each sequence; 0 where the row is empty
-    until: torch.Tensor  # [rows, length] behind the last cell that sees this one; the row's end where it is empty
-    index: torch.Tensor  # [T] of the position, rows laid end to end, whose output predicts the token
+    until: torch.Tensor  # [rows, length] one past the last cell that sees this one; the row's end for empty cells
+    index: torch.Tensor  # [T] cell that predicts the token, rows concatenated
     targets: torch.Tensor  # [T] the tokens with a loss
     position: torch.Tensor  # [T] of the token in its response
     in_turn: torch.Tensor  # [T] of the token in its turn
     behaviour_logprobs: torch.Tensor  # [T]
-    sample: torch.Tensor  # [T] whose token it is
-    starts: torch.Tensor  # [sequences + 1] int32: where sequences begin, rows laid end to end; then the end of the last
-    longest: int  # of these sequences; both are of use only where prompts are not shared
-    mine: torch.Tensor | None = None  # [t] of T, those that this rank's part of the rows predicts; None: it has all
-    # [rows, length, layers, experts a token], where samples bring them; on the host until a pass: they may be large
+    sample: torch.Tensor  # [T] sample of the token
+    starts: torch.Tensor  # [sequences + 1] int32: starts of sequences, rows concatenated; then the last end
+    longest: int  # of these sequences; both are used only if prompts are not shared
+    mine: torch.Tensor | None = None  # [t] of T, those predicted by this rank's part of the rows; None: all
+    # [rows, length, layers, experts per token], if samples carry routes; on the host until a pass: they may be large
     routes: torch.Tensor | None = None
 
     def attention_mask(self, window: int | None = None) -> torch.Tensor:
-        """[rows, 1, length, length] True: the later one sees the earlier, which lies within the window."""
+        """[rows, 1, length, length] True: the later cell sees the earlier one, which lies within the window."""
         cells = torch.arange(self.until.shape[1], device=self.until.device)
         seen = (cells[:, None] >= cells) & (cells[:, None] < self.until[:, None, :])
         if window is not None:
@@ -89,33 +89,33 @@ class MicroBatch:
 
 
 def additive(mask: torch.Tensor) -> torch.Tensor:
-    """The mask for attention that adds it to its scores."""
+    """The mask for attention implementations that add it to their scores."""
     return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What the model makes of rows."""
+    """The form of rows that a model accepts."""
 
     hidden_size: int
     share_prompts: bool
-    padded: bool = True  # rows must be equally long; else one row of any length
+    padded: bool = True  # rows have equal lengths; else one row of any length
     alone: bool = False  # a row for each sequence
-    max_cells: int | None = None  # of a micro-batch, where `max_tokens` may be more than memory bears
-    parts: int = 1  # that rows are cut into, all as long, for ranks that share them
-    part: int = 0  # that this rank computes
+    max_cells: int | None = None  # per micro-batch, if `max_tokens` may exceed memory
+    parts: int = 1  # equal parts that rows are cut into, for ranks that share them
+    part: int = 0  # the part that this rank computes
 
     def cost(self, num_rows: int, length: int) -> int:
         """Relative: a layer spends about 24 hidden^2 on a token's projections, 4 hidden length on its attention."""
         return num_rows * length * (6 * self.hidden_size + length)
 
     def even(self, length: int) -> int:
-        """The least from this on that can be cut into equal parts."""
+        """The smallest length >= `length` that can be cut into equal parts."""
         return -(-length // self.parts) * self.parts
 
 
 def pack(pieces: Sequence[Piece], *, max_tokens: int, shape: Shape) -> list[MicroBatch]:
-    """Each of `pieces` has a token with a loss."""
+    """Pack `pieces`, each of which has a token with a loss, into micro-batches."""
     if not pieces:
         return []
     laid = [_laid(piece, share=shape.share_prompts) for piece in pieces]
@@ -133,7 +133,7 @@ def pack(pieces: Sequence[Piece], *, max_tokens: int, shape: Shape) -> list[Micr
 
 
 def _alone(laid: Sequence[_Laid], max_cells: int, shape: Shape) -> Iterator[MicroBatch]:
-    """Each sequence a bundle, and a row, of its own; those of one sample together."""
+    """Give each sequence a bundle and a row of its own, with the rows of one sample in one micro-batch."""
     each = [[_Bundle([replace(one, cells=(cells,))]) for cells in one.cells] for one in laid]
     each.sort(key=lambda rows: (-max(row.size for row in rows), rows[0].laid[0].piece.sample))
     while each:
@@ -145,7 +145,7 @@ def _alone(laid: Sequence[_Laid], max_cells: int, shape: Shape) -> Iterator[Micr
 
 
 def empty_micro_batch(shape: Shape) -> MicroBatch:
-    """A pass with nothing to learn, for a rank that has run out while others have not: collectives must match."""
+    """A pass with nothing to train, for a rank that has run out while others have not: collectives must match."""
     return _lay_out([[]], shape.even(1), shape)
 
 
@@ -156,7 +156,7 @@ class _Laid:
 
     @property
     def size(self) -> int:
-        """Without a prompt that others hang on, too."""
+        """Number of cells, without those of a shared prompt."""
         return sum(len(cells.places) for cells in self.cells)
 
 
@@ -175,13 +175,13 @@ class _Bundle:
 
     @property
     def prompt_ids(self) -> npt.NDArray[np.int32]:
-        """What its responses hang on; nothing, where each has its own."""
+        """The prompt that its responses share; empty if each has its own."""
         hangs = self.laid[0].cells[0].on_prompt
         return self.laid[0].piece.prompt_ids[: None if hangs else 0]
 
 
 def _bundles(laid: Iterable[_Laid], length: int, *, share: bool) -> list[_Bundle]:
-    """Each group's samples in as few bundles as rows of this length allow; the largest bundle first."""
+    """Each group's samples in as few bundles as rows of this length allow, the largest bundle first."""
     found: list[_Bundle] = []
     ordered = sorted(laid, key=lambda each: (each.piece.group, -each.piece.num_tokens, each.piece.sample))
     for _, group in groupby(ordered, key=lambda each: each.piece.group):
@@ -199,7 +199,7 @@ def _bundles(laid: Iterable[_Laid], length: int, *, share: bool) -> list[_Bundle
 
 def _fill(bundles: Sequence[_Bundle], length: int) -> list[list[_Bundle]]:
     rows: list[list[_Bundle]] = []
-    room: list[tuple[int, int]] = []  # (what is left, row), sorted
+    room: list[tuple[int, int]] = []  # (free cells, row), sorted
     for bundle in bundles:
         at = bisect.bisect_left(room, (bundle.size, 0))
         left, row = room.pop(at) if at < len(room) else (length, len(rows))
@@ -248,14 +248,14 @@ def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int, shape: Shape) -> Mi
 
 
 def _predicted_in(index: npt.NDArray[np.int64], length: int, shape: Shape) -> npt.NDArray[np.int64]:
-    """The tokens that cells of this rank's part predict."""
+    """Indices of the tokens predicted by cells of this rank's part."""
     size = length // shape.parts
     assert size * shape.parts == length, "rows are padded so that parts are as long"
     return np.flatnonzero(index % length // size == shape.part)
 
 
 def _untold(rows: Sequence[Sequence[_Bundle]], length: int) -> npt.NDArray[np.int16] | None:
-    """Cells without a token, where tokens bring routes."""
+    """Routes of all cells, preset to NO_TOKEN; None if samples carry no routes."""
     pieces = (one.piece for row in rows for bundle in row for one in bundle.laid)
     told = next((piece.routes for piece in pieces if piece.routes is not None), None)
     return None if told is None else np.full((len(rows), length, *told.shape[1:]), NO_TOKEN, np.int16)
@@ -264,8 +264,10 @@ def _untold(rows: Sequence[Sequence[_Bundle]], length: int) -> npt.NDArray[np.in
 def _lay_bundle(
     bundle: _Bundle, row: npt.NDArray[np.int64], start: int, routes: npt.NDArray[np.int16] | None
 ) -> Iterator[tuple[Piece, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Into the row's columns, and its routes: the prompt, what hangs on it, what stands apart. Of each what it trains,
-    and the cells that predict it."""
+    """Write a bundle into the row's columns and routes: the prompt, its responses, then separate sequences.
+
+    Yields (piece, trained tokens, cells that predict them).
+    """
     prompt_ids = bundle.prompt_ids
     row[:2, start : start + len(prompt_ids)] = prompt_ids, np.arange(len(prompt_ids))
     ordered = sorted(

@@ -1,12 +1,12 @@
-"""How a model may be asked for the log-probs of many sequences at once; which ways are right is tried at start.
+"""The ways to call a model for the log-probs of many sequences; a trial at start picks the fastest correct one.
 
-    shared    rows of prompts with all their responses, under masks of ours
-    packed    rows of whole sequences; position ids, or their lengths (varlen), say where each begins
-    rows      a row for each sequence, padded at its end: right for whatever is causal
-    rows, own logits     likewise, and logits come from the model, not from our head
+    shared    rows of prompts with all their responses, under our masks
+    packed    rows of whole sequences; position ids, or their lengths (varlen), mark where each begins
+    rows      a row for each sequence, padded at its end: correct for every causal model
+    rows, own logits     likewise, with logits from the model, not from our head
 
-The fastest comes first. What a few tokens cannot show is ruled by the model's configuration: no mask tells a
-convolution, a recurrence or a chunk where sequences begin; sinks and soft caps are in no kernel but the model's own.
+The fastest comes first. The model's configuration rules on what a few tokens cannot show: convolutions, recurrences and
+chunks ignore masks that mark where sequences begin; only the model's own kernel has its sinks and soft caps.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from streamrl.learner.packing.attention import EAGER, MASKED, VARLEN
 
 Layout = Literal["shared", "packed", "rows"]
 
-# Settings that, when they are set, say that a token's sight depends on more than a mask and position ids.
+# Settings that, when set, make a token's context depend on more than a mask and position ids.
 _LOCAL = re.compile(
     r"window|chunk|local|conv|mamba|ssm|state_size|block_size|block_type|index_topk|compress|ngram|alibi|mem_len|linear_"
 )
 _HARMLESS = re.compile(
     r"sliding_window_pattern|max_window_layers|chunk_size_feed_forward|chunk_size_lm_head|num_local_experts"
 )
-_WINDOW = re.compile(r"(use_)?sliding_window")  # which masks keep, ours as well as transformers'
+_WINDOW = re.compile(r"(use_)?sliding_window")  # supported by masks, ours as well as transformers'
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     layout: Layout
-    attention: str  # as transformers calls it
+    attention: str  # transformers' name
     own_logits: bool = False
 
     def __str__(self) -> str:
@@ -48,13 +48,13 @@ class Way:
 
 
 def attention_of(config: transformers.PretrainedConfig, wished: str) -> str:
-    """What the model can have of it: some know nothing but their own plain attention. ValueError: it is no model."""
+    """The wanted attention, or what the model supports instead; ValueError if it is not a causal language model."""
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in known:
         raise ValueError(f"transformers knows no causal language model of type {config.model_type!r}")
     model_class = known[type(config)]
     assert isinstance(model_class, type), "transformers promises a pair, which only tasks with two models have"
-    # PyTorch's attention has no soft cap, and transformers leaves it out without a word.
+    # PyTorch's attention has no soft cap, and transformers omits it silently.
     if not model_class._supports_sdpa or getattr(config.get_text_config(), "attn_logit_softcapping", None):
         return EAGER
     if wished == VARLEN and not (model_class._supports_attention_backend and not unpackable(config)):
@@ -74,7 +74,7 @@ def unpackable(config: transformers.PretrainedConfig) -> list[str]:
 
 
 def decoder_of(model: transformers.PreTrainedModel) -> nn.Module:
-    """What makes hidden states; the model itself where it does not say."""
+    """The module that computes hidden states; the model itself if it does not name one."""
     decoder: nn.Module = model.get_decoder()
     return getattr(model, "model", model) if decoder is model else decoder
 
@@ -88,7 +88,7 @@ def layer_types(config: transformers.PretrainedConfig) -> Sequence[str]:
 
 
 def ways_of(model: transformers.PreTrainedModel) -> Sequence[Way]:
-    """Those that nothing known of the model speaks against, the fastest first."""
+    """The ways that the model's configuration allows, the fastest first."""
     attention = model.config._attn_implementation
     plain = MASKED if attention == VARLEN else attention
     known = inspect.signature(decoder_of(model).forward).parameters
@@ -105,7 +105,7 @@ def ways_of(model: transformers.PreTrainedModel) -> Sequence[Way]:
 
 
 def refuse_long(model: transformers.PreTrainedModel, longest: int) -> None:
-    """DataError when sequences may be longer than the model has positions, or than it turns them all alike."""
+    """DataError if sequences may exceed the model's positions, or the length beyond which its RoPE scaling changes."""
     config = model.config.get_text_config()
     limit, what = _positions(model, config)
     if limit is not None and longest > limit:
