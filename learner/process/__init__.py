@@ -1,1 +1,1 @@
-"""The learner's life as a process: its agent and fork server, watchdog, lease, ranks, and threads beside the loop."""
+"""The learner's processes and threads: agent, fork server, watchdog, lease, ranks, background jobs."""

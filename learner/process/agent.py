@@ -1,18 +1,18 @@
-"""torchrun, with ranks that start at once: `python -m streamrl.learner.process.agent TORCHRUN_OPTIONS -- OPTIONS`.
+"""torchrun with ranks that start at once: `python -m streamrl.learner.process.agent TORCHRUN_OPTIONS -- OPTIONS`.
 
     agent (torchrun's own) ──► fork server: torch, transformers, all of learner imported, once
                                     │ fork, a few milliseconds
                                     ├──► rank 0
                                     └──► rank 1     after a death: all of them again
 
-A rank that is started as a new program imports for seconds, all ranks of a machine at the same time; after a death that
-is most of what the run waits for. torchrun's options, rendezvous, restarts and exit codes are as they are, but for two:
-told to end by a signal, the agent ends in order at any moment (`ending`), with 0, or with 76 where it leaves the run to
-other machines (`--elastic`) and is to come back; and where a rank says that no restart would help, it ends with that
+A rank started as a new program spends seconds on imports, all ranks of a machine at once; after a death that is most of
+the run's downtime. torchrun's options, rendezvous, restarts and exit codes are unchanged, except for two. On a signal
+the agent shuts down cleanly at any moment (`ending`), with exit code 0, or with 76 if it leaves the run to other
+machines (`--elastic`) and is to come back. If a rank reports that no restart would help, the agent exits with that
 rank's code (`job`).
 
-torchrun and multiprocessing keep files and sockets in the folder for temporary files, and leave some of them there: the
-agent has one of its own (`streamrl.files`), which goes with it. Its ranks use the common one.
+torchrun and multiprocessing leave files and sockets in the temporary folder. So the agent has its own
+(`streamrl.files`), removed when it ends. Its ranks use the common one.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from streamrl.learner.process.ending import Ending
 from streamrl.learner.process.job import EXIT_TOLD, listen, note_job_began
 
 _RANK = Path(__file__).parents[1] / "__main__.py"
-# All that a rank needs, then how the server behaves.
+# Everything a rank needs, then the server's own setup.
 PRELOADED = ["streamrl.learner.main", "streamrl.learner.process.fork_server"]
 _SEPARATOR = "--"
-_AFTER_MULTIPROCESSING = -200  # which removes what is its own at -100
-_GRACE_S = 30  # torchrun's own
-# torch's own format imports its compiler to show an exception, for ten seconds and more: at each death of a rank.
+_AFTER_MULTIPROCESSING = -200  # multiprocessing removes its own files at -100
+_GRACE_S = 30  # torchrun's default
+# torch's own format imports its compiler to print an exception: ten seconds and more at each death of a rank.
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
-# On a GPU, of blocks of ever other sizes as micro-batches have them, the pieces between them else fit nothing.
+# Micro-batches allocate ever-changing sizes; without expandable segments they fragment GPU memory.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-_ALLOCATOR_OF_OLD = "PYTORCH_CUDA_ALLOC_CONF"  # which torch takes still
+_ALLOCATOR_OF_OLD = "PYTORCH_CUDA_ALLOC_CONF"  # the older name, which torch still reads
 
 
 def main(arguments: Sequence[str], *, torchrun: Callable[[list[str]], object] | None = None) -> None:
-    """`torchrun`: by default, torch's."""
+    """Run the agent. `torchrun` defaults to torch's."""
     if _SEPARATOR not in arguments:
         sys.exit(f"usage: python -m streamrl.learner.process.agent TORCHRUN_OPTIONS {_SEPARATOR} LEARNER_OPTIONS")
     split = list(arguments).index(_SEPARATOR)
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str], *, torchrun: Callable[[list[str]], object] | 
         verdict=listen(_keep_temporary_files_apart(), os.environ),
         code_when_told=EXIT_TOLD if "--elastic" in ranks else 0,
     )
-    # torchrun must have a signal of its own; those that ask to end are ours.
+    # torchrun insists on handling some signal; this agent handles those that ask it to end.
     own = ["--start-method=forkserver", "--run-path", "--signals-to-handle=SIGQUIT"]
     with ending.heeding():
         os.environ.setdefault("TORCH_LOGS_FORMAT", _LOG_FORMAT)
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str], *, torchrun: Callable[[list[str]], object] | 
 
 
 def _torchrun(words: list[str]) -> None:
-    from torch.distributed import run  # for seconds, in which signals are heeded already
+    from torch.distributed import run  # takes seconds; signals are already handled meanwhile
 
     run.main(words)
 
@@ -81,7 +81,7 @@ def _grace_s(options: Sequence[str]) -> float:
 
 
 def _keep_temporary_files_apart() -> Path:
-    """In the folder that is returned, from here to the end of this process."""
+    """Use the returned folder for temporary files until this process ends."""
     stack = ExitStack()
     folder = stack.enter_context(scratch_folder())
     tempfile.tempdir = str(folder)

@@ -1,4 +1,4 @@
-"""Threads beside the loop: one for as long as a block lasts, and one that does a job at a time."""
+"""Threads beside the loop: one that lasts as long as a block, and one that runs submitted jobs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
-_LOOK_EVERY_S = 0.2  # for the end; a job is taken up at once
+_LOOK_EVERY_S = 0.2  # poll for the end; a job starts at once
 
 
 @contextmanager
 def background_loop(
     target: Callable[[], None], *, name: str, stopped: threading.Event, join_s: float | None = None
 ) -> Iterator[None]:
-    """Run `target` meanwhile. It must look at `stopped`, which leaving sets, and bound whatever else it waits for: by
-    `join_s`, if nothing else does, after which the thread is left to end with the process."""
+    """Run `target` in a thread for as long as the block lasts.
+
+    It must watch `stopped`, which is set on exit, and bound its other waits; otherwise set `join_s`, after which the
+    thread is left to die with the process.
+    """
     thread = threading.Thread(target=target, name=name, daemon=True)
     thread.start()
     try:
@@ -32,17 +35,17 @@ def background_loop(
 
 
 class Jobs(Protocol):
-    """Whom to give what the loop does not wait for; done in the order in which it was given."""
+    """Runs jobs that the loop does not wait for, in the order of submission."""
 
     def working(self, *, join_s: float) -> AbstractContextManager[None]:
-        """A job that is under way at the end gets `join_s` to finish; those after it are not begun."""
+        """Run jobs while the block lasts; a job still running at the end gets `join_s`, and later ones do not start."""
         ...
 
     def submit(self, job: Callable[[], T]) -> Future[T]: ...
 
 
 class BackgroundThread:
-    """A thread for them."""
+    """Runs jobs in one thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -54,7 +57,7 @@ class BackgroundThread:
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
-        run = copy_context().run  # crash points are armed for a job as for who gives it
+        run = copy_context().run  # crash points armed for the submitter hold for the job too
         self._jobs.put(partial(run, _settle, future, job))
         return future
 
@@ -68,7 +71,7 @@ class BackgroundThread:
 
 
 class BackgroundThreadDouble:
-    """The double of `BackgroundThread`, without a thread: a job is done when it was given."""
+    """The double of `BackgroundThread`: `submit` runs the job at once."""
 
     def working(self, *, join_s: float) -> AbstractContextManager[None]:
         return nullcontext()
@@ -82,5 +85,5 @@ class BackgroundThreadDouble:
 def _settle(future: Future[T], job: Callable[[], T]) -> None:
     try:
         future.set_result(job())
-    except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets it
+    except BaseException as error:  # noqa: BLE001 - raised by the future
         future.set_exception(error)

@@ -1,11 +1,12 @@
-"""How an agent ends when it is told to, by SIGTERM, Ctrl-C or a hangup, at whatever moment of its life.
+"""Shuts an agent down on SIGTERM, Ctrl-C or a hangup, at any moment of its life.
 
     signal ─► SIGTERM to every rank ─► they finish their step, save, release the run ─► the agent's exit code
-                      └── not within the grace, or not soon after one of them has failed: SIGKILL
+                      └── not within the grace period, or not soon after one of them failed: SIGKILL
 
-torchrun's own handler raises an exception wherever the agent happens to be. In the midst of logging that is printed and
-forgotten, and the agent starts the next ranks. So this handler does all of it, and never returns to torchrun, which can
-start nothing any more. Signals that follow the first one change nothing. Blocks for the grace and some seconds at most.
+torchrun's own handler raises an exception wherever the agent happens to be. Inside logging, that exception is printed
+and swallowed, and the agent starts the next ranks. So this handler does everything itself and never returns to
+torchrun, which cannot start anything any more. Further signals are ignored. Blocks for the grace period plus some
+seconds at most.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from streamrl.learner.process.job import EXIT_TOLD, heard
 from streamrl.process import signals_to_end
 
 _IN_ORDER = {0, EXIT_TOLD}
-# Before it had joined the others; so none of them had done anything.
+# Ended before it joined the others, so no rank had done anything.
 _HAD_NOT_BEGUN = {-signal.SIGTERM, 128 + signal.SIGTERM}
-_CRIPPLED_S = 30.0  # what ranks are given once one of them has gone, as torchrun does
-_KILL_S = 10.0  # only a process that hangs in the kernel takes longer to go
+_CRIPPLED_S = 30.0  # time for the other ranks once one has failed, as in torchrun
+_KILL_S = 10.0  # only a process that hangs in the kernel takes longer
 
 
 class Ending:
@@ -40,7 +41,10 @@ class Ending:
 
     @contextmanager
     def heeding(self) -> Iterator[None]:
-        """Inside, in this process; then it is ending anyway, and the interpreter would put back what kills it."""
+        """Handle signals inside the block, and ignore them afterwards.
+
+        The process is ending by then, and the interpreter would restore the default handlers, which kill it.
+        """
         numbers = signals_to_end()
         for number in numbers:
             signal.signal(number, self._end)
@@ -57,12 +61,12 @@ class Ending:
         code = 1
         try:
             ranks = multiprocessing.active_children()
-            if heard(self._verdict) is None:  # else it is a rank that ends us, and has said why
+            if heard(self._verdict) is None:  # otherwise a rank ends the agent, and has reported why
                 _say(f"learner: told to end by {signal.Signals(number).name}{self._outlook(ranks)}")
             codes = _end_ranks(ranks, within_s=self._grace_s)
             code = self._exit_code(codes)
-            if None not in codes:  # else they would wait for a rank that hangs in the kernel
-                atexit._run_exitfuncs()  # which remove what is to go with the agent
+            if None not in codes:  # they would block on a rank that hangs in the kernel
+                atexit._run_exitfuncs()  # removes the agent's temporary files
         finally:
             os._exit(code)
 
@@ -73,13 +77,13 @@ class Ending:
         if (code := heard(self._verdict)) is not None:
             return code
         if codes == {0}:
-            return 0  # the run was over already
+            return 0  # the run had already finished
         is_clean = codes <= _IN_ORDER or bool(codes & _HAD_NOT_BEGUN)
         return self._code_when_told if is_clean else 1
 
 
 def _end_ranks(ranks: Sequence[BaseProcess], *, within_s: float) -> set[int | None]:
-    """Their exit codes."""
+    """End the ranks and return their exit codes."""
     for rank in ranks:
         rank.terminate()
     left, deadline = list(ranks), time.monotonic() + within_s
@@ -96,5 +100,5 @@ def _end_ranks(ranks: Sequence[BaseProcess], *, within_s: float) -> set[int | No
 
 
 def _say(text: str) -> None:
-    """Past all buffers: this may have come in the midst of another's write."""
+    """Write to stderr unbuffered: the signal may have interrupted another write."""
     os.write(2, f"{text}\n".encode())

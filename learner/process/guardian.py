@@ -1,17 +1,17 @@
-"""Kills this rank when it has been stopped (SIGSTOP) for some seconds, so that torchrun restarts it like a dead one.
+"""Kills a rank that has been stopped (SIGSTOP) for some seconds, so that torchrun restarts the ranks.
 
 A stopped rank cannot help itself, and its peers only see a collective that does not return: until the process group's
-timeout, and then torchrun asks the stopped one to end before it kills it. So each rank has a guardian, a small process
-of its own that does nothing but look at the rank's state once a second:
+timeout, after which torchrun still asks the stopped rank to end before it kills it. So each rank has a guardian, a
+small process that checks the rank's state once a second:
 
-    rank ◄── /proc/PID/stat: T, and T again, for so long ──► SIGKILL ──► the agent restarts all ranks
+    rank ◄── /proc/PID/stat: T, and T again, until the limit ──► SIGKILL ──► the agent restarts all ranks
 
-It needs no peers and no network, works on each host alone, and cannot take a busy rank for a stopped one, as a
-heartbeat could. What is stopped together with its guardian (Ctrl-Z, a frozen container) is left alone: the fence makes
-that harmless. A debugger's stop has another letter. Linux only, as is dying with the parent; elsewhere there is no
-guardian, and the watchdog's limit holds.
+It needs no peers and no network, works on each host alone, and unlike a heartbeat cannot take a busy rank for a stopped
+one. A rank stopped together with its guardian (Ctrl-Z, a frozen container) is left alone: fencing makes that harmless.
+A debugger's stop has a different state. Linux only, like dying with the parent; elsewhere there is no guardian, and the
+watchdog's limit holds.
 
-The guardian runs this very file by its path, without site packages, so it imports the standard library alone.
+The guardian runs this file by its path, without site packages, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STOPPED = "T"
 
 @contextmanager
 def guarded(*, limit_s: float, look_every_s: float = 1.0) -> Iterator[None]:
-    """Until the block ends, this process may be stopped for `limit_s` and no longer."""
+    """Inside the block, kill this process once it has been stopped for `limit_s`."""
     if sys.platform != "linux":
         yield
         return
@@ -46,9 +46,9 @@ def guarded(*, limit_s: float, look_every_s: float = 1.0) -> Iterator[None]:
 
 
 def _guard(rank: int, *, limit_s: float, look_every_s: float) -> None:
-    """In the guardian: until the rank ends."""
+    """The guardian's loop; ends with the rank."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the rank, which may take long to drain
+    for number in (signal.SIGINT, signal.SIGTERM):  # for the rank, which may take long to drain
         signal.signal(number, signal.SIG_IGN)
     num_looks = 0  # in a row at which it was stopped; a count, since our own clock runs on while we are stopped too
     while os.getppid() == rank:
@@ -61,7 +61,7 @@ def _guard(rank: int, *, limit_s: float, look_every_s: float) -> None:
 
 
 def _state(pid: int) -> str:
-    """The letter that the kernel gives its state."""
+    """The process's state letter in /proc."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 

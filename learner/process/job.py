@@ -1,11 +1,11 @@
-"""What an agent and its ranks say to each other, beside torchrun's own words.
+"""What an agent and its ranks exchange beyond torchrun: an exit code, and the job's start time.
 
-To its agent a rank says one thing, when no restart would help: end, and with which exit code. torchrun knows no such
-word. So the code lies in a file of the agent's own, whose path its ranks have from it, and a signal comes after.
+A rank tells its agent only one thing: to end, with this exit code, because no restart would help. torchrun has no such
+message, so the code is written to a file of the agent's, whose path is in the ranks' environment; a signal follows.
 
-From its agent a rank has the time when this job began: `training.max_time` bounds a job in a queue, and the next one
-goes on with the run. A job is what one torchrun runs, ranks that it starts again included. The clock is the machine's:
-all its processes share it, and nobody sets it.
+An agent passes its ranks the job's start time: `training.max_time` bounds a job in a queue, and the next job continues
+the run. A job is one torchrun, including the ranks it restarts. The clock is the machine's monotonic one, shared by all
+its processes.
 """
 
 from __future__ import annotations
@@ -17,43 +17,45 @@ import time
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-# Of the environment that ranks have from their agent.
+# Environment variables that the agent sets for its ranks.
 _VERDICT, JOB_BEGAN = "STREAMRL_AGENT_VERDICT", "STREAMRL_JOB_BEGAN"
-# Of a rank that a signal has told to end. With 0 torchrun would take it for done, and not come to the next rendezvous;
-# and a forked rank with nothing to complain of waits for its agent to hear so, which one that is ending never does.
+# Exit code of a rank that a signal ended. With 0 torchrun would consider it finished and not join the next rendezvous;
+# and a forked rank that exits with 0 waits for its agent to acknowledge, which an ending agent never does.
 EXIT_TOLD = 76
 
 
 def listen(folder: Path, environment: MutableMapping[str, str]) -> Path:
-    """By an agent, before it starts its ranks: where the word will be."""
+    """Called by an agent before it starts its ranks; returns the file for a rank's exit code."""
     file = folder / "verdict"
     environment[_VERDICT] = str(file)
     return file
 
 
 def heard(file: Path) -> int | None:
-    """The code that a rank has told; None: none has."""
+    """The exit code that a rank has set, or None."""
     return int(file.read_text()) if file.exists() else None
 
 
 def tell(exit_code: int, environment: Mapping[str, str]) -> None:
-    """By a rank; whoever runs ranks under another agent than ours does without."""
+    """Called by a rank to set the exit code; does nothing under another agent than ours."""
     if _VERDICT in environment:
         Path(environment[_VERDICT]).write_text(str(exit_code))
 
 
 def have_nothing_to_finish() -> None:
-    """By a rank that is about to end with 0. It will wait until its agent has heard so, and one that is ending never
-    does: so a signal ends it at once from here on."""
+    """Called by a rank about to exit with 0: from here on SIGTERM ends it at once.
+
+    It waits for its agent to acknowledge, which an ending agent never does.
+    """
     sys.stdout.flush()
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 
 
 def note_job_began(environment: MutableMapping[str, str]) -> None:
-    """Now, whatever the job before has left there."""
+    """Set the job's start to now, replacing any previous job's."""
     environment[JOB_BEGAN] = repr(time.monotonic())
 
 
 def job_began(environment: Mapping[str, str]) -> float:
-    """On the clock of `time.monotonic`; without an agent, when this is asked."""
+    """The job's start on the clock of `time.monotonic`; without an agent, now."""
     return float(environment.get(JOB_BEGAN, time.monotonic()))

@@ -1,7 +1,7 @@
-"""Keeps the run's lease while rank 0 works, from a thread of its own: a step may take longer than a lease.
+"""Renews the run's lease while rank 0 works, in its own thread: a step may take longer than a lease.
 
-It only renews and remembers what went wrong; the loop asks `check` at every round. Nothing depends on it for safety:
-every write is fenced by itself.
+It only renews and keeps the error; the loop calls `check` every round. Safety does not depend on it: every write is
+fenced.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class LeaseKeeper:
         self._stopped = threading.Event()
 
     def renew_with(self, renew: Callable[[], object]) -> None:
-        """From now on another way to renew: once the term is claimed, renewals are fenced."""
+        """Replace the renewal: once the term is claimed, renewals are fenced."""
         self._renew = renew
 
     def check(self) -> None:
-        """Raise what ended the renewals: Fenced, or a Redis that has been away for too long."""
+        """Raise the error that ended the renewals: Fenced, or Redis was away for too long."""
         if self._error is not None:
             raise self._error
 
@@ -50,7 +50,7 @@ class LeaseKeeper:
 
 @contextmanager
 def redis_may_be_away(what: str) -> Iterator[None]:
-    """Inside, that ends nothing, and `what` is not done: the keeper decides when it has been away for too long."""
+    """Log and skip `what` if Redis is away; the keeper decides when it has been away for too long."""
     try:
         yield
     except (Fenced, RunGone):

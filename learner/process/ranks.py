@@ -1,8 +1,8 @@
-"""The ranks of one learner: who I am, and the few things ranks say to each other.
+"""The ranks of one learner: identity, layout and small collectives.
 
-Numbers travel as tensors and texts as bytes in tensors, never as pickles. Collectives of control run on the CPU (gloo)
-so that they cost a GPU nothing; those of the model run where the model is. Each blocks until all ranks have come, at
-most for the group's timeout; with one rank there is no group and nothing blocks.
+Numbers travel as tensors and texts as bytes in tensors, never as pickles. Control collectives run on the CPU (gloo), so
+they cost a GPU nothing; the model's run on its device. Each blocks until all ranks have joined, at most for the group's
+timeout; a single rank has no group and never blocks.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class World:
     size: int
     device: torch.device
     layout: schema.Layout = field(default_factory=schema.Layout)
-    group: dist.ProcessGroup | None = None  # None: the one of the loop
-    context_group: dist.ProcessGroup | None = None  # of those that have parts of samples; None: each has them whole
-    timeout: timedelta | None = None  # of groups that are made of it; None: torch's
+    group: dist.ProcessGroup | None = None  # None: the loop's
+    context_group: dist.ProcessGroup | None = None  # ranks that hold parts of the same samples; None: samples are whole
+    timeout: timedelta | None = None  # of groups made from it; None: torch's default
     here: int = 1  # ranks on this machine
 
     def under(self, layout: schema.Layout) -> World:
-        """The same ranks, which divide the model so; ConfigError where they cannot."""
+        """The same ranks with this layout; ConfigError if their number does not fit it."""
         refuse_layout(layout, self.size)
         return replace(self, layout=layout, context_group=self._context_group(layout))
 
     def _context_group(self, layout: schema.Layout) -> dist.ProcessGroup | None:
-        """A collective: every rank makes all groups."""
+        """This rank's context group. A collective: every rank creates all groups."""
         if layout.context == 1:
             return None
         apart, together = layout.tensor, layout.context * layout.tensor
@@ -54,8 +54,7 @@ class World:
         return own
 
     def beside(self, *, timeout_s: float) -> World:
-        """The same ranks, for a thread beside the loop, or for waiting longer than the loop does: what they say to each
-        other here never meets what the loop says."""
+        """The same ranks on a separate group, for a thread beside the loop or for waits longer than the loop's."""
         if self.size == 1:
             return self
         return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
@@ -66,36 +65,39 @@ class World:
 
     @property
     def sharers(self) -> int:
-        """So many ranks in a row have the same samples: those of a context group, and with each of these, those that
-        share its layers."""
+        """How many consecutive ranks have the same samples: a context group, times the ranks that share its layers."""
         return self.layout.context * self.layout.tensor
 
     @property
     def data_rank(self) -> int:
-        """Whose groups of a step are this rank's."""
+        """Index of this rank's share of the groups."""
         return self.rank // self.sharers
 
     @property
     def data_size(self) -> int:
-        """How many there are to have groups of their own."""
+        """Number of shares that the groups are divided into."""
         return self.size // self.sharers
 
     @property
     def speaks(self) -> bool:
-        """For the ranks that have all seen the same samples."""
+        """Whether this rank reports for the ranks with the same samples."""
         return self.rank % self.sharers == 0
 
     @property
     def addends(self) -> int:
-        """Of how many ranks the gradients of a weight add up to that of the step: ranks that share layers each have the
-        same one of what they do not divide, and else that of their own part."""
+        """Number of ranks whose gradients of a weight add up to the step's.
+
+        Ranks that share layers have equal gradients of undivided weights, and otherwise those of their own part.
+        """
         return self.size // self.layout.tensor
 
     def mesh(self) -> DeviceMesh:
-        """Of all ranks, to shard a model over: (replicas, shards) where there are several replicas, else (shards,). Of
-        a single rank too, for what FSDP does beside sharding."""
+        """The mesh of all ranks to shard a model over: (replicas, shards) with several replicas, else (shards,).
+
+        Exists for a single rank too, for what FSDP does besides sharding.
+        """
         if not dist.is_initialized():
-            store = dist.HashStore()  # type: ignore[attr-defined]  # torch documents it, and does not list it as public
+            store = dist.HashStore()  # type: ignore[attr-defined]  # documented, but not exported
             dist.init_process_group(_backend(self.device), store=store, rank=0, world_size=1)
         replicas = self.layout.replicas
         if replicas == 1:
@@ -105,13 +107,11 @@ class World:
         )
 
     def expert_meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
-        """(of ranks that hold the same experts, to shard these over; of ranks that follow each other, to divide experts
-        among)"""
+        """(ranks that hold the same experts, to shard them over; consecutive ranks, to divide experts among)"""
         return self._meshes("experts", self.layout.experts)
 
     def tensor_meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
-        """(of ranks that hold the same part of each layer, to shard it over; of ranks that follow each other, to divide
-        layers among)"""
+        """(ranks that hold the same part of each layer, to shard it over; consecutive ranks, to divide layers among)"""
         return self._meshes("tensor", self.layout.tensor)
 
     def _meshes(self, name: str, parts: int) -> tuple[DeviceMesh, DeviceMesh]:
@@ -140,7 +140,7 @@ class World:
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def total_of_data(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Of what ranks know of their samples, each sample once."""
+        """The sum of per-sample statistics, counting each sample once."""
         return self.total(values if self.speaks else np.zeros_like(values))
 
     def largest(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -150,7 +150,7 @@ class World:
         return bool(self.largest(np.array([0.0 if mine else 1.0]))[0] == 0.0)
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes in the order of ranks; all ranks receive them."""
+        """Every rank's bytes in the order of ranks, on all ranks."""
         if self.size == 1:
             return [data]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -172,8 +172,11 @@ class World:
 
 @contextmanager
 def join_world(environment: Mapping[str, str], *, timeout_s: float, gpu_memory: float | None = None) -> Iterator[World]:
-    """The world that torchrun's variables describe; without them, a world of one. `gpu_memory`: the share of its GPU's
-    memory beyond which this rank, and not who shares the GPU, is out of memory. No GPU has run this."""
+    """The world that torchrun's variables describe; without them, a world of one.
+
+    `gpu_memory`: the share of its GPU's memory that this rank may use, so that it, and not the process it shares the
+    GPU with, runs out of memory. No GPU has run this.
+    """
     rank, size = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -202,7 +205,7 @@ def _backend(device: torch.device) -> str:
 def die_with_parent(parent: int) -> None:
     """End this rank at once when torchrun's agent (`parent`, as seen at the start) ends, even by kill -9.
 
-    Without it orphaned ranks go on training (measured), beside the ones that replace them.
+    Otherwise orphaned ranks keep training (measured), beside their replacements.
     """
     process.die_with_parent()
     if os.getppid() != parent:  # it died before the line above took effect
@@ -210,6 +213,6 @@ def die_with_parent(parent: int) -> None:
 
 
 def show_rank(rank: str) -> None:
-    """In `ps` and `top`, where all ranks of a machine look alike."""
+    """Name the process after its rank in `ps` and `top`."""
     if sys.platform == "linux":
         Path("/proc/self/comm").write_text(f"rank-{rank}")

@@ -1,7 +1,7 @@
-"""Whether this rank is to end. A signal's handler sets it, in the main thread, wherever that happens to be.
+"""A lock-free stop flag, which a signal handler sets in the main thread.
 
-A `threading.Event` has a lock, which that very thread may hold just then: as a wait begins, or in the midst of another
-signal. It would wait for itself for ever. Blocks for as long as is asked.
+`threading.Event` has a lock that the interrupted thread may hold itself: as a wait begins, or inside another signal's
+handler. Setting it then would deadlock. `wait` blocks as long as asked, by polling.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _LOOK_EVERY_S = 0.02
 
 
 class Told(threading.Event):
-    """Without a lock: who waits looks again and again. It is never taken back."""
+    """An event without a lock: waiters poll it. It is never cleared."""
 
     def __init__(self) -> None:
         super().__init__()

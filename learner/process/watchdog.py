@@ -1,14 +1,14 @@
-"""Ends this rank when its loop no longer goes round, so that torchrun restarts the ranks from the last checkpoint.
+"""Ends this rank when its loop is stuck, so that torchrun restarts the ranks from the last checkpoint.
 
-A collective that never returns, a file system that hangs: none of them raises. The watchdog is a thread, so it runs
-while the loop is stuck; it only ends the process, since a stuck thread cannot be reasoned with. A rank that is stopped
-altogether has its guardian (`guardian`).
+A collective that never returns and a file system that hangs raise nothing. The watchdog is a thread, so it runs while
+the loop is stuck; it only ends the process, since a stuck thread cannot be recovered. `guardian` handles a rank that is
+stopped entirely.
 
-    anywhere         the limit: longer than Redis may be away, for a rank waits in a collective while another one waits
-                     for Redis
-    while computing  nothing but ranks is waited for, and a micro-batch is much like another: many times the longest
-                     that was seen, once some were seen, though never less than a minute
-    at the disk      gigabytes are written while others wait: what the setting for that allows
+    anywhere         the limit: longer than Redis may be away, since ranks wait in a collective for one that waits for
+                     Redis
+    while computing  only other ranks are awaited, and micro-batches take similar times: many times the longest seen,
+                     once some were seen, but at least a minute
+    at the disk      gigabytes are written while others wait: the setting for that
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Watchdog:
         self,
         *,
         limit_s: float,
-        at_disk_s: float,  # likewise, while `at_disk`
+        at_disk_s: float,  # the limit while `at_disk`
         check_every_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         on_stall: Callable[[str], object] | None = None,
@@ -47,11 +47,11 @@ class Watchdog:
         self._on_stall = on_stall or _end_process
         self._last = clock()
         self._phase: _Phase = "anywhere"
-        self._num_seen, self._longest_s = 0, 0.0  # of what lies between two beats while computing
+        self._num_seen, self._longest_s = 0, 0.0  # intervals between beats while computing
         self._stopped = threading.Event()
 
     def beat(self) -> None:
-        """The loop got on: to be called at every round and between long phases."""
+        """Report progress; called at every round and between long phases."""
         now = self._clock()
         if self._phase == "computing":
             self._num_seen += 1
@@ -59,7 +59,7 @@ class Watchdog:
         self._last = now
 
     def computing(self) -> AbstractContextManager[None]:
-        """Inside, this rank waits for nobody but its peers, who do the same; it beats after each micro-batch."""
+        """Inside, this rank waits only for its peers, which do the same; it beats after each micro-batch."""
         return self._during("computing")
 
     def at_disk(self) -> AbstractContextManager[None]:
