@@ -1,36 +1,34 @@
-"""How a checkpoint lies on disk, and the rename that commits it.
+"""The layout of checkpoints on disk, and the rename that commits one.
 
     run folder/
       run.json                       the run's uid
       terms/000006                  which learner is the newest, and its parent checkpoint (learner.checkpoints.terms)
-      journal/                       which ticket ended how, commit by commit (learner.checkpoints.journal)
+      journal/                       how each ticket ended, one file per commit (learner.checkpoints.journal)
       checkpoints/
         .tmp-e000006-s00000130/      being written, by every rank
         e000006-s00000120/           complete: manifest.json has size and digest of every file that the ranks wrote
-          validation.json            how good its weights are, once that is known (learner.checkpoints.checkpoint)
+          validation.json            validation metrics of its weights, once known
 
-Everything is synced to the disk, then the journal and the manifest are written, and then the folder gets its name: that
-rename is the only commit point of a run. Each rank syncs its own file and takes its digest, so that nobody has to read
-the files of others, which his machine may not even see yet. The manifest also holds the stream's state and names the
-newest file of the journal, so that all of it is committed at once. When tickets have ended since without an optimizer
-step, as when the last groups of a run are dropped, the tensors are what they were: then a new manifest alone is renamed
-into place.
+All files are synced, then the journal and the manifest are written, and then the folder is renamed: that rename is the
+only commit point of a run. Each rank syncs and digests its own file, so no rank reads another's files, which its
+machine may not even see yet. The manifest also holds the stream's state and names the newest journal file, so that all
+of it commits at once. If tickets have ended since without an optimizer step (for example, the run's last groups are
+dropped), the tensors are unchanged: then only a new manifest is renamed into place.
 
-A term removes only checkpoints of its own lineage, and none that a younger term goes on from; a branch left behind
-by a replaced learner is another's and stays. Torch-free; blocks on the disk, for as long as reading or syncing every
-file takes.
+A term removes only checkpoints of its own lineage, and none that a newer term resumes from; a branch abandoned by a
+replaced learner stays. Torch-free; blocks on the disk, for as long as reading or syncing every file takes.
 
-How good the weights of a checkpoint are: the validation that was asked for at its step, beside its manifest.
+`validation.json` holds the result of the validation that was requested at the checkpoint's step:
 
     run folder/
       checkpoints/
         e000006-s00000120/
           manifest.json        sealed while the validation still ran
-          validation.json      added when its answers were in; not there: not validated
+          validation.json      added when its answers were in; missing: not validated
 
-Validation runs beside training, on the first version that got out with the checkpoint's weights or younger ones, and
-workers may be further by then: `val_rollouts/min_version_step` and `max_version_step` say which steps answered. The
-file goes with its checkpoint. Blocks on the disk only.
+Validation runs beside training, on the first published version with the checkpoint's weights or newer ones, and workers
+may be further ahead: `val_rollouts/min_version_step` and `max_version_step` say which steps answered. The file is
+removed with its checkpoint.
 """
 
 from __future__ import annotations
@@ -61,31 +59,31 @@ from streamrl.learner.checkpoints.terms import (
 from streamrl.learner.groups.ledger import FeedState
 
 MANIFEST = "manifest.json"
-Files = Mapping[str, tuple[int, str]]  # size and digest, by path within the checkpoint's folder
+Files = Mapping[str, tuple[int, str]]  # path within the checkpoint's folder -> (size, digest)
 _SCHEMA = 4
 _CHUNK_BYTES = 1 << 22
 
-BEST_METRIC = "val_rollouts/rewards"  # where nothing else is asked for; higher is better
+BEST_METRIC = "val_rollouts/rewards"  # the default; higher is better
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointState:
-    """What a checkpoint says beside its tensors."""
+    """A checkpoint's content besides its tensors."""
 
     run_uid: str
     step: int  # optimizer steps made
     stream: FeedState
     data_fingerprint: str
-    extra: Mapping[str, Any] = field(default_factory=dict)  # JSON; the training loop's own
+    extra: Mapping[str, Any] = field(default_factory=dict)  # JSON, for the training loop
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "stream": self.stream.to_json()}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> CheckpointState:
-        """Further items are of older versions of this program."""
+        """Parse a state; unknown items, of older versions of this program, are ignored."""
         return TypeAdapter(CheckpointState).validate_python(value)
 
 
@@ -104,7 +102,7 @@ class CheckpointRoot:
         self._folder = root / "checkpoints"
 
     def claim_term(self, run_uid: str, *, confirm: Callable[[], object] = lambda: None, known: int = 0) -> Term:
-        """Claim the next term, going on from the newest complete checkpoint of the surviving lineage."""
+        """Claim the next term, with the newest complete checkpoint of the surviving lineage as its parent."""
 
         def newest(lineage: Lineage) -> CheckpointName | None:
             checkpoint = self.newest_complete(lineage)
@@ -113,30 +111,32 @@ class CheckpointRoot:
         return claim_term(self.root, run_uid=run_uid, newest=newest, confirm=confirm, known=known)
 
     def folder_of(self, name: CheckpointName) -> Path:
-        """Where it lies once it is committed."""
+        """The folder of a committed checkpoint."""
         return self._folder / str(name)
 
     def temp_folder(self, name: CheckpointName) -> Path:
-        """Where the ranks write; known to each of them without asking."""
+        """The folder that ranks write to; each knows it without communication."""
         return self._folder / f".tmp-{name}"
 
     def new_folder(self, name: CheckpointName) -> Path:
-        """An empty temporary folder; one rank makes it, the others wait for it at a barrier."""
+        """Make an empty temporary folder; one rank calls this while the others wait at a barrier."""
         folder = self.temp_folder(name)
-        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed, such as on a full disk
+        shutil.rmtree(folder, ignore_errors=True)  # left by a failed attempt, for example on a full disk
         folder.mkdir(parents=True)
         return folder
 
     def discard(self, name: CheckpointName) -> None:
-        """Give up a checkpoint that could not be written."""
+        """Remove a checkpoint that could not be written."""
         shutil.rmtree(self.temp_folder(name), ignore_errors=True)
 
     def commit(self, name: CheckpointName, state: CheckpointState, *, files: Files | None = None) -> Checkpoint:
-        """Seal what all ranks have written and give it its name; when this returns, the checkpoint is the newest.
-        Fenced when a younger term has the run. `files` are those that were written, and are on the disk, as their
-        writers tell; without them whatever is in the folder is read, and synced, here.
+        """Seal what all ranks have written and rename it; once this returns, it is the newest checkpoint.
 
-        A checkpoint of this very name gets the state alone: no step was made since, so the ranks need not have written.
+        Fenced if a newer term has the run. `files`: what the ranks have written and synced; if None, this reads and
+        syncs whatever is in the folder.
+
+        If a checkpoint of this name exists, only its state is replaced: no step was made since, so the ranks need not
+        write.
         """
         crashpoint("checkpoint.written")
         folder, final = self.temp_folder(name), self.folder_of(name)
@@ -170,21 +170,24 @@ class CheckpointRoot:
         return Checkpoint(name=name, folder=final, state=state)
 
     def _refuse_replaced(self, name: CheckpointName) -> None:
-        """Looked at as late as can be. What gets through between the look and the rename is in no lineage; the state
-        of a checkpoint that a younger term goes on from must not change under it."""
+        """Raise Fenced if a newer term has the run; called as late as possible.
+
+        A checkpoint that slips through between this check and the rename is in no lineage; but the state of one that a
+        newer term resumes from must not change under it.
+        """
         highest = highest_term(self.root)
         if highest > name.term:
             raise Fenced(f"{self.root}: term {highest} has the run; a replaced learner's checkpoint {name} is refused")
 
     def names(self, lineage: Lineage) -> list[CheckpointName]:
-        """Checkpoints of the lineage, the newest first; whether they are complete is not looked at."""
+        """Checkpoints of the lineage, the newest first, without checking that they are complete."""
         if not self._folder.is_dir():
             return []
         names = (CheckpointName.parse(path.name) for path in self._folder.iterdir())
         return sorted((name for name in names if name and lineage.holds(name)), reverse=True)
 
     def newest_complete(self, lineage: Lineage, *, digests: bool = True) -> Checkpoint | None:
-        """The checkpoint to go on from; None only when the lineage has never made one."""
+        """The checkpoint to resume from; None only if the lineage has never made one."""
         reasons = []
         for name in self.names(lineage):
             try:
@@ -198,7 +201,7 @@ class CheckpointRoot:
         return None
 
     def open(self, name: CheckpointName, *, digests: bool = False) -> Checkpoint:
-        """This very checkpoint; DataError says what is wrong with it. Digests take as long as reading every file."""
+        """Open this checkpoint; DataError says what is wrong with it. Checking digests reads every file."""
         folder = self.folder_of(name)
         content = _unseal(folder / MANIFEST)
         for path, (size, digest) in content["files"].items():
@@ -217,7 +220,7 @@ class CheckpointRoot:
         keep_last: int,
         keep_best: int,
         best_by: str = BEST_METRIC,
-        keep: Collection[CheckpointName] = (),  # whatever else
+        keep: Collection[CheckpointName] = (),  # kept in any case
     ) -> list[CheckpointName]:
         """Remove what need not be kept, and what unfinished writes and removals left lying; the names removed."""
         self._clean_up(term)
@@ -226,7 +229,7 @@ class CheckpointRoot:
         return [c.name for c in readable if c.name not in kept and self._remove(c.name, term)]
 
     def readable(self, lineage: Lineage) -> Iterator[Checkpoint]:
-        """Checkpoints of the lineage, the newest first, but for those whose files are not all there."""
+        """Checkpoints of the lineage whose files are all present, the newest first."""
         for name in self.names(lineage):
             try:
                 yield self.open(name)
@@ -234,9 +237,9 @@ class CheckpointRoot:
                 log.warning("damaged checkpoint left where it is", checkpoint=str(name))
 
     def _remove(self, name: CheckpointName, term: int) -> bool:
-        """Remove a checkpoint unless a younger term goes on from it.
+        """Remove a checkpoint unless a newer term resumes from it.
 
-        Aside first, look second: a younger term writes its record first and looks for its parent second, so at least
+        Rename first, check second: a newer term writes its record first and checks for its parent second, so at least
         one of the two sees the other.
         """
         folder, aside = self.folder_of(name), self._folder / f".trash-{name}"
@@ -265,7 +268,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def describe(path: Path) -> tuple[int, str]:
-    """Its size and digest; takes as long as reading it."""
+    """Size and digest of the file; reads all of it."""
     return path.stat().st_size, _digest(path)
 
 
@@ -296,7 +299,7 @@ def _unseal(path: Path) -> dict[str, Any]:
 
 
 def _digest_of(content: Mapping[str, Any]) -> str:
-    # Through JSON once, so that it is the same before writing and after reading (tuples, integer keys).
+    # Round-trip through JSON, so that it is the same before writing and after reading (tuples, integer keys).
     plain = json.loads(json.dumps(content))
     return xxhash.xxh3_128_hexdigest(json.dumps(plain, sort_keys=True).encode())
 
@@ -305,13 +308,13 @@ SCORE = "validation.json"
 
 
 def write_score(folder: Path, metrics: Mapping[str, float]) -> None:
-    """Add them to a checkpoint; nothing where there is none, or none any more."""
+    """Add validation metrics to a checkpoint, if it exists (still)."""
     if folder.is_dir():
         write_durably(folder / SCORE, json.dumps(dict(metrics), allow_nan=False).encode())
 
 
 def read_score(folder: Path, metric: str = BEST_METRIC) -> float | None:
-    """None: not validated, or nobody answered."""
+    """The metric's value; None if it was not validated, or without answers."""
     path = folder / SCORE
     if not path.exists():
         return None
@@ -324,6 +327,6 @@ def read_score(folder: Path, metric: str = BEST_METRIC) -> float | None:
 
 
 def best_first(checkpoints: Iterable[Checkpoint], metric: str = BEST_METRIC) -> list[Checkpoint]:
-    """Those that were validated, by a metric of that; of equally good ones the newest first."""
+    """The validated checkpoints by this metric, the best first; on ties the newest first."""
     scored = [(score, one.name, one) for one in checkpoints if (score := read_score(one.folder, metric)) is not None]
     return [one for _, _, one in sorted(scored, key=lambda each: each[:2], reverse=True)]

@@ -1,7 +1,7 @@
-"""The trained model as a folder that plain transformers loads, and its adapters as one that peft loads.
+"""Writes the trained model as a folder that plain transformers loads, and its adapters as one that peft loads.
 
-The weights of a checkpoint as workers are served them: safetensors files with the names that hubs have, adapters
-merged, in `weights.dtype`. One parameter at a time is whole, on rank 0's host (`hub_files`).
+The weights are those that workers serve: safetensors files with the hub's tensor names, adapters merged, in
+`weights.dtype`. One parameter at a time is gathered, on rank 0's host (`hub_files`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from streamrl.learner.parallel.dtensors import kept_in, whole
 from streamrl.learner.process.ranks import World
 
 ADAPTER = "adapter"  # folder within the export
-# That ranks gather while rank 0 writes. On GPUs nothing else holds them back: a gathering waits in its stream, where
-# NCCL gives it up after the time of a step, and not of a disk. There it never ran.
+# How far the ranks may gather ahead of rank 0's writing. On GPUs nothing else limits it: a gather waits in its stream,
+# where NCCL aborts it after a step's timeout, not a disk's. No GPU has run this.
 _MOST_AHEAD_BYTES = 1 << 30
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 
@@ -42,10 +42,10 @@ class Tokenizer(Protocol):
 
 
 def export(policy: Policy, tokenizer: Tokenizer, config: schema.Config, world: World) -> Path:
-    """Config, tokenizer and merged weights in `weights.dtype`; where adapters were trained, these too, in fp32 and by
-    themselves. All ranks take part, rank 0 writes.
+    """Write config, tokenizer and merged weights in `weights.dtype`; trained adapters also separately, in fp32.
 
-    The folder appears whole, and an older one is there until then: it is written beside and renamed.
+    All ranks take part, rank 0 writes. The folder is written under a temporary name and renamed, so it appears
+    complete; an older export stays until then.
     """
     folder = config.folder / "export"
     dtype: torch.dtype = getattr(torch, config.weights.dtype)
@@ -65,11 +65,12 @@ def export(policy: Policy, tokenizer: Tokenizer, config: schema.Config, world: W
 
 @torch.no_grad()
 def _write_weights(policy: Policy, folder: Path, path: str, dtype: torch.dtype, world: World) -> None:
-    """One tensor at a time is gathered, in this dtype; a collective."""
+    """Gather and write one tensor at a time, in this dtype. A collective."""
     with ExitStack() as stack:
         files: HubFiles | None = None
         if world.is_main:
-            # A fresh model of the same kind knows its ties and its file layout; ours is sharded and may carry adapters.
+            # A fresh model of this class defines ties and file layout; the trained one is sharded and may have
+            # adapters.
             files = stack.enter_context(HubFiles(folder, build_model(path, MASKED), dtype))
         ahead = 0
         for name, parameter in merged_parameters(policy.model, dtype):
@@ -85,7 +86,7 @@ def _write_weights(policy: Policy, folder: Path, path: str, dtype: torch.dtype, 
 
 
 def _gathered(parameters: Iterable[tuple[str, torch.Tensor]], world: World) -> dict[str, torch.Tensor]:
-    """On rank 0's host; a collective."""
+    """The parameters, gathered on rank 0's host. A collective."""
     found = {}
     for name, parameter in parameters:
         tensor = whole(parameter)
@@ -95,7 +96,7 @@ def _gathered(parameters: Iterable[tuple[str, torch.Tensor]], world: World) -> d
 
 
 def write_model(config: schema.Config, folder: Path, *, checkpoint: Checkpoint) -> Path:
-    """The checkpoint as `export` writes a run's last one, in one process; somewhere in this folder."""
+    """Write the checkpoint into this folder, as `export` writes a run's last one; in one process."""
     transformers.utils.logging.disable_progress_bar()
     tokenizer = transformers.AutoTokenizer.from_pretrained(config.model.path)
     policy = _restored(config, checkpoint)
@@ -103,8 +104,8 @@ def write_model(config: schema.Config, folder: Path, *, checkpoint: Checkpoint) 
 
 
 def write_weights(config: schema.Config, path: Path, *, checkpoint: Checkpoint | None) -> None:
-    """Those of the checkpoint; without one, those of `model.path`. In one process and in memory."""
-    transformers.utils.logging.disable_progress_bar()  # whoever waits for this draws its own
+    """Write the checkpoint's weights, or those of `model.path` without one; in one process and in memory."""
+    transformers.utils.logging.disable_progress_bar()  # the caller draws its own
     if checkpoint is None:
         model: torch.nn.Module = load_model(config.model.path)
     else:
@@ -112,7 +113,7 @@ def write_weights(config: schema.Config, path: Path, *, checkpoint: Checkpoint |
     dtype = getattr(torch, config.weights.dtype)
     with torch.no_grad():
         tensors = {name: tensor.detach().to(dtype).contiguous() for name, tensor in merged_parameters(model, dtype)}
-        tensors |= {base_name(name): buffer.float() for name, buffer in kept_in(model)}  # as they are published
+        tensors |= {base_name(name): buffer.float() for name, buffer in kept_in(model)}  # as publishing does
     safetensors.torch.save_file(tensors, path)
 
 

@@ -1,10 +1,10 @@
-"""The files of a model as a hub has them, written while its tensors come, one after another.
+"""Writes a model's files in the hub's layout while its tensors arrive one by one.
 
-    take(parameter) ─► all of its group there? ─► transformers' own rules backwards ─► each tensor to its place on disk
+    take(parameter) ─► all of its group there? ─► transformers' rules in reverse ─► each tensor to its place on disk
 
-A stack of experts becomes a tensor for each, by the names that `from_pretrained` and vLLM know. Places are known before
-the first tensor comes, from the model on `meta`: nothing waits in memory but a group, which is a single parameter
-almost always. The bytes are those of `save_pretrained`. Blocks on the disk.
+A stack of experts becomes one tensor per expert, under the names that `from_pretrained` and vLLM know. Positions are
+computed beforehand from the model on `meta`, so memory holds only a group, which is almost always a single parameter.
+The bytes are those of `save_pretrained`. Blocks on the disk.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from streamrl.files import naming
 from streamrl.learner.parallel.dtensors import kept_in
 
 _FILES = "model{suffix}.safetensors"
-_MAX_FILE_BYTES = 5 * 10**9  # as hubs have them; what is larger than the host's memory may not be mapped
+_MAX_FILE_BYTES = 5 * 10**9  # usual on hubs; files larger than the host's memory may fail to be mapped
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _ORDER = tuple(_NAMES.values())  # within a file
 _PART_BYTES = 1 << 26
@@ -44,25 +44,25 @@ _PART_BYTES = 1 << 26
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    file: int  # its descriptor
+    file: int  # descriptor
     at: int
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 class HubFiles:
-    """Of one model; entered, given all that it consists of, and left."""
+    """The files of one model: a context manager that must be given every tensor of the model."""
 
     def __init__(self, folder: Path, model: transformers.PreTrainedModel, dtype: torch.dtype) -> None:
-        """`model`: on `meta`, and nobody else's from now on; it gives configuration, names and shapes."""
+        """`model` is on `meta` and modified here; it provides configuration, names and shapes."""
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
-        if hasattr(model.config, "quantization_config"):  # what will be written is not
+        if hasattr(model.config, "quantization_config"):  # the written weights are not quantized
             del model.config.quantization_config
-        model.save_pretrained(folder, state_dict={})  # configurations alone
+        model.save_pretrained(folder, state_dict={})  # only configurations
         self._folder, self._rules, known = folder, _rules(model), cast(Any, model)
         self._model = known
-        known._weight_conversions = self._rules  # else they are looked up for each group
+        known._weight_conversions = self._rules  # cached; otherwise they are looked up for each group
         own = {name: parameter.detach() for name, parameter in model.named_parameters()}
         own.update((name, tensor.to("meta")) for name, tensor in kept_in(model))
         self._groups = _groups(own, self._rules)
@@ -81,7 +81,7 @@ class HubFiles:
         assert kind is not None or not self._unwritten, f"never given: {min(self._unwritten)}"
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
-        """On the host, whole, and in the dtype that is written."""
+        """Add a whole tensor, on the host and in the dtype to write."""
         assert name in self._groups, f"{name} is in the trained model, and not in the original one"
         group = self._groups[name]
         self._waiting[group][name] = tensor
@@ -96,7 +96,7 @@ class HubFiles:
         return found
 
     def _lay_out(self) -> Iterator[tuple[str, _Place]]:
-        """Files with their headers, and where in them each tensor belongs."""
+        """Create the files with their headers, and yield each tensor's position."""
         split = split_torch_state_dict_into_shards(
             self._unwritten, filename_pattern=_FILES, max_shard_size=_MAX_FILE_BYTES
         )
@@ -136,20 +136,20 @@ class HubFiles:
 
 
 def _write_at(file: int, data: memoryview, at: int) -> None:
-    """A disk that fills up takes a part of it, and says why only when it is asked for the rest."""
+    """Write all of `data`; a disk that fills up writes a part, and only the next call raises."""
     while data:
         written = os.pwrite(file, data, at)
         data, at = data[written:], at + written
 
 
 def _rules(model: transformers.PreTrainedModel) -> Sequence[WeightTransform]:
-    """Those that `save_pretrained` reverts of a model that was not loaded: a prefix is nowhere that was not seen."""
+    """The rules that `save_pretrained` reverts for a model that was not loaded; prefixes need one that was."""
     rules = get_model_conversion_mapping(model, add_legacy=False)
     return [rule for rule in rules if not isinstance(rule, PrefixChange)]
 
 
 def _groups(names: Mapping[str, object], rules: Sequence[WeightTransform]) -> dict[str, str]:
-    """Of each of these names, the first that it becomes in the files: equal ones are reverted together."""
+    """Map each name to the first name that it becomes in the files; names with equal values are reverted together."""
     backwards = [rule.reverse_transform() for rule in reversed(rules)]
     renamings = [rule for rule in backwards if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in backwards if isinstance(rule, WeightConverter)]

@@ -1,9 +1,9 @@
-"""The journal: which ticket ended how, and in the making of which optimizer step. One file a commit, never removed.
+"""The journal: how each ticket ended, and during which optimizer step. One file per commit, never removed.
 
     run folder/
       journal/
-        e000001-s00000010.jsonl      what ended up to that checkpoint since the one before
-        e000001-s00000010.1.jsonl    what ended since then without another step: the checkpoint was committed anew
+        e000001-s00000010.jsonl      what ended between the checkpoint before and this one
+        e000001-s00000010.1.jsonl    what ended since then without another step: the checkpoint was committed again
         e000002-s00000020.jsonl
 
     {"schema": 2, "run_uid": "5f...", "after": "e000001-s00000010.1"}          the file before, null for the first
@@ -11,18 +11,18 @@
     {"step": 12, "outcome": "dropped/stale", "tickets": [[43, 44], [46, 47]], "asked": ["9f...", "e0..."]}
     {"num_tickets": 5, "digest": "8c..."}                                      XXH3-128 of all lines before
 
-Tickets are ranges [start, end), and beside them stands what each had asked for: its identity (wire.ticket), as it was
-when it was issued. Where the group that ended a ticket answers something else, the line says so, for the audit to see;
-nobody may have let it in: `"answered": {"41": "55..."}`.
+Tickets are ranges [start, end); `asked` holds each one's identity (wire.ticket) at the time of issue. If the group that
+ended a ticket has another identity, which should never be accepted, the line records it for the audit: `"answered":
+{"41": "55..."}`.
 
-A file is written, and synced, just before the checkpoint that names it in its manifest. So the rename of the checkpoint
-stays the only commit point of a run: a file that no checkpoint names, because the learner died in between or was
-replaced, never happened, and what it lists will end anew. The journal of a run is what is reached from the newest
-complete checkpoint of the surviving lineage, from each file to the one before. Learning from it what became of a ticket
-needs neither the checkpoints that have been pruned since nor the counters of the ledger, which it is there to check.
+A file is written and synced just before the checkpoint whose manifest names it. So the rename of the checkpoint remains
+the only commit point of a run: a file that no checkpoint names, because the learner died in between or was replaced,
+does not count, and the tickets it lists will end again. A run's journal is the chain of files from the newest complete
+checkpoint of the surviving lineage back to the first. Finding a ticket's outcome in it needs neither pruned checkpoints
+nor the ledger's counters, which it serves to check.
 
-Until the commit, what ended is kept in memory: that is bounded by what ends between two commits, and the cost per
-ticket does not grow with the run. Blocks on the disk only.
+Endings stay in memory until the commit: that is bounded by what ends between two commits, and the cost per ticket does
+not grow with the run. Blocks on the disk only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SCHEMA = 2
 
 
 def write_journal(root: Path, checkpoint: str, endings: Sequence[Ending], *, after: str | None, run_uid: str) -> str:
-    """Write what a checkpoint is about to commit; the name by which its manifest refers to it."""
+    """Write the endings that a checkpoint is about to commit; return the name for its manifest."""
     folder = root / "journal"
     if not folder.is_dir():
         folder.mkdir(exist_ok=True)
@@ -50,7 +50,7 @@ def write_journal(root: Path, checkpoint: str, endings: Sequence[Ending], *, aft
     lines = "".join(json.dumps(line) + "\n" for line in _lines(endings, after=after, run_uid=run_uid))
     seal = {"num_tickets": len(endings), "digest": xxhash.xxh3_128_hexdigest(lines.encode())}
     data = f"{lines}{json.dumps(seal)}\n".encode()
-    # A name that is taken may be committed, however sure the caller is that it is not: nothing is written over.
+    # An existing file may be committed, whatever the caller believes: never overwrite one.
     names = chain([checkpoint], (f"{checkpoint}.{again}" for again in count(1)))
     return next(name for name in names if create_exclusively(folder / f"{name}.jsonl", data))
 
@@ -73,7 +73,7 @@ def _lines(endings: Iterable[Ending], *, after: str | None, run_uid: str) -> Ite
 
 
 def _ranges(numbers: Iterable[int]) -> list[list[int]]:
-    """Ascending numbers as ranges [start, end); one that comes twice begins another range, for the audit to see."""
+    """Ascending numbers as ranges [start, end); a duplicate begins another range, for the audit to see."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and ranges[-1][1] == number:

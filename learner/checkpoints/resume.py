@@ -1,16 +1,16 @@
-"""What a run that goes on finds of itself: the checkpoint that people mean, and the settings that it was made with.
+"""Resuming and forking: which checkpoint a name means, the settings it was made with, and a new run made from it.
 
-Torch-free, so that the command line can ask before anything starts. Blocks on the disk only.
+Torch-free, so that the command line can check before anything starts. Blocks on the disk only.
 
-A fork is a new run that begins with a checkpoint of another one: `streamrl learn FILE name=NEW --fork RUN@STEP`.
+A fork is a new run that begins with another run's checkpoint: `streamrl learn FILE name=NEW --fork RUN@STEP`.
 
-The new folder holds one checkpoint, with the weights, the optimizer's state and the step of the old one, and is from
-then on a run like any other: its own uid, terms, streams and versions. It may differ from the old run in every setting
-that the weights fit. Its data go on behind what the old run had come to: those tickets end here as dropped, for this
-run has not trained them; or the data begin anew, and with them the schedule of the learning rate.
+The new folder holds one checkpoint, with the weights, optimizer state and step of the old one, and is from then on a
+run like any other, with its own uid, terms, streams and versions. It may differ from the old run in every setting that
+the weights fit. Its data continue where the old run's stopped: those tickets count here as dropped, since this run has
+not trained them. Or the data start afresh, and with them the learning rate schedule.
 
-A command, and not a setting: it happens once, and a configuration says what holds at every start. The folder appears
-whole or not at all.
+It is a command and not a setting, since it happens once, while a configuration holds at every start. The folder appears
+complete or not at all.
 """
 
 from __future__ import annotations
@@ -41,14 +41,16 @@ from streamrl.learner.checkpoints.checkpoint import (
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry, claim_run
 from streamrl.learner.groups.ledger import DROPPED, Ending, FeedState, Ledger
 
-ANY_DATA = "any"  # as a checkpoint's fingerprint of the data: a fork that begins its data anew
+ANY_DATA = "any"  # data fingerprint of a fork that starts its data afresh
 
 log = structlog.get_logger(__name__)
 
 
 def check_resume(config: schema.Config) -> None:
-    """For whoever starts a learner, once: ranks that are started again by torchrun must go on. ConfigError where
-    `checkpoint.resume` forbids that, and there are checkpoints."""
+    """Raise ConfigError if checkpoints exist and `checkpoint.resume` forbids resuming.
+
+    Called once by whoever starts a learner; ranks restarted by torchrun must resume.
+    """
     if not config.checkpoint.resume and CheckpointRoot(config.folder).names(ancestry(config.folder)):
         raise ConfigError(
             f"checkpoint.resume = false, and {config.folder} holds checkpoints: set another name, or let it go on"
@@ -56,8 +58,10 @@ def check_resume(config: schema.Config) -> None:
 
 
 def changed_since_checkpoint(config: schema.Config) -> list[Change]:
-    """Against the newest checkpoint in the run's folder; none where there is none, or where it does not say.
-    ConfigError for those that a run may not change half-way."""
+    """Settings that changed since the newest checkpoint; empty if there is none, or it holds no configuration.
+
+    ConfigError for changes that a run may not make half-way.
+    """
     root = CheckpointRoot(config.folder)
     lineage = ancestry(config.folder)
     if not root.names(lineage):
@@ -70,7 +74,7 @@ def changed_since_checkpoint(config: schema.Config) -> list[Change]:
 
 
 def config_of(checkpoint: Checkpoint) -> schema.Config | None:
-    """The configuration it was made with; None when that was another version's, or is not there."""
+    """The configuration that the checkpoint was made with; None if missing or of an incompatible version."""
     saved = checkpoint.state.extra.get("config")
     if saved is None:
         return None
@@ -82,7 +86,7 @@ def config_of(checkpoint: Checkpoint) -> schema.Config | None:
 
 
 def find_checkpoint(text: str) -> Checkpoint:
-    """`RUN_FOLDER` (the newest), `RUN_FOLDER@STEP`, `RUN_FOLDER@best`, or the folder of a checkpoint itself."""
+    """Resolve `RUN_FOLDER` (the newest), `RUN_FOLDER@STEP`, `RUN_FOLDER@best`, or a checkpoint's own folder."""
     path = Path(text)
     if (name := CheckpointName.parse(path.name)) is not None and path.is_dir():
         return CheckpointRoot(path.parent.parent).open(name, digests=True)
@@ -98,7 +102,7 @@ def find_checkpoint(text: str) -> Checkpoint:
         return newest
     names = root.names(lineage)
     if which == "best":
-        kept = list(root.readable(lineage))  # the newest first; a live run may remove one meanwhile
+        kept = list(root.readable(lineage))  # newest first; a live run may remove one meanwhile
         config = config_of(kept[0]) if kept else None
         metric = BEST_METRIC if config is None else config.checkpoint.best_by
         scored = best_first(kept, metric)
@@ -116,7 +120,7 @@ OUTCOME = f"{DROPPED}before_fork"
 
 
 def check_steps(source: Checkpoint, training: schema.Training) -> None:
-    """ConfigError when no step is left to the new run, which goes on counting."""
+    """Raise ConfigError if no step is left for the fork, which continues the source's count."""
     made = source.state.step
     if 0 <= training.max_steps <= made:
         raise ConfigError(
@@ -126,7 +130,7 @@ def check_steps(source: Checkpoint, training: schema.Training) -> None:
 
 
 def fork(source: Checkpoint, folder: Path, *, new_data: bool) -> Checkpoint:
-    """Make the new run's folder."""
+    """Create the new run's folder."""
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is there already: give the fork a name of its own, as name=NEW")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +168,7 @@ def _make(source: Checkpoint, aside: Path, *, new_data: bool) -> Checkpoint:
 
 
 def _behind(stream: FeedState, *, step: int) -> FeedState:
-    """Everything that had ended there has ended here; what was open is to be asked for."""
+    """The stream's state after all that ended in the source: it counts as dropped here, and open tickets are issued."""
     before = stream.ledger
     ended = Ledger(before)
     still_open = set(ended.open_tickets())
@@ -177,9 +181,9 @@ def _behind(stream: FeedState, *, step: int) -> FeedState:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Files of checkpoints never change, so two runs may share one."""
+    """Hard-link if possible: checkpoint files never change, so two runs may share them."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)
-    except OSError:  # another file system, or one without links
+    except OSError:  # another file system, or one without hard links
         shutil.copyfile(source, target)

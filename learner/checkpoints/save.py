@@ -1,19 +1,19 @@
-"""Checkpoints, as all ranks write one together, beside training.
+"""Writes checkpoints: all ranks together, while training continues.
 
     loop              begin ───── steps ───── settle ───── steps ───── settle: Redis ───── steps
                         │ a copy                ▲ │ all are durable      ▲ │
     every rank's thread └─► written, synced ────┘ │                      │ │
     that of rank 0                                └─► manifest, rename ──┘ └─► prune
 
-The loop waits for the copy, and for little else. What a checkpoint says of the stream, of samples and of the schedule
-is what held when the state was copied: what is trained after that is not committed by it. Until the rename nothing says
-that it is there, and whoever dies goes on from the one before. The ranks agree in the loop alone, at `settle`, which is
-a collective and does not wait; the threads never talk.
+The loop waits for little more than the copy. A checkpoint's stream state, sample count and schedule are those of the
+moment of the copy; later training is not part of it. Until the rename the checkpoint does not exist, and after a crash
+the run resumes from the previous one. Ranks communicate only in the loop, in `settle`, a collective that does not wait;
+the threads never communicate.
 
-One checkpoint is under way at a time: the next one waits for it. Where one could not be written (a full disk), nothing
-was committed, the run goes on, and the next one is tried at its time. `save` waits until all is done, as a run's last
-checkpoint must: for the disk, and for other ranks as long as theirs take. The world given here has patience for that.
-Torch-free, so that processes without a model can be killed at it.
+One checkpoint is in progress at a time: the next one waits for it. If one cannot be written (a full disk), nothing is
+committed, the run continues, and the next one is tried when it is due. `save` waits until everything is done, as a
+run's last checkpoint must: for the disk, and for other ranks' disks. The `world` given here has a timeout that allows
+for that. Torch-free, so that tests can kill processes without a model in it.
 """
 
 from __future__ import annotations
@@ -43,36 +43,36 @@ from streamrl.learner.process.background import Jobs
 if TYPE_CHECKING:
     from streamrl.learner.process.ranks import World
 
-_SLICE_S = 1.0  # of a wait; then the ranks ask each other again
+_SLICE_S = 1.0  # of a wait, before the ranks compare again
 
 log = structlog.get_logger(__name__)
 
 
 class RankState(Protocol):
-    """What this rank has to say in a checkpoint."""
+    """This rank's part of a checkpoint."""
 
     def take(self) -> None:
-        """Copy it, as it is now, to where training does not write."""
+        """Copy the current state to memory that training does not write."""
         ...
 
     def write(self, folder: Path) -> Files:
-        """The copy, durably; beside the loop."""
+        """Write the copy durably; runs beside the loop."""
         ...
 
 
 class Committing(Protocol):
-    """What rank 0 has to say in a checkpoint, as of the moment at which this was made; on other ranks nothing."""
+    """Rank 0's part of a checkpoint, as of its creation; on other ranks it does nothing."""
 
     def seal(self, files: Files) -> None:
-        """All ranks' files are durable: give the checkpoint its name. Beside the loop."""
+        """Commit the checkpoint once all ranks' files are durable; runs beside the loop."""
         ...
 
     def announce(self) -> None:
-        """It has its name: tell whom it concerns. In the loop."""
+        """Announce the committed checkpoint; runs in the loop."""
         ...
 
     def prune(self) -> None:
-        """Remove older ones. Beside the loop."""
+        """Remove older checkpoints; runs beside the loop."""
         ...
 
 
@@ -83,7 +83,7 @@ class Committer(Protocol):
 
 
 class _Outcome(IntEnum):
-    """Of what all ranks do beside the loop; the largest is that of all."""
+    """The state of all ranks' background work; the largest one counts."""
 
     DONE = 0
     FAILED = 1
@@ -101,7 +101,7 @@ class _UnderWay:
     name: CheckpointName
     commit: Committing
     written: Future[_Written]
-    sealed: Future[None] | None = None  # begun once the files of all ranks are durable
+    sealed: Future[None] | None = None  # started once the files of all ranks are durable
 
 
 class Saver:
@@ -124,12 +124,14 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """A checkpoint is under way: `settle` it now and then."""
+        """Whether a checkpoint is in progress; then `settle` must be called now and then."""
         return self._under_way is not None
 
     def begin(self, step: int, *, consumed_samples: int) -> None:
-        """A collective: copy the state of this step, which is written while the loop goes on. Where it is on disk
-        already, what became of tickets since is committed alone."""
+        """Copy the state of this step, to be written while the loop continues. A collective.
+
+        If this step is on disk already, only the tickets' outcomes since then are committed.
+        """
         if self.busy:
             with self._timers.measure("checkpoint_wait"):
                 self._finish()
@@ -144,7 +146,7 @@ class Saver:
             self._under_way = _UnderWay(name=name, commit=commit, written=written)
 
     def settle(self, *, wait_s: float = 0.0) -> bool | None:
-        """A collective, while a checkpoint is under way: whether it is committed now; None: that is not known yet."""
+        """Return whether the checkpoint in progress is committed; None: not known yet. A collective."""
         under_way = self._under_way
         assert under_way is not None, "only called while busy"
         outcome = self._outcome(under_way.name, under_way.sealed or under_way.written, wait_s=wait_s)
@@ -159,13 +161,13 @@ class Saver:
             under_way.sealed = self._beside.submit(partial(under_way.commit.seal, self._all_files(under_way.written)))
             return None
         self._under_way, self._last = None, under_way.name
-        self._after_pruning()  # at once: the thread has done that before it wrote
+        self._after_pruning()  # immediate: the thread pruned before it wrote
         under_way.commit.announce()
         self._pruned = self._beside.submit(under_way.commit.prune)
         return True
 
     def save(self, step: int, *, consumed_samples: int) -> bool:
-        """A collective: likewise, and wait for it; whether the state of this step is on disk."""
+        """Write a checkpoint and wait for it; return whether this step is on disk. A collective."""
         self.begin(step, consumed_samples=consumed_samples)
         return self._finish()
 
@@ -181,7 +183,7 @@ class Saver:
             self._pruned.result()
 
     def _outcome(self, name: CheckpointName, mine: Future[Any], *, wait_s: float) -> _Outcome:
-        """Of all ranks; what is no fault of the disk is raised."""
+        """The outcome over all ranks; raises errors that are not the disk's."""
         wait([mine], timeout=wait_s)
         outcome = _Outcome.DONE if mine.done() else _Outcome.WAITING
         if mine.done() and (error := mine.exception()) is not None:
@@ -190,7 +192,7 @@ class Saver:
         return _Outcome(int(self._world.largest(np.array([float(outcome)]))[0]))
 
     def _all_files(self, mine: Future[_Written]) -> Files:
-        """Of all ranks, as each tells of its own."""
+        """The files of all ranks, as each reports its own."""
         written = mine.result()
         mine_told = json.dumps([written.took_s, written.files]).encode()
         told = [json.loads(part) for part in self._world.gather_bytes(mine_told)]
@@ -204,7 +206,7 @@ class Saver:
         return _Written(files=files, took_s=time.perf_counter() - began)
 
     def _make_folder(self, name: CheckpointName) -> bool:
-        """Whether it is there, for all ranks."""
+        """Make the folder, and return whether it exists for all ranks."""
         done = True
         try:
             if self._world.is_main:
@@ -216,7 +218,7 @@ class Saver:
 
 
 class RankStateDouble:
-    """Some bytes instead of weights, in several parts."""
+    """Some bytes in several parts, instead of weights."""
 
     def __init__(self) -> None:
         self.now = b"weights"
@@ -231,7 +233,7 @@ class RankStateDouble:
 
 
 def write_parts(path: Path, parts: Iterable[memoryview]) -> tuple[int, str]:
-    """A rank's file, durably; its size and digest."""
+    """Write a rank's file durably; return its size and digest."""
     num_bytes, digest = 0, xxhash.xxh3_128()
     with naming(path), path.open("wb") as file:
         for part in parts:

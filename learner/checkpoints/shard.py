@@ -1,15 +1,15 @@
-"""A checkpoint's heavy half: weights, optimizer and random state, one file a rank.
+"""A checkpoint's tensors: weights, optimizer and random state, one file per rank.
 
-`train-00001-of-00002.safetensors` holds what rank 1 held: of each trained tensor its run of the flat fp32 master and of
-AdamW's two moments, with the run's start in the file's metadata. Whoever restores opens all files and takes what falls
-into its own runs, so the number of ranks may change, nothing is gathered, and nothing is a pickle. What does not
-train (the base under LoRA) comes from `model.path` again.
+`train-00001-of-00002.safetensors` holds what rank 1 held: of each trained tensor its contiguous run of the flat fp32
+master and of AdamW's two moments, with the run's start in the file's metadata. Restoring opens all files and copies
+what overlaps its own runs, so the number of ranks may change, nothing is gathered, and nothing is a pickle. Frozen
+parameters (the base under LoRA) are loaded from `model.path` again.
 
     masters, moments ─► one buffer, laid out as the file will be ─► (beside the loop) header, buffer ─► disk
 
-The loop waits for the first arrow alone. The buffer is as large as all that this rank trains, 12 bytes a weight, and is
-made at the start, where lack of memory shows at once and the first copy finds its pages. Beside a GPU it is pinned, as
-large as it is, so that copies go at the speed of the bus and none waits for another. No GPU has run this.
+The loop waits only for the first arrow. The buffer holds all that this rank trains, 12 bytes a weight, and is allocated
+at start, so that lack of memory shows at once and the first copy finds its pages mapped. With a GPU all of it is
+pinned, so that copies run at bus speed, asynchronously. No GPU has run this.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from streamrl.pinning import Pinned
 _PATTERN = "train-*-of-*.safetensors"
 _RNG = "rng"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_RNG_BYTES = 1 << 14  # room for what torch keeps on a CPU (5,056 bytes) and on a GPU (16)
+_RNG_BYTES = 1 << 14  # room for torch's state on a CPU (5,056 bytes) and on a GPU (16)
 _PART_BYTES = 1 << 22
-_NAMES: Final = {torch.float32: "F32", torch.float64: "F64", torch.uint8: "U8"}  # of types, as safetensors has them
+_NAMES: Final = {torch.float32: "F32", torch.float64: "F64", torch.uint8: "U8"}  # safetensors' names of dtypes
 
 
 class Shard:
-    """What this rank has to say in a checkpoint. A copy is to be written before the next is taken."""
+    """This rank's part of a checkpoint. Each copy must be written before the next is taken."""
 
     def __init__(
         self, policy: nn.Module, optimizer: torch.optim.Optimizer, world: World, *, pinned: Pinned | None = None
     ) -> None:
-        """`pinned`: by default that of the device, if it is a GPU."""
+        """`pinned` defaults to that of the device, if it is a GPU."""
         self._policy, self._optimizer, self._world = policy, optimizer, world
         told_bytes = sum(told(p, shape=p.shape).values.nbytes for _, p in _trained(policy))
         num_bytes = (1 + len(_MOMENTS)) * told_bytes + _RNG_BYTES
@@ -58,7 +58,7 @@ class Shard:
         self._header, self._num_bytes = b"", 0
 
     def take(self) -> None:
-        """Copy the state of this moment."""
+        """Copy the current state."""
         metadata: dict[str, dict[str, float]] = {"starts": {}, "steps": {}}
         layout: dict[str, Any] = {}
         self._num_bytes = 0
@@ -79,12 +79,12 @@ class Shard:
         self._header = len(header).to_bytes(8, "little") + header
 
     def write(self, folder: Path) -> Files:
-        """The copy, to the disk: it is there when this returns."""
+        """Write the copy durably."""
         path = folder / f"train-{self._world.rank:05d}-of-{self._world.size:05d}.safetensors"
         return {path.name: write_parts(path, self._parts())}
 
     def _place(self, values: torch.Tensor) -> dict[str, Any]:
-        """Behind what the buffer holds so far; how a header tells of it."""
+        """Append the values to the buffer; return their header entry."""
         begin, self._num_bytes = self._num_bytes, self._num_bytes + values.nbytes
         self._buffer[begin : self._num_bytes].view(values.dtype).copy_(values, non_blocking=True)
         return {"dtype": _NAMES[values.dtype], "shape": list(values.shape), "data_offsets": [begin, self._num_bytes]}
@@ -97,8 +97,8 @@ class Shard:
 
 
 def load_state(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
-    """What shards hold, at any number of ranks."""
-    counts_beside_weights = bool(optimizer.defaults.get("fused"))  # so the kernel wants it. No GPU has run this
+    """Restore the state from shards written by any number of ranks."""
+    counts_beside_weights = bool(optimizer.defaults.get("fused"))  # required by the fused kernel. No GPU has run this
     with _opened(folder) as files:
         for name, parameter in _trained(policy):
             _fill(held(parameter, shape=parameter.shape), files, f"master/{name}", name)
@@ -114,7 +114,7 @@ def load_state(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def load_weights(folder: Path, policy: nn.Module) -> None:
-    """The masters alone, for who does not train: moments would take twice as much memory again."""
+    """Restore only the masters, for inference: moments would take twice as much memory again."""
     with _opened(folder) as files:
         for name, parameter in _trained(policy):
             _fill(held(parameter, shape=parameter.shape), files, f"master/{name}", name)
@@ -129,7 +129,7 @@ def _opened(folder: Path) -> Iterator[list[_File]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    opened: Any  # by safetensors
+    opened: Any  # a safetensors file
     names: frozenset[str]
     starts: dict[str, int]
     steps: dict[str, float]
@@ -142,7 +142,7 @@ class _File:
 
 
 def _fill(run: LocalRows, files: list[_File], key: str, name: str) -> None:
-    """Copy into the run whatever the files hold of it; all of it must be there."""
+    """Copy the overlap of every file into the run; together they must cover it."""
     begin, end = run.start, run.start + len(run.values)
     filled = 0
     for file in files:
