@@ -1,1 +1,1 @@
-"""Mixtures of experts: what their routers say, and are told."""
+"""Mixture-of-experts models: observing routers and replaying their choices."""

@@ -1,7 +1,6 @@
-"""The routers of a mixture: what they say in a pass, and how they are kept as they are.
+"""The routers of a mixture-of-experts model: capturing their outputs, and freezing them.
 
-Listening is hooks, which say nothing outside of a `listening`: not in a reference's pass, nor where layers are computed
-again.
+Capturing uses hooks that are active only inside `listening`: not in a reference's pass, nor when layers are recomputed.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.learner.parallel.experts import experts_of, refuse_experts
 
-_BIASED = "e_score_correction_bias"  # of a router that is balanced by a bias of its own, and chooses by sigmoids
+_BIASED = "e_score_correction_bias"  # of routers that balance by their own bias, and choose by sigmoids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """In one pass, layer by layer."""
+    """Router outputs of one pass, layer by layer."""
 
     logits: list[torch.Tensor] = field(default_factory=list)  # [cells, E]
     chosen: list[torch.Tensor] = field(default_factory=list)  # [cells, k]
 
     def loads(self, index: torch.Tensor) -> torch.Tensor:  # [T] of the cells that count -> [layers, E]
-        """How many of them went to each expert."""
+        """Tokens routed to each expert, among the indexed cells."""
         found = []
         for logits, chosen in zip(self.logits, self.chosen, strict=True):
             experts = chosen[index].flatten()
@@ -40,13 +39,13 @@ class Said:
         return torch.stack(found)
 
     def wide(self, index: torch.Tensor) -> torch.Tensor:  # [layers, T, E]
-        """Logits of the cells that count, in 32 bits or more."""
+        """Logits of the indexed cells, in 32 bits or more."""
         logits = torch.stack([each[index] for each in self.logits])
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class Routers:
-    """Of a model that has some, one for each layer of experts."""
+    """The routers of a model that has some, one for each layer of experts."""
 
     def __init__(self, model: transformers.PreTrainedModel) -> None:
         self._said: Said | None = None
@@ -60,7 +59,7 @@ class Routers:
 
     @contextmanager
     def listening(self) -> Iterator[Said]:
-        """What is said in the passes inside."""
+        """Capture router outputs of the passes inside."""
         self._said = said = Said()
         try:
             yield said
@@ -82,7 +81,7 @@ def has_routers(model: transformers.PreTrainedModel) -> bool:
 
 
 def prepare_mixture(model: transformers.PreTrainedModel, config: schema.Config) -> None:
-    """Routers frozen, where they are to be; ConfigError where a setting asks for what the model has not."""
+    """Freeze routers if configured; ConfigError for settings that the model does not support."""
     refuse_experts(model, config.learner.layout.experts)
     settings = config.model
     asked = _asked(settings)
@@ -108,7 +107,7 @@ def _asked(settings: schema.Model) -> list[str]:
 
 
 def _routers(model: transformers.PreTrainedModel) -> list[tuple[nn.Module, int]]:
-    """(module, the place of logits in what it returns) of each, as transformers itself finds them."""
+    """(module, index of the logits in its output) of each router, as transformers finds them."""
     recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     if not isinstance(recorder, OutputRecorder):
         return []

@@ -1,19 +1,19 @@
-"""Routing replay: the policy's mixture of experts sends tokens where the engine did, or where its own first pass did.
+"""Routing replay: routes tokens to the experts that the engine, or the policy's own first pass, chose.
 
     rows of a micro-batch ── routes [rows, length, layers, k] ─┐
                                                                ▼
-    router ─► logits, its own choice ─► how often it differs; the choice told ─► weights, of the learner's own logits
+    router ─► logits, its own choice ─► how often it differs; the replayed choice ─► weights, of the learner's logits
 
-What is replayed is the choice alone: weights are a softmax of today's logits, as each family makes it, and carry their
-gradient. So with its own choice told a router does to the bit what it does by itself. A token without a route (the last
-of a turn that another row goes on behind, padding) goes where the learner sends it.
+Only the choice is replayed: weights are a softmax of the current logits, computed as each model family does, and carry
+their gradient. So replaying a router's own choice changes no bit. A token without a route (the last of a turn that
+another row continues, padding) goes where the learner routes it.
 
-Rollout Routing Replay (R3: arXiv 2510.11370) tells the engine's choice, in all passes. Routing Replay (R2: arXiv
-2507.18071) tells that of the learner's first pass over a batch, in the later ones.
+Rollout Routing Replay (R3: arXiv 2510.11370) replays the engine's choice in all passes. Routing Replay (R2: arXiv
+2507.18071) replays that of the learner's first pass over a batch in the later ones.
 
-Recomputing a checkpointed layer in the backward pass comes by the same routers: what was told stays told until the next
-forward pass, and nothing is counted then. Ranks that share samples by their length are told, and count, the routes of
-their own cells. The reference and a teacher route by themselves. No GPU has run this.
+Recomputing a checkpointed layer in the backward pass calls the same routers: the replayed routes stay set until the
+next forward pass, and recomputation is not counted. Ranks of a context group replay and count the routes of their own
+cells. The reference and a teacher route by themselves. No GPU has run this.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from streamrl.protocol.wire.routes import RouteShape
 
 
 class RoutingReplay:
-    """Hooks on a model's routers; UserError where it has none that are known."""
+    """Hooks on a model's routers; UserError if it has no known ones."""
 
     def __init__(
         self, model: transformers.PreTrainedModel, config: schema.Config, *, parts: Parts | None = None
     ) -> None:
-        """`parts`: of rows, one of which this rank computes; None: it has rows whole."""
+        """`parts`: the split of rows over ranks; None: rows are whole."""
         routers = find_routers(model, config)
         self._parts = parts
         self.shape: RouteShape = routers.shape
         self.mode = config.algorithm.routing_replay
-        self._extent = torch.Size()  # [rows, length] of what passes
+        self._extent = torch.Size()  # [rows, length] of the current pass
         self._told: torch.Tensor | None = None  # [cells, layers, k]
-        self._chosen: dict[int, torch.Tensor] = {}  # [cells, k] by layer, in this pass
+        self._chosen: dict[int, torch.Tensor] = {}  # layer -> [cells, k], in this pass
         self._counts: list[torch.Tensor] = []  # [3] of each layer
         self._in_forward = False
         for layer, router in routers.by_layer.items():
@@ -56,12 +56,12 @@ class RoutingReplay:
 
     @property
     def wanted(self) -> RouteShape | None:
-        """What groups are to bring."""
+        """The shape of the routes that groups must carry, or None."""
         return self.shape if self.mode in ("compare", "rollout") else None
 
     @contextmanager
     def passing(self, batch: MicroBatch) -> Iterator[None]:
-        """Around a forward pass over this rank's cells; what is told stays until the next one."""
+        """Around a forward pass over this rank's cells; its routes stay set until the next one."""
         self._extent = batch.input_ids.shape
         self._told = None if batch.routes is None else batch.routes.flatten(0, 1).to(batch.input_ids.device)
         self._chosen, self._counts, self._in_forward = {}, [], True
@@ -71,8 +71,8 @@ class RoutingReplay:
             self._in_forward = False
 
     def passed(self, batch: MicroBatch, tally: Tally, *, first: bool) -> MicroBatch:
-        """After a forward pass: counts, and gives what the next pass over this batch is to be asked with."""
-        if self._counts and first == (self.mode != "first_pass"):  # later passes have other weights
+        """Count after a forward pass; return the micro-batch for the next pass over it."""
+        if self._counts and first == (self.mode != "first_pass"):  # later passes have different weights
             tally.add_routes(torch.stack(self._counts).sum(0))
         if first and self.mode == "first_pass":
             batch = replace(batch, routes=self._as_chosen())
@@ -107,14 +107,14 @@ class RoutingReplay:
 
 @torch.no_grad()
 def _count(own: torch.Tensor, told: torch.Tensor) -> torch.Tensor:  # [cells, k] each
-    """[3] tokens; of these, with a route; of these, that the learner would have sent to another set of experts."""
+    """[3] tokens; those with a route; of these, those the learner would route to another set of experts."""
     is_token, is_told = told[:, 0] != NO_TOKEN, told[:, 0] >= 0
     differs = (own.sort(dim=-1).values != told.sort(dim=-1).values).any(dim=-1)
     return torch.stack([is_token.sum(), is_told.sum(), (differs & is_told).sum()])
 
 
 def weigh(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:  # [cells, E], [cells, k] -> same
-    """What this family's router makes of its logits for these experts, operation by operation."""
+    """The weights that this family's router computes from its logits for these experts, operation by operation."""
     if ROUTERS[type(router).__name__] == "over chosen":
         return logits.gather(-1, chosen).softmax(dim=-1, dtype=logits.dtype)
     weights = logits.softmax(dim=-1, dtype=torch.float).gather(-1, chosen)
