@@ -1,2 +1,1 @@
-"""How a model lies over ranks: sharded (FSDP), by the length of samples, by experts, by heads and width; and what one
-rank holds of it."""
+"""How a model is divided over ranks: sharded (FSDP), by sequence length, by experts, and by heads and width."""

@@ -1,25 +1,25 @@
-"""Context parallelism (Ulysses): the ranks of a context group share the length of rows, and in attention the heads.
+"""Context parallelism (Ulysses): the ranks of a context group split rows by length, and in attention by heads.
 
-    row         | p p p p r r r r | s s s s t t . . |       of two ranks; both have the whole micro-batch
+    row         | p p p p r r r r | s s s s t t . . |       two ranks; both have the whole micro-batch
                     the first          the second           embeddings, norms, MLP and head: each on its own part
 
     attention     [rows, all heads, a part of the length] ── all-to-all ──► [rows, a part of the heads, whole length]
-                  it attends as ever: the mask, or where sequences begin, is of the whole length
+                  normal attention: the mask, or the sequence boundaries, cover the whole length
                   [rows, whole length, a part of the heads] ── all-to-all ──► [rows, a part of the length, all heads]
 
     log-probs     [tokens predicted here] ── all-reduce ──► [T] of the micro-batch, on every rank of the group
 
-What comes behind the log-probs sees whole samples on every rank, and makes the same loss on each; the gradient of a
-log-prob goes back on the one rank that made it. So gradients of parameters are sums over ranks, as they are without.
+After the log-probs every rank has whole samples and computes the same loss; the gradient of a log-prob flows back only
+on the rank that computed it. So gradients of parameters are sums over ranks, as without context parallelism.
 
-Heads of keys and values are repeated as far as ranks can have equal ones. Where the query heads do not divide, empty
-ones fill up the last ranks, and each query has a head of keys and values of its own. With more ranks than heads, or
-where something beside attention looks along the length (convolutions, recurrences), the model is refused.
+Heads of keys and values are repeated until ranks can have equally many. If the query heads do not divide, empty ones
+pad the last ranks, and each query has its own head of keys and values. With more ranks than heads, or if something
+besides attention looks along the length (convolutions, recurrences), the model is refused.
 
-A ring, which sends keys and values around instead, takes any number of ranks; it wants attention of its own in place of
-every kernel, mask and sink, and there is none of these here that it could use.
+A ring, which passes keys and values around instead, takes any number of ranks, but needs its own attention in place of
+every kernel, mask and sink, and none is available here.
 
-Each exchange blocks until the group's ranks have come. No GPU has run this, by NCCL.
+Each exchange blocks until the group's ranks have joined. No GPU has run this, by NCCL.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from streamrl.learner.process.ranks import World
 
 KEY = "learner.layout.context"
 
-Kernel = Callable[..., tuple[torch.Tensor, Any]]  # as transformers calls attention
+Kernel = Callable[..., tuple[torch.Tensor, Any]]  # transformers' signature of attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """This rank's place among those that share rows."""
+    """This rank's place in its context group, whose ranks share rows."""
 
     at: int
     of: int
@@ -58,14 +58,14 @@ class Parts:
 
     @staticmethod
     def among(world: World) -> Parts | None:
-        """None: each rank has its rows for itself."""
+        """This rank's Parts, or None if each rank has its own rows."""
         if world.context_group is None:
             return None
         size = world.layout.context
         return Parts(at=world.rank // world.layout.tensor % size, of=size, group=world.context_group)
 
     def ways(self, model: transformers.PreTrainedModel, known: Sequence[Way]) -> list[Way]:
-        """Those that can be shared out, of those that are known; ConfigError: none can."""
+        """The known ways that can be split over ranks; ConfigError if there are none."""
         refuse_heads(model, self.of)
         found = [way for way in known if not way.own_logits and (way.layout == "shared" or way.attention == VARLEN)]
         if not found:
@@ -79,7 +79,7 @@ class Parts:
     # Cells and tokens
 
     def cut(self, batch: MicroBatch) -> MicroBatch:
-        """Cells and tokens of this rank; what is said of attention (`until`, `starts`) stays that of whole rows."""
+        """This rank's cells and tokens; attention metadata (`until`, `starts`) stays that of whole rows."""
         mine, length = batch.mine, batch.input_ids.shape[1]
         assert mine is not None, "it was packed for a policy that has rows whole"
         size = length // self.of
@@ -96,7 +96,7 @@ class Parts:
         )
 
     def spread(self, part: torch.Tensor) -> torch.Tensor:  # [rows, a part of the length, ...] -> [rows, length, ...]
-        """Of its own cells what this rank has, and zeros of those of others."""
+        """This rank's cells at their place in whole rows, with zeros elsewhere."""
         rows, size = part.shape[:2]
         whole = part.new_zeros(rows, self.of * size, *part.shape[2:])
         whole[:, self._cells(size)] = part
@@ -106,7 +106,7 @@ class Parts:
         return slice(self.at * size, (self.at + 1) * size)
 
     def joined(self, batch: MicroBatch, *values: torch.Tensor) -> Sequence[torch.Tensor]:  # [T] each
-        """Of what each rank has of its own tokens."""
+        """Values of all tokens, from each rank's values of its own tokens."""
         assert batch.mine is not None, "it was packed for a policy that has rows whole"
         return joined(self.group, batch.mine, len(batch.index), *values)
 
@@ -119,7 +119,7 @@ class Parts:
     # Attention
 
     def known_as(self, inner: str) -> str:
-        """transformers' name for this attention, over the parts of a context group."""
+        """Register this attention over the context group in transformers; return its name."""
         name = f"streamrl_context_{inner}"
         transformers.AttentionInterface.register(name, partial(self.attend, inner))
         return name
@@ -131,7 +131,7 @@ class Parts:
         query: torch.Tensor,  # [rows, heads, a part of the length, head_dim]
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None,  # of the whole length
+        attention_mask: torch.Tensor | None,  # over the whole length
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
         heads, device = query.shape[1], query.device.type
@@ -139,12 +139,12 @@ class Parts:
         empty = num_own * self.of - heads
         pairs = [x.repeat_interleave(repeats(heads, x.shape[1], self.of), dim=1) for x in (key, value)]
         parts = [F.pad(x, (0, 0, 0, 0, 0, empty)) for x in (query, *pairs)] if empty else [query, *pairs]
-        if torch.is_autocast_enabled(device):  # as attention would, which gets them wider than they are meant to be
+        if torch.is_autocast_enabled(device):  # as attention would: they come in a wider dtype than autocast's
             parts = [x.to(torch.get_autocast_dtype(device)) for x in parts]
         query, key, value = swap(self, *parts, cut=1, join=2)
         own = slice(self.at * num_own, (self.at + 1) * num_own)
         here = _OwnHeads(module, own, heads, groups=num_own // key.shape[1])
-        if "s_aux" in options:  # of each head, as module.sinks are
+        if "s_aux" in options:  # per head, like module.sinks
             options["s_aux"] = _of_heads(options["s_aux"], own, heads)
         attended, _ = _kernel(inner, module)(here, query, key, value, attention_mask, **options)
         [back] = swap(self, attended, cut=1, join=2)
@@ -152,7 +152,7 @@ class Parts:
 
 
 def refuse_heads(model: transformers.PreTrainedModel, ranks: int) -> None:
-    """ConfigError where there is not a head for each of so many ranks."""
+    """Raise ConfigError if the model has fewer heads than `ranks`."""
     heads = getattr(model.config.get_text_config(), "num_attention_heads", None) or 1
     if ranks > heads:
         told = f"{type(model).__name__} has {heads} attention heads"
@@ -160,17 +160,17 @@ def refuse_heads(model: transformers.PreTrainedModel, ranks: int) -> None:
 
 
 def share(heads: int, ranks: int) -> int:
-    """Of the query heads, those of each rank; some of the last may be empty."""
+    """Query heads per rank; some of the last rank's may be empty."""
     return -(-heads // ranks)
 
 
 def idle(heads: int, ranks: int) -> float:
-    """The part of what ranks send and attend with that is of empty heads."""
+    """The fraction of communicated and attended heads that are empty."""
     return 1 - heads / (share(heads, ranks) * ranks)
 
 
 def repeats(heads: int, kv_heads: int, ranks: int) -> int:
-    """How often each head of keys and values is sent, so that ranks have equally many, each with its own queries."""
+    """How often each key/value head is repeated, so that ranks have equally many, each with its own queries."""
     assert heads % kv_heads == 0
     return heads // kv_heads if heads % ranks else math.lcm(kv_heads, ranks) // kv_heads
 
@@ -193,7 +193,7 @@ def _of_heads(option: Any, own: slice, heads: int) -> Any:
 
 
 class _OwnHeads:
-    """An attention module as its kernel sees it: with the heads of this rank alone."""
+    """An attention module as its kernel sees it: with only this rank's heads."""
 
     def __init__(self, module: nn.Module, own: slice, heads: int, *, groups: int) -> None:
         self._module, self._own, self._heads = module, own, heads
@@ -206,14 +206,14 @@ class _OwnHeads:
 def joined(
     group: dist.ProcessGroup, mine: torch.Tensor, num_tokens: int, *values: torch.Tensor
 ) -> Sequence[torch.Tensor]:
-    """[num_tokens, ...] each, of what ranks have of tokens of their own (`mine`)."""
-    # torch gives `apply` no types: they are those of `forward`.
+    """[num_tokens, ...] each, from the ranks' values of their own tokens (`mine`)."""
+    # torch leaves `apply` untyped: its types are those of `forward`.
     whole: Sequence[torch.Tensor] = _Join.apply(mine, num_tokens, group, *values)  # type: ignore[no-untyped-call]
     return whole
 
 
 def swap(parts: Parts, *tensors: torch.Tensor, cut: int, join: int) -> Sequence[torch.Tensor]:
-    """Each cut along one dimension, a part for each rank, and what comes of them joined along the other."""
+    """Cut each tensor along `cut`, one part per rank, exchange the parts, and join them along `join`."""
     found: Sequence[torch.Tensor] = _Swap.apply(parts, cut, join, *tensors)  # type: ignore[no-untyped-call]
     return found
 
@@ -230,7 +230,7 @@ class _Swap(torch.autograd.Function):
 
 
 def _exchange(parts: Parts, tensors: Sequence[torch.Tensor], *, cut: int, join: int) -> tuple[torch.Tensor, ...]:
-    """All in one message to each rank, as bytes: they may be of several kinds, and gloo knows few."""
+    """Exchange all tensors in one message per rank, as bytes: dtypes may differ, and gloo supports few."""
     laid = [tensor.unflatten(cut, (parts.of, -1)).movedim(cut, 0).contiguous() for tensor in tensors]
     sent = torch.cat([each.view(parts.of, -1).view(torch.uint8) for each in laid], dim=1)
     got = torch.empty_like(sent)
@@ -254,13 +254,13 @@ class _Join(torch.autograd.Function):
         whole[:, mine] = torch.stack(values)
         if num_tokens:
             dist.all_reduce(whole, group=group)
-        found = tuple(each.clone() for each in whole)  # FSDP wants no views
+        found = tuple(each.clone() for each in whole)  # FSDP does not accept views
         learn = ctx.needs_input_grad[3:]
         ctx.mark_non_differentiable(*(each for each, learns in zip(found, learn, strict=True) if not learns))
         return found
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Each rank's own, once: what is behind is the same on all of them."""
+        """Each rank takes the gradient of its own tokens; later computation is identical on all ranks."""
         [mine] = ctx.saved_tensors
         return None, None, None, *(grad[mine] for grad in grads)

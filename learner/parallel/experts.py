@@ -1,19 +1,20 @@
-"""Experts of a mixture, divided over the ranks of an expert group; tokens go to who holds their experts, and back.
+"""Expert parallelism: experts are divided over the ranks of an expert group; tokens travel to their experts and back.
 
     [tokens x k]  sorted by expert ─► counts, rows ─► all-to-all ─► sorted by expert here ─► gate, up, down
-    [tokens, H]  ◄─ sum of k, weighted ◄─ as they were ◄─ all-to-all ◄─ as they came ◄──────────────┘
+    [tokens, H]  ◄─ weighted sum of k ◄─ reordered ◄─ all-to-all ◄─ in order of arrival ◄───────────┘
 
-Rank e of a group of N holds the experts from e E/N on, cut along the first dimension of each of their parameters; FSDP
-shards these over the ranks that hold the same ones. So a rank's part of a parameter is one run of the whole, as ever.
+Rank e of a group of N holds the E/N experts from e E/N on, cut along the first dimension of each of their parameters;
+FSDP shards these over the ranks that hold the same ones. So a rank's part of a parameter is one run of the whole, as
+elsewhere.
 
-Ranks that share layers (`learner.layout.tensor`) have the same tokens. Each takes some of them to their experts, which
-may be divided or not, and all have what came of them.
+Ranks that share layers (`learner.layout.tensor`) have the same tokens. Each sends some of them to their experts, which
+may be divided or not, and all get the results.
 
-Everything is the model's own but the way: transformers asks the experts of its mixtures through a registry, and this is
-one more entry in it. Products are grouped (`grouped_mm`) where the numbers are of 16 bits, and one after another where
-not. All ranks of a group make the same collectives in the same order, whatever tokens they have, also none: in a layer
-the counts and the rows there and back, backward the rows. Each blocks until all of the group have come. On a GPU the
-host waits for the counts of each layer, for it is the host that says how many rows go where. No GPU has run this.
+Only the dispatch is ours, the rest is the model's: transformers calls a mixture's experts through a registry, and this
+is one more entry in it. Matrix products are grouped (`grouped_mm`) for 16-bit dtypes, and sequential otherwise. All
+ranks of a group make the same collectives in the same order, even without tokens: per layer the counts and the rows
+there and back, and the rows in the backward pass. Each blocks until all of the group have joined. On a GPU the host
+synchronises on the counts of each layer, since it sets the sizes of the exchange. No GPU has run this.
 """
 
 from __future__ import annotations
@@ -37,17 +38,19 @@ from streamrl.learner.parallel.dtensors import local, part_of
 from streamrl.learner.parallel.sums import Turn
 
 KEY = "learner.layout.experts"
-OURS = "streamrl_experts"  # as transformers knows it
+OURS = "streamrl_experts"  # name in transformers' registry
 _GROUPED = (torch.bfloat16, torch.float16)
-_ALIGNED = 16  # bytes of a row, of which kernels for grouped products take multiples
+_ALIGNED = 16  # grouped kernels need rows of a multiple of so many bytes
 
 
 class Exchange(Protocol):
-    """What is said among the ranks of an expert group. A double of it says what FakeTensors cannot."""
+    """Communication within an expert group. A double of it answers what FakeTensors cannot."""
 
     def counts(self, given: torch.Tensor) -> tuple[torch.Tensor, Sequence[int], Sequence[int]]:
-        """From [N, E/N], the rows that I give for each expert: the same that I take, of each rank; and how many rows
-        that is, given to and taken from each."""
+        """Exchange the number of rows per expert: [N, E/N] given -> taken.
+
+        Also returns the total rows given to and taken from each rank.
+        """
         ...
 
     def swap(self, rows: torch.Tensor, give: Sequence[int], take: Sequence[int]) -> torch.Tensor: ...
@@ -69,30 +72,30 @@ class GroupExchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divided:
-    """What an experts' module knows of its group."""
+    """An experts module's group."""
 
     exchange: Exchange
     size: int  # ranks of the group
 
 
 def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that hold a layer's experts in stacked parameters and leave it to the registry how to ask them."""
+    """The modules with a layer's experts as stacked parameters, called through transformers' registry."""
     for name, module in model.named_modules():
         if hasattr(module, "has_gate") and hasattr(module, "_apply_gate"):
             yield name, module
 
 
 def active_shares(model: transformers.PreTrainedModel) -> dict[torch.Tensor, float]:
-    """Of the parameters of experts: how much of each a token goes through."""
+    """Expert parameter -> the fraction of it that a token uses."""
     config = model.config.get_text_config()
     said = getattr(config, "num_experts_per_tok", None) or 0
-    chosen = max(said) if isinstance(said, list) else said  # some have others in each layer
+    chosen = max(said) if isinstance(said, list) else said  # some models have one value per layer
     parameters = [parameter for _, module in experts_of(model) for parameter in module.parameters()]
     return {parameter: min(1.0, chosen / len(parameter)) if chosen else 1.0 for parameter in parameters}
 
 
 def refuse_experts(model: transformers.PreTrainedModel, ranks: int) -> None:
-    """ConfigError where so many ranks cannot share each layer's experts."""
+    """Raise ConfigError if so many ranks cannot share each layer's experts."""
     nums = {len(next(module.parameters())) for _, module in experts_of(model)}
     if ranks > 1 and not nums:
         kind = type(model).__name__
@@ -103,8 +106,10 @@ def refuse_experts(model: transformers.PreTrainedModel, ranks: int) -> None:
 
 
 def divide(model: transformers.PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
-    """What was divided: modules that keep this rank's experts, and ask the other ranks of the mesh for theirs. Nothing,
-    of a reference or a teacher that has no such experts."""
+    """Divide the experts over the mesh; return the modules, which now keep only this rank's experts.
+
+    Divides nothing in a reference or teacher whose experts do not divide.
+    """
     size = mesh.size()
     found = [module for _, module in experts_of(model)]
     if any(len(parameter) % size for module in found for parameter in module.parameters()):
@@ -120,7 +125,7 @@ def divide(model: transformers.PreTrainedModel, mesh: DeviceMesh) -> list[nn.Mod
 
 
 def share_tokens(model: transformers.PreTrainedModel, parts: Parts) -> None:
-    """Among ranks that have the same ones."""
+    """Split the tokens among ranks that have the same ones."""
     modules = [module for _, module in experts_of(model)]
     for module in modules:
         vars(module)["sharers"] = parts
@@ -129,7 +134,7 @@ def share_tokens(model: transformers.PreTrainedModel, parts: Parts) -> None:
 
 
 def ask_here(model: transformers.PreTrainedModel) -> None:
-    """Experts are asked by `ask` from now on, which also knows how to in float64."""
+    """Call experts through `ask` from now on, which also supports float64."""
     ALL_EXPERTS_FUNCTIONS.register(OURS, ask)
     model.set_experts_implementation(OURS)
 
@@ -140,7 +145,7 @@ def ask(
     top_k_index: torch.Tensor,  # [tokens, k] the experts that the router chose
     top_k_weights: torch.Tensor,  # [tokens, k]
 ) -> torch.Tensor:  # [tokens, H]
-    """As transformers calls what is in its registry."""
+    """The entry in transformers' registry of experts functions."""
     sharers: Parts | None = vars(module).get("sharers")
     if sharers is None:
         return _ask(module, hidden_states, top_k_index, top_k_weights)
@@ -166,10 +171,10 @@ def _ask(
 
 
 def _elsewhere(rows: torch.Tensor, given: torch.Tensor, here: _Weights, exchange: Exchange) -> torch.Tensor:
-    """Of rows [S, H] that are sorted by expert, where these experts are. `given`: [N, E/N]."""
+    """Compute rows [S, H], sorted by expert, on the ranks of their experts. `given`: [N, E/N]."""
     taken, give, take = exchange.counts(given)
     arrived = exchange.swap(rows, give, take)
-    # They come rank by rank, and of each rank expert by expert.
+    # Rows arrive grouped by rank, and within each rank by expert.
     of = torch.arange(here.num, device=rows.device).repeat(len(taken))
     by_expert = of.repeat_interleave(taken.flatten(), output_size=sum(take)).argsort(stable=True)
     made = here.compute(arrived[by_expert], taken.sum(0))
@@ -183,9 +188,9 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weights:
-    """Of the experts here, gathered by FSDP."""
+    """Weights of the local experts, gathered by FSDP."""
 
-    up: torch.Tensor  # [experts, out, in], or [experts, in, out] where the module keeps them transposed
+    up: torch.Tensor  # [experts, out, in], or [experts, in, out] if the module stores them transposed
     up_bias: torch.Tensor | None  # [experts, out]
     down: torch.Tensor
     down_bias: torch.Tensor | None
@@ -209,7 +214,7 @@ class _Weights:
         return len(self.up)
 
     def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Of rows [S, H] that are sorted by expert."""
+        """Compute rows [S, H], sorted by expert."""
         inner = self.activate(self._linear(rows.to(self.up.dtype), self.up, self.up_bias, counts))
         return self._linear(inner, self.down, self.down_bias, counts)
 
@@ -222,7 +227,7 @@ class _Weights:
             if bias is not None:
                 out = out + bias.repeat_interleave(counts, dim=0, output_size=len(rows))
             return out
-        # Experts without rows, too: their gradient is zero, and FSDP waits for it.
+        # Include experts without rows: their gradient is zero, and FSDP waits for it.
         parts = rows.split(counts.tolist())
         made = [part @ one for part, one in zip(parts, matrix, strict=True)]
         if bias is not None:

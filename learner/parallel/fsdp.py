@@ -1,24 +1,24 @@
-"""How a policy lies over the ranks, and what of it is gathered for a pass (FSDP2).
+"""Shards a policy over the ranks and gathers it for passes (FSDP2).
 
     each decoder layer by itself ─┐
     embeddings, last norm, head  ─┴─► with the policy: gathered from the forward pass to the backward pass
 
-A model of bfloat16 keeps fp32 masters, of which a layer's part is cast, gathered and freed again in each of its passes;
-gradients are bf16 within a rank, and fp32 from where ranks add theirs. That is so for a single rank, too: it computes
-what many would, and never holds more than two layers in bf16. What is frozen is bf16 at rest.
+A bfloat16 model keeps fp32 masters. In each pass a layer's part is cast, gathered and freed again; gradients are bf16
+within a rank, and fp32 when summed over ranks. This also holds for a single rank: it computes the same, and never has
+more than two layers in bf16. Frozen parameters are stored in bf16.
 
-Ranks of a context group hold other shards, and compute other parts of the same rows (`learner.parallel.context`).
-Experts that are divided over ranks (`learner.layout.experts`) are sharded by themselves, over the ranks that hold the
-same ones. Their gradients are of the tokens of the whole expert group by then; so the mean that FSDP takes over fewer
-ranks than there are is divided by the rest.
+Ranks of a context group hold different shards, and compute different parts of the same rows
+(`learner.parallel.context`). Divided experts (`learner.layout.experts`) are sharded separately, over the ranks that
+hold the same ones. Their gradients already cover the tokens of the whole expert group, so FSDP's mean over fewer ranks
+is divided by the remaining factor.
 
-So are layers that ranks share (`learner.parallel.tensor`). Ranks of such a group have the same tokens, and each
-makes the gradients of what is not divided: a loss is weighed accordingly (`World.addends`).
+The same holds for layers that ranks share (`learner.parallel.tensor`). Ranks of such a group have the same tokens, and
+each computes the gradients of undivided weights; the loss is weighted accordingly (`World.addends`).
 
-Copies of a model (`learner.layout.replicas`) add up their gradients once a pass, when each has those of all its
-micro-batches: what goes between them is a shard of fp32, however many micro-batches there are. No GPU has run this.
+Replicas of a model (`learner.layout.replicas`) sum their gradients once a pass, after their last micro-batch: they
+exchange a shard in fp32, however many micro-batches there are. No GPU has run this.
 
-`on_host`: shards, gradients and what the optimizer keeps wait in the host's memory; layers pass through the device.
+`on_host`: shards, gradients and optimizer state stay in host memory; layers pass through the device.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from streamrl.learner.parallel.experts import divide
 from streamrl.learner.parallel.tensor import divide as divide_layers
 from streamrl.learner.process.ranks import World
 
-# Modules take what they are given: positions stay fp32.
+# Inputs are not cast: positions stay fp32.
 _HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
-Wrapped = TypeVar("Wrapped", bound=nn.Module)  # a policy: what holds a model of transformers
+Wrapped = TypeVar("Wrapped", bound=nn.Module)  # a policy: a module that contains a transformers model
 
 
 def shard(policy: Wrapped, world: World, *, on_host: bool = False, in_half: bool = False) -> Wrapped:
@@ -62,7 +62,7 @@ def shard(policy: Wrapped, world: World, *, on_host: bool = False, in_half: bool
         over, among = world.expert_meshes()
         for experts in divide(model, among):
             fully_shard(experts, mesh=over, offload_policy=offload, mp_policy=precision)
-            experts.set_all_reduce_hook(partial(_divide, by=among.size()))  # type: ignore[operator]  # FSDP's, by now
+            experts.set_all_reduce_hook(partial(_divide, by=among.size()))  # type: ignore[operator]  # FSDP's method
     if world.layout.tensor > 1:
         over, among = world.tensor_meshes()
         for shared in divide_layers(model, among):
@@ -79,19 +79,19 @@ def shard(policy: Wrapped, world: World, *, on_host: bool = False, in_half: bool
 
 
 def let_replicas_add_up(policy: nn.Module, *, now: bool) -> None:
-    """With the next backward pass, or later: until then each replica keeps the sum of its own."""
+    """Sum gradients over replicas in the next backward pass if `now`; until then each replica accumulates its own."""
     if isinstance(policy, FSDPModule):
         policy.set_requires_all_reduce(now)
 
 
 def unfilled(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
-    """The same model with its parameters on `meta`, those that are tied as one."""
+    """A copy of the model with its parameters on `meta`, tied ones still tied."""
     known = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, known)
 
 
 def gathered_in_half(trial: nn.Module, unfilled: Wrapped, world: World, *, on_host: bool) -> Wrapped:
-    """The weights of the one in the other."""
+    """The unfilled policy with the weights of `trial`, sharded so as to be gathered in bf16."""
     for parameter in unfilled.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(torch.bfloat16)
@@ -120,12 +120,15 @@ def _model_of(policy: nn.Module) -> transformers.PreTrainedModel:
 
 
 def layers_of(model: transformers.PreTrainedModel) -> Iterator[nn.Module]:
-    """That lie, and are gathered, each by itself."""
+    """The modules that are sharded and gathered separately."""
     return _outermost(model, set(model._no_split_modules or ()))
 
 
 def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
-    """Some families name the parts of a layer as well. FSDP makes a class of each layer's own."""
+    """The outermost modules of these classes: some families also name parts of layers.
+
+    FSDP derives a class for each layer, so base classes count.
+    """
     for child in module.children():
         if any(kind.__name__ in names for kind in type(child).__mro__):
             yield child

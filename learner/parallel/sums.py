@@ -1,6 +1,6 @@
-"""What ranks that share layers add up, on the way there and back, and which tokens each of them has for itself.
+"""Sums over ranks that share layers, forward and backward, and each rank's share of the tokens.
 
-Each sum blocks until the group's ranks have come. No GPU has run this, by NCCL.
+Each sum blocks until the group's ranks have joined. No GPU has run this, by NCCL.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from streamrl.learner.parallel.context import Parts, joined
 
 
 def total(parts: Parts, part: torch.Tensor) -> torch.Tensor:
-    """Of what ranks have made."""
-    # torch gives `apply` no types: they are those of `forward`.
+    """The sum of the ranks' parts."""
+    # torch leaves `apply` untyped: its types are those of `forward`.
     found: torch.Tensor = _Sum.apply(parts.group, part)  # type: ignore[no-untyped-call]
     return found
 
 
 def entering(parts: Parts, given: Any) -> Any:
-    """As it is, with the gradient of all ranks; what has none is as it is."""
+    """`given` unchanged, with its gradient summed over ranks; values without gradient pass through."""
     if not isinstance(given, torch.Tensor) or not given.requires_grad:
         return given
     return _Enter.apply(parts.group, given)  # type: ignore[no-untyped-call]
 
 
 class Turn:
-    """The tokens that this rank has for itself where weights are not divided between the ranks of its group, those of
-    the head and of experts. Other ranks have the others.
+    """This rank's share of the tokens for modules whose weights are not divided within its group: head and experts.
 
-    What they have in common is no part of a layer: its gradient is to be the same on every rank of the group, or a sum
-    of as many. So what goes back is as many times as large, and what reaches the hidden states is the mean.
+    Other ranks have the other tokens. Such weights are in no divided layer: their gradient must be the same on every
+    rank of the group, or a sum over all of them. So gradients are scaled by the group's size going in, and averaged
+    going out to the hidden states.
     """
 
     def __init__(self, parts: Parts, num_tokens: int, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class Turn:
 
 
 class _Sum(torch.autograd.Function):
-    """Of what ranks have made; each has the gradient already."""
+    """The sum of the ranks' parts; each rank already has the full gradient."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, part: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Enter(torch.autograd.Function):
-    """As it is; the gradient is the sum of what ranks have found of it."""
+    """The identity; the gradient is summed over ranks."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, whole: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Take(torch.autograd.Function):
-    """Some of the tokens; back comes the mean of what ranks have found of theirs."""
+    """Some of the tokens; the gradient is the mean over ranks."""
 
     @staticmethod
     def forward(ctx: Any, parts: Parts, mine: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:

@@ -1,25 +1,26 @@
-"""Tensor parallelism: ranks of a tensor group share each layer, the heads of its attention and the width of its MLP.
+"""Tensor parallelism: the ranks of a tensor group share each layer's attention heads and MLP width.
 
     hidden states     the same on every rank of the group, which all have the same tokens
-      ▼ columns       q, k, v, gate, up: of each weight a rank has some rows, hence some heads, and some of the width
-      │               attention, activations: as ever, of these alone
-      ▼ rows          o, down: a rank has some columns of each weight, and makes a part of a sum
+      ▼ columns       q, k, v, gate, up: a rank has some rows of each weight, hence some heads and some of the width
+      │               attention, activations: unchanged, on these alone
+      ▼ rows          o, down: a rank has some columns of each weight, and computes a partial sum
       ▼ all-reduce
-    hidden states     the same on every rank; backwards their gradients are added up where columns began
+    hidden states     the same on every rank; backward, gradients are summed where the columns began
 
-    adapters B A      of columns a rank has all of A, and of B its rows: what A learns is added up
-                      of rows it has all of both, and takes its columns of A: A x is added up, and what A learns, joined
+    adapters B A      for columns a rank has all of A and its rows of B: A's gradient is summed
+                      for rows it has all of both, and uses its columns of A: A x is summed, and A's gradient joined
 
-Which linear layers these are, transformers' own plan of the model says (`base_model_tp_plan`), and what is in no plan
-is computed on every rank: norms, embeddings, routers. Of the head, each rank makes the log-probs of some of the tokens,
-and it takes some of them to the experts of a mixture (`experts`). A model without a plan, or whose plan has more than
-columns, rows and norms of heads, is refused.
+transformers' plan of the model (`base_model_tp_plan`) names these linear layers. Modules in no plan are computed on
+every rank: norms, embeddings, routers. For the head, each rank computes the log-probs of some of the tokens, and sends
+some of them to the experts of a mixture (`experts`). A model without a plan, or whose plan has more than columns, rows
+and norms of heads, is refused.
 
-At rest a rank holds rows of every weight, and so one run of it: FSDP shards them further, over the ranks that hold the
-same. Where a pass wants columns, rows are exchanged for them, and what comes back is the gradient of rows: a weight
-crosses the group once more in each pass, and nothing else of the learner knows of columns.
+A rank stores rows of every weight, so one run of it: FSDP shards them further, over the ranks that hold the same rows.
+For the row-wise layers a pass exchanges rows for columns, and returns the gradient in rows: these weights cross the
+group once more in each pass, and nothing else in the learner knows about columns.
 
-Each exchange blocks until the group's ranks have come. No GPU has run this, by NCCL; adapters in bfloat16 ran nowhere.
+Each exchange blocks until the group's ranks have joined. No GPU has run this, by NCCL; bfloat16 adapters have run
+nowhere.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ from streamrl.learner.parallel.experts import experts_of, share_tokens
 from streamrl.learner.parallel.sums import entering, total
 
 KEY = "learner.layout.tensor"
-# As transformers calls them.
+# transformers' names.
 _COLUMNS, _ROWS, _OF_HEADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
 
 
 class Undividable(Exception):
-    """Why ranks cannot share the layers of a model."""
+    """Why ranks cannot share a model's layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,7 @@ class Layer:
 
     @classmethod
     def of(cls, module: Any) -> Layer:
-        """As peft wraps it, whose base layer is None where it does not."""
+        """The layer of a module that peft may have wrapped; without `base_layer` it is not wrapped."""
         linear = getattr(module, "base_layer", None)
         if linear is None:
             return cls(linear=module, factors=None)
@@ -74,22 +75,22 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A module that takes and gives hidden states, and between its columns and its rows has some of the width."""
+    """A module from hidden states to hidden states, with part of the width between its columns and rows."""
 
     module: nn.Module
     columns: Sequence[Layer]
     rows: Sequence[Layer]
-    of_heads: Sequence[nn.Module]  # norms of some heads' queries or keys, by weights that all heads share
+    of_heads: Sequence[nn.Module]  # norms of queries or keys per head, with weights shared by all heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """What ranks may share of a model's layers."""
+    """What ranks can share of a model's layers."""
 
-    most: int  # ranks, or a divisor of them; 1: nothing
-    weights: int  # of all layers
+    most: int  # number of ranks must divide this; 1: nothing to share
+    weights: int  # in all layers
     trained: int  # of these
-    of_rows: int  # of these, which are exchanged for columns
+    of_rows: int  # of these, in rows that are exchanged for columns
 
     @classmethod
     def of(cls, model: transformers.PreTrainedModel) -> Shared:
@@ -105,7 +106,7 @@ class Shared:
 
 
 def refuse_tensor(model: transformers.PreTrainedModel, layout: schema.Layout) -> None:
-    """ConfigError where so many ranks cannot share each layer."""
+    """Raise ConfigError if so many ranks cannot share each layer."""
     ranks, kind = layout.tensor, type(model).__name__
     if ranks == 1:
         return
@@ -129,8 +130,10 @@ def refuse_tensor(model: transformers.PreTrainedModel, layout: schema.Layout) ->
 
 
 def divide(model: transformers.PreTrainedModel, mesh: DeviceMesh) -> Sequence[Block]:
-    """What was divided: modules that keep this rank's part, and add up with the other ranks of the mesh. Nothing, of a
-    teacher that cannot be: each rank has it whole."""
+    """Divide the layers over the mesh; return the blocks, which now keep only this rank's part.
+
+    Divides nothing in a teacher that cannot be divided: each rank then has all of it.
+    """
     parts = Parts(at=mesh.get_local_rank(), of=mesh.size(), group=mesh.get_group())
     try:
         blocks = _blocks(model)
@@ -150,7 +153,7 @@ def divide(model: transformers.PreTrainedModel, mesh: DeviceMesh) -> Sequence[Bl
 
 
 def sharers_of(model: transformers.PreTrainedModel) -> Parts | None:
-    """This rank's place among those that share the model's layers; None: it has them whole."""
+    """This rank's place among those that share the model's layers; None if it has whole layers."""
     found: Parts | None = vars(model).get("sharers")
     return found
 
@@ -165,14 +168,14 @@ def _blocks(model: transformers.PreTrainedModel) -> list[Block]:
 
 
 def _styles(model: transformers.PreTrainedModel, decoder: nn.Module) -> dict[str, str]:
-    """What the plan says of each module in a layer."""
+    """The plan's style of each module in a layer."""
     plan = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
     experts, found = tuple(f"{name}." for name, _ in experts_of(decoder)), {}
     for name, _ in decoder.named_modules():
         if f"{name}.".startswith(experts):  # learner.layout.experts divides them
             continue
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        if style is not None and "." in name:  # embeddings are sharded and no more
+        if style is not None and "." in name:  # embeddings are only sharded
             found[name] = style
     return found
 
@@ -197,19 +200,21 @@ def _block(owner: str, module: nn.Module, styles: dict[str, str]) -> Block:
 
 
 def _most(model: transformers.PreTrainedModel) -> int:
-    """So many ranks, or a divisor, can have equal parts of everything: whole heads, also where layers have heads of
-    several sizes."""
+    """The largest number of ranks that can have equal parts of everything; its divisors can too.
+
+    Heads stay whole, even if layers have heads of different sizes.
+    """
     config, shared = model.config.get_text_config(), []
     for block in _blocks(model):
         head_dim = getattr(block.module, "head_dim", None) or 1
         shared += [layer.linear.out_features // head_dim for layer in block.columns]
         shared += [layer.linear.in_features // head_dim for layer in block.rows]
-        shared += [layer.linear.out_features for layer in block.rows]  # which lie by rows
+        shared += [layer.linear.out_features for layer in block.rows]  # stored by rows
     return gcd(*_heads(config), *shared)
 
 
 def _heads(config: transformers.PretrainedConfig) -> tuple[int, int]:
-    """(of queries, of keys and values)"""
+    """(number of query heads, number of key/value heads)"""
     heads: int = config.num_attention_heads
     return heads, getattr(config, "num_key_value_heads", None) or heads
 
@@ -252,19 +257,19 @@ def _keep(linear: nn.Linear, leaf: str, part: DTensor) -> None:
 
 
 def _copy_of(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """Every rank has it whole, and the first tells of it."""
+    """A replicated tensor: every rank has it whole, and the first reports it."""
     return DTensor.from_local(tensor.detach().clone(), mesh, [Replicate()], run_check=False)
 
 
 class _Here(nn.Linear):
-    """By what of it is here."""
+    """A linear layer computed with the local part of its weight."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden, local(self.weight), None if self.bias is None else local(self.bias))
 
 
 class _Before(nn.Linear):
-    """Of an adapter whose other factor has columns of this rank: what is learnt of them is a part of a sum."""
+    """Factor A of a column-wise adapter, whose B is divided: its gradient is summed over ranks."""
 
     parts: Parts
 
@@ -273,7 +278,7 @@ class _Before(nn.Linear):
 
 
 class _FromPart(nn.Linear):
-    """Of an adapter of rows: it takes this rank's part of the width, and gives the sum over ranks."""
+    """Factor A of a row-wise adapter: takes this rank's part of the width, and returns the sum over ranks."""
 
     parts: Parts
 
@@ -292,5 +297,5 @@ class _Rows(nn.Linear):
 
 
 def _begin(parts: Parts, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Before a block: what comes in is whole, and its gradient is that of all ranks."""
+    """Before a block: inputs are whole, and their gradients are summed over ranks."""
     return tuple(entering(parts, x) for x in args), {name: entering(parts, x) for name, x in kwargs.items()}
