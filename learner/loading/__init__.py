@@ -1,1 +1,1 @@
-"""From files to a policy: which tensors a parameter is made of, how a rank reads its rows of them, and tokenizers."""
+"""From files to a policy: which tensors make up a parameter, how a rank reads its rows of them, and tokenizers."""

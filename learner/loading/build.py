@@ -1,11 +1,11 @@
-"""Models as transformers builds them: the one file that loads them.
+"""Builds and loads transformers models.
 
-    is it known how each parameter comes of the files (`converted`), experts stacked and four bits unpacked included?
+    are the rules from files to parameters known (`converted`), including stacked experts and four-bit weights?
         yes    built on `meta`, without memory; once it is sharded, each rank reads its own rows (`sources`)
-        no     loaded whole on each rank by transformers, where the machine has room for that
+        no     loaded whole on each rank by transformers, if the machine has enough memory
 
-What the files do not hold, such as the frequencies of rotations, is computed on the host either way, so that both ways
-give the same bits. Blocks on the disk, and on the hub where the model is not here yet.
+Buffers that the files lack, such as rotary frequencies, are computed on the host either way, so that both ways give the
+same bits. Blocks on the disk, and on the hub if the model is not here yet.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from streamrl.learner.packing.ways import attention_of
 from streamrl.learner.process.ranks import World
 from streamrl.terminal import size
 
-# What transformers raises of a model that is incomplete, unknown, or asks for a package that is not here.
+# What transformers raises for a model that is incomplete, unknown, or needs a package that is not installed.
 _UNLOADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, SafetensorError)
 _LOADED = "be loaded as a causal language model"
 
@@ -36,7 +36,7 @@ log = structlog.get_logger(__name__)
 
 
 def begin_model(path: str, *, attention: str, world: World) -> tuple[transformers.PreTrainedModel, Sources]:
-    """The model on `meta` with what is to be read into it; or whole on the device, and nothing to read."""
+    """The model on `meta` with the sources of its weights; or whole on the device, with no sources."""
     model = build_model(path, attention)
     try:
         sources, buffers = sources_of(model, path)
@@ -55,7 +55,7 @@ def begin_model(path: str, *, attention: str, world: World) -> tuple[transformer
 def refuse_whole(
     model: transformers.PreTrainedModel, path: str, reason: Exception, *, ranks_here: int, room: int
 ) -> None:
-    """ResourceError where this machine's memory is less than its ranks take, each of which loads all of it."""
+    """Raise ResourceError if this machine lacks memory for all its ranks to load the whole model."""
     each = 4 * sum(parameter.numel() for parameter in model.parameters())
     log.info("weights are loaded whole", model=path, reason=str(reason), each_rank=size(each), ranks_here=ranks_here)
     if each * ranks_here > room:
@@ -68,7 +68,7 @@ def refuse_whole(
 
 
 def build_model(path: str, attention: str) -> transformers.PreTrainedModel:
-    """Parameters on `meta`; buffers on the host, with what the model computes into them."""
+    """The model with parameters on `meta`, and computed buffers on the host."""
     with usable(path, _LOADED, _UNLOADABLE):
         config = transformers.AutoConfig.from_pretrained(path, **_no_dropout(path))
         with torch.device("meta"):
@@ -76,8 +76,8 @@ def build_model(path: str, attention: str) -> transformers.PreTrainedModel:
                 config, dtype=torch.float32, attn_implementation=attention_of(config, attention)
             )
     _move_buffers(model, lambda buffer: torch.empty_like(buffer, device="cpu"))
-    model.initialize_weights()  # of what has memory by now
-    with suppress(OSError):  # a model need not bring one
+    model.initialize_weights()  # only of what has memory by now
+    with suppress(OSError):  # optional
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     return model
 
@@ -89,7 +89,7 @@ def _move_buffers(model: nn.Module, move: Callable[[torch.Tensor], torch.Tensor]
 
 
 def load_model(path: str, *, attention: str = MASKED) -> transformers.PreTrainedModel:
-    """Whole, on the host, in fp32."""
+    """The whole model, on the host, in fp32."""
     with usable(path, _LOADED, _UNLOADABLE):
         attention = attention_of(transformers.AutoConfig.from_pretrained(path), attention)
         model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
@@ -99,7 +99,7 @@ def load_model(path: str, *, attention: str = MASKED) -> transformers.PreTrained
 
 
 def _no_dropout(path: str) -> dict[str, float]:
-    """Dropout would make pi differ from what the engine sampled from; so would other noise of training."""
+    """Turn off dropout and other training noise, which would make pi differ from what the engine sampled from."""
     marks = ("dropout", "pdrop", "layerdrop", "dropout_prob", "jitter_noise")
     settings = read_config(path).to_dict()
     return {name: 0.0 for name, value in settings.items() if isinstance(value, float) and name.endswith(marks)}
@@ -113,7 +113,7 @@ def read_config(path: str) -> transformers.PretrainedConfig:
 
 @contextmanager
 def usable(path: str, what: str, errors: tuple[type[Exception], ...]) -> Iterator[None]:
-    """DataError where one of these errors says that the model cannot do this."""
+    """Raise DataError if one of these errors shows that the model cannot do this."""
     try:
         yield
     except errors as error:

@@ -1,10 +1,10 @@
-"""Which tensors of the files each parameter is made of, by transformers' own rules and without reading any.
+"""Maps each parameter to the file tensors that it is made of, by transformers' rules, without reading any.
 
-    names in the files ─► transformers' renamings, and at most one of its converters each ─► what a parameter is made of
+    names in the files ─► transformers' renamings, and at most one of its converters each ─► sources of a parameter
 
-A model is read so, row by row, where its files hold plain numbers and its converters are of the kinds below; what they
-say of a name is asked of transformers itself. `Unlike`: something else, which transformers must load. Reads headers
-alone, and the hub where the model is not here yet.
+A model can be read row by row if its files hold plain numbers and its converters are of the kinds below; transformers
+itself resolves names. `Unlike`: anything else, which transformers must load. Reads only headers, and the hub if the
+model is not here yet.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from transformers.utils.hub import cached_file
 
 from streamrl.learner.loading.sources import Cut, Joined, Source, Sources, Stacked, Stored, Unpacked
 
-_NUMBERS = ("F64", "F32", "F16", "BF16")  # what may be cast to the parameter's dtype without asking anybody
-_PACKED = "mxfp4"  # the one way of quantising that is undone here
+_NUMBERS = ("F64", "F32", "F16", "BF16")  # plain dtypes, which can be cast to the parameter's
+_PACKED = "mxfp4"  # the only quantisation that is undone here
 
-_Held = dict[str, list[Source]]  # by pattern, as transformers' converters hand them from one operation to the next
+_Held = dict[str, list[Source]]  # pattern -> sources, as passed between transformers' conversion operations
 
 
 class Unlike(Exception):
@@ -48,16 +48,16 @@ class Unlike(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Made:
-    """What goes into one target of the rules."""
+    """The sources of one target of the rules."""
 
     converter: WeightConverter | None
     held: _Held = field(default_factory=lambda: defaultdict(list))
 
 
 def sources_of(model: transformers.PreTrainedModel, path: str) -> tuple[Sources, Sources]:
-    """(of its parameters, of the buffers that are in the files); OSError: there are no such files."""
+    """(sources of parameters, sources of buffers in the files); OSError if there are no such files."""
     found = _made(model, stored_in(path))
-    names = defaultdict(list)  # all that a parameter is called by: a tied head is the embedding too
+    names = defaultdict(list)  # all names of a parameter: a tied head is also the embedding
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
     parameters = {}
@@ -77,12 +77,12 @@ def sources_of(model: transformers.PreTrainedModel, path: str) -> tuple[Sources,
 
 def _as_large_as(tensor: torch.Tensor, source: Source, name: str) -> Source:
     if not source.shape or source.shape != tuple(tensor.shape) or not tensor.is_floating_point():
-        raise Unlike(f"{name} is {source.shape} in the files")  # a scalar has no rows
+        raise Unlike(f"{name} is {source.shape} in the files")  # scalars have no rows
     return source
 
 
 def _made(model: transformers.PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, Source]:
-    """By the names that the model has for them, parameters and buffers alike."""
+    """Sources by the model's names, for parameters and buffers alike."""
     rules = [*get_model_conversion_mapping(model), *_unpacking(model.config)]
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -94,14 +94,14 @@ def _made(model: transformers.PreTrainedModel, stored: Mapping[str, Stored]) -> 
         if target not in known and name in known:
             target, pattern = name, None
         if target not in known:
-            continue  # as transformers leaves it out: rotations in old files, heads of other tasks
+            continue  # transformers skips it too: rotary frequencies in old files, heads of other tasks
         made = targets.setdefault(target, _Made(converter=by_pattern[pattern] if pattern else None))
         made.held[pattern or name].append(stored[name])
     return dict(one for name, made in targets.items() for one in _converted(name, made, model))
 
 
 def _unpacking(config: transformers.PretrainedConfig) -> Sequence[WeightConverter]:
-    """Of a quantised model; Unlike where only transformers can undo it."""
+    """Converters for a quantised model; Unlike if only transformers can dequantise it."""
     said = getattr(config, "quantization_config", None)
     if said is None:
         return ()
@@ -129,7 +129,7 @@ def _converted(name: str, made: _Made, model: transformers.PreTrainedModel) -> I
         held = step(operation, held, made.converter, model)
     full = name.replace("*.", "0.")
     for target, [source] in held.items():
-        # As transformers finds the name's beginning and end around the pattern that was replaced.
+        # As transformers finds prefix and suffix around the replaced pattern.
         first = next((pattern for pattern in held if pattern in full), None)
         prefix, _, suffix = full.partition(first) if first else ("", "", "")
         yield (prefix + target + suffix) if first else target, source
@@ -142,7 +142,7 @@ def _plain(source: Source) -> Source:
 
 
 def _merge(operation: Any, held: _Held, rule: WeightConverter, _model: object) -> _Held:
-    """One of many along a new dimension."""
+    """Stack many tensors along a new dimension."""
     if len(held) == 1 and len(rule.target_patterns) != 1:
         raise Unlike(f"{rule} has no single target")
     return {
@@ -159,7 +159,7 @@ def _stacked(parts: Sequence[Source], dim: int) -> Stacked:
 
 
 def _concatenate(operation: Any, held: _Held, rule: WeightConverter, _model: object) -> _Held:
-    """In the order of the patterns."""
+    """Concatenate in the order of the patterns."""
     parts = [_plain(part) for pattern in rule.source_patterns for part in held.get(pattern, ())]
     if not parts or len(held) != len(rule.source_patterns) or len(rule.target_patterns) != 1:
         raise Unlike(f"the files lack a part of {rule.target_patterns[0]}")
@@ -169,7 +169,7 @@ def _concatenate(operation: Any, held: _Held, rule: WeightConverter, _model: obj
 
 
 def _chunk(operation: Any, held: _Held, rule: WeightConverter, model: transformers.PreTrainedModel) -> _Held:
-    """Equal parts, as torch.chunk cuts them."""
+    """Equal parts, cut like torch.chunk."""
     [[whole]] = held.values()
     targets = operation.get_target_patterns(rule.target_patterns, config=model.config)
     length, dim = _plain(whole).shape[operation.dim], operation.dim
@@ -196,7 +196,7 @@ _STEPS: Mapping[type[ConversionOps], _Step] = {
 
 
 def stored_in(path: str) -> dict[str, Stored]:
-    """Each tensor of a model's files."""
+    """All tensors in a model's files."""
     found = {}
     for file_path in weight_files(path):
         with safe_open(file_path, framework="pt") as file:
@@ -208,7 +208,7 @@ def stored_in(path: str) -> dict[str, Stored]:
 
 
 def weight_files(path: str) -> Sequence[Path]:
-    """In the folder, or in the hub's cache; OSError when there are none."""
+    """The safetensors files in the folder or the hub's cache; OSError if there are none."""
     try:
         return [_file(path, SAFE_WEIGHTS_NAME)]
     except OSError:

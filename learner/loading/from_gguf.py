@@ -4,8 +4,8 @@
 
     file.gguf ─► transformers reads and dequantises it ─► a plain model of the same configuration ─► output/
 
-What transformers reads from a GGUF counts as quantised for it and refuses to be saved, so the weights move to a plain
-model first. Tokenizer and chat template are saved beside them. Blocks on computing alone, on the host's processors.
+transformers treats a model read from GGUF as quantised and refuses to save it, so the weights move to a plain model
+first. Tokenizer and chat template are saved too. Blocks only on computing, on the host's processors.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def convert(file: Path, output: Path, say: Callable[[str], None]) -> None:
 
 
 def plain(read: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
-    """The same weights in a model that knows nothing of quantisation."""
+    """The same weights in a model without quantisation settings."""
     config = read.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    with torch.device("meta"):  # random weights, for half a minute, are for nobody
+    with torch.device("meta"):  # skips half a minute of random initialisation
         model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
     model.load_state_dict(read.state_dict(), assign=True)
     model.tie_weights()

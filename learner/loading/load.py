@@ -1,11 +1,11 @@
-"""How the policy and its frozen reference come into memory.
+"""Loads the policy and its frozen reference.
 
     built without memory ─► adapters ─► sharded ─► each rank reads its own rows ─► packing tried against the bare model
-                                                          in bfloat16: sharded once more, to be gathered in that ◄─┘
+                                                              in bfloat16: sharded again, to be gathered in bf16 ◄─┘
 
-Masters are fp32. How they lie over ranks, and are gathered in bf16 for a pass, is for `learner.parallel.fsdp`; what is
-built of transformers' models, for `build`. No rank holds more of a model than its own shard and a piece of a file, but
-where transformers must load it whole. Blocks on the disk, and on the hub where the model is not here yet.
+Masters are fp32. `learner.parallel.fsdp` divides them over ranks and gathers them in bf16 for a pass; `build` creates
+transformers' models. No rank holds more of a model than its own shard and a piece of a file, unless transformers must
+load it whole. Blocks on the disk, and on the hub if the model is not here yet.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ def load_policy(
     *,
     wait_for_readers: Callable[[], None] = lambda: None,
 ) -> Policy:
-    """The model to train, as the hub or the folder has it, with fp32 masters, or float64 ones. `wait_for_readers`:
-    until all ranks have read their rows, each at the pace of its own disk; what follows asks them all at once."""
+    """Load the model to train from the hub or a folder, with fp32 or float64 masters.
+
+    `wait_for_readers` blocks until all ranks have read their rows, each at its disk's speed; collectives follow.
+    """
     attention = choose(config.model, world.device)
     model, sources = begin_model(config.model.path, attention=attention, world=world)
     refuse_long(model, config.data.max_prompt_tokens + config.max_response_tokens)
@@ -86,9 +88,9 @@ def settled(
     on_host: bool,
     wait_for_readers: Callable[[], None],
 ) -> Policy:
-    """It lies over the ranks, and is asked in the fastest way that is right."""
+    """Shard and fill the model, and choose the fastest correct way to call it."""
     twin = unfilled(model) if config.model.dtype == "bfloat16" else None
-    # Tried in fp32; what is frozen and will be half of that waits on the host meanwhile.
+    # Tried in fp32; a model with frozen weights, which will need half of that, stays on the host meanwhile.
     is_frozen = not all(parameter.requires_grad for parameter in model.parameters())
     place = _HOST if on_host or (is_frozen and twin is not None) else world.device
     policy = make_policy(model, config, end_ids, world).train()
@@ -103,25 +105,25 @@ def settled(
 
 
 def teacher_sizes(config: schema.Config) -> Sizes | None:
-    """Of a teacher that lies beside the policy; None: there is none."""
+    """Sizes of a teacher that is loaded beside the policy, or None."""
     path = None if config.teacher is None else config.teacher.path
     return None if path is None else Sizes.of(build_model(path, MASKED))
 
 
 def _room(device: torch.device) -> int:
-    """Bytes of a GPU that this process may take. No GPU has run this."""
+    """Bytes of a GPU that this process may use. No GPU has run this."""
     total: int = torch.cuda.get_device_properties(device).total_memory
     return int(total * torch.cuda.get_per_process_memory_fraction(device))
 
 
 def recomputes(settings: schema.Model, device: torch.device) -> bool:
-    """Whether layers keep their input alone for the backward pass."""
+    """Whether layers keep only their input for the backward pass."""
     wished = settings.gradient_checkpointing
     return device.type == "cuda" if wished == "auto" else wished
 
 
 def outline(config: schema.Config) -> transformers.PreTrainedModel:
-    """The model without weights or memory for them; what can be known to be wrong is refused as `load_policy` would."""
+    """The model without weights or memory for them; raises what `load_policy` would for known mistakes."""
     model = build_model(config.model.path, choose(config.model, _HOST))
     refuse_long(model, config.data.max_prompt_tokens + config.max_response_tokens)
     prepare_mixture(model, config)
@@ -136,7 +138,10 @@ def outline(config: schema.Config) -> transformers.PreTrainedModel:
 
 
 def _checkpoint(model: transformers.PreTrainedModel, *, is_wished: bool, on_host: bool = False) -> None:
-    """`on_host`: what layers keep waits there, copied on the stream that computes. No GPU has run this."""
+    """Enable activation checkpointing.
+
+    `on_host`: kept inputs are offloaded to the host, copied on the compute stream. No GPU has run this.
+    """
     try:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}, offload=on_host)
     except ValueError as error:
@@ -151,7 +156,7 @@ def load_reference(
 ) -> Policy:
     """The policy as it was before the run: always from `model.path`, so that resuming never moves it.
 
-    It is asked in the way of `like`, whose micro-batches it gets.
+    It is called in the way of `like`, whose micro-batches it gets.
     """
     attention = choose(config.model, world.device)
     model, sources = begin_model(config.model.path, attention=attention, world=world)
@@ -164,13 +169,13 @@ def load_reference(
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Its parameters, and not its buffers: rotations need their fp32."""
+    """Cast the parameters but not the buffers: rotary frequencies need fp32."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
 def fill(policy: Policy, sources: Sources, device: torch.device, *, files: Files | None = None) -> Policy:
-    """Memory for what this rank holds, and its values."""
+    """Allocate what this rank holds, and read its values."""
     for parameter in policy.parameters():
         if parameter.is_meta:
             empty = empty_like(parameter, device)
@@ -182,7 +187,7 @@ def fill(policy: Policy, sources: Sources, device: torch.device, *, files: Files
 
 @torch.no_grad()
 def read_weights(model: nn.Module, sources: Mapping[str, Source], files: Files) -> None:
-    """What this rank holds; adapters stay as they are."""
+    """Read what this rank holds; adapters stay unchanged."""
     for name, parameter in model.named_parameters():
         source = sources.get(base_name(name))
         if source is not None:
@@ -192,7 +197,7 @@ def read_weights(model: nn.Module, sources: Mapping[str, Source], files: Files) 
 def make_policy(
     model: transformers.PreTrainedModel, config: schema.Config, end_ids: tuple[int, ...], world: World
 ) -> Policy:
-    """Of whole rows, or of this rank's part of them."""
+    """The policy over whole rows, or over this rank's part of them."""
     dtype = getattr(torch, config.model.dtype)
     head = Head(temperature=config.sampling.temperature, end_ids=end_ids, compute_dtype=dtype)
     policy = Policy(model, head=head, min_tokens=config.sampling.min_tokens, dtype=dtype)

@@ -1,14 +1,14 @@
-"""Where a parameter's values lie in files, so that a rank reads its own rows of it and nothing else.
+"""Where a parameter's values are in files, so that a rank reads only its own rows.
 
     Stored    a tensor of a file
-    Stacked   one parameter of many tensors, as experts are: row i is the whole of the i-th
-    Joined    of several along a dimension, as gate and up are within an expert
+    Stacked   many tensors as one parameter, like experts: row i is the whole i-th tensor
+    Joined    several concatenated along a dimension, like gate and up within an expert
     Cut       the n-th of equal parts of one
-    Unpacked  of blocks of four-bit numbers and their scales (MXFP4), expert by expert
+    Unpacked  blocks of four-bit numbers and their scales (MXFP4), expert by expert
 
-Each is asked for a region, a range of each dimension, and asks its parts for theirs: a rank that holds the experts
-[a, b) never touches the files of the others. Beside what it fills there is one piece of a file in memory, at most
-`_PIECE_BYTES` of it, or one unpacked expert. Blocks on the disk.
+Each fills a region, a range of each dimension, from its parts' regions: a rank that holds the experts [a, b) never
+touches the files of the others. Besides the target, memory holds one piece of a file, at most `_PIECE_BYTES`, or one
+unpacked expert. Blocks on the disk.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from streamrl.learner.parallel.dtensors import held_rows
 
-_PIECE_BYTES = 16 << 20  # of the target
-# Pages of a file count as this process's memory for as long as it is open.
+_PIECE_BYTES = 16 << 20  # size of the target's part
+# A file's mapped pages count as this process's memory while it is open.
 _OPEN_BYTES = 32 << 20
 
 _T = TypeVar("_T")
-Region = tuple[tuple[int, int], ...]  # the first of each dimension, and the one behind the last
+Region = tuple[tuple[int, int], ...]  # [first, end) of each dimension
 
 
 class Files:
-    """Opened as they are asked for, and closed again when much of them was read."""
+    """Files that open on demand, and close again after much was read from them."""
 
     def __init__(self) -> None:
         self._stack, self._opened, self._num_bytes = ExitStack(), dict[Path, Any](), 0
@@ -65,11 +65,11 @@ class Source(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def fill(self, target: torch.Tensor, region: Region, files: Files) -> None:
-        """What this region holds, cast to the target's dtype; the target has the region's shape."""
+        """Fill the target, which has the region's shape, with the region's values, cast to its dtype."""
         ...
 
 
-# Where each parameter of a model lies, by its name before adapters; nothing, for a model that is whole already.
+# Parameter name (without adapters) -> its source; empty for a model that is already loaded.
 Sources = dict[str, Source]
 
 
@@ -77,7 +77,7 @@ Sources = dict[str, Source]
 class Stored:
     path: Path
     name: str  # within the file
-    dtype: str  # as safetensors calls it
+    dtype: str  # safetensors' name
     shape: tuple[int, ...]
 
     def fill(self, target: torch.Tensor, region: Region, files: Files) -> None:
@@ -141,7 +141,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpacked:
-    """Of [experts, outputs, groups, 16] bytes and [experts, outputs, groups] exponents: [experts, inputs, outputs]."""
+    """[experts, outputs, groups, 16] bytes and [experts, outputs, groups] exponents -> [experts, inputs, outputs]."""
 
     blocks: Source
     scales: Source
@@ -161,7 +161,7 @@ class Unpacked:
 
 @torch.no_grad()
 def read_rows(source: Source, tensor: torch.Tensor, files: Files) -> None:
-    """What this rank holds of it."""
+    """Read what this rank holds of the tensor."""
     first, rows = held_rows(tensor)
     if rows.numel():
         source.fill(rows, ((first, first + len(rows)), *((0, size) for size in source.shape[1:])), files)
@@ -174,7 +174,7 @@ def _whole_row(source: Source, row: int, files: Files) -> torch.Tensor:
 
 
 def _pieces(region: Region, element_size: int) -> Iterator[tuple[Region, tuple[slice, ...]]]:
-    """The region in runs of its first dimension, and where each belongs in it."""
+    """The region as runs along its first dimension, each with its place in the target."""
     begin, end = region[0]
     row = element_size
     for low, high in region[1:]:

@@ -1,5 +1,6 @@
-"""What a model's tokenizer says, and what the two must agree on with every worker. Reads no weights. Blocks on the
-disk, and on the hub where the model is not here yet.
+"""A model's tokenizer, and what the learner and every worker must agree on about it.
+
+Reads no weights. Blocks on the disk, and on the hub if the model is not here yet.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from streamrl.protocol.wire.fingerprint import fingerprint, stop_ids
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerInfo:
-    """What model and tokenizer must agree on with every worker."""
+    """What the learner's model and tokenizer must have in common with every worker's."""
 
     tokenizer: transformers.PreTrainedTokenizerBase
-    end_ids: tuple[int, ...]  # what ends a response, and is therefore banned before `min_tokens`
-    vocabulary: int  # sizes of the model's output
+    end_ids: tuple[int, ...]  # tokens that end a response, banned before `min_tokens`
+    vocabulary: int  # size of the model's output
     fingerprint: str
 
 
 def read_tokenizer_info(path: str) -> TokenizerInfo:
-    """Tokenizer and configuration, no weights."""
+    """Read tokenizer and configuration, no weights."""
     config = read_config(path)
     with usable(path, "give a tokenizer", (OSError, ValueError, KeyError)):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     try:
         generation_eos = transformers.GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # a model need not bring one
+    except OSError:  # optional
         generation_eos = config.eos_token_id
     ends = stop_ids(tokenizer_eos=tokenizer.eos_token_id, generation_eos=generation_eos)
     if not ends:
