@@ -1,1 +1,1 @@
-"""What a rank takes of its GPU, by arithmetic before any weights are loaded, and which layout fits."""
+"""Estimates a rank's GPU memory before any weights are loaded, and which layout fits."""

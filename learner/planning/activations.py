@@ -1,26 +1,25 @@
-"""What a rank's tokens take of its GPU while a layer works on them, in bytes: what it keeps, and what comes and goes.
+"""GPU memory of a rank's tokens while a layer works on them, in bytes: what it keeps, and its temporaries.
 
 A token of width H in a layer whose queries are Q wide, keys K, the MLP I, in bf16:
 
-    kept     H    2     its input; alone, until the backward pass computes the rest again
+    kept     H    2     its input; alone, until the backward pass recomputes the rest
              H   16     of both norms an fp32 copy and two of bf16
-             Q    4     queries, and what attention made of them;       6 more where heads have norms
+             Q    4     queries, and attention's output;                6 more if heads have norms
              K    4     keys and values;                                6 more likewise
              I    8     four of the MLP's
     at work  I    4     two gradients of the MLP's
              H    2     that of its input
 
-Of each expert that a token goes to, whose width is I, a mixture keeps 8 I, or 14 I where they bend their gates, and
-4 H: hidden states by expert, before and after; and 8 for each expert that its router asks. At work are 6 H for each,
-and 11 H where experts are divided and rows come and go; 3 I more where they bend their gates. Rows are counted as if
-each rank had as many.
+For each expert of width I that a token is routed to, a mixture keeps 8 I, or 14 I if experts modify their gates, and 4
+H: hidden states by expert, before and after; and 8 for each expert that its router scores. At work are 6 H for each,
+and 11 H if experts are divided and rows are exchanged; 3 I more if they modify their gates. Rows are counted as if
+evenly distributed over ranks.
 
-Ranks that share layers have each a part of Q, K and I, and take each some of the tokens to their experts.
+Ranks that share layers each have a part of Q, K and I, and send some of the tokens to their experts.
 
-Ranks that share samples (context) have each its part of the tokens, and keys and values as often as they are repeated;
-heads that do not divide are filled up with empty ones.
-Attention that is the model's own (sinks, soft caps) keeps 6 bytes for each head and token that a token may see, and has
-as many at work.
+Ranks that share samples (context) each have their part of the tokens, and keys and values as often as they are
+repeated; heads that do not divide are padded with empty ones. Attention of the model's own (sinks, soft caps) keeps 6
+bytes for each head and token that a token may see, and has as many at work.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ _SCORES = 6  # bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What of a micro-batch one rank has, and with how many it shares that."""
+    """One rank's share of a micro-batch, and the sizes of the groups it shares it with."""
 
-    tokens: int  # its own
-    longest: int  # of a sample
+    tokens: int  # of this rank
+    longest: int  # of the longest sample
     context: int
     experts: int
 
@@ -51,13 +50,15 @@ class Part:
 
 
 def of_layer(sizes: Sizes, part: Part) -> int:
-    """What it keeps beyond its input."""
+    """What a layer keeps beyond its input."""
     return int(part.tokens * (16 * sizes.width + _attention(sizes, part) + 8 * sizes.mlp + _experts(sizes)))
 
 
 def at_work(sizes: Sizes, part: Part) -> int:
-    """What comes and goes in a layer's backward pass, beyond that: its MLP's, or its attention's, when what the MLP
-    kept is gone."""
+    """Temporaries of a layer's backward pass, beyond what it keeps.
+
+    Those of its MLP, or of its attention once what the MLP kept is freed, whichever is larger.
+    """
     of_mlp: float = 4 * sizes.mlp + 2 * sizes.width
     if (experts := sizes.experts) is not None:
         widths = (6 if part.experts == 1 else 11) * sizes.width + (3 * experts.width if experts.bends else 0)
@@ -67,14 +68,14 @@ def at_work(sizes: Sizes, part: Part) -> int:
 
 
 def of_experts(sizes: Sizes, part: Part) -> int:
-    """What of a layer is of tokens that other ranks may have sent."""
+    """The layer's bytes for tokens that other ranks may have sent."""
     if sizes.experts is None or part.experts == 1:
         return 0
     return int(part.tokens * (_experts(sizes) + 11 * sizes.experts.chosen * sizes.width))
 
 
 def masks(sizes: Sizes, part: Part) -> int:
-    """Of attention that takes one, in fp32, of whole samples."""
+    """Attention masks in fp32, over whole samples, if the attention uses any."""
     return 0 if sizes.attention != EAGER else 4 * part.tokens * part.context * part.longest
 
 
@@ -89,7 +90,7 @@ def _attention(sizes: Sizes, part: Part) -> int:
 
 
 def _scores(sizes: Sizes, part: Part) -> int:
-    """Of a context group each rank has a part of the heads, for all tokens."""
+    """Attention scores: in a context group each rank has a part of the heads, for all tokens."""
     heads = share(sizes.heads, part.context) * part.context
     return _SCORES * heads * part.longest if sizes.attention == EAGER else 0
 

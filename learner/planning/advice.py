@@ -1,5 +1,6 @@
-"""Which layout a learner should have on some GPUs, in words: what was chosen, what it takes and sends, and why nothing
-smaller was; where nothing fits, what would. `learner.planning.layouts` decides, and this tells.
+"""Describes the suggested layout: the choice, its memory and traffic, why nothing smaller, or what would fit.
+
+`learner.planning.layouts` decides; this module only formats.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ NAME = "layout"
 
 
 def tell(asked: Asked, machine: Machine, *, has: schema.Layout | None = None) -> Iterator[Finding]:
-    """`has`: what is set now; it is told whether that is the choice."""
+    """Yield findings about the best layout. `has`: the configured layout, compared with the choice."""
     found = options(asked, machine)
     chosen = found[0]
     if not chosen.fits:
@@ -56,7 +57,7 @@ def _sends(option: Option, machine: Machine) -> str:
 
 
 def _shared(option: Option, asked: Asked, machine: Machine) -> str:
-    """Why ranks are to share layers: what a rank would hold at work on whole ones."""
+    """Why ranks should share layers: what a rank would need for whole ones."""
     whole = planned(option.layout.model_copy(update={"tensor": 1}), asked, machine)
     ranks = plural(option.layout.tensor, "rank")
     told = f"{size(option.planned.in_layer)} of weights, gradients and activations are at work in a layer that {ranks}"
@@ -72,7 +73,7 @@ def _against(other: Option, chosen: Option, machine: Machine) -> str:
 
 
 def _lines(option: Option, asked: Asked, machine: Machine) -> Iterator[str]:
-    """Of YAML."""
+    """The layout's lines of YAML."""
     layout = ", ".join(f"{name}: {value}" for name, value in option.layout.model_dump().items() if value > 1)
     ranks = machine.gpus // machine.hosts
     each = f"  # on each of {machine.hosts} hosts" if machine.hosts > 1 else ""

@@ -1,12 +1,12 @@
-"""Which layout a learner's GPUs are to have: of those in which a rank fits its GPU, the one that sends the least.
+"""Chooses a layout for the learner's GPUs: of those in which a rank fits its GPU, the one with the least traffic.
 
-    each layout that model and GPUs allow ─┬─► what a rank takes at its peak (`memory.plan`) ─► does it fit?
-                                           └─► what it sends for a token ─► those that fit, the least first
+    each layout that model and GPUs allow ─┬─► a rank's peak memory (`memory.plan`) ─► does it fit?
+                                           └─► its traffic per token ─► those that fit, the least first
 
-What it sends is for `traffic`; links between hosts count as often as they are slower. Ranks of one host may share
-layers (`tensor`): they send more for a token than those that share samples, and hold less of a layer's weights. Ranks
-whose number does not divide the heads of attention, which share samples with empty ones among them, are taken where no
-others fit. What the learner would refuse is not among them.
+`traffic` computes bytes sent; bytes between hosts are weighted by how much slower those links are. Ranks of one host
+may share layers (`tensor`): they send more per token than ranks that share samples, and hold less of a layer's weights.
+Context sizes that do not divide the attention heads, and so have empty ones, are taken only if nothing else fits.
+Layouts that the learner would refuse are left out.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from streamrl.learner.planning.memory import Plan, computes_again, keeps_referen
 from streamrl.learner.planning.sizes import Sizes
 from streamrl.learner.planning.traffic import Links, sent
 
-_STEP = 1024  # tokens, in which shorter samples are looked for
-_ADAPTED = 100  # adapters have about so much less weights than a model
+_STEP = 1024  # tokens; step of the search for shorter samples
+_ADAPTED = 100  # approximate ratio of a model's weights to its adapters'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    gpus: int  # of the learner, on all its hosts
-    memory: int  # bytes of each that a rank may take
+    gpus: int  # the learner's, on all its hosts
+    memory: int  # bytes of each that a rank may use
     per_host: int
 
     @property
@@ -42,23 +42,23 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a learner is to do, whatever the layout."""
+    """The learner's task, independent of the layout."""
 
     sizes: Sizes
     config: schema.Config
-    tokens: int  # of a micro-batch
-    longest: int  # of a sample
+    tokens: int  # per micro-batch
+    longest: int  # of the longest sample
     teacher: Sizes | None = None
 
     @classmethod
     def of(cls, sizes: Sizes, config: schema.Config, *, teacher: Sizes | None = None) -> Asked:
-        """A sample longer than a micro-batch is one by itself."""
+        """The task of this configuration; a sample longer than a micro-batch makes one of its own."""
         longest = config.data.max_prompt_tokens + config.max_response_tokens
         tokens = max(longest, config.training.micro_batch_tokens)
         return cls(sizes=sizes, config=config, tokens=tokens, longest=longest, teacher=teacher)
 
     def under(self, **settings: object) -> Asked:
-        """With other settings of its model."""
+        """The task with other model settings."""
         model = self.config.model.model_copy(update=settings)
         return replace(self, config=self.config.model_copy(update={"model": model}))
 
@@ -68,8 +68,8 @@ class Option:
     layout: schema.Layout
     planned: Plan
     fits: bool
-    links: Links  # bytes a rank sends for a token of its own
-    idle: float  # of the heads that ranks attend with
+    links: Links  # bytes that a rank sends per token of its own
+    idle: float  # fraction of empty attention heads
 
     @property
     def sent(self) -> float:
@@ -77,15 +77,19 @@ class Option:
 
 
 def options(asked: Asked, machine: Machine) -> Sequence[Option]:
-    """All that model and GPUs allow: those that fit, the one that sends the least first, and those with empty heads
-    behind the rest; then the others, the one that takes the least first."""
+    """All layouts that model and GPUs allow, the best first.
+
+    First those that fit, by traffic, with empty heads last; then those that do not fit, by memory.
+    """
     found = [_option(layout, asked, machine) for layout in _allowed(asked, machine)]
     return sorted(found, key=lambda option: _rank(option))
 
 
 def smaller(found: Sequence[Option]) -> Iterator[Option]:
-    """Of a choice, what would be had with less of one setting: fewer ranks to a layer, to a sample or to a layer's
-    experts, more copies of the model. They do not fit, or send more."""
+    """The alternatives to the choice with less of one setting, which do not fit or send more.
+
+    Fewer ranks to a layer, to a sample or to a layer's experts, or more replicas.
+    """
     chosen = found[0].layout
     for name, rank in (("tensor", 1), ("context", 1), ("experts", 1), ("replicas", -1)):
         others = [
@@ -99,14 +103,14 @@ def smaller(found: Sequence[Option]) -> Iterator[Option]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WayOut:
-    """A change by which it would fit."""
+    """A change that would make it fit."""
 
     words: str
     option: Option
 
 
 def ways_out(asked: Asked, machine: Machine) -> Iterator[WayOut]:
-    """One change each; nothing, where no single one helps."""
+    """Single changes that would make it fit; none if no single one helps."""
     for words, changed in _changes(asked):
         if (option := options(changed, machine)[0]).fits:
             yield WayOut(words=words, option=option)

@@ -1,25 +1,24 @@
-"""What a rank takes of its GPU at the peak of a step: a closed form, in bytes, before any weights are loaded.
+"""A rank's peak GPU memory in a step: a closed form, in bytes, before any weights are loaded.
 
-    always     masters 4, gradients 4 and moments 8 a trained weight; a frozen base 2, a reference 2: all of it sharded
-    kept       by all layers for the backward pass: their inputs alone, with checkpointing; of two layers, where these
-               wait in the host's memory
+    always     per trained weight masters 4, gradients 4 and moments 8; a frozen base 2, a reference 2: all sharded
+    kept       by all layers for the backward pass: only inputs, with checkpointing; of two layers, if they are
+               offloaded to the host
 
-    and the most of    a layer     what it keeps, computed again, and what is at work (`activations`, here); its
-                                   weights in bf16, and those of the one before; their gradients in bf16 and fp32
+    and the most of    a layer     what it keeps, recomputed, and its temporaries (`activations`); its weights and the
+                                   previous layer's in bf16; their gradients in bf16 and fp32
                        the head    logits of a chunk, its gradient in bf16 and fp32
                        the end     gradients of the outermost weights, in both, when nothing is kept any more
 
-The outermost weights (embeddings, head) are gathered throughout, but for the end. Divided experts are gathered and
-reduced by themselves: of a layer's a rank has its own alone. So is what ranks share of a layer; beside it are columns
-that are exchanged for rows, which wait for the backward pass where a layer is not computed again. AdamW is fused, and
-takes nothing of its own.
+The outermost weights (embeddings, head) are gathered throughout, except at the end. Divided experts are gathered and
+reduced separately: a rank has only its own. So are shared layers; they also need columns exchanged for rows, which are
+kept for the backward pass unless the layer is recomputed. Fused AdamW needs no memory of its own.
 
-A teacher's pass comes before, when nothing is kept yet: its shard always, and for a while two of its layers, what one
-of them holds, and the logits of a chunk.
+A teacher's pass comes first, when nothing is kept yet: its shard always, and temporarily two of its layers, the
+activations of one, and the logits of a chunk.
 
-It is the arithmetic of layers as Llama and Qwen have them, and of their mixtures, in bf16 with flash attention; of
-others it is a guess. Held against the learner's own code on tensors without memory (`python -m bench memory`), it was
-off by 5 % at most, and by 7 % for experts that are not divided. Never against a GPU.
+The arithmetic is that of Llama and Qwen layers, and of their mixtures, in bf16 with flash attention; for others it is a
+guess. Compared with the learner's own code on tensors without memory (`python -m bench memory`), it was off by 5 % at
+most, and by 7 % for undivided experts. Never compared with a GPU.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ REMEDY = (
     "(learner.layout.replicas), share samples, layers or a mixture's experts among more ranks (learner.layout), or "
     "take more GPUs (learner.processes)"
 )
-# Headroom; guesses, none of which a GPU has seen.
-_CONTEXT = 700_000_000  # the driver's, with the kernels that are loaded
-_WORKSPACES = 300_000_000  # of cuBLAS and of flash attention
-_NCCL = 500_000_000  # its buffers: of a single rank as well, which has a group of its own
-_FRAGMENTS = 0.05  # of the allocator's blocks, in pieces that nothing fits into
-_UNEVEN = 0.5  # of what divided experts work on: how many more tokens a rank may get than others
-_CHUNK_THERE, _CHUNK_BACK = 14, 10  # an element of the head's logits, with its exponential and its bf16
+# Headroom: guesses, never checked on a GPU.
+_CONTEXT = 700_000_000  # the CUDA context, with loaded kernels
+_WORKSPACES = 300_000_000  # of cuBLAS and flash attention
+_NCCL = 500_000_000  # its buffers; a single rank has a group too
+_FRAGMENTS = 0.05  # share of the allocator's blocks lost to fragmentation
+_UNEVEN = 0.5  # divided experts: how many more tokens a rank may get than the mean
+_CHUNK_THERE, _CHUNK_BACK = 14, 10  # per element of the head's logits, with its exponential and its bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,20 +54,20 @@ class Plan:
 
     always: int
     kept: int  # by all layers for the backward pass
-    in_layer: int  # the most beyond these two, while a layer goes back
+    in_layer: int  # peak beyond these two, in a layer's backward pass
     in_head: int
-    at_end: int  # beyond `always` alone: nothing is kept any more
-    teaching: int = 0  # of a teacher's pass, likewise
-    uneven: int = 0  # more of a layer, should tokens not go to all experts alike
+    at_end: int  # beyond `always` alone, when nothing is kept any more
+    teaching: int = 0  # of a teacher's pass, beyond `always` alone
+    uneven: int = 0  # extra for a layer if experts get uneven numbers of tokens
 
     @property
     def peak(self) -> int:
-        """Of tensors alone."""
+        """Peak of the tensors alone."""
         return self.always + max(self.kept + max(self.in_layer, self.in_head), self.at_end, self.teaching)
 
     @property
     def needed(self) -> int:
-        """Of the GPU, with headroom."""
+        """Need of the GPU, with headroom."""
         uneven = replace(self, in_layer=self.in_layer + self.uneven)
         return int(uneven.peak * (1 + _FRAGMENTS)) + _CONTEXT + _WORKSPACES + _NCCL
 
@@ -76,7 +75,7 @@ class Plan:
 def refuse_too_large(
     sizes: Sizes, config: schema.Config, *, ranks: int, room: int, teacher: Sizes | None = None
 ) -> None:
-    """ResourceError where tensors alone are more than this room on a GPU."""
+    """Raise ResourceError if tensors alone exceed this room on a GPU."""
     needed = plan(sizes, config, ranks=ranks, teacher=teacher).peak
     if needed > room:
         told = f"a rank takes {size(needed)} of its GPU at its peak, by calculation, and {size(room)} are to have"
@@ -92,11 +91,13 @@ def plan(
     tokens: int | None = None,
     longest: int | None = None,
 ) -> Plan:
-    """On GPUs, where layers are computed again unless the configuration says otherwise. `ranks`: of all hosts; by
-    default those of one. `teacher`: of the one that lies beside the policy. `tokens`, of a micro-batch, and `longest`,
-    of a sample: by default as configured."""
+    """Plan a rank's memory on GPUs, with recomputed layers unless the configuration turns that off.
+
+    `ranks` on all hosts; by default those of one. `teacher`: one loaded beside the policy. `tokens` per micro-batch and
+    `longest` sample default to the configuration's.
+    """
     layout = config.learner.layout
-    ranks = max(1, (ranks or config.learner.processes) // layout.replicas)  # that share the model
+    ranks = max(1, (ranks or config.learner.processes) // layout.replicas)  # sharing one model
     part = Part.of(
         layout,
         tokens=tokens or config.training.micro_batch_tokens,
@@ -124,40 +125,40 @@ def plan(
 
 
 def computes_again(config: schema.Config) -> bool:
-    """Whether layers keep their input alone, on a GPU."""
+    """Whether layers keep only their input, on a GPU."""
     return bool(config.model.gradient_checkpointing)  # or `auto`
 
 
 def _inputs(sizes: Sizes, config: schema.Config) -> int:
-    """Of how many layers they lie on the device."""
+    """Number of layers whose inputs are on the device."""
     wait_on_host = computes_again(config) and config.model.activations == "cpu"
     return min(2, sizes.layers) if wait_on_host else sizes.layers
 
 
 def keeps_reference(config: schema.Config) -> bool:
-    """On the device, and beside the policy."""
+    """Whether a reference is kept on the device beside the policy."""
     beside = config.model.lora is None and config.algorithm.kl.placement != "none"
     return beside and config.model.reference == "device"
 
 
 def _in_a_layer(sizes: Sizes, part: Part, ranks: int, *, is_lora: bool) -> int:
-    """At work on its backward pass, when the head's gradient waits for the embeddings'."""
+    """Bytes at work in a layer's backward pass, while the head's gradient waits for the embeddings'."""
     experts = 0 if sizes.experts is None or part.experts == 1 else sizes.experts.weights
-    gathered = 2 if ranks == 1 else 4  # bytes of a weight: of it, and of the one before
+    gathered = 2 if ranks == 1 else 4  # bytes per weight: of this layer, and of the previous one
     of_gradients = 0 if is_lora else 2 + 4 + 4 // ranks
     weights = (gathered + of_gradients) * (sizes.layer - experts)
-    weights += (2 + (0 if is_lora else 4)) * (experts // part.experts)  # gathered and reduced by themselves
+    weights += (2 + (0 if is_lora else 4)) * (experts // part.experts)  # gathered and reduced separately
     return activations.at_work(sizes, part) + weights + (0 if is_lora else 2 * sizes.head)
 
 
 def _in_the_head(sizes: Sizes, tokens: int, *, is_lora: bool) -> int:
-    """Going back, with its gradient in both kinds of numbers; or going there, without."""
+    """Bytes in the head's backward pass, with its gradient in both dtypes; or in its forward pass, without."""
     back = 0 if is_lora else (4 + 2) * sizes.head + _CHUNK_BACK * CHUNK_ELEMENTS["cuda"]
     return 6 * tokens * sizes.width + max(back, _CHUNK_THERE * CHUNK_ELEMENTS["cuda"])
 
 
 def _of_a_teacher(sizes: Sizes, part: Part, ranks: int) -> int:
-    """One pass forward, of which nothing stays."""
+    """Bytes of one forward pass, which keeps nothing."""
     gathered = 2 * (sizes.outermost + (1 if ranks == 1 else 2) * sizes.layer)
     at_most = max(activations.of_layer(sizes, part), _CHUNK_THERE * CHUNK_ELEMENTS["cuda"])
     return gathered + at_most + 4 * part.tokens * sizes.width

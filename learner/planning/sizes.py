@@ -1,4 +1,4 @@
-"""What is to be known of a model to say what it takes and sends, whatever its weights are: it may be on `meta`."""
+"""The sizes of a model that memory and traffic depend on; its weights may be on `meta`."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from streamrl.learner.parallel.tensor import Shared
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Of a layer, the largest."""
+    """The largest layer's experts."""
 
     num: int
-    chosen: float  # for a token, of those that a rank takes there
-    weights: int  # of all of them
+    chosen: float  # per token of those that a rank sends
+    weights: int  # of all experts
     total: int  # in all layers
     trained: int  # of these
-    width: int  # of what is between a single one's two products
-    bends: bool  # they do more between these than to multiply an activation with a gate
+    width: int  # between an expert's two products
+    bends: bool  # more happens between them than multiplying an activation with a gate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Of a model."""
+    """Sizes of a model."""
 
     trained: int  # weights
     frozen: int
-    layer: int  # weights of the largest, experts included
+    layer: int  # weights of the largest layer, experts included
     head: int  # V x H
-    outermost: int  # weights that are in no layer
+    outermost: int  # weights outside layers
     is_tied: bool
     layers: int
     width: int
-    mlp: int  # that all tokens go through
+    mlp: int  # width of the MLP that all tokens go through
     queries: int
     keys: int
     heads: int
     kv_heads: int
-    norms_heads: bool  # of queries and keys
-    attention: str  # on a GPU, as `learner.packing.ways` calls it
-    may_share: bool  # ranks may have parts of a row each
-    shared: Shared  # of layers, what ranks may
+    norms_heads: bool  # norms per head of queries and keys
+    attention: str  # on a GPU, by `learner.packing.ways`' name
+    may_share: bool  # ranks can split rows
+    shared: Shared  # what ranks can share of layers
     experts: Experts | None
 
     @classmethod
@@ -85,7 +85,7 @@ class Sizes:
         )
 
     def divided(self, ranks: int) -> Sizes:
-        """What of its layers each of so many ranks has that share them."""
+        """The sizes on one of so many ranks that share its layers."""
         shared = {name: getattr(self, name) // ranks for name in ("mlp", "queries", "keys", "heads")}
         others = self.shared.weights // max(1, self.layers) * (ranks - 1) // ranks
         experts = self.experts and replace(self.experts, chosen=self.experts.chosen / ranks)
@@ -93,7 +93,7 @@ class Sizes:
         return replace(self, **shared, layer=self.layer - others, kv_heads=kv_heads, experts=experts)
 
     def attends(self, settings: schema.Model) -> str:
-        """On a GPU, under these settings."""
+        """The attention on a GPU, with these settings."""
         return self.attention if self.attention == EAGER or settings.attention != "masked" else MASKED
 
 

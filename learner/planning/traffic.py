@@ -1,20 +1,20 @@
-"""What a rank sends for a token under a layout, in bytes: over links within its host, and over those to other hosts.
+"""Bytes that a rank sends per token under a layout: over links within its host, and to other hosts.
 
-Its own tokens are its part of a micro-batch, whose tokens ranks of a context group divide, and those that share layers
-have all alike: each of these counts as having its share of them. For each:
+A rank's own tokens are its part of a micro-batch, whose tokens the ranks of a context group divide. Ranks that share
+layers all have the same tokens; each of them counts as having its share. Per token:
 
-    weights     2 each, gathered for both passes, and 4 for the gradient of each that is trained; by micro-batch, so the
-                fewer tokens a rank has of one, the more for each of them. Of divided experts, those of this rank alone,
-                and so of what ranks share of a layer
-    copies      8 for each trained weight of a shard: gradients of a copy of the model go to the others and come back,
-                counted as if a pass had one micro-batch
-    context     queries, keys, values and what attention made of them, in each pass through a layer
+    weights     2 each, gathered for both passes, and 4 for the gradient of each trained one; per micro-batch, so the
+                fewer of its tokens a rank has, the more per token. Of divided experts and shared layers, only this
+                rank's part
+    replicas    8 for each trained weight of a shard: its gradients go to the other replicas and come back, counted as
+                if a pass had one micro-batch
+    context     queries, keys, values and attention's output, in each pass through a layer
     experts     hidden states, there and back, for each expert of a token, in each pass through a layer
-    tensor      hidden states, twice in each pass through a layer, where parts of a sum go to all of the group and come
-                back; and by micro-batch the rows of weights that are exchanged for columns
+    tensor      hidden states, twice in each pass through a layer, where partial sums go to all of the group and come
+                back; and per micro-batch the rows of weights that are exchanged for columns
 
-A pass that is made again, to keep inputs of layers alone, counts again. It is arithmetic, and no time was ever measured
-on GPUs: that a layout that sends less is faster is an assumption.
+A recomputed forward pass counts again. This is arithmetic only, never timed on GPUs: that a layout that sends less is
+faster is an assumption.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from streamrl.learner.parallel.context import idle, repeats
 from streamrl.learner.planning.memory import computes_again
 from streamrl.learner.planning.sizes import Sizes
 
-FARTHER = 9  # of 450 GB/s to each GPU within a host, 50 GB/s between hosts: those of H100, as makers state them
+FARTHER = 9  # 450 GB/s per GPU within a host, 50 GB/s between hosts: the makers' figures for H100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Links:
 def sent(
     layout: schema.Layout, sizes: Sizes, config: schema.Config, *, ranks: int, per_host: int, tokens: int
 ) -> Links:
-    """By a rank, for a token of its own. `tokens`: of a micro-batch."""
+    """Bytes that a rank sends per token of its own. `tokens`: per micro-batch."""
     shards, passes = ranks // layout.replicas, 3 if computes_again(config) else 2
 
     def over(size: int, apart: int = 1) -> Links:
@@ -70,7 +70,7 @@ def sent(
 
 
 def _weights(layout: schema.Layout, sizes: Sizes, shards: int, per_host: int) -> Links:
-    """Of a micro-batch: gathered twice, and gradients of what trains."""
+    """Bytes per micro-batch: weights gathered twice, and gradients of the trained ones."""
     experts, shared = sizes.experts, sizes.shared
     of_experts, of_layers = (0 if experts is None else 4 * (experts.total + experts.trained)), 0
     if layout.tensor > 1:
@@ -81,6 +81,6 @@ def _weights(layout: schema.Layout, sizes: Sizes, shards: int, per_host: int) ->
 
 
 def _over(size: int, apart: int, per_host: int) -> Links:
-    """The shares of something that a rank gets from others of a group. `apart`: by how many ranks these are."""
+    """The shares that a rank gets from the others of a group. `apart`: the distance between its ranks."""
     here = min(size, max(1, per_host // apart))
     return Links(near=(here - 1) / size, far=(size - here) / size)
