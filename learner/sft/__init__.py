@@ -1,1 +1,1 @@
-"""Supervised training on prompts with their answers: what comes before a run."""
+"""Supervised training on prompts with answers, before an RL run."""

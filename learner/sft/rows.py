@@ -1,11 +1,11 @@
-"""Prompts with their answers as tokens, and which of these have a loss: those that the model is to say.
+"""Turns demonstrations into tokens and marks those with a loss: the ones that the model should generate.
 
     {"prompt": "2+2=", "completion": "4"}                2+2=[4<eos>]
     {"messages": [user, assistant, user, assistant]}     <user>Hi<assistant>[Hello.<end>]<user>...<assistant>[...<end>]
 
-A text is read as a run's prompts are, and the end token is put behind its answer. Messages go through the chat
-template, each answer behind what a run would ask it with; all answers of a dialogue have a loss, with the token that
-ends each. What is longer than `max_tokens` is left out, and counted. Blocks on the disk.
+Texts are tokenised like a run's prompts, with the end token appended to the answer. Messages go through the chat
+template, each answer after what a run would prompt it with; all answers of a dialogue have a loss, including their end
+tokens. Rows longer than `max_tokens` are left out and counted. Blocks on the disk.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from streamrl.errors import DataError
 from streamrl.learner.packing.micro_batches import Piece
 
 _EXPECTED = '{"prompt": text, "completion": text}, or {"messages": [{"role": ..., "content": text}, ...]}'
-_BEFORE = "\n"  # in no word with what follows it
+_BEFORE = "\n"  # never merges into a token with the text after it
 Messages = list[dict[str, str]]
 
 
@@ -38,7 +38,7 @@ class Rows:
 def read_rows(
     path: Path, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int], *, max_tokens: int, chat: bool = False
 ) -> Rows:
-    """`chat`: texts are what a user says, and what is answered, put into the chat template."""
+    """Read all rows. `chat`: put prompt and completion into the chat template as user and assistant messages."""
     reader = _Reader(tokenizer, tuple(end_ids))
     pieces: list[Piece] = []
     num_overlong = 0
@@ -57,7 +57,7 @@ def read_rows(
 def _piece(number: int, ids: Sequence[int], trained: Sequence[bool]) -> Piece:
     begin = trained.index(True)
     mask = np.array(trained[begin:], dtype=np.bool_)
-    end = int(np.flatnonzero(mask)[-1]) + 1  # what follows the last trained token teaches nothing
+    end = int(np.flatnonzero(mask)[-1]) + 1  # tokens after the last trained one teach nothing
     return Piece(
         sample=number,
         group=number,
@@ -76,7 +76,7 @@ class _Reader:
         self._begins_with_space = self._within("a") != self._encode("a")
 
     def tokens(self, place: str, row: dict[str, Any], *, chat: bool) -> tuple[list[int], list[bool]]:
-        """(ids, which have a loss)"""
+        """(ids, which of them have a loss)"""
         prompt, completion = row.get("prompt"), row.get("completion")
         is_text = isinstance(prompt, str) and isinstance(completion, str)
         if is_text and not chat:
@@ -115,7 +115,7 @@ class _Reader:
         return ids, trained
 
     def _turns(self, place: str, messages: Messages) -> Iterator[tuple[str, str]]:
-        """(what an answer is asked with, the same with the answer) of each"""
+        """(prompt of an answer, the same with the answer) for each answer"""
         if not self._tokenizer.chat_template:
             raise DataError(
                 f"{place}: messages need a chat template, and the model's tokenizer has none; use prompt and completion"
@@ -130,13 +130,12 @@ class _Reader:
                     raise DataError(f"{place}: the tokenizer's chat template refuses the messages: {error}") from None
 
     def _cut(self, said: list[int]) -> tuple[list[int], list[int]]:
-        """(up to the token that ends the answer, what the template writes behind it)"""
+        """(up to the answer's end token, what the template writes after it)"""
         ends = [at for at, token in enumerate(said) if token in self._end_ids]
         return (said[: ends[-1] + 1], said[ends[-1] + 1 :]) if ends else ([*said, self._end], [])
 
     def _encode_behind(self, text: str) -> list[int]:
-        """As it goes on behind other text: there tokenizers of sentencepiece put no space before it, as they do before
-        whatever they are given."""
+        """Encode the text as a continuation, without the space that sentencepiece tokenizers put before any input."""
         return self._within(text) if self._begins_with_space else self._encode(text)
 
     def _within(self, text: str) -> list[int]:

@@ -1,13 +1,13 @@
-"""Supervised training of a model on one machine, as `streamrl sft` begins it.
+"""Supervised training of a model on one machine, for `streamrl sft`.
 
-    rows ─► an order of each pass, by the seed ─► batches ─► packed as the learner packs ─► loss, AdamW ─► OUTPUT
+    rows ─► an order of each pass, by the seed ─► batches ─► packed as in the learner ─► loss, AdamW ─► OUTPUT
                                                                     │
-              OUTPUT.training/: every `save_every` steps what a later start goes on from, to the same weights
+              OUTPUT.training/: state every `save_every` steps, from which a restart reaches the same weights
 
     loss = - sum over trained tokens of a batch of log pi / their number
 
-Model, packing, head, optimizer and schedule are those of a run. OUTPUT appears whole, at the end. One process, on the
-first GPU where there is one. Blocks on computing and the disk.
+Model, packing, head, optimizer and schedule are those of a run. OUTPUT appears complete, at the end. One process, on
+the first GPU if there is one. Blocks on computing and the disk.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ from streamrl.learner.process.ranks import World
 from streamrl.learner.sft.rows import read_rows
 from streamrl.terminal import age
 
-_REPORTS = 20  # lines about the loss, over the whole training
-_REPORT_S = 5.0  # or more of them, where steps are slow
+_REPORTS = 20  # progress lines over the whole training
+_REPORT_S = 5.0  # or more of them, if steps are slow
 _STATE, _RANKS = "state.json", "ranks"
 _MAX_SKIPPED_IN_ROW = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """`save_every` alone may change when a training goes on."""
+    """Only `save_every` may change when a training resumes."""
 
     model: str  # folder or hub name
     data: Path
     output: Path
     epochs: int = 1
-    batch_size: int = 32  # rows of a step
+    batch_size: int = 32  # rows per step
     lr: float = 1e-5
     warmup_steps: int = 20
-    schedule: str = "cosine"  # down to a tenth of `lr` | constant
+    schedule: str = "cosine"  # cosine, down to a tenth of `lr` | constant
     weight_decay: float = 0.0
     clip_norm: float = 1.0
-    max_tokens: int = 2048  # of a row
+    max_tokens: int = 2048  # per row
     micro_batch_tokens: int = 4096
     dtype: str = "float32"  # of forward and backward passes
-    held_out: float = 0.0  # share of the rows that only measures
+    held_out: float = 0.0  # share of rows used only for measuring
     chat: bool = False
     save_every: int = 100  # steps
     seed: int = 1234
@@ -74,18 +74,18 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    loss: float  # of the last twentieth of the steps
+    loss: float  # over the last twentieth of the steps
     held_out_loss: float | None
     num_steps: int
-    went_on_from: int  # step
-    num_rows: int  # to learn from
+    went_on_from: int  # step that it resumed from
+    num_rows: int  # used for training
     num_held_out: int
     num_overlong: int
-    num_tokens: int  # that had a loss, of one pass
+    num_tokens: int  # with a loss, in one pass
 
 
 def prepare_process(threads: int | None) -> None:
-    """Only we speak to the user."""
+    """Set the number of threads and silence transformers' output."""
     if threads is not None:
         torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
@@ -93,7 +93,7 @@ def prepare_process(threads: int | None) -> None:
 
 
 def train(settings: Settings, say: Callable[[str], None]) -> Outcome:
-    """The trained model and its tokenizer are in `output` afterwards. Again after it was killed, it goes on."""
+    """Train, and leave model and tokenizer in `output`. Resumes a training that was killed."""
     if settings.output.exists() and (not settings.output.is_dir() or any(settings.output.iterdir())):
         raise ConfigError(f"--output: {str(settings.output)!r} is not empty; nothing is overwritten")
     info = read_tokenizer_info(settings.model)
@@ -122,7 +122,7 @@ def train(settings: Settings, say: Callable[[str], None]) -> Outcome:
 
 
 def _shared_out(pieces: Sequence[Piece], settings: Settings) -> tuple[list[Piece], list[Piece]]:
-    """(to learn from, to measure with)"""
+    """(rows to train on, rows to measure with)"""
     count = int(settings.held_out * len(pieces) + 0.5)
     if count == len(pieces):
         raise ConfigError(f"--held-out: {settings.held_out} of {len(pieces)} rows leaves none to learn from")
@@ -151,7 +151,7 @@ class _Training:
         self._saving: Shard | None = None
 
     def run(self) -> float:
-        """The mean loss of the last steps."""
+        """Train; return the mean loss of the last steps."""
         began, first, skipped = time.monotonic(), self.went_on_from, 0
         told = began
         every = max(1, self.num_steps // _REPORTS)
@@ -184,7 +184,7 @@ class _Training:
         return [self._pieces[i] for i in order[at * size : (at + 1) * size]]
 
     def _accumulate(self, pieces: Sequence[Piece]) -> float:
-        """Gradients of the batch's loss, and the loss."""
+        """Accumulate the gradients of the batch's loss, and return the loss."""
         num_tokens = sum(int(piece.mask.sum()) for piece in pieces)
         total = 0.0
         for micro_batch in pack(pieces, max_tokens=self._settings.micro_batch_tokens, shape=self.policy.shape):
@@ -193,7 +193,7 @@ class _Training:
             total += float(loss.detach())
         return total
 
-    # What a later start goes on from
+    # State for resuming
 
     def _save(self, step: int) -> None:
         if self._saving is None:
@@ -208,7 +208,7 @@ class _Training:
         replace_folder(made, self._settings.partial / _RANKS)
 
     def _restore(self) -> int:
-        """The step; 0 at the beginning."""
+        """Restore saved state; return its step, or 0."""
         folder = self._settings.partial / _RANKS
         put_back(folder)
         if not (folder / _STATE).is_file():
@@ -230,7 +230,7 @@ class _Training:
         return step
 
     def _identity(self) -> dict[str, str]:
-        """What decides the weights."""
+        """What determines the weights."""
         settings = {key: str(value) for key, value in asdict(self._settings).items() if key != "save_every"}
         digest = xxhash.xxh3_64()
         for piece in self._pieces:
@@ -239,7 +239,7 @@ class _Training:
 
 
 def _config(settings: Settings, *, longest: int) -> schema.Config:
-    """Of a run that would train like this."""
+    """The configuration of a run that would train like this."""
     dtype = read_config(settings.model).dtype
     return schema.Config.model_validate(
         {
@@ -250,7 +250,7 @@ def _config(settings: Settings, *, longest: int) -> schema.Config:
             "data": {"train": str(settings.data), "max_prompt_tokens": 1},
             "sampling": {"max_tokens": longest, "min_tokens": 0},
             "training": {"micro_batch_tokens": settings.micro_batch_tokens},
-            "weights": {"dtype": "bfloat16" if dtype == torch.bfloat16 else "float32"},  # as it was
+            "weights": {"dtype": "bfloat16" if dtype == torch.bfloat16 else "float32"},  # as in the original model
             "algorithm": {"kl": {"placement": "none"}},
             "optimizer": {
                 "lr": settings.lr,
