@@ -1,1 +1,1 @@
-"""Validation beside training: when it is asked for, and what its answers add up to."""
+"""Validation beside training: when it runs, and the metrics of its answers."""

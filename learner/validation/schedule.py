@@ -1,11 +1,11 @@
-"""When weights are validated, and which checkpoints learn how good they are. On rank 0.
+"""Schedules validations on rank 0, and writes their scores to checkpoints.
 
-    step to be validated ─► due ─► a version with its weights, or younger ones, gets out ─► runs beside training
+    step to be validated ─► due ─► a version with its weights, or newer ones, is published ─► runs beside training
                                                                                                │ rounds later
                        checkpoint of that step: validation.json ◄── score ◄── result ──────────┘
 
-One validation at a time; one that still runs is left to finish, and one that ran out of time scores no checkpoint.
-Blocks in asking for answers, as long as Redis may be away, and else no longer than `poll` is told to.
+One validation runs at a time and is left to finish; one that timed out scores no checkpoint. Blocks on Redis when it
+starts, for as long as Redis may be away, and otherwise at most `wait_s` in `poll`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ log = structlog.get_logger(__name__)
 class ValidationSchedule:
     def __init__(self, *, validation: Validation | None, checkpoints: CheckpointRoot, recorder: Recorder) -> None:
         self._validation, self._checkpoints, self._recorder = validation, checkpoints, recorder
-        self._due: int | None = None  # the step whose weights wait for a version of them to get out
-        self._of: frozenset[CheckpointName] = frozenset()  # whose weights the running one tells of
+        self._due: int | None = None  # step whose weights are to be validated once published
+        self._of: frozenset[CheckpointName] = frozenset()  # checkpoints that the running validation scores
         self._newest: ValidationResult | None = None
-        self._scores: dict[CheckpointName, Mapping[str, float]] = {}  # of checkpoints that may not be there yet
+        self._scores: dict[CheckpointName, Mapping[str, float]] = {}  # of checkpoints that may not exist yet
 
     @property
     def running(self) -> bool:
         return self._validation is not None and self._validation.running
 
     def start(self, step: int, latest: Published | None) -> None:
-        """Of the weights of this step, or of the next that get out: as soon as workers can have them."""
+        """Validate the weights of this step, or the next published ones, as soon as workers can have them."""
         if self._validation is None or self.running:
             return
         self._due = step
@@ -53,13 +53,13 @@ class ValidationSchedule:
             return
         due, self._due = self._due, None
         if self._newest is not None and self._newest.complete and self._newest.version == latest.version:
-            return  # all its answers are there
+            return  # already validated completely
         with redis_may_be_away("no validation"):
             self._validation.start(step=latest.step, version=latest.version)
             self._of = frozenset(CheckpointName(term_of(latest.version), step) for step in (due, latest.step))
 
     def poll(self, *, wait_s: float) -> None:
-        """Take up what has come; the result, when it is there, is recorded."""
+        """Process answers that have come, and record the result once it is complete."""
         if self._validation is None:
             return
         result = None
@@ -73,7 +73,7 @@ class ValidationSchedule:
                 self._write_score(name)
 
     def note_committed(self, name: CheckpointName) -> None:
-        """Its score, if its weights were validated while it was being written."""
+        """Write the checkpoint's score, if its weights were validated while it was being written."""
         self._write_score(name)
         self._scores = {other: metrics for other, metrics in self._scores.items() if other >= name}
 
@@ -86,5 +86,5 @@ class ValidationSchedule:
             log.warning("score of a checkpoint not written", checkpoint=str(name), error=str(error))
 
     def undecided(self, term: int) -> frozenset[CheckpointName]:
-        """Checkpoints, of this term, that may yet turn out to be the best."""
+        """This term's checkpoints that may still turn out to be the best."""
         return self._of if self._due is None else self._of | {CheckpointName(term, self._due)}

@@ -1,12 +1,12 @@
-"""Validation beside training: its prompts go out as tickets of their own, and answers are picked up as they come.
+"""Runs a validation beside training: issues its prompts as evaluation tickets, and collects answers as they arrive.
 
 Evaluation tickets have their own stream, which workers serve first, and their own numbers, which grow over restarts:
-`term << 32 | k`. They are outside the audit of training tickets, and no checkpoint holds them: a validation that the
-timeout cuts short is reported as far as it got, one that a crash cuts short is not. Each ticket names the version to
-evaluate as the least; a worker may be further by then, so the result tells the range of steps that answered.
+`term << 32 | k`. They are not audited like training tickets, and not in checkpoints: a validation that times out is
+reported as far as it got, one that a crash cuts short is not. Each ticket names the minimum version to evaluate; a
+worker may have a newer one, so the result holds the range of steps that answered.
 
-Nothing here waits unless `poll` is told to. An unsound answer counts as a failure of its ticket, like a reported one.
-What a full Redis refuses goes out with a later `poll`.
+Only `poll` waits, and only if asked to. An unsound answer counts as a failure of its ticket, like a reported failure.
+Tickets that a full Redis refuses are sent by a later `poll`.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class _Round:
-    """One validation under way."""
+    """One validation in progress."""
 
     step: int
     version: int
-    numbers: range  # of its tickets, in the order of the prompts
+    numbers: range  # ticket numbers, in the order of the prompts
     started_at: float
-    attempts: dict[int, int]  # reported failures of the tickets that are open
+    attempts: dict[int, int]  # open ticket -> failures so far
     answers: dict[int, Group]
-    unsent: list[int]  # tickets that are yet to go out
+    unsent: list[int]  # tickets still to be sent
 
 
 class Validation:
@@ -54,7 +54,7 @@ class Validation:
         settings: schema.Validation,
         run_uid: str,
         term: int,
-        fingerprint: str,  # of model and tokenizer, as answers must carry it
+        fingerprint: str,  # of model and tokenizer; answers must carry it
         max_attempts: int,
         decode: Callable[[list[int]], str],
         clock: Callable[[], float] = time.monotonic,
@@ -75,9 +75,9 @@ class Validation:
         return self._round is not None
 
     def start(self, *, step: int, version: int) -> None:
-        """Ask for answers by this version, or a younger one."""
+        """Issue tickets to be answered by this version, or a newer one."""
         assert self._round is None, "one validation at a time"
-        self._withdraw()  # what a learner before this one has left
+        self._withdraw()  # tickets left by a previous learner
         numbers = range(self._next_number, self._next_number + len(self._prompts))
         self._next_number = numbers.stop
         current = _Round(
@@ -93,7 +93,7 @@ class Validation:
         self._round = current
 
     def poll(self, *, wait_s: float = 0.0) -> ValidationResult | None:
-        """Take what has come, waiting at most so long for the first; the result once all is there or time is up."""
+        """Process what has come, waiting up to `wait_s` for the first; return the result once complete or timed out."""
         current = self._round
         if current is None:
             return None
@@ -119,7 +119,7 @@ class Validation:
 
     def _receive(self, current: _Round, entry: Entry) -> None:
         if entry.run_uid != self._run_uid or entry.number not in current.attempts or not entry.ticket_entry:
-            return  # of an earlier validation, answered already, or delivered by no holder of a lease
+            return  # of an earlier validation, already answered, or not delivered by a lease holder
         try:
             current.answers[entry.number] = self._open(entry, asked=self._ticket(current, entry.number).identity)
         except WireError as error:
@@ -131,7 +131,7 @@ class Validation:
         del current.attempts[entry.number]
 
     def _open(self, entry: Entry, *, asked: str) -> Group:
-        """The group, or WireError when it is no sound answer."""
+        """The group; WireError if it is not a sound answer."""
         header = decode_header(entry.header)
         if header.failed:
             raise WireError(f"reported by worker {header.worker}: {header.error}")
@@ -163,7 +163,7 @@ class Validation:
         )
 
     def _withdraw(self) -> None:
-        """Take back tickets that nobody answered, so that no worker spends time on them."""
+        """Delete unanswered tickets, so that no worker spends time on them."""
         left = [ticket.entry_id for ticket in self._stream.present_tickets("eval")]
         if left:
             self._stream.delete_tickets("eval", left)
@@ -183,7 +183,7 @@ class Validation:
         )
 
     def _metrics(self, answers: Sequence[tuple[Prompt, Group]]) -> dict[str, float]:
-        """Of all prompts, and of each dataset where they have names."""
+        """Metrics over all prompts, and per dataset if they have names."""
         found = _means([group for _, group in answers])
         found |= self._passing([group for _, group in answers])
         for name in dict.fromkeys(prompt.dataset for prompt in self._prompts if prompt.dataset):
@@ -215,7 +215,7 @@ class Validation:
 
 
 def _means(groups: Sequence[Group]) -> dict[str, float]:
-    """Means over samples, where somebody answered."""
+    """Means over samples, if there are any."""
     samples = [sample for group in groups for sample in group.samples]
     steps = [span.step for sample in samples for span in sample.spans]
     found = {"val_rollouts/num_prompts": float(len(groups))}
