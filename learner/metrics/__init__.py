@@ -1,1 +1,1 @@
-"""What steps add up to, and where it is written down."""
+"""Metrics of each step, and where they are recorded."""

@@ -1,9 +1,9 @@
-"""Metrics for programs that people watch runs with: TensorBoard and Weights & Biases, each only where a setting asks.
+"""Exports metrics to TensorBoard and Weights & Biases, each only if configured.
 
-Neither is a dependency: each is imported when it is asked for. One that is not installed is a mistake in the
-configuration, found before the run has any effect; a W&B that nobody has logged in to is one, too. One that fails
-otherwise, to begin or later, is logged, and training goes on. Blocks on the disk (TensorBoard), and half a minute on a
-W&B that is away, now and then; otherwise W&B sends from a process of its own.
+Neither is a dependency; each is imported on demand. A missing package is a configuration error, found before the run
+has any effect, and so is a W&B without a login. Any other failure, at the start or later, is logged, and training
+continues. Blocks on the disk (TensorBoard), and now and then for half a minute on an unreachable W&B, which otherwise
+sends from its own process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Exporter(Protocol):
 
 
 class TensorBoard:
-    """Event files in the run's folder, written out at each step."""
+    """Event files in the run's folder, flushed at each step."""
 
     def __init__(self, settings: schema.Config, module: Any) -> None:
         self._writer = module.SummaryWriter(str(settings.folder / "tensorboard"))
@@ -48,7 +48,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One run there for each run here, gone on with by later processes."""
+    """One W&B run per run, resumed by later processes."""
 
     def __init__(self, settings: schema.Config, module: Any, *, run_uid: str) -> None:
         wandb = settings.metrics.wandb
@@ -72,13 +72,15 @@ class WeightsAndBiases:
             ) from error
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        # Not as W&B's own step, which only goes up: after a crash steps are made again, and validations come late.
+        # Not W&B's own step, which only goes up: after a crash steps are repeated, and validations come late.
         self._run.log({**metrics, "step": step})
 
 
 class Guarded:
-    """An exporter whose failures stop nothing. One that cannot begin is tried again, ever more rarely; a ConfigError at
-    the first time is for the user."""
+    """An exporter whose failures never stop training.
+
+    One that fails to start is retried at growing intervals; only a ConfigError on the first try reaches the user.
+    """
 
     def __init__(self, key: str, begin: Callable[[], Exporter], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._key, self._begin, self._clock = key, begin, clock
@@ -109,7 +111,7 @@ class Guarded:
 
 
 def check_exporters(settings: schema.Config, *, load: Importer = import_module) -> None:
-    """ConfigError when one that is asked for is not installed."""
+    """Raise ConfigError if a configured exporter is not installed."""
     for key, module in _asked(settings):
         try:
             load(module)
@@ -127,7 +129,7 @@ def open_exporters(
     load: Importer = import_module,
     clock: Callable[[], float] = time.monotonic,
 ) -> Sequence[Exporter]:
-    """After `check_exporters`; on rank 0."""
+    """Open the configured exporters, on rank 0, after `check_exporters`."""
     kinds: dict[str, Callable[..., Exporter]] = {
         "tensorboard": TensorBoard,
         "wandb": partial(WeightsAndBiases, run_uid=run_uid),

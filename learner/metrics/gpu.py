@@ -1,6 +1,6 @@
-"""What a rank's GPU tells of itself at each step: its memory, and how busy it was. Nothing where there is none.
+"""Metrics of a rank's GPU at each step: memory and utilisation. Empty without a GPU.
 
-How busy it is torch tells only where nvidia-ml-py is installed. No GPU has run this.
+torch reports utilisation only if nvidia-ml-py is installed. No GPU has run this.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Gpu:
         self._is_there = self._tells_use = device.type == "cuda"
 
     def metrics(self) -> dict[str, float]:
-        """Since this was last asked."""
+        """Metrics since the last call."""
         return {**self._memory(), **self._use()} if self._is_there else {}
 
     def _memory(self) -> dict[str, float]:
@@ -33,7 +33,7 @@ class Gpu:
             return {}
         try:
             return {"gpu/use": self._cuda.utilization(self._device) / 100}
-        except Exception:  # nvidia-ml-py is not installed, or has errors of its own
+        except Exception:  # nvidia-ml-py is not installed, or fails
             log.info("the GPU's use is not known", exc_info=True)
             self._tells_use = False
             return {}

@@ -1,11 +1,11 @@
-"""What a run leaves in its folder for the time when its Redis has gone: how it ended, and some of its rollouts.
+"""Leaves in the run's folder what should outlast its Redis: how the run ended, and some of its rollouts.
 
-    state.json        running | finished | stopped | failed, of which term, since when; who runs it, and with what error
-                      it failed. A learner that dies leaves "running" behind, and a process that is no more.
-    rollouts.jsonl    a group a step, as text: prompt, samples, rewards by source, which versions made them
+    state.json        running | finished | stopped | failed, with term, time, process and the error of a failure. A
+                      learner that dies leaves "running" behind, with a process that no longer exists.
+    rollouts.jsonl    one group per step, as text: prompt, samples, rewards by source, which versions made them
 
-The rollouts are few and of the whole run: the latest ones, and before them some at even distances. Blocks on the disk,
-without waiting for it: what a power cut takes of this is no loss. A disk that fails here never stops training.
+Rollouts are few and cover the whole run: the latest ones, and before them some at even distances. Blocks on the disk,
+without syncing: losing some of this in a power cut does no harm. A disk that fails here never stops training.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from streamrl.versions import show
 
 STATE, ROLLOUTS = "state.json", "rollouts.jsonl"
 _MOST_ROLLOUTS = 128
-_MOST_SAMPLES = 8  # of a group
+_MOST_SAMPLES = 8  # per group
 _LONGEST_TEXT = 4000  # characters
-_MOST_PARTS = 32  # of a sample: its turns, and what was given between them
+_MOST_PARTS = 32  # per sample: its turns, and the context between them
 
 log = structlog.get_logger(__name__)
 
 
 class Decoder(Protocol):
-    """What it needs of a tokenizer."""
+    """What is needed of a tokenizer."""
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = ...) -> str | list[str]: ...
 
 
 def note_state(folder: Path, state: RunState, *, term: int, error: str = "") -> None:
-    """Rank 0, when it takes the run and when it leaves it."""
+    """Record the run's state; rank 0 does so when it takes the run and when it leaves it."""
     told = {"state": state, "term": term, "at": time.time(), "error": error}
     told |= {"host": socket.gethostname(), "pid": os.getpid(), "process_began": started_at(os.getpid())}
     _replace(folder / STATE, json.dumps(told))
 
 
 class RolloutKeeper:
-    """`rollouts.jsonl`, goes on with what lies there."""
+    """Appends to `rollouts.jsonl`, and thins it out."""
 
     def __init__(self, folder: Path, decoder: Decoder, *, term: int) -> None:
         self._path, self._decoder, self._term = folder / ROLLOUTS, decoder, term
         self._num_kept = self._path.read_bytes().count(b"\n") if self._path.exists() else 0
 
     def keep(self, step: int, groups: Sequence[Group]) -> None:
-        """One of those that this step has trained."""
+        """Keep one of the groups that this step has trained."""
         if not groups:
             return
         record = self._record(step, groups[step % len(groups)])
@@ -71,7 +71,7 @@ class RolloutKeeper:
             log.warning("rollout not kept", error=str(error))
 
     def _record(self, step: int, group: Group) -> Mapping[str, Any]:
-        """In the form of `streamrl groups --json`, with the step and without token ids."""
+        """The group in the form of `streamrl groups --json`, with the step and without token ids."""
         return {
             "id": f"{step}-{group.header.ticket}",
             "at": time.time(),
@@ -111,7 +111,7 @@ def _cut(text: str) -> str:
 
 
 def _is_whole(line: str) -> bool:
-    """A learner that was killed may have left half of one."""
+    """Whether the line is complete: a killed learner may have left a part."""
     try:
         return "step" in json.loads(line)
     except ValueError:
@@ -119,7 +119,7 @@ def _is_whole(line: str) -> bool:
 
 
 def _evenly(lines: Sequence[str], count: int) -> list[str]:
-    """At most so many, with the first: those nearest to steps that lie evenly."""
+    """At most `count` lines, the first included: those nearest to evenly spaced steps."""
     steps = [json.loads(line)["step"] for line in lines]
     wanted = (steps[0] + (steps[-1] - steps[0]) * place / (count - 1) for place in range(count))
     chosen = {min(range(len(steps)), key=lambda at: abs(steps[at] - step)) for step in wanted}
@@ -127,17 +127,17 @@ def _evenly(lines: Sequence[str], count: int) -> list[str]:
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """As JSON, whole or not at all. OSError when the disk does not take it."""
+    """Append a JSON line, whole or not at all. OSError if the disk refuses it."""
     line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
     with path.open("ab", buffering=0) as file:
         begin = file.seek(0, os.SEEK_END)
-        if file.write(line) < len(line):  # the disk is full from here on: half a line would spoil the next, too
+        if file.write(line) < len(line):  # disk full: a partial line would corrupt the next one too
             file.truncate(begin)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _replace(path: Path, text: str) -> None:
-    """A reader sees the old contents or the new ones."""
+    """Replace the file, so that readers see the old or the new contents."""
     aside = path.with_name(f".tmp-{path.name}")
     try:
         aside.write_text(text, encoding="utf-8")

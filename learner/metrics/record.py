@@ -1,13 +1,13 @@
-"""What a run leaves for people: metrics of each step, and validations with a few answers to read.
+"""Records a run for people: metrics of each step, and validations with a few answers to read.
 
-    metrics.jsonl      a line a step, and a line a validation
-    validation.jsonl   a line a validation: its numbers and some prompts with their completions
-    rollouts.jsonl     some of what was trained, to be read (keepsakes)
+    metrics.jsonl      a line per step, and a line per validation
+    validation.jsonl   a line per validation: its numbers and some prompts with their completions
+    rollouts.jsonl     some trained rollouts to read (keepsakes)
     Redis              the same metrics, for the monitor
-    exporters          the same metrics, for TensorBoard and W&B where the configuration asks for them
+    exporters          the same metrics, for TensorBoard and W&B if configured
 
-After a crash steps since the last checkpoint are made again and stand there twice; the later line, of the higher
-term, counts. Only rank 0 records. A disk or a Redis that fails here never stops training.
+After a crash, steps since the last checkpoint are repeated and appear twice; the later line, of the higher term,
+counts. Only rank 0 records. A disk or a Redis that fails here never stops training.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationResult:
-    step: int  # the version's, as asked for
+    step: int  # of the requested version
     version: int
-    complete: bool  # every prompt was answered; else some were given up, or not answered in time
-    cut_short: bool = False  # time was up: what is there are the quick answers, whose mean is no other's equal
+    complete: bool  # every prompt was answered; else some were given up or timed out
+    cut_short: bool = False  # timed out: only the quick answers, whose mean is not comparable
     metrics: Mapping[str, float]
-    shown: tuple[tuple[Prompt, Sample], ...] = ()  # a few answers, for people to read
+    shown: tuple[tuple[Prompt, Sample], ...] = ()  # a few answers for people to read
 
 
 class MetricsSink(Protocol):
@@ -66,7 +66,7 @@ class Recorder:
         self._append("metrics.jsonl", {"step": step, "term": self._term, "at": time.time(), **finite})
 
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:
-        """What this step has trained, of this rank."""
+        """Keep some of what this rank has trained in this step."""
         self._rollouts.keep(step, groups)
 
     def validation(self, result: ValidationResult) -> None:
@@ -91,7 +91,7 @@ class Recorder:
 
 
 class Timers:
-    """Seconds spent by name since they were last taken."""
+    """Seconds by name since they were last taken."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}

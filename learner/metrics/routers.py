@@ -1,4 +1,4 @@
-"""What a step's routers tell: how evenly experts are used, how sure their choice is, how large their logits are."""
+"""Router metrics of a step: how evenly experts are used, the entropy of their choice, the size of their logits."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import numpy.typing as npt
 
 
 def of_routers(totals: npt.NDArray[np.float64], num_layers: int) -> dict[str, float]:
-    """Means over layers. `totals`: of each layer tokens of each expert, sums of entropy and of logsumexp^2; then the
-    number of tokens that were routed."""
+    """Means over layers.
+
+    `totals`: per layer the tokens of each expert and the sums of entropy and logsumexp^2; then the number of routed
+    tokens.
+    """
     num_tokens = totals[-1]
     if num_tokens == 0:
         return {}

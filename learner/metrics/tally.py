@@ -1,9 +1,9 @@
-"""What a step's samples and tokens add up to, over all ranks, and the metrics that follow from the sums.
+"""Sums over a step's samples and tokens, across all ranks, and the metrics computed from them.
 
-Every rank adds what it saw; two all-reduces later each knows the whole. The names of our sums are fixed, so that ranks
-agree on their places without talking, also when one of them got no group at all. Those of a loss's own metrics are the
-loss's affair, and may be others in each step: ranks first tell each other which they have, which takes them as long as
-the two all-reduces (2 ms between two ranks, 10 among four on two cores), and a rank alone nothing.
+Every rank adds its own; two all-reduces later each has the totals. The names of our sums are fixed, so ranks agree on
+their order without communication, even if one of them got no group. A loss's own metrics are named by the loss and may
+differ in each step: ranks first exchange the names, which takes as long as the two all-reduces (2 ms between two ranks,
+10 among four on two cores), and costs a single rank nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from streamrl.protocol.wire.sample import Sample
 from streamrl.recipe.losses import Metric, TokenBatch, ratios
 from streamrl.telemetry.metrics import OF_LOSS
 
-# Means over the samples of a step, or over its groups: by name, what each of them adds. A line here, and the name with
-# its meaning in `streamrl.telemetry.metrics`, is a metric. What is not finite is left out of the step's record.
+# Means over a step's samples or groups: name -> what each one adds. A line here, and the name with its meaning in
+# `streamrl.telemetry.metrics`, makes a metric. Values that are not finite are left out of the step's record.
 OF_SAMPLES: Final[Mapping[str, Callable[[Group, Sample], float]]] = {
     "train_rollouts/rewards": lambda group, sample: sample.reward,
     "train_rollouts/prompt_lengths": lambda group, sample: len(group.prompt_ids),
@@ -52,7 +52,7 @@ _SUMS: Final = (
     *("model_tokens", "flops", "tokens", "ratio_squared", "kl", "kl_tokens"),
     *("fresh_tokens", "fresh_mismatch", "fresh_mismatch_kl"),
 )
-# Upper edges of the bins that ratios are counted in; each bin begins beyond the edge before it.
+# Upper edges of the histogram of ratios; each bin begins above the previous edge.
 RATIO_EDGES: Final = (0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2.0, 5.0, math.inf)
 _BINS: Final = tuple(f"policy/ratio_histogram/{edge:g}" for edge in RATIO_EDGES)
 # Means over the tokens of all passes.
@@ -65,7 +65,7 @@ _PEAKS: Final = ("lag", "negative_lag", "ratio")
 
 _MAX_LOG = 20.0
 
-IsDead = Callable[[int, int], bool]  # (version, its step): made by a lineage that was given up
+IsDead = Callable[[int, int], bool]  # (version, its step) -> whether it is of an abandoned lineage
 
 
 class Tally:
@@ -81,10 +81,10 @@ class Tally:
         )
         self._sums = dict.fromkeys(names, 0.0)
         self._peaks = dict.fromkeys(_PEAKS, -math.inf)
-        self._own: dict[str, npt.NDArray[np.float64]] = {}  # (sum, count) of each metric of the loss's own
-        self._routers: npt.NDArray[np.float64] | None = None  # [layers, E + 2]; of a mixture of experts
+        self._own: dict[str, npt.NDArray[np.float64]] = {}  # (sum, count) of each of the loss's own metrics
+        self._routers: npt.NDArray[np.float64] | None = None  # [layers, E + 2]; for a mixture of experts
         self._router_tokens = 0
-        self._routes = np.zeros(3)  # as `add_routes` has them
+        self._routes = np.zeros(3)  # as in `add_routes`
         self._sources, self._step, self._is_dead = tuple(sources), step, is_dead
 
     def add_group(
@@ -102,7 +102,7 @@ class Tally:
             self._add_sample(sample)
 
     def staleness(self, sample: Sample) -> npt.NDArray[np.int64]:  # [T]
-        """Steps between the weights that made each token and today's; 0 of given tokens, which nobody made."""
+        """Steps between the weights that made each token and the current ones; 0 for tokens that were not generated."""
         ages = np.zeros(len(sample.token_ids), dtype=np.int64)
         for span in sample.spans:
             ages[span.start : span.end] = max(0, self._step - span.step)
@@ -119,11 +119,11 @@ class Tally:
         self,
         batch: TokenBatch,
         entropy: torch.Tensor,  # [T]
-        own: Mapping[str, Metric],  # the loss's
+        own: Mapping[str, Metric],  # the loss's own metrics
         *,
-        fresh: torch.Tensor | None,  # [T] bool, whether its sample is; None: an earlier pass has changed the weights
+        fresh: torch.Tensor | None,  # [T] bool, of the token's sample; None: an earlier pass changed the weights
     ) -> None:
-        """Of every pass over the batch. All figures come to the CPU at once: each trip would stop a GPU."""
+        """Add the tokens of one pass. All values move to the CPU at once: each transfer stalls a GPU."""
         num_tokens = len(batch.logprobs)
         if num_tokens == 0:
             return
@@ -152,7 +152,7 @@ class Tally:
             self._own[name] = self._own.get(name, np.zeros(2)) + values[begin : begin + 2]
 
     def add_routes(self, counts: torch.Tensor) -> None:  # [3]
-        """Pairs of a token and a layer with experts; of these, with a route; of these, where the learner's differs."""
+        """Add counts of (token, expert layer) pairs: all; those with a route; of these, those routed differently."""
         self._routes += counts.cpu().numpy()
 
     def add_reference(self, behaviour_logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> None:
@@ -160,17 +160,17 @@ class Tally:
         self._add("kl_tokens", len(behaviour_logprobs))
 
     def add_work(self, *, num_tokens: int, flops: float) -> None:
-        """One pass: tokens of trained samples with their prompts, and what computing them takes."""
+        """Add one pass: tokens of trained samples with their prompts, and its FLOPs."""
         self._add("model_tokens", num_tokens)
         self._add("flops", flops)
 
     def add_routers(self, sums: npt.NDArray[np.float64], *, num_tokens: int) -> None:  # [layers, E + 2]
-        """Of a micro-batch of any pass: the tokens that went to each expert, sums of entropies and of z."""
+        """Add a micro-batch of any pass: tokens per expert, and sums of entropy and z."""
         self._routers = sums if self._routers is None else self._routers + sums
         self._router_tokens += num_tokens
 
     def add_masked(self, num_tokens: int) -> None:
-        """Tokens that were too old to get a loss."""
+        """Add tokens that were too old for a loss."""
         self._add("masked_tokens", num_tokens)
 
     def metrics(self, world: World) -> dict[str, float]:
@@ -178,14 +178,14 @@ class Tally:
         names = sorted({name for part in told for name in json.loads(part)})
         own = [self._own.get(name, np.zeros(2)) for name in names]
         of_data = np.concatenate([list(self._sums.values()), *own])
-        once = of_data if world.speaks else np.zeros_like(of_data)  # of what other ranks have seen, too
+        once = of_data if world.speaks else np.zeros_like(of_data)  # others have seen the same data
         routes, totals = np.split(world.total(np.concatenate([self._routes, once])), [len(self._routes)])
         sums = dict(zip(self._sums, totals[: len(self._sums)].tolist(), strict=True))
         peaks = dict(zip(self._peaks, world.largest(np.array(list(self._peaks.values()))).tolist(), strict=True))
         found = {**_of_rollouts(sums, self._sources), **_of_tokens(sums, peaks), **_of_lag(sums, peaks)}
         found |= _of_routes(*routes.tolist())
         found |= _of_loss(dict(zip(names, totals[len(sums) :].reshape(-1, 2).tolist(), strict=True)))
-        if self._routers is not None:  # then it is so on all ranks, whatever groups they got
+        if self._routers is not None:  # then on all ranks, whatever groups they got
             found |= of_routers(world.total(np.append(self._routers, self._router_tokens)), len(self._routers))
         found["throughput/tokens"] = sums["model_tokens"]
         found["throughput/tflop"] = sums["flops"] / 1e12
@@ -198,7 +198,7 @@ class Tally:
         self._peaks[name] = max(self._peaks[name], value)
 
     def _add_sample(self, sample: Sample) -> None:
-        self._add("reward_squared", sample.reward * sample.reward)  # may be inf, where a power raises
+        self._add("reward_squared", sample.reward * sample.reward)  # may be inf, where `**` would raise
         for name in self._sources:
             self._add(f"reward/{name}", sample.rewards.get(name, 0.0))
             self._add(f"reward_squared/{name}", sample.rewards.get(name, 0.0) * sample.rewards.get(name, 0.0))
@@ -216,15 +216,17 @@ class Tally:
 
 
 def _to_cpu(values: Sequence[torch.Tensor | float]) -> list[float]:
-    """Sums of tensors on whatever device, and numbers that are here already; one trip for all of the former."""
+    """Sums of tensors, on any device, and plain numbers; one transfer for all tensors."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     told = iter(torch.stack([value.sum().to(tensors[0].device, torch.float64) for value in tensors]).tolist())
     return [next(told) if isinstance(value, torch.Tensor) else float(value) for value in values]
 
 
 def _of_fresh(difference: torch.Tensor, fresh: torch.Tensor) -> dict[str, torch.Tensor]:
-    """`difference`: log mu - log pi. Sums by `where`, not by picking: how many are picked, a GPU would have to tell.
-    No GPU has run this."""
+    """Mismatch sums over fresh tokens. `difference`: log mu - log pi.
+
+    Uses `where` instead of indexing, whose result size would force a GPU sync. No GPU has run this.
+    """
     zero = torch.zeros_like(difference)
     k3 = (-difference).clamp(max=_MAX_LOG).exp() - 1 + difference
     return {
@@ -262,7 +264,7 @@ def _of_tokens(sums: Mapping[str, float], peaks: Mapping[str, float]) -> dict[st
     found = {
         **{name: sums[name] / tokens for name in _OF_TOKENS},
         "policy/ratio_max": peaks["ratio"],
-        **dict.fromkeys(_KNOWN_OF_LOSS.values(), 0.0),  # of a loss that has no such bound
+        **dict.fromkeys(_KNOWN_OF_LOSS.values(), 0.0),  # for losses without such a bound
         "policy/fresh_tokens": sums["fresh_tokens"],
     }
     if sums["fresh_tokens"] > 0:
