@@ -33,7 +33,7 @@ class Commit:
         settings: schema.Checkpoint,
         feed: Feed,
         validation_schedule: ValidationSchedule,
-        event: Callable[..., None],  # of the run's stream
+        event: Callable[..., None],  # records an event in the run's stream
     ) -> None:
         self._name, self._state, self._checkpoints, self._settings = name, state, checkpoints, settings
         self._feed, self._validation_schedule, self._event = feed, validation_schedule, event

@@ -153,7 +153,7 @@ class Conductor:
             self._feed.check_trained()
         if plan is None and self._feed.waits_for is Wait.GROUPS:
             self._look_for_rejections()
-        # Live, since a run whose groups are all dropped makes no step and so no record.
+        # Reported live: a run whose groups are all dropped makes no step and so no record.
         progress.note(**self._feed.metrics())
         return plan or Plan(kind=Kind.IDLE, step=step)
 

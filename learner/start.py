@@ -130,7 +130,7 @@ def admit(
 ) -> Admitted:
     """Claim the term and the run; the caller already holds the lease (`take_lease`).
 
-    Raises RunGone if the run was removed, unless `takeover`, which starts it anew. An operator's stop applies to
+    Raises RunGone if the run was removed, unless `takeover`, which starts it afresh. An operator's stop applies to
     learners that had started by then, and to their restarts. `fingerprint` identifies model and tokenizer.
     """
     if (config.folder / REPLAY).exists():

@@ -222,7 +222,7 @@ class CheckpointRoot:
         best_by: str = BEST_METRIC,
         keep: Collection[CheckpointName] = (),  # kept in any case
     ) -> list[CheckpointName]:
-        """Remove what need not be kept, and what unfinished writes and removals left lying; the names removed."""
+        """Remove checkpoints that need not be kept, and leftovers of unfinished work; return the names removed."""
         self._clean_up(term)
         readable = list(self.readable(lineage))
         kept = {*keep, *(c.name for c in (*readable[:keep_last], *best_first(readable, best_by)[:keep_best]))}

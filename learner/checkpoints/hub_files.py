@@ -143,7 +143,10 @@ def _write_at(file: int, data: memoryview, at: int) -> None:
 
 
 def _rules(model: transformers.PreTrainedModel) -> Sequence[WeightTransform]:
-    """The rules that `save_pretrained` reverts for a model that was not loaded; prefixes need one that was."""
+    """The rules that `save_pretrained` reverts for an unloaded model.
+
+    Without prefix changes, which are known only for a model that was loaded.
+    """
     rules = get_model_conversion_mapping(model, add_legacy=False)
     return [rule for rule in rules if not isinstance(rule, PrefixChange)]
 

@@ -168,7 +168,7 @@ def _make(source: Checkpoint, aside: Path, *, new_data: bool) -> Checkpoint:
 
 
 def _behind(stream: FeedState, *, step: int) -> FeedState:
-    """The stream's state after all that ended in the source: it counts as dropped here, and open tickets are issued."""
+    """The stream's state after the source's: tickets that ended there count as dropped, open ones will be issued."""
     before = stream.ledger
     ended = Ledger(before)
     still_open = set(ended.open_tickets())

@@ -47,7 +47,8 @@ class Quarantine:
     def __init__(self, root: Path | None = None, *, term: int = 0) -> None:
         """Start from the note of the previous learner in the run's folder.
 
-        Without a folder nothing is noted and no ticket suspected: a replay makes its steps as recorded, whatever dies.
+        Without a folder nothing is noted and no ticket suspected: a replay makes its steps as recorded, whatever
+        crashes.
         """
         self._note, self._path = Note(), None
         if root is None:

@@ -109,8 +109,10 @@ class Tally:
         return ages
 
     def is_fresh(self, sample: Sample) -> bool:
-        """Whether the very weights of this step made all of it: then engine and learner should agree on each token. A
-        sample that older weights began has keys and values of theirs, and its last tokens are not quite the newest's.
+        """Whether this step's weights generated the whole sample; then engine and learner should agree on its tokens.
+
+        A sample begun by older weights has their keys and values, so even its last tokens are not exactly the newest
+        version's.
         """
         return all(span.step == self._step and not self._is_dead(span.version, span.step) for span in sample.spans)
 

@@ -68,7 +68,7 @@ def shard(policy: Wrapped, world: World, *, on_host: bool = False, in_half: bool
         for shared in divide_layers(model, among):
             if shared.of_heads:
                 [first, *_] = fully_shard([*shared.of_heads], mesh=mesh, offload_policy=offload, mp_policy=precision)
-                first.set_all_reduce_hook(partial(_divide, by=1 / among.size()))  # each rank has that of its own heads
+                first.set_all_reduce_hook(partial(_divide, by=1 / among.size()))  # each rank has its own heads' share
             fully_shard(shared.module, mesh=over, offload_policy=offload, mp_policy=precision)
     for block in layers_of(model):
         fully_shard(block, mesh=mesh, offload_policy=offload, mp_policy=precision)

@@ -35,7 +35,11 @@ _KILL_S = 10.0  # only a process that hangs in the kernel takes longer
 
 class Ending:
     def __init__(self, *, grace_s: float, verdict: Path, code_when_told: int) -> None:
-        """`verdict`: where a rank may have said with which code to end. `code_when_told`: else, after a clean end."""
+        """Prepare for an end.
+
+        `verdict`: file in which a rank may set the exit code. `code_when_told`: the code after a clean end without a
+        verdict.
+        """
         self._grace_s, self._verdict, self._code_when_told = grace_s, verdict, code_when_told
         self._is_ending = False
 

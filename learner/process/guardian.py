@@ -50,7 +50,7 @@ def _guard(rank: int, *, limit_s: float, look_every_s: float) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM):  # for the rank, which may take long to drain
         signal.signal(number, signal.SIG_IGN)
-    num_looks = 0  # in a row at which it was stopped; a count, since our own clock runs on while we are stopped too
+    num_looks = 0  # looks in a row that saw it stopped; not a time, since clocks run on while the guardian is stopped
     while os.getppid() == rank:
         num_looks = num_looks + 1 if _state(rank) == _STOPPED else 0
         if num_looks * look_every_s > limit_s:
