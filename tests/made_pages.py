@@ -19,9 +19,9 @@ METRICS_PAGE = ROOT / "docs" / "metrics.md"
 TROUBLE_PAGE = ROOT / "docs" / "troubleshooting.md"
 _MADE = re.compile(r"(<!-- made: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 _LEVELS: Mapping[Level, str] = {
-    "blocking": "it stops the run",
-    "attention": "somebody should look",
-    "info": "no fault: it says what the run is at",
+    "blocking": "blocks the run",
+    "attention": "needs attention",
+    "info": "information, not a fault",
 }
 # What is served to Prometheus: how its names begin, where it is written, and how.
 _SERVED = {
@@ -72,7 +72,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _of_cause(found: Sequence[Cause]) -> str:
     (cause,) = found
-    told = f"**{cause.title[0].upper()}{cause.title[1:]}** ({_LEVELS[cause.level]}). Seen, for one: “{cause.evidence}”."
+    told = f"**{cause.title[0].upper()}{cause.title[1:]}** ({_LEVELS[cause.level]}). Example: “{cause.evidence}”."
     return "\n\n".join(_filled(text) for text in (told, f"**Do**: {cause.remedy}.")) + "\n"
 
 

@@ -72,34 +72,40 @@ class _Figures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         health, parts = self._health, self._health.parts
-        yield _gauge("progress_age_seconds", "since the worker last got on", health.progress_age_s())
-        yield _gauge(
-            "tasks", "asyncio tasks: those of samples and groups, and the worker's own", len(asyncio.all_tasks())
-        )
-        yield _gauge("ready", "1 where groups come out of it", not health.against_ready())
+        yield _gauge("progress_age_seconds", "seconds since the worker last made progress", health.progress_age_s())
+        yield _gauge("tasks", "asyncio tasks: samples, groups and the worker's own", len(asyncio.all_tasks()))
+        yield _gauge("ready", "1 if the worker can deliver groups", not health.against_ready())
         if parts is None:
             return
         detail = health.progress.report().detail
         counts = parts.work.counts
-        yield _counter("groups_delivered", "groups that went out", counts.groups_delivered)
+        yield _counter("groups_delivered", "groups delivered", counts.groups_delivered)
         yield _counter("groups_failed", "tickets reported as failed", counts.groups_failed)
-        yield _counter("groups_late", "groups whose ticket was not ours any more", counts.groups_late)
-        yield _counter("samples_failed", "samples without text or score", counts.samples_failed)
-        yield _counter("versions_proved", "weight versions that an engine proved to serve", parts.weights.num_proved)
-        yield _counter(
-            "engine_restarts", "engines that took another one's place", int(detail.get("engine_restarts", 0))
-        )
+        yield _counter("groups_late", "groups whose lease had gone to another worker", counts.groups_late)
+        yield _counter("samples_failed", "samples that failed in generation or scoring", counts.samples_failed)
+        yield _counter("versions_proved", "weight versions proved to be served", parts.weights.num_proved)
+        yield _counter("engine_restarts", "engine restarts", int(detail.get("engine_restarts", 0)))
         yield _gauge("weights_step", "optimizer step of the weights being served", float(detail.get("step", 0)))
-        yield _gauge("weights_fetch_seconds", "from hearing of a version to its bits", _told(detail, "weights_fetch_s"))
-        yield _counter("weights_bytes_store", "of weights, from the store", _told(detail, "weights_from_store"))
-        yield _counter("weights_bytes_peers", "of weights, from other hosts", _told(detail, "weights_from_peers"))
-        yield _counter("weights_bytes_host", "of weights, from this host's share", _told(detail, "weights_from_host"))
+        yield _gauge(
+            "weights_fetch_seconds",
+            "seconds from announcement of a version until its bytes are here",
+            _told(detail, "weights_fetch_s"),
+        )
+        yield _counter(
+            "weights_bytes_store", "bytes of weights fetched from the store", _told(detail, "weights_from_store")
+        )
+        yield _counter(
+            "weights_bytes_peers", "bytes of weights fetched from other hosts", _told(detail, "weights_from_peers")
+        )
+        yield _counter(
+            "weights_bytes_host", "bytes of weights read from this host's share", _told(detail, "weights_from_host")
+        )
         yield _gauge("scores_pending", "samples that wait for a score", parts.rewards.num_pending)
         if (stats := parts.work.engine_stats) is not None:
-            yield _gauge("engine_tokens", "tokens made since this engine's start", stats.num_made)
-            yield _gauge("samples_in_flight", "samples asked of the engine", stats.in_flight)
-            yield _gauge("samples_waiting", "of these, not begun", stats.num_waiting)
-            yield _gauge("kv_cache_used", "share of the room for keys and values", stats.kv_used)
+            yield _gauge("engine_tokens", "tokens generated since this engine's start", stats.num_made)
+            yield _gauge("samples_in_flight", "samples in the engine", stats.in_flight)
+            yield _gauge("samples_waiting", "samples in the engine that have not started", stats.num_waiting)
+            yield _gauge("kv_cache_used", "share of the KV cache in use", stats.kv_used)
 
 
 def _told(detail: Detail, name: str) -> float:

@@ -119,7 +119,7 @@ def test_why_gives_evidence_and_remedy(run: Watched, capsys: pytest.CaptureFixtu
     assert lines[0].endswith(": stalled")
     assert lines[2] == "!! there are no workers"
     assert lines[3].startswith("   seen  6 tickets wait")
-    assert lines[4].startswith("   do    start one: streamrl worker")
+    assert lines[4].startswith("   do    start one, on any machine: streamrl worker")
     code, found = told(capsys, "why", *target(run), "--json")
     assert (code, set(found["causes"][0])) == (4, {"name", "level", "title", "evidence", "remedy"})
 

@@ -142,4 +142,4 @@ async def test_the_commands_say_it_too(run: Watched, capsys: pytest.CaptureFixtu
     assert "worker" in capsys.readouterr().out
     assert main(["why", *target]) == 3
     told = " ".join(capsys.readouterr().out.split())
-    assert "! something in Redis cannot be read seen meta created_at = 'yesterday'; all else is shown" in told
+    assert "! something in Redis cannot be read seen meta created_at = 'yesterday'; everything else is shown" in told

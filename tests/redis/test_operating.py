@@ -222,7 +222,7 @@ def test_a_run_that_is_not_there_or_not_up_is_one_clear_error(
     assert f"holds no run {keys.name!r}" in capsys.readouterr().err
     (tmp_path / "config.yaml").write_text(dump_config(make_config()))
     assert main(["pause", str(tmp_path)]) == 2
-    assert "run 'run' has not begun; `streamrl up" in capsys.readouterr().err
+    assert "run 'run' has not started; `streamrl up" in capsys.readouterr().err
 
 
 def test_terminal_codes_in_names_do_not_reach_the_terminal(

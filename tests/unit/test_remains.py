@@ -107,10 +107,10 @@ def test_a_run_that_no_learner_has_taken_has_not_begun(tmp_path: Path, capsys: p
     (folder / "learner.error").write_text(json.dumps({"error": "data.train: no such file", "exit_code": 2}))
     assert main(["why", str(folder)]) == 5
     told = capsys.readouterr().out
-    assert "the run has not begun" in told
+    assert "the run has not started" in told
     assert "data.train: no such file" in told
     assert main(["stop", str(folder)]) == 2
-    assert f"has not begun; `streamrl up {folder}/asked.yaml` starts it" in capsys.readouterr().err
+    assert f"has not started; `streamrl up {folder}/asked.yaml` starts it" in capsys.readouterr().err
     assert f"`streamrl up {folder}/asked.yaml`" in " ".join(told.split())
 
 

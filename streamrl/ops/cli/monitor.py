@@ -82,7 +82,7 @@ def why(target: Target, as_json: bool) -> int:
         streamrl why runs/quickstart
         !!  there are no workers
             seen   12 tickets wait and nobody reports
-            do     start one: streamrl worker --redis URL --run NAME; it may join from any machine
+            do     start one, on any machine: streamrl worker --redis URL --run NAME
 
     !! marks what stops the run, ! what somebody should look at; the others explain why it does what it does.
 

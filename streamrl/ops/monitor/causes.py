@@ -1,9 +1,8 @@
-"""What holds a run back now: a table of causes, each with its evidence and its remedy, in the order in which they
-explain each other.
+"""What holds a run back now: a table of causes, each with its evidence and its remedy. Causes that explain others
+come first: a full server explains why nobody works, a pause why nobody should.
 
-A full server explains why nobody works, a pause why nobody should: what stands further up is looked at first. Each
-cause is one pure function of a `View`, which yields it where it applies; all that apply are told, the blocking ones
-first. Here stand those that lie with the server, with the state of the run, or with the operator's word.
+Each cause is one pure function of a `View`, which yields a `Cause` if it applies. All that apply are reported, the
+blocking ones first. This module has the causes in Redis, in the state of the run, and in operators' commands.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ def unreachable(error: str) -> Cause:
         name="redis_unreachable",
         title="Redis does not answer",
         evidence=error,
-        remedy="start Redis, or mend the way to it, its address or the password; learner and workers "
-        "wait for redis.give_up_after_s and go on",
+        remedy="start Redis, or fix the network, the address or the password; learner and workers wait for it "
+        "(redis.give_up_after_s) and then continue",
     )
 
 
 def absent(view: View, *, was_removed: bool) -> Iterator[Cause]:
     if was_removed:
-        evidence, remedy = "a tombstone lies under its name: the run was removed", "start it under another name"
+        evidence, remedy = "it was removed, and its name is marked as removed", "start it under another name"
     else:
-        evidence = f"Redis at {view.redis.server} holds nothing of this name"
-        remedy = "look for its name with `streamrl runs ls`, or start it with `streamrl up CONFIG`"
+        evidence = f"Redis at {view.redis.server} holds nothing under this name"
+        remedy = "list the runs with `streamrl runs ls`, or start this one with `streamrl up CONFIG`"
     yield blocking(title="there is no such run", evidence=evidence, remedy=remedy)
 
 
 def not_begun(view: View) -> Iterator[Cause]:
     yield blocking(
-        title="the run has not begun",
+        title="the run has not started",
         evidence=view.run.error or f"no learner has taken it: {view.run.folder} holds little but its configuration",
-        remedy=f"`streamrl up {view.run.folder}/asked.yaml` starts it as it was asked for last",
+        remedy=f"start it with the last requested configuration: `streamrl up {view.run.folder}/asked.yaml`",
     )
 
 
@@ -59,17 +58,17 @@ def redis_full(view: View) -> Iterator[Cause]:
             title="Redis is full" if share >= _FULL else "Redis is nearly full",
             evidence=f"it uses {size(redis.used_bytes)} of the {size(redis.max_bytes)} that maxmemory allows "
             f"({share:.0%})",
-            remedy="raise maxmemory, lower redis.max_backlog_bytes, keep weights elsewhere (weights.store), "
-            "or remove other runs from this server (`streamrl runs ls` shows them)",
+            remedy="raise maxmemory, lower redis.max_backlog_bytes, store weights elsewhere (weights.store), "
+            "or remove other runs from this server (`streamrl runs ls` lists them)",
         )
 
 
 def redis_refuses_writes(view: View) -> Iterator[Cause]:
     if view.redis.save_error:
         yield blocking(
-            title="Redis cannot save, and refuses writes",
+            title="Redis cannot save to disk and refuses writes",
             evidence=view.redis.save_error,
-            remedy="make room on the disk of Redis, or mend its folder; its log says what failed",
+            remedy="free space on Redis' disk, or fix the permissions of its folder; Redis' log says what failed",
         )
 
 
@@ -77,17 +76,17 @@ def redis_read_only(view: View) -> Iterator[Cause]:
     if view.redis.role != "master":
         yield blocking(
             title="this Redis is a replica",
-            evidence=f"its role is {view.redis.role}: it takes no writes, and may lag behind",
-            remedy="give the address of the master to learner and workers, or promote this one (REPLICAOF NO ONE)",
+            evidence=f"its role is {view.redis.role}: it accepts no writes and may lag behind the master",
+            remedy="give learner and workers the master's address, or promote this one (REPLICAOF NO ONE)",
         )
 
 
 def redis_evicts(view: View) -> Iterator[Cause]:
     if view.redis.policy != "noeviction" and view.redis.max_bytes:
         yield attention(
-            title="Redis may throw rollouts away",
+            title="Redis may evict rollouts",
             evidence=f"maxmemory-policy is {view.redis.policy}",
-            remedy="redis-cli CONFIG SET maxmemory-policy noeviction, or a managed service's parameters",
+            remedy="run redis-cli CONFIG SET maxmemory-policy noeviction, or set it in a managed service's parameters",
         )
 
 
@@ -95,9 +94,9 @@ def finished(view: View) -> Iterator[Cause]:
     if view.run.state == "finished" and not is_taken_up(view):
         yield info(
             title="the run has finished",
-            evidence=f"{view.run.step} steps were made",
-            remedy="`streamrl plot` draws its curves, `streamrl groups tail` shows what it answered, `streamrl audit` "
-            "accounts for its tickets; with more training.max_steps it goes on",
+            evidence=f"it made {view.run.step} steps",
+            remedy="nothing to fix; `streamrl plot` draws its curves, `streamrl groups tail` shows rollouts, "
+            "`streamrl audit` accounts for its tickets; raise training.max_steps to continue it",
         )
 
 
@@ -106,8 +105,8 @@ def failed(view: View) -> Iterator[Cause]:
         yield blocking(
             title="the learner ended with an error",
             evidence=f"after step {view.run.step}: {view.run.error or 'the run is marked as failed'}",
-            remedy="mend that, then start it again: it goes on from the last checkpoint; the learner's log in the "
-            "run's folder ends with the error",
+            remedy="fix the error, then start the run again: it resumes from the last checkpoint; the full error is at "
+            "the end of the learner's log in the run's folder",
         )
 
 
@@ -115,8 +114,8 @@ def stopped(view: View) -> Iterator[Cause]:
     if view.run.state == "stopped" and not is_taken_up(view):
         yield blocking(
             title="the run was stopped",
-            evidence=f"a checkpoint was written at step {view.run.step}, and the learner left in order",
-            remedy="start it again with the same configuration (`streamrl up CONFIG`): it goes on from there",
+            evidence=f"the learner wrote a checkpoint at step {view.run.step} and exited cleanly",
+            remedy="start it again with the same configuration (`streamrl up CONFIG`): it resumes from there",
         )
 
 
@@ -124,10 +123,10 @@ def crashed(view: View) -> Iterator[Cause]:
     if view.run.state == "crashed":
         yield blocking(
             title="the run crashed",
-            evidence=f"it was running, at step {view.run.step}, and was last heard of {age(_since_end_s(view))} ago; "
-            "neither its learner nor its Redis is there",
-            remedy=f"{view.run.folder}/logs may say why; start it again with the same configuration "
-            "(`streamrl up CONFIG`): it goes on from the last checkpoint",
+            evidence=f"it was running at step {view.run.step} and last reported {age(_since_end_s(view))} ago; "
+            "neither its learner nor its Redis is running",
+            remedy=f"look for the reason in {view.run.folder}/logs; start it again with the same configuration "
+            "(`streamrl up CONFIG`): it resumes from the last checkpoint",
         )
 
 
@@ -139,17 +138,17 @@ def paused(view: View) -> Iterator[Cause]:
     if view.run.control == "pause" and is_running(view):
         yield blocking(
             title="an operator paused the run",
-            evidence="the word in Redis is pause",
-            remedy="`streamrl resume` lets it go on",
+            evidence="the operator's last command is pause",
+            remedy="continue it with `streamrl resume`",
         )
 
 
 def ending(view: View) -> Iterator[Cause]:
     if view.run.control in ("drain", "stop") and is_running(view):
         yield info(
-            title="the run is on its way to an end",
-            evidence=f"the operator's word is {view.run.control}; {view.train.tickets} tickets are under way",
-            remedy="wait for it; `streamrl resume` takes a drain back",
+            title="the run is ending",
+            evidence=f"the operator's last command is {view.run.control}; {view.train.tickets} tickets are open",
+            remedy="wait until it has ended; `streamrl resume` cancels a drain",
         )
 
 
@@ -158,9 +157,9 @@ def unreadable(view: View) -> Iterator[Cause]:
         more = f", and {len(view.unreadable) - _MAX_SHOWN} more" if len(view.unreadable) > _MAX_SHOWN else ""
         yield attention(
             title="something in Redis cannot be read",
-            evidence="; ".join(view.unreadable[:_MAX_SHOWN]) + more + "; all else is shown without it",
-            remedy="find out which other program, or version of streamrl, writes under this run's keys (redis-cli "
-            "MONITOR shows it), and give it another name or a user of its own (`streamrl redis acl`)",
+            evidence="; ".join(view.unreadable[:_MAX_SHOWN]) + more + "; everything else is shown",
+            remedy="find the program, or version of streamrl, that writes under this run's keys (redis-cli "
+            "MONITOR shows it), and give it another name or its own user (`streamrl redis acl`)",
         )
 
 

@@ -55,20 +55,22 @@ class _RunFigures(Collector):
         health = EXIT_CODES[view.verdict]
         yield self._one("streamrl_health", "0 healthy, 3 degraded, 4 stalled, 5 ended: the exit code of status", health)
         causes: dict[tuple[str, ...], float] = {(cause.name, cause.level): 1.0 for cause in view.causes}
-        yield self._family("streamrl_cause", "1: this holds the run back now (streamrl why)", causes, "cause", "level")
+        yield self._family(
+            "streamrl_cause", "1 if this cause holds the run back now (streamrl why)", causes, "cause", "level"
+        )
         yield self._one("streamrl_running", "the run has not ended", run.state == "running")
         yield self._one("streamrl_step", "optimizer steps", run.step)
-        yield self._one("streamrl_term", "lives of the learner", run.term)
+        yield self._one("streamrl_term", "term of the learner", run.term)
         yield self._one("streamrl_learner_up", "rank 0 reports", lead is not None and lead.alive)
         progress_s = lead.progress_s if lead else None
-        yield self._one("streamrl_learner_progress_age_seconds", "since the learner got on", progress_s)
+        yield self._one("streamrl_learner_progress_age_seconds", "seconds since the learner made progress", progress_s)
         doing = Counter(worker.part.state for worker in workers)
-        yield self._by("streamrl_workers", "workers by what they do", "state", doing)
+        yield self._by("streamrl_workers", "workers by state", "state", doing)
         speeds = {worker.part.name: worker.tokens_per_s or 0.0 for worker in workers}
-        yield self._by("streamrl_worker_tokens_per_second", "tokens generated", "worker", speeds)
+        yield self._by("streamrl_worker_tokens_per_second", "tokens generated per second", "worker", speeds)
         lags = {worker.part.name: worker.lag or 0 for worker in workers}
-        yield self._by("streamrl_worker_lag_steps", "steps that its weights are behind", "worker", lags)
-        yield self._one("streamrl_workers_behind", "workers with older weights", view.weights.behind)
+        yield self._by("streamrl_worker_lag_steps", "steps that its weights are behind the newest", "worker", lags)
+        yield self._one("streamrl_workers_behind", "workers that serve old weights", view.weights.behind)
         errors: dict[tuple[str, ...], float] = {
             (source.name, worker.part.name): float(count)
             for source in view.rewards
@@ -81,23 +83,25 @@ class _RunFigures(Collector):
 
     def _flow(self, view: View) -> Iterator[Metric]:
         tickets = {stream.purpose: stream.tickets for stream in view.streams}
-        yield self._by("streamrl_tickets", "asked for, not delivered", "purpose", tickets)
+        yield self._by("streamrl_tickets", "tickets issued and not delivered", "purpose", tickets)
         leased = {stream.purpose: stream.leased for stream in view.streams}
-        yield self._by("streamrl_leased_tickets", "of them held by workers", "purpose", leased)
+        yield self._by("streamrl_leased_tickets", "tickets leased by workers", "purpose", leased)
         groups = {stream.purpose: stream.groups for stream in view.streams}
-        yield self._by("streamrl_groups", "delivered, not committed", "purpose", groups)
+        yield self._by("streamrl_groups", "groups delivered and not committed", "purpose", groups)
         group_bytes = {stream.purpose: stream.group_bytes for stream in view.streams}
-        yield self._by("streamrl_group_bytes", "memory of those", "purpose", group_bytes)
+        yield self._by("streamrl_group_bytes", "bytes of these groups", "purpose", group_bytes)
         oldest_s = view.train.oldest_s
-        yield self._one("streamrl_oldest_lease_seconds", "since the oldest leased ticket was issued", oldest_s)
+        yield self._one("streamrl_oldest_lease_seconds", "seconds since the oldest leased ticket was issued", oldest_s)
         trained = self._never_less(view, "trained", view.drops.trained)
         yield self._one("streamrl_groups_trained_total", "groups trained", trained)
         dropped = {why: self._never_less(view, f"dropped/{why}", n) for why, n in view.drops.by_reason.items()}
         yield self._by("streamrl_groups_dropped_total", "groups dropped", "reason", dropped)
-        yield self._one("streamrl_dead_letters", "tickets given up", view.dead.count)
-        yield self._one("streamrl_weights_age_seconds", "since the newest version", view.weights.age_s)
-        yield self._one("streamrl_redis_used_bytes", "memory of Redis", view.redis.used_bytes)
-        yield self._one("streamrl_redis_max_bytes", "its limit; 0: none", view.redis.max_bytes)
+        yield self._one("streamrl_dead_letters", "dead letters", view.dead.count)
+        yield self._one(
+            "streamrl_weights_age_seconds", "seconds since the newest version was published", view.weights.age_s
+        )
+        yield self._one("streamrl_redis_used_bytes", "memory used by Redis", view.redis.used_bytes)
+        yield self._one("streamrl_redis_max_bytes", "Redis' maxmemory; 0 for none", view.redis.max_bytes)
         metrics = {**view.learner.validation, **view.learner.metrics}
         yield self._by("streamrl_metric", "a metric of the last step, or validation", "name", metrics)
 

@@ -31,12 +31,13 @@ _OF_ENVIRONMENT = "rewards/environment/"
 _ENOUGH_FAILED, _MANY_FAILED = 8, 0.2  # rollouts, and their share: a few are any environment's
 _MANY_WAIT, _SLOW_EPISODE_S = 0.5, 5.0  # of the rollouts under way; the oldest, for how long
 _REMEDIES: Mapping[str, str] = {  # by why groups are dropped
-    "zero_variance": "all samples of a group get the same reward: set data.curriculum=true, make prompts or reward "
-    "less easy or less hard, raise sampling.num_samples or temperature, or set algorithm.drop_zero_variance=false",
-    "stale": "groups are too old when they come: raise lag.max_steps or hard_limit_steps, add workers, "
+    "zero_variance": "all samples of a group get the same reward: set data.curriculum=true, choose prompts that are "
+    "neither too easy nor too hard, raise sampling.num_samples or temperature, or set "
+    "algorithm.drop_zero_variance=false",
+    "stale": "groups are too old when they arrive: raise lag.max_steps or hard_limit_steps, add workers, "
     "or lower sampling.max_tokens",
     "wrong_model": "a worker serves another model or tokenizer: compare its --model with the run's",
-    "non_finite": "losses are not finite: lower optimizer.lr, or look at the rewards",
+    "non_finite": "losses are not finite: lower optimizer.lr, and check the rewards",
 }
 
 
@@ -54,8 +55,8 @@ def reward_outage(view: View) -> Iterator[Cause]:
             level="blocking" if waiting and len(waiting) == len(workers) else "attention",
             title="a reward source does not answer",
             evidence="; ".join(told),
-            remedy="start or mend the service that is named (a reward server tells by GET /health; of a judge look at "
-            "key, model and token_budget); workers go on by themselves",
+            remedy="start or fix the service named above (ask a reward server with GET /health; for a judge check "
+            "key, model and token_budget); workers then continue by themselves",
         )
 
 
@@ -71,8 +72,8 @@ def environment_fails(view: View) -> Iterator[Cause]:
         level="attention" if played else "blocking",
         title="the environment fails rollouts",
         evidence=f"{failed} of {played + failed}{last}",
-        remedy="mend what it says; one that hangs is given up after environment.timeout_s, one that dies takes the "
-        "rollouts of its process along; `streamrl doctor CONFIG` plays it on your rows",
+        remedy="fix that error; `streamrl doctor CONFIG` plays the environment on your rows. A call that hangs is "
+        "given up after environment.timeout_s; a process that dies takes its rollouts with it",
     )
 
 
@@ -92,11 +93,11 @@ def environment_is_slow(view: View) -> Iterator[Cause]:
     yield Cause(
         level="attention" if slow else "info",
         title="rollouts wait for their environment",
-        evidence=f"{under_way - in_model} of {plural(under_way, 'rollout')} under way, the oldest for {age(oldest)}; "
-        f"one that has ended spent {theirs:.1f} s there, and {ours:.1f} s in the model",
-        remedy="raise worker.max_groups_in_flight, so that others keep the engine busy meanwhile, or "
-        "environment.processes where it computes; a service gets more replicas, and environment.timeout_s bounds what "
-        "hangs",
+        evidence=f"{under_way - in_model} of {plural(under_way, 'rollout')} in flight, the oldest for {age(oldest)}; "
+        f"a finished one spent {theirs:.1f} s in the environment and {ours:.1f} s in the model",
+        remedy="raise worker.max_groups_in_flight, so that other rollouts keep the engine busy; raise "
+        "environment.processes if the environment computes, or add replicas if it is a service; "
+        "environment.timeout_s limits calls that hang",
     )
 
 
@@ -122,11 +123,11 @@ def byte_budget_reached(view: View) -> Iterator[Cause]:
     used = max(told, train.group_bytes / 1.25)
     if used + used / train.groups >= budget and lead_waiting(view, Wait.GROUPS):
         yield blocking(
-            title="the byte budget of the stream is used up",
+            title="the stream's byte budget is used up",
             evidence=f"{plural(train.groups, 'group')} take {size(used)} of redis.max_backlog_bytes = {size(budget)}: "
-            "no more tickets go out",
-            remedy="raise redis.max_backlog_bytes (and maxmemory with it), or have checkpoints more often: "
-            "a commit frees what was trained",
+            "no more tickets are issued",
+            remedy="raise redis.max_backlog_bytes (and maxmemory with it), or checkpoint more often: each checkpoint "
+            "frees the groups that were trained",
         )
 
 
@@ -135,10 +136,10 @@ def draws_refused(view: View) -> Iterator[Cause]:
     if times := {**view.learner.metrics, **view.learner.live}.get("curriculum/refused", 0.0):
         yield Cause(
             level="blocking" if lead_waiting(view, Wait.GROUPS) and not view.train.tickets else "attention",
-            title="the disk refuses the log of the curriculum's draws: no more tickets go out",
-            evidence=f"{times:.0f} times in a row; {plural(view.train.tickets, 'ticket')} are still under way",
-            remedy="make room where the run's folder lies, or mend its permissions (the learner's log has the error); "
-            "the run goes on by itself",
+            title="the curriculum's log cannot be written, so no more tickets are issued",
+            evidence=f"it failed {times:.0f} times in a row; {plural(view.train.tickets, 'ticket')} are still open",
+            remedy="free space on the disk of the run's folder, or fix its permissions (the learner's log has the "
+            "error); the run then continues by itself",
         )
 
 
@@ -156,8 +157,8 @@ def all_groups_dropped(view: View) -> Iterator[Cause]:
     reasons = {why: count - then.get(f"stream/dropped/{why}", 0.0) for why, count in view.drops.by_reason.items()}
     told = ", ".join(f"{why} {count:.0f}" for why, count in sorted(reasons.items(), key=lambda item: -item[1]) if count)
     yield blocking(
-        title="groups come, and are dropped",
-        evidence=f"{dropped:.0f} since the last step, {age(part.progress_s)} ago, and a step takes {batch}: {told}",
+        title="groups arrive, but all are dropped",
+        evidence=f"{dropped:.0f} dropped since the last step, {age(part.progress_s)} ago; a step needs {batch}: {told}",
         remedy=_remedy_of_drops(max(reasons, key=lambda why: reasons[why], default="")),
     )
 
@@ -169,13 +170,13 @@ def most_groups_dropped(view: View) -> Iterator[Cause]:
         worst = max(drops.by_reason, key=lambda why: drops.by_reason[why], default="")
         yield attention(
             title="most groups are dropped",
-            evidence=f"{drops.dropped} of the last {total}, most of them for {worst or 'reasons unknown'}",
+            evidence=f"{drops.dropped} of the last {total}; most frequent reason: {worst or 'unknown'}",
             remedy=_remedy_of_drops(worst),
         )
 
 
 def _remedy_of_drops(reason: str) -> str:
-    return _REMEDIES.get(reason, "the learner's log and `streamrl groups tail` show such groups")
+    return _REMEDIES.get(reason, "look at such groups in the learner's log and with `streamrl groups tail`")
 
 
 def few_prompts_fit(view: View) -> Iterator[Cause]:
@@ -186,10 +187,10 @@ def few_prompts_fit(view: View) -> Iterator[Cause]:
     if asked >= _ENOUGH_GROUPS and rest >= _MOST * asked and found.get("new", 0) < asked:
         yield attention(
             title="few prompts are left to learn from",
-            evidence=f"of {asked} that were asked, {found.get('solved', 0)} are solved and {found.get('hopeless', 0)} "
+            evidence=f"of {asked} prompts asked, {found.get('solved', 0)} are solved and {found.get('hopeless', 0)} "
             f"hopeless; {found.get('fitting', 0)} fit, and {found.get('new', 0)} are new",
-            remedy="they are asked again and again, and others only looked at: add prompts between the two, raise "
-            "sampling.num_samples or temperature, or end the run",
+            remedy="add prompts of medium difficulty, raise sampling.num_samples or temperature, or end the run; "
+            "until then the few that fit are asked again and again",
         )
 
 
@@ -201,8 +202,8 @@ def poison_ticket(view: View) -> Iterator[Cause]:
             title="a ticket goes from worker to worker",
             evidence=f"the oldest one, issued {age(view.train.oldest_s)} ago, was leased {times} times and never "
             f"answered; {view.train.oldest_worker} holds it now",
-            remedy="see whether workers die of it (their logs end with its prompt); a longer worker.lease_s helps if "
-            "they are only slow",
+            remedy="check whether it kills workers (their logs end with its prompt); if they are only slow, raise "
+            "worker.lease_s",
         )
 
 
@@ -218,7 +219,8 @@ def failing_tickets(view: View) -> Iterator[Cause]:
         level="attention" if delivered else "blocking",
         title="workers fail most tickets",
         evidence=f"{failed} failed, {delivered} delivered" + (f"; the last error: {errors[0]:.200}" if errors else ""),
-        remedy="the error names what failed, often a reward source; each failure counts towards worker.max_attempts",
+        remedy="fix what the error names, often a reward source; a ticket becomes a dead letter after "
+        "worker.max_attempts failures",
     )
 
 
@@ -227,10 +229,10 @@ def stragglers(view: View) -> Iterator[Cause]:
         yield Cause(
             level="blocking" if part.doing_s > _SLOW_S else "info",
             title="a full batch waits for old tickets",
-            evidence=f"for {age(part.doing_s)}; the oldest, of {view.train.oldest_worker or 'nobody'}, was issued "
-            f"{age(view.train.oldest_s)} ago (lag.stale = wait)",
-            remedy="long answers take long: raise lag.max_steps, lower sampling.max_tokens or lag.wait_s, or choose "
-            "lag.stale = mask",
+            evidence=f"for {age(part.doing_s)}; the oldest ticket, leased by {view.train.oldest_worker or 'nobody'}, "
+            f"was issued {age(view.train.oldest_s)} ago (lag.stale = wait)",
+            remedy="raise lag.max_steps, lower sampling.max_tokens or lag.wait_s, or set lag.stale = mask; else the "
+            "longest answers set the pace",
         )
 
 
@@ -246,10 +248,10 @@ def lag_bound_reached(view: View) -> Iterator[Cause]:
     part = lead(view)
     does = f"{part.doing}, for {age(part.doing_s)}" if part else "not there"
     yield info(
-        title="the lag bound is reached: workers wait for the learner",
-        evidence=f"no ticket is left to take, {ready} groups wait to be trained, and (lag.max_steps + 1) x "
-        f"groups_per_step = {(lag + 1) * batch} may be out; the learner: {does}",
-        remedy="the learner is the slow side: give it more ranks or fewer tokens a step, or have fewer workers; "
+        title="workers wait for the learner: the lag bound is reached",
+        evidence=f"no ticket is left to lease, {ready} groups wait to be trained, and at most (lag.max_steps + 1) x "
+        f"groups_per_step = {(lag + 1) * batch} may be open; the learner: {does}",
+        remedy="the learner is the bottleneck: give it more ranks or fewer tokens per step, or use fewer workers; "
         "a larger lag.max_steps only helps against bursts",
     )
 
@@ -268,16 +270,16 @@ def generation_is_slow(view: View) -> Iterator[Cause]:
         title="the learner waits for groups",
         evidence=f"for {age(part.doing_s)}; {plural(len(workers), 'worker')} generate {speed:.0f} tokens/s, "
         f"{view.train.leased} of {plural(view.train.tickets, 'ticket')} are leased",
-        remedy="generation is the slow side: add workers, or raise worker.max_groups_in_flight",
+        remedy="generation is the bottleneck: add workers, or raise worker.max_groups_in_flight",
     )
 
 
 def evaluating(view: View) -> Iterator[Cause]:
     if part := lead_waiting(view, Wait.EVALUATION):
         yield info(
-            title="validation is under way",
+            title="validation is running",
             evidence=f"for {age(part.doing_s)}; {plural(view.streams[1].tickets, 'ticket')} of it are unanswered",
-            remedy="wait for it; validation.max_prompts and timeout_s bound it",
+            remedy="wait for it, or shorten it with validation.max_prompts and validation.timeout_s",
         )
 
 
@@ -292,11 +294,11 @@ def engine_disagrees(view: View) -> Iterator[Cause]:
     if (mismatch := median(found)) > usual:
         yield attention(
             title="engine and learner disagree on fresh samples",
-            evidence=f"their log-probs of tokens that the newest weights made are {mismatch:.2g} apart, in the middle "
-            f"of the last {len(found)} steps that had such tokens; in {arithmetic} up to {usual:.2g} is usual",
-            remedy="the engine computes another model than the learner, though its weights were proved: look at "
-            "policy/fresh_mismatch for when it began, at worker.engine_args (quantization, kv_cache_dtype) and at what "
-            "was upgraded then; worker.engine=transformers computes as the learner does",
+            evidence=f"for tokens sampled by the newest weights their log-probs are {mismatch:.2g} apart (median of "
+            f"the last {len(found)} steps with such tokens); in {arithmetic} up to {usual:.2g} is usual",
+            remedy="the engine computes a different model, although its weights were proved: check when "
+            "policy/fresh_mismatch rose, what was upgraded then, and worker.engine_args (quantization, "
+            "kv_cache_dtype); worker.engine=transformers computes as the learner does",
         )
 
 
@@ -304,16 +306,16 @@ def dead_letters(view: View) -> Iterator[Cause]:
     if view.dead.count:
         latest = f"; the last one: {view.dead.latest[0]['error']:.200}" if view.dead.latest else ""
         yield attention(
-            title="tickets were given up",
+            title="some tickets failed for good",
             evidence=f"{plural(view.dead.count, 'dead letter')}{latest}",
-            remedy="`streamrl dead ls` shows them; mend the cause, then `streamrl dead retry --all`",
+            remedy="list them with `streamrl dead ls`, fix the cause, then run `streamrl dead retry --all`",
         )
 
 
 def steps_skipped(view: View) -> Iterator[Cause]:
     if skipped := view.learner.skipped_lately:
         yield attention(
-            title="steps were skipped",
+            title="optimizer steps were skipped",
             evidence=f"{skipped} of the last {min(STEPS, view.run.step)} had a loss or gradient that is not finite",
-            remedy="lower optimizer.lr or algorithm.loss_args.clamp, and look at the rewards",
+            remedy="lower optimizer.lr or algorithm.loss_args.clamp, and check the rewards",
         )

@@ -1,4 +1,4 @@
-"""Causes that lie with a part: a learner or workers that are not there, not ready, or stand still."""
+"""Causes in a part of the run: a learner or workers that are missing, not ready, or make no progress."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _STUCK_S = 120.0  # at work on one thing without getting on
 _STORING_S = 30.0  # a version on its way to the store: that is usual for a moment, above all for the first
 _MAX_NAMED = 3
 _STUCK_STEPS = 10.0  # or for so many usual steps, where those take long
-_WHILE_IT_LOADS = "wait while it loads model and checkpoint; if this lasts, the learner's log says at what it is"
-_JOIN = "start one: streamrl worker --redis URL --run NAME; it may join from any machine"
+_WHILE_IT_LOADS = "wait while it loads model and checkpoint; if this takes long, see what its log says last"
+_JOIN = "start one, on any machine: streamrl worker --redis URL --run NAME"
 
 
 def learner_gone(view: View) -> Iterator[Cause]:
@@ -26,7 +26,7 @@ def learner_gone(view: View) -> Iterator[Cause]:
         yield blocking(
             title="the learner is gone",
             evidence=f"{last}, and its lease has run out",
-            remedy="start it again (`streamrl up CONFIG`, or `streamrl learn`): it goes on from the last checkpoint; "
+            remedy="start it again (`streamrl up CONFIG`, or `streamrl learn`): it resumes from the last checkpoint; "
             "its log says why it ended",
         )
 
@@ -34,10 +34,10 @@ def learner_gone(view: View) -> Iterator[Cause]:
 def learner_restarting(view: View) -> Iterator[Cause]:
     if is_running(view) and not lead(view) and view.learner.holder:
         yield blocking(
-            title="the learner is restarting, or has just died",
+            title="the learner is restarting or has just died",
             evidence=f"{view.learner.holder} holds the run for another {age(view.learner.lease_left_s)}, "
             "but rank 0 does not report",
-            remedy="torchrun starts its ranks again from the last checkpoint; if this lasts, the learner's log "
+            remedy="wait: torchrun restarts its ranks from the last checkpoint; if this takes long, the learner's log "
             "says why",
         )
 
@@ -49,7 +49,7 @@ def lease_held(view: View) -> Iterator[Cause]:
             title="another learner holds the run",
             evidence=f"{part.name} on {part.host} has waited for {age(part.doing_s)}; "
             f"{view.learner.holder or 'somebody'} has the lease for another {age(view.learner.lease_left_s)}",
-            remedy="end one of the two; if the other is dead, this one takes over when the lease runs out",
+            remedy="stop one of the two; if the other is dead, this one takes over when the lease expires",
         )
 
 
@@ -75,7 +75,7 @@ def learner_without_redis(view: View) -> Iterator[Cause]:
         yield blocking(
             title="the learner waits for Redis",
             evidence=f"for {age(part.doing_s)}, though Redis answers here",
-            remedy=f"look at the network between {part.host} and Redis",
+            remedy=f"check the network between {part.host} and Redis, and the learner's password",
         )
 
 
@@ -85,7 +85,7 @@ def publish_stuck(view: View) -> Iterator[Cause]:
             title="new weights cannot be stored",
             evidence=f"the learner has tried for {age(part.doing_s)}; the newest version is "
             f"{view.weights.latest or 'none'}",
-            remedy="make room where weights.store says (Redis, disk or bucket), and look at the learner's log",
+            remedy="free space in weights.store (Redis, disk or bucket); the learner's log has the error",
         )
 
 
@@ -96,10 +96,10 @@ def learner_stuck(view: View) -> Iterator[Cause]:
     usual = view.learner.metrics.get("timers/step", 0.0)
     if part.progress_s >= max(_STUCK_S, _STUCK_STEPS * usual):
         yield blocking(
-            title="the learner does not get on",
+            title="the learner makes no progress",
             evidence=f"{part.doing} for {age(part.progress_s)}; a step usually takes {age(usual or None)}",
-            remedy=f"look at process {part.pid} on {part.host} (py-spy dump), its peers and its disk; "
-            "the watchdog ends it in the end, and torchrun starts it again",
+            remedy=f"inspect process {part.pid} on {part.host} (py-spy dump), its peers and its disk; "
+            "the watchdog will kill it eventually, and torchrun restarts it",
         )
 
 
@@ -124,7 +124,7 @@ def workers_starting(view: View) -> Iterator[Cause]:
         level="info" if slowest.progress_s < _STUCK_S else "blocking",
         title="the workers are starting",
         evidence=f"all {len(parts)} of them; {slowest.name}: {slowest.doing}, for {age(slowest.doing_s)}",
-        remedy="engines take minutes to load large models; if this lasts, the worker's log says at what it is",
+        remedy="wait: engines take minutes to load large models; if this takes longer, see the worker's log",
     )
 
 
@@ -137,7 +137,8 @@ def workers_without_weights(view: View) -> Iterator[Cause]:
     yield blocking(
         title="the workers wait for weights",
         evidence=f"all {len(workers)} of them, for {age(longest)}; the newest version: {view.weights.latest or 'none'}",
-        remedy="the learner publishes when it has started; if a version is there, the workers' logs say what they miss",
+        remedy="wait until the learner has started and published a version; if there is one, the workers' logs say why "
+        "they cannot load it",
     )
 
 
@@ -147,7 +148,7 @@ def all_workers_reject(view: View) -> Iterator[Cause]:
         yield blocking(
             title="all workers reject the weights",
             evidence=f"{f'all {len(workers)} of them' if len(workers) > 1 else 'the only one'}: {_refusals(refusing)}",
-            remedy=f"{REMEDY_OF_ALL}. When this lasts for minutes the run ends by itself, and goes on from its "
+            remedy=f"{REMEDY_OF_ALL}. After some minutes the run ends by itself; started again, it resumes from its "
             "checkpoint",
         )
 
@@ -159,11 +160,11 @@ def some_workers_reject(view: View) -> Iterator[Cause]:
         yield attention(
             title="some workers reject the weights",
             evidence=f"{len(refusing)} of {len(workers)} deliver nothing: {_refusals(refusing)}",
-            remedy="others serve, so the fault lies with these workers' engine or machine (load_rejected in their "
+            remedy="others serve this version, so these workers' engine or machine is at fault (load_rejected in their "
             "logs; another image, GPU or --model?): end them, and start as many elsewhere"
             if others_serve
-            else "the other workers have not come so far: where they serve, this one's machine is at fault; where they "
-            "reject it, too, engine and learner disagree about this model",
+            else "wait for the other workers, which have not come so far: if they serve, this one's machine is at "
+            "fault; if they reject it too, engine and learner disagree about this model",
         )
 
 
@@ -188,10 +189,10 @@ def peer_lied(view: View) -> Iterator[Cause]:
         who = f"{part.name} on {part.host}" if part else "none of the workers that report"
         too = f" (and {num_others} more)" if num_others else ""
         yield attention(
-            title="a peer hands on wrong weights",
-            evidence=f"{name}{too} had a piece from {address} that is not what the manifest says: {who}",
-            remedy="nothing wrong was served, and it is not asked again; end that worker and try its host's memory, or "
-            "find out who answers at that address, and close the port to all but workers",
+            title="a peer sends wrong weights",
+            evidence=f"{name}{too} had a piece from {address} that does not match the manifest: {who}",
+            remedy="end that worker and test its host's memory, or find out who answers at that address and close the "
+            "port to everybody but workers; no wrong weights were served, and this peer is not asked again",
         )
 
 
@@ -206,9 +207,9 @@ def workers_stuck(view: View) -> Iterator[Cause]:
         names = ", ".join(part.name for part in stuck[:3])
         yield Cause(
             level="blocking" if len(stuck) == len(workers) else "attention",
-            title="workers do not get on",
-            evidence=f"{len(stuck)} of {len(workers)} hold tickets and finished nothing for over {age(limit)}: {names}",
-            remedy="end those processes: their tickets go to others at once, and nothing is lost; their logs say why",
+            title="workers make no progress",
+            evidence=f"{len(stuck)} of {len(workers)} hold tickets and have finished nothing for {age(limit)}: {names}",
+            remedy="end those processes: their tickets go to others, and nothing is lost; their logs say why",
         )
 
 
@@ -220,11 +221,11 @@ def weights_behind(view: View) -> Iterator[Cause]:
     if behind:
         worst = max(behind, key=lambda worker: worker.lag or 0)
         yield attention(
-            title="workers are far behind on weights",
+            title="workers serve old weights",
             evidence=f"{len(behind)} of {len(workers)} serve weights over {bound + 1} steps old; {worst.part.name} "
             f"serves {worst.version}, {worst.lag} steps behind {view.weights.latest}",
-            remedy="look at how long they take to load (worker's log, version_loaded), at the link to the store of "
-            "weights, and at weights.publish_every",
+            remedy="check how long loading takes (version_loaded in the worker's log), the network to the weights' "
+            "store, and weights.publish_every",
         )
 
 
@@ -235,5 +236,6 @@ def workers_silent(view: View) -> Iterator[Cause]:
         yield attention(
             title="some workers have died or cannot reach Redis",
             evidence=f"{len(silent)} of {len(view.workers)} no longer report: {names}",
-            remedy="their tickets go to others when their leases run out; start as many again if the rest is too slow",
+            remedy="start replacements if the others are too slow; tickets of the lost ones go to others when their "
+            "leases expire",
         )

@@ -82,7 +82,7 @@ class Remains:
     def words(self) -> str:
         """What has become of it, behind the run's name."""
         return {
-            "absent": "has not begun",
+            "absent": "has not started",
             "running": f"ran on {self.told.get('host')} when its folder was last written",
             "finished": f"has finished, after {self.step} steps",
             "stopped": f"was stopped at step {self.step}",

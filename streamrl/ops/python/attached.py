@@ -33,7 +33,7 @@ class Attached:
         self._folder = folder
         run = look_at(folder).run
         if run.state == "absent":
-            raise ResourceError(f"the run in {folder} has not begun; streamrl.start begins it")
+            raise ResourceError(f"the run in {folder} has not started; streamrl.start starts it")
         self.name = run.name
 
     @property

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 _LONGEST_SPREAD_S = 60.0
 
 REMEDY_OF_ALL = (
-    "engine and learner disagree about this model: take what changes the engine's arithmetic out of worker.engine_args "
+    "engine and learner disagree about this model: remove what changes the engine's arithmetic from worker.engine_args "
     "(quantization, kv_cache_dtype), or set worker.engine=transformers, which computes as the learner does; "
-    "weights.dtype=float32, which rounds less, takes another run (--fork); weights.prove=false goes on without proofs"
+    "weights.dtype=float32, which rounds less, needs a new run (--fork); weights.prove=false continues without proofs"
 )
 
 
