@@ -47,7 +47,7 @@ async def test_an_environment_that_is_slow_or_hangs_is_named_and_its_worker_is_n
     assert run.first() == ("environment_is_slow", "degraded")
     told = run.view().causes[0].evidence
     assert "30 of 32 rollouts in flight, the oldest for 5m" in told
-    assert "spent 40.0 s there, and 2.0 s in the model" in told
+    assert "spent 40.0 s in the environment and 2.0 s in the model" in told
     assert "workers_stuck" not in [cause.name for cause in run.view().causes]
     run.worker(for_s=300, detail={**detail, "in_flight": 30})
     assert "environment_is_slow" not in [cause.name for cause in run.view().causes], "the model is what they wait for"

@@ -130,7 +130,7 @@ def takes_server(command: Callable[..., Any]) -> Callable[..., Any]:
     url = click.option(
         "--redis", "url", metavar="URL", help=f"The run's Redis; by default the folder's, or {URL_VARIABLE}."
     )
-    return url(click.option("--run", metavar="NAME", help="The run's name; by default the folder's.")(command))
+    return url(click.option("--run", metavar="NAME", help="The run's name; default: the folder's.")(command))
 
 
 def takes_run(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,11 +30,11 @@ def audit(folder: Path | None, url: str | None, run: str | None, folder_only: bo
         streamrl audit runs/big --redis redis://host:6379
         streamrl audit --redis redis://host:6379 --run big
 
-    Reads the run's checkpoints and journal and the raw entries of its streams, changes nothing and starts nothing.
-    lost: tickets that have neither ended nor are anywhere to be found. twice: tickets trained more than once. Both are
-    found ticket by ticket, in the lineage of the newest checkpoint. misanswered: tickets that were ended by an answer
-    to something else than they asked. On a live run, what ended since then counts as outstanding, and what Redis has
-    lost counts as lost until the learner has issued it again.
+    Reads the run's checkpoints and journal and the raw entries of its streams; it changes and starts nothing. lost:
+    tickets that have not ended and are nowhere to be found. twice: tickets trained more than once. Both are determined
+    ticket by ticket, in the lineage of the newest checkpoint. misanswered: tickets ended by an answer to something else
+    than they asked. On a live run, tickets that ended after that checkpoint count as outstanding, and those that Redis
+    lost count as lost until the learner has issued them again.
 
     Exits with 0 when every ticket is accounted for, 1 when one is lost, trained twice or in doubt, 2 when there is
     nothing to audit.

@@ -27,13 +27,15 @@ _ANEW = "/new"
 
 @click.command()
 @click.argument("subject", metavar="RUN|CHECKPOINT|MODEL")
-@click.option("--prompt", metavar="TEXT", help="Answer this, and exit.")
-@click.option("--system", metavar="TEXT", help="What the chat template is to tell the model first.")
-@click.option("--plain", is_flag=True, help="Go on from the text as it is, without the chat template.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.7, help="0: the likeliest token each time.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=512, help="Of an answer.")
-@click.option("--seed", type=click.IntRange(min=0), help="The same answers again; by default others each time.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object an answer, a line each.")
+@click.option("--prompt", metavar="TEXT", help="Answer this prompt, and exit.")
+@click.option("--system", metavar="TEXT", help="System message for the chat template.")
+@click.option("--plain", is_flag=True, help="Continue the text as it stands, without the chat template.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.7, help="0: always the most likely token.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=512, help="Limit per answer.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), help="Seed for reproducible answers; default: different answers each time."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per answer, one per line.")
 def chat(
     subject: str,
     prompt: str | None,
@@ -44,7 +46,7 @@ def chat(
     seed: int | None,
     as_json: bool,
 ) -> None:
-    """Talk to a model in this terminal, or have it answer prompts.
+    """Chat with a model in this terminal, or let it answer prompts.
 
     \b
         streamrl chat runs/mine                          its export, or its newest checkpoint
@@ -53,14 +55,14 @@ def chat(
         streamrl chat runs/mine --prompt 'What is 2 + 3?' --temperature 0
         streamrl chat runs/mine --json < questions.txt   a prompt a line, each by itself
 
-    With a chat template what you write is a message of a conversation, which /new begins anew. Without one, or with
-    --plain, the model goes on from each line by itself. Ctrl-C ends an answer, and between answers the chat; so does
-    Ctrl-D.
+    With a chat template your input is a message in a conversation; /new starts a new one. Without a template, or with
+    --plain, the model continues each line by itself. Ctrl-C stops an answer and, between answers, ends the chat, as
+    does Ctrl-D.
 
-    It needs PyTorch and transformers alone, no run, no Redis and no GPU, and samples as the engine `transformers` does.
+    It only needs PyTorch and transformers: no running run, no Redis, no GPU. It samples like the engine `transformers`.
 
-    --json prints {model, prompt, answer, num_tokens, finish_reason}: stop, or length where --max-tokens or the model's
-    positions were at their end.
+    --json prints {model, prompt, answer, num_tokens, finish_reason}: stop, or length if --max-tokens or the model's
+    positions were used up.
     """
     talks = prompt is None and sys.stdin.isatty()
     if as_json and talks:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def config() -> None:
-    """Begin, show or check a configuration."""
+    """Create, show or check a configuration."""
 
 
 _ANSWERS = ("exact_match", "numeric_match", "math_equal")  # rewards that compare with the field `answer`
@@ -38,17 +38,19 @@ _ANSWERS = ("exact_match", "numeric_match", "math_equal")  # rewards that compar
 @click.argument("file", type=OutputFile(suffix=".yaml"), default="run.yaml")
 @click.option("--model", prompt="Model: a folder, or OWNER/NAME on a hub", help="A folder, or OWNER/NAME on a hub.")
 @click.option("--data", prompt="Prompts: a file of JSON Lines", help="Prompts to train on, as JSON Lines.")
-@click.option("--validation", metavar="FILE", help="Prompts that are asked now and then, and never trained.")
+@click.option("--validation", metavar="FILE", help="Held-out prompts for validation.")
 @click.option(
     "--reward",
     metavar="FILE:FUNCTION|NAME",
     prompt=f"Reward: FILE.py:FUNCTION, or {', '.join(_ANSWERS)}",
     help=f"A function of yours, or one of {', '.join(_ANSWERS)}.",
 )
-@click.option("--gpus", type=click.IntRange(min=0), default=0, help="Of this machine.")
-@click.option("--chat/--text", default=None, help="Prompts are messages, or texts. By default as the model wants it.")
+@click.option("--gpus", type=click.IntRange(min=0), default=0, help="GPUs of this machine.")
+@click.option(
+    "--chat/--text", default=None, help="Whether prompts are messages or texts; default: as the model expects."
+)
 def init(file: Path, model: str, data: str, validation: str | None, reward: str, gpus: int, chat: bool | None) -> None:
-    """Write a configuration for your own case, short and with every line explained; it asks what is not given.
+    """Write a short configuration for your case, with every line explained; it asks for what you don't give.
 
     \b
         streamrl config init
@@ -80,7 +82,7 @@ def init(file: Path, model: str, data: str, validation: str | None, reward: str,
 @takes_config
 @takes_json
 def show(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Print every setting as the run would have it; what is not a default says where it was written."""
+    """Print every setting as the run would use it, and where each value other than a default was set."""
     loaded = load_config(file, overrides)
     config = loaded.config
     text = json.dumps(config.model_dump(mode="json")) if as_json else dump_config(config, loaded.origin)
@@ -89,12 +91,13 @@ def show(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
 
 @config.command()
 @takes_config
-@click.option("--no-files", is_flag=True, help="Check settings only, not that data and models are there.")
+@click.option("--no-files", is_flag=True, help="Check settings only, not whether data and models exist.")
 def check(file: str, overrides: tuple[str, ...], no_files: bool) -> None:
-    """Check settings against each other, then files, then whether rewards can score and the learner can read them.
+    """Check settings against each other, then files, then rewards on your data.
 
-    As `up` does before it starts. What needs no model takes no second. Then each reward function scores a row of the
-    data, within the limits that workers give it, and prompts are read with the model's tokenizer: some seconds more.
+    These are the checks that `up` makes before it starts. Those without a model take less than a second. Then each
+    reward function scores a row of the data, with the limits that workers apply, and prompts are read with the model's
+    tokenizer, which takes some seconds.
     """
     loaded = load_config(file, overrides)
     check_config(loaded.config, loaded.origin)
@@ -119,17 +122,21 @@ _LEVELS = {"ok": ("ok     ", 0), "warning": ("warning", 3), "error": ("ERROR  ",
     "part",
     type=click.Choice(["all", "learner", "worker"]),
     default="all",
-    help="What of the run is started here; all is what `streamrl up` starts.",
+    help="Which part of the run starts here; all: what `streamrl up` starts.",
 )
 @takes_json
-@click.option("--ask-services", is_flag=True, help="Ask reward services for a score, too, which may cost money.")
+@click.option("--ask-services", is_flag=True, help="Also ask reward services for a score, which may cost money.")
 @click.option(
-    "--gpus", type=click.IntRange(min=1), help="Only plan a layout for a learner with so many GPUs, anywhere."
+    "--gpus",
+    type=click.IntRange(min=1),
+    help="Only plan a layout for a learner with this many GPUs, which need not be here.",
 )
-@click.option("--gpu-memory", type=click.FloatRange(min=1), default=80.0, help="Of each, in GB, as makers tell it.")
-@click.option("--gpus-per-host", type=click.IntRange(min=1), default=8, help="How many of these are in one machine.")
+@click.option(
+    "--gpu-memory", type=click.FloatRange(min=1), default=80.0, help="Memory of each GPU in GB, as advertised."
+)
+@click.option("--gpus-per-host", type=click.IntRange(min=1), default=8, help="GPUs per machine.")
 def doctor(file: str, overrides: tuple[str, ...], part: Part, as_json: bool, ask_services: bool, **gpus: Any) -> int:
-    """Look at everything that a run needs before it is started; change nothing.
+    """Check everything that a run needs before you start it; change nothing.
 
     \b
         streamrl doctor conf/quickstart.yaml
@@ -142,7 +149,7 @@ def doctor(file: str, overrides: tuple[str, ...], part: Part, as_json: bool, ask
     Settings and files; Redis: version, policy, memory, durability, latency; model, tokenizer and vocabulary;
     reward services and a teacher's servers; packages, GPUs and drivers; memory of learner and worker (estimated),
     shared memory, disk, limits.
-    Last, in some seconds: each reward function on a row of the data; losses of yours; all prompts with the model's own
+    Finally, within seconds: each reward function on a row of the data; your losses; all prompts with the model's
     tokenizer; the model without its weights, and its LoRA targets.
 
     \b

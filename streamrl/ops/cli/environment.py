@@ -27,15 +27,15 @@ def environment() -> None:
 
 @environment.command()
 @click.argument("taskset")
-@click.option("--python", required=True, metavar="FILE", help="An interpreter that has verifiers and the taskset.")
+@click.option("--python", required=True, metavar="FILE", help="Python interpreter with verifiers and the taskset.")
 @click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="A setting of the taskset.")
-@click.option("--first", type=click.IntRange(min=0), default=0, help="The place of the first task.")
-@click.option("--count", type=click.IntRange(min=1), default=1000, help="How many tasks, where there are so many.")
+@click.option("--first", type=click.IntRange(min=0), default=0, help="Index of the first task.")
+@click.option("--count", type=click.IntRange(min=1), default=1000, help="Number of tasks, at most.")
 def tasks(taskset: str, *, python: str, options: tuple[str, ...], first: int, count: int) -> None:
     """Print tasks of verifiers as prompts, one JSON line each.
 
-    Send them to a file and name it in data.train; what of them is held out begins where those end (--first). The run
-    plays them with environment.target = verifiers, and the same interpreter and taskset in environment.options.
+    Redirect the output to a file for data.train. For held-out prompts start after those (--first). The run plays them
+    with environment.target = verifiers and the same interpreter and taskset in environment.options.
     """
     try:
         for row in tasksets.tasks(python, {"id": taskset, **dict(map(as_option, options))}, first=first, count=count):
@@ -48,23 +48,26 @@ def tasks(taskset: str, *, python: str, options: tuple[str, ...], first: int, co
 @click.argument("target", metavar="FILE:CLASS")
 @click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="A keyword argument of the class.")
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="0: any free one.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="0: any free port.")
 @click.option(
-    "--processes", type=click.IntRange(min=1), default=_DEFAULTS["processes"].default, help="That rollouts live in."
+    "--processes",
+    type=click.IntRange(min=1),
+    default=_DEFAULTS["processes"].default,
+    help="Processes that run the rollouts.",
 )
 @click.option(
     "--timeout-s",
     type=click.FloatRange(min=0, min_open=True),
     default=_DEFAULTS["timeout_s"].default,
-    help="For one answer; less than workers wait.",
+    help="Per answer; less than what workers wait.",
 )
 @click.option(
-    "--memory-mb", type=click.IntRange(min=1), default=_DEFAULTS["memory_mb"].default, help="Of each process."
+    "--memory-mb", type=click.IntRange(min=1), default=_DEFAULTS["memory_mb"].default, help="Memory limit per process."
 )
-@click.option("--network", is_flag=True, help="It may open connections.")
-@click.option("--env", "environment", multiple=True, metavar="NAME", help="Give it this variable.")
+@click.option("--network", is_flag=True, help="Allow the environment to open connections.")
+@click.option("--env", "environment", multiple=True, metavar="NAME", help="Pass this variable to the environment.")
 @click.option("--token-file", help="File with the bearer token that callers must send.")
-@click.option("--url-file", type=OutputFile(), help="File to write the server's URL to, once it listens.")
+@click.option("--url-file", type=OutputFile(), help="File for the server's URL, written once it listens.")
 def serve(
     target: str,
     *,
@@ -79,7 +82,7 @@ def serve(
 
     FILE:CLASS is what `environment.target` names: path/to/file.py:Class, package.module:Class or a built-in name.
     Prints one line with its URL when it is ready; name it in a configuration's environment.urls, and its replicas too.
-    SIGTERM ends it after what was asked is answered.
+    On SIGTERM it answers open requests and exits.
     """
     need("the environment server", "starlette", "uvicorn", "httpx", extra="rewards")
     from streamrl.workers.environments.own import OwnEnvironment, build_children

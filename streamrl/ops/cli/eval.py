@@ -57,21 +57,25 @@ class _Subject:
 
 @click.command("eval")
 @click.argument("words", nargs=-1, required=True, metavar="CHECKPOINT... [KEY.SUB=VALUE]...")
-@click.option("--config", "file", type=click.Path(path_type=Path), help="By default, that of the checkpoint's run.")
-@click.option("--prompts", type=click.Path(), help="Prompts as JSON Lines; by default data.validation.")
-@click.option("--max-prompts", type=click.IntRange(min=1), help="At most so many; by default validation.max_prompts.")
+@click.option(
+    "--config", "file", type=click.Path(path_type=Path), help="Configuration; default: that of the checkpoint's run."
+)
+@click.option("--prompts", type=click.Path(), help="Prompts as JSON Lines; default: data.validation.")
+@click.option("--max-prompts", type=click.IntRange(min=1), help="Limit on prompts; default: validation.max_prompts.")
 @click.option("--engine", type=click.Choice(sorted(ENGINES)), default="transformers")
 @click.option(
-    "--local-reward-url", metavar="URL", help="A server for what the configuration calls `local`; else its own."
+    "--local-reward-url",
+    metavar="URL",
+    help="Server to use for what the configuration calls `local`; default: start one.",
 )
 @click.option(
     "--patience-s",
     type=click.FloatRange(min=0),
     default=10.0,
-    help="How long a reward may be out of reach at the start; later it is the source's outage_s.",
+    help="How long a reward may be unreachable at the start; later the source's outage_s applies.",
 )
-@click.option("--output", type=OutputFile(), help="Write prompts and answers here, JSONL.")
-@click.option("--plot", type=OutputFile(), help="Draw what several checkpoints are worth here, PNG.")
+@click.option("--output", type=OutputFile(), help="Write prompts and answers to this file, as JSON Lines.")
+@click.option("--plot", type=OutputFile(), help="Plot the results of several checkpoints to this PNG.")
 @takes_json
 def evaluate(
     words: tuple[str, ...],
@@ -85,7 +89,7 @@ def evaluate(
     plot: Path | None,
     as_json: bool,
 ) -> int:
-    """Score a checkpoint, or any model, on a file of prompts; or several of them, for a table and a plot.
+    """Score one or several checkpoints or models on a file of prompts; several give a table and a plot.
 
     \b
         streamrl eval runs/mine                                  its newest checkpoint
@@ -96,12 +100,11 @@ def evaluate(
         streamrl eval runs/mine@all --plot steps.png             all that it keeps, one after another
         streamrl eval runs/a@best runs/b@best ./sft --config conf/mine.yaml
 
-    Samples as validation does, by validation.sampling, and scores with the rewards of the configuration: that of the
-    run, or --config. Prompts are those of data.validation, or --prompts; of several datasets there each is told of by
-    its name. With validation.pass_by there are pass@k, the majority's answer, and intervals. KEY.SUB=VALUE changes a
-    setting. It needs no Redis and no workers, and does not touch the run; validation.timeout_s bounds it. A reward
-    server of the configuration's own is started for it, and ended with it. Each reward is asked once before the model
-    is loaded.
+    Samples like validation (validation.sampling) and scores with the rewards of the configuration: the run's, or
+    --config. Prompts are those of data.validation, or --prompts; several datasets are reported by name.
+    validation.pass_by adds pass@k, majority vote and intervals. KEY.SUB=VALUE overrides a setting. It needs no Redis or
+    workers and does not touch the run; validation.timeout_s limits it. The configuration's own reward server is started
+    and stopped with it. Each reward is asked once before the model is loaded.
 
     \b
     --json prints one object:

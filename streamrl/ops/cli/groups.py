@@ -32,10 +32,10 @@ Source = LiveGroups | RecordedGroups | KeptGroups
 
 _LOOK = (
     takes_server,
-    click.option("--eval", "evaluation", is_flag=True, help="Answers of the validation, which do not stay long."),
-    click.option("--tokenizer", metavar="MODEL", help="Folder of the model whose tokenizer gives the texts."),
-    click.option("--color/--no-color", "colour", default=None, help="By default where the terminal has it."),
-    click.option("--json", "as_json", is_flag=True, help="Print a JSON object a group, a line each."),
+    click.option("--eval", "evaluation", is_flag=True, help="Show validation answers, which are not kept for long."),
+    click.option("--tokenizer", metavar="MODEL", help="Model folder with the tokenizer for texts."),
+    click.option("--color/--no-color", "colour", default=None, help="Default: if the terminal supports it."),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object per group, one per line."),
 )
 
 
@@ -62,17 +62,18 @@ def _takes_look(command: Callable[..., Any]) -> Callable[..., Any]:
 def groups() -> None:
     """Read rollouts: prompt, samples, rewards by source, and which weights made which tokens.
 
-    Of a live run, which holds what was delivered and is not committed yet, or of a recording (`streamrl record`).
-    Texts need the model's tokenizer.json on this machine, by model.path or --tokenizer; else token ids are shown.
-    Of a run that has ended, or whose stream is empty, those that its folder keeps: 128 at most, of the whole run.
+    From a live run, which holds groups that were delivered and not committed yet, or from a recording (`streamrl
+    record`). Texts need the model's tokenizer.json on this machine (model.path or --tokenizer); otherwise token ids are
+    shown. For a run that has ended, or whose stream is empty, you see the rollouts that its folder keeps: at most 128
+    of the whole run.
     """
 
 
 @groups.command()
 @click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[RUN_FOLDER|RECORDING]")
-@click.option("-n", "--number", "count", type=click.IntRange(min=0), default=3, help="How many.")
-@click.option("-f", "--follow", is_flag=True, help="Go on with those that come, until Ctrl-C or the end of the run.")
-@click.option("--lines", type=click.IntRange(min=1), default=12, help="At most so many of each text.")
+@click.option("-n", "--number", "count", type=click.IntRange(min=0), default=3, help="Number of groups.")
+@click.option("-f", "--follow", is_flag=True, help="Follow new groups until Ctrl-C or the end of the run.")
+@click.option("--lines", type=click.IntRange(min=1), default=12, help="Characters to show of each text.")
 @_takes_look
 def tail(folder: Path | None, count: int, follow: bool, lines: int, **options: Any) -> None:
     """Show the newest groups.

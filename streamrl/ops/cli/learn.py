@@ -46,15 +46,19 @@ _ENDPOINT = re.compile(r"[^:\s/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
 @click.command()
 @takes_config
 @click.option("--redis", "redis_url", metavar="URL", help="The run's Redis, instead of redis.url.")
-@click.option("--nodes", "--nnodes", default="1", metavar="N|MIN:MAX", help="Machines that train together.")
-@click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks on each machine: learner.processes.")
-@click.option("--rendezvous", metavar="HOST:PORT", help="Where these machines meet: one of them, any free port.")
-@click.option("--takeover", is_flag=True, help="Replace a learner that still holds the run.")
-@click.option("--standby", is_flag=True, help="Wait while another learner holds the run, and go on with it then.")
-@click.option("--replay", type=click.Path(path_type=Path), metavar="DIR", help="Learn from a recording, without Redis.")
-@click.option("--fork", "source", metavar="RUN[@STEP]", help="Begin this run with a checkpoint of another one.")
-@click.option("--new-data", is_flag=True, help="With --fork: begin data.train, and the learning rate's schedule.")
-@click.option("--dry-run", is_flag=True, help="Show the line, and what has changed since; run nothing. Needs no Redis.")
+@click.option("--nodes", "--nnodes", default="1", metavar="N|MIN:MAX", help="Number of machines, or a range.")
+@click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks per machine: learner.processes.")
+@click.option(
+    "--rendezvous", metavar="HOST:PORT", help="Meeting point of the machines: one of them, and any free port."
+)
+@click.option("--takeover", is_flag=True, help="Replace the learner that holds the run.")
+@click.option("--standby", is_flag=True, help="Wait while another learner holds the run, then take over.")
+@click.option("--replay", type=click.Path(path_type=Path), metavar="DIR", help="Train from a recording, without Redis.")
+@click.option("--fork", "source", metavar="RUN[@STEP]", help="Start this run from a checkpoint of another one.")
+@click.option("--new-data", is_flag=True, help="With --fork: restart data.train and the learning rate's schedule.")
+@click.option(
+    "--dry-run", is_flag=True, help="Only show the command and what has changed since the checkpoint. Needs no Redis."
+)
 def learn(
     file: str,
     overrides: tuple[str, ...],
@@ -69,7 +73,7 @@ def learn(
     new_data: bool,
     dry_run: bool,
 ) -> None:
-    """Run the learner: builds the torchrun line for this configuration, shows it, and runs it.
+    """Run the learner: build the torchrun command for this configuration, show it, and run it.
 
     \b
         streamrl learn conf/mine.yaml redis.url=redis://host:6379
@@ -78,21 +82,20 @@ def learn(
         streamrl learn conf/mine.yaml name=again --replay recording
         streamrl learn conf/mine.yaml name=hotter optimizer.lr=2e-6 --fork runs/mine@120
 
-    Each machine starts learner.processes ranks, one a GPU. Started again, it goes on from the newest checkpoint in the
-    run's folder, dir/name, which all machines must see. Settings that a run may not change half-way are refused, with
-    what to do instead. Workers come by themselves: `streamrl worker --redis URL --run NAME`.
+    Each machine starts learner.processes ranks, one per GPU. Started again, it resumes from the newest checkpoint in
+    the run's folder, dir/name, which all machines must see. Changed settings that a run cannot resume with are refused,
+    with what to do instead. Start workers separately: `streamrl worker --redis URL --run NAME`.
 
-    With --nodes MIN:MAX machines may leave and come; each time the ranks start again from the newest checkpoint. A
-    machine that is told to end (SIGTERM) leaves in good order, after a checkpoint; `streamrl stop` ends the run. The
-    machine of --rendezvous must stay.
+    With --nodes MIN:MAX machines may leave and join; each time the ranks restart from the newest checkpoint. On SIGTERM
+    a machine leaves cleanly, after a checkpoint; `streamrl stop` ends the run. The machine of --rendezvous must stay.
 
-    A run has one learner. Another one waits for two lease times and ends, if the first still holds the run then; with
-    --standby it waits on, and goes on with the run when that one is gone. `streamrl stop` ends both. A learner that is
-    replaced (--takeover) ends, too; with --standby it waits again.
+    A run has one learner. A second one waits for two lease times and exits if the first still holds the run; with
+    --standby it keeps waiting and takes over when the first is gone. `streamrl stop` ends both. A learner that was
+    replaced (--takeover) exits too; with --standby it waits again.
 
-    The exit code is 0 when the run has ended or was stopped in order, by SIGTERM too; 76 when this machine was told to
-    leave a run that goes on without it (--nodes MIN:MAX); 2 after a mistake that only you can mend; else torchrun's. An
-    error that no restart can mend is in the run's folder, in learner.error.
+    The exit code is 0 if the run has ended or was stopped cleanly, also by SIGTERM; 76 if this machine was told to
+    leave a run that continues without it (--nodes MIN:MAX); 2 after a mistake that only you can fix; otherwise
+    torchrun's. learner.error in the run's folder has an error that a restart would not fix.
     """
     _check_options(redis_url, replay, source, takeover=takeover, standby=standby, new_data=new_data)
     ranks = [] if nproc_per_node is None else [f"learner.processes={nproc_per_node}"]

@@ -112,19 +112,19 @@ def main(argv: Sequence[str] | None = None, *, commands: Mapping[str, Entry] = C
         """Asynchronous, off-policy, streaming reinforcement learning for language models.
 
         \b
-        Watch it learn, on any machine with two cores:
+        Train a small model, on any machine with two cores:
             streamrl quickstart
-        Run a configuration on this machine, with some settings changed:
+        Run a configuration on this machine, with settings overridden:
             streamrl up conf/pretrained.yaml model.path=./sft data.train=prompts.jsonl
-        Watch it from anywhere, and ask what holds it back:
+        Watch a run from anywhere, and ask what holds it back:
             streamrl top RUN_FOLDER
             streamrl why --redis redis://host:6379 --run NAME
-        See what a configuration amounts to, and where each value comes from:
+        See every setting of a configuration, and where each value comes from:
             streamrl config show conf/quickstart.yaml optimizer.lr=1e-4
 
-        Settings are given as KEY.SUB=VALUE on every command that takes a configuration; conf/reinforce.yaml
-        explains them all. Such a name is found from any folder, in `extends` too: streamrl ships those files.
-        `streamrl COMMAND --help` tells the rest.
+        Every command that takes a configuration also takes settings as KEY.SUB=VALUE;
+        conf/reinforce.yaml explains them all. streamrl ships the files in conf/, and finds them by
+        name from any folder, also in `extends`. For details use `streamrl COMMAND --help`.
         """
 
     _print_what_can_be()

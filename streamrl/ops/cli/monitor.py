@@ -41,7 +41,7 @@ Exits with
 @takes_run
 @takes_json
 def status(target: Target, as_json: bool) -> int:
-    """Show how a run is, on one screen, and exit.
+    """Show a run's state on one screen, and exit.
 
     \b
         streamrl status runs/quickstart
@@ -66,7 +66,7 @@ def status(target: Target, as_json: bool) -> int:
       dead {count retry_requests latest [{ticket error}]}
       redis {server version used_bytes max_bytes policy role save_error}   unreadable [..]
 
-    Of a run whose Redis is not there any more, its folder tells how it ended: finished, stopped, failed, or crashed.
+    If a run's Redis is gone, its folder says how it ended: finished, stopped, failed, or crashed.
     """
     lines = partial(status_lines, width=WIDTH if sys.stdout.isatty() else None)
     return _answer(target, View.to_json, lines, as_json=as_json)
@@ -76,7 +76,7 @@ def status(target: Target, as_json: bool) -> int:
 @takes_run
 @takes_json
 def why(target: Target, as_json: bool) -> int:
-    """Say what holds a run back now, with the evidence and the remedy; what explains the rest comes first.
+    """Say what holds a run back now, with evidence and remedy; the cause that explains others comes first.
 
     \b
         streamrl why runs/quickstart
@@ -84,7 +84,7 @@ def why(target: Target, as_json: bool) -> int:
             seen   12 tickets wait and nobody reports
             do     start one, on any machine: streamrl worker --redis URL --run NAME
 
-    !! marks what stops the run, ! what somebody should look at; the others explain why it does what it does.
+    !! marks what blocks the run, ! what needs attention; the others are information.
 
     \b
     --json prints {schema, run, verdict, causes [{name level title evidence remedy}]}.
@@ -120,7 +120,7 @@ def _causes(view: View) -> dict[str, Any]:
 
 @click.command()
 @takes_run
-@click.option("--every-s", type=click.FloatRange(min=0.1), default=0.5, help="How often to look at Redis.")
+@click.option("--every-s", type=click.FloatRange(min=0.1), default=0.5, help="Interval for reading from Redis.")
 def top(target: Target, every_s: float) -> None:
     """Watch a run live: learner, workers, rewards, streams, weights, and what holds it back.
 
@@ -128,8 +128,8 @@ def top(target: Target, every_s: float) -> None:
         streamrl top runs/quickstart
         streamrl top --redis redis://host:6379 --run big
 
-    It only reads, from any machine that reaches Redis. It fits on 80 x 24 and uses more where there is more; NO_COLOR=1
-    turns colours off.
+    It only reads, from any machine that reaches Redis. It fits into 80 x 24 and uses more space if there is more;
+    NO_COLOR=1 turns colours off.
 
     \b
     Keys: q quit  s sort  r reverse  / filter  f freeze  arrows choose, enter opens a worker or a group, esc goes back
@@ -144,10 +144,10 @@ def top(target: Target, every_s: float) -> None:
 @click.command()
 @takes_run
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8420, help="0: any free one.")
-@click.option("--token", "makes_token", is_flag=True, help="Make up a token that readers must have.")
-@click.option("--token-file", type=click.File(), help="File with the token that readers must have.")
-@click.option("--allow-host", "names", multiple=True, metavar="NAME", help="Answer to this name of the machine, too.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8420, help="0: any free port.")
+@click.option("--token", "makes_token", is_flag=True, help="Create a token that readers need.")
+@click.option("--token-file", type=click.File(), help="File with the token that readers need.")
+@click.option("--allow-host", "names", multiple=True, metavar="NAME", help="Also answer to this host name.")
 def dashboard(
     target: Target, host: str, port: int, makes_token: bool, token_file: TextIO | None, names: tuple[str, ...]
 ) -> None:
@@ -159,9 +159,9 @@ def dashboard(
         ssh -L 8420:127.0.0.1:8420 HOST                       from elsewhere, without opening a port
         streamrl dashboard RUN --host 0.0.0.0 --token         open to the network, behind a token
 
-    One page, nothing loaded from elsewhere, nothing written. Beyond loopback a token is needed: --token makes one up
-    and shows it with the address, on a terminal; --token-file reads one. It answers to addresses and to localhost;
-    where people know it by another name, an ingress's say, --allow-host names that. GET /metrics is for Prometheus.
+    One page that loads nothing from elsewhere and writes nothing. Beyond loopback it needs a token: --token creates one
+    and shows it with the address on a terminal; --token-file reads one. It answers to addresses and to localhost; add
+    other names, such as an ingress's, with --allow-host. GET /metrics is for Prometheus.
     """
     is_seen = sys.stdout.isatty()  # what goes to a log is no place for a token
     if makes_token and not token_file and not is_seen:
@@ -194,7 +194,7 @@ def dashboard(
 @click.command()
 @click.argument("folders", nargs=-1, type=click.Path(path_type=Path), metavar="[RUN_FOLDER]...")
 @takes_server
-@click.option("-o", "--output", type=OutputFile(suffix=".png"), help="The file; by default NAME.png, here.")
+@click.option("-o", "--output", type=OutputFile(suffix=".png"), help="Output file; default: NAME.png in this folder.")
 def plot(folders: tuple[Path, ...], url: str | None, run: str | None, output: Path | None) -> None:
     """Draw reward, KL, lag, throughput, time, correction, loss and length of a run, or of several, into one PNG.
 
@@ -249,18 +249,18 @@ def _read_history(folder: Path | None, url: str | None, run: str | None) -> tupl
 
 @click.group()
 def export() -> None:
-    """A run for Prometheus and Grafana."""
+    """Export a run to Prometheus and Grafana."""
 
 
 @export.command()
 @takes_run
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=9464, help="0: any free one.")
+@click.option("--port", type=click.IntRange(0, 65535), default=9464, help="0: any free port.")
 def prometheus(target: Target, host: str, port: int) -> None:
     """Serve GET /metrics of one run, until Ctrl-C.
 
-    It holds numbers and names of parts only, no text of rollouts; it listens on loopback unless --host says otherwise.
-    While Redis is not there, streamrl_up is 0 and nothing else is told.
+    It serves numbers and names of parts only, no text of rollouts, and listens on loopback unless you set --host. While
+    Redis is down, streamrl_up is 0 and there are no other metrics.
     `streamrl dashboard` serves the same at its own /metrics.
     """
     need("the exporter", "prometheus_client", extra="monitor")

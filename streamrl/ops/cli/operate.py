@@ -115,14 +115,14 @@ def _followers(run: str, mode: Control, changed: bool, found: Obedience) -> str:
 
 @click.group()
 def dead() -> None:
-    """Look at the tickets that failed too often, repeat them, or throw their letters away."""
+    """List, retry or purge the tickets that failed too often."""
 
 
 @dead.command()
 @takes_run
 @takes_json
 def ls(target: Target, as_json: bool) -> None:
-    """List the dead letters, the oldest first."""
+    """List the dead letters, oldest first."""
     with open_run(target, instead=_LETTERS) as opened:
         letters = _letters(opened)
         tell([_to_json(letter) for letter in letters] if as_json else None, letter_lines(letters), as_json=as_json)
@@ -130,17 +130,19 @@ def ls(target: Target, as_json: bool) -> None:
 
 @dead.command()
 @takes_run
-@click.option("--ticket", "number", type=int, required=True, help="Its number.")
+@click.option("--ticket", "number", type=int, required=True, help="The ticket's number.")
 def show(target: Target, number: int) -> None:
-    """Print all that is known of one dead ticket, as JSON."""
+    """Print everything known about one dead ticket, as JSON."""
     with open_run(target, instead=_LETTERS) as opened:
         [letter] = _chosen(_letters(opened), [number])
     click.echo(json.dumps(_to_json(letter), indent=2, ensure_ascii=False))
 
 
 def _takes_tickets(command: Callable[..., Any]) -> Callable[..., Any]:
-    tickets = click.option("--ticket", "numbers", type=int, multiple=True, metavar="N", help="Its number; repeatable.")
-    everything = click.option("--all", "everything", is_flag=True, help="All of them.")
+    tickets = click.option(
+        "--ticket", "numbers", type=int, multiple=True, metavar="N", help="The ticket's number; repeatable."
+    )
+    everything = click.option("--all", "everything", is_flag=True, help="All dead letters.")
     return takes_run(tickets(everything(takes_json(command))))
 
 
@@ -148,11 +150,11 @@ def _takes_tickets(command: Callable[..., Any]) -> Callable[..., Any]:
 @_takes_tickets
 @takes_timeout("wait for the learner to issue them")
 def retry(target: Target, numbers: tuple[int, ...], everything: bool, as_json: bool, timeout_s: float) -> int:
-    """Have the learner issue dead tickets anew.
+    """Ask the learner to issue dead tickets again.
 
-    Each gets a new number, with the same prompt, and its letter goes in the same step. The learner takes requests up
-    when it has room for tickets; asking twice is asking once. Exits with 0 when all are issued, with 1 when some are
-    not in time: the requests stand.
+    Each gets a new number with the same prompt, and its dead letter is removed in the same step. The learner handles
+    requests when it has room for tickets; asking twice has no further effect. Exits with 0 when all are issued, with 1
+    if some were not issued in time; their requests remain.
     """
     _refuse_nothing(numbers, everything)
     with open_run(target, instead=_LETTERS) as opened:
@@ -174,7 +176,7 @@ def retry(target: Target, numbers: tuple[int, ...], everything: bool, as_json: b
 @dead.command()
 @_takes_tickets
 def purge(target: Target, numbers: tuple[int, ...], everything: bool, as_json: bool) -> None:
-    """Throw dead letters away. Their tickets have ended, and stay so."""
+    """Delete dead letters. Their tickets have ended and are not asked again."""
     _refuse_nothing(numbers, everything)
     with open_run(target, instead=_LETTERS) as opened:
         chosen = (letter for letter in _letters(opened) if everything or letter.number in numbers)

@@ -50,7 +50,7 @@ class _Record(click.Group):
 
 @click.group(cls=_Record)
 def record() -> None:
-    """Save the groups of a live run as they pass: prompts, samples, log-probs, versions, rewards.
+    """Record the groups of a live run: prompts, samples, log-probs, versions, rewards.
 
     \b
         streamrl record runs/big --output recording
@@ -59,8 +59,8 @@ def record() -> None:
         streamrl record export recording --format parquet --output rollouts.parquet
         streamrl learn conf/mine.yaml name=again --replay recording
 
-    The run is only read, and does not notice. Recording ends with the run, or with Ctrl-C, and goes on where it stopped
-    when it is started again with the same folder.
+    It only reads from the run. Recording ends with the run or with Ctrl-C, and resumes if started again with the same
+    folder.
 
     \b
     Options of `streamrl record [RUN_FOLDER]`:
@@ -123,14 +123,14 @@ class _Progress:
 @record.command("export")
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @click.option("--format", "kind", type=click.Choice(["jsonl", "parquet"]), default="jsonl")
-@click.option("--output", type=OutputFile(), help="The file; by default stdout for jsonl.")
-@click.option("--tokenizer", metavar="MODEL", help="Folder of the model whose tokenizer gives the texts.")
-@click.option("--no-text", is_flag=True, help="Token ids alone, also where the run's own model is at hand.")
+@click.option("--output", type=OutputFile(), help="Output file; default for jsonl: stdout.")
+@click.option("--tokenizer", metavar="MODEL", help="Model folder with the tokenizer for texts.")
+@click.option("--no-text", is_flag=True, help="Write token ids only, even if the run's model is here.")
 def export_to(folder: Path, kind: str, output: Path | None, tokenizer: str | None, no_text: bool) -> None:
     """Write a recording as JSON Lines, or Parquet.
 
-    JSON Lines have a group a line, Parquet a sample a row, with prompts and responses as text where the model's
-    tokenizer can be found. How many groups went out, and how many could not be read, is told on stderr.
+    JSON Lines have one group per line, Parquet one sample per row, with prompts and responses as text if the model's
+    tokenizer is found. The numbers of exported and of unreadable groups are printed to stderr.
     """
     if kind == "parquet":
         need("--format parquet", "pyarrow", extra="parquet")
@@ -147,12 +147,12 @@ def export_to(folder: Path, kind: str, output: Path | None, tokenizer: str | Non
 
 @record.command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("--verify", is_flag=True, help="Read every group, and check its digest.")
+@click.option("--verify", is_flag=True, help="Read every group and check its digest.")
 @takes_json
 def info(folder: Path, verify: bool, as_json: bool) -> int:
-    """Say what a recording holds, and whether it is whole.
+    """Describe a recording, and check that it is complete.
 
-    It tells, too, which tickets it has no answer to. Exits with 1 when --verify finds a damaged group.
+    It also lists the tickets without an answer. Exits with 1 if --verify finds a damaged group.
     """
     recording = Recording.open(folder)
     numbers = recording.numbers()

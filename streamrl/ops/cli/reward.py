@@ -61,7 +61,7 @@ reward.add_command(try_reward)
     show_default=False,
     callback=_numbers,
     metavar="X,Y,...",
-    help="Of a model with several outputs: the reward is their sum with these weights.",
+    help="For a model with several outputs: the reward is their sum with these weights.",
 )
 @_setting("reward_mean", float, "Of the model's own rewards, to standardise them.")
 @_setting("reward_std", _ABOVE_0, "Their deviation: the server answers (reward - mean) / std.")
@@ -69,19 +69,21 @@ reward.add_command(try_reward)
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),
     default="float32",
-    help="Of the model's weights and its computing.",
+    help="Dtype of weights and computation.",
 )
-@click.option("--threads", type=_POSITIVE, help="CPU threads of the model; torch's choice by default.")
+@click.option("--threads", type=_POSITIVE, help="CPU threads of the model; default: torch's choice.")
 @click.option("--token-file", help="File with the bearer token that callers of /score must send.")
-@click.option("--url-file", type=OutputFile(), help="File to write the server's URL to, once it listens.")
-@click.option("--bound-file", type=OutputFile(), help="The same, before the model is loaded: the port is taken.")
-@click.option("--trust-remote-code", is_flag=True, help="Run code that the model brings along.")
+@click.option("--url-file", type=OutputFile(), help="File for the server's URL, written once it listens.")
+@click.option(
+    "--bound-file", type=OutputFile(), help="The same, but before the model is loaded, once the port is bound."
+)
+@click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
 def serve(**options: Any) -> None:
     """Serve a reward model: POST /score, GET /health, /metrics and /openapi.json.
 
-    OpenRLHF's remote reward protocol is answered at POST /get_reward. Prints one line with its URL when it is ready.
-    SIGTERM ends it after what was asked is answered. For several replicas start several, and name them in the
-    configuration's rewards.NAME.replicas.
+    OpenRLHF's remote reward protocol is available at POST /get_reward. Prints one line with its URL when it is ready.
+    On SIGTERM it answers open requests and exits. For replicas, start several and list them in the configuration's
+    rewards.NAME.replicas.
     """
     need("the reward server", "torch", "transformers", "starlette", "uvicorn", extra="rewards")
     from streamrl.workers.reward_server.server import build_app, run
@@ -110,7 +112,7 @@ def serve(**options: Any) -> None:
 
 
 @reward.command()
-@click.option("--model", required=True, help="What to start from: folder or hub name of a model.")
+@click.option("--model", required=True, help="Model to start from: folder or hub name.")
 @click.option(
     "--pairs",
     type=_FILE,
@@ -122,26 +124,26 @@ def serve(**options: Any) -> None:
     help='Instead of pairs (regression): JSONL of {"prompt": ..., "completion": ..., "score": number or list}.',
 )
 @click.option("--output", required=True, type=_FILE, help="Folder for the trained model.")
-@click.option("--epochs", type=_POSITIVE, default=1, help="Times that all is learned from.")
-@click.option("--batch-size", type=_POSITIVE, default=32, help="Pairs or ratings of one step.")
+@click.option("--epochs", type=_POSITIVE, default=1, help="Epochs.")
+@click.option("--batch-size", type=_POSITIVE, default=32, help="Pairs or ratings per step.")
 @click.option("--lr", type=_ABOVE_0, default=1e-5, help="Learning rate of AdamW.")
-@click.option("--weight-decay", type=click.FloatRange(min=0), default=0.0, help="Of AdamW.")
-@click.option("--clip-norm", type=_ABOVE_0, default=1.0, help="Largest norm of a step's gradient.")
+@click.option("--weight-decay", type=click.FloatRange(min=0), default=0.0, help="Weight decay of AdamW.")
+@click.option("--clip-norm", type=_ABOVE_0, default=1.0, help="Gradient clipping norm.")
 @click.option(
     "--held-out",
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
     default=0.1,
-    help="Share of the data that only measures.",
+    help="Share of the data held out for measuring.",
 )
-@click.option("--max-tokens", type=_POSITIVE, default=2048, help="What has a longer text is left out.")
-@click.option("--seed", type=int, default=1234, help="Of the order, the held-out share and the new head.")
-@click.option("--threads", type=_POSITIVE, help="CPU threads; torch's choice by default.")
-@click.option("--trust-remote-code", is_flag=True, help="Run code that the model brings along.")
+@click.option("--max-tokens", type=_POSITIVE, default=2048, help="Longer texts are skipped.")
+@click.option("--seed", type=int, default=1234, help="Seed of the order, the held-out share and the new head.")
+@click.option("--threads", type=_POSITIVE, help="CPU threads; default: torch's choice.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
 def train(threads: int | None, pairs: Path | None, ratings: Path | None, **options: Any) -> None:
     """Train a reward model on preferences, or on ratings.
 
-    --pairs are preferences; --ratings have a number for each completion, or several, each an output of the model.
-    Anthropic-HH's files become pairs with `streamrl reward read-hh`.
+    --pairs takes preferences; --ratings takes one or several numbers per completion, one for each output of the model.
+    `streamrl reward read-hh` converts Anthropic-HH's files to pairs.
     """
     if (pairs is None) == (ratings is None):
         raise ConfigError("exactly one of --pairs and --ratings is needed")
@@ -189,7 +191,7 @@ def _make_folder(output: Path) -> None:
 @click.option("--pairs", required=True, type=OutputFile(), help="JSONL for `streamrl reward train`.")
 @click.option("--prompts", required=True, type=OutputFile(), help="JSONL for data.train of a run.")
 def read_hh(source: Path, pairs: Path, prompts: Path) -> None:
-    """Make pairs and prompts of dialogues like HH's.
+    """Make pairs and prompts from dialogues like HH's.
 
     SOURCE holds dialogues as in Anthropic's HH: JSONL of {"chosen": ..., "rejected": ...}, .gz or not.
     """

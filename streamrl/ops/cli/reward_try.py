@@ -50,44 +50,42 @@ class _Tried:
 @click.command("try")
 @click.argument("target", metavar="FILE:FUNCTION|SOURCE|sandbox")
 @click.option("--data", required=True, type=_FILE, help="Prompts as JSON Lines, or a run's .yaml: its data.train.")
-@click.option("--completion", metavar="TEXT", help="Score this for each row.")
+@click.option("--completion", metavar="TEXT", help="Score this text for each row.")
 @click.option(
     "--completions",
     type=_FILE,
     help='Score these, JSON Lines: for each row in turn a text, {"completion": text}, or a list: a group of samples.',
 )
-@click.option("--field", metavar="NAME", help="Score what this field of each row holds: the right answer, say.")
-@click.option("--num", "num_rows", type=click.IntRange(min=1), default=5, help="Rows to try, from the first on.")
+@click.option("--field", metavar="NAME", help="Score the content of this field of each row, such as the right answer.")
+@click.option("--num", "num_rows", type=click.IntRange(min=1), default=5, help="Number of rows to try, from the first.")
 @click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="A keyword argument of the function.")
-@click.option("--model", metavar="MODEL", help="Folder or hub name: its chat template, its tokens.")
+@click.option("--model", metavar="MODEL", help="Folder or hub name of the model for chat template and tokens.")
 @click.option(
     "--timeout-s",
     type=click.FloatRange(min=0, min_open=True),
     default=_DEFAULTS["timeout_s"].default,
-    help="Limit of a call.",
+    help="Time limit per call.",
 )
 @click.option(
     "--memory-mb",
     type=click.IntRange(min=1),
     default=_DEFAULTS["memory_mb"].default,
-    help="Limit of the process.",
+    help="Memory limit of the process.",
 )
-@click.option("--network", is_flag=True, help="Let it open connections, as `network: true` does.")
-@click.option(
-    "--env", "environment", multiple=True, metavar="NAME", help="Give it this variable, as `environment` does."
-)
+@click.option("--network", is_flag=True, help="Allow connections, as `network: true` does.")
+@click.option("--env", "environment", multiple=True, metavar="NAME", help="Pass this variable, as `environment` does.")
 @takes_json
 def try_reward(
     target: str, data: Path, num_rows: int, options: tuple[str, ...], model: str | None, as_json: bool, **chosen: Any
 ) -> int:
-    """Run a reward function on some rows, as workers do, and show what it says.
+    """Run a reward function on some rows, as workers do, and show its scores.
 
-    FILE:FUNCTION is a function of yours in streamrl's form or in TRL's; package.module:function and the name of a
-    built-in will do, too. It runs in a process of its own with a worker's limits; what it prints goes to stderr.
-    SOURCE is one of the rewards in --data RUN.YAML by its name, with its settings there: also a judge or a service.
+    FILE:FUNCTION is your function, in streamrl's form or TRL's; package.module:function and names of built-ins work
+    too. It runs in its own process with a worker's limits; what it prints goes to stderr. SOURCE is the name of one of
+    the rewards in --data RUN.YAML, with its settings there, which may be a judge or a service.
 
-    `sandbox` is a source of type `code`: it runs each completion's program against the row's tests, and shows what
-    became of each of them. Its options are those of `tests`: field, partial, time_s, memory_mb.
+    `sandbox` is a source of type `code`: it runs each completion's program against the row's tests and shows the result
+    of each. Its options are those of `tests`: field, partial, time_s, memory_mb.
 
     \b
         streamrl reward try my_rewards.py:near --data prompts.jsonl --field answer
@@ -97,7 +95,7 @@ def try_reward(
         streamrl reward try sandbox --data problems.jsonl --field solution --option time_s=2
         streamrl reward try helpful --data run.yaml --completions said.jsonl
 
-    Without --model a chat's prompt is what its messages say, a line each, and each byte of a completion is a token.
+    Without --model a chat's prompt is the text of its messages, one per line, and each byte of a completion is a token.
 
     \b
     --json prints one object:

@@ -15,21 +15,23 @@ from streamrl.ops.cli.subject import Subject, find_subject
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("subject", metavar="RUN|CHECKPOINT|MODEL")
-@click.option("--name", metavar="NAME", help="What clients call the model; by default the subject's name.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="0.0.0.0: for other machines, too.")
+@click.option("--name", metavar="NAME", help="The model's name for clients; default: as given here.")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: for other machines too."
+)
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
 @click.argument("further", metavar="[VLLM'S OPTIONS]...", nargs=-1, type=click.UNPROCESSED)
 def serve(subject: str, name: str | None, host: str, port: int, further: tuple[str, ...]) -> None:
-    """Serve a model by OpenAI's protocol, with vLLM's own server, until Ctrl-C.
+    """Serve a model over OpenAI's protocol, with vLLM's own server, until Ctrl-C.
 
     \b
         streamrl serve runs/mine                           its export, or its newest checkpoint
         streamrl serve runs/mine@120      runs/mine@best   another checkpoint
         streamrl serve ./sft --port 8001 --max-model-len 4096 --api-key secret
 
-    Other options are vLLM's. Unlike `vllm serve` it begins with any build of vLLM, does without packages of another
-    torch, ignores the sampling defaults of the model's generation_config.json, and takes 1 GiB for keys and values on
-    a CPU. It listens on this machine alone, and asks for no key unless --api-key sets one.
+    Other options are passed on to vLLM. Unlike `vllm serve` it starts with any build of vLLM, ignores packages built
+    for another torch, ignores the sampling defaults of the model's generation_config.json, and uses 1 GiB for the KV
+    cache on a CPU. It listens on this machine only, and requires no key unless you set --api-key.
     """
     found = find_subject(subject, exported=True)
     need("serving", "vllm", "torch", "transformers", extra="worker-cpu", or_extra="worker-gpu")

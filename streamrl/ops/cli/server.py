@@ -31,17 +31,17 @@ def runs() -> None:
 
 @runs.command()
 @_takes_url
-@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Where folders of runs lie; by default runs.")
+@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Folder with the runs' folders; default: runs.")
 @takes_json
 def ls(url: str | None, folder: Path | None, as_json: bool) -> None:
-    """List the runs whose folders lie here, and those that a Redis holds where one is named; the youngest first.
+    """List the runs with folders here and, with --redis, those in a Redis; newest first.
 
     \b
         streamrl runs ls
         streamrl runs ls --dir /shared/runs --redis redis://host:6379
 
-    It goes through the keys of Redis page by page for 10 seconds at most, and says so when that was not enough. A run
-    that both know stands there once, with the state that Redis tells. --json prints
+    It scans the keys of Redis for 10 seconds at most, and says so if that was not enough. A run that is in both is
+    listed once, with its state in Redis. --json prints
     {complete, runs [{name state is_live term step parts created_at ended_at folder uid}]}.
     """
     if folder is not None and not folder.is_dir():
@@ -59,13 +59,13 @@ def ls(url: str | None, folder: Path | None, as_json: bool) -> None:
 @click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN_FOLDER...")
 @takes_json
 def compare(folders: tuple[Path, ...], as_json: bool) -> None:
-    """Compare runs by what their folders tell: a line each, with reward, held out, steps, tokens, time and lag.
+    """Compare runs from their folders, one line each: reward, held-out reward, steps, tokens, time and lag.
 
     \b
         streamrl runs compare runs/a runs/b
 
-    REWARD is that of the last step, BEST the best on held-out prompts, TIME what all steps took together, LAG the mean
-    over all trained tokens. --json prints [{name folder state reward best_held_out steps tokens seconds lag}].
+    REWARD is the last step's, BEST the best on held-out prompts, TIME the sum over all steps, LAG the mean over all
+    trained tokens. --json prints [{name folder state reward best_held_out steps tokens seconds lag}].
     """
     from streamrl.ops.monitor.comparison import compare as compare_runs
     from streamrl.ops.monitor.comparison import table
@@ -76,10 +76,10 @@ def compare(folders: tuple[Path, ...], as_json: bool) -> None:
 
 @runs.command()
 @_takes_url
-@click.option("--run", metavar="NAME", required=True, help="Its name.")
-@click.option("--live", "even_live", is_flag=True, help="Even one that a learner holds.")
+@click.option("--run", metavar="NAME", required=True, help="The run's name.")
+@click.option("--live", "even_live", is_flag=True, help="Remove it even if a learner holds it.")
 def rm(url: str | None, run: str, even_live: bool) -> None:
-    """Remove a run from Redis: streams, weights, metrics. Its folder stays; its workers and learner leave."""
+    """Remove a run from Redis: streams, weights, metrics. Its folder stays; its workers and learner exit."""
     keys = Keys(run)
     with open_server(_server(url)) as client:
         if client.exists(keys.lease) and not even_live:
@@ -108,35 +108,35 @@ def _server(url: str | None) -> str:
 
 @click.group()
 def redis() -> None:
-    """Users and rights in Redis."""
+    """Print users and rights for Redis."""
 
 
 @redis.command()
-@click.option("--role", "roles", type=click.Choice(ROLES), multiple=True, help="Only this role; may be repeated.")
-@click.option("--run", metavar="NAME", help="Only the keys of this run; by default of every run.")
-@click.option("--server", type=click.Choice(["7", "6.2"]), default="7", help="At least this Redis.")
+@click.option("--role", "roles", type=click.Choice(ROLES), multiple=True, help="Print only this role; repeatable.")
+@click.option("--run", metavar="NAME", help="Grant only the keys of this run; default: of every run.")
+@click.option("--server", type=click.Choice(["7", "6.2"]), default="7", help="Oldest version of Redis to support.")
 @click.option(
     "--passwords",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="DIR",
-    help="A folder with a file for each role that holds its password.",
+    help="Folder with a password file for each role.",
 )
 @click.option("--format", "form", type=click.Choice(["users", "commands"]), default="users")
 def acl(roles: tuple[Role, ...], run: str | None, server: str, passwords: Path | None, form: str) -> None:
-    """Print the least that each role needs, as users of Redis.
+    """Print Redis users with the least rights each role needs.
 
     \b
         streamrl redis acl --passwords DIR > users.acl              a file of users: `aclfile users.acl` in redis.conf
         streamrl redis acl --passwords DIR --format commands | redis-cli
         streamrl redis acl --role monitor --run big                 one role, for one run only
 
-    DIR holds a file for each role, named worker, learner, monitor, operator, with its password; only their SHA-256 is
-    printed. A second line is a second password, while one takes the place of the other. Without DIR users are printed
-    that nobody can be yet. Parts name their user in the URL (redis://worker@host) and the password's file in
-    STREAMRL_REDIS_PASSWORD_FILE. Where DIR has a file `replica` or `sentinel`, that user of servers is printed, too.
+    DIR holds a file with the password for each role, named worker, learner, monitor, operator; only SHA-256 hashes are
+    printed. A second line is a second password, for rotation. Without DIR the printed users cannot log in yet. Parts
+    name their user in the URL (redis://worker@host) and the password's file in STREAMRL_REDIS_PASSWORD_FILE. If DIR has
+    a file `replica` or `sentinel`, that server user is printed too.
 
-    Printed for all roles, the default user is switched off. With --server 6.2 the rules are weaker; what follows from
-    that is said on stderr.
+    If you print all roles, the default user is switched off. With --server 6.2 the rules are weaker; stderr says what
+    follows.
     """
     for role in roles or ROLES:
         _say_user(role, rules(role, run=run or ANY_RUN, selectors=server != "6.2"), passwords, form)

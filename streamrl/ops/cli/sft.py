@@ -16,7 +16,7 @@ _POSITIVE, _ABOVE_0 = click.IntRange(min=1), click.FloatRange(min=0, min_open=Tr
 
 
 @click.command()
-@click.option("--model", required=True, help="What to start from: folder or hub name of a causal language model.")
+@click.option("--model", required=True, help="Model to start from: folder or hub name of a causal language model.")
 @click.option(
     "--data",
     required=True,
@@ -24,38 +24,51 @@ _POSITIVE, _ABOVE_0 = click.IntRange(min=1), click.FloatRange(min=0, min_open=Tr
     help='JSONL, .gz or not, of {"prompt": ..., "completion": ...} or {"messages": [...]}.',
 )
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Folder for the trained model.")
-@click.option("--chat", is_flag=True, help="Prompt and completion are messages: they go into the chat template.")
-@click.option("--epochs", type=_POSITIVE, default=1, help="Times that all is learned from.")
-@click.option("--batch-size", type=_POSITIVE, default=32, help="Rows of one step.")
-@click.option("--lr", type=_ABOVE_0, default=1e-5, help="Learning rate of AdamW, at its highest.")
-@click.option("--warmup-steps", type=click.IntRange(min=0), default=20, help="Steps up to there, in a straight line.")
+@click.option("--chat", is_flag=True, help="Render prompt and completion with the chat template.")
+@click.option("--epochs", type=_POSITIVE, default=1, help="Epochs.")
+@click.option("--batch-size", type=_POSITIVE, default=32, help="Rows per step.")
+@click.option("--lr", type=_ABOVE_0, default=1e-5, help="Peak learning rate of AdamW.")
+@click.option("--warmup-steps", type=click.IntRange(min=0), default=20, help="Linear warm-up steps.")
 @click.option(
-    "--schedule", type=click.Choice(["cosine", "constant"]), default="cosine", help="Then: down to a tenth, or not."
+    "--schedule",
+    type=click.Choice(["cosine", "constant"]),
+    default="cosine",
+    help="Schedule after the warm-up: down to a tenth, or constant.",
 )
-@click.option("--weight-decay", type=click.FloatRange(min=0), default=0.0, help="Of AdamW.")
-@click.option("--clip-norm", type=_ABOVE_0, default=1.0, help="Largest norm of a step's gradient.")
-@click.option("--max-tokens", type=_POSITIVE, default=2048, help="Rows of more are left out.")
-@click.option("--micro-batch-tokens", type=_POSITIVE, default=4096, help="Of one pass: memory, not the result.")
+@click.option("--weight-decay", type=click.FloatRange(min=0), default=0.0, help="Weight decay of AdamW.")
+@click.option("--clip-norm", type=_ABOVE_0, default=1.0, help="Gradient clipping norm.")
+@click.option("--max-tokens", type=_POSITIVE, default=2048, help="Longer rows are skipped.")
 @click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of passes; masters are float32."
+    "--micro-batch-tokens", type=_POSITIVE, default=4096, help="Tokens per pass; affects memory, not the result."
 )
 @click.option(
-    "--held-out", type=click.FloatRange(0, 1, max_open=True), default=0.0, help="Share of the rows that only measures."
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    help="Dtype of forward and backward passes; masters are float32.",
 )
-@click.option("--save-every", type=_POSITIVE, default=100, help="Steps between states that a later start goes on from.")
-@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=1234, help="Of the order, and of what is held out.")
-@click.option("--threads", type=_POSITIVE, help="CPU threads; torch's choice by default.")
+@click.option(
+    "--held-out",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.0,
+    help="Share of the rows held out for measuring.",
+)
+@click.option("--save-every", type=_POSITIVE, default=100, help="Steps between saved states to resume from.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**32 - 1), default=1234, help="Seed of the order and of the held-out rows."
+)
+@click.option("--threads", type=_POSITIVE, help="CPU threads; default: torch's choice.")
 @takes_json
 def sft(threads: int | None, as_json: bool, **options: Any) -> None:
-    """Train a model on prompts with their answers: what it starts a run from.
+    """Fine-tune a model on prompts with answers, as the starting point of a run.
 
     \b
         streamrl sft --model HuggingFaceTB/SmolLM2-135M-Instruct --data answers.jsonl --output ./sft
         streamrl up conf/pretrained.yaml model.path=./sft data.train=prompts.jsonl
 
-    The answers and what ends them have a loss, and nothing else; of a dialogue all answers have. Rows are packed as the
-    learner packs them, without padding. What was ended in the middle goes on when the same command is given again, and
-    comes to the same weights; the model's folder appears at the end, whole, in the dtype of the one it began with.
+    Only the answers and their end tokens have a loss; in a dialogue all answers do. Rows are packed as the learner
+    packs them, without padding. If it is interrupted, the same command resumes and reaches the same weights. The
+    model's folder appears at the end, complete, in the dtype of the model it started from.
     """
     check_learner()
     from streamrl.learner.sft.training import Settings, prepare_process, train

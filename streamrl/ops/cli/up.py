@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 
 @click.command()
 @takes_config
-@click.option("--takeover", is_flag=True, help="Replace a learner elsewhere that holds the run; it ends by itself.")
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON, in the last line.")
+@click.option(
+    "--takeover", is_flag=True, help="Replace a learner on another machine that holds the run; it exits by itself."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON on the last line.")
 def up(file: str, overrides: tuple[str, ...], takeover: bool, as_json: bool) -> int:
     """Run everything on this machine: Redis, reward server, workers, learner.
 
-    Ctrl-C ends it in good order: the learner finishes its step and writes a checkpoint. Another Ctrl-C ends it at once.
-    Starting it again goes on from the last checkpoint. A run that has finished, and that these settings give nothing
-    more to do, says so at once: neither Redis nor the learner is started, and the exit code is 0.
+    Ctrl-C stops it cleanly: the learner finishes its step and writes a checkpoint. A second Ctrl-C ends it at once.
+    Started again, it resumes from the last checkpoint. If the run has finished and these settings leave nothing to do,
+    it says so at once and exits with 0, without starting Redis or the learner.
     """
     from rich.console import Console
 
@@ -64,17 +66,16 @@ def take_up(loaded: Loaded, display: Audience, *, takeover: bool = False) -> Out
     return run_up(loaded, display=display, takeover=takeover)
 
 
-_takes_numbers = click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON, in the last line.")
+_takes_numbers = click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON on the last line.")
 
 
 @click.command()
 @takes_overrides
 @_takes_numbers
 def quickstart(overrides: tuple[str, ...], as_json: bool) -> int:
-    """Make a small model and train it by reinforcement learning, with all that a large run has, in some minutes.
+    """Build a small model and train it with RL in a few minutes, with everything a large run has.
 
-    It begins anew each time. `seed=2` gives other data, another warm-up and another run; conf/quickstart.yaml has the
-    settings.
+    It starts from scratch each time. `seed=2` changes data, warm-up and run; conf/quickstart.yaml has the settings.
     """
     from streamrl.demos.quickstart import QUICKSTART
     from streamrl.demos.run import run_showcase
@@ -86,9 +87,9 @@ def quickstart(overrides: tuple[str, ...], as_json: bool) -> int:
 @takes_overrides
 @_takes_numbers
 def game(overrides: tuple[str, ...], as_json: bool) -> int:
-    """Make a small model and train it on a game of several turns, to find a number by asking, in some minutes.
+    """Build a small model and train it on a multi-turn game, guessing a number, in a few minutes.
 
-    It begins anew each time. The environment is streamrl/demos/game.py, and conf/game.yaml has the settings.
+    It starts from scratch each time. The environment is streamrl/demos/game.py; conf/game.yaml has the settings.
     """
     from streamrl.demos.game import GAME
     from streamrl.demos.run import run_showcase
@@ -100,10 +101,10 @@ def game(overrides: tuple[str, ...], as_json: bool) -> int:
 @takes_overrides
 @_takes_numbers
 def demo(overrides: tuple[str, ...], as_json: bool) -> int:
-    """Train a pretrained model of 135M parameters on sums, by reinforcement learning, in about a quarter of an hour.
+    """Train a pretrained model of 135M parameters on sums with RL, in about a quarter of an hour.
 
-    It begins anew each time, but for the model, which it makes once. `seed=2` gives other sums and another run;
-    conf/demo.yaml has the settings, and conf/pretrained.yaml those for a model of yours.
+    It starts from scratch each time, except for the model, which is prepared once. `seed=2` changes sums and run;
+    conf/demo.yaml has the settings, conf/pretrained.yaml those for your own model.
     """
     from streamrl.demos.pretrained import DEMO
     from streamrl.demos.run import run_showcase

@@ -24,15 +24,17 @@ _INSTEAD = "{folder}/checkpoints, and of a finished run {folder}/export, have it
 _LATEST = "latest"
 _UNREADABLE = "its manifest cannot be read"
 
-_version = click.option("--version", "wanted", default=_LATEST, metavar="TERM.NUMBER", help="As `weights ls` shows it.")
+_version = click.option(
+    "--version", "wanted", default=_LATEST, metavar="TERM.NUMBER", help="Version, as `weights ls` shows it."
+)
 
 
 @click.group()
 def weights() -> None:
-    """Look at the versions of the weights that a run has published, check them, or take one out.
+    """List, check or export the weight versions that a run has published.
 
-    A version is a delta on the one before it, an anchor (all the weights), or a delta with an anchor beside it. Kept
-    are the last two anchors and what builds on them.
+    A version is a delta against the previous one, an anchor (all weights), or a delta with an anchor beside it. The
+    last two anchors and what builds on them are kept.
     """
 
 
@@ -74,11 +76,11 @@ def _pick(manifests: Mapping[int, Manifest], wanted: str) -> Manifest:
 @takes_run
 @takes_json
 def ls(target: Target, as_json: bool) -> None:
-    """List the versions that are kept, the oldest first, and which workers serve each.
+    """List the kept versions, oldest first, and which workers serve each.
 
-    RATIO is how many times smaller than the whole model what a worker fetches is: a worker that is up to date fetches
-    the delta, one that comes late an anchor and the deltas after it. In JSON, versions whose manifests cannot be read
-    come last, of the kind `unreadable`.
+    RATIO is the size of the whole model over that of what a worker fetches: the delta if it is up to date, an anchor
+    and the deltas after it if it is late. In JSON, versions with unreadable manifests come last, with the kind
+    `unreadable`.
     """
     with _published(target) as (opened, found):
         served_by = _served_by(opened)
@@ -104,7 +106,7 @@ def _table(rows: Sequence[Mapping[str, Any]], found: Manifests, served_by: Mappi
 @_version
 @takes_json
 def show_version(target: Target, wanted: str, as_json: bool) -> None:
-    """Print what one version consists of: its blobs, and which tensors changed most."""
+    """Describe one version: its blobs, and which tensors changed most."""
     with _published(target) as (opened, found):
         manifest = _pick(found.by_version, wanted)
     row = _row(manifest, _served_by(opened)) | {
@@ -134,13 +136,13 @@ def _version_lines(row: Mapping[str, Any]) -> Iterator[str]:
 
 @weights.command()
 @takes_run
-@click.option("--version", "wanted", metavar="TERM.NUMBER", help="Only this one, or `latest`; by default all.")
+@click.option("--version", "wanted", metavar="TERM.NUMBER", help="Only this version, or `latest`; default: all.")
 @takes_json
 def verify(target: Target, wanted: str | None, as_json: bool) -> int:
-    """Fetch the blobs of all versions that are kept and compare them with the digests in the manifests.
+    """Fetch the blobs of all kept versions and compare them with the digests in the manifests.
 
-    Exits with 0 when all agree, with 1 when one is missing or damaged. Workers refuse such a blob, whatever this says,
-    and take another way; a damaged anchor is mended by the next one.
+    Exits with 0 if all match, with 1 if one is missing or damaged. Workers refuse such a blob anyway and use another
+    path; the next anchor replaces a damaged one.
     """
     with _published(target) as (opened, found):
         chosen = [_pick(found.by_version, wanted)] if wanted else list(found.by_version.values())
@@ -162,8 +164,8 @@ def verify(target: Target, wanted: str | None, as_json: bool) -> int:
 @weights.command()
 @takes_run
 @_version
-@click.option("--to", "to", required=True, type=click.Path(path_type=Path), help="The folder to make.")
-@click.option("--model", type=click.Path(path_type=Path), help="The base model's folder; by default the run's.")
+@click.option("--to", "to", required=True, type=click.Path(path_type=Path), help="The folder to create.")
+@click.option("--model", type=click.Path(path_type=Path), help="The base model's folder; default: the run's.")
 @takes_json
 def pull(target: Target, wanted: str, to: Path, model: Path | None, as_json: bool) -> None:
     """Write one version as a Hugging Face folder.
