@@ -32,8 +32,8 @@ _THREADS = 256  # begun as they are needed
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.option("--redis", "redis_url", required=True, help="Server of the run: redis://, rediss:// or unix://.")
 @click.option("--run", required=True, help="The run's name.")
-@click.option("--worker-id", help="A name of this worker's own; one that died may come again under its name.")
-@click.option("--model", help="Folder or hub name of the model, instead of what the run's configuration says.")
+@click.option("--worker-id", help="A unique name for this worker; a restarted one may use its old name.")
+@click.option("--model", help="Folder or hub name of the model, instead of the configuration's.")
 @click.option(
     "--allow-model-root", multiple=True, help="The run may name any model under this folder or hub organisation."
 )
@@ -41,35 +41,39 @@ _THREADS = 256  # begun as they are needed
     "--allow-reward-code",
     multiple=True,
     metavar="TARGET",
-    help="The run may use this reward function; `sandbox`: run programs of models in one.",
+    help="The run may use this reward function; `sandbox`: run generated programs.",
 )
 @click.option(
     "--allow-reward-network", multiple=True, metavar="TARGET", help="This reward function may open connections."
 )
-@click.option("--allow-reward-env", multiple=True, metavar="NAME", help="Reward functions may be given this variable.")
+@click.option(
+    "--allow-reward-env", multiple=True, metavar="NAME", help="Reward functions may get this environment variable."
+)
 @click.option("--allow-host", multiple=True, metavar="HOST", help="The run may use reward servers on this host.")
-@click.option("--trust-remote-code", is_flag=True, help="Run code that the model's folder brings along.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model's folder.")
 @click.option("--local-reward-url", help="The reward server that the run's configuration calls `local`.")
-@click.option("--http", metavar="HOST:PORT", help="Answer /livez, /readyz and /metrics there; port 0: any free one.")
+@click.option("--http", metavar="HOST:PORT", help="Serve /livez, /readyz and /metrics there; port 0: any free one.")
 @click.option(
     "--peers",
     metavar="HOST:PORT",
-    help="Fetch weights from other hosts' workers too, and hand them on: the address, in numbers, that they reach.",
+    help="Exchange weights with other hosts' workers: a numeric address that they can reach.",
 )
 @click.option(
     "--sessions",
     default="127.0.0.1:0",
     show_default=True,
     metavar="HOST:PORT",
-    help="Where agents ask the model, if the run has one; port 0: any free one.",
+    help="Address where agents ask the model, if the run has one; port 0: any free one.",
 )
 @click.option(
     "--gpu-memory",
     type=click.FloatRange(0, 1, min_open=True),
-    help="Share of its GPUs' memory for vLLM, where others use them too; worker.engine_args wins.",
+    help="Share of the GPUs' memory for vLLM, if others use them too; worker.engine_args wins.",
 )
-@click.option("--import-vllm", is_flag=True, help="Import vLLM while the run is waited for: its engine is vLLM.")
-@click.option("--log-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON lines go to this file.")
+@click.option("--import-vllm", is_flag=True, help="Import vLLM while waiting for the run, if its engine is vLLM.")
+@click.option(
+    "--log-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the log as JSON Lines to this file."
+)
 def main(
     worker_id: str | None,
     allow_model_root: tuple[str, ...],

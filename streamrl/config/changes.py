@@ -89,9 +89,8 @@ def check_changes(found: list[Change], *, folder: str) -> None:
     if refused:
         lines = [f"{change}: {change.refusal}" for change in refused]
         raise ConfigError(
-            "\n".join(lines)
-            + f"\nThe run in {folder} goes on with these as they were: set them back; or begin another "
-            f"run with its weights: `streamrl learn ... name=NEW --fork {folder}`"
+            "\n".join(lines) + f"\nA resumed run in {folder} must keep these: set them back, or start another "
+            f"run from its weights: `streamrl learn ... name=NEW --fork {folder}`"
         )
 
 

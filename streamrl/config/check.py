@@ -149,7 +149,7 @@ def _check_passing(config: Config) -> Iterator[Problem]:
         yield Problem(key="validation.pass_by", value=validation.pass_by, remedy=remedy)
     if validation.answer is not None:
         if validation.pass_by is None:
-            remedy = "whether the majority's answer passes is told by validation.pass_by: name a source of rewards"
+            remedy = "validation.pass_by decides whether the majority's answer passes: name a source of rewards"
             yield Problem(key="validation.answer", remedy=remedy)
         try:
             re.compile(validation.answer)

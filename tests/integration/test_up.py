@@ -181,7 +181,7 @@ def test_workers_that_are_killed_or_sent_away_come_again_ctrl_c_drains_and_anoth
     _, err = refused.communicate(timeout=240)
     assert refused.returncode == 2
     assert "seed: 1234 -> 99" in err
-    assert "goes on with these as they were" in err
+    assert "must keep these" in err
 
 
 @pytest.mark.long
@@ -196,7 +196,7 @@ def test_asked_twice_to_end_it_ends_at_once(folder: Path) -> None:
 
     _, err = process.communicate(timeout=10)
     assert process.returncode == 130
-    assert re.search(r"ended at once, without a checkpoint: the run stands at step \d+; .* to be made again", err)
+    assert re.search(r"ended at once, without a checkpoint: the run is at step \d+; .* will be repeated", err)
 
 
 def test_a_part_that_cannot_work_ends_the_run_with_its_own_words_and_an_operators_word_stands(

@@ -261,7 +261,7 @@ def is_asleep(pid: int) -> bool:
 
 def test_in_a_terminal_ctrl_c_between_answers_ends_it_without_noise(model: Path) -> None:
     with in_terminal(["chat", str(model), "--max-tokens", "8"], width=120) as program:
-        program.shows("no chat template: it goes on from each line", "\n>")
+        program.shows("no chat template: it continues each line", "\n>")
         program.press("say a:\n")
         program.shows("> say a:")
         wait_until(lambda: program.lines().count(">") == 1, description="it asks again")

@@ -17,9 +17,9 @@ def test_steps_after_the_last_checkpoint_are_told(tmp_path: Path) -> None:
 
     told = left_undone(folder.path, make_view(step_record(4), step_record(7)))
 
-    assert "the run stands at step 4; 3 steps after it, the one under way" in told
-    assert "; the step under way" in left_undone(folder.path, None)
+    assert "the run is at step 4; 3 steps after it, the current one" in told
+    assert "; the current step" in left_undone(folder.path, None)
 
 
 def test_where_there_is_no_run_yet_nothing_is_to_be_made_again(tmp_path: Path) -> None:
-    assert left_undone(tmp_path, None) == "ended at once, before the run had begun"
+    assert left_undone(tmp_path, None) == "ended at once, before the run had started"

@@ -128,7 +128,7 @@ def takes_place(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def takes_server(command: Callable[..., Any]) -> Callable[..., Any]:
     url = click.option(
-        "--redis", "url", metavar="URL", help=f"The run's Redis; by default the folder's, or {URL_VARIABLE}."
+        "--redis", "url", metavar="URL", help=f"The run's Redis; default: the folder's, or {URL_VARIABLE}."
     )
     return url(click.option("--run", metavar="NAME", help="The run's name; default: the folder's.")(command))
 

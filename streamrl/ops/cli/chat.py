@@ -132,7 +132,7 @@ def converse(conversation: Conversation, *, ask: Callable[[], str], say: Callabl
             except KeyboardInterrupt:
                 say(" ...")
             except DataError as error:
-                say(f"error: {error}; {_ANEW} begins anew")
+                say(f"error: {error}; {_ANEW} starts a new conversation")
             say("\n")
 
 
@@ -178,7 +178,7 @@ def _load(subject: Subject, seed: int) -> Speaker:
 
 
 def _ways(conversation: Conversation) -> str:
-    kept = f"{_ANEW} begins anew" if conversation.is_templated else "no chat template: it goes on from each line"
+    kept = f"{_ANEW} starts a new one" if conversation.is_templated else "no chat template: it continues each line"
     return f"{kept}, Ctrl-C ends an answer, Ctrl-D the chat"
 
 

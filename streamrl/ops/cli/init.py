@@ -53,12 +53,12 @@ def starter(case: Case, *, reference: Path) -> str:
 
 
 def _head(case: Case, reference: Path) -> Iterator[str]:
-    yield f"# {case.model} learns what {case.reward} rewards."
+    yield f"# Train {case.model} with the reward {case.reward}."
     yield "#"
     yield f"#   streamrl config check {case.file}    # settings and files"
     yield f"#   streamrl doctor {case.file}          # this machine, Redis, memory"
     if case.gpus < 2:
-        yield f"#   streamrl up {case.file}              # again: it goes on from its last checkpoint"
+        yield f"#   streamrl up {case.file}              # again: resumes from its last checkpoint"
     else:
         ranks = ",".join(map(str, range(case.ranks)))
         yield f"#   CUDA_VISIBLE_DEVICES={ranks} streamrl up {case.file}"
@@ -66,7 +66,7 @@ def _head(case: Case, reference: Path) -> Iterator[str]:
         yield f"#   CUDA_VISIBLE_DEVICES={case.ranks} streamrl worker --redis {_REDIS} --run {case.name} \\"
         yield f"#       --model {case.model}{own}    # one for each GPU from {case.ranks} to {case.gpus - 1}"
     yield "#"
-    yield "# What is not set here has its default; all settings, explained:"
+    yield "# Everything else has its default. All settings, explained:"
     yield f"# {reference}"
 
 
@@ -74,48 +74,48 @@ def _experiment(case: Case) -> Iterator[str]:
     prompt = '"messages": [{"role": "user", "content": ...}]' if case.chat else '"text": ...'
     yield from _section(f"name: {_text(case.name)}", f"the run's folder is runs/{case.name}")
     yield from _section("model:", "")
-    yield _line(f"  path: {_text(case.model)}", "folder or hub name; where training starts, and the reference of KL")
-    yield _line("  dtype: auto", "of passes: bfloat16 where the machine that begins the run is fast in it, or float32")
+    yield _line(f"  path: {_text(case.model)}", "folder or hub name; the starting point, and the reference for KL")
+    yield _line("  dtype: auto", "bfloat16 if the machine that starts the run computes in it, else float32")
     yield from _section("data:", "")
-    yield _line(f"  train: {_text(case.data)}", f'a line each: {{{prompt}, "answer": ...}}')
+    yield _line(f"  train: {_text(case.data)}", f'one per line: {{{prompt}, "answer": ...}}')
     if case.validation is not None:
-        yield _line(f"  validation: {_text(case.validation)}", "other prompts, which are never trained")
-    yield _line("  max_prompt_tokens: 512", "a longer prompt is an error; see `overlong`")
+        yield _line(f"  validation: {_text(case.validation)}", "held-out prompts")
+    yield _line("  max_prompt_tokens: 512", "longer prompts are an error; see `overlong`")
     yield from _section("sampling:", "")
-    yield _line("  num_samples: 8", "of a prompt: where all are equally good, nothing is learned")
-    yield _line("  max_tokens: 256", "of an answer: what a good one needs, and hardly more")
-    yield _line("  temperature: 0.7", "higher explores more; a small model then says little that is right")
+    yield _line("  num_samples: 8", "per prompt: groups with equal rewards teach nothing")
+    yield _line("  max_tokens: 256", "per answer: what a good one needs, and little more")
+    yield _line("  temperature: 0.7", "higher explores more; small models then give few right answers")
     if not case.chat:
-        yield _line(f"  stop: {_STOP}", "ends an answer beside the end token, which a base model seldom writes")
-    yield from _section("rewards:", "by names of yours: a sample's reward is their weighted sum")
+        yield _line(f"  stop: {_STOP}", "ends answers besides the end token, which base models seldom write")
+    yield from _section("rewards:", "under names of yours: a sample's reward is their weighted sum")
     yield _line("  right:", _meaning(case.reward))
-    yield _line("    type: function", "of Python, in a process of its own; http asks a service")
+    yield _line("    type: function", "Python, in a process of its own; http: a service")
     yield _line(f"    target: {_text(case.reward)}", "a built-in, path/to/file.py:function or package.module:function")
     yield from _section("algorithm:", "REINFORCE with a leave-one-out baseline")
-    yield _line("  mask_unfinished: false", "an answer that max_tokens cuts off is judged like any other")
-    yield _line("  kl: {coefficient: 0.001}", "how strongly it is held to its start")
+    yield _line("  mask_unfinished: false", "answers cut off by max_tokens are trained like any other")
+    yield _line("  kl: {coefficient: 0.001}", "how strongly the policy is kept near its start")
 
 
 def _running(case: Case) -> Iterator[str]:
     large = case.gpus > 0
     yield from _section("optimizer:", "")
-    yield _line(f"  lr: {'1e-6' if large else '3e-5'}", "3e-5 was tried with 135M parameters; billions want about 1e-6")
-    yield _line(f"  min_lr: {'1e-7' if large else '1e-5'}", "where the cosine ends")
-    yield _line("  warmup_steps: 2", "from 0 up to lr")
-    yield _line("  constant_steps: 0", "at min_lr, in the end")
+    yield _line(f"  lr: {'1e-6' if large else '3e-5'}", "3e-5 was tried with 135M parameters; billions need about 1e-6")
+    yield _line(f"  min_lr: {'1e-7' if large else '1e-5'}", "at the end of the cosine")
+    yield _line("  warmup_steps: 2", "warm-up from 0 to lr")
+    yield _line("  constant_steps: 0", "at min_lr, at the end")
     yield from _section("training:", "")
-    yield _line(f"  groups_per_step: {32 if large else 6}", "prompts of a step: more make each surer, and take longer")
-    yield _line("  max_steps: 100", "of the optimizer; -1: until max_epochs")
-    yield _line("  max_epochs: 10", "passes over the prompts, at most")
-    yield _line(f"  micro_batch_tokens: {16384 if large else 4096}", "of a forward pass: lower it when memory is short")
-    yield from _section("weights: {dtype: auto}", "what workers generate with; likewise, by the learner's machine")
-    yield from _section("lag: {max_steps: 2}", "how many steps older than the learner an answer's weights may be")
-    yield from _section("checkpoint: {every_steps: 10}", "whatever ends the run, it goes on from the last one")
+    yield _line(f"  groups_per_step: {32 if large else 6}", "prompts per step: more reduce noise, and take longer")
+    yield _line("  max_steps: 100", "optimizer steps; -1: until max_epochs")
+    yield _line("  max_epochs: 10", "epochs over the prompts, at most")
+    yield _line(f"  micro_batch_tokens: {16384 if large else 4096}", "tokens per pass: lower it if memory is short")
+    yield from _section("weights: {dtype: auto}", "of the served weights; auto: by the learner's machine")
+    yield from _section("lag: {max_steps: 2}", "how many steps behind the learner the sampling weights may be")
+    yield from _section("checkpoint: {every_steps: 10}", "the run resumes from the last checkpoint")
     if case.validation is not None:
-        yield _line("validation:", "at the start and the end, too")
-        yield _line("  every_steps: 10", "asked beside training, which does not wait for it")
+        yield _line("validation:", "also at start and end")
+        yield _line("  every_steps: 10", "runs beside training")
         stop = "" if case.chat else f", stop: {_STOP}"
-        yield _line(f"  sampling: {{max_tokens: 256{stop}}}", "greedy, an answer a prompt")
+        yield _line(f"  sampling: {{max_tokens: 256{stop}}}", "greedy, one answer per prompt")
     else:
         yield _line("validation: {every_steps: 0}", "none without data.validation")
     yield from _parts(case)
@@ -123,19 +123,19 @@ def _running(case: Case) -> Iterator[str]:
 
 def _parts(case: Case) -> Iterator[str]:
     if case.gpus == 0:
-        yield from _section("worker: {count: 1, threads: 1}", "it generates, with vLLM on the CPU")
-        yield _line("learner: {threads: 1}", "more where there are more cores")
+        yield from _section("worker: {count: 1, threads: 1}", "vLLM on the CPU")
+        yield _line("learner: {threads: 1}", "raise if you have more cores")
     elif case.gpus == 1:
-        yield from _section("worker:", "it generates, with vLLM, beside the learner on the one GPU")
+        yield from _section("worker:", "vLLM, sharing the GPU with the learner")
         yield _line("  engine_args: {gpu_memory_utilization: 0.4}", "the rest is the learner's")
     else:
         yield from _section("redis:", "")
-        yield _line(f"  url: {_REDIS}", "yours, with appendonly on; workers elsewhere need its host's name")
+        yield _line(f"  url: {_REDIS}", "your server, with appendonly on; workers on other machines need its host name")
         yield from _section("worker:", "")
-        yield _line("  count: 0", "`up` starts none: each is started by hand on a GPU of its own, as above")
-        yield _line("  engine_args: {gpu_memory_utilization: 0.85}", "of its GPU")
+        yield _line("  count: 0", "`up` starts none: start each by hand on its own GPU, as above")
+        yield _line("  engine_args: {gpu_memory_utilization: 0.85}", "share of its GPU's memory")
         yield from _section("learner:", "")
-        yield _line(f"  processes: {case.ranks}", "ranks, a GPU each; the model is sharded over them")
+        yield _line(f"  processes: {case.ranks}", "ranks, one GPU each; the model is sharded over them")
 
 
 def _section(text: str, comment: str) -> Iterator[str]:
@@ -161,5 +161,5 @@ def _text(value: str) -> str:
 def _meaning(reward: str) -> str:
     known = REWARDS.get(reward)
     if known is None:
-        return "function(prompt, completion, token_ids, fields) -> float; fields has what else the line holds"
+        return "function(prompt, completion, token_ids, fields) -> float; fields: the line's other fields"
     return (known.__doc__ or "").strip().splitlines()[0].rstrip(".")

@@ -135,11 +135,13 @@ def _check_options(
     if replay is not None and redis_url is not None:
         raise ConfigError("--replay needs no Redis: give one of --replay and --redis")
     if replay is not None and source is not None:
-        raise ConfigError("--fork begins a run that asks for groups of its own; a --replay begins with its recording")
+        raise ConfigError(
+            "--fork starts a run that generates its own groups; --replay takes them from a recording: give one of them"
+        )
     if standby and takeover:
         raise ConfigError("--takeover replaces the learner that --standby waits for: give one of them")
     if new_data and source is None:
-        raise ConfigError("--new-data is for a --fork; a run that goes on keeps its data")
+        raise ConfigError("--new-data needs --fork; a resumed run keeps its data")
 
 
 def _check_resume(config: Config, cluster: Cluster | None, server: str | None) -> None:
@@ -241,7 +243,7 @@ def _cluster(nodes: str, endpoint: str | None) -> Cluster | None:
     if endpoint is None:
         if int(match[2] or match[1]) > 1:
             raise ConfigError(
-                f"--nodes {nodes}: machines must know where to meet; give all of them the same "
+                f"--nodes {nodes}: machines need a meeting point; give all of them the same "
                 "--rendezvous HOST:PORT, with the host of one of them and any port that is free there"
             )
         return None

@@ -32,7 +32,7 @@ _NARROWEST = 40  # columns
 _EXITS = """\b
 Exits with
   0 healthy: it runs, or has finished         4 stalled: nothing moves
-  3 degraded: it runs, somebody should look   5 ended: stopped, failed, crashed, or not there
+  3 degraded: it runs, needs attention        5 ended: stopped, failed, crashed, or not there
   6 Redis does not answer                     2 a mistake in the command line
 """
 

@@ -33,52 +33,52 @@ from streamrl.protocol.transport.types import Control
 from streamrl.terminal import plural
 
 _ENDS_A_RUN = ("drain", "stop")
-_TAKE_UP = "there is nobody to hear it; `streamrl up CONFIG` takes the run up again"
-_LETTERS = "dead letters lie in it, and are there again when `streamrl up CONFIG` takes the run up"
+_TAKE_UP = "nothing is running that could follow; resume the run with `streamrl up CONFIG`"
+_LETTERS = "the dead letters are there again once you resume the run with `streamrl up CONFIG`"
 _LOOK_EVERY_S = 0.2
 _SHOWN_CHARS = 110  # of an error: what failed in a function of the user's stands behind 50 others
 
 
 def _order_of(command: Callable[..., Any]) -> click.Command:
     """A command about a run, with how long to listen for those concerned, and --json."""
-    return click.command(takes_run(takes_timeout("listen for those concerned")(takes_json(command))))
+    return click.command(takes_run(takes_timeout("wait for confirmation")(takes_json(command))))
 
 
 @_order_of
 def pause(target: Target, timeout_s: float, as_json: bool) -> int:
-    """Make no more steps and take no more tickets, until `resume`.
+    """Stop making steps and taking tickets, until `resume`.
 
-    What workers are generating is finished and kept; nothing is lost, and no idle timeout runs. Saying it twice is
-    saying it once. Exits with 0 when the learner and all workers follow, with 1 when some do not in time: the word
-    stands all the same, and who comes later follows it.
+    Samples in flight are finished and kept; nothing is lost, and idle timeouts are suspended. Repeating it has no
+    further effect. Exits with 0 if the learner and all workers confirm, with 1 if some don't in time; the pause stays
+    in force, also for parts that join later.
     """
     return _order(target, "pause", timeout_s=timeout_s, as_json=as_json)
 
 
 @_order_of
 def resume(target: Target, timeout_s: float, as_json: bool) -> int:
-    """Go on after a pause; take back a `drain` that is not done yet."""
+    """Continue after a pause; cancel a `drain` that is not done yet."""
     return _order(target, "run", timeout_s=timeout_s, as_json=as_json)
 
 
 @_order_of
 def drain(target: Target, timeout_s: float, as_json: bool) -> int:
-    """Send out no more tickets, train what is under way, write a checkpoint, and stop.
+    """Issue no more tickets, train what was requested, write a checkpoint, and stop.
 
-    Exits with 0 when the learner follows or the run has ended, with 1 when it does not in time: the word stands. It is
-    for all learners that have begun by now: their restarts by torchrun, those that wait, and standbys. One that is
-    started after it goes on.
+    Exits with 0 if the learner confirms or the run has ended, with 1 if it doesn't in time; the command stays in force.
+    It addresses every learner started before it, including restarts by torchrun, waiting ones and standbys. A learner
+    started later resumes the run.
     """
     return _order(target, "drain", timeout_s=timeout_s, as_json=as_json)
 
 
 @_order_of
 def stop(target: Target, timeout_s: float, as_json: bool) -> int:
-    """Finish the step, write a checkpoint, and stop; what is under way waits in Redis for the next start.
+    """Finish the step, write a checkpoint, and stop; samples in flight wait in Redis for the next start.
 
-    Exits with 0 when the learner follows or the run has ended, with 1 when it does not in time: the word stands. It is
-    for all learners that have begun by now: their restarts by torchrun, those that wait, and standbys. One that is
-    started after it goes on.
+    Exits with 0 if the learner confirms or the run has ended, with 1 if it doesn't in time; the command stays in force.
+    It addresses every learner started before it, including restarts by torchrun, waiting ones and standbys. A learner
+    started later resumes the run.
     """
     return _order(target, "stop", timeout_s=timeout_s, as_json=as_json)
 
@@ -95,7 +95,7 @@ def _order(target: Target, mode: Control, *, timeout_s: float, as_json: bool) ->
         state = opened.info.state
         running = state == "running"
         if not running and mode not in _ENDS_A_RUN:
-            raise ResourceError(f"run {opened.info.name!r} has ended ({state}); `streamrl up` takes it up again")
+            raise ResourceError(f"run {opened.info.name!r} has ended ({state}); `streamrl up` resumes it")
         changed = orders.set_control(opened.client, opened.keys, mode, by=operator())
         found = orders.await_obedience(opened.client, opened.keys, mode, timeout_s=timeout_s)
     told = {"run": target.run, "mode": mode, "changed": changed, "state": found.state}

@@ -64,13 +64,13 @@ def record() -> None:
 
     \b
     Options of `streamrl record [RUN_FOLDER]`:
-      --output DIR         Where the recording goes; it may hold the beginning of it.
-      --redis URL, --run   The run, where it is not given by its folder.
-      --file-bytes SIZE    Begin a new file when one is so large.   [default: 256MB]
-      --max-bytes SIZE     Of all files together: then the oldest go, and it says how many groups went with them.
+      --output DIR         Folder for the recording; may hold an earlier part of it.
+      --redis URL, --run   The run, if not given by its folder.
+      --file-bytes SIZE    Size at which a new file is started.   [default: 256MB]
+      --max-bytes SIZE     Limit for all files: then the oldest are deleted, and their groups counted.
                            [default: 20GB]
-      --once               Save what is in Redis now, and end.
-      --json               At the end, print JSON: groups, bytes, dropped, missed (null: the server does not tell).
+      --once               Save what is in Redis now, and exit.
+      --json               At the end, print JSON: groups, bytes, dropped, missed (null: unknown).
     """
 
 

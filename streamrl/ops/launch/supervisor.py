@@ -239,7 +239,7 @@ class Supervisor:
             phase=self._notice(),
             began=self._began,
             view=self.watcher.view,
-            footer=f"logs in {self._folder.logs} · Ctrl-C ends it in good order",
+            footer=f"logs in {self._folder.logs} · Ctrl-C stops it with a checkpoint",
         )
         self._display.show(shown)
 
@@ -271,10 +271,10 @@ def left_undone(folder: Path, view: View | None) -> str:
     try:
         kept = read_commit(folder).step
     except DataError:  # there is no record of a run yet
-        return "ended at once, before the run had begun"
+        return "ended at once, before the run had started"
     made = view.run.step - kept if view is not None else 0
-    again = f"{plural(made, 'step')} after it, the one" if made > 0 else "the step"
+    again = f"{plural(made, 'step')} after it, the current one" if made > 0 else "the current step"
     return (
-        f"ended at once, without a checkpoint: the run stands at step {kept}; {again} under way and what workers had "
-        "in hand are to be made again"
+        f"ended at once, without a checkpoint: the run is at step {kept}; {again} and what workers had in "
+        "progress will be repeated"
     )

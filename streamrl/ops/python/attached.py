@@ -45,7 +45,7 @@ class Attached:
                 error = run.error or f"run {run.name!r} failed at step {run.step}"
                 return Ended(state=run.state, steps=run.step, summary=view.summary, error=error)
             case "crashed":
-                error = f"run {run.name!r} crashed at step {run.step}; streamrl.start takes it up again"
+                error = f"run {run.name!r} crashed at step {run.step}; streamrl.start resumes it"
                 return Ended(state="failed", error=error)
         return None
 

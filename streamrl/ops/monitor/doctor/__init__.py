@@ -18,7 +18,7 @@ from streamrl.ops.monitor.doctor.musts import MUSTS, check_packages
 from streamrl.ops.monitor.doctor.trials import try_learner, try_rewards
 
 Check = Callable[[Loaded], Iterable[Finding]]
-_AS_IT_SAYS = "mend it as it says"
+_AS_IT_SAYS = "fix it as described"
 
 
 def _sound(name: str, must: Callable[[Loaded], object]) -> Check:
@@ -61,7 +61,9 @@ def examine(loaded: Loaded, part: Part = "all", *, ask_services: bool = False) -
         wrong |= {name} if finding.level == "error" else set()
         yield finding
     if wrong & _NEEDED:
-        yield warning("trials", "rewards, prompts and model were not tried", "mend the errors first, and look again")
+        yield warning(
+            "trials", "rewards, prompts and model were not tried", "fix the errors first, then run doctor again"
+        )
         return
     if part == "all":  # rewards are tried on rows of the data, which a worker's machine need not have
         yield from _made("rewards", partial(try_rewards, ask_services=ask_services), loaded)

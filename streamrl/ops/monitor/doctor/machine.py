@@ -78,7 +78,7 @@ def _check_vocabulary(name: str, folder: Path, settings: dict[str, Any], *, key:
     end = end.get("content") if isinstance(end, dict) else end
     if name == "model" and end is not None and end not in ids:
         told = f"{key} = {str(folder)!r}: eos_token {end!r} is not in the vocabulary"
-        yield error(f"{name} end token", told, "mend tokenizer_config.json")
+        yield error(f"{name} end token", told, "fix tokenizer_config.json")
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def check_redis(loaded: Loaded) -> Iterator[Finding]:
         faults = server_faults(server_name(client), info, *sizes)
         told = partial(_told, client)
         for name, finding in fitness(info, needed_memory(*sizes), told).items():
-            remedy = told("maxmemory-policy noeviction") if name == "policy" else "mend it as it says"
+            remedy = told("maxmemory-policy noeviction") if name == "policy" else "fix it as described"
             yield error(f"redis {name}", faults[name], remedy) if name in faults else finding
         yield _durability(info, told)
         yield latency
@@ -160,5 +160,5 @@ def _service(label: str, address: str, *, looks_at: Literal["models", "health"])
             return ok(label, f"{address} answers, and wants its key")
         return warning(label, f"{url} answers {answer.code}", "look whether what it is asked for is served there")
     except (OSError, ValueError) as failed:
-        return error(label, f"{url} does not answer: {failed}", "start it, or mend the address")
+        return error(label, f"{url} does not answer: {failed}", "start it, or fix the address")
     return ok(label, f"{address} answers in {1000 * (time.perf_counter() - began):.0f} ms")
