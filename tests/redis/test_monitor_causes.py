@@ -206,7 +206,7 @@ def test_without_workers_the_tickets_wait(run: Watched) -> None:
     run.world.learner.plan()
     run.learner()
     assert run.first() == ("no_workers", "stalled")
-    assert run.view().causes[0].evidence.startswith("6 tickets wait and nobody reports")
+    assert run.view().causes[0].evidence.startswith("6 tickets wait, and no worker reports")
 
 
 def test_a_worker_that_was_killed_is_no_worker(run: Watched) -> None:

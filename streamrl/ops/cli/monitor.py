@@ -81,7 +81,7 @@ def why(target: Target, as_json: bool) -> int:
     \b
         streamrl why runs/quickstart
         !!  there are no workers
-            seen   12 tickets wait and nobody reports
+            seen   12 tickets wait, and no worker reports
             do     start one, on any machine: streamrl worker --redis URL --run NAME
 
     !! marks what blocks the run, ! what needs attention; the others are information.

@@ -110,7 +110,7 @@ def no_workers(view: View) -> Iterator[Cause]:
         last = f"; the last one, {latest.name}, reported {age(latest.report_s)} ago" if latest else ""
         yield blocking(
             title="there are no workers",
-            evidence=f"{plural(view.train.tickets, 'ticket')} wait and nobody reports{last}",
+            evidence=f"{plural(view.train.tickets, 'ticket')} wait, and no worker reports{last}",
             remedy=_JOIN,
         )
 
