@@ -134,7 +134,7 @@ def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterat
     is_here = config.teacher is None or config.teacher.path is None or _is_here(config.teacher.path)
     sizes, teacher = Sizes.of(model), teacher_sizes(config) if is_here else None
     planned = plan(sizes, config, teacher=teacher)
-    told = f"{size(planned.needed)} a rank at its peak, by calculation, {size(share.memory)} to have on {share.words}"
+    told = f"{size(planned.needed)} peak per rank (calculated), {size(share.memory)} available on {share.words}"
     if planned.needed <= share.memory:
         yield ok("learner on GPU", told)
     elif planned.peak > share.memory and part == "all":

@@ -27,7 +27,7 @@ def tell(asked: Asked, machine: Machine, *, has: schema.Layout | None = None) ->
         f"{words(chosen.layout)} on {plural(machine.gpus, 'GPU')}: {_needs(chosen, machine)}; {_sends(chosen, machine)}"
     )
     if has == chosen.layout:
-        yield ok(NAME, f"as it is set, {told}")
+        yield ok(NAME, f"as configured, {told}")
     else:
         yield Finding(name=NAME, level="ok", evidence=told, remedy="\n".join(_lines(chosen, asked, machine)))
     if chosen.idle:
@@ -45,7 +45,7 @@ def words(layout: schema.Layout) -> str:
 
 
 def _needs(option: Option, machine: Machine) -> str:
-    return f"{size(option.planned.needed)} a rank at its peak, by calculation, of {size(machine.memory)} to have"
+    return f"{size(option.planned.needed)} peak per rank (calculated), of {size(machine.memory)} available"
 
 
 def _sends(option: Option, machine: Machine) -> str:
@@ -66,7 +66,7 @@ def _shared(option: Option, asked: Asked, machine: Machine) -> str:
 
 def _against(other: Option, chosen: Option, machine: Machine) -> str:
     if not other.fits:
-        return f"it takes {size(other.planned.needed)} of {size(machine.memory)} to have"
+        return f"it takes {size(other.planned.needed)} of {size(machine.memory)} available"
     if other.idle > chosen.idle:
         return f"of its heads in attention {other.idle:.0%} are empty"
     return f"it sends {size(other.sent)} for a token, and {size(chosen.sent)} as chosen"
@@ -85,7 +85,7 @@ def _lines(option: Option, asked: Asked, machine: Machine) -> Iterator[str]:
 def _nothing_fits(least: Option, asked: Asked, machine: Machine) -> Finding:
     told = (
         f"none of {plural(machine.gpus, 'GPU')} fits: the least, {words(least.layout)}, takes "
-        f"{size(least.planned.needed)} of {size(machine.memory)} to have"
+        f"{size(least.planned.needed)} of {size(machine.memory)} available"
     )
     found = [_way_out(way) for way in ways_out(asked, machine)]
     remedy = "\n".join(found) or "no single change would do: take more GPUs, shorter samples and adapters together"

@@ -78,7 +78,7 @@ def refuse_too_large(
     """Raise ResourceError if tensors alone exceed this room on a GPU."""
     needed = plan(sizes, config, ranks=ranks, teacher=teacher).peak
     if needed > room:
-        told = f"a rank takes {size(needed)} of its GPU at its peak, by calculation, and {size(room)} are to have"
+        told = f"a rank takes {size(needed)} of its GPU at its peak (calculated), and {size(room)} are available"
         raise ResourceError(f"{told}: {REMEDY}")
 
 

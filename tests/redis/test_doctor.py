@@ -246,7 +246,7 @@ def test_gpus_are_listed_and_given_out(model: Path, redis_url: str, on_gpus: Cal
     assert placements(model, redis_url, "worker.count=1") == [
         "ok: learner on GPU 0",
         "ok: worker/0 on GPU 1",
-        "warning: nothing of the run is on GPU 2",
+        "warning: no part of the run uses GPU 2",
     ]
     assert placements(model, redis_url, "learner.processes=4", "worker.count=0") == [
         "error: learner.processes = 4: each rank needs a GPU of its own, and there are 3 GPUs; "
@@ -263,7 +263,7 @@ def test_one_gpu_is_shared_and_that_is_told(model: Path, redis_url: str, on_gpus
     write_tensors(model, rows=40_000_000)  # 80 GB as it is served
     worker = found(model, redis_url, "weights.max_store_bytes=999000000000")["worker on GPU"]
     assert worker.level == "error"
-    assert "82.1 GB of weights and work a GPU, 34.2 GB to have" in worker.evidence
+    assert "82.1 GB of weights and workspace per GPU, 34.2 GB available" in worker.evidence
 
 
 def test_a_driver_that_is_broken_is_found(model: Path, redis_url: str, on_gpus: Callable[[int], None]) -> None:

@@ -78,7 +78,7 @@ def test_it_is_told_with_what_is_to_be_pasted_and_each_smaller_one_with_why_not(
     first, *others = tell(asked(GPT), machine(GPT))
     assert first.level == "ok"
     assert first.evidence.startswith("context 8, experts 32 on 32 GPUs: ")
-    assert f"of {size(ROOM)} to have" in first.evidence
+    assert f"of {size(ROOM)} available" in first.evidence
     assert yaml.safe_load(first.remedy) == {"learner": {"processes": 8, "layout": {"context": 8, "experts": 32}}}
     told = {other.evidence.partition(":")[0]: other.evidence for other in others}
     assert [name for name in told if name.endswith("experts 32")] == [
@@ -86,7 +86,7 @@ def test_it_is_told_with_what_is_to_be_pasted_and_each_smaller_one_with_why_not(
         "context 2, experts 32",
         "experts 32",
     ]
-    assert re.search(rf"it takes \S+ GB of {size(ROOM)} to have", told["context 4, experts 32"])
+    assert re.search(rf"it takes \S+ GB of {size(ROOM)} available", told["context 4, experts 32"])
     assert re.search(r"it sends .* for a token, and .* as chosen", told["context 8, experts 16"])
 
 
@@ -100,7 +100,7 @@ def test_what_fits_and_is_not_chosen_sends_more() -> None:
 
 def test_a_layout_that_is_set_already_is_not_to_be_pasted() -> None:
     first, *_ = tell(asked(QWEN), machine(QWEN), has=Layout(experts=8))
-    assert first.evidence.startswith("as it is set, experts 8 on 8 GPUs: ")
+    assert first.evidence.startswith("as configured, experts 8 on 8 GPUs: ")
     assert first.remedy == ""
 
 
@@ -186,7 +186,7 @@ def test_what_no_layout_holds_is_told_with_what_would() -> None:
     case = replace(DENSE, ranks=8)
     [told] = tell(asked(case), machine(case))
     assert told.level == "error"
-    assert re.match(r"none of 8 GPUs fits: the least, context 8, takes 93\.7 GB of 76\.9 GB to have", told.evidence)
+    assert re.match(r"none of 8 GPUs fits: the least, context 8, takes 93\.7 GB of 76\.9 GB available", told.evidence)
     assert "with 16 GPUs: " in told.remedy
     assert "with model.masters=cpu: " in told.remedy
     assert "with adapters alone (model.lora): " in told.remedy

@@ -76,7 +76,7 @@ def test_a_rank_that_cannot_fit_is_refused_with_both_numbers_and_the_remedy() ->
     case = CASES["7B full, 4 GPUs"]
     refuse_too_large(sizes_of(case), case.config, ranks=4, room=50 * 10**9)
     refuse_too_large(sizes_of(case), case.config, ranks=8, room=40 * 10**9)  # on two hosts
-    told = r"a rank takes 48\.4 GB .* 40\.0 GB are to have: lower training\.micro_batch_tokens, .*masters"
+    told = r"a rank takes 48\.4 GB .* 40\.0 GB are available: lower training\.micro_batch_tokens, .*masters"
     with pytest.raises(ResourceError, match=told):
         refuse_too_large(sizes_of(case), case.config, ranks=4, room=40 * 10**9)
 
@@ -105,8 +105,8 @@ def test_more_ranks_and_checkpointing_take_less_and_adapters_least() -> None:
 @pytest.mark.parametrize(
     ("gigabytes", "level", "told"),
     [
-        (80, "ok", "37.1 GB a rank at its peak, by calculation, 42.7 GB to have on GPU 0"),
-        (24, "error", "to have on GPU 0"),
+        (80, "ok", "37.1 GB peak per rank (calculated), 42.7 GB available on GPU 0"),
+        (24, "error", "available on GPU 0"),
     ],
 )
 def test_a_learner_that_does_not_fit_is_refused_before_its_weights_are_loaded(
@@ -123,7 +123,7 @@ def test_a_learner_that_does_not_fit_is_refused_before_its_weights_are_loaded(
     assert found.level == level
     assert told in found.evidence
     assert findings["layout"].level == level
-    assert ("as it is set" if level == "ok" else "none of 1 GPU fits") in findings["layout"].evidence
+    assert ("as configured" if level == "ok" else "none of 1 GPU fits") in findings["layout"].evidence
 
 
 def test_a_teacher_beside_the_policy_is_counted_and_one_on_the_host_less() -> None:

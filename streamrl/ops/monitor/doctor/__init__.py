@@ -92,4 +92,4 @@ def _made(name: str, check: Check, loaded: Loaded) -> Iterator[Finding]:
     except UserError as mistake:
         yield from (error(name, line, _AS_IT_SAYS) for line in str(mistake).splitlines())
     except OSError as refused:
-        yield error(name, str(refused), "see to what the machine refuses")
+        yield error(name, str(refused), "fix what the machine refuses")

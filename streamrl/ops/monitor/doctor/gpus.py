@@ -24,7 +24,7 @@ def check_gpus(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
         yield ok("gpu", "none that torch can use: CPUs will be used")
     for gpu in gpus:
         told = f", {size(gpu.free)} of {size(gpu.memory)} free" if gpu.memory else ", of unknown size"
-        yield ok(f"gpu {gpu.name}", f"{gpu.model or 'not told by nvidia-smi'}{told}")
+        yield ok(f"gpu {gpu.name}", f"{gpu.model or 'model unknown to nvidia-smi'}{told}")
 
 
 def check_placement(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
@@ -35,10 +35,10 @@ def check_placement(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
         if share.fraction is None:
             yield ok("placement", told)
         else:
-            yield warning("placement", f"{told}, which it shares", "take fewer workers, or a machine with more GPUs")
+            yield warning("placement", f"{told}, which it shares", "use fewer workers, or a machine with more GPUs")
     if placement.idle:
         names = ", ".join(gpu.name for gpu in placement.idle)
-        yield warning("placement", f"nothing of the run is on GPU {names}", "raise worker.count, or learner.processes")
+        yield warning("placement", f"no part of the run uses GPU {names}", "raise worker.count, or learner.processes")
     workers = [share for name, share in placement.shares.items() if name.startswith("worker/") and share.memory]
     yield from _workers(config, workers)
 
@@ -50,9 +50,9 @@ def _workers(config: Config, shares: list[Share]) -> Iterator[Finding]:
         return
     smallest, each = min(share.memory for share in shares), gpus_of_worker(config.worker)
     needed = weights // max(1, each) + _WORKING_BYTES
-    told = f"{size(needed)} of weights and work a GPU, {size(smallest)} to have"
+    told = f"{size(needed)} of weights and workspace per GPU, {size(smallest)} available"
     if needed > smallest:
         remedy = f"set worker.gpus higher than {plural(each, 'GPU')}, use a smaller model, or share less"
         yield error("worker on GPU", told, remedy)
     else:
-        yield ok("worker on GPU", f"{told}: {size(smallest - needed)} are left for keys and values")
+        yield ok("worker on GPU", f"{told}: {size(smallest - needed)} are left for the KV cache")

@@ -32,7 +32,7 @@ _FEWEST_FILES = 4096
 def check_torch(loaded: Loaded) -> Iterator[Finding]:
     """What was built for another torch; other programs that import transformers die of it."""
     for name, told in misfits().items():
-        yield warning("torch", f"{told}: streamrl does without it", f"`pip uninstall {name}`, which nothing here uses")
+        yield warning("torch", f"{told}: streamrl ignores it", f"`pip uninstall {name}`; nothing here uses it")
     if not misfits():
         yield ok("torch", version("torch") or "not installed")
 
@@ -47,7 +47,7 @@ def check_models(loaded: Loaded) -> Iterator[Finding]:
 def _check_model(name: str, path: str, *, key: str) -> Iterator[Finding]:
     folder = Path(path)
     if not folder.is_dir():
-        yield warning(name, f"{path} is not a folder here: a hub's name is not looked at", "give a local folder")
+        yield warning(name, f"{path} is not a folder here; models on a hub are not checked", "give a local folder")
         return
     settings = _read_json(folder / "config.json")
     settings = settings.get("text_config", settings)
@@ -118,7 +118,7 @@ def check_memory(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
     workers, ranks = num_workers(config, part), num_ranks(config, part)
     parameters, engine = count_parameters(Path(config.model.path)), served_bytes(config)
     if not parameters:
-        yield warning("memory", "the size of the model is not known here", "give model.path as a local folder")
+        yield warning("memory", "the model's size is not known here", "give model.path as a local folder")
         return
     learner = learner_bytes(config, parameters)
     if gpus_here():  # told where they are given out, and by the learner's own trial

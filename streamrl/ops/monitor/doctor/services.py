@@ -44,7 +44,7 @@ def check_redis(loaded: Loaded) -> Iterator[Finding]:
             latency = _latency(client)
         except redis.RedisError as refused:
             remedy = "ask as a user who may; `streamrl redis acl` prints what each may"
-            yield error("redis", f"it does not tell of itself: {refused}", remedy)
+            yield error("redis", f"it refuses a check: {refused}", remedy)
             return
         sizes = settings.max_backlog_bytes, budget_in_redis(loaded.config.weights)
         faults = server_faults(server_name(client), info, *sizes)
@@ -108,7 +108,7 @@ def _durability(info: Mapping[str, Any], told: Callable[[str], str]) -> Finding:
     failed = [name for name in ("aof_last_write_status", "rdb_last_bgsave_status") if info.get(name, "ok") != "ok"]
     if failed:
         seen = f"{failed[0]} is {info[failed[0]]}: it cannot write to its disk, and may take no writes"
-        return error("redis durability", seen, "give its disk room; its log says what failed")
+        return error("redis durability", seen, "free space on its disk; its log says what failed")
     if info.get("aof_enabled"):
         return ok("redis durability", "append-only file is on")
     replicas = info.get("connected_slaves", 0)
@@ -116,7 +116,7 @@ def _durability(info: Mapping[str, Any], told: Callable[[str], str]) -> Finding:
     return warning(
         "redis durability",
         f"append-only file is off{has}: after a crash the tickets since the last checkpoint are generated again",
-        f"if that is dear: {told('appendonly yes')}",
+        f"if that costs too much: {told('appendonly yes')}",
     )
 
 
@@ -125,9 +125,9 @@ def _latency(client: redis.Redis) -> Finding:
     typical, worst = median(times_ms), max(times_ms)
     told = f"{typical:.2f} ms, {worst:.1f} ms at worst of {_PINGS}"
     if typical > _TOO_SLOW_MS:
-        return error("redis latency", told, "run Redis nearer to learner and workers")
+        return error("redis latency", told, "run Redis closer to learner and workers")
     if typical > _SLOW_MS:
-        return warning("redis latency", told, "run Redis nearer: each step takes some round trips")
+        return warning("redis latency", told, "run Redis closer: each step takes several round trips")
     return ok("redis latency", told)
 
 
@@ -157,8 +157,8 @@ def _service(label: str, address: str, *, looks_at: Literal["models", "health"])
             pass
     except urllib.error.HTTPError as answer:  # something serves there; it need not know /health
         if looks_at == "models" and answer.code in (401, 403):
-            return ok(label, f"{address} answers, and wants its key")
-        return warning(label, f"{url} answers {answer.code}", "look whether what it is asked for is served there")
+            return ok(label, f"{address} answers, and requires a key")
+        return warning(label, f"{url} answers {answer.code}", "check that this path is served there")
     except (OSError, ValueError) as failed:
         return error(label, f"{url} does not answer: {failed}", "start it, or fix the address")
     return ok(label, f"{address} answers in {1000 * (time.perf_counter() - began):.0f} ms")

@@ -128,9 +128,9 @@ def _run(name: str, module: str, *words: str, loaded: Loaded, limit_s: float) ->
             env={**os.environ, "HF_HUB_OFFLINE": "1"},
         )
     except subprocess.TimeoutExpired:
-        yield warning(name, f"not tried to the end: it took more than {limit_s:g} s", remedy)
+        yield warning(name, f"check not finished: it took more than {limit_s:g} s", remedy)
         return
     yield from (Finding(**json.loads(line)) for line in done.stdout.splitlines())
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
-        yield warning(name, f"not tried to the end: {last}", remedy)
+        yield warning(name, f"check not finished: {last}", remedy)
