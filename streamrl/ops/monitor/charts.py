@@ -61,7 +61,7 @@ CHARTS = (
     ),
     Chart(
         name="datasets",
-        title="Reward by dataset, of all groups",
+        title="Reward by dataset (all groups)",
         unit="",
         families={"": "all_rollouts/rewards_by_dataset/", "held out, ": "val_rollouts/rewards_by_dataset/"},
     ),
@@ -74,7 +74,7 @@ CHARTS = (
     ),
     Chart(
         name="curriculum",
-        title="Prompts, as the curriculum sees them",
+        title="Prompts in the curriculum",
         unit="prompts",
         families={"": "curriculum/prompts/"},
     ),
@@ -108,7 +108,7 @@ CHARTS = (
     ),
     Chart(
         name="fresh",
-        title="Engine against learner, on fresh samples",
+        title="Engine vs learner on fresh samples",
         unit="nats",
         series={"mean difference": "policy/fresh_mismatch", "KL": "policy/fresh_mismatch_kl"},
     ),
@@ -126,7 +126,7 @@ CHARTS = (
         series={"trained": "train_rollouts/response_lengths", "held out": "val_rollouts/response_lengths"},
     ),
     Chart(name="gpu", title="GPU of rank 0", unit="share", families={"": "gpu/"}),
-    Chart(name="own", title="What the loss tells", unit="", families={"": OF_LOSS}),
+    Chart(name="own", title="Metrics of the loss", unit="", families={"": OF_LOSS}),
 )
 
 
