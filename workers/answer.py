@@ -1,10 +1,9 @@
-"""One ticket's answer: its samples, generated and scored side by side, as a group; or the word that it failed. Sources
-that see a whole group score it when all its samples are there.
+"""Turns one ticket into a group: generates and scores its samples concurrently.
 
-A sample fails for good when the engine refuses it or its reward cannot be had. With `min_survivors` left (or as many as
-the ticket asks for, if that is fewer) the group goes out without it; else the group is a failure, and the learner
-counts an attempt. An engine that dies is not the ticket's fault, nor are rewards that stay out: EngineError and
-RewardOutage pass through.
+Sources that score whole groups run when all samples are there. A sample fails permanently when the engine refuses it or
+no score can be had for it. With at least `min_survivors` samples left (or all of them, if the ticket asks for fewer)
+the group is delivered without the failed ones; otherwise the group is a failure, and the learner counts an attempt. A
+dead engine or a reward outage is not the ticket's fault: EngineError and RewardOutage propagate.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Made:
-    """A sample, and what those sources gave that see it alone."""
+    """A generated sample, with the scores of the sources that score samples one by one."""
 
     made: Played
     item: ScoreItem
     scores: Mapping[str, Score]
-    taught: Taught  # by a teacher
+    taught: Taught  # the teacher's logprobs
     generated_at: float  # monotonic
 
 
@@ -68,9 +67,9 @@ class Answerer:
         teacher: Teaches | None = None,
     ) -> None:
         self.rewards = rewards
-        self._player = player  # of rollouts of several turns
-        self._account = Account()  # of these rollouts
-        self._teacher = teacher  # that is asked about each sample
+        self._player = player  # plays rollouts of several turns
+        self._account = Account()  # statistics of those rollouts
+        self._teacher = teacher  # asked for logprobs of each sample
         self._config = config
         self._worker = worker
         self._fingerprint = fingerprint
@@ -78,7 +77,7 @@ class Answerer:
         self.num_scored = 0  # samples
 
     def outage(self) -> str | None:
-        """Why no sample could be made or scored now: it is no use to take tickets."""
+        """Why no sample can be made or scored now, so that leasing tickets is pointless; None if all is well."""
         if (outage := self.rewards.outage()) is not None:
             return outage
         if self._teacher is not None and (outage := self._teacher.outage()) is not None:
@@ -89,7 +88,7 @@ class Answerer:
         return None if outage is None else f"environment: {outage}"
 
     def facts(self) -> dict[str, int | float | str]:
-        """What the monitor shows of each source."""
+        """What the monitor shows for each source."""
         facts = self.rewards.facts()
         if self._player is not None:
             facts[f"rewards/{ENVIRONMENT}/state"] = self._player.outage() or "well"
@@ -99,7 +98,8 @@ class Answerer:
         return facts
 
     async def answer(self, ticket: Ticket, engine: Engine, *, sample_done: Callable[[], None] = lambda: None) -> Group:
-        """`sample_done` is called for each sample as it is made and scored by itself, or has failed."""
+        """Generate and score the ticket's samples. `sample_done` is called once per sample, when its own scores are
+        there or it has failed."""
         began = time.monotonic()
 
         async def sample() -> _Made | str:
@@ -113,7 +113,7 @@ class Answerer:
         return self._group(ticket, await self._mixed(outcomes), began)
 
     async def _sample(self, ticket: Ticket, engine: Engine) -> _Made | str:
-        """Or why there is none."""
+        """Return one sample, or the reason why there is none."""
         self._num_requests += 1
         request = SampleRequest(
             request_id=f"{ticket.purpose}-{ticket.number}-{self._num_requests}",
@@ -142,13 +142,13 @@ class Answerer:
         return _Made(made=made, item=item, scores=scores, taught=taught, generated_at=generated_at)
 
     async def _mixed(self, outcomes: Sequence[_Made | str]) -> list[_Scored | str]:
-        """With what the sources of groups give, and the sum."""
+        """Add the scores of group sources, and the weighted sum."""
         ready = [outcome for outcome in outcomes if isinstance(outcome, _Made)]
         mixed = iter(await self._mix(ready))
         return [outcome if isinstance(outcome, str) else self._finished(outcome, next(mixed)) for outcome in outcomes]
 
     async def _mix(self, ready: Sequence[_Made]) -> Sequence[Scores | RewardError]:
-        if not self._config.rewards:  # an environment gives them
+        if not self._config.rewards:  # only the environment gives rewards
             return [Scores(rewards={}, total=0.0)] * len(ready)
         return await self.rewards.mix([one.item for one in ready], [one.scores for one in ready])
 
@@ -207,7 +207,7 @@ class Answerer:
         return made if generated.routes is None else _routed(made, generated.routes, num_tokens)
 
     async def _teach(self, ticket: Ticket, sample: Sample) -> Taught:
-        """What the teacher gives the tokens that were sampled; 0 for those that were given."""
+        """Return the teacher's logprob of each sampled token; 0 for tokens that were given."""
         if self._teacher is None or ticket.purpose != "train":
             return None
         rows = rows_of(ticket.token_ids, sample)
@@ -249,18 +249,18 @@ class Answerer:
 
 
 def _routed(made: Played, routes: Routes, num_tokens: int) -> Played:
-    """Of one answer, and of the prompt before it."""
+    """Split the routes into those of the completion and those of its prompt."""
     num_prompt = 1 + len(routes) - num_tokens
     sample = made.sample._replace(routes=ending(routes[num_prompt:]))
     return made._replace(sample=sample, prompt_routes=routes[:num_prompt])
 
 
 def _with_routes(group: Group, scored: Sequence[_Scored]) -> Group:
-    """The prompt's are those of whichever sample told them first."""
+    """Attach the prompt's routes, from the first sample that has them."""
     told = (one.made.prompt_routes for one in scored)
     return replace(group, prompt_routes=next((routes for routes in told if routes is not None), None))
 
 
 def _without_routes(group: Group) -> Group:
-    """Of an evaluation, which nobody trains."""
+    """Drop the routes of an evaluation: nothing trains on them."""
     return replace(group, samples=tuple(sample._replace(routes=None) for sample in group.samples))

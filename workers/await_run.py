@@ -1,8 +1,8 @@
-"""A worker's wait for its run: until a learner is at it, as long as there is a learner to be waited for.
+"""A worker's wait for its run: until a learner has taken it up, as long as there is a sign of a learner.
 
-A learner takes a run up when it has loaded its model, which may last an hour; long before, it shows itself by a report
-each second. That its report *changes* is the sign, so clocks need not agree. Without a sign the wait is bounded; how
-long a learner that shows itself may take is bounded by the learner.
+A learner takes a run up once it has loaded its model, which can take an hour; long before, it writes a report each
+second. The sign of life is that the report *changes*, so clocks need not agree. Without a sign the wait is bounded; the
+learner itself bounds how long it may take while it reports.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from streamrl.protocol.transport.types import RunInfo
 from streamrl.tasks import unless
 from streamrl.telemetry.progress import Progress, Wait
 
-_UNMADE_S = 600.0  # without a sign of a learner that would make the run
-_ENDED_S = 300.0  # without a sign of one that would take up a run which has ended
+_UNMADE_S = 600.0  # without a sign of a learner that will create the run
+_ENDED_S = 300.0  # without a sign of a learner that will resume a run which has ended
 _POLL_S = 0.5
 
 log = structlog.get_logger(__name__)
 
 
 class Run(Protocol):
-    """What is used of `transport.worker.WorkerStream`."""
+    """The part of `transport.worker.WorkerStream` used here."""
 
     async def run_info(self) -> RunInfo | None: ...
 
@@ -43,7 +43,7 @@ async def await_run(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> RunInfo | None:
-    """The run, once a learner is at it; None when told to stop, or when it has ended and nobody takes it up."""
+    """Return the run once a learner is running it; None if told to stop, or if it has ended and nobody resumes it."""
     last_sign, last_report = clock(), b""
     with progress.waiting(Wait.RUN):
         while not stop.is_set():

@@ -1,11 +1,11 @@
-"""Scoring a set of prompts once, outside of any run: an engine, the rewards, and what they add up to.
+"""Evaluates a set of prompts once, outside of a run: starts an engine, scores the samples and summarises them.
 
     `try_rewards` ─► each source has answered once
-    prompts ─► `max_groups_in_flight` at once: samples, each scored (workers.answer) ─► answers ─► Result
+    prompts ─► `max_groups_in_flight` at a time: samples, each scored (workers.answer) ─► answers ─► Result
 
-Blocks on the engine and the rewards, at most `validation.timeout_s` altogether; what is not answered by then counts as
-unanswered, and the result says so. RewardOutage when a source stays out for longer than its `outage_s`, or when it was
-never to be had.
+Blocks on the engine and the rewards, for `validation.timeout_s` at most in total; prompts without an answer by then are
+counted as unanswered in the result. Raises RewardOutage when a source stays out for longer than its `outage_s`, or was
+never reachable.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _NOTICE_AFTER_S = 5.0
 class EvalPrompt:
     text: str
     token_ids: npt.NDArray[np.int32]  # [P]
-    fields: Mapping[str, Any] = field(default_factory=dict)  # handed to the rewards
-    dataset: str = ""  # by which name `data.validation` knows it; empty where there is only one
+    fields: Mapping[str, Any] = field(default_factory=dict)  # passed to the rewards
+    dataset: str = ""  # its name in `data.validation`; empty where there is only one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Of prompts, with the ends of its interval of 95 % (Wilson's)."""
+    """A share of the prompts, with its 95 % Wilson interval."""
 
     share: float
     low: float
@@ -66,19 +66,19 @@ class Share:
 class Result:
     num_prompts: int
     num_answered: int
-    num_failed: int  # no sample had a score, or too few; the rest was out of time
+    num_failed: int  # too few samples had a score; the other unanswered prompts ran out of time
     num_samples: int
     duration_s: float
     num_tokens: int
-    reward: float | None  # mean over samples; None, here and below, when nobody answered
-    reward_error: float | None  # standard error of that mean, prompt by prompt; None for a single one
-    rewards: Mapping[str, float]  # by source, before weights
+    reward: float | None  # mean over samples; like the other optional values, None if nothing was answered
+    reward_error: float | None  # standard error of that mean, over prompts; None for a single prompt
+    rewards: Mapping[str, float]  # by source, unweighted
     response_length: float | None
-    finished: float | None  # share that ended by themselves
-    groups: tuple[Group | None, ...]  # by prompt
+    finished: float | None  # share of samples that stopped by themselves
+    groups: tuple[Group | None, ...]  # one per prompt
     pass_at: Mapping[int, Share] = field(default_factory=dict)  # by k; empty without validation.pass_by
     majority: Share | None = None  # None without validation.answer
-    datasets: Mapping[str, Result] = field(default_factory=dict)  # of each, where there are several
+    datasets: Mapping[str, Result] = field(default_factory=dict)  # one per data set, where there are several
 
     def to_json(self) -> dict[str, Any]:
         """What `streamrl eval --json` prints."""
@@ -104,16 +104,17 @@ async def try_rewards(
     show: Callable[[str], None] = lambda text: None,
     notice: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Begin all sources, have each answer once, well or with a refusal, and close them: what is no use is known before
-    a model is loaded. RewardOutage where one cannot be reached for `patience_s`, or says nothing for `limit_s`."""
-    await rewards.start()  # closes all of them where one fails
+    """Start all sources, wait until each has answered once (a refusal counts), and close them, so that an unusable
+    source is found before a model is loaded. RewardOutage if one is unreachable for `patience_s`, or silent for
+    `limit_s`."""
+    await rewards.start()  # closes all of them if one fails
     began, outage = time.monotonic(), None
     scoring = asyncio.create_task(_first_score(rewards, item, num_samples), name="a first score")
     try:
         while not (await asyncio.wait([scoring], timeout=_LOOK_EVERY_S))[0]:
             waited_s, silent = time.monotonic() - began, rewards.silent()
             names = ", ".join(map(repr, silent))
-            # None while one that is out is tried again, which says nothing yet.
+            # None while a source that is out is being retried, which proves nothing yet.
             outage = rewards.outage() or (outage if set(silent.values()) - {"well"} else None)
             if outage and waited_s > patience_s:
                 raise RewardOutage(f"{outage}; no score could be had for {patience_s:g} s (--patience-s)")
@@ -126,14 +127,14 @@ async def try_rewards(
     except RewardOutage:
         raise
     except RewardError:
-        pass  # it was reached; the sample is made up
+        pass  # reachable, which is enough: the sample is made up
     finally:
         await cancel_all([scoring])
         await rewards.close()
 
 
 async def _first_score(rewards: Rewards, item: ScoreItem, num_samples: int) -> None:
-    """Two of one prompt, where it has so many: who compares samples asks nothing about one alone."""
+    """Score two samples of one prompt, if a ticket has that many: a comparing source asks nothing for a single one."""
     scored = await rewards.score_sample(item)
     together = min(2, num_samples)
     await rewards.mix([item] * together, [scored] * together)
@@ -150,12 +151,12 @@ async def evaluate(
     permissions: Permissions,
     show: Callable[[int], None] = lambda num_done: None,
 ) -> Result:
-    """With the engine that `worker.engine` names, started and stopped here. `show` hears each second how many prompts
-    are done."""
+    """Evaluate with the engine that `worker.engine` names, started and stopped here. `show` is called each second with
+    the number of prompts done."""
     config = _fitted(config, prompts)
     engine = make_engine(EngineSettings(model=model, config=config, seed=config.seed))
     try:
-        await rewards.start()  # closes all of them where one fails
+        await rewards.start()  # closes all of them if one fails
         await engine.start()
         await engine.load(Load(weights=weights, version=make_version(1, 0), step=step))
         tickets = [_ticket(i, prompt, config) for i, prompt in enumerate(prompts)]
@@ -180,7 +181,7 @@ async def evaluate(
 
 
 def _judged(group: Group, *, settings: schema.Validation, decode: Callable[[list[int]], str]) -> list[Judged]:
-    """Empty: nothing says what passes."""
+    """Judge a group's samples; empty if `validation.pass_by` is not set."""
     if settings.pass_by is None:
         return []
     return judge_samples(
@@ -229,7 +230,7 @@ async def _answers(
     config: schema.Config,
     show: Callable[[int], None],
 ) -> list[Group | None]:
-    """An engine that dies ends the evaluation, and rewards that stay out do."""
+    """Answer all tickets in time. EngineError and RewardOutage end the evaluation."""
     room = asyncio.Semaphore(config.worker.max_groups_in_flight)
     groups: dict[int, Group] = {}
 
@@ -250,7 +251,7 @@ async def _answers(
 
 
 def _fitted(config: schema.Config, prompts: Sequence[EvalPrompt]) -> schema.Config:
-    """With room in the engine for what is asked, and not for what training would ask."""
+    """Size the engine for the evaluation's prompts and sampling instead of training's."""
     sampling = schema.Sampling(**config.validation.sampling.model_dump())
     longest = max(len(prompt.token_ids) for prompt in prompts)
     data = config.data.model_copy(update={"max_prompt_tokens": longest})
@@ -277,5 +278,5 @@ def _mean(values: Iterable[float]) -> float | None:
 
 
 def _standard_error(means: Sequence[float]) -> float | None:
-    """Samples of one prompt are alike, so prompts are what is counted."""
+    """Samples of one prompt are correlated, so the unit is the prompt."""
     return stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None

@@ -1,11 +1,11 @@
-"""How a worker is, as its own parts say it: what probes and metrics are made of.
+"""A worker's health, as reported by its own parts: the basis of probes and metrics.
 
-Alive: it is not to be killed. Not alive: tokens, scores or groups are due, and none came for far longer than the bounds
-after which the worker should have mended or ended itself; a wait with a name and a bound is no such thing.
-Ready: groups come out of it, or would if there were tickets. Each answer brings the reasons against it.
+Alive: it must not be killed. It is not alive if tokens, scores or groups are due and none has come for far longer than
+the bounds after which the worker should have recovered or ended by itself. A named, bounded wait does not count.
+Ready: it delivers groups, or would if there were tickets. Each answer lists the reasons against it.
 
-Nobody is asked anything for the sake of an answer: a reward source counts as out of reach when it says so itself, or
-when the last samples that needed it got no score, or wait for one too long.
+A probe sends no requests of its own: a reward source counts as unreachable when it reports so itself, or when the last
+samples that needed it got no score or have waited for one too long.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from streamrl.telemetry.progress import Progress
 from streamrl.workers.rewards.mixing import Rewards
 from streamrl.workers.roles import Weights, Work
 
-_TIMES = 3.0  # the bounds of the parts themselves
+_TIMES = 3.0  # multiple of the parts' own bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Of a worker that has found its run."""
+    """The parts of a worker that has found its run."""
 
     work: Work
     weights: Weights
@@ -38,10 +38,10 @@ class Health:
         self.parts: Parts | None = None
         self._clock = clock
         self._num_made = 0  # tokens and scores
-        self._made_at = clock()  # when some were last seen to have come
+        self._made_at = clock()  # when the count last changed
 
     def progress_age_s(self) -> float:
-        """Since the worker last got on: a group, a version, an activity, a token, or a score."""
+        """Seconds since the worker last made progress: a group, a version, an activity, a token, or a score."""
         if (num_made := self._count()) != self._num_made:
             self._num_made, self._made_at = num_made, self._clock()
         report = self.progress.report()
@@ -51,7 +51,7 @@ class Health:
         age_s = self.progress_age_s()
         report = self.progress.report()
         if self.parts is None or report.state != "working" or report.doing != "generate":
-            return []  # bounded, and ended by whoever bounds it
+            return []  # bounded, and ended by whoever set the bound
         stats, rewards = self.parts.work.engine_stats, self.parts.rewards
         limit_s = math.inf
         if stats is not None and stats.in_flight > 0:
@@ -61,7 +61,7 @@ class Health:
         return [f"nothing got on for {age_s:.0f} s, with work at hand"] if age_s > limit_s else []
 
     def _count(self) -> int:
-        """Of tokens and scores."""
+        """Tokens and scores so far."""
         if self.parts is None:
             return 0
         stats = self.parts.work.engine_stats

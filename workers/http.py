@@ -1,8 +1,8 @@
-"""A worker over HTTP: /livez and /readyz for whoever restarts it and sends it work, /metrics for Prometheus.
+"""A worker's HTTP endpoint: /livez and /readyz for probes, /metrics for Prometheus.
 
-Off unless asked for (`--http HOST:PORT`): a worker takes its work from Redis, where its report lies too, so nothing
-needs to listen. Port 0 takes any free one, so that several workers share a machine, and the report says which. It runs
-on the worker's own event loop: a loop that hangs answers no probe. 200: yes; 503: no, with the reasons as JSON.
+Off unless enabled with `--http HOST:PORT`: a worker gets its work from Redis, where its report is as well, so it need
+not listen. Port 0 takes any free port, so that several workers can share a machine; the report says which. It runs on
+the worker's own event loop, so a hung loop answers no probe. Status 200: yes; 503: no, with the reasons as JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from streamrl.workers.health import Health
 
 @contextlib.asynccontextmanager
 async def serving(health: Health, address: tuple[str, int]) -> AsyncIterator[str]:
-    """Answers while the context lasts; where, as HOST:PORT."""
+    """Serve for the lifetime of the context; yields the address as HOST:PORT."""
     bound = bind(*address, what="--http")
     async with web.serving(make_app(health), bound):
         yield address_of(bound)
@@ -65,7 +65,7 @@ def _answer(health: Health, reasons: list[str]) -> Response:
 
 
 class _Figures(Collector):
-    """Read when they are asked for."""
+    """Computed at each scrape."""
 
     def __init__(self, health: Health) -> None:
         self._health = health

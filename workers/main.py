@@ -1,4 +1,5 @@
-"""A worker: command line, logs, signals, exit code. `streamrl worker`; in a checkout also `python -m workers`."""
+"""Entry point of a worker: command line, logging, signals, exit code. `streamrl worker`, or in a checkout `python -m
+workers`."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-_THREADS = 256  # begun as they are needed
+_THREADS = 256  # an upper limit: threads start on demand
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -123,9 +124,9 @@ def _run(options: Options) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """Not sys.exit, which waits for threads: one that still starts an engine, or waits for a dead server, has nothing
-    left to do, and takes long to find out."""
-    for child in multiprocessing.active_children():  # of an engine that had not come so far as to be stopped
+    """Exit without waiting for threads, as sys.exit would: one may still be starting an engine or waiting for a dead
+    server, and take long to notice that it is no longer needed."""
+    for child in multiprocessing.active_children():  # of an engine that has not started far enough to be stopped
         child.kill()
     logging.shutdown()
     sys.stderr.flush()
@@ -133,8 +134,9 @@ def _leave(code: int) -> NoReturn:
 
 
 class _Threads(ThreadPoolExecutor):
-    """Names are looked up in these too. asyncio's own are a few more than there are cores: a service whose name takes
-    long to look up would hold up weights, and Redis; and asyncio waits for them in the end, however long they take."""
+    """The event loop's executor, which also resolves host names. asyncio's default has only a few more threads than
+    there are cores, so one slow DNS lookup could hold up weights and Redis; and asyncio waits for its threads at exit,
+    however long they take."""
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         super().shutdown(wait=False, cancel_futures=True)

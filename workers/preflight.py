@@ -1,10 +1,10 @@
-"""Before a run: can its rewards score what the data hold, and its environment answer? `python -m
-streamrl.workers.preflight`, the configuration on stdin.
+"""Checks before a run that its rewards can score the data's rows and that its environment answers. Run as `python -m
+streamrl.workers.preflight`, with the configuration on stdin.
 
-Each source scores made-up completions of the first row of each prompt file, as a worker would have it done: functions
-in a child process with its limits, sources side by side. One that fails with every completion would fail in the run,
-too. What an answer takes is bounded by the source's own `timeout_s`. Reward services cost money, maybe, and are asked
-only with `--ask-services`; the run's own reward server is not there yet.
+Each source scores made-up completions of the first row of each prompt file, the way a worker would: functions in a
+child process with its limits, sources concurrently. A source that fails on every completion would fail in the run too.
+The source's own `timeout_s` bounds each answer. Reward services may cost money, so they are asked only with
+`--ask-services`; the run's own reward server does not exist yet.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ async def _try_all(config: schema.Config, write: Callable[[Finding], None], *, a
 
 
 def _unguarded() -> dict[str, str]:
-    """Of the guards over reward functions, asked of a process, which is confined for good."""
+    """Ask a subprocess which guards over reward functions do not work here; confinement is permanent, hence not us."""
     done = subprocess.run([sys.executable, "-m", confine.__name__], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         return dict.fromkeys(confine.GUARDS, (done.stderr.strip().splitlines() or ["it ended at once"])[-1])
@@ -85,7 +85,7 @@ def _unguarded() -> dict[str, str]:
 
 
 def confinement(lacking: Mapping[str, str]) -> Finding:
-    """What this machine keeps reward functions from."""
+    """Report what reward functions are kept from on this machine."""
     if not lacking:
         return ok(_CONFINED, f"kept from {' and '.join(confine.GUARDS)}")
     told = "; ".join(f"{name} ({reason})" for name, reason in lacking.items())
@@ -110,7 +110,7 @@ async def _try(name: str, source: schema.Reward, files: Files, allowed: Permissi
             scored = await _score(rewards, row, timeout_s=source.timeout_s)
             if isinstance(scored, str):
                 failed = f"rewards.{name}.{_named(source)} fails for {place}:{row.line}: {scored}"
-                if "KeyError: " in scored:  # as a rule, of a field
+                if "KeyError: " in scored:  # usually of a missing field
                     failed += f"; the row's fields: {', '.join(row.fields) or 'none'}"
                 yield error(label, failed, _remedy(source))
                 return
@@ -124,7 +124,7 @@ async def _try(name: str, source: schema.Reward, files: Files, allowed: Permissi
 
 
 async def _try_environment(settings: schema.Environment, files: Files, allowed: Permissions) -> Finding:
-    """One turn of a rollout of each file's first row."""
+    """Play one turn of a rollout for the first row of each file."""
     environment: Environment
     if settings.target is None:
         environment = build_remote(settings.model_copy(update={"outage_s": settings.timeout_s}), allowed)
@@ -158,7 +158,7 @@ async def _try_environment(settings: schema.Environment, files: Files, allowed: 
 
 
 def _once(source: schema.Reward) -> schema.Reward:
-    """One child, one request."""
+    """Limit the source to one child process, or to one request."""
     if not isinstance(source, schema.SERVICES):
         return source.model_copy(update={"processes": 1})
     return source.model_copy(update={"attempts": 1, "outage_s": source.timeout_s})
@@ -183,7 +183,7 @@ def _remedy(source: schema.Reward) -> str:
 
 
 def _lacking(name: str, source: schema.FunctionReward, files: Files) -> Iterator[Finding]:
-    """Of a built-in that reads a field of the rows: those without it, beyond the first."""
+    """For a built-in that reads a field: report the rows that lack it, beyond the first."""
     taken = inspect.signature(REWARDS[source.target]).parameters
     if "field" not in taken:
         return
@@ -196,7 +196,7 @@ def _lacking(name: str, source: schema.FunctionReward, files: Files) -> Iterator
 
 
 async def _score(rewards: Rewards, row: PromptRow, *, timeout_s: float) -> Scores | str:
-    """Of the first completion that has one; else why the last had none."""
+    """Return the scores of the first completion that gets some, or the reason why the last got none."""
     reason = ""
     for completion in _COMPLETIONS:
         token_ids = np.arange(len(completion.split()), dtype=np.int32)
@@ -205,7 +205,7 @@ async def _score(rewards: Rewards, row: PromptRow, *, timeout_s: float) -> Score
         try:
             return await rewards.score(item)
         except RewardError as failed:
-            reason = str(failed).partition(": ")[2]  # after the source's name
+            reason = str(failed).partition(": ")[2]  # without the source's name
         if time.monotonic() - began >= timeout_s:
             break
     return reason

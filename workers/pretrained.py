@@ -1,8 +1,8 @@
-"""The pretrained model on the worker's machine, for a run that trains adapters alone: what they are merged into.
+"""The pretrained base model on the worker's machine, into which a run that trains only adapters merges them.
 
-Out of its safetensors files, where these hold each tensor under its own name. Else, as with experts that transformers
-fuses, the model is loaded once, whole, and stays in the host's memory. Blocks on the disk, and on the hub where the
-model is not here yet.
+Read from its safetensors files where these hold each tensor under its own name. Otherwise (for example with experts
+that transformers fuses) the whole model is loaded once and stays in host memory. Blocks on the disk, and on the hub if
+the model is not on this machine yet.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class PretrainedModel:
     """`protocol.weights.pretrained.Pretrained`."""
 
     def __init__(self, path: str, *, trust_remote_code: bool) -> None:
-        """DataError: it has no weights here."""
+        """DataError if the model has no weights here."""
         self._path, self._trust_remote_code = path, trust_remote_code
         self._files = PretrainedFiles(_weight_files(path), name=path)
-        self._loaded: Mapping[str, Bits] = {}  # where files do not do
-        self._loading = Lock()  # tensors are merged side by side, and transformers loads one model at a time
+        self._loaded: Mapping[str, Bits] = {}  # used where the files lack a tensor
+        self._loading = Lock()  # tensors are merged concurrently, but the model is loaded only once
 
     def bits(self, tensor: TensorMeta) -> Bits:
         if tensor in self._files:
@@ -40,7 +40,7 @@ class PretrainedModel:
                 log.info("pretrained model is loaded whole", model=self._path, reason=reason)
                 self._loaded = dict(self._load(tensor))
         if tensor.name not in self._loaded or len(self._loaded[tensor.name]) != tensor.num_elements:
-            return self._files.bits(tensor)  # which says what is missing
+            return self._files.bits(tensor)  # raises, and names what is missing
         return self._loaded[tensor.name]
 
     def _load(self, like: TensorMeta) -> Iterator[tuple[str, Bits]]:
@@ -60,7 +60,7 @@ class PretrainedModel:
 
 
 def _weight_files(path: str) -> list[Path]:
-    """In the folder, or in the hub's cache; none where the model is not in safetensors."""
+    """Find the weight files in the folder or the hub's cache; empty if the model is not in safetensors."""
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
     from transformers.utils.hub import cached_file
 

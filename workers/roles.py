@@ -1,7 +1,7 @@
-"""A worker's parts as its other parts see them, each with its double.
+"""Protocols between a worker's parts, each with its double.
 
-stream (`transport.worker.WorkerStream`) ─► Tickets ─► Work: who makes groups
-                                        └─► Announcements ─► Weights: who keeps an engine's weights new
+stream (`transport.worker.WorkerStream`) ─► Tickets ─► Work: generates groups
+                                        └─► Announcements ─► Weights: keeps an engine's weights up to date
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from streamrl.workers.engines.base import Engine, EngineStats, Load
 
 
 class Tickets(Protocol):
-    """Tickets in, groups out. TransportError when Redis stays away for too long, RunGone when the run was removed."""
+    """Leases tickets and delivers groups. TransportError if Redis stays away too long, RunGone if the run is
+    removed."""
 
     async def run_info(self) -> RunInfo | None: ...
 
@@ -30,25 +31,25 @@ class Tickets(Protocol):
     async def lease(self, *, max_tickets: int, block_ms: int) -> list[Leased]: ...
 
     async def renew(self, leased: Sequence[Leased]) -> list[Leased]:
-        """Returns those that are not ours any more."""
+        """Renew these leases; return those that we no longer hold."""
         ...
 
     async def deliver(self, leased: Leased, header: bytes, body: bytes) -> bool:
-        """False: the ticket is not ours any more; drop the group."""
+        """Deliver a group. False: we no longer hold the ticket, and the group is to be dropped."""
         ...
 
     async def hand_back(self, leased: Sequence[Leased]) -> None: ...
 
 
 class Announcements(Protocol):
-    """What the learner says of its weights."""
+    """Announcements of the learner's weights."""
 
     async def latest(self, *, anew: bool = False) -> Announcement | None:
-        """`anew`: not as it was when it was read first; an anchor may lie beside it by now."""
+        """Return the newest announcement. `anew` bypasses the cache: an anchor may have been added to it since."""
         ...
 
     async def beyond(self, version: int, *, within_s: float) -> bool:
-        """Wait until a newer version is announced. False: none was heard, and `latest` tells whether there is one."""
+        """Wait for an announcement newer than `version`. False: none was seen in time; `latest` may still have one."""
         ...
 
     async def manifest(self, version: int) -> bytes | None: ...
@@ -56,11 +57,11 @@ class Announcements(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """Since the worker's start, over all its engines."""
+    """Totals since the worker's start, over all its engines."""
 
     groups_delivered: int = 0
     groups_failed: int = 0
-    groups_late: int = 0  # finished, but the ticket was not ours any more
+    groups_late: int = 0  # finished after the lease was lost
     samples_failed: int = 0
 
 
@@ -71,43 +72,43 @@ class Work(Protocol):
 
     @property
     def engine_stats(self) -> EngineStats | None:
-        """Of the engine at work; None where there is none."""
+        """Stats of the engine in use; None if there is none."""
 
     async def run(self, engine: Engine, stop: asyncio.Event) -> None:
-        """Until `stop` is set or the run has ended. EngineError: run again with another engine, nothing is lost.
-        LoadRejected: so it is, but what the engine made under the version it did not prove is thrown away."""
+        """Run until `stop` is set or the run has ended. EngineError: call again with another engine, nothing is lost.
+        LoadRejected: the same, but samples generated under the unproved version are discarded."""
 
 
 class Weights(Protocol):
     """`workers.weights.WeightFollower`, or its double."""
 
-    attempted: int  # the last version that an engine was to load
-    num_proved: int  # versions, over all engines
+    attempted: int  # the last version that an engine was asked to load
+    num_proved: int  # proved versions, over all engines
 
     @property
     def proved_version(self) -> int:
-        """The newest that the engine has proved to serve; 0: none."""
+        """The newest version that the engine was proved to serve; 0 if none."""
         ...
 
     async def follow(self, engine: Engine) -> None:
-        """Keep this engine at the newest version, until cancelled; whatever it serves counts for nothing afterwards."""
+        """Keep this engine at the newest version until cancelled. Afterwards, what it serves no longer counts."""
 
     async def serving(self, version: int) -> None:
-        """Wait until the engine serves this version, a newer one, or (for 0) any at all; the caller bounds the wait."""
+        """Wait until the engine serves this version or a newer one (0: any version). The caller bounds the wait."""
 
     async def proved(self, version: int) -> None:
-        """Wait until the engine has proved to serve this version or a newer one. A version that it cannot prove ends
-        `follow`, and with it whoever waits here."""
+        """Wait until the engine is proved to serve this version or a newer one. If that fails, `follow` ends, and the
+        caller's wait with it."""
 
     async def announced_beyond(self, version: int) -> object:
-        """Wait for a newer announcement; the caller bounds the wait."""
+        """Wait for an announcement newer than `version`. The caller bounds the wait."""
 
     def distrust_mirror(self) -> None:
-        """Fetch everything anew, from an anchor on, when an engine is followed next."""
+        """When the next engine is followed, fetch the weights again from an anchor on."""
 
 
 class TicketsDouble:
-    """A run in memory with one worker: tests put tickets in, and read what was delivered and handed back."""
+    """A run in memory with one worker: tests add tickets and read what was delivered and handed back."""
 
     def __init__(self, info: RunInfo) -> None:
         self.info: RunInfo | None = info
@@ -115,7 +116,7 @@ class TicketsDouble:
         self.waiting: list[Ticket] = []
         self.delivered: list[tuple[int, bytes, bytes]] = []  # (ticket number, header, body)
         self.handed_back: list[int] = []
-        self.taken_away: set[int] = set()  # numbers whose leases others have got
+        self.taken_away: set[int] = set()  # numbers of tickets now leased by others
         self.renewals = 0
         self._entries = itertools.count(1)
 
@@ -135,7 +136,7 @@ class TicketsDouble:
         if not self.waiting:
             await asyncio.sleep(min(block_ms, 10) / 1000)
         taken = self.waiting[:max_tickets]
-        del self.waiting[:max_tickets]  # in place: several workers may have it
+        del self.waiting[:max_tickets]  # in place: several workers may share the list
         return [Leased(entry_id=f"{next(self._entries)}-0", ticket=one, purpose=one.purpose) for one in taken]
 
     async def renew(self, leased: Sequence[Leased]) -> list[Leased]:
@@ -153,7 +154,7 @@ class TicketsDouble:
 
 
 class AnnouncementsDouble:
-    """Versions by hand: the newest manifest, and those before it."""
+    """Announcements made by hand: the newest, and the manifests of those before it."""
 
     def __init__(self) -> None:
         self.newest: Announcement | None = None
@@ -182,12 +183,12 @@ class AnnouncementsDouble:
 
 
 class WorkDouble:
-    """Its runs end as they are told to, one after the other, and all later ones well."""
+    """Runs that end with the given outcomes, one after the other; later runs succeed."""
 
     def __init__(self, *outcomes: Callable[[], Exception | None]) -> None:
         self.counts = Counts()
         self.engine_stats: EngineStats | None = None
-        self.engines: list[Engine] = []  # of each run
+        self.engines: list[Engine] = []  # one per run
         self._outcomes = list(outcomes)
 
     async def run(self, engine: Engine, stop: asyncio.Event) -> None:
@@ -198,13 +199,13 @@ class WorkDouble:
 
 
 class WeightsDouble:
-    """Loads its version and is done; `serve` moves it on by hand. What is served is proved, but for `unproved`."""
+    """Loads one version; `serve` moves on by hand. What is served counts as proved, except versions in `unproved`."""
 
     def __init__(self, *, version: int = 1) -> None:
-        self.version = 0  # being served
+        self.version = 0  # served now
         self.attempted = self.num_proved = self.proved_version = self.num_distrusted = 0
-        self.unproved: set[int] = set()  # versions whose proof is on its way
-        self.newer = asyncio.Event()  # something newer is announced
+        self.unproved: set[int] = set()  # versions whose proof is still pending
+        self.newer = asyncio.Event()  # a newer version is announced
         self._first = version
         self.engine: Engine | None = None
         self._changed = asyncio.Condition()
@@ -212,7 +213,7 @@ class WeightsDouble:
     async def follow(self, engine: Engine) -> None:
         self.engine = engine
         await self.serve(self.version or self._first)
-        await asyncio.Event().wait()  # a companion does not end by itself
+        await asyncio.Event().wait()  # companions must not return
 
     async def serve(self, version: int, *, step: int = 0) -> None:
         assert self.engine is not None, "an engine is followed"

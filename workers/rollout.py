@@ -1,26 +1,26 @@
-"""The worker's loop: tickets in, scored groups out.
+"""The worker's main loop: lease tickets, deliver scored groups.
 
-    lease ─► wait for the ticket's version ─► its samples, each generated and scored ─► wait for proof ─► deliver
-      ▲        (one task a ticket, no barrier; as many as `_num_to_take` says)                               │
-      └──────────────────────────────────────────────────────────────────────────────────────────────────────┘
-    beside it: leases renewed; weights followed; the engine and the run looked after
+    lease ─► wait for the ticket's version ─► generate and score its samples ─► wait for proof ─► deliver
+      ▲        (one task per ticket, no barrier; `_num_to_take` decides how many)                     │
+      └───────────────────────────────────────────────────────────────────────────────────────────────┘
+    companion tasks: renew leases; follow weights; watch the engine and the run
 
-Blocks on tickets, on the operator's pause, on the first weights, and on rewards while nobody can score. Where that
-lasts, tickets that wait for their scores are handed back, and one at a time is tried until a score comes. A group
-leaves only when every version that made a token of it was proved (see `proving`). What is not delivered in the end is
-handed back, so that nobody waits for a lease to run out.
+Blocks on tickets, on the operator's pause, on the first weights, and on rewards during an outage. If an outage lasts,
+tickets waiting for scores are handed back, and the worker tries one ticket at a time until a score arrives. A group is
+delivered only after every version that generated one of its tokens has been proved (see `proving`). On exit,
+undelivered tickets are handed back, so that nobody has to wait for their leases to expire.
 
-A worker takes as many tickets as keep its engine busy, and no more than it can soon begin.
+A worker leases as many tickets as keep its engine busy, and no more than it can start soon.
 
-What lies in a worker's queue is what another worker could have begun already, so the queue is kept at about one ticket:
-a place that falls free is filled at once, and N workers share the work by speed, since each takes as it finishes.
+A ticket queued here is one that another worker could already have started, so the queue is kept at about one ticket: a
+free slot is filled at once, and N workers share the work by speed, since each leases as it finishes.
 
-    queue longer than a ticket, or cache nearly full ─► none          what runs still needs more of the cache
-    else ─► as many again as are at work, up to the bound             the first look at a new load is a guess
+    queue longer than one ticket, or KV cache nearly full ─► lease none    running samples still need more cache
+    otherwise ─► as many as are in flight, up to the bound                the engine's stats lag behind a new load
 
-The bound is in samples. Answers are long-tailed: of a ticket's samples most are done long before the last one, and if
-tickets were counted, the places of those that are done would stay empty until then (of 8 samples with geometric lengths
-more than half). Nothing waits for a whole batch.
+The bound counts samples, not tickets. Response lengths are long-tailed: most samples of a ticket finish long before its
+last one, and a bound in tickets would leave their slots empty until then (more than half of them, for 8 samples with
+geometrically distributed lengths). Nothing waits for a whole batch.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ from streamrl.workers.roles import Counts, Tickets, Weights
 
 log = structlog.get_logger(__name__)
 
-_LEASE_BLOCK_MS = 500  # so that a word to stop or to pause is heard soon
-_ROOM_EVERY_S = 0.02  # the engine begins what was queued with its next step
+_LEASE_BLOCK_MS = 500  # short, so that a stop or a pause takes effect soon
+_ROOM_EVERY_S = 0.02  # the engine starts queued samples at its next step
 _CONTROL_EVERY_S = 1.0
 _RUN_EVERY_S = 1.0
 _REWARDS_EVERY_S = 0.1
 _ALIVE_EVERY_S = 10.0
 _SHOW_EVERY_S = 1.0
 _KV_FULL = 0.8
-_PACE_S = 10.0  # over which it is told
+_PACE_S = 10.0  # window of the reported tokens per second
 
 
 @dataclass(slots=True, kw_only=True)
 class _Held:
-    """A ticket at work."""
+    """A leased ticket in progress."""
 
     leased: Leased
-    num_open: int  # samples that are not made and scored yet
-    leaving: bool = False  # from here on the ticket goes because we deliver it, or hand it back
+    num_open: int  # samples not yet generated and scored
+    leaving: bool = False  # being delivered or handed back: from now on a missing lease is expected
 
     def sample_done(self) -> None:
         self.num_open -= 1
@@ -84,7 +84,7 @@ class Rollout:
         self._progress = progress
         self._groups: dict[asyncio.Task[None], _Held] = {}
         self._engine: Engine | None = None
-        self._scored_at_outage = -1  # what was scored when rewards were last seen to be out
+        self._scored_at_outage = -1  # `num_scored` when rewards were last seen to be out
 
     @property
     def engine_stats(self) -> EngineStats | None:
@@ -102,7 +102,7 @@ class Rollout:
         try:
             await run_beside(self._work(engine, stop, over), companions)
         except TransportError:
-            await cancel_all(list(self._groups))  # who cannot reach Redis cannot hand back either
+            await cancel_all(list(self._groups))  # without Redis, nothing can be handed back
             raise
         except BaseException:
             await self._abandon()
@@ -127,12 +127,12 @@ class Rollout:
             else:
                 await self._take_for(_CONTROL_EVERY_S, engine, over)
         self._progress.stopping()
-        if stop.is_set() and self._groups:  # a run that has ended wants no more groups
+        if stop.is_set() and self._groups:  # a run that has ended accepts no more groups
             await asyncio.wait(self._groups, timeout=self._settings.grace_s)
         self._reap()
 
     async def _take_for(self, seconds: float, engine: Engine, over: asyncio.Event) -> None:
-        """Keep the hands full for a while."""
+        """Keep the engine busy for this long."""
         until = time.monotonic() + seconds
         while not over.is_set() and time.monotonic() < until and self._answerer.outage() is None:
             if most := self._num_to_take(engine):
@@ -141,22 +141,22 @@ class Rollout:
                     task = asyncio.create_task(self._fulfil(held, engine), name=f"ticket {leased.ticket.number}")
                     self._groups[task] = held
             if self._groups:
-                # Even with room left: what was taken just now must reach the engine before its queue says anything.
+                # Even with room left: the new tickets must reach the engine before its queue length means anything.
                 await asyncio.wait(self._groups, timeout=_ROOM_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
             self._reap()
 
     def _num_to_take(self, engine: Engine) -> int:
-        """The last ticket may go beyond the bound in part, so that no place waits."""
+        """Return how many tickets to lease now. The last may partly exceed the bound, so that no slot stays empty."""
         stats, num_at_work, size = engine.stats(), len(self._groups), self._samples_per_ticket
         if self._answerer.num_scored <= self._scored_at_outage:
-            return 0 if num_at_work else 1  # nobody has seen yet that rewards are back: one ticket finds out
+            return 0 if num_at_work else 1  # no score yet since the outage: probe with one ticket
         if num_at_work and (stats.num_waiting >= size or stats.kv_used >= _KV_FULL):
             return 0
         room = self._settings.max_groups_in_flight * size - sum(held.num_open for held in self._groups.values())
         return max(0, min(-(-room // size), max(1, num_at_work)))
 
     async def _sit_out(self, outage: str, over: asyncio.Event) -> None:
-        """Take no tickets while their samples could not be scored; others may have a way to the rewards."""
+        """Take no tickets while rewards are out; other workers may still reach them."""
         log.warning("rewards_out", reason=outage)
         with self._progress.waiting(Wait.REWARDS):
             while self._answerer.outage() is not None and not over.is_set():
@@ -169,14 +169,14 @@ class Rollout:
             return await self._tickets.lease(max_tickets=most, block_ms=_LEASE_BLOCK_MS)
 
     def _reap(self) -> None:
-        """Forget tasks that ended; what one of them raised comes out here, and its ticket is still held."""
+        """Drop finished tasks. A task's exception is raised here; its ticket is still leased."""
         for task in [task for task in self._groups if task.done()]:
             if not task.cancelled():
                 task.result()
             del self._groups[task]
 
     async def _abandon(self) -> None:
-        """Hand back what is still at work."""
+        """Cancel what is still running and hand its tickets back."""
         await cancel_all(list(self._groups))
         left = [held.leased for task, held in self._groups.items() if task.cancelled() or task.exception() is not None]
         self._groups.clear()
@@ -211,7 +211,7 @@ class Rollout:
             log.info("group_came_late", ticket=ticket.number)
 
     async def _hand_back(self, held: _Held) -> None:
-        """Others may do better; nobody counts it as a failure."""
+        """Return the ticket for another worker; it does not count as a failed attempt."""
         held.leaving = True
         await self._tickets.hand_back([held.leased])
 
@@ -237,7 +237,7 @@ class Rollout:
                     task.cancel()
 
     async def _watch_run(self, stop: asyncio.Event, over: asyncio.Event) -> None:
-        """Sets `over` when there is nothing left to do here. RunGone passes through."""
+        """Set `over` when this worker has nothing left to do. RunGone propagates."""
         while not stop.is_set():
             info = await self._tickets.run_info()
             if info is not None and info.state != "running":
@@ -245,7 +245,7 @@ class Rollout:
                 break
             await unless(stop, asyncio.sleep(_RUN_EVERY_S))
         over.set()
-        await asyncio.Event().wait()  # a companion does not end by itself
+        await asyncio.Event().wait()  # companions must not return
 
     async def _watch_engine(self, engine: Engine) -> None:
         pace = Pace(engine.stats(), stall_s=self._settings.stall_s)
@@ -265,16 +265,16 @@ class Rollout:
 
 
 class Pace:
-    """How fast an engine makes tokens, and that it makes any: one that hangs may answer all the same when asked."""
+    """Measures tokens per second, and detects a stalled engine: a hung engine may still pass its liveness check."""
 
     def __init__(self, stats: EngineStats, *, stall_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._stall_s = stall_s
         self._clock = clock
-        self._since = clock()  # when tokens had come, or were not due
-        self._looks = deque([(self._since, stats.num_made)])  # of the last seconds: (when, tokens made by then)
+        self._since = clock()  # when tokens last arrived, or none were due
+        self._looks = deque([(self._since, stats.num_made)])  # (time, tokens made so far) over the last seconds
 
     def look(self, stats: EngineStats) -> float:
-        """Tokens a second, over the last seconds. EngineError: they were due for longer than the limit; none came."""
+        """Return recent tokens per second. EngineError if tokens were due for `stall_s` and none came."""
         now = self._clock()
         if stats.in_flight == 0 or stats.num_made != self._looks[-1][1]:
             self._since = now
@@ -291,7 +291,7 @@ class Pace:
 
 
 async def _encoded(group: Group) -> tuple[bytes, bytes]:
-    """Routes are many, and compressed: other samples are not to wait for that."""
+    """Encode off the event loop where the group has routes: they are large and compressed, and would block it."""
     if group.prompt_routes is None:
         return encode_group(group)
     return await asyncio.to_thread(encode_group, group)

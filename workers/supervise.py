@@ -1,14 +1,14 @@
-"""Engines, one after the other: what happens when one dies, hangs, or does not serve what it was told to load.
+"""Runs one engine after another: what happens when one dies, hangs, or does not serve what it was told to load.
 
-    engine ─► rollout ─┬─► stop, or the run ended: leave
-       ▲               ├─► EngineError: another engine, paced; given up after a few in a row without a group between
-       │               └─► LoadRejected: 1. weights fetched anew    2. and another engine, at a moment of its own
-       └───────────────────────────────  3. nothing is delivered, which the report says, until a newer version is proved
+    engine ─► rollout ─┬─► stop, or the run ended: return
+       ▲               ├─► EngineError: a new engine, after a backoff; gives up after a few in a row without a group
+       │               └─► LoadRejected: 1. fetch the weights again    2. a new engine, at a random moment
+       └───────────────────────────────  3. deliver nothing, and report so, until a newer version is proved
 
-A version that no engine can serve is rejected by a whole fleet at once: each of its workers waits a while of its own
-before it starts another engine, and tries a newer version with the old one if that comes first. However it ends,
-`rollout` has handed its tickets back. Blocks on the engine's start, and while nothing may be delivered on newer
-versions, for `weights.give_up_after_s` at most; a word to stop is heard in every wait.
+A version that no engine can serve is rejected by the whole fleet at once. Each worker therefore waits a random time
+before it starts a new engine, and tries a newer version with the old engine if one arrives first. However a rollout
+ends, it has handed its tickets back. Blocks on the engine's start and, while nothing may be delivered, on newer
+versions, for `weights.give_up_after_s` at most. Every wait ends when a stop is requested.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _MAX_ENGINE_FAILURES = 3  # in a row, without a group delivered in between
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPatience:
-    first_pause_s: float = 1.0  # before another engine; doubled each time
-    spread_s: float  # after a version was rejected twice, another engine is started at some moment of so long
-    rejected_s: float  # how long nothing may be proved before the worker ends
+    first_pause_s: float = 1.0  # backoff before a new engine; doubles each time
+    spread_s: float  # after a second rejection, the new engine starts at a random moment within this time
+    rejected_s: float  # how long no version may be proved before the worker ends
 
 
 class Supervisor:
@@ -58,11 +58,11 @@ class Supervisor:
         self._failures = 0  # of engines, in a row
         self._rejections = 0  # of versions, in a row
         self._rejected_since = 0.0
-        self._replace_at = 0.0  # when the engine that rejects goes; math.inf: it is another one already
+        self._replace_at = 0.0  # when to replace the rejecting engine; math.inf: it has been replaced already
         self._num_restarts = 0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Returns when the rollout is over."""
+        """Run engines until the rollout is over."""
         while not stop.is_set():
             engine = self._make_engine()
             try:
@@ -73,7 +73,7 @@ class Supervisor:
             await self._pause(stop)
 
     async def _work_with(self, engine: Engine, stop: asyncio.Event) -> bool:
-        """Whether the rollout is over; else another engine is needed."""
+        """Return whether the rollout is over; otherwise another engine is needed."""
         delivered = self._rollout.counts.groups_delivered
         try:
             self._progress.working("start the engine")
@@ -97,7 +97,7 @@ class Supervisor:
         log.warning("engine_failed", failures_in_row=self._failures, error=str(error))
 
     async def _survive_rejection(self, error: LoadRejected, stop: asyncio.Event, *, again: bool) -> bool:
-        """Whether the same engine goes on."""
+        """Return whether to go on with the same engine."""
         now = time.monotonic()
         self._rejections = self._rejections + 1 if again else 1
         if self._rejections == 1:
@@ -121,7 +121,7 @@ class Supervisor:
         ) from error
 
     async def _newer_version(self, stop: asyncio.Event, *, until: float) -> bool:
-        """Whether there is one, or a word to stop, by then."""
+        """Wait for a newer version or a stop; return whether one came in time."""
         with self._progress.waiting(Wait.WEIGHTS):
             try:
                 async with asyncio.timeout(max(0.0, until - time.monotonic())):

@@ -1,10 +1,10 @@
-"""Talking to a model: one answer at a time, each piece of its text as it comes. Plain transformers, no engine.
+"""Chats with a model: one answer at a time, streamed as pieces of text. Plain transformers, no engine.
 
-    messages ─► the tokenizer's template ─┐
-    a text to go on from ─────────────────┴─► a forward pass a token ─► pieces of text ─► how it ended
+    messages ─► the tokenizer's chat template ─┐
+    a text to continue ────────────────────────┴─► a forward pass per token ─► pieces of text ─► finish reason
 
-Tokens are drawn as the workers' engine of plain transformers draws them. Everything happens in the thread that asks,
-and Ctrl-C ends an answer between two tokens. Blocks on the model: its memory, and a forward pass a token.
+Tokens are sampled as in the workers' transformers engine. Everything runs in the caller's thread, and Ctrl-C ends an
+answer between two tokens. Blocks on loading the model, and on a forward pass per token.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from streamrl.workers.engines.hf_model import RowState, build_model, choose, loa
 from streamrl.workers.engines.model import ModelFacts, read_model
 
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
-_HALF = "\ufffd"  # what a tokenizer writes for a character whose last bytes are still to come
+_HALF = "\ufffd"  # what a tokenizer decodes for a character whose last bytes have not come yet
 
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """Grows while it is spoken."""
+    """An answer that grows while it is generated."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None  # None: it is not at its end
+    finish_reason: FinishReason | None = None  # None: not finished
 
 
 def load_speaker(path: str, *, seed: int, weights: Path | None = None, dtype: str = "auto") -> Speaker:
-    """Of a model's folder or name, with its own weights, or with those of a safetensors file in this dtype."""
+    """Load a model by folder or name, with its own weights or with those of a safetensors file in this dtype."""
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # whoever talks wants to read the answers alone
+    transformers.utils.logging.set_verbosity_error()  # keep the output to the answers
     facts = read_model(path, trust_remote_code=False)
     if weights is not None:
         model = build_model(facts, dtype=getattr(torch, dtype), within=no_init_weights())
@@ -67,7 +67,7 @@ class Speaker:
         return bool(self._facts.tokenizer.chat_template)
 
     def read(self, said: str | Sequence[Message]) -> list[int]:
-        """The tokens of a prompt, as in training: a text as it is, messages in the template's words."""
+        """Tokenize a prompt as in training: text as it is, messages through the chat template."""
         tokenizer: Any = self._facts.tokenizer
         if isinstance(said, str):
             ids: list[int] = tokenizer(said)["input_ids"]
@@ -76,11 +76,11 @@ class Speaker:
             text = tokenizer.apply_chat_template(list(said), tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
             raise DataError(f"the tokenizer's chat template refuses the messages: {error}") from error
-        templated: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote them
+        templated: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template added them
         return templated
 
     def speak(self, prompt_ids: Sequence[int], sampling: schema.Sampling, answer: Answer) -> Iterator[str]:
-        """The pieces of the answer's text; `answer` grows with them. DataError when the prompt leaves no room."""
+        """Yield the pieces of the answer's text and append to `answer`. DataError if the prompt leaves no room."""
         room = self._room(prompt_ids, sampling)
         given, cache = list(prompt_ids), None
         while answer.finish_reason is None:
@@ -91,7 +91,7 @@ class Speaker:
                 answer.finish_reason = "stop"
             elif len(answer.token_ids) >= room:
                 answer.finish_reason = "length"
-            # A model without a cache of keys and values reads everything anew for each token.
+            # A model without a KV cache reads everything again for each token.
             given = [token_id] if cache is not None else [*prompt_ids, *answer.token_ids]
             yield self._new_text(answer)
 
@@ -119,7 +119,7 @@ class Speaker:
         return int(choose(logprobs, [state], self._generator))
 
     def _new_text(self, answer: Answer) -> str:
-        """What the last token made certain; a character may take several."""
+        """Return the text that the last token completed; one character may take several tokens."""
         text = self._facts.decode(answer.token_ids)
         if text.endswith(_HALF) and answer.finish_reason is None:
             return ""

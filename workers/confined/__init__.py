@@ -1,1 +1,1 @@
-"""User code and programs of models, in processes of their own that the kernel confines."""
+"""User code and models' programs, in processes of their own that the kernel confines."""

@@ -1,13 +1,13 @@
-"""What the process of a reward function may not do, held by the kernel, without root, for whatever it starts, too.
+"""Confines the process of a reward function: enforced by the kernel, without root, for everything it starts as well.
 
-    seccomp    no sockets: neither network nor Redis, by whichever address; nobody else's memory or open files
-    Landlock   no look at other processes, so not at their environment (/proc/PID/environ); no signals to them
+    seccomp    no sockets: neither network nor Redis, by any address; no access to others' memory or open files
+    Landlock   no view of other processes, hence not of their environment (/proc/PID/environ); no signals to them
 
-What is asked for nevertheless fails with `Machine is not on the network`, an errno that nothing else gives, so that a
-sample's error can name the setting. Pairs of sockets without a name stay: asyncio is made of them. Files stay what the
-worker's user may read and write. Called in a process that has one thread. Nothing here waits.
+A forbidden call fails with `Machine is not on the network`, an errno that nothing else uses, so that a sample's error
+message can name the setting. Unnamed socket pairs stay allowed, because asyncio needs them. Files stay as accessible as
+they are to the worker's user. Must be called in a single-threaded process. Never blocks.
 
-`python -m streamrl.workers.confined.confine` prints what does not hold on this machine, as JSON.
+`python -m streamrl.workers.confined.confine` prints as JSON what cannot be enforced on this machine.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ NO_NETWORK = errno.ENONET if sys.platform == "linux" else errno.EPERM
 PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38
 MODE_FILTER = 2
 _SET_FILTER, _WITH_LISTENER = 1, 8
-# Of <linux/seccomp.h> and <linux/filter.h>.
+# From <linux/seccomp.h> and <linux/filter.h>.
 ALLOW, ERRNO, _ASK = 0x7FFF0000, 0x00050000, 0x7FC00000
 LOAD, IF_EQUAL, _IF_AT_LEAST, IF_ANY, RETURN, _AND = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
 _NUMBER_AT, _MACHINE_AT, ARGUMENTS_AT = 0, 4, 16
 _INET, _STREAM, _KIND_BITS, _TCP = 2, 1, 0xF, 6
-_FAST_OPEN = 0x20000000  # to send is to connect
-_OTHER_ABI = 0x40000000  # x32's calls, by numbers of their own
-# By machine: as the kernel calls it; socket; ptrace, process_vm_readv and process_vm_writev.
+_FAST_OPEN = 0x20000000  # a send that connects
+_OTHER_ABI = 0x40000000  # x32 calls have their own numbers
+# By machine: the kernel's name for it; socket; ptrace, process_vm_readv and process_vm_writev.
 _CALLS = {"x86_64": (0xC000003E, 41, (101, 310, 311)), "aarch64": (0xC00000B7, 198, (117, 270, 271))}
-# By machine: connect; seccomp; sendto, sendmsg and sendmmsg, each with the place of its flags among the arguments.
+# By machine: connect; seccomp; sendto, sendmsg and sendmmsg, each with the index of its flags argument.
 _OF_A_DOOR = {
     "x86_64": (42, 317, {44: 3, 46: 2, 307: 3}),
     "aarch64": (203, 277, {206: 3, 211: 2, 269: 3}),
 }
-_IO_URING_SETUP, _PIDFD_GETFD = 425, 438  # which open sockets, and take others'; the same on all machines
+_IO_URING_SETUP, _PIDFD_GETFD = 425, 438  # can open sockets, or take others'; the same on all machines
 
 CREATE_RULESET, RESTRICT_SELF = 444, 446
 RULESET_VERSION = 1
-_SCOPES_SINCE = 6  # of Landlock's versions
+_SCOPES_SINCE = 6  # Landlock ABI version
 _SCOPES = 1 | 2  # abstract sockets, signals
 _MAKE_BLOCK_DEVICE = 1 << 11
 _CAPABILITIES_VERSION = 0x20080522
-_ABOVE_OTHERS = (19, 21, 38)  # of root: SYS_PTRACE, SYS_ADMIN, PERFMON, each of which looks past Landlock
+_ABOVE_OTHERS = (19, 21, 38)  # root's capabilities that bypass Landlock: SYS_PTRACE, SYS_ADMIN, PERFMON
 
 
 def forbid_calls(*, network: bool) -> None:
-    """OSError where the kernel does not do it; with `network` sockets are allowed."""
+    """Install the filter; `network` allows sockets. OSError if the kernel cannot."""
     machine = this_machine()
     _, socket, _ = _CALLS[machine]
     closed = () if network else (*_refuse(IF_EQUAL, socket, NO_NETWORK), *_no_io_uring())
@@ -61,8 +61,8 @@ def forbid_calls(*, network: bool) -> None:
 
 
 def admit_by_listener() -> int:
-    """As without a network, but whoever listens at the returned file decides on TCP sockets and on what it is to be
-    connected, for these calls do not run (see `door`)."""
+    """Forbid the network, except that the reader of the returned descriptor decides on TCP sockets and on their
+    connections: these calls do not run themselves (see `door`)."""
     machine = this_machine()
     connect, seccomp, sends = _OF_A_DOOR[machine]
     _, socket, _ = _CALLS[machine]
@@ -85,7 +85,7 @@ def admit_by_listener() -> int:
         return system_call("syscall", seccomp, _SET_FILTER, _WITH_LISTENER, program)
 
 
-Step = tuple[int, int, int, int]  # of a filter: what to do, how many to skip if so, and if not, with which number
+Step = tuple[int, int, int, int]  # a filter instruction: operation, steps to skip if true, if false, operand
 
 
 def this_machine() -> str:
@@ -96,7 +96,7 @@ def this_machine() -> str:
 
 
 def begin(machine: str) -> Iterator[Step]:
-    """What nobody may; afterwards the call's number is at hand."""
+    """Refuse what is always forbidden; afterwards the call's number is loaded."""
     name, _, of_others = _CALLS[machine]
     yield LOAD, 0, 0, _MACHINE_AT
     yield from _refuse(IF_EQUAL, name, errno.EPERM, unless=True)
@@ -111,7 +111,7 @@ def _no_io_uring() -> Iterator[Step]:
 
 
 def _ask_for_tcp(socket: int) -> Iterator[Step]:
-    """Of other sockets there are none."""
+    """Ask the listener for TCP sockets, and refuse all others."""
     yield IF_EQUAL, 0, 12, socket
     yield LOAD, 0, 0, ARGUMENTS_AT
     yield from _refuse(IF_EQUAL, _INET, NO_NETWORK, unless=True)
@@ -135,7 +135,7 @@ def _allowed() -> Step:
 
 @contextlib.contextmanager
 def compiled(steps: Sequence[Step]) -> Iterator[int]:
-    """Where the kernel finds the program; who is under it gains no rights from now on, which is what it asks for."""
+    """Yield the address of the compiled program, with no_new_privs set, which the kernel requires."""
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     head = ctypes.create_string_buffer(struct.pack("HP", len(steps), ctypes.addressof(code)))
     gain_nothing()
@@ -143,8 +143,8 @@ def compiled(steps: Sequence[Step]) -> Iterator[int]:
 
 
 def keep_apart() -> None:
-    """OSError where the kernel does not do it. Whatever a ruleset says, who is under one may not look at processes
-    that are not. Before scopes one must say something of files: then none moves from folder to folder, either."""
+    """Forbid access to other processes; OSError if the kernel cannot. Any Landlock ruleset hides processes outside of
+    it. Before scopes existed a ruleset had to restrict files: then files cannot move between folders, either."""
     version = system_call("syscall", CREATE_RULESET, 0, 0, RULESET_VERSION)
     has_scopes = version >= _SCOPES_SINCE
     said = struct.pack("QQQ", 0, 0, _SCOPES) if has_scopes else struct.pack("Q", _MAKE_BLOCK_DEVICE)
@@ -160,7 +160,7 @@ def keep_apart() -> None:
 
 def drop_capabilities(numbers: Sequence[int]) -> None:
     head = ctypes.create_string_buffer(struct.pack("Ii", _CAPABILITIES_VERSION, 0))
-    sets = ctypes.create_string_buffer(24)  # effective, permitted, inheritable; twice, for 64 of them
+    sets = ctypes.create_string_buffer(24)  # effective, permitted, inheritable; twice, for 64 capabilities
     system_call("capget", ctypes.addressof(head), ctypes.addressof(sets))
     words = list(struct.unpack("6I", sets))
     for number in numbers:
@@ -171,7 +171,7 @@ def drop_capabilities(numbers: Sequence[int]) -> None:
 
 
 def gain_nothing() -> None:
-    """No program that this process starts gets rights that it has not, which is what the kernel asks for."""
+    """Set no_new_privs, which the kernel requires: no program started from here gains privileges."""
     system_call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
@@ -190,7 +190,7 @@ GUARDS: Mapping[str, Callable[[], None]] = {
 
 
 def lacking() -> dict[str, str]:
-    """Confine this process: what of it does not hold, and why."""
+    """Confine this process; return which guards do not hold, and why."""
     found = {}
     for name, guard in GUARDS.items():
         try:

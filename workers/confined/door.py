@@ -1,13 +1,13 @@
-"""One way out of a process that has no network: to its worker's own endpoint, and nowhere else, held by the kernel.
+"""The only connection out of a process without network: to its worker's own endpoint, enforced by the kernel.
 
     in the child   socket(TCP) ──► the kernel asks the worker ──► a socket that is connected to the endpoint already
                    connect(...) ──► the kernel asks the worker ──► "done" for the endpoint's address, else `NO_NETWORK`
 
-Neither call ever runs in the child, so no address of its making reaches the network: what it holds are connections of
-the worker's making. That is so for whatever it starts, too, in any language. All else is as `confine` has it. While the
-worker has no endpoint, nothing is there to be connected to.
+Neither call ever runs in the child, so no address of its choice reaches the network: all its connections are made by
+the worker. This holds for everything it starts, too, in any language. Other calls are restricted as in `confine`. As
+long as the worker has no endpoint, no connection is possible.
 
-Needs seccomp's notifications (Linux 5.14). Nothing here waits: the worker answers from its event loop.
+Needs seccomp notifications (Linux 5.14). Never blocks: the worker answers from its event loop.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import struct
 
 from streamrl.workers.confined.confine import NO_NETWORK, admit_by_listener
 
-# Of <linux/seccomp.h>.
+# From <linux/seccomp.h>.
 _RECEIVE, _SEND, _ADD_FD = 0xC0502100, 0xC0182101, 0x40182103
 _NOTIFICATION = struct.Struct("=QIIiIQ6Q")
 _RESPONSE, _ADDITION = struct.Struct("=QqiI"), struct.Struct("=QIIII")
 _AND_SEND = 2
 _INET = struct.Struct("!2xH4s")
 _FAMILY = struct.Struct("=H")
-_SOCKET_CALLS = (41, 198)  # on x86-64, on ARM; the other call that is asked for is `connect`
+_SOCKET_CALLS = (41, 198)  # on x86-64, on ARM; the other call that notifies is `connect`
 
 
 def shut_in(door: int) -> None:
-    """In the child, before any code of the user's: `door` is its end of the pair. OSError where the kernel cannot."""
+    """Confine the child, before any user code runs. `door` is its end of the pair. OSError if the kernel cannot."""
     listener = admit_by_listener()
     try:
         with socket.socket(fileno=os.dup(door)) as ours:
@@ -44,7 +44,7 @@ def shut_in(door: int) -> None:
 
 
 class Door:
-    """The worker's side, for one child; `address` is the endpoint's, once there is one."""
+    """The worker's side, for one child. `address` is the endpoint's, once there is one."""
 
     def __init__(self, address: tuple[str, int] | None = None) -> None:
         self.address = address
@@ -55,7 +55,7 @@ class Door:
         self._loop.add_reader(self._ours, self._take)
 
     def close(self) -> None:
-        """Who asks now is told that there is no such call."""
+        """Close the door; further calls of the child fail as unsupported."""
         if self._ours.fileno() >= 0:
             self._loop.remove_reader(self._ours)
             self._ours.close()
@@ -63,7 +63,7 @@ class Door:
         self._forget()
 
     def _take(self) -> None:
-        """The child's listener, or its end."""
+        """Receive the child's listener, or notice that it has ended."""
         self._loop.remove_reader(self._ours)
         _, attached, _, _ = self._ours.recvmsg(1, socket.CMSG_SPACE(4))
         for _, kind, data in attached:
@@ -81,19 +81,19 @@ class Door:
     def _answer(self) -> None:
         assert self._listener is not None, "it is read only while it is there"
         if not _has_question(self._listener):
-            self._forget()  # all who could ask have ended
+            self._forget()  # all processes that could ask have ended
             return
         buffer = bytearray(_NOTIFICATION.size)
         try:
             fcntl.ioctl(self._listener, _RECEIVE, buffer)
-        except OSError:  # who asked was killed meanwhile
+        except OSError:  # the asking process was killed meanwhile
             return
         asked, pid, _, number, _, _, *arguments = _NOTIFICATION.unpack(buffer)
-        with contextlib.suppress(OSError):  # who asked was killed meanwhile
+        with contextlib.suppress(OSError):  # the asking process was killed meanwhile
             if number in _SOCKET_CALLS:
                 try:
                     self._give_socket(asked, kind=arguments[1])
-                except OSError as error:  # the worker has no more files, or the asker
+                except OSError as error:  # out of file descriptors, here or there
                     self._say(asked, error.errno or NO_NETWORK)
             else:
                 reached = self.address is not None and _meant(pid, *arguments[1:3]) in (None, self.address)
@@ -106,7 +106,7 @@ class Door:
             return
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as connected:
             connected.setblocking(False)
-            connected.connect_ex(self.address)  # which listens on this machine: there is nothing to wait for
+            connected.connect_ex(self.address)  # it listens on this machine, so there is nothing to wait for
             connected.setblocking(not kind & socket.SOCK_NONBLOCK)
             close_on_exec = os.O_CLOEXEC if kind & socket.SOCK_CLOEXEC else 0
             fcntl.ioctl(self._listener, _ADD_FD, _ADDITION.pack(asked, _AND_SEND, connected.fileno(), 0, close_on_exec))
@@ -117,15 +117,15 @@ class Door:
 
 
 def _has_question(listener: int) -> bool:
-    """To receive where there is none would wait."""
+    """Return whether a notification is pending; receiving without one would block."""
     asking = select.poll()
     asking.register(listener, select.POLLIN)
     return any(event & select.POLLIN for _, event in asking.poll(0))
 
 
 def _meant(pid: int, place: int, num_bytes: int) -> tuple[str, int] | None:
-    """The address in the asker's memory, for a true answer and nothing else: it may change it at any time. None: it
-    cannot be read."""
+    """Read the address from the asker's memory. It may change there at any time, so it serves only for an accurate
+    answer, not for security. None: unreadable."""
     try:
         with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
             memory.seek(place)

@@ -1,7 +1,8 @@
-"""The process that a reward function runs in: calls come in by one pipe, a JSON line each, answers go out by another.
+"""The child process in which a reward function runs: calls arrive on one pipe, a JSON line each; answers leave on
+another.
 
-It owns nothing that matters: its parent kills it when a call takes too long and begins another. It waits only for the
-next call, and ends with its parent. What the function prints goes to stderr.
+It holds no state that matters: its parent kills it when a call takes too long, and starts another. It blocks only on
+the next call, and ends with its parent. What the function prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from streamrl.terminal import plural
 from streamrl.workers.confined import confine as confining
 from streamrl.workers.confined.trl_form import TOLD, bind_of_trl, is_of_trl, rewards_in
 
-_NO_NAMES = -3  # EAI_AGAIN: no server of names can be asked
+_NO_NAMES = -3  # EAI_AGAIN: no DNS server can be reached
 _NO_NETWORK_HINT = "; a function has a network only where its source says `network: true`"
 
-# The scores in what a function returned of these samples; None: it does not apply; a list: of each token
+# Reads a function's return value for these samples into scores; None: does not apply; a list: one per token
 Read = Callable[[Any, list[Any]], list[Any]]
 
 
@@ -55,7 +56,7 @@ def main() -> None:
         return
     write_answer(answers, {"concurrent": asynchronous})
     if asynchronous:
-        import asyncio  # costs as much time as all the rest of the start
+        import asyncio  # lazy: as slow to import as everything else at startup
 
         asyncio.run(_serve_concurrently(function, read, setup["timeout_s"], calls, answers))
     else:
@@ -100,7 +101,7 @@ async def _serve_concurrently(
 
 
 def _bind(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """To be called with a prompt, its row's fields, and one sample."""
+    """Return a callable that takes a prompt, its row's fields, and one sample."""
     wanted = [name for name in TOLD if name in inspect.signature(function).parameters and name not in options]
     bound = bind(function, {**dict.fromkeys(wanted), **options}, "prompt", "completion", "token_ids", "fields")
 
@@ -140,14 +141,14 @@ def _numbers_of_trl(returned: Any, samples: list[Any]) -> list[Any]:
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    """`last`: who has eaten all its memory may have leaked it, so its place begins another process."""
+    """Describe the error. `last`: a process that ran out of memory may have leaked it, so it is replaced."""
     hint = _NO_NETWORK_HINT if _wanted_network(error) else ""
     last = {"last": "the process had used up its memory"} if isinstance(error, MemoryError) else {}
     return {"error": describe(error) + hint} | last
 
 
 def _wanted_network(error: BaseException | None) -> bool:
-    """By the error, or by those that it came of."""
+    """Check the error and its causes for a refused network call."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (confining.NO_NETWORK, _NO_NAMES):
             return True
@@ -161,19 +162,19 @@ def write_answer(answers: BinaryIO, answer: Mapping[str, Any]) -> None:
 
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Move the pipes to where the function's own reads and prints cannot reach them, nor its subprocesses."""
+    """Move the pipes out of reach of the function's own reads and prints, and of its subprocesses."""
     calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # said at once: it may be killed any moment
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it may be killed at any moment
     return calls, answers
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Of data, not of addresses: libraries reserve far more than they ever use. And where memory is short, the kernel
-    ends this process before the worker: code that eats it costs its samples and no more."""
+    """Limit data, not address space: libraries reserve far more than they use. Also let the kernel's OOM killer choose
+    this process before the worker, so that a memory hog costs only its own samples."""
     with contextlib.suppress(OSError):  # a container may hide the file
         Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
@@ -186,8 +187,8 @@ def confine(
     keep_apart: Callable[[], None] = confining.keep_apart,
     forbid_calls: Callable[..., None] = confining.forbid_calls,
 ) -> None:
-    """Before any code of the user's. What is built in opens no connections, and runs where the kernel has no guard."""
-    with contextlib.suppress(OSError):  # `streamrl doctor` says so
+    """Confine the process before user code runs. Built-ins open no connections, and run even without the guards."""
+    with contextlib.suppress(OSError):  # reported by `streamrl doctor`
         keep_apart()
     try:
         forbid_calls(network=network)

@@ -1,10 +1,10 @@
-"""The process that one program runs in, once: forked by the keeper, sealed, and gone with its last line.
+"""The process that runs one program, once: forked by the keeper, sealed, and gone when the program ends.
 
-    keeper ──fork──► seal ──► program ──► its test, in the same names ──► one line to the keeper, of how it ended
+    keeper ──fork──► seal ──► program ──► its test, in the same namespace ──► one line to the keeper: how it ended
 
-It has nothing of value: no file but its input and its two pipes, no variables, none of the outputs that are expected.
-Its line says no more than the program could have forged: whoever runs in here may write it. But that it runs at all is
-told before, by `BEGUN`, and nobody takes that back. Nothing here waits.
+It holds nothing of value: no files but its input and its two pipes, no variables, no expected outputs. The program can
+forge its result line, so the line claims nothing that a forgery could exploit. That the program was started is reported
+before it runs, by `BEGUN`, and cannot be taken back. Never blocks.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Run:
     """What a cell is asked to run."""
 
     program: str
-    then: str  # code that runs behind it and raises where the program is wrong; empty: there is none
+    then: str  # code that runs after it and raises if the program is wrong; empty: none
     stdin: str
     time_s: float
     memory_mb: int
 
 
 def run_in_cell(run: Run, *, stdin: int, stdout: int, verdict: int, keeper: int) -> NoReturn:
-    """In the child, right after the fork; the files are the keeper's."""
+    """Run in the child, right after the fork; the descriptors are the keeper's."""
     try:
         die_with_parent()
         if os.getppid() != keeper:
@@ -53,7 +53,7 @@ def run_in_cell(run: Run, *, stdin: int, stdout: int, verdict: int, keeper: int)
         folders = readable_folders()
         sys.path[:] = [place for place in sys.path if any(place.startswith(one) for one in folders)]
         seal(memory_bytes=run.memory_mb << 20, cpu_s=int(run.time_s) + 2)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, no program may run in here
+    except BaseException as error:  # noqa: BLE001 - whatever it is, no program may run unsealed
         _tell({"ended": "not begun", "why": f"{type(error).__name__}: {error}"})
         os._exit(1)
     os.write(_VERDICT, BEGUN)
@@ -62,9 +62,9 @@ def run_in_cell(run: Run, *, stdin: int, stdout: int, verdict: int, keeper: int)
 
 
 def _take_files(stdin: int, stdout: int, verdict: int) -> None:
-    """Of all that the keeper has open only these; the order is such that none is overwritten before it is taken."""
+    """Keep only these of the keeper's descriptors, moved in an order that overwrites none before it is copied."""
     nothing = os.open(os.devnull, os.O_WRONLY)
-    high = [os.dup(one) for one in (stdin, stdout, nothing, verdict)]  # all beyond 3, which the keeper has open
+    high = [os.dup(one) for one in (stdin, stdout, nothing, verdict)]  # all above 3, which the keeper has open
     for place, file in enumerate(high):
         os.dup2(file, place)
     os.closerange(_VERDICT + 1, os.sysconf("SC_OPEN_MAX"))
@@ -75,7 +75,7 @@ def _take_files(stdin: int, stdout: int, verdict: int) -> None:
 
 
 def _ending(run: Run) -> dict[str, Any]:
-    module = types.ModuleType("program" if run.then else "__main__")  # so that a test calls what it wants of it
+    module = types.ModuleType("program" if run.then else "__main__")  # with tests, no `if __name__ == "__main__"` runs
     sys.modules[module.__name__] = module
     sys.argv = [PROGRAM]
     try:
@@ -93,7 +93,7 @@ def _ending(run: Run) -> dict[str, Any]:
 
 
 def _finish() -> None:
-    """As an interpreter does at its end."""
+    """Finish as an interpreter does at exit."""
     if (threading := sys.modules.get("threading")) is not None:
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
@@ -107,7 +107,7 @@ def _finish() -> None:
 def _words_of(error: BaseException) -> str:
     try:
         words = f"{type(error).__name__}: {error}"[:_MAX_WORDS]
-    except BaseException:  # noqa: BLE001 - its words are the program's own code
+    except BaseException:  # noqa: BLE001 - formatting the error runs the program's own code
         words = type(error).__name__
     place, trace = "", error.__traceback__
     while trace is not None:

@@ -1,12 +1,13 @@
-"""What a generated program may do, held by the kernel, without root and against root: compute, read its input, print.
+"""What a generated program may do, enforced by the kernel, without root and against root: compute, read its input,
+print.
 
-    one process   no fork, no other program; threads are its own, and so all limits are exact, and one kill ends it
+    one process   no fork, no other program; only threads, so that all limits are exact, and one kill ends it
     memory        RLIMIT_AS: of addresses, shared ones too, threads' stacks among them
     files         Landlock: it reads Python and its libraries; it writes none, nowhere, nor in memory (memfd)
-    all else      seccomp: calls that are not listed below are refused: sockets, signals to others, other priorities
+    all else      seccomp: calls not listed below are refused: sockets, signals to others, other priorities
 
-Root is bound by these as anybody is: capabilities are dropped first, and nothing gives them back. Called in a cell,
-which has one thread. Nothing here waits.
+Root is bound as well: capabilities are dropped first, and cannot be regained. Must be called in a cell, which is
+single-threaded. Never blocks.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ _MAX_FILES = 64
 _READABLE = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
-# Of <linux/landlock.h>.
+# From <linux/landlock.h>.
 _ADD_RULE, _BELOW = 445, 1
 _WRITE_FILE, _READ_FILE, _READ_FOLDER = 1 << 1, 1 << 2, 1 << 3
-_RIGHTS = {1: (1 << 13) - 1, 2: 1 << 13, 3: 1 << 14, 5: 1 << 15}  # of files, by the version that brought them
+_RIGHTS = {1: (1 << 13) - 1, 2: 1 << 13, 3: 1 << 14, 5: 1 << 15}  # on files, by the ABI version that added them
 
 _CLONE_THREAD = 0x10000
-_FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)  # of files alone: none that makes the kernel send signals
-_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # is it a terminal, how much waits, does it block
-# By name: the number on x86-64, on ARM; None: there is none.
+_FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)  # about files only: none that makes the kernel send signals
+_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # isatty, bytes waiting, non-blocking mode
+# By name: the number on x86-64, on ARM; None: it does not exist there.
 _FREELY: dict[str, tuple[int | None, int | None]] = {
     "read": (0, 63),
     "write": (1, 64),
@@ -148,14 +149,14 @@ _FREELY: dict[str, tuple[int | None, int | None]] = {
     "sched_getscheduler": (145, 120),
     "exit": (60, 93),
     "exit_group": (231, 94),
-    # An event loop of asyncio is made of a pair of sockets, which lead nowhere.
+    # asyncio's event loop needs a socket pair, which leads nowhere.
     "socketpair": (53, 199),
     "recvfrom": (45, 207),
     "shutdown": (48, 210),
     "getsockopt": (55, 209),
     "getsockname": (51, 204),
 }
-# With a look at their arguments, or with an errno of their own.
+# Allowed depending on their arguments, or refused with an errno of their own.
 _CLONE, _CLONE3 = (56, 220), (435, 435)
 _PRLIMIT, _SENDTO = (302, 261), (44, 206)
 _FCNTL, _IOCTL = (72, 25), (16, 29)
@@ -164,7 +165,7 @@ _MACHINES = ("x86_64", "aarch64")
 
 
 def seal(*, memory_bytes: int, cpu_s: int) -> None:
-    """From now on this process is a cell; OSError where the kernel does not make it one."""
+    """Turn this process into a cell. OSError if the kernel cannot."""
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_FILES, _MAX_FILES))
@@ -177,7 +178,7 @@ def seal(*, memory_bytes: int, cpu_s: int) -> None:
 
 
 def readable_folders() -> list[str]:
-    """Python's own, those of its packages among them; streamrl itself may lie in one."""
+    """Python's own folders with its packages, possibly streamrl among them."""
     below = {os.path.realpath(place) for place in (sys.prefix, sys.base_prefix)}
     return sorted(below)
 
@@ -200,7 +201,7 @@ def _see_only_python() -> None:
 def _permit(rules: int, place: str, rights: int) -> None:
     try:
         below = os.open(place, os.O_PATH | os.O_CLOEXEC)
-    except OSError:  # it is not there, or not for this user
+    except OSError:  # missing, or not accessible to this user
         return
     try:
         said = struct.pack("=Qi", rights, below)
@@ -218,10 +219,10 @@ def _refuse_other_calls(pid: int) -> None:
         if (number := numbers[at]) is not None:
             steps += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, ALLOW)]
     steps += _where(_CLONE[at], 0, [(IF_ANY, 0, 1, _CLONE_THREAD), (RETURN, 0, 0, ALLOW)])
-    # The C library then asks by the older call, whose flags can be looked at.
+    # ENOSYS makes the C library fall back to clone, whose flags can be inspected.
     steps += [(IF_EQUAL, 0, 1, _CLONE3[at]), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
-    steps += _where(_PRLIMIT[at], 2, _if_null(2))  # asked for, not set
-    steps += _where(_SENDTO[at], 4, _if_null(4))  # to the pair's other end
+    steps += _where(_PRLIMIT[at], 2, _if_null(2))  # may be read, not set
+    steps += _where(_SENDTO[at], 4, _if_null(4))  # only without an address, to the pair's other end
     steps += _where(_FCNTL[at], 1, _if_one_of(_FCNTL_COMMANDS))
     steps += _where(_IOCTL[at], 1, [*_if_one_of(_IOCTLS), (RETURN, 0, 0, ERRNO | errno.ENOTTY)])
     for number in (_KILL[at], _TGKILL[at]):
@@ -231,7 +232,7 @@ def _refuse_other_calls(pid: int) -> None:
 
 
 def _where(number: int, place: int, steps: list[Step]) -> Iterator[Step]:
-    """Of this call, by the lower half of the argument at that place; what no step allows is refused."""
+    """Apply the steps to this call's argument at `place`, lower half; refuse what no step allows."""
     inside = [(LOAD, 0, 0, ARGUMENTS_AT + 8 * place), *steps, (RETURN, 0, 0, ERRNO | errno.EPERM)]
     yield IF_EQUAL, 0, len(inside), number
     yield from inside
@@ -242,6 +243,6 @@ def _if_one_of(values: tuple[int, ...]) -> list[Step]:
 
 
 def _if_null(place: int) -> list[Step]:
-    """A pointer: both halves."""
+    """Check a pointer: both halves."""
     upper = (LOAD, 0, 0, ARGUMENTS_AT + 8 * place + 4)
     return [(IF_EQUAL, 0, 3, 0), upper, (IF_EQUAL, 0, 1, 0), (RETURN, 0, 0, ALLOW)]

@@ -1,15 +1,15 @@
-"""The process that makes cells, one for each run of a program, and watches them: runs come in by one pipe, a JSON line
-each, and how they ended goes out by another.
+"""The process that forks and watches cells, one for each run of a program: runs arrive on one pipe, a JSON line each;
+how they ended leaves on another.
 
     a run ──► fork: a cell (`sandbox_cell`) ──► its output, up to a limit ──► it ended, or its time is up: killed
                                                                                  │
                                         {"ended", "why", "stdout", "seconds"} ◄──┘
 
-That a machine is busy otherwise is no fault of the program: the time that it waited for a processor does not count.
-Where it has not had its time within `patience_s`, its run is an error, which says nothing of the program.
+A busy machine is not the program's fault: time spent waiting for a CPU does not count. A program that has not had its
+time within `patience_s` ends in an error, which says nothing about the program.
 
-It and its cells run when nobody else wants the processor (SCHED_IDLE). Each cell is one process, and dies with it. It
-waits for runs and for cells, and looks at these every `_LOOK_EVERY_S`.
+The keeper and its cells run at idle priority (SCHED_IDLE). Each cell is one process, and dies with the keeper. The
+keeper blocks on runs and on cells, and checks the cells' limits every `_LOOK_EVERY_S`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ MAX_OUTPUT_BYTES = 512 << 10
 _LOOK_EVERY_S = 0.05
 _READ_BYTES = 64 << 10
 _NANO = 1e-9
-_ENDS = ("done", "raised", "exited")  # of a program by itself
+_ENDS = ("done", "raised", "exited")  # the ways in which a program ends by itself
 _MAX_WORDS = 400
 
 
 @dataclass(slots=True, kw_only=True)
 class _Cell:
-    number: int  # of the call
+    number: int  # the call's id
     run: Run
     patience_s: float
     pid: int
@@ -51,18 +51,18 @@ class _Cell:
     verdict: int
     began: float = field(default_factory=time.monotonic)
     output: bytearray = field(default_factory=bytearray)
-    killed: str = ""  # why, by the keeper
+    killed: str = ""  # why the keeper killed it
 
 
 class Keeper:
     def __init__(self, answers: BinaryIO, waited_s: Callable[[int], float]) -> None:
         self._answers = answers
-        self._waited_s = waited_s  # for a processor, by the process
+        self._waited_s = waited_s  # how long a process has waited for a CPU
         self._selector = selectors.DefaultSelector()
-        self._cells: dict[int, _Cell] = {}  # by each of its files
+        self._cells: dict[int, _Cell] = {}  # by each of their descriptors
 
     def serve(self, calls: int) -> None:
-        """Until the pipe of calls ends."""
+        """Serve until the pipe of calls ends."""
         os.set_blocking(calls, False)
         self._selector.register(calls, selectors.EVENT_READ)
         waiting = bytearray()
@@ -150,7 +150,7 @@ class Keeper:
 
 
 def _ending(cell: _Cell, status: int, used: resource.struct_rusage, told: bytes) -> dict[str, Any]:
-    """How it ended, in one word, and why."""
+    """Return how the cell ended, in one word, and why."""
     number = os.waitstatus_to_exitcode(status)
     of_cpu = -number in (signal.SIGXCPU, signal.SIGKILL) and used.ru_utime + used.ru_stime > cell.run.time_s
     if cell.killed == "patience":
@@ -170,7 +170,7 @@ def _ending(cell: _Cell, status: int, used: resource.struct_rusage, told: bytes)
 
 
 def _by_itself(told: bytes, number: int) -> dict[str, Any]:
-    """The program may have written this: what is none of its ends is no more than that it ended itself."""
+    """Read the result line, which the program may have forged: anything unknown counts as its own exit."""
     try:
         said = json.loads(told)
         ended, why, status = said["ended"], str(said.get("why", ""))[:_MAX_WORDS], said.get("status", number)
@@ -182,12 +182,12 @@ def _by_itself(told: bytes, number: int) -> dict[str, Any]:
 
 
 def _not_begun(told: bytes) -> str:
-    """The cell's own word; empty: it had none."""
+    """The cell's own reason; empty if it gave none."""
     return str(json.loads(told)["why"]) if told else ""
 
 
 def _name_of(number: int) -> str:
-    """Most of the real-time signals have none."""
+    """The signal's name; most real-time signals have none."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -195,7 +195,7 @@ def _name_of(number: int) -> str:
 
 
 def waited_s(pid: int) -> float:
-    """For a processor: the longest of its threads. 0 where the kernel keeps no books: all time is the program's."""
+    """Seconds waited for a CPU, the longest of its threads. 0 without kernel accounting: all time is the program's."""
     waited = 0
     with contextlib.suppress(OSError, ValueError, IndexError):  # it ended
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -210,14 +210,14 @@ def _kill(cell: _Cell, why: str) -> None:
 
 
 def _read_into(buffer: bytearray, file: int) -> bool:
-    """False at the end."""
+    """Read what is there; False at the end."""
     read = os.read(file, _READ_BYTES)
     buffer += read
     return bool(read)
 
 
 def _sealed_file(content: bytes) -> int:
-    """In memory, and nobody changes it any more."""
+    """Create a file in memory that nobody can change any more."""
     import fcntl
 
     file = os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
@@ -229,10 +229,10 @@ def _sealed_file(content: bytes) -> int:
 
 
 def step_back() -> None:
-    """Behind all others, for a processor and for memory."""
+    """Give every other process priority, for CPU and memory."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    # Where the kernel groups processes by session, that orders those of one session alone, and each session has as much
-    # as another; this one is to have the least.
+    # With autogroup scheduling, SCHED_IDLE orders only the processes within a session, and all sessions get equal
+    # shares; so this session gets the lowest share.
     for file, word in {"autogroup": "19", "oom_score_adj": "1000"}.items():
         with contextlib.suppress(OSError):
             Path("/proc/self", file).write_text(word)
@@ -250,7 +250,7 @@ def main(step_back: Callable[[], None] = step_back, waited_s: Callable[[int], fl
 
 
 def _first_line(file: int) -> bytes:
-    """And nothing beyond it."""
+    """Read one line and nothing beyond it."""
     line = bytearray()
     while not line.endswith(b"\n") and (read := os.read(file, 1)):
         line += read

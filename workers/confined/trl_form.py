@@ -1,21 +1,21 @@
-"""Reward functions in the form of TRL's trainers, as they are, but called with one sample at a time, or with all of one
-prompt where their source says `of_group`.
+"""Adapts TRL's reward functions, unchanged: called with one sample at a time, or with all samples of a prompt if the
+source says `of_group`.
 
     def reward(prompts, completions, **kwargs) -> list[float | None]
 
-A function is of this form when one of its parameters is called `prompts`, `completions` or `completion_ids`; any other
-is of ours. It is called by keyword, with lists of an entry for each sample, which is one, since a sample is scored as
-soon as it is made; or all samples of a prompt:
+A function has this form if one of its parameters is called `prompts`, `completions` or `completion_ids`; all others
+have ours. It is called by keyword, with lists of one entry per sample: a single one, since a sample is scored as soon
+as it is made, or all samples of a prompt:
 
-    prompts          texts; of a row with `messages` the lists of these
-    completions      texts; where prompts are messages, lists of one message, the assistant's
-    completion_ids   lists of token ids; TRL's guide calls them `completions_ids`, so that name is known too
-    answer, ...      lists of what the row's further fields hold; all of them where the function has `**kwargs`
-    finish_reason, truncated, rewards   lists, where parameters are called so: "stop" or "length", whether it was cut
-                     off, and by source what those have given that see samples alone
+    prompts          texts; for rows with `messages`, their lists of messages
+    completions      texts; if prompts are messages, lists of one assistant message
+    completion_ids   lists of token ids; TRL's guide also calls them `completions_ids`, which is accepted
+    answer, ...      lists of the row's other fields; all of them if the function has `**kwargs`
+    finish_reason, truncated, rewards   lists, if it has such parameters: "stop" or "length", whether it was truncated,
+                     and the rewards of the single-sample sources, by source
 
-None in the list that it returns means that it has nothing to say of that sample: the other sources' rewards count
-alone. What only a trainer has (`trainer_state`, `log_extra`, ...) is not given.
+None in the returned list means that the function does not apply to that sample: only the other sources' rewards count.
+What only a trainer has (`trainer_state`, `log_extra`, ...) is not passed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 from streamrl.terminal import plural
 
 _GIVEN = ("prompts", "completions", "completion_ids", "completions_ids")
-# What a sample tells whoever has a parameter of that name, in our form too.
+# Facts about a sample, passed to functions that have a parameter of that name, in our form too.
 TOLD: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "finish_reason": lambda sample: sample["finish_reason"],
     "truncated": lambda sample: sample["finish_reason"] == "length",
@@ -41,8 +41,8 @@ def is_of_trl(function: Callable[..., Any]) -> bool:
 
 
 def bind_of_trl(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function, to be called with a prompt, its row's fields, and samples; TypeError where it asks for what nobody
-    can give."""
+    """Return a callable that takes a prompt, its row's fields, and samples. TypeError if the function needs an argument
+    that does not exist here."""
     parameters = inspect.signature(function).parameters
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     name = getattr(function, "__name__", "it")
@@ -90,7 +90,7 @@ def _texts(
 
 
 def rewards_in(returned: Any, count: int) -> list[Any]:
-    """What the function says of each sample."""
+    """Return the function's value for each sample."""
     if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__iter__"):
         raise TypeError(f"the function returned {returned!r:.80}, not a list with a reward for each completion")
     rewards = list(returned)

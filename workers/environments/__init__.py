@@ -1,1 +1,1 @@
-"""Environments: what a model plays against in rollouts of several turns."""
+"""Environments: what a model interacts with in multi-turn rollouts."""

@@ -1,4 +1,4 @@
-"""How the rollouts of a worker do, as people want to know it: what failed, who is waited for, and for how long."""
+"""Statistics of a worker's multi-turn rollouts: failures, and the time spent in the model and in the environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from streamrl.errors import SampleError
 from streamrl.workers.sessions.trace import Played
 
-_FORGETTING = 0.05  # the share of the newest in an average
+_FORGETTING = 0.05  # the least weight of the newest rollout in an average
 _MAX_ERROR_CHARS = 200
 
 Facts = dict[str, int | float | str]
@@ -19,10 +19,10 @@ Facts = dict[str, int | float | str]
 class Account:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._began: dict[object, float] = {}  # rollouts under way, since when
+        self._began: dict[object, float] = {}  # start times of running rollouts
         self._num_played = self._num_failed = 0
-        self._model_s = self._environment_s = 0.0  # of a rollout, of late
-        self._error = ""  # of the last rollout that failed
+        self._model_s = self._environment_s = 0.0  # per rollout, moving averages
+        self._error = ""  # of the last failed rollout
 
     @contextlib.contextmanager
     def rollout(self) -> Iterator[None]:
@@ -44,7 +44,7 @@ class Account:
         self._environment_s += share * (played.environment_s - self._environment_s)
 
     def facts(self) -> Facts:
-        """`scored`, `failed` and `latency_s` are what sources of rewards tell, too."""
+        """`scored`, `failed` and `latency_s` have the names that reward sources use."""
         return {
             "scored": self._num_played,
             "failed": self._num_failed,

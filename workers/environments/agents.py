@@ -1,12 +1,12 @@
-"""Agents: functions of the user's that play a rollout by themselves, against a session of their own.
+"""Runs agents: user functions that play a whole rollout, each against its own session.
 
     async def rollout(session, row) -> float | dict[str, float]:           # may be a plain function, too
         client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
         ...
 
-Whatever they ask of the session is their rollout. It ends with what the function returns or raises; with
-`rollout_timeout_s`; when it has asked nothing for `timeout_s`; or with an engine that died. A child is told to end what
-nobody waits for any more, and where it does not, it is killed with all that runs in it.
+Everything an agent asks of its session belongs to its rollout. The rollout ends when the function returns or raises,
+after `rollout_timeout_s`, after `timeout_s` without a request, or when the engine dies. The child process is told to
+end a rollout that is no longer needed; if it does not, it is killed with everything that runs in it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from streamrl.workers.sessions.session import Session
 from streamrl.workers.sessions.sessions import Sessions
 from streamrl.workers.sessions.trace import Played
 
-MAX_NAMES = 8  # of rewards, over all rollouts: a group has room for so many beside those of `rewards`
-_LOOK_EVERY_S = 0.05  # at least, at an agent that asks nothing
+MAX_NAMES = 8  # of rewards, over all rollouts: the room that a group has for them beside those of `rewards`
+_LOOK_EVERY_S = 0.05  # the shortest interval between checks for a silent agent
 
 
 class AgentPlayer:
     def __init__(self, children: Children, sessions: Sessions, *, settings: schema.Environment) -> None:
         self._children, self.sessions, self._settings = children, sessions, settings
-        # A plain function takes a thread of its child for all of its rollout: others wait here, where no clock runs.
+        # A plain function holds a thread of its child for the whole rollout. Others wait here, before timeouts start.
         self._places = asyncio.Semaphore(1 << 30 if children.is_async else THREADS * settings.processes)
         self._names: set[str] = set()
         self._ending: set[asyncio.Task[None]] = set()
 
     async def play(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
-        """SampleError where the agent fails, or asks what cannot be answered; EngineError passes through."""
+        """Play one rollout. SampleError if the agent fails or makes an invalid request; EngineError propagates."""
         async with self._places, self.sessions.opened(engine, request) as session:
             began = time.monotonic()
             beside = {"what ends it": _fail_with(session), "its silence": self._watch(session)}
@@ -52,7 +52,7 @@ class AgentPlayer:
             except SampleError:
                 if not (session.spent and session.trace.num_turns):
                     raise
-                rewards = {"": 0.0}  # it was cut off, and made nothing of it
+                rewards = {"": 0.0}  # it ran into a bound and failed because of that
             if session.failure.done():
                 session.failure.result()
             if not session.trace.num_turns:
@@ -66,11 +66,11 @@ class AgentPlayer:
             )
 
     def outage(self) -> None:
-        """Its processes are begun anew."""
+        """Never out: lost child processes are replaced."""
 
     @property
     def num_ending(self) -> int:
-        """Rollouts that nobody waits for, and that may still run in their process."""
+        """Abandoned rollouts that may still run in their process."""
         return len(self._ending)
 
     async def close(self) -> None:
@@ -86,7 +86,7 @@ class AgentPlayer:
             "row": row,
         }
         try:
-            with session.heard():  # a process that begins is not the agent's silence
+            with session.heard():  # the start of a process does not count as the agent's silence
                 child, number = await self._children.next()
             async with self._ended(child, number):
                 limit_s = self._settings.rollout_timeout_s + CANCEL_GRACE_S
@@ -96,7 +96,7 @@ class AgentPlayer:
 
     @contextlib.asynccontextmanager
     async def _ended(self, child: Child, number: int) -> AsyncIterator[None]:
-        """What is given up in here is ended in the child, too, beside what comes next."""
+        """On cancellation, end the rollout in the child too, in the background."""
         try:
             yield
         except asyncio.CancelledError:
@@ -124,7 +124,7 @@ class AgentPlayer:
 
 
 def _read_rewards(rewards: object) -> dict[str, float]:
-    """As the child has read them already; but user code may also write on its pipe what it likes."""
+    """Read the child's answer. The child has checked it, but user code can write to its pipe too."""
     if not isinstance(rewards, dict):
         raise ValueError(f"answered {rewards!r:.80}, which is no map of rewards")
     return {name: read_reward(reward) for name, reward in rewards.items()}

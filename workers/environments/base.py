@@ -1,8 +1,8 @@
-"""The seam between a worker and what its model plays against: a rollout begins with a row, and goes on turn by turn.
+"""The interface between a worker and the environment its model plays against.
 
-    begin (a row) ──► Episode ──► step (what the model said) ──► what it is given, its reward ──► ... ──► close
+    begin (a row) ──► Episode ──► step (the model's text) ──► the environment's text, a reward ──► ... ──► close
 
-An environment knows nothing of tokens, versions and tickets: it reads text and says text.
+An environment deals in text only: it knows nothing of tokens, versions or tickets.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 ENVIRONMENT = "environment"  # the name of its rewards among the sources
-MAX_GIVEN_CHARS = 1 << 20  # of what an environment says at a time
+MAX_GIVEN_CHARS = 1 << 20  # of one answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """To one turn of the model."""
+    """The environment's answer to one turn."""
 
     given: str = ""  # what the model reads before its next turn
-    reward: float = 0.0  # of this turn; a rollout's is the sum
+    reward: float = 0.0  # of this turn; the rollout's reward is the sum
     done: bool = False
 
 
 def read_answer(given: object, reward: object, done: object) -> Answer:
-    """What came of another process: ValueError where no model could be told it, or no learner count it."""
+    """Check an answer from another process. ValueError if the model or the learner could not use it."""
     if not isinstance(done, bool):
         raise ValueError(f"answered 'done' = {done!r:.80}, which is neither true nor false")
     return Answer(given=read_text(given), reward=read_reward(reward), done=done)
@@ -39,7 +39,7 @@ def read_reward(value: object) -> float:
 
 
 def read_text(value: object, name: str = "observation") -> str:
-    """Nothing is the empty text. ValueError where it is none, or has half a character: no tokenizer takes it."""
+    """Check a text; None counts as empty. ValueError if it is not a string or has a lone surrogate."""
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -51,35 +51,35 @@ def read_text(value: object, name: str = "observation") -> str:
 
 
 class Episode(Protocol):
-    """One rollout. SampleError from any call: the rollout is lost, and others go on."""
+    """One rollout. A SampleError from any call loses this rollout only."""
 
-    opening: str  # what the environment says before the first turn, behind the prompt
+    opening: str  # the environment's text before the first turn, appended to the prompt
 
     async def step(self, said: str) -> Answer: ...
 
     async def close(self) -> None:
-        """Whatever state it is in; never raises."""
+        """Close it in whatever state it is; never raises."""
 
 
 class Environment(Protocol):
-    """What rollouts are begun in; many may be under way at once."""
+    """Where rollouts are begun; many may run at once."""
 
     async def start(self) -> None:
-        """Show that it can be used at all; what the user must mend is a UserError."""
+        """Check that it can be used at all. UserError for what the user must fix."""
 
     async def begin(self, row: Mapping[str, Any]) -> Episode:
-        """`row` is the prompt's row without its prompt; SampleError where it cannot be played."""
+        """Begin a rollout. `row` is the data row without its prompt; SampleError if it cannot be played."""
         ...
 
     def outage(self) -> str | None:
-        """Why no rollout can be begun at all now; RewardOutage from a call: no sample is at fault."""
+        """Why no rollout can begin now. A call may raise RewardOutage, which is no sample's fault."""
         ...
 
     async def close(self) -> None: ...
 
 
 class EnvironmentDouble:
-    """Answers by a plain function of the row and all that was said, and remembers what was closed."""
+    """Answers by a plain function of the row and the model's texts so far, and counts open episodes."""
 
     def __init__(self, answer: Callable[[Mapping[str, Any], list[str]], Answer], *, opening: str = "") -> None:
         self.answer, self.opening = answer, opening

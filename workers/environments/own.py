@@ -1,21 +1,21 @@
 """The user's environment or agent, in child processes that may loop, exit, raise or eat memory.
 
     class Guess:
-        def __init__(self, *, highest: int = 50): ...                      # `environment.options`
+        def __init__(self, *, highest: int = 50): ...                      # from `environment.options`
         def reset(self, row: Mapping[str, Any]) -> str | None: ...         # text before the first turn, if any
-        def step(self, completion: str) -> tuple[str | None, float, bool]: # what the model reads next, reward, done
-        def close(self) -> None: ...                                       # may be left out
+        def step(self, completion: str) -> tuple[str | None, float, bool]: # next observation, reward, done
+        def close(self) -> None: ...                                       # optional
 
     async def rollout(session, row) -> float: ...                          # an agent (`agents.py`)
 
-    class Agent:                                                           # one, for all the rollouts of its process
+    class Agent:                                                           # one instance per process
         def __init__(self, *, place: str): ...
         async def rollout(self, session, row) -> float: ...
 
-Of a class with `step` there is an instance for each rollout; its methods may be `async def`, others run in threads of
-the child, so one that waits holds up nobody. A rollout stays with the child that began it, since its state is there: a
-child that dies, or is killed since an answer was late, takes its rollouts along. They count as failed samples, and
-another child begins.
+A class with `step` gets one instance per rollout. Its methods may be `async def`; others run in threads of the child,
+so a method that waits blocks no other rollout. A rollout stays with the child that began it, which holds its state:
+when a child dies, or is killed because an answer was late, its rollouts are lost. They count as failed samples, and a
+new child starts.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _CHILD = "streamrl.workers.environments.own_child"
 
 
 def build_children(settings: schema.Environment, permissions: Permissions) -> Children:
-    """Checks this worker's permission for it; loads nothing yet."""
+    """Check this worker's permission for the target; starts nothing yet."""
     assert settings.target is not None, "a service has no children"
-    if settings.target in ENVIRONMENTS:  # to be run it needs nobody's word; for a network it does
+    if settings.target in ENVIRONMENTS:  # a built-in needs no permission to run, but needs one for network access
         permissions = replace(permissions, reward_code=(settings.target,))
     may_run(settings, permissions, section="environment")
     return Children(settings)
 
 
 class Children:
-    """Whose turn it is to begin a rollout, and who takes the place of a child that is lost."""
+    """Assigns rollouts to child processes in turn, and replaces a child that is lost."""
 
     def __init__(self, settings: schema.Environment) -> None:
         self.has_agent = self.is_async = False
@@ -66,12 +66,12 @@ class Children:
         self.has_agent, self.is_async = children[0].told["agent"], children[0].told["async"]
 
     async def next(self) -> tuple[Child, int]:
-        """A child that lives, and a number for the rollout; CallFailed where none can be begun."""
+        """Return a live child and a number for the rollout; CallFailed if none can be started."""
         place = self._places[next(self._turn) % len(self._places)]
         return await place.child(), next(self._numbers)
 
     def reach(self, endpoint: tuple[str, int]) -> None:
-        """What they may reach although they have no network."""
+        """Let the children reach this endpoint although they have no network."""
         for place in self._places:
             place.reach(endpoint)
 
@@ -81,7 +81,7 @@ class Children:
 
 
 class _Place:
-    """Of one child, and of the next when it is lost."""
+    """One child process, and its successor when it is lost."""
 
     def __init__(self, settings: schema.Environment) -> None:
         self._settings = settings
@@ -116,7 +116,7 @@ class _Place:
 
 
 class OwnEnvironment:
-    """Of a class."""
+    """An environment defined by a user's class."""
 
     def __init__(self, children: Children) -> None:
         self._children = children
@@ -134,7 +134,7 @@ class OwnEnvironment:
             child, number = await self._children.next()
             try:
                 opening = read_text(await child.call(("reset", number, dict(row))))
-            except BaseException:  # nobody has a rollout to close, and what it opened would stay
+            except BaseException:  # the caller has no episode to close, and the child's instance would leak
                 child.tell(("close", number, None))
                 raise
         except (CallFailed, ValueError) as error:
@@ -142,7 +142,7 @@ class OwnEnvironment:
         return _OwnEpisode(child, number, opening=opening)
 
     def outage(self) -> None:
-        """A process that is lost is begun anew."""
+        """Never out: lost child processes are replaced."""
 
     async def close(self) -> None:
         await self._children.close()
@@ -157,7 +157,7 @@ class _OwnEpisode:
         try:
             given, reward, done = await self._child.call(("step", self._number, said))
             return read_answer(given, reward, done)
-        except (CallFailed, ValueError, TypeError) as error:  # user code may also write on the pipe what it likes
+        except (CallFailed, ValueError, TypeError) as error:  # user code can write anything to the pipe
             raise SampleError(f"the environment failed in step: {error}") from None
 
     async def close(self) -> None:

@@ -1,8 +1,8 @@
-"""The process that rollouts of a user's environment or agent live in: calls come in by one pipe, answers go out by
-another, as those of reward functions do (`workers.confined.function_child`).
+"""The child process in which rollouts of a user's environment or agent run. Calls arrive on one pipe, answers leave on
+another, as for reward functions (`workers.confined.function_child`).
 
-    class       any number of rollouts, each with an instance of its own and one call at a time; `close` forgets it
-    agent       `rollout` runs it for a session and a row; `end` cancels it, and waits until it has ended
+    class       any number of rollouts, each with its own instance and one call at a time; `close` drops it
+    agent       `rollout` runs it for a session and a row; `end` cancels it and waits until it has ended
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from streamrl.workers.confined.door import shut_in
 from streamrl.workers.confined.function_child import confine, limit_memory, take_pipes, write_answer
 from streamrl.workers.environments.base import MAX_GIVEN_CHARS
 
-THREADS = 64  # of environments that wait for something outside, and of agents that are plain functions
-_MOST_HANGING = THREADS // 2  # then another process begins
-_MAX_REWARDS, _MAX_NAME_CHARS = 8, 64  # that a rollout may have by name
+THREADS = 64  # for environments that block on something outside, and for agents that are plain functions
+_MOST_HANGING = THREADS // 2  # beyond that, the process is replaced
+_MAX_REWARDS, _MAX_NAME_CHARS = 8, 64  # named rewards per rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """What an agent is given to ask the model with."""
+    """What an agent gets to query the model."""
 
-    base_url: str  # as clients of OpenAI's interface want it, /v1 at its end
+    base_url: str  # as OpenAI clients expect it, ending in /v1
     api_key: str
-    model: str  # any name is taken
+    model: str  # the session accepts any name
 
 
 class Games:
-    """Rollouts of a class."""
+    """Rollouts of a class with `step`."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._rollouts: dict[int, Any] = {}
         self._threads = ThreadPoolExecutor(THREADS)
-        self._given_up: list[Future[Any]] = []  # calls whose threads may still run: nothing can stop them
+        self._given_up: list[Future[Any]] = []  # cancelled calls whose threads may still run: nothing can stop them
 
     async def answer(self, what: str, rollout: int, argument: Any) -> Any:
         if what == "close":
             instance = self._rollouts.pop(rollout, None)
             if hasattr(instance, "close"):
-                with contextlib.suppress(BaseException):  # nobody waits for it
+                with contextlib.suppress(BaseException):  # nobody awaits the result
                     await self._call(instance.close)
             return None
         if what == "reset":
@@ -64,7 +64,7 @@ class Games:
         return _text(given, "step()"), _number(reward, "step()"), bool(done)
 
     def last(self) -> str:
-        """Why this process is of no more use; empty where it is."""
+        """Why this process must be replaced; empty if it is fine."""
         self._given_up = [call for call in self._given_up if call.running()]
         return f"{len(self._given_up)} calls hang in the process" if len(self._given_up) >= _MOST_HANGING else ""
 
@@ -80,7 +80,7 @@ class Games:
 
 
 class Agents:
-    """Rollouts of a function, or of a method of the one instance that this process has."""
+    """Rollouts of a function, or of a method of the process's single instance."""
 
     def __init__(self, function: Callable[..., Any], *, is_async: bool) -> None:
         self._function, self._is_async = function, is_async
@@ -99,14 +99,14 @@ class Agents:
             del self._rollouts[rollout]
 
     def last(self) -> str:
-        """No thread is left behind: one that is late costs its process."""
+        """Never needs a replacement: a thread that is late costs the whole process."""
         return ""
 
     async def _in_thread(self, session: Session, row: Any) -> Any:
         return await asyncio.shield(asyncio.to_thread(self._function, session, row))
 
     async def _end(self, rollout: int) -> None:
-        """A thread cannot be told: it ends when its session refuses it."""
+        """End a rollout. A thread cannot be cancelled: it ends when its session refuses it."""
         running = self._rollouts.get(rollout)
         if running is not None:
             if self._is_async:
@@ -139,12 +139,12 @@ def main() -> None:
     write_answer(answers, {"concurrent": True, "agent": has_agent, "async": is_async})
     timeout_s = setup["rollout_timeout_s"] if has_agent else setup["timeout_s"]
     if has_agent and not is_async:
-        timeout_s = None  # a thread cannot be stopped: the worker ends this process
+        timeout_s = None  # a thread cannot be stopped: the worker kills this process instead
     asyncio.run(_serve(handler, calls, answers, timeout_s=timeout_s))
 
 
 def _confine(*, own: bool, network: bool, door: int) -> bool:
-    """Whether there is a way to its worker's endpoint."""
+    """Confine this process; return whether it can still reach its worker's endpoint."""
     has_way = network
 
     def forbid(*, network: bool) -> None:
@@ -155,7 +155,7 @@ def _confine(*, own: bool, network: bool, door: int) -> bool:
                 has_way = True
                 return
         except OSError:
-            pass  # an environment needs no way
+            pass  # an environment does not need to reach the endpoint
         confining.forbid_calls(network=network)
 
     confine(own=own, network=network, forbid_calls=forbid)
@@ -163,7 +163,7 @@ def _confine(*, own: bool, network: bool, door: int) -> bool:
 
 
 def _agent(found: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """A class is made once: what it takes long to have ready, all rollouts of this process share."""
+    """Instantiate a class once, so that all rollouts of this process share what is slow to set up."""
     if inspect.isclass(found):
         return bind(bind(found, options)().rollout, {}, "session", "row")
     return bind(found, options, "session", "row")
@@ -179,7 +179,7 @@ def _checked(make: Any, target: str) -> Callable[[], Any]:
 async def _serve(handler: Games | Agents, calls: BinaryIO, answers: BinaryIO, *, timeout_s: float | None) -> None:
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(THREADS))
-    reader = ThreadPoolExecutor(1)  # of its own: environments that hang in all threads must not silence the pipe
+    reader = ThreadPoolExecutor(1)  # separate: environments that hang in all threads must not block the pipe
 
     async def answer(number: int, what: str, rollout: int, argument: Any) -> None:
         result: dict[str, Any]
@@ -218,7 +218,7 @@ def _number(reward: Any, of: str) -> float:
 
 
 def _rewards(returned: Any) -> dict[str, float]:
-    """By name; the only one of a rollout has none."""
+    """Return the rewards by name; a single one has the empty name."""
     if not isinstance(returned, Mapping):
         return {"": _number(returned, "the agent")}
     if len(returned) > _MAX_REWARDS or not all(map(_is_name, returned)):

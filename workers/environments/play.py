@@ -1,8 +1,8 @@
-"""One rollout of several turns: the model speaks, the environment answers, until it is done or a bound is reached.
+"""Plays one multi-turn rollout: the model generates, the environment answers, until it is done or a bound is reached.
 
-Each turn is asked for with the very tokens so far (`trace.py` keeps them), so what was sampled is what is trained, and
-the engine finds the keys and values of all earlier turns in its cache. Weights may change within a turn and between
-two: spans say so.
+Each turn's prompt is exactly the tokens so far (kept by `trace.py`), so the learner trains on what was sampled, and the
+engine finds the KV of all earlier turns in its cache. Weights may change within a turn or between turns; spans record
+this.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Player:
         return self.environment.outage()
 
     async def play(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
-        """`request` is that of the first turn. SampleError where engine or environment fails."""
+        """Play a rollout; `request` is the first turn's. SampleError if the engine or the environment fails."""
         clock = _Clock()
         with clock.in_environment():
             episode = await self.environment.begin(ticket.fields)
@@ -68,7 +68,7 @@ class Player:
             if answer.done:
                 return trace.played("stop", sum(rewards), rewards)
             if turn + 1 == self._settings.max_turns:
-                break  # nobody will read what it says
+                break  # nobody would read its answer
             given, so_far = answer.given, _behind(context_ids, generated.token_ids)
             if is_chat:
                 said += [{"role": "assistant", "content": generated.text}, {"role": "user", "content": given}]
@@ -82,7 +82,7 @@ class Player:
 
 @dataclass(slots=True)
 class _Clock:
-    """Seconds that a rollout waited for whom."""
+    """Seconds spent waiting for the model and for the environment."""
 
     model_s: float = 0.0
     environment_s: float = 0.0
@@ -105,7 +105,7 @@ def _behind(context_ids: npt.NDArray[np.int32], more: Sequence[int] | npt.NDArra
 
 
 def _bounded(request: SampleRequest, turn: int, context_ids: npt.NDArray[np.int32], left: int) -> SampleRequest:
-    """The request of a later turn, which may say `left` tokens at most."""
+    """Return the request of a later turn, limited to `left` tokens."""
     sampling = request.sampling
     if left < sampling.max_tokens:
         sampling = sampling.model_copy(update={"max_tokens": left, "min_tokens": min(left, sampling.min_tokens)})

@@ -1,4 +1,4 @@
-"""Who plays the rollouts of a run: an environment's turns, or an agent that has a session for each."""
+"""Chooses and starts what plays a run's rollouts: the turns of an environment, or an agent with sessions."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ LOOPBACK = ("127.0.0.1", 0)
 
 class Plays(Protocol):
     async def play(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
-        """SampleError concerns this rollout, EngineError all; RewardOutage is no fault of the rollout's."""
+        """Play one rollout. SampleError concerns this rollout, EngineError all; RewardOutage is not its fault."""
         ...
 
     def outage(self) -> str | None:
-        """Why none can be played now."""
+        """Why no rollout can be played now."""
         ...
 
 
@@ -34,13 +34,13 @@ class Plays(Protocol):
 async def playing(
     config: schema.Config, permissions: Permissions, model: ModelFacts, address: tuple[str, int] = LOOPBACK
 ) -> AsyncIterator[Plays | None]:
-    """Ready to play; nobody, where an answer is all there is to a sample. Sessions are served at `address`."""
+    """Yield a started player, or None if samples are single answers. Sessions are served at `address`."""
     settings = config.environment
     if settings is None:
         yield None
         return
     if settings.target is None:
-        from streamrl.workers.environments.remote import build_remote  # httpx: only where asked for
+        from streamrl.workers.environments.remote import build_remote  # lazy: imports httpx
 
         remote = build_remote(settings, permissions)
         try:
@@ -54,7 +54,7 @@ async def playing(
         if not children.has_agent:
             yield Player(OwnEnvironment(children), tail=Tail(model.tokenizer), settings=settings)
             return
-        from streamrl.workers.environments.agents import AgentPlayer  # starlette and uvicorn: only where asked for
+        from streamrl.workers.environments.agents import AgentPlayer  # lazy: imports starlette and uvicorn
         from streamrl.workers.sessions.session import Model
         from streamrl.workers.sessions.sessions import Sessions
         from streamrl.workers.sessions.tool_calls import make_parser

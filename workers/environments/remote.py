@@ -1,15 +1,15 @@
-"""Rollouts that a service plays, over HTTP: one address, or several that are replicas of each other.
+"""Rollouts played by an HTTP service: one address, or several that are replicas of each other.
 
     POST /reset  {"row": {...}}                      {"id": "...", "observation": "..." or null}
     POST /step   {"id", "turn", "completion"}        {"observation": "..." or null, "reward": 0.5, "done": false}
     POST /close  {"id"}                              {}
 
-    begin ──► whoever is well; while nobody is, it waits, up to `outage_s` ──► RewardOutage: the ticket goes back
-    step  ──► who began it, and nobody else ──┬─ lost on the way: again, with the same turn, which is played once
-                                              └─ gone, with the rollouts that it had: this sample fails
+    begin ──► any healthy replica; if none, wait up to `outage_s` ──► RewardOutage: the ticket goes back
+    step  ──► only the replica that began it ──┬─ reply lost: retry with the same turn, which is played once
+                                               └─ replica gone, and its rollouts with it: this sample fails
 
-Where the whole service was lost, the rollout's ticket goes back instead, as in an outage: no prompt fails for a service
-that is begun anew. Answers are distrusted, as those of reward services are: bounded in time and bytes, and in form.
+If the whole service was lost, the rollout's ticket goes back instead, as in an outage: a restart of the service fails
+no prompt. Answers are not trusted, like those of reward services: time, size and form are checked.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from streamrl.workers.rewards.http_client import check_host
 from streamrl.workers.rewards.http_request import Refused, TryAgain, make_client, post, printable
 from streamrl.workers.rewards.replicas import Replica, Replicas
 
-ATTEMPTS = 5  # at a call that somebody answers, but not well; or at a step, whoever answers
+ATTEMPTS = 5  # failed attempts per call: those that reached a replica, and for a step all of them
 _LONGEST_PAUSE_S = 5.0
 _MAX_ANSWER_BYTES = 1 << 20
 _CLOSE_S = 5.0
@@ -45,7 +45,7 @@ def build_remote(
     transport: httpx.AsyncBaseTransport | None = None,
     first_pause_s: float = FIRST_PAUSE_S,
 ) -> RemoteEnvironment:
-    """Checks the addresses and this worker's permission for their hosts; connects to nothing yet."""
+    """Check the addresses and this worker's permission for their hosts; connects to nothing yet."""
     for url in settings.urls:
         check_host("environment.urls", url, permissions)
     client = make_client(settings, key="environment", timeout_s=settings.timeout_s, transport=transport)
@@ -57,10 +57,10 @@ class RemoteEnvironment:
         self._settings, self._client, self._first_pause_s = settings, client, first_pause_s
         self._replicas = Replicas([url.rstrip("/") for url in settings.urls], first_pause_s=first_pause_s)
         self._closing: set[asyncio.Task[None]] = set()
-        self._lost_since: float | None = None  # with none played to its end ever since
+        self._lost_since: float | None = None  # first lost rollout since one was last played to its end
 
     async def start(self) -> None:
-        """Nothing to show: a service that is not there yet is an outage, not a mistake."""
+        """Nothing to check: a service that is not up yet is an outage, not a user's mistake."""
 
     def outage(self) -> str | None:
         return self._replicas.outage
@@ -83,7 +83,7 @@ class RemoteEnvironment:
                 return _RemoteEpisode(self, replica, *_opening(answer))
             except TryAgain as error:
                 last, reason = replica, f"{replica.url}: {error}"
-                # That a gateway finds nobody says nothing about this row, unless others get their answers there.
+                # A gateway without a backend says nothing about this row, unless other calls get answers there.
                 is_away = error.away and replica.num_answered == before
                 attempts += error.reached and error.rest_s is None and not is_away
             except Refused as error:
@@ -124,7 +124,7 @@ class RemoteEnvironment:
             raise TryAgain(f"answered no JSON object: {printable(body)}", answered=True)
 
     def forget(self, replica: Replica, number: str) -> None:
-        """Nobody waits for it, and a service forgets by itself what is not asked for any more."""
+        """Close the rollout in the background; the service also drops idle rollouts by itself."""
         closing = asyncio.create_task(self._close_at(replica, number), name=f"close rollout {number}")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -139,7 +139,8 @@ class RemoteEnvironment:
             await post(self._client, f"{replica.url}/close", question, timeout_s=_CLOSE_S, max_bytes=_MAX_ANSWER_BYTES)
 
     def _lost(self, reason: str) -> Exception:
-        """Where no replica has kept its rollouts, and that has not gone on for long, no sample is at fault."""
+        """Return the error for a lost rollout. While no replica keeps its rollouts, and for less than `outage_s`, no
+        sample is at fault."""
         now = asyncio.get_running_loop().time()
         self._lost_since = now if self._lost_since is None else self._lost_since
         is_whole = len(self._replicas) == 1 or not self._replicas.num_well
@@ -167,7 +168,7 @@ class _RemoteEpisode:
 
 
 def _opening(answer: Mapping[str, Any]) -> tuple[str, str]:
-    """(the rollout's id, what the environment says first)"""
+    """Return (the rollout's id, the environment's first observation)."""
     try:
         if number := read_text(answer.get("id"), "id"):
             return number, read_text(answer.get("observation"))

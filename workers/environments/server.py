@@ -1,8 +1,8 @@
-"""A service of rollouts, as `remote` asks it: a class of the user's, in processes with the limits that a worker sets.
+"""The server side of `remote`: serves a user's environment class over HTTP, in processes with the limits of a worker.
 
-An answer is kept until the next turn: who asks for a turn again, since its answer was lost, gets the same one and plays
-nothing twice. Rollouts that nobody asks for are closed after `idle_s`. 422 is a fault of the user's code, or of the
-question; 410 a rollout that is not here: it was closed, or the service was begun anew.
+Each answer is kept until the next turn: a caller whose reply was lost repeats the turn and gets the same answer, and
+nothing is played twice. Rollouts idle for `idle_s` are closed. Status 422: the fault of the user's code or the request;
+410: no such rollout here, because it was closed or the service restarted.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from streamrl.workers.reward_server.server import apologise, check_caller, expla
 MAX_ROLLOUTS = 4096
 IDLE_S = 3600.0
 _STOP_TIMEOUT_S = 10
-_KEEP_ALIVE_S = 60  # longer than callers keep an idle connection
+_KEEP_ALIVE_S = 60  # longer than clients keep an idle connection
 
 
 @dataclass(slots=True, kw_only=True)
 class _Rollout:
     episode: Episode
     asked_at: float
-    turn: int = 0  # the last that was played
-    told: Answer = field(default_factory=Answer)  # to it
+    turn: int = 0  # the last turn played
+    told: Answer = field(default_factory=Answer)  # its answer
     turns: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -72,7 +72,7 @@ class EnvironmentApp:
 
     @contextlib.asynccontextmanager
     async def ready(self) -> AsyncIterator[None]:
-        """A UserError where the class cannot be used."""
+        """Start the environment. UserError if the class cannot be used."""
         try:
             await self._environment.start()
             yield
@@ -95,7 +95,7 @@ class EnvironmentApp:
             except SampleError as error:
                 raise HTTPException(422, str(error)) from None
             if call == self._reset and await request.is_disconnected():
-                await self._close(told)  # it was begun too late, and nobody knows of it
+                await self._close(told)  # the caller is gone and will never know this rollout
             return JSONResponse(told)
 
         return answer
@@ -136,14 +136,14 @@ class EnvironmentApp:
         return {}
 
     async def _forget_idle(self) -> None:
-        """When another begins: what waits costs nothing before that."""
+        """Close idle rollouts; called when another begins, since idle ones cost nothing until then."""
         before = self._clock() - self._idle_s
         for number in [number for number, one in self._rollouts.items() if one.asked_at < before]:
             await self._rollouts.pop(number).episode.close()
 
 
 class _Server(Server):
-    """It ends without an error for anybody."""
+    """Exits on a signal without an error."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.should_exit = True

@@ -1,1 +1,1 @@
-"""Does an engine serve what it was told to load? Read-back, and a canary against a plain reference."""
+"""Proofs that an engine serves the weights it was told to load: read-back, and a canary against a plain reference."""

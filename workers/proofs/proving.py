@@ -1,11 +1,11 @@
-"""Does the engine serve what it was told to load? Digests prove the mirror; this proves what comes after it.
+"""Proves that the engine serves what it was told to load. Digests verify the mirror; this verifies what comes after it.
 
     engine start ─► rehearsal: a decoy is loaded ─┐
     each version ─► loaded ─► read back ─► now and then, its canary ─► proved
-                                │                    └─ the engine's log-probs of some tokens, against the mirror's own
-                                └─ layers against the mirror, to the bit: all at the first load, then some each time
+                                │                    └─ the engine's logprobs of some tokens, against the mirror's own
+                                └─ layers against the mirror, bit for bit: all at the first load, then some each time
 
-What finds which fault:
+Which check finds which fault:
 
                                          digests   cast (learner)   read-back   canary   mismatch (learner)
     bytes lost or changed on the way        x
@@ -17,14 +17,14 @@ What finds which fault:
 
 Digests: `weights.mirror`; cast: `learner.publishing.host_copy`; mismatch: `policy/fresh_mismatch` of the metrics.
 
-**Read-back** compares bits (`read_back`): no threshold. What it cannot read it names. After the decoy, whose
-every element differs, a layer that a reload leaves behind is wrong wherever one looks.
+**Read-back** compares bits (`read_back`), without a threshold, and reports what it cannot read. Every element of the
+decoy differs from the model's, so a layer that a reload leaves behind is wrong wherever one looks.
 
-**The canary** has a threshold, and its unit is measured in the same breath: how far plain transformers in the served
-dtype are from the truth on the same tokens (`reference`), rounded to eight bits for engines that quantise. The engine
-may be `_TIMES` as far, in the mean over tokens; a maximum, or a first load as measure, cried wolf. How far engines are,
-over families, depths and dtypes, and what the canary finds by itself: `python -m bench proofs`. It takes a share of the
-time that is left to it (`_SHARE`).
+**The canary** has a threshold, whose unit is measured at the same time: how far plain transformers in the served dtype
+are from the truth on the same tokens (`reference`), rounded to eight bits for engines that quantise. The engine may be
+`_TIMES` as far, in the mean over tokens; taking the maximum, or the first load as the unit, gave false alarms. `python
+-m bench proofs` shows how far engines are, over families, depths and dtypes, and what the canary finds by itself. It
+uses at most the share `_SHARE` of the time.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from streamrl.workers.engines.model import ModelFacts
 
 log = structlog.get_logger(__name__)
 
-_TIMES = 3.0  # the rounding; over families, depths and versions engines were 0.77 to 1.53 times as far
+_TIMES = 3.0  # multiple of the rounding; over families, depths and versions engines were 0.77 to 1.53 times as far
 _FLOOR = 2e-2  # vLLM's soft caps are 1e-3 off in any dtype
-_NUM_PARTS = 8  # of the layers, one is read back at each version but the first
-_SHARE = 0.02  # of the time may go into canaries
+_NUM_PARTS = 8  # after the first version, each read-back covers one of so many parts of the layers
+_SHARE = 0.02  # of the time may be spent on canaries
 
 
 def prover_of(config: Config, model: ModelFacts, progress: Progress) -> Prover:
-    """Blocks on the imports of torch and transformers."""
+    """Build the prover. Blocks on importing torch and transformers."""
     return Prover(model=model, dtype=config.weights.dtype, form=quantized_as(config.worker), progress=progress)
 
 
 class Prover:
-    """One engine after the other."""
+    """Checks one engine after the other."""
 
     def __init__(
         self,
@@ -71,22 +71,22 @@ class Prover:
         form: Form | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`form`: that in which the engine keeps its weights, where it is another (`config.engine_args`)."""
-        from streamrl.workers.proofs.reference import Reference  # torch and transformers
+        """`form`: the quantised form of the engine's weights, if any (`config.engine_args`)."""
+        from streamrl.workers.proofs.reference import Reference  # lazy: imports torch and transformers
 
         self._reference = Reference(model, dtype=dtype, form=form)
         self._model, self._progress, self._clock = model, progress, clock
-        self._believed = False  # whether the engine has passed its last check: else all of it is looked at
+        self._believed = False  # the engine passed its last check; if not, all of it is read back
         self._num_checked = 0
         self._next_canary_at = 0.0
 
     async def rehearse(self, engine: Engine, mirror: Path) -> None:
-        """Once per engine, before it serves anything: leave it with weights that are not the model's."""
+        """Load a decoy into a new engine, so that whatever a reload misses is wrong everywhere."""
         self._believed = False
         await engine.load_decoy(mirror)
 
     async def check(self, engine: Engine, mirror: Path, manifest: Manifest) -> None:
-        """After each load: LoadRejected where the engine does not serve this version."""
+        """Check the engine after a load. LoadRejected if it does not serve this version."""
         believed, self._believed = self._believed, False
         self._num_checked += 1
         await self._read_back(engine, mirror, manifest, num_parts=_NUM_PARTS if believed else 1)
@@ -108,7 +108,7 @@ class Prover:
         began = self._clock()
         token_ids = manifest.canary_ids
         if self._model.max_positions is not None:
-            token_ids = token_ids[: self._model.max_positions - 1]  # an engine adds one
+            token_ids = token_ids[: self._model.max_positions - 1]  # the engine adds one
         answered = await engine.logprobs(np.asarray(token_ids, dtype=np.int32))
         judged = await asyncio.to_thread(self._reference.judge, mirror, token_ids)
         self._next_canary_at = self._clock() + (self._clock() - began) / _SHARE

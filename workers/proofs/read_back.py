@@ -1,18 +1,18 @@
-"""What vLLM's layers compute with, held against what they should: a part of each of vLLM's worker processes.
+"""Compares what vLLM's layers compute with to what they should, inside each of vLLM's worker processes.
 
-    mirror ─► vLLM's own loaders, which write down where each tensor goes ─► a layer at a time, loaded aside ─┐
-    the layer that serves ─► its parameters; packed ones answer unit vectors with their columns ──────────────┴─ equal?
+    mirror ─► vLLM's own loaders, which record where each tensor goes ─► a layer at a time, loaded aside ─────┐
+    the serving layer ─► its parameters; a packed one is multiplied with unit vectors for its columns ────────┴─ equal?
 
-Bits are compared, so nothing here depends on how deep a model is or how its dtype rounds. A linear layer that vLLM has
-packed for a CPU keeps no parameter that could be read; multiplied with a unit vector it gives a column of its weights,
-exactly, in any dtype. Some columns of each are asked for, others each time: a layer that a reload left behind differs
-in all of them, a tensor of which some elements are wrong shows in the columns that hold them. Experts that are packed
-for a CPU are held against others that were packed aside, whole.
+Bits are compared, so neither the model's depth nor its dtype's rounding matters. A linear layer that vLLM has packed
+for a CPU keeps no readable parameter, but multiplied with a unit vector it returns a column of its weights exactly, in
+any dtype. Each time a random set of columns is checked: a layer that a reload left behind differs in all of them, a
+partly wrong tensor in the columns that hold its wrong elements. Experts packed for a CPU are compared whole, with
+others packed aside.
 
-What it cannot see: parameters that a kernel keeps in a form of its own (experts on GPUs, absorbed projections), which
-are named as unreadable, and what a loader does to all readers alike, such as taking one tensor for another. Both are
-the canary's (`proving`). Memory: one layer on the host, experts of a layer twice. Blocks the engine while it lasts,
-between two of its steps.
+What it cannot see: parameters that a kernel keeps in its own form (experts on GPUs, absorbed projections), which are
+reported as unreadable, and what a loader does to all readers alike, such as taking one tensor for another. Both are
+left to the canary (`proving`). Memory: one layer on the host, experts of a layer twice. Blocks the engine while it
+runs, between two of its steps.
 
 With tensor parallelism each process reads its own shard back. On GPUs parameters are compared on the host.
 No GPU has run this.
@@ -36,16 +36,16 @@ from streamrl.workers.engines.vllm_loaders import Call, loaded_aside, where_tens
 from streamrl.workers.engines.vllm_quantized import is_quantized, quantized_aside, same_bits
 from streamrl.workers.engines.vllm_ranks import prepare_rank
 
-_NUM_COLUMNS = 64  # of each packed layer, at a time
-_PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # what they keep is what they were given
+_NUM_COLUMNS = 64  # per packed layer and read-back
+_PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # these keep parameters as they were loaded
 
 
 class ReadBackExtension:
-    """vLLM mixes it into its worker: what is not ours here is the worker's."""
+    """Mixed into vLLM's worker class; `self` is the worker."""
 
     def streamrl_read_back(self, path: str, number: int, num_parts: int) -> dict[str, Any]:
-        """Of each of `num_parts` layers the one whose turn it is: which are wrong, which could not be read, how many
-        were read."""
+        """Read back the layers whose turn it is, one of every `num_parts`. Return which are wrong, which could not be
+        read, and how many were read."""
         worker: Any = self
         with torch.no_grad(), torch.device("cpu"):
             named = worker.weight_transfer_engine.in_files(MappedFile().tensors(path))
@@ -94,7 +94,7 @@ class _Reader:
             self.wrong.append(name)
 
     def _is_served(self, module: nn.Module, name: str, expected: torch.Tensor) -> bool | None:
-        """None: there is no telling."""
+        """Return whether the module serves these weights; None if that cannot be determined."""
         live = module._parameters[name]
         method = getattr(module, "quant_method", None)
         is_packed = name == "weight" and expected.ndim == 2 and hasattr(module, "cpu_linear")

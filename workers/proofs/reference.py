@@ -1,14 +1,14 @@
-"""What the mirror's weights say by themselves: a plain transformers model that is read out of it, layer by layer.
+"""Logprobs of the mirror's weights without an engine: a plain transformers model, filled layer by layer.
 
-    truth       the weights as they are served, computed one precision above      bfloat16 -> float32 -> float64
+    truth       the weights as served, computed one precision higher              bfloat16 -> float32 -> float64
     rounding    how far the same model is from the truth when it computes in the served dtype, and for engines that
                 quantise (`worker.engine_args.quantization`) with weights and inputs rounded to eight bits (`rounded`)
 
-Both are asked of the same tokens at the same weights, so their distance is what this model's depth, width and dtype
-round at this moment: the unit in which an engine's distance from the truth is judged (`workers.proofs.proving`).
+Both use the same tokens and weights, so their distance is the current rounding error of this model's depth, width and
+dtype: the unit in which an engine's distance from the truth is judged (`workers.proofs.proving`).
 
-A layer is in memory while it computes, beside embeddings and head; nothing is kept between two calls. On the host's
-processors also where engines have GPUs: 64 tokens of a 7B model take some seconds on 16 cores (not measured).
+Only embeddings, head and the layer being computed are in memory; nothing is kept between two calls. It runs on the
+host's CPU even if engines have GPUs: 64 tokens of a 7B model take some seconds on 16 cores (not measured).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LogProbs = npt.NDArray[np.float64]  # [T - 1]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """What a sequence's log-probs are, and how far rounding moves them."""
+    """A sequence's logprobs, and how far rounding moves them."""
 
     truth: LogProbs
     rounding: float  # mean distance
@@ -46,10 +46,10 @@ class Judged:
 class Reference:
     def __init__(self, model: ModelFacts, *, dtype: str, form: Form | None = None) -> None:
         self._facts, self._dtype, self._form = model, dtype, form
-        self._shells: dict[torch.dtype, _Shell] = {}  # by what they compute in
+        self._shells: dict[torch.dtype, _Shell] = {}  # by the dtype they compute in
 
     def judge(self, mirror: Path, token_ids: Sequence[int]) -> Judged:
-        """Blocks for two forward passes; the mirror must not change meanwhile."""
+        """Run two forward passes and block on them; the mirror must not change meanwhile."""
         tensors = dict(MappedFile().tensors(str(mirror)))
         truth = self._logprobs(tensors, token_ids, _ABOVE[self._dtype])
         served = self._logprobs(tensors, token_ids, getattr(torch, self._dtype), self._form)
@@ -73,18 +73,18 @@ class _Shell:
     """A model without weights."""
 
     model: nn.Module
-    names: Mapping[tuple[nn.Module, str], str]  # in the mirror, of each parameter; a tied head has the embedding's
-    kept: Sequence[tuple[str, nn.Module, str]]  # buffers that come with the weights: their names there and here
+    names: Mapping[tuple[nn.Module, str], str]  # each parameter's name in the mirror; a tied head has the embedding's
+    kept: Sequence[tuple[str, nn.Module, str]]  # buffers published with the weights: their names there and here
 
 
 def _build(model: ModelFacts, dtype: torch.dtype) -> _Shell:
-    """Parameters on `meta`, buffers with what the model computes into them."""
+    """Build the model with parameters on `meta` and buffers in memory, as the model computes them."""
     built = build_model(model, dtype=dtype, within=torch.device("meta"))
     for name, buffer in list(built.named_buffers()):
         owner, _, leaf = name.rpartition(".")
         setattr(built.get_submodule(owner), leaf, torch.empty_like(buffer, device="cpu"))
-    built.initialize_weights()  # of what has memory by now
-    built.tie_weights()  # which making them may have undone
+    built.initialize_weights()  # of what is in memory
+    built.tie_weights()  # materialising the buffers may have untied them
     published = {parameter: name for name, parameter in built.named_parameters()}
     names = {
         (module, leaf): published[parameter]
@@ -99,7 +99,7 @@ def _build(model: ModelFacts, dtype: torch.dtype) -> _Shell:
 def _filled(
     shell: _Shell, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, form: Form | None
 ) -> Iterator[nn.Module]:
-    """Inside, layers take their weights when they are called, and let go of them; all else has them throughout."""
+    """Let layers take their weights when called and release them afterwards; everything else keeps them throughout."""
 
     def fill(modules: Sequence[nn.Module], form: Form | None = None) -> None:
         for module in modules:

@@ -1,11 +1,11 @@
-"""Weights and inputs of a plain model, rounded to eight bits as an engine that quantises rounds them.
+"""Rounds weights and inputs of a plain model to eight bits the way a quantising engine does.
 
     x ─► x / scale ─► float8_e4m3fn ─► times scale       scale: the largest of a part of x, over that of the type
 
-What is a part: for fp8_per_tensor all of a weight, or of the inputs of a layer; for fp8_per_channel a row of the
-weight, or a token; for fp8_per_block 128 of its rows and columns, or 128 values of a token. vLLM quantises linear
-layers and experts, neither embeddings nor heads. Of experts weights alone are rounded here, so that their noise comes
-out too small; no engine with quantised experts was ever held against this.
+The parts: for fp8_per_tensor the whole weight, or all inputs of a layer; for fp8_per_channel a row of the weight, or a
+token; for fp8_per_block 128 of its rows and columns, or 128 values of a token. vLLM quantises linear layers and
+experts, neither embeddings nor heads. For experts only weights are rounded here, which underestimates their noise; this
+was never compared with an engine with quantised experts.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_rounded(module: nn.Module, weight: Tensor) -> bool:
-    """Of a module that is in a layer: else it is an embedding or a head."""
+    """Return whether the engine quantises this weight of a module inside a layer (not an embedding or a head)."""
     return weight.ndim == 3 or (is_linear(module) and weight.ndim == 2)
 
 
 def rounded_as_in(module: nn.Module, weight: Tensor, form: Form) -> Tensor:
-    """GPT-2's linear layers have rows where others have columns."""
+    """Round a module's weight; GPT-2's Conv1D stores the transpose of a linear layer."""
     return rounded_weight(weight.T, form).T if isinstance(module, Conv1D) else rounded_weight(weight, form)
 
 
@@ -55,7 +55,7 @@ def rounded_input(given: Tensor, form: Form) -> Tensor:  # [..., columns]
 
 
 def rounding_inputs(form: Form) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    """A hook before a linear layer."""
+    """Return a forward pre-hook for a linear layer."""
 
     def hook(_module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
         return (rounded_input(given[0], form), *given[1:])
@@ -64,7 +64,7 @@ def rounding_inputs(form: Form) -> Callable[[nn.Module, tuple[Any, ...]], tuple[
 
 
 def _spread(values: Tensor, dim: int) -> Tensor:
-    """Each replaced by the largest of its block along this dimension."""
+    """Replace each value by the largest of its block along this dimension."""
     size = values.shape[dim]
     blocks = [block.amax(dim=dim, keepdim=True).expand_as(block) for block in values.split(_BLOCK, dim=dim)]
     found = torch.cat(blocks, dim=dim)

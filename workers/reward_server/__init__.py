@@ -1,1 +1,1 @@
-"""The reward server: a reward model that is served over HTTP, and one that is trained."""
+"""The reward server: serves a reward model over HTTP, and trains one."""

@@ -3,10 +3,10 @@
     submit ──► pending ──► window: the oldest rows, sorted by length ──► batches of at most `max_batch_tokens`
                  │                                                            │ one thread, one forward at a time
                  └─ the oldest waits at most `max_delay_s`, or until a        ▼
-                    whole batch is there; what comes during a forward       score of each row
-                    has waited long enough when it ends
+                    whole batch is there; rows that arrive during a         score of each row
+                    forward need not wait again after it
 
-Owns the queue and the thread of the model. Waits without a limit for one thing only: that somebody wants a score.
+Owns the queue and the model's thread. Without a limit it blocks only on new rows.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Row = Sequence[int]  # token ids
 
 
 class ScoringModel(Protocol):
-    """What a server serves. Its methods may block; each is called from one thread only."""
+    """A model to serve. Its methods may block; each is called from one thread only."""
 
     name: str
     vocab_size: int
-    max_tokens: int | None  # a row may have; None: no limit known
-    busy_tokens: int  # a batch of so many keeps its hardware busy; larger ones score no more tokens a second
+    max_tokens: int | None  # per row; None: no known limit
+    busy_tokens: int  # batch size that saturates the hardware; larger batches score no more tokens per second
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]: ...
 
@@ -42,7 +42,7 @@ class ScoringModel(Protocol):
 
 
 class ScoringModelDouble:
-    """A token a character, and the score is their sum; remembers its batches, and fails or stops on request."""
+    """One token per character, and their sum as the score; records its batches, and fails or stops on request."""
 
     name = "fake"
     vocab_size = 0x110000
@@ -67,7 +67,7 @@ class ScoringModelDouble:
 
 
 class ScoringFailed(Exception):
-    """The model raised, or gave something that is no finite number."""
+    """The model raised, or returned something that is not a finite number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,7 +93,7 @@ class Batcher:
         return len(self._pending)
 
     async def score(self, rows: Sequence[Row]) -> list[float]:
-        """One finite number a row, or ScoringFailed."""
+        """Return one finite number per row, or raise ScoringFailed."""
         loop, now = asyncio.get_running_loop(), time.monotonic()
         added = [_Pending(row=row, since=now, score=loop.create_future()) for row in rows]
         self._pending += added
@@ -103,7 +103,7 @@ class Batcher:
         return [entry.score.result() for entry in added]
 
     async def run(self) -> None:
-        """Score what arrives, until cancelled."""
+        """Score rows as they arrive, until cancelled."""
         try:
             while True:
                 await self._until(lambda: self.num_pending > 0)
@@ -123,7 +123,7 @@ class Batcher:
                 await self._score_batch(batch)
         finally:
             for entry in window:
-                entry.score.cancel()  # nothing, when it has its score
+                entry.score.cancel()  # no effect on those with a score
 
     async def _until(self, enough: Callable[[], bool]) -> None:
         """Wait for rows until there are enough."""
@@ -140,7 +140,7 @@ class Batcher:
         return window
 
     async def _score_batch(self, batch: list[_Pending]) -> None:
-        batch = [entry for entry in batch if not entry.score.done()]  # done: nobody waits for it any more
+        batch = [entry for entry in batch if not entry.score.done()]  # done: its caller has gone
         if not batch:
             return
         loop = asyncio.get_running_loop()
@@ -148,7 +148,7 @@ class Batcher:
             scores = await loop.run_in_executor(self._thread, self._model.score, [entry.row for entry in batch])
             if len(scores) != len(batch):
                 raise ValueError(f"the model gave {len(scores)} scores for {len(batch)} rows")
-        except Exception as error:  # a model may raise anything; it costs these rows and not the server
+        except Exception as error:  # a model may raise anything; only these rows fail, not the server
             logging.getLogger(__name__).exception("a batch of %d rows could not be scored", len(batch))
             scores, reason = [math.nan] * len(batch), f"the model raised {type(error).__name__}"
         else:
@@ -163,12 +163,12 @@ class Batcher:
 
 
 def pack(window: list[_Pending], max_batch_tokens: int, busy_tokens: int) -> Iterator[list[_Pending]]:
-    """Batches of similar lengths, none above the limit with its padding counted, unless it is a single row. One that
-    keeps the hardware busy takes no more rows that would need padding."""
+    """Yield batches of similar lengths, at most `max_batch_tokens` with padding, unless a single row is longer. A batch
+    that saturates the hardware takes no more rows that would need padding."""
     batch: list[_Pending] = []
     for entry in sorted(window, key=lambda entry: len(entry.row), reverse=True):
         if batch:
-            # The first row is the longest, so it sets what every row of the batch is padded to.
+            # The first row is the longest: all rows of the batch are padded to it.
             width = len(batch[0].row)
             too_many = (len(batch) + 1) * width > max_batch_tokens
             too_short = len(batch) * width >= busy_tokens and len(entry.row) < width

@@ -1,11 +1,11 @@
-"""A sequence-classification model as reward model: loading it, and scoring batches of any lengths.
+"""A sequence-classification model as reward model: loads it, and scores batches of rows of any length.
 
     reward = (sum_i attribute_weights[i] x output_i - reward_mean) / reward_std      of a single output: without the sum
 
-The outputs are the head's at the last token, as transformers takes them, or their mean over all tokens of a row.
+The outputs are those of the head at the last token, as in transformers, or their mean over all tokens of a row.
 
-The one place of the reward room that talks to transformers; server and training both go through it, so that a text
-means the same tokens and the same score to both. Blocks for as long as the model computes.
+Only this module of the reward server talks to transformers; server and training both use it, so that a text has the
+same tokens and the same score in both. Blocks while the model computes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from streamrl.process import keep_freed_memory
 
 Dtype = Literal["float32", "bfloat16"]
 Row = Sequence[int]  # token ids
-# On a CPU matrices of 512 rows are as fast as any, and larger batches bring more padding.
+# On a CPU matrices of 512 rows are as fast as any, and larger batches need more padding.
 _BUSY_TOKENS = {"cpu": 512, "cuda": 8192}
 
 
@@ -40,7 +40,7 @@ class RewardModel:
         text_config = model.config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
         limits = (getattr(text_config, "max_position_embeddings", None), tokenizer.model_max_length)
-        # Tokenizers without a limit say 1e30.
+        # A tokenizer without a limit reports 1e30.
         self.max_tokens: int | None = min((limit for limit in limits if limit and limit < 1e9), default=None)
         self.busy_tokens = _BUSY_TOKENS[model.device.type]
 
@@ -53,12 +53,12 @@ class RewardModel:
         trust_remote_code: bool = False,
         new_head: int | None = None,
     ) -> Self:
-        """From a folder or the hub. `new_head`: begin with a random one of so many outputs, as training does."""
+        """Load from a folder or the hub. `new_head`: start with a random head of so many outputs, as training does."""
         path = settings.model
         common: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         tokenizer = _load_tokenizer(path, common)
         if new_head is not None:
-            common |= {"num_labels": new_head, "ignore_mismatched_sizes": True}  # the model may have a head of its own
+            common |= {"num_labels": new_head, "ignore_mismatched_sizes": True}  # the model may have another head
         try:
             model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
                 path, dtype=getattr(torch, dtype), output_loading_info=True, **common
@@ -109,10 +109,11 @@ class RewardModel:
         return (outputs * counts).sum(dim=1) / counts.sum(dim=1)
 
     def _pad_for(self, rows: Sequence[Row]) -> int | None:
-        """The token to pad with.
+        """Return the token to pad with.
 
-        A decoder finds the end of a row as its last token that is not padding; one without a padding token takes the
-        very last, and so only single rows. A token that no row ends with makes it do the same in a batch.
+        A decoder takes its last token that is not padding as the end of a row; without a padding token it takes the
+        very last one, which works for single rows only. Padding with a token that no row ends with gives the same in a
+        batch.
         """
         pad: int | None = self.model.config.get_text_config().pad_token_id
         if pad is not None:
@@ -122,7 +123,7 @@ class RewardModel:
 
     @contextmanager
     def _padded_by(self, pad: int) -> Iterator[None]:
-        """For one forward pass, the model knows the padding token."""
+        """Set the model's padding token for one forward pass."""
         config = self.model.config.get_text_config()
         own, config.pad_token_id = config.pad_token_id, pad
         try:
@@ -133,7 +134,7 @@ class RewardModel:
 
 def _load_tokenizer(path: str, common: dict[str, Any]) -> transformers.PreTrainedTokenizerBase:
     is_folder = Path(path).is_dir()
-    if path.startswith(("/", ".", "~")) and not is_folder:  # no hub name begins so
+    if path.startswith(("/", ".", "~")) and not is_folder:  # no hub name starts like this
         raise DataError(f"no such model folder: {path!r}")
     try:
         tokenizer: transformers.PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(path, **common)
@@ -143,7 +144,7 @@ def _load_tokenizer(path: str, common: dict[str, Any]) -> transformers.PreTraine
             problem = f"{path!r} is no folder, and the hub gives no tokenizer of it"
         raise DataError(f"{problem}: {_first_line(error)}") from None
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        # What transformers makes of a folder that holds none, for some types of model.
+        # For some model types, transformers builds this from a folder without a tokenizer.
         raise DataError(f"no tokenizer in the model {path!r}")
     return tokenizer
 
@@ -161,8 +162,7 @@ def _check_outputs(model: Any, settings: schema.RewardServer, *, may_be_several:
 
 
 def prepare_process(threads: int | None) -> None:
-    """For a process that is about reward models alone: how many CPU threads, what becomes of freed memory, and that
-    only we speak to the user."""
+    """Set up a process that only serves or trains a reward model: CPU threads, freed memory, and quiet transformers."""
     keep_freed_memory()
     if threads is not None:
         torch.set_num_threads(threads)

@@ -1,6 +1,6 @@
-"""The reward server's OpenAPI document, made from the same classes that check its requests.
+"""The reward server's OpenAPI document, built from the classes that validate its requests, and its Prometheus metrics.
 
-What the reward server counts for Prometheus, in a registry of its own: several may live in one process.
+The metrics have a registry of their own, since several servers may live in one process.
 """
 
 from __future__ import annotations

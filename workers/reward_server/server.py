@@ -1,13 +1,13 @@
-"""The reward server: a finite number a row or an error with its reason, and the truth about its health.
+"""The reward server: returns a finite number per row or an error with its reason, and reports its true health.
 
     POST /score       {"texts": ["prompt and completion", ...]} or {"tokens": [[1, 2], ...]} ──► {"rewards": [0.5, ...]}
-    POST /get_reward  {"query": ["prompt and completion", ...]}: as OpenRLHF asks remote reward models
+    POST /get_reward  {"query": ["prompt and completion", ...]}: OpenRLHF's API for remote reward models
     GET  /health, /metrics (for Prometheus), /openapi.json
 
-A request is read (bounded in bytes and time), checked, tokenised in a thread of its own and handed to the batcher.
+A request is read (bounded in bytes and time), validated, tokenized in a thread and handed to the batcher.
 
-SIGTERM or Ctrl-C ends it in order: no new connections, what was asked is answered, then the process leaves. Whose
-scores take longer than `STOP_TIMEOUT_S`, or until another such signal, is told to ask elsewhere.
+SIGTERM or Ctrl-C shuts it down in order: no new connections, requests in progress are answered, then the process exits.
+Requests that take longer than `STOP_TIMEOUT_S`, or are still open at a second such signal, get 503.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from streamrl.workers.reward_server.model import Dtype
 
 MAX_BODY_BYTES = 8 << 20
-MAX_ROWS = 4096  # of one request
-MAX_PENDING_ROWS = 16384  # of all requests that were read and not answered; with more the server says that it is busy
+MAX_ROWS = 4096  # per request
+MAX_PENDING_ROWS = 16384  # over all requests read and not answered; above that the server answers 503
 BODY_TIMEOUT_S = 30.0
-HEALTH_TIMEOUT_S = 5.0  # a model that scored nothing for so long is asked to prove itself
+HEALTH_TIMEOUT_S = 5.0  # a model without a score for this long must score a test row
 STOP_TIMEOUT_S = 10
-_LEAVE_TIMEOUT_S = 5  # for a caller to take its answer
-_KEEP_ALIVE_S = 60  # longer than callers keep an idle connection (httpx: 5 s): else it may close just as they ask
+_LEAVE_TIMEOUT_S = 5  # for callers to read their answers
+_KEEP_ALIVE_S = 60  # longer than callers keep an idle connection (httpx: 5 s): else it may close just as they send
 
 
 class ScoreRequest(BaseModel):
@@ -60,7 +60,7 @@ class ScoreRequest(BaseModel):
 class OpenRlhfRequest(BaseModel):
     """Score texts, as OpenRLHF asks."""
 
-    # Its versions send more beside the query (prompts, labels), and nothing of that matters here.
+    # Its versions send more than the query (prompts, labels), which is not needed here.
     model_config = ConfigDict(extra="ignore", strict=True)
 
     texts: Annotated[list[str], Field(alias="query", min_length=1, max_length=MAX_ROWS)]
@@ -68,7 +68,7 @@ class OpenRlhfRequest(BaseModel):
 
 
 class RewardApp:
-    """The routes, and what they share."""
+    """The routes and their shared state."""
 
     def __init__(
         self,
@@ -114,21 +114,21 @@ class RewardApp:
         return JSONResponse(document({"/score": ScoreRequest, "/get_reward": OpenRlhfRequest}))
 
     async def health(self, request: Request) -> Response:
-        """Well means: the model scored something within the last seconds, or does so now."""
+        """Healthy if the model has scored something within the last seconds, or does so now."""
         facts = {"model": self._model.name, "pending_rows": self._batcher.num_pending}
         asked, limit_s = time.monotonic(), self._health_timeout_s
         if asked - self._batcher.last_success > limit_s:
             try:
                 await asyncio.wait_for(self._batcher.score([[0]]), limit_s)
             except TimeoutError:
-                if self._batcher.last_success < asked:  # else it has much to do, and scored others meanwhile
+                if self._batcher.last_success < asked:  # otherwise it is busy, and scored other rows meanwhile
                     return JSONResponse({"status": "stuck", "reason": f"no score within {limit_s:g} s", **facts}, 503)
             except ScoringFailed as error:
                 return JSONResponse({"status": "failing", "reason": str(error), **facts}, 503)
         return JSONResponse({"status": "ok", **facts})
 
     def give_up(self) -> None:
-        """The server is about to end: whoever still waits for scores is told to ask elsewhere."""
+        """Give up on pending requests, since the server is about to end: they get 503."""
         self._ending.set()
 
     @contextlib.asynccontextmanager
@@ -147,7 +147,7 @@ class RewardApp:
         with self._metrics.seconds.time():
             try:
                 check_caller(request, self._token)
-                self._check_room(1)  # nothing is read that will not be scored
+                self._check_room(1)  # before reading a body that would not be scored
                 body = _parse(await read_body(request), form)
                 rewards = await self._rewards(request, body)
                 status = 200
@@ -169,7 +169,7 @@ class RewardApp:
         self._check_room(num_rows)
         self._num_rows += num_rows
         try:
-            # A caller that gave up and asks again must not wait behind what it asked before.
+            # A caller that gave up and retries must not wait behind its own earlier request.
             ends = {"hang-up": _wait_for_hang_up(request), "end": self._wait_for_end()}
             return await run_beside(self._score(body), ends)
         finally:
@@ -204,7 +204,7 @@ class RewardApp:
 
 
 def check_caller(request: Request, token: str | None) -> None:
-    if "origin" in request.headers:  # a browser adds it, for whatever page somebody reads beside this server
+    if "origin" in request.headers:  # added by browsers, for whichever page is open on this machine
         raise HTTPException(403, "pages in browsers get no answers")
     if token is None:
         return
@@ -214,7 +214,7 @@ def check_caller(request: Request, token: str | None) -> None:
 
 
 async def _wait_for_hang_up(request: Request) -> None:
-    await request.receive()  # the body has been read: what can still come is the end of the connection
+    await request.receive()  # the body has been read, so only a disconnect can follow
     raise HTTPException(499, "the caller hung up")
 
 
@@ -258,8 +258,8 @@ async def apologise(request: Request, error: Exception) -> Response:
 def build_app(
     settings: schema.RewardServer, *, dtype: Dtype, threads: int | None, token: str | None, trust_remote_code: bool
 ) -> RewardApp:
-    """Load the model, which takes its time, and build the application around it."""
-    from streamrl.workers.reward_server.model import RewardModel, prepare_process  # torch: only where a model is served
+    """Load the model, which takes a while, and build the application around it."""
+    from streamrl.workers.reward_server.model import RewardModel, prepare_process  # lazy: imports torch
 
     prepare_process(threads)
     model = RewardModel.load(settings, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -268,7 +268,7 @@ def build_app(
 
 
 class _Server(Server):
-    """It ends without an error for anybody."""
+    """Exits on a signal without an error."""
 
     def __init__(self, app: RewardApp, on_ready: Callable[[], None]) -> None:
         super().__init__(
@@ -280,7 +280,7 @@ class _Server(Server):
         self._app = app
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # uvicorn's own would raise the signal again in the end, and an orderly end is exit code 0.
+        # uvicorn would raise the signal again at the end; an orderly shutdown must exit with 0.
         if self.should_exit:
             self._app.give_up()
         self.should_exit = True

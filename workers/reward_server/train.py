@@ -1,16 +1,15 @@
-"""Training a reward model on pairs or ratings, in one sitting, on one device.
+"""Trains a reward model on pairs or ratings, in a single run on one device.
 
-Starts from any model of transformers with a new reward head, and leaves a folder that `streamrl reward serve` and plain
-transformers load. A share of the examples is held out; the summary says how many of them the model orders rightly, and
-the mean and deviation of its rewards on them, which standardise it when served.
+Starts from any transformers model with a new reward head, and writes a folder that `streamrl reward serve` and plain
+transformers can load. A share of the examples is held out; the summary reports how many of them the model ranks
+correctly, and the mean and standard deviation of its rewards on them, which standardise it when served.
 
-What reward models learn from: pairs of texts, one better than the other, or texts with their ratings.
+Reward models learn from pairs of texts, one better than the other, or from texts with ratings:
 
     {"prompt": ..., "chosen": ..., "rejected": ...}      loss = -log sigmoid(r(chosen) - r(rejected))   (Bradley-Terry)
     {"prompt": ..., "completion": ..., "score": ...}     loss = mean (output - score)^2, of a number or a list of them
 
-Prompt and what follows are joined as the reward client joins them. What is no example is a DataError that names file
-and line.
+Prompt and completion are joined as in the reward client. A malformed example is a DataError that names file and line.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ _SCORE_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
-    model: str  # what to start from: a folder or hub name
+    model: str  # base model: a folder or hub name
     output: Path
     epochs: int = 1
-    batch_size: int = 32  # examples of one optimizer step
+    batch_size: int = 32  # examples per optimizer step
     lr: float = 1e-5
     weight_decay: float = 0.0
     clip_norm: float = 1.0
     held_out: float = 0.1  # share of the examples
-    max_tokens: int = 2048  # an example with a longer text is left out, and counted
+    max_tokens: int = 2048  # examples with a longer text are skipped, and counted
     seed: int = 1234
     trust_remote_code: bool = False
 
@@ -58,8 +57,8 @@ class Summary:
     num_held_out: int
     num_overlong: int
     steps: int
-    accuracy: float  # share of held-out pairs (of ratings: of neighbours that differ) that are ordered rightly
-    reward_mean: float  # over the held-out texts; of a model with several outputs, of their mean
+    accuracy: float  # share of held-out pairs (for ratings: of neighbours that differ) ranked correctly
+    reward_mean: float  # over the held-out texts; for several outputs, of their mean
     reward_std: float
     num_outputs: int  # of the model
 
@@ -147,7 +146,7 @@ def _step(scorer: RewardModel, optimizer: torch.optim.Optimizer, batch: Sequence
 
 @torch.inference_mode()
 def _rewards(scorer: RewardModel, held_out: Sequence[_Encoded]) -> list[float]:
-    """Of every held-out text, in order; of a model with several outputs their mean."""
+    """Return the reward of every held-out text, in order; for several outputs, their mean."""
     rows = [row for example in held_out for row in example.rows]
     parts = [scorer.forward(rows[start : start + _SCORE_ROWS]) for start in range(0, len(rows), _SCORE_ROWS)]
     rewards: list[float] = torch.cat(parts).mean(dim=1).tolist()
@@ -167,8 +166,8 @@ def _accuracy(held_out: Sequence[_Encoded], rewards: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    texts: tuple[str, ...]  # a pair: the better one first
-    scores: tuple[float, ...] = ()  # of the one text; empty: a pair
+    texts: tuple[str, ...]  # of a pair, the better one first
+    scores: tuple[float, ...] = ()  # of a rated text; empty for a pair
 
 
 def read_pairs(path: Path) -> list[Example]:

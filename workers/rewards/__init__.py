@@ -1,1 +1,1 @@
-"""Rewards: the sources that give numbers to samples: functions, programs, judges, services, a teacher."""
+"""Rewards: the sources that score samples: functions, programs, judges, services, a teacher."""

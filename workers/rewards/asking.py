@@ -1,15 +1,15 @@
-"""A service that answers row by row, asked with patience: whatever comes in the same turn of the loop shares a request.
+"""Client of a row-by-row service, with retries: rows asked in the same turn of the event loop share a request.
 
-    ask ──► waiting ──► at most `max_concurrency` requests ──► what it said of each row, or RewardError
+    ask ──► waiting ──► at most `max_concurrency` requests ──► the result of each row, or RewardError
                               │
-                              ├─ no connection, too late, 5xx, nonsense: again, elsewhere if there are replicas
-                              ├─ 401, 403, 404: so too; of address and token, unless others get their answers there
-                              ├─ 429: again, when the replica has had the rest that it wants; this costs no attempt
-                              └─ no replica is well: an outage; wait for one, which costs no attempt, up to `outage_s`;
+                              ├─ no connection, timeout, 5xx, malformed: retry, on another replica if there is one
+                              ├─ 401, 403, 404: retry too; blamed on address and token, unless others get answers there
+                              ├─ 429: retry after the rest that the replica asks for; costs no attempt
+                              └─ no healthy replica: an outage; wait for one up to `outage_s`, which costs no attempt;
                                  then RewardOutage
 
-A request that is refused (400, 413, 422), or had its attempts, is sent again row by row: one bad row fails alone.
-Whether a replica that is out is well again, a row that was answered before finds out.
+A request that is refused (400, 413, 422) or has used up its attempts is repeated row by row, so that a bad row fails
+alone. To find out whether a replica has recovered, it is sent a row that was answered before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Said = TypeVar("Said")
 
 
 class Patience(Protocol):
-    """The settings of a source that bound it."""
+    """The settings of a source that bound its retries."""
 
     @property
     def attempts(self) -> int: ...
@@ -48,26 +48,26 @@ class _Waiting(Generic[Row, Said]):
 
 
 class Service(Generic[Row, Said]):
-    """One service, of one or several replicas."""
+    """One service with one or more replicas."""
 
     def __init__(
         self,
         urls: Sequence[str],
-        request: Callable[[str, Sequence[Row]], Awaitable[list[Said]]],  # something for each row; TryAgain, or Refused
+        request: Callable[[str, Sequence[Row]], Awaitable[list[Said]]],  # a result per row; or TryAgain, Refused
         patience: Patience,
         *,
-        max_rows: int,  # of a request
+        max_rows: int,  # per request
         first_pause_s: float,
     ) -> None:
         self._request, self._patience, self._max_rows = request, patience, max_rows
         self._replicas = Replicas(urls, first_pause_s=first_pause_s)
         self._first_pause_s = first_pause_s
-        self._answered: list[Row] = []  # the latest; none at first
+        self._answered: list[Row] = []  # the row answered last; empty at first
         self._waiting: list[_Waiting[Row, Said]] = []
         self._requests: set[asyncio.Task[None]] = set()
 
     def health(self) -> Health:
-        # While nobody asks, nobody finds out that a service is back; so who may be tried is not out.
+        # A replica that is due for a trial does not count as out: without requests nobody would notice its recovery.
         return Health(outage=self._replicas.outage, state=self._replicas.state)
 
     async def ask(self, row: Row) -> Said:
@@ -97,16 +97,16 @@ class Service(Generic[Row, Said]):
             self._send_waiting()
 
     async def _settle(self, batch: list[_Waiting[Row, Said]]) -> None:
-        """Give every entry its answer or its error."""
+        """Give every entry its result or its error."""
         try:
             await self._answer(batch)
         except (RewardOutage, UserError) as error:
             _fail(batch, error)
         finally:
-            _fail(batch, RewardError("the request was given up"))  # whatever happens, nobody waits for ever
+            _fail(batch, RewardError("the request was given up"))  # so that no entry waits for ever
 
     async def _answer(self, batch: list[_Waiting[Row, Said]]) -> None:
-        batch = [entry for entry in batch if not entry.said.done()]  # done: nobody waits for it any more
+        batch = [entry for entry in batch if not entry.said.done()]  # done: its caller has gone
         if not batch:
             return
         try:
@@ -123,12 +123,12 @@ class Service(Generic[Row, Said]):
                     entry.said.set_result(one)
 
     async def _ask_patiently(self, rows: list[Row]) -> list[Said]:
-        """Refused: these rows had their attempts. RewardOutage: there was none for them, nor for others."""
+        """Ask with retries. Refused: these rows used up their attempts. RewardOutage: no replica was available."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._patience.outage_s
         last: Replica | None = None
         attempts = tries = 0
-        answered: dict[Replica, int] = {}  # what each had answered when it last failed us
+        answered: dict[Replica, int] = {}  # each replica's `num_answered` when it last failed us
         while attempts < self._patience.attempts:
             await self._pause(tries, attempts)
             replica = await self._replicas.one(but=last, until=until)
@@ -145,12 +145,12 @@ class Service(Generic[Row, Said]):
                     return said
             except TryAgain as error:
                 last, reason = replica, f"{replica.url}: {error}"
-                if error.rest_s is not None:  # it is well, and says when it can be asked
+                if error.rest_s is not None:  # healthy, but rate-limited
                     continue
                 tries += 1
                 answered[replica] = replica.num_answered
-                # That nobody is there, or lets us in, or that an outage goes on, says nothing about these rows,
-                # unless others get their answers there, or nothing was ever answered that could tell.
+                # An unreachable or forbidding replica, or an outage that continues, says nothing about these rows,
+                # unless others get answers there, or no row was ever answered that could tell.
                 here = error.reached and not error.away
                 about_them = error.answered and not self._answered if on_trial else here
                 if about_them or replica.num_answered > before:
@@ -162,14 +162,14 @@ class Service(Generic[Row, Said]):
         raise Refused(f"{reason} ({attempts} attempts)")
 
     def _trial_rows(self, replica: Replica, rows: list[Row]) -> list[Row]:
-        """What was answered before tells an outage from rows that cannot be answered; in turn with one of these, lest
-        all depend on it for ever."""
+        """Return the rows for a trial request. A row answered before can tell an outage from rows that cannot be
+        answered; every other trial uses one of the given rows, so that not everything depends on the old one."""
         if self._answered and replica.trials_failed % 2 == 0:
             return self._answered
         return rows if len(rows) == 1 else [random.choice(rows)]
 
     async def _pause(self, tries: int, attempts: int) -> None:
-        """Where some are well and each has been asked, time may help; one that is out is waited for anyway."""
+        """Back off once every healthy replica has been tried; for replicas that are out, `one` waits anyway."""
         count = len(self._replicas)
         if tries and tries % count == 0 and self._replicas.num_well:
             pause_s = min(_LONGEST_PAUSE_S, self._first_pause_s * 2 ** min(max(0, attempts // count - 1), 10))
@@ -179,4 +179,4 @@ class Service(Generic[Row, Said]):
 def _fail(batch: list[_Waiting[Row, Said]], error: RewardError | UserError) -> None:
     for entry in batch:
         if not entry.said.done():
-            entry.said.set_exception(type(error)(str(error)))  # its own: each gets another traceback
+            entry.said.set_exception(type(error)(str(error)))  # a copy each, since each gets its own traceback

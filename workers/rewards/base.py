@@ -1,7 +1,7 @@
-"""The seam between a worker and what scores its samples: one item in, one finite number a source out, or RewardError.
+"""The interface between a worker and what scores its samples: one item in, one finite number per source or RewardError.
 
-A source may say None instead: it does not apply to this sample, and the others' rewards count alone. A score that is
-missing, late, NaN or infinite is never a number. Each source bounds its own waits. `mixing` puts sources together.
+A source may return None: it does not apply to this sample, and only the other sources' rewards count. A missing, late,
+NaN or infinite score is an error, never a number. Each source bounds its own waits. `mixing` combines the sources.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy.typing as npt
 from streamrl.errors import RewardError
 from streamrl.protocol.wire.sample import FinishReason
 
-Score: TypeAlias = "float | npt.NDArray[np.float64] | None"  # [T]: of each token; the reward is their sum
-Spend = Callable[[str, int], Awaitable[int]]  # of what, how many more ─► how many all workers of the run have spent
+Score: TypeAlias = "float | npt.NDArray[np.float64] | None"  # [T]: one per token; the reward is their sum
+Spend = Callable[[str, int], Awaitable[int]]  # (what, amount to add) ─► the total of all workers of the run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,35 +26,35 @@ class ScoreItem:
     prompt: str
     completion: str
     token_ids: npt.NDArray[np.int32]  # [T] of the completion
-    fields: Mapping[str, Any] = field(default_factory=dict)  # the dataset row's further fields, `answer` for one
-    finish_reason: FinishReason = "stop"  # "length": it was cut off
-    rewards: Mapping[str, float] = field(default_factory=dict)  # for sources of groups: what the others gave
+    fields: Mapping[str, Any] = field(default_factory=dict)  # the other fields of the data row, such as `answer`
+    finish_reason: FinishReason = "stop"  # "length": truncated
+    rewards: Mapping[str, float] = field(default_factory=dict)  # for group sources: the other sources' rewards
 
     @property
     def sample(self) -> dict[str, Any]:
-        """What differs within a group, as JSON has it."""
+        """What differs within a group, as JSON data."""
         told = {"completion": self.completion, "token_ids": self.token_ids.tolist()}
         return {**told, "finish_reason": self.finish_reason, "rewards": dict(self.rewards)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """How a source does, as people and the taking of tickets want to know it."""
+    """A source's state, for the monitor and for the decision to lease tickets."""
 
     outage: str | None = None  # why it cannot score at all now
     state: str = "well"
-    num_tokens: int | None = None  # that judges have read and written; None of other sources
+    num_tokens: int | None = None  # read and written by judges; None for other sources
 
 
 class Reward(Protocol):
-    """One source. `score` may be called many times at once."""
+    """One source. `score` may be called many times concurrently."""
 
     async def start(self) -> None:
-        """Show that the source can be used at all; what the user must mend is a UserError."""
+        """Check that the source can be used at all. UserError for what the user must fix."""
 
     async def score(self, item: ScoreItem) -> Score:
-        """A finite number within the source's own time limit, or one for each token; None where it does not apply to
-        the sample; or RewardError, RewardOutage where the sample is not at fault."""
+        """Return a finite number within the source's own time limit, or one per token; None if it does not apply to the
+        sample. RewardError if the sample cannot be scored, RewardOutage if that is not the sample's fault."""
 
     def health(self) -> Health: ...
 
@@ -63,12 +63,12 @@ class Reward(Protocol):
 
 @runtime_checkable
 class GroupReward(Protocol):
-    """A source that sees all samples of a prompt at once, when the others have scored them."""
+    """A source that scores all samples of a prompt together, after the other sources."""
 
     async def start(self) -> None: ...
 
     async def score_group(self, items: Sequence[ScoreItem]) -> Sequence[float | RewardError | None]:
-        """For each what `score` has of one. RewardError: none has a score; RewardOutage: as above."""
+        """Return for each item what `score` would. RewardError: none has a score; RewardOutage: as in `score`."""
 
     def health(self) -> Health: ...
 
@@ -76,13 +76,13 @@ class GroupReward(Protocol):
 
 
 class RewardDouble:
-    """Scores by a plain function, remembers what it was asked, and waits or is out when told to."""
+    """Scores by a plain function, records its items, and waits or reports an outage on request."""
 
     def __init__(self, judge: Callable[[ScoreItem], Score] = lambda item: 1.0) -> None:
         self._judge = judge
         self.items: list[ScoreItem] = []
         self.outage: str | None = None
-        self.held: asyncio.Event | None = None  # scores wait for it
+        self.held: asyncio.Event | None = None  # scores wait for this
         self.closed = False
 
     async def start(self) -> None:

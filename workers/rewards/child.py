@@ -1,8 +1,8 @@
-"""A process that runs code of the user's: a reward function, an environment, an agent; or the programs of a model.
+"""A child process that runs user code (a reward function, an environment, an agent) or a model's programs.
 
-A worker begins a child, calls it, and knows whom its death blames. It owns the process, its pipes and the task that
-reads its answers. Waits for the code to be loaded (`LOAD_TIMEOUT_S`) and for answers (`timeout_s`); a call that is late
-costs the process, since nothing else stops a function that loops.
+A worker starts a child and calls it, and knows which call is to blame if it dies. Owns the process, its pipes and the
+task that reads its answers. Blocks on loading the code (`LOAD_TIMEOUT_S`) and on answers (`timeout_s`). A late call
+costs the process its life, since nothing else stops a function that loops.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from streamrl.process import dying_with_us
 from streamrl.protocol.wire.ticket import MAX_TOKENS
 
 LOAD_TIMEOUT_S = 120.0  # a function's file may import torch
-# An `async def` is given up inside the child; the child itself only when it does not even do that.
+# An `async def` is cancelled inside the child; the child is killed only if that does not help.
 CANCEL_GRACE_S = 1.0
-_EXIT_WAIT_S = 0.5  # between the end of its pipe and the end of a process
-_KILLED_WAIT_S = 5.0  # for the kernel to be done with it; who waits for a disk that hangs is left to it
-_MAX_ANSWER_BYTES, _MAX_NUMBERS_BYTES = 1 << 20, 32 * MAX_TOKENS  # the latter with a number for each token
+_EXIT_WAIT_S = 0.5  # between the end of its pipe and its exit
+_KILLED_WAIT_S = 5.0  # for the kernel to reap it; beyond that (a hanging disk, for example) we do not wait
+_MAX_ANSWER_BYTES, _MAX_NUMBERS_BYTES = 1 << 20, 32 * MAX_TOKENS  # the latter for one number per token
 _OF_FUNCTIONS = "streamrl.workers.confined.function_child"
 _SETTINGS = {"target", "options", "of_group", "per_token", "timeout_s", "rollout_timeout_s", "memory_mb", "network"}
 _PASSED = {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH"}
 _PASSED |= {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE"}  # not HF_TOKEN
 _PASSED_FAMILIES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "CUDA_", "NVIDIA_", "TORCH", "TOKENIZERS_", "XDG_")
 
-_NO_ANSWER = (ValueError, TypeError, KeyError, RecursionError)  # what comes of reading a line that is none
+_NO_ANSWER = (ValueError, TypeError, KeyError, RecursionError)  # raised by reading a malformed line
 
 
 class CallFailed(Exception):
-    """No number came of a call; the text says why: the function gave none, or could not be loaded."""
+    """A call gave no result; the message says why: the function failed, or could not be loaded."""
 
 
 class ChildLost(CallFailed):
-    """The child died, or was killed since a call was late. `alone`: no other call can have been the cause."""
+    """The child died, or was killed because a call was late. `alone`: this call must be the cause."""
 
     def __init__(self, reason: str, *, alone: bool) -> None:
         super().__init__(reason)
@@ -51,8 +51,8 @@ class ChildLost(CallFailed):
 
 class Child:
     def __init__(self, process: Process, *, told: dict[str, Any], timeout_s: float) -> None:
-        self.told = told  # by its first line
-        self.concurrent = concurrent = told["concurrent"]  # an `async def`: many calls at once
+        self.told = told  # its first line
+        self.concurrent = concurrent = told["concurrent"]  # an `async def`: takes many calls at once
         self.lost = False
         self._process = process
         self._limit_s = timeout_s + (CANCEL_GRACE_S if concurrent else 0.0)
@@ -69,16 +69,16 @@ class Child:
         *,
         door: int | None = None,
     ) -> Self:
-        """`door`: a file that it is given, to send its listener through (see `door`)."""
+        """Start a child. `door`: a file descriptor through which it sends its listener (see `door`)."""
         gives_many = isinstance(source, schema.FunctionReward) and source.per_token
         process = await asyncio.create_subprocess_exec(
-            # By the kernel, since a function that loops never sees its pipe close.
+            # The kernel kills it with us, since a function that loops never sees its pipe close.
             *dying_with_us([sys.executable, "-m", module], by=signal.SIGKILL),
             stdin=PIPE,
             stdout=PIPE,
             limit=_MAX_NUMBERS_BYTES if gives_many else _MAX_ANSWER_BYTES,
             env=_environment(source.environment),
-            start_new_session=True,  # Ctrl-C is for the worker alone, and what a function forks dies with it
+            start_new_session=True,  # Ctrl-C reaches only the worker, and what a function forks can be killed with it
             pass_fds=() if door is None else (door,),
         )
         try:
@@ -90,7 +90,7 @@ class Child:
             raise
 
     async def call(self, arguments: tuple[Any, ...], *, timeout_s: float | None = None) -> Any:
-        """What user code made of it; or CallFailed. `timeout_s`: another than the source's."""
+        """Call user code and return its result, or raise CallFailed. `timeout_s` overrides the source's."""
         if self.lost:
             raise ChildLost("the process is gone", alone=False)
         number = next(self._numbers)
@@ -103,7 +103,7 @@ class Child:
         try:
             return await answer
         except asyncio.CancelledError:
-            # Nobody waits any more, but the function would go on and eat the next call's time.
+            # Nobody wants the result, but the function would go on and use up the next call's time.
             if not self.concurrent:
                 self._lose("the call was given up")
             raise
@@ -112,7 +112,7 @@ class Child:
             self._pending.pop(number, None)
 
     def tell(self, arguments: tuple[Any, ...]) -> None:
-        """Without waiting for an answer."""
+        """Send a call without waiting for its answer."""
         if not self.lost:
             _send(self._process, {"id": next(self._numbers), "arguments": arguments})
 
@@ -121,7 +121,7 @@ class Child:
         await self._reader
 
     def _lose(self, reason: str, *, culprit_known: bool = False) -> None:
-        """Kill the process and fail every call in it; once, since later its number may be another process's."""
+        """Kill the process and fail all its calls; only once, since its pid may be reused later."""
         if self.lost:
             return
         self.lost = True
@@ -136,10 +136,10 @@ class Child:
         try:
             while line := await self._process.stdout.readline():
                 self._settle(json.loads(line))
-        except _NO_ANSWER:  # the function wrote on the pipe: nothing in there can be trusted now
+        except _NO_ANSWER:  # the function wrote to the pipe: nothing in it can be trusted any more
             reason = "the process wrote something that is no answer"
         else:
-            with contextlib.suppress(TimeoutError):  # it may also have closed its pipe and live on
+            with contextlib.suppress(TimeoutError):  # it may have closed its pipe and still be running
                 async with asyncio.timeout(_EXIT_WAIT_S):
                     reason = f"the process ended with status {await self._process.wait()}"
         self._lose(reason)
@@ -158,7 +158,7 @@ class Child:
 
 
 async def _loaded(process: Process) -> dict[str, Any]:
-    """Wait for the child's first line: CallFailed, or what it tells of the function."""
+    """Wait for the child's first line and return it: facts about the function. CallFailed if it could not be loaded."""
     assert process.stdout is not None
     try:
         async with asyncio.timeout(LOAD_TIMEOUT_S):
@@ -176,27 +176,27 @@ async def _loaded(process: Process) -> dict[str, Any]:
 
 
 def _words_of(error: Any) -> str:
-    """Half a character goes into no message."""
+    """Replace lone surrogates, which no message can carry."""
     return str(error).encode(errors="replace").decode()
 
 
 def _environment(wanted: Collection[str]) -> dict[str, str]:
-    """What programs need to run, and no secret is called; and what is asked for by name."""
+    """Return the variables that programs need to run and whose names are not those of secrets, plus those wanted."""
     passed = _PASSED | set(wanted)
     return {name: text for name, text in os.environ.items() if name in passed or name.startswith(_PASSED_FAMILIES)}
 
 
 def _send(process: Process, message: dict[str, Any]) -> None:
     assert process.stdin is not None
-    # No drain: what waits in the buffer is bounded by the calls that a child may have at once.
+    # No drain: the buffer is bounded by the number of calls that a child may have at once.
     process.stdin.write(json.dumps(message).encode() + b"\n")
 
 
 def _kill(process: Process) -> None:
-    """And let go of its pipes: what it has forked away, out of this signal's reach, may hold their other ends."""
+    """Kill its process group and close our pipes, whose other ends a forked process may still hold."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    transport = process._transport  # type: ignore[attr-defined]  # asyncio closes no pipe of a process that it hands out
+    transport = process._transport  # type: ignore[attr-defined]  # asyncio offers no public way to close these pipes
     calls, answers = transport.get_pipe_transport(0), transport.get_pipe_transport(1)
     if not calls.is_closing():
         calls.abort()
@@ -204,7 +204,7 @@ def _kill(process: Process) -> None:
 
 
 async def _gone(process: Process) -> None:
-    """Of one that was killed."""
+    """Wait until a killed process is gone."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_KILLED_WAIT_S):
             await process.wait()

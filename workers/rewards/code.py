@@ -1,9 +1,9 @@
-"""Rewards of type `code`: the program in a completion runs against its row's tests, in sandboxes of this worker.
+"""Rewards of type `code`: runs a completion's program against its row's tests, in this worker's sandboxes.
 
-    score ──► its turn among `processes` ──► keeper ──► a cell for each test ──► outcomes ──► number
+    score ──► a slot among `processes` ──► keeper ──► a cell for each test ──► outcomes ──► number
 
-That the sandbox failed, and not the program, is an error and never a 0: the keeper died, the machine had no time for
-the program within `timeout_s`, a row holds no tests. Waits for a turn (bounded by the tests before) and for each test.
+A failure of the sandbox is an error and never a score of 0: the keeper died, the machine had no time for the program
+within `timeout_s`, or a row holds no tests. Blocks on a slot (bounded by the tests before it) and on each test.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from streamrl.workers.rewards.child import CallFailed, Child
 from streamrl.workers.rewards.code_tests import Case, Ending, Outcome, judge, score_of
 
 _KEEPER = "streamrl.workers.confined.sandbox_keeper"
-_GRACE_S = 15.0  # for the keeper to say that a program had no time: it waits for the processor, too
+_GRACE_S = 15.0  # for the keeper to report that a program got no CPU time: it waits for the CPU, too
 _SERVICE = "a service can: type http, form sandbox-fusion"
 
 
 def build_code_reward(name: str, source: schema.CodeReward, permissions: Permissions) -> CodeReward:
-    """Checks this worker's permission; begins nothing yet."""
+    """Check this worker's permission; starts nothing yet."""
     if SANDBOX not in permissions.reward_code:
         raise ConfigError(
             f"rewards.{name}: this worker runs no programs of models, nor tests of rows; if it may, in its sandbox, "
@@ -41,7 +41,7 @@ class CodeReward:
         self._cells = Cells(source, keeper=keeper)
 
     async def start(self) -> None:
-        """A program tries what it may not, and another prints: a machine that cannot hold it runs none at all."""
+        """Run a probe that tries what is forbidden, and prints. ConfigError if this machine cannot confine it."""
         try:
             await self._cells.prove()
         except RewardError as error:
@@ -52,21 +52,21 @@ class CodeReward:
         return self.score_of(await self.judge(item, every=self._source.tests.partial))
 
     async def judge(self, item: ScoreItem, *, every: bool = True) -> list[Outcome]:
-        """What became of each test; without `every` no further than to the first that fails."""
+        """Return the outcome of each test; without `every`, only up to the first failure."""
         return await judge(item, self._source.tests, self._cells, every=every)
 
     def score_of(self, outcomes: Sequence[Outcome]) -> float:
         return score_of(outcomes, partial=self._source.tests.partial)
 
     def health(self) -> Health:
-        return Health()  # a sandbox is always to be had: what fails is a sample's
+        return Health()  # a sandbox is always available: failures concern single samples
 
     async def close(self) -> None:
         await self._cells.close()
 
 
 class Cells:
-    """The keeper, begun on first use and again after its death, and how many of its cells may be at once."""
+    """Limits the number of concurrent cells. The keeper starts on first use, and again after its death."""
 
     def __init__(self, source: schema.CodeReward, *, keeper: str) -> None:
         self._source, self._module = source, keeper
@@ -93,7 +93,7 @@ class Cells:
         return Ending(ended=told["ended"], why=str(told.get("why", "")), stdout=stdout, seconds=told["seconds"])
 
     async def prove(self) -> None:
-        """RewardError where a cell holds no program, or lets it do what it may not."""
+        """RewardError if a cell runs no program, or lets it do what is forbidden."""
         ending = await self.run(_PROBE, Case())
         if ending.stdout != "held\n":
             raise RewardError(f"a program could {ending.stdout.strip() or 'not run'} {ending.why}".strip())
@@ -112,7 +112,7 @@ class Cells:
             return self._keeper
 
 
-# What a cell must refuse, tried in one.
+# Attempts that a cell must refuse, run in one.
 _PROBE = """
 import os
 for name, attempt in {

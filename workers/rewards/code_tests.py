@@ -1,13 +1,13 @@
-"""The tests of a row, the program of a completion, and what became of each test: what all sandboxes share.
+"""A row's tests, the program in a completion, and the outcome of each test: the part that all sandboxes share.
 
-A row's field holds one of these, or its JSON as a text:
+A row's field holds one of these forms, or its JSON as a string:
 
-    [{"input": "2 3\n", "output": "5\n"}, ...]          a run each: what the program reads, and must print
-    {"inputs": ["2 3\n", ...], "outputs": ["5\n", ...]}  the same, as APPS and TACO have it
-    ["assert add(2, 3) == 5", ...]                      as MBPP has it: a run each, behind the program
-    "def check(f): ...\ncheck(add)"                     as HumanEval has it: one run
+    [{"input": "2 3\n", "output": "5\n"}, ...]          one run each: stdin, and the expected stdout
+    {"inputs": ["2 3\n", ...], "outputs": ["5\n", ...]}  the same, in the form of APPS and TACO
+    ["assert add(2, 3) == 5", ...]                      the form of MBPP: one run each, after the program
+    "def check(f): ...\ncheck(add)"                     the form of HumanEval: one run
 
-Lines that are printed are compared without the spaces at their ends, and without empty lines at the end.
+Printed lines are compared without trailing spaces, and without empty lines at the end.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _FORMS = 'a list of {"input": ..., "output": ...}, {"inputs": [...], "outputs": 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     stdin: str = ""
-    expected: str | None = None  # what is to be printed
-    then: str = ""  # code that runs behind the program
+    expected: str | None = None  # the stdout that passes
+    then: str = ""  # code that runs after the program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
     """How a run of a program ended."""
 
-    ended: str  # `done`, or what else
+    ended: str  # `done`, or another reason
     why: str = ""
     stdout: str = ""
     seconds: float = 0.0
@@ -47,26 +47,26 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one test."""
+    """The outcome of one test."""
 
     passed: bool
-    why: str = ""  # it did not
+    why: str = ""  # why it failed
     seconds: float = 0.0
 
 
 class Sandbox(Protocol):
     async def run(self, program: str, case: Case) -> Ending:
-        """RewardError where the sandbox failed, and not the program."""
+        """Run the program on one test. RewardError if the sandbox failed, not the program."""
 
 
 def program_of(completion: str) -> str:
-    """Its last block of code; all of it where there is none."""
+    """Return the completion's last code block, or all of it if there is none."""
     blocks = _BLOCK.findall(completion)
     return blocks[-1] if blocks else completion
 
 
 def cases_of(fields: Mapping[str, Any], field: str) -> list[Case]:
-    """RewardError for a row that holds none."""
+    """Read the row's tests. RewardError if it holds none."""
     if field not in fields:
         raise RewardError(f"the row has no field {field!r}; it has: {', '.join(sorted(fields)) or 'none'}")
     held = fields[field]
@@ -100,7 +100,7 @@ def _read_one(one: Any) -> Case | None:
 
 
 def outcome_of(case: Case, ending: Ending) -> Outcome:
-    """A program that ends itself has printed what it had to, maybe; but a test behind it never ran."""
+    """Judge one run. A program that exits by itself may have printed its answer; but a test after it never ran."""
     why = "" if ending.ended == "done" else ending.why
     if ending.ended == "exited" and case.expected is not None and ending.why.endswith("status 0"):
         why = ""
@@ -119,7 +119,7 @@ def _shown(text: str) -> str:
 
 
 async def judge(item: ScoreItem, tests: schema.Tests, sandbox: Sandbox, *, every: bool) -> list[Outcome]:
-    """Of each test in turn; without `every` until one tells that not all pass."""
+    """Run the tests in turn; without `every`, only up to the first failure."""
     program, outcomes = program_of(item.completion), []
     for case in cases_of(item.fields, tests.field):
         outcomes.append(outcome_of(case, await sandbox.run(program, case)))

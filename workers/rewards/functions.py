@@ -1,23 +1,23 @@
-"""Reward functions, the user's and the built-in ones, each in child processes that may loop, exit, raise or eat memory.
+"""Reward functions, user-defined and built-in, each in child processes that may loop, exit, raise or run out of memory.
 
-A function is
+A function has the form
 
     def reward(prompt: str, completion: str, token_ids: list[int], fields: Mapping) -> float
 
-where `token_ids` are the completion's and `fields` the further fields of the prompt's row, `answer` for one; or it has
-the form of TRL's (`trl_form`), and may then say that it does not apply, or see all samples of a prompt at once
-(`of_group`). It may be `async def`, and may take keyword arguments, set by `options`; `finish_reason` and `truncated`
-are given where it has parameters of these names. It is named by `package.module:function` or
-`path/to/file.py:function`, and is run only if the worker was started with permission for just this target. Its process
-has no network (`confine`) and none of the worker's variables that may be secrets, but for what its source asks for and
-its worker allows.
+where `token_ids` are the completion's and `fields` the other fields of the prompt's row, such as `answer`. It may also
+have the form of TRL's functions (`trl_form`), which may return None for "does not apply", or score all samples of a
+prompt together (`of_group`). It may be `async def`, and may take keyword arguments, set by `options`; `finish_reason`
+and `truncated` are passed if it has parameters of these names. It is named `package.module:function` or
+`path/to/file.py:function`, and runs only if the worker was started with permission for exactly this target. Its process
+has no network (`confine`), and of the worker's possibly secret variables only those that its source asks for and its
+worker allows.
 
-    score ──► its turn at a place ──► child: one call at a time (async def: up to 32) ──► number or error
-                       ▲                │ dies, or no answer in time: killed, its place begins another
+    score ──► a slot of a place ──► child: one call at a time (async def: up to 32) ──► number or error
+                       ▲                │ dies, or times out: killed, and its place starts another
                        └────────────────┘
 
-A child that dies with several calls in it does not tell whose fault it was, so each of them is tried once more alone.
-The only waits are for a turn (bounded by the limits of the calls before) and for the answer (`timeout_s`).
+When a child dies with several calls in it, the culprit is unknown, so each of them is retried alone. Blocks only on a
+slot (bounded by the limits of the calls before) and on the answer (`timeout_s`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CONCURRENT_CALLS = 32  # of an `async def` in one process
 def build_function_reward(
     name: str, source: schema.FunctionReward, permissions: Permissions
 ) -> FunctionReward | FunctionOfGroups:
-    """Checks the target's form and this worker's permission for it; loads nothing yet."""
+    """Check the target's form and this worker's permission for it; loads nothing yet."""
     key = f"rewards.{name}.target"
     check_target(source.target, key=key)
     if source.target not in REWARDS:
@@ -52,7 +52,7 @@ def build_function_reward(
 
 
 def may_run(source: schema.FunctionReward | schema.Environment, permissions: Permissions, *, section: str) -> None:
-    """ConfigError where nobody has told this worker to trust the code, or to give it what it wants."""
+    """ConfigError if this worker has no permission to run the code, or to give it what it asks for."""
     target = source.target
     assert target is not None, "a service is no code of ours"
     if _canonical(target) not in map(_canonical, permissions.reward_code):
@@ -84,14 +84,14 @@ def _canonical(target: str) -> str:
 
 
 class _Pool:
-    """One function, in child processes."""
+    """One function in child processes."""
 
     def __init__(self, source: schema.FunctionReward, *, key: str) -> None:
         self._key = key
         self._places = [_Place(source) for _ in range(source.processes)]
         self._solo = _Place(source)
         self._solo_turn = asyncio.Lock()
-        # Each place is in here as many times as it may have calls, so that taking one is waiting for a turn.
+        # Holds each place once per call that it may run at a time, so that getting one means getting a slot.
         self._turns: asyncio.Queue[_Place] = asyncio.Queue()
 
     async def start(self) -> None:
@@ -104,14 +104,14 @@ class _Pool:
                 self._turns.put_nowait(place)
 
     async def of(self, items: Sequence[ScoreItem]) -> list[Any]:
-        """What it says of these samples, which have one prompt; or RewardError."""
+        """Return the function's values for these samples of one prompt, or raise RewardError."""
         try:
             return await self._call((items[0].prompt, dict(items[0].fields), [item.sample for item in items]))
         except CallFailed as error:
             raise RewardError(f"the function failed: {error}") from None
 
     def health(self) -> Health:
-        return Health()  # a function is always to be had: what fails is a sample's
+        return Health()  # a function is always available: failures concern single samples
 
     async def close(self) -> None:
         for place in (*self._places, self._solo):
@@ -142,7 +142,7 @@ class FunctionOfGroups(_Pool):
 
 
 class _Place:
-    """Where one child lives: begun on first use, and again after each death."""
+    """The place of one child, which starts on first use and again after each death."""
 
     def __init__(self, source: schema.FunctionReward) -> None:
         self._source = source

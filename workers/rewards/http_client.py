@@ -1,4 +1,4 @@
-"""Rewards from a service over HTTP: many samples in a request (`asking`), a number for each; answers are distrusted."""
+"""Rewards from an HTTP service: many samples per request (`asking`), one number each; answers are not trusted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from streamrl.workers.rewards.base import Health, ScoreItem
 from streamrl.workers.rewards.http_request import FORMS, Form, ask, make_client
 from streamrl.workers.rewards.sandbox_fusion import ask_programs
 
-MAX_ROWS = 64  # a request
+MAX_ROWS = 64  # per request
 
 
 def build_http_reward(
@@ -28,7 +28,7 @@ def build_http_reward(
     transport: httpx.AsyncBaseTransport | None = None,
     first_pause_s: float = FIRST_PAUSE_S,
 ) -> HttpReward:
-    """Checks the addresses and this worker's permission for their hosts; connects to nothing yet."""
+    """Check the addresses and this worker's permission for their hosts; connects to nothing yet."""
     key, form = f"rewards.{name}", FORMS[source.form]
     client = make_client(
         source, key=key, timeout_s=source.timeout_s, transport=transport, max_connections=source.max_concurrency
@@ -44,7 +44,7 @@ def _address(key: str, url: str, form: Form, permissions: Permissions, local_rew
                 f"{key}: `local` needs the address of the reward server: start this with --local-reward-url URL; "
                 "`streamrl up` gives it to its own workers"
             )
-        url = local_reward_url  # named on this worker's command line, so it needs no other permission
+        url = local_reward_url  # given on this worker's command line, so it needs no other permission
     else:
         check_host(key, url, permissions)
     return url if urlsplit(url).path.strip("/") else url.rstrip("/") + form.path
@@ -67,7 +67,7 @@ def check_host(key: str, url: str, permissions: Permissions) -> None:
 
 
 class HttpReward:
-    """One service, of one or several replicas."""
+    """A source that asks one service with one or more replicas."""
 
     def __init__(
         self, source: schema.HttpReward, urls: Sequence[str], client: httpx.AsyncClient, *, first_pause_s: float
@@ -78,7 +78,7 @@ class HttpReward:
         self._service = Service(urls, self._request, source, max_rows=max_rows, first_pause_s=first_pause_s)
 
     async def start(self) -> None:
-        """Nothing to show: a server that is not there yet is an outage, not a mistake."""
+        """Nothing to check: a server that is not up yet is an outage, not a user's mistake."""
 
     def health(self) -> Health:
         return self._service.health()

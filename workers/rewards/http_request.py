@@ -1,21 +1,22 @@
-"""One request to a reward service, and nothing believed of its answer: the scores of its rows, or why there are none.
+"""Sends one request to a reward service and validates its answer: the scores of its rows, or why there are none.
 
-A request has one deadline for everything, an answer has a size cap, redirects are not followed and compression is not
+One deadline covers the whole request, the answer's size is capped, redirects are not followed and compression is not
 accepted.
 
-Services are asked in one of these forms, each one's request beside its answer:
+The supported request forms, each beside its answer:
 
     streamrl       POST /score       {"texts": [...]}                                   {"rewards": [...]}
     openrlhf       POST /get_reward  {"query": [...], "prompts": [...], "labels": [...]} {"rewards": [...]}
     vllm-classify  POST /classify    {"input": [...], "use_activation": false}          {"data": [{"index", "probs"}]}
     vllm-pooling   POST /pooling     {"input": [...], "use_activation": false}          {"data": [{"index", "data"}]}
 
-A query is prompt and completion together. `labels` are the rows' field `answer`, null where a row has none. vLLM is
-asked for the model's own number, before any sigmoid, since a reward is one. A model of token rewards answers a number a
-token: the last one counts. What is no answer in the form is a ValueError; whether its numbers are finite is for the
-caller.
+A query is prompt and completion concatenated. `labels` are the rows' field `answer`, null if a row has none. vLLM is
+asked for the model's raw output, before any sigmoid, which is what a reward is. From a model of token rewards, with one
+number per token, the last one counts. A malformed answer is a ValueError; whether its numbers are finite is checked by
+the caller.
 
-The bearer token that reward servers and clients share lies in a file, never in a configuration, an argument or a log.
+The bearer token that reward servers and clients share is kept in a file, never in a configuration, an argument or a
+log.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from streamrl.errors import ConfigError
 from streamrl.workers.rewards.base import ScoreItem
 
 _CONNECT_TIMEOUT_S = 5.0
-_MAX_ANSWER_BYTES = 4096  # beside what the form allows for each row
+_MAX_ANSWER_BYTES = 4096  # in addition to what the form allows per row
 _MAX_REASON_CHARS = 200
 _GONE = 410
-_REFUSALS = (400, 413, 422, _GONE)  # who says so has looked at the request, and will say so again
+_REFUSALS = (400, 413, 422, _GONE)  # the service has read the request; a retry would get the same answer
 _TOO_OFTEN = 429
-_LONGEST_REST_S = 3600.0  # whatever it asks for: it may have meant milliseconds
+_LONGEST_REST_S = 3600.0  # cap on `retry-after`, which may have been meant in milliseconds
 _AWAY = (502, 503, 504)
 _NOT_NOW = (408, *_AWAY)
 
@@ -63,22 +64,22 @@ class TryAgain(Exception):
         rest_s: float | None = None,
     ) -> None:
         super().__init__(reason)
-        self.reached = reached or answered  # else nobody is there, or the address or the token is wrong
-        self.away = away  # so a gateway says of what is behind it, or a service of itself
-        self.answered = answered  # the service said something of these samples, and it was no score
-        self.rest_s = rest_s  # nothing is wrong, but it is asked too often: not before so long; 0: it did not say
+        self.reached = reached or answered  # False: unreachable, or the address or the token is wrong
+        self.away = away  # a gateway reports its backend as down, or a service itself
+        self.answered = answered  # the service answered about these samples, but gave no score
+        self.rest_s = rest_s  # rate-limited: do not ask before so long; 0: it did not say how long
 
 
 class Refused(Exception):
-    """There will be no score for this request; there may be some for parts of it."""
+    """There will be no score for this request, but maybe for parts of it."""
 
     def __init__(self, reason: str, *, gone: bool = False) -> None:
         super().__init__(reason)
-        self.gone = gone  # what it was about is there no more
+        self.gone = gone  # what the request referred to no longer exists
 
 
 class Token(httpx.Auth):
-    """The bearer token, read again when it is refused: tokens are put right while workers run."""
+    """The bearer token; read again after a 401, since tokens may be corrected while workers run."""
 
     def __init__(self, read: Callable[[], str]) -> None:
         self._read = read
@@ -88,11 +89,11 @@ class Token(httpx.Auth):
         request.headers["authorization"] = f"Bearer {self._token}"
         response = yield request
         if response.status_code == 401:
-            with contextlib.suppress(ConfigError):  # not there now: the service's own word says what is wrong
+            with contextlib.suppress(ConfigError):  # unreadable now: report the service's refusal instead
                 self._token = self._read()
 
     def hidden(self, text: str) -> str:
-        """Some services repeat a token that they do not know."""
+        """Remove the token from a text: some services echo a token that they reject."""
         return text.replace(self._token, "[token]")
 
 
@@ -104,7 +105,7 @@ def make_client(
     transport: httpx.AsyncBaseTransport | None,
     max_connections: int | None = None,
 ) -> httpx.AsyncClient:
-    """`key`: of the section in the configuration."""
+    """Build the client. `key` is the configuration section, for error messages."""
     auth = None
     if source.token_file is not None:
         auth = Token(partial(read_token, source.token_file, key=f"{key}.token_file"))
@@ -116,7 +117,7 @@ def make_client(
         timeout=httpx.Timeout(timeout_s, connect=min(_CONNECT_TIMEOUT_S, timeout_s)),
         limits=httpx.Limits(max_connections=max_connections),
         follow_redirects=False,
-        trust_env=False,  # no proxy and no .netrc password that the operator did not name here
+        trust_env=False,  # use no proxy and no .netrc password from the environment
         transport=transport,
     )
 
@@ -124,7 +125,7 @@ def make_client(
 async def ask(
     client: httpx.AsyncClient, source: schema.HttpReward, url: str, items: Sequence[ScoreItem]
 ) -> list[float]:
-    """A number an item, none beyond the source's `max_abs`; or TryAgain, or Refused."""
+    """Return one number per item, none beyond the source's `max_abs`. Raises TryAgain or Refused."""
     form = FORMS[source.form]
     max_bytes = _MAX_ANSWER_BYTES + form.max_answer_bytes_per_row * len(items)
     body = await post(client, url, form.request(items), timeout_s=source.timeout_s, max_bytes=max_bytes)
@@ -134,7 +135,7 @@ async def ask(
 async def post(
     client: httpx.AsyncClient, url: str, question: Mapping[str, Any], *, timeout_s: float, max_bytes: int
 ) -> bytes:
-    """The body of a good answer; or TryAgain, or Refused."""
+    """Return the body of a 200 response. Raises TryAgain or Refused."""
     content = json.dumps(question).encode()
     try:
         # httpx bounds each read; only this bounds a server that sends a byte now and then.
@@ -161,17 +162,17 @@ def _without_token(client: httpx.AsyncClient, body: bytes) -> bytes:
 
 
 def _rest_s(retry_after: str) -> float:
-    """Seconds, or the time at which it ends; 0 for what is neither."""
+    """Parse `retry-after`, seconds or a date, into seconds; 0 if it is neither."""
     if retry_after.isdecimal():
         return min(float(retry_after), _LONGEST_REST_S)
     try:
         return min(max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time()), _LONGEST_REST_S)
-    except (ValueError, OverflowError):  # the latter of a day or an hour that no calendar has
+    except (ValueError, OverflowError):  # OverflowError: a date out of range
         return 0.0
 
 
 async def _read(response: httpx.Response, max_bytes: int) -> bytes:
-    if "content-encoding" in response.headers:  # a small body may unpack to any size
+    if "content-encoding" in response.headers:  # a small compressed body may expand to any size
         raise TryAgain("answered compressed, which was not accepted", answered=True)
     body = bytearray()
     async for part in response.aiter_bytes():
@@ -190,7 +191,7 @@ def _read_scores(form: Form, body: bytes, count: int, max_abs: float) -> list[fl
         scores = form.numbers(answer, count)
     except ValueError as error:
         raise TryAgain(f"answered {error}: {printable(body)}", answered=True) from None
-    # NaN compares with nothing, and an integer of a thousand digits is no float.
+    # The comparison is false for NaN; an integer with a thousand digits would not fit a float.
     if any(type(score) not in (int, float) or not abs(score) <= sys.float_info.max for score in scores):
         raise TryAgain(f"answered rewards that are no finite numbers: {printable(body)}", answered=True)
     if any(abs(score) > max_abs for score in scores):
@@ -206,15 +207,15 @@ def printable(body: bytes) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    path: str  # where requests go when the service's address names no path
+    path: str  # appended if the service's address has no path
     request: Callable[[Sequence[ScoreItem]], dict[str, Any]]
-    rows: str  # the key under which an answer has its rows, one a sample
-    indexed: bool = False  # each row says which it is
-    number: Callable[[Any], Any] = lambda row: row  # what a row says; ValueError when it says none
+    rows: str  # the answer's key that holds one row per sample
+    indexed: bool = False  # each row carries its index
+    number: Callable[[Any], Any] = lambda row: row  # extracts a row's number; ValueError if it has none
     max_answer_bytes_per_row: int = 512
 
     def numbers(self, answer: Any, count: int) -> list[Any]:
-        """What the answer holds for each of `count` rows, in their order; ValueError when it is none."""
+        """Extract `count` numbers from the answer, in order. ValueError if it is malformed."""
         rows = answer.get(self.rows) if isinstance(answer, dict) else None
         if not isinstance(rows, list) or len(rows) != count:
             raise ValueError(f"no list of {count} {self.rows}")
@@ -240,7 +241,7 @@ def _ask_vllm(items: Sequence[ScoreItem]) -> dict[str, Any]:
 
 
 def _only(row: Any) -> Any:
-    """x, or [x], as a tensor of [B, 1] prints."""
+    """Return x from x or [x], as a [B, 1] tensor serialises."""
     if not isinstance(row, list):
         return row
     if len(row) != 1:
@@ -249,7 +250,7 @@ def _only(row: Any) -> Any:
 
 
 def _last(values: Any) -> Any:
-    """[x], or a list a token of [x] or of x: the last token's x."""
+    """Return the last token's x, from [x] or a list per token of [x] or x."""
     if not isinstance(values, list) or not values:
         raise ValueError("a row has no numbers")
     return _only(values[-1])
@@ -262,7 +263,7 @@ FORMS: Mapping[str, Form] = {
         rows="rewards",
         max_answer_bytes_per_row=64,
     ),
-    # Beside the rewards an answer may tell scores and what to log.
+    # The answer may also contain scores and values to log.
     "openrlhf": Form(path="/get_reward", request=_ask_openrlhf, rows="rewards", number=_only),
     "vllm-classify": Form(
         path="/classify", request=_ask_vllm, rows="data", indexed=True, number=lambda row: _last(row.get("probs"))
@@ -284,7 +285,7 @@ _MAX_TOKEN_BYTES = 4096
 
 
 def read_token(path: str, *, key: str) -> str:
-    """The file's one line. Strict, since the path may come from Redis: it must not send just any file away."""
+    """Read the file's single line. Strict, since the path may come from Redis: no other file must be sent out."""
     try:
         with Path(path).open("rb") as file:
             content = file.read(_MAX_TOKEN_BYTES + 1)
@@ -294,7 +295,7 @@ def read_token(path: str, *, key: str) -> str:
 
 
 def token_in(variable: str, *, key: str) -> str:
-    """Of this process's environment."""
+    """Read the token from this process's environment."""
     if variable not in os.environ:
         raise ConfigError(f"{key}: there is no variable {variable} in this worker's environment; it holds the token")
     return _checked(os.environ[variable].strip(), f"{key}: {variable}")

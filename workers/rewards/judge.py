@@ -1,16 +1,16 @@
-"""Rewards from models that judge, behind any URL in OpenAI's form: each sample for itself, or one beside another.
+"""Rewards from LLM judges behind any OpenAI-compatible URL: pointwise, or pairwise against another answer.
 
-    score ──► question (`verdicts`) ──► each judge: known? ─ yes ─► its verdict
+    score ──► question (`verdicts`) ──► each judge: cached? ─ yes ─► its verdict
                                             │ no
                                             ▼
-                              its turn by requests a second ──► service (`asking`) ──► verdict, or RewardError
+                              rate limit (requests per second) ──► service (`asking`) ──► verdict, or RewardError
 
-Judges are services: one that hangs, fails, limits, or talks nonsense is asked again, and while one of several is out
-all samples wait, since the mean of those that are left would be another reward. The same question is asked once, also
-while its answer is under way. A verdict is one of those that were offered, or none at all.
+Judges are services: one that hangs, fails, rate-limits or answers nonsense is retried. While one of several judges is
+out, all samples wait, since the mean of the others would be a different reward. The same question is asked only once,
+even while its answer is in flight. A verdict is one of the offered values, or an error.
 
-What a budget of tokens cannot pay any more waits like an outage: no sample is at fault. The budget is the run's: each
-answer is counted in Redis, which tells what all workers have spent. What is under way may exceed it.
+Once the token budget is spent, samples wait as in an outage: none of them is at fault. The budget is the run's: each
+answer is counted in Redis, which returns what all workers have spent. Requests in flight may exceed it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from streamrl.workers.rewards.http_client import check_host
 from streamrl.workers.rewards.http_request import make_client, post
 from streamrl.workers.rewards.verdicts import Question, field_of, pairwise, pointwise, read, request, worth
 
-_MAX_ANSWER_BYTES = 1 << 16  # and for each token of the verdict
+_MAX_ANSWER_BYTES = 1 << 16  # plus an allowance per token of the verdict
 _MAX_BYTES_PER_TOKEN = 64
 Ask = Callable[[Question], Coroutine[Any, Any, float]]
 
@@ -48,7 +48,7 @@ def build_judge_reward(
     transport: httpx.AsyncBaseTransport | None = None,
     first_pause_s: float = FIRST_PAUSE_S,
 ) -> JudgeReward | JudgeOfGroups:
-    """Checks the addresses and this worker's permission for hosts and keys; connects to nothing yet."""
+    """Check the addresses and this worker's permission for hosts and keys; connects to nothing yet."""
     budget = Budget(source.token_budget, name=name, spend=spend)
     judges = {}
     for called, judge in source.judges.items():
@@ -68,18 +68,18 @@ def build_judge_reward(
 
 
 def address(url: str) -> str:
-    """Where chat completions are asked; without a path, below /v1."""
+    """Return the chat completions URL; a base without a path gets /v1."""
     base = url.rstrip("/")
     return f"{base}/chat/completions" if httpx.URL(base).path.strip("/") else f"{base}/v1/chat/completions"
 
 
 class Budget:
-    """Tokens that all judges of a source have read and written, in all workers of the run."""
+    """Tokens that a source's judges have read and written, in all workers of the run."""
 
     def __init__(self, most: int | None, *, name: str, spend: Spend | None) -> None:
-        self.own = 0  # of this worker
-        self._of_all = 0  # as far as it knows; what Redis has lost is not forgotten here
-        self._untold = 0
+        self.own = 0  # spent by this worker
+        self._of_all = 0  # spent by all workers, as far as known; never decreases, even if Redis loses it
+        self._untold = 0  # not yet reported to Redis
         self._most, self._name, self._spend = most, name, spend
 
     async def add(self, num: int) -> None:
@@ -90,7 +90,7 @@ class Budget:
         telling, self._untold = self._untold + num, 0
         try:
             of_all = await self._spend(f"rewards/{self._name}/tokens", telling)
-        except TransportError:  # the worker's own loop ends of it; the verdict is one all the same
+        except TransportError:  # the worker's own loop handles this; the verdict is valid all the same
             self._untold += telling
         else:
             self._of_all = max(self._of_all, of_all)
@@ -106,11 +106,11 @@ class Budget:
 
 
 class Pace:
-    """So many a second, one behind the other: also behind one that came late, for the loop was busy."""
+    """Rate limit: turns are at least `1 / per_s` apart, also after a late turn, so a busy loop causes no burst."""
 
     def __init__(self, per_s: float | None) -> None:
         self._every_s = 0.0 if per_s is None else 1 / per_s
-        self._next = 0.0  # on the loop's clock
+        self._next = 0.0  # on the event loop's clock
         self._first = asyncio.Lock()
 
     async def turn(self) -> None:
@@ -122,7 +122,7 @@ class Pace:
 
 
 class Remembering:
-    """Asks each question once. The newest `size` answers are kept; who asks what is under way waits for it, too."""
+    """Caches the newest `size` answers by question; concurrent identical questions share one request."""
 
     def __init__(self, ask: Ask, *, size: int) -> None:
         self._ask, self._size = ask, size
@@ -138,7 +138,7 @@ class Remembering:
             if len(self._asked) > self._size:
                 self._asked.popitem(last=False)
         self._asked.move_to_end(key)
-        return await asyncio.shield(self._asked[key])  # who gives up waiting leaves it to the others
+        return await asyncio.shield(self._asked[key])  # a cancelled caller must not cancel it for the others
 
     def _drop_failed(self, key: bytes, task: asyncio.Task[float]) -> None:
         if (task.cancelled() or task.exception() is not None) and self._asked.get(key) is task:
@@ -146,7 +146,7 @@ class Remembering:
 
 
 class AskedJudge:
-    """One model, of one or several replicas."""
+    """One judge model with one or more replicas."""
 
     def __init__(
         self,
@@ -179,16 +179,16 @@ class AskedJudge:
         most = _MAX_ANSWER_BYTES + _MAX_BYTES_PER_TOKEN * self._source.max_tokens
         body = await post(self._client, url, asked, timeout_s=self._source.timeout_s, max_bytes=most)
         answer = read(body, question)
-        await self._budget.add(answer.num_tokens)  # nonsense costs as much
+        await self._budget.add(answer.num_tokens)  # an invalid verdict costs as much
         return [worth(answer, question, structured=self._source.structured)]
 
 
 class Bench:
-    """All judges of a source, who are asked side by side."""
+    """All judges of a source, asked concurrently."""
 
     def __init__(self, judges: Mapping[str, AskedJudge], source: schema.JudgeReward, budget: Budget) -> None:
         self._judges, self._budget = judges, budget
-        self.start = partial(budget.add, 0)  # to hear what others have spent
+        self.start = partial(budget.add, 0)  # fetches what others have spent
         self._combine = fmean if source.combine == "mean" else majority
 
     async def ask(self, question: Question) -> float:
@@ -207,7 +207,7 @@ class Bench:
 
 
 def majority(verdicts: Sequence[float]) -> float:
-    """What most say; where several are said equally often, their mean."""
+    """Return the most frequent verdict; the mean of several that are equally frequent."""
     counts = Counter(verdicts)
     most = max(counts.values())
     return fmean(verdict for verdict, count in counts.items() if count == most)
@@ -218,7 +218,7 @@ class _Judged:
         self._source, self._bench = source, bench
 
     async def start(self) -> None:
-        """No judge is asked: one that is not there yet is an outage, not a mistake."""
+        """Ask no judge: one that is not up yet is an outage, not a user's mistake."""
         await self._bench.start()
 
     def health(self) -> Health:
@@ -229,7 +229,7 @@ class _Judged:
 
 
 class JudgeReward(_Judged):
-    """Each sample for itself, or beside what its row holds."""
+    """Scores each sample on its own, or against a text in its row."""
 
     async def score(self, item: ScoreItem) -> float:
         if self._source.against is None:
@@ -238,7 +238,7 @@ class JudgeReward(_Judged):
 
 
 class JudgeOfGroups(_Judged):
-    """Each sample beside others of its group: the share of comparisons that it won, ties half."""
+    """Scores each sample against others of its group: the share of comparisons won, ties count half."""
 
     async def score_group(self, items: Sequence[ScoreItem]) -> list[float | RewardError]:
         pairs = neighbours(len(items), self._source.opponents)
@@ -248,7 +248,7 @@ class JudgeOfGroups(_Judged):
         for (i, j), share in zip(pairs, await asyncio.gather(*asking, return_exceptions=True), strict=True):
             if isinstance(share, RewardOutage) or (isinstance(share, BaseException) and type(share) is not RewardError):
                 raise share
-            if isinstance(share, RewardError):  # what is left would be another reward
+            if isinstance(share, RewardError):  # the remaining comparisons would be a different reward
                 failed |= {i: share, j: share}
             else:
                 won[i].append(share)
@@ -256,24 +256,24 @@ class JudgeOfGroups(_Judged):
         return [failed.get(i) or (fmean(shares) if shares else _ALONE) for i, shares in enumerate(won)]
 
 
-_ALONE = 0.5  # with nobody to be compared with, neither better nor worse
+_ALONE = 0.5  # without anything to compare with, neither better nor worse
 
 
 def neighbours(num_samples: int, reach: int) -> list[tuple[int, int]]:
-    """Each sample with the next `reach` around the circle, each pair once: samples of a prompt come in no order."""
+    """Pair each sample with the next `reach` on a circle, each pair once. Samples of a prompt have no order."""
     steps = ((i, (i + d) % num_samples) for d in range(1, reach + 1) for i in range(num_samples))
     return sorted({(min(i, j), max(i, j)) for i, j in steps if i != j})
 
 
 async def _compare(bench: Bench, source: schema.JudgeReward, item: ScoreItem, other: str) -> float:
-    """1 where it is the better one. Judges like what comes first, or last: both orders are asked."""
+    """Return the item's share of wins against `other`. Judges favour a position, so both orders are asked."""
     there, back = pairwise(source, item, item.completion, other), pairwise(source, item, other, item.completion)
     as_first, of_other = await _all(map(bench.ask, (there, back)))
     return (as_first + 1 - of_other) / 2
 
 
 async def _all(asking: Iterable[Coroutine[Any, Any, float]]) -> list[float]:
-    """All are awaited, so that one that fails does not leave the others behind."""
+    """Await all, so that a failure leaves none of the others running."""
     tasks = [asyncio.ensure_future(one) for one in asking]
     await asyncio.gather(*tasks, return_exceptions=True)
     return [task.result() for task in tasks]

@@ -1,7 +1,7 @@
-"""A run's reward sources together: each sample scored by every one of them, and the scores added up by weight.
+"""Combines a run's reward sources: every source scores each sample, and the scores are summed by weight.
 
-A sample to which no source applies has no reward, and fails. Sources are made from the configuration, which is data:
-what may really be used is `Permissions`' word. Every wait in here is a source's own.
+A sample to which no source applies has no reward, and fails. Sources are built from the configuration, which is data:
+`Permissions` decides what may really be used. Blocks only on the sources.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from streamrl.errors import RewardError, RewardOutage
 from streamrl.permissions import Permissions
 from streamrl.workers.rewards.base import GroupReward, Reward, Score, ScoreItem, Spend
 
-_SCORE_S = 60.0  # a sample that waits so long for its score
-_FORGETTING = 0.05  # the share of the newest in the average latency
+_SCORE_S = 60.0  # a sample waiting longer than this for its score counts as trouble
+_FORGETTING = 0.05  # the least weight of the newest value in the average latency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    rewards: Mapping[str, float]  # by source that applies, before weights
+    rewards: Mapping[str, float]  # by source that applies, unweighted
     total: float  # the weighted sum
-    token_rewards: npt.NDArray[np.float64] | None = None  # [T] what each token has in it; None: no token by itself
+    token_rewards: npt.NDArray[np.float64] | None = None  # [T] each token's share; None: no source scores tokens
 
 
 @dataclass(slots=True, kw_only=True)
 class Weighted:
-    """One source in the mix, and how it has done since the worker's start."""
+    """One source in the mix, and its statistics since the worker's start."""
 
     reward: Reward | GroupReward
     weight: float
     max_abs: float = math.inf
-    patience_s: float = 0.0  # that a sample may wait for it while nothing is wrong, or while it is out
+    patience_s: float = 0.0  # how long a sample may wait for it, its outages included
     scored: int = 0
     failed: int = 0
-    latency_s: float = 0.0  # of late: an average that forgets
+    latency_s: float = 0.0  # moving average
 
 
 class Rewards:
-    """All sources of a run: each item is scored by every one of them side by side, those of groups when all items are
-    there; then they are mixed by weight."""
+    """All sources of a run. The sources of single samples score each item concurrently, those of groups when all items
+    are there; then the scores are summed by weight."""
 
     def __init__(self, sources: Mapping[str, Weighted], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._sources = dict(sources)
         self._clock = clock
-        self._pending: dict[object, float] = {}  # samples, since when
-        self._failing = ""  # why the last sample to be scored was not
+        self._pending: dict[object, float] = {}  # start times of samples being scored
+        self._failing = ""  # why the last score failed; empty if it did not
 
     async def start(self) -> None:
-        """Begin all sources: a mistake shows now, and not with the first sample. After an error all are closed."""
+        """Start all sources, so that a mistake shows now and not at the first sample. On an error all are closed."""
         starting = (source.reward.start() for source in self._sources.values())
         for outcome in await asyncio.gather(*starting, return_exceptions=True):
             if isinstance(outcome, BaseException):
@@ -69,7 +69,7 @@ class Rewards:
 
     @property
     def num_heard(self) -> int:
-        """Of scores, and of words that there is none."""
+        """Scores and failures received so far."""
         return sum(source.scored + source.failed for source in self._sources.values())
 
     @property
@@ -77,21 +77,21 @@ class Rewards:
         return max((source.patience_s for source in self._sources.values()), default=0.0)
 
     async def score_sample(self, item: ScoreItem) -> Mapping[str, Score]:
-        """By the sources of single samples, as soon as one is made."""
+        """Score one sample by the sources of single samples."""
         with self._asked():
             scoring = {
                 name: asyncio.ensure_future(self._score_by(name, source.reward, item))
                 for name, source in self._sources.items()
                 if not isinstance(source.reward, GroupReward)
             }
-            # All are awaited, so that a failed source does not leave the others running behind the sample's back.
+            # Await all, so that after a failure no other source keeps running unobserved.
             await asyncio.gather(*scoring.values(), return_exceptions=True)
             return {name: score.result() for name, score in scoring.items()}
 
     async def mix(
         self, items: Sequence[ScoreItem], scored: Sequence[Mapping[str, Score]]
     ) -> list[Scores | RewardError]:
-        """Of a prompt's samples, which have been scored one by one: by the sources of groups too, and added up."""
+        """Add the group sources' scores to those of a prompt's samples, and sum them by weight."""
         with self._asked():
             items = [replace(item, rewards=_applying(scores)) for item, scores in zip(items, scored, strict=True)]
             scoring = {
@@ -109,14 +109,14 @@ class Rewards:
         return mixed
 
     async def score(self, item: ScoreItem) -> Scores:
-        """A sample without others."""
+        """Score a sample on its own."""
         [scores] = await self.mix([item], [await self.score_sample(item)])
         if isinstance(scores, RewardError):
             raise scores
         return scores
 
     def trouble(self) -> str:
-        """Why a sample would have to wait for its score, as far as is known without asking; empty: none."""
+        """Why a sample would have to wait for its score, as far as known without asking; empty if it would not."""
         if (outage := self.outage()) is not None:
             return outage
         waited_s = self._clock() - min(self._pending.values(), default=math.inf)
@@ -151,19 +151,19 @@ class Rewards:
         return Scores(rewards=rewards, total=total, token_rewards=np.sum(of_tokens, axis=0) if of_tokens else None)
 
     def outage(self) -> str | None:
-        """Which source cannot score at all now, and why: it is no use to make more samples for it."""
+        """Which source cannot score at all now, and why, so that sampling for it is pointless; None if all can."""
         for name, source in self._sources.items():
             if (outage := source.reward.health().outage) is not None:
                 return f"reward {name!r}: {outage}"
         return None
 
     def silent(self) -> dict[str, str]:
-        """Sources that have not answered yet, well or not, and how they are."""
+        """Return the sources without any answer or failure yet, and their states."""
         unheard = {name: one for name, one in self._sources.items() if one.scored + one.failed == 0}
         return {name: one.reward.health().state for name, one in unheard.items()}
 
     def facts(self) -> dict[str, int | float | str]:
-        """What the monitor shows of each source."""
+        """What the monitor shows for each source."""
         facts: dict[str, int | float | str] = {}
         for name, source in self._sources.items():
             health = source.reward.health()
@@ -232,12 +232,12 @@ def _applying(scores: Mapping[str, Score | RewardError]) -> dict[str, float]:
 
 
 def worth_of(score: float | npt.NDArray[np.float64]) -> float:
-    """Of a sample."""
-    return float(score) if not isinstance(score, np.ndarray) else float(sum(score.tolist()))  # inf - inf is no warning
+    """Return a sample's reward: the score, or the sum over its tokens."""
+    return float(score) if not isinstance(score, np.ndarray) else float(sum(score.tolist()))  # no warning at inf - inf
 
 
 def _largest(score: Score) -> float:
-    """Of the numbers of its tokens, which may add up to little; 0: there are none."""
+    """Return the token score of largest magnitude, since they may cancel in the sum; 0 if there are none."""
     if not isinstance(score, np.ndarray) or not len(score):
         return 0.0
     return float(score[np.abs(score).argmax()])
@@ -249,8 +249,8 @@ def build_rewards(
     local_reward_url: str | None,
     spend: Spend | None = None,
 ) -> Rewards:
-    """The run's sources, none of them begun yet; one that this worker may not use is a UserError. `spend`: for budgets
-    that workers share; None: this process has them alone."""
+    """Build the run's sources without starting them; UserError if this worker may not use one. `spend`: for budgets
+    shared by workers; None if this process is alone."""
     built = {}
     for name, source in sources.items():
         reward = build_reward(name, source, permissions, local_reward_url, spend)
@@ -266,7 +266,7 @@ def build_reward(
     local_reward_url: str | None,
     spend: Spend | None = None,
 ) -> Reward | GroupReward:
-    """One of them; httpx is imported only where a source needs it."""
+    """Build one source; httpx is imported only if a source needs it."""
     if isinstance(source, schema.FunctionReward):
         from streamrl.workers.rewards.functions import build_function_reward
 

@@ -1,11 +1,11 @@
-"""The replicas of one reward service, and which of them to ask: a circuit breaker each, the least busy one first.
+"""The replicas of one service and the choice among them: a circuit breaker each, least loaded first.
 
-    well ── FAILURES_TO_OPEN failures in a row ──► out until `retry_at` ──► one request tries it ──┬─ answered ─► well
-                                                     ▲      (the others go elsewhere, or wait)      │
-                                                     └──── failed: a longer pause, with jitter ◄────┘
+    well ── FAILURES_TO_OPEN failures in a row ──► out until `retry_at` ──► one trial request ──┬─ answered ─► well
+                                                     ▲   (other requests go elsewhere, or wait) │
+                                                     └──── failed: a longer pause, with jitter ◄┘
 
-Only when no replica is well is the service out; `one` waits while it is. One that says that it is asked too often (429)
-is well, and rests for as long as it wants; who has only such ones waits, too.
+The service is out only when no replica is healthy; then `one` waits. A replica that rate-limits (429) is healthy, and
+rests for as long as it asks; if all replicas rest, `one` waits too.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from streamrl.workers.rewards.http_request import Refused, TryAgain
 
 FAILURES_TO_OPEN = 3
 _LONGEST_PAUSE_S = 30.0
-_SHORT_REST_S = 1.0  # not worth telling
+_SHORT_REST_S = 1.0  # not worth reporting
 
 
 class Replica:
-    """One address, and how it has done lately."""
+    """One address and its recent history."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.in_flight = 0
-        self.num_answered = 0  # requests, well or with a refusal
+        self.num_answered = 0  # requests answered, refusals included
         self.failures_in_row = 0
-        self.on_trial = False  # it is out, and one request finds out whether it still is
-        self.trials_failed = 0  # since it was well
-        self.retry_at = 0.0  # on the set's clock; of one that is out
-        self.rests_in_row = 0  # since it answered
-        self.rest_until = 0.0  # likewise on that clock: it was asked too often
+        self.on_trial = False  # out, with a trial request in flight
+        self.trials_failed = 0  # since it was last healthy
+        self.retry_at = 0.0  # when an out replica may be tried, on the set's clock
+        self.rests_in_row = 0  # since it last answered
+        self.rest_until = 0.0  # rate-limited until then, on the set's clock
         self.last_error = ""
 
     @property
@@ -57,14 +57,14 @@ class Replicas:
 
     @property
     def outage(self) -> str | None:
-        """Why nobody can be asked now. None: one is well, or one that is out may be tried."""
+        """Why no replica can be asked now; None if one is healthy or due for a trial."""
         if any(replica.well or self._may_try(replica) for replica in self._replicas):
             return None
         return self.last_errors
 
     @property
     def state(self) -> str:
-        """For people: how many are well, and what one of the others said last."""
+        """For people: how many are healthy, and the last error of another."""
         out = [replica for replica in self._replicas if not replica.well]
         if not out:
             rest_s = min(replica.rest_until for replica in self._replicas) - self._clock()
@@ -83,29 +83,30 @@ class Replicas:
         return len(self._replicas)
 
     def choose(self, *, but: Replica | None = None) -> Replica | None:
-        """Whom to ask, counted as in flight until `asking` ends; `but`: rather not this one. None: wait."""
+        """Choose a replica, counted as in flight until `asking` ends; `but` is avoided if possible. None: wait."""
         trials = [replica for replica in self._replicas if not replica.well and self._may_try(replica)]
         well = [replica for replica in self._replicas if replica.well and self._clock() >= replica.rest_until]
         candidates = trials or [replica for replica in well if replica is not but] or well
         if not candidates:
             return None
-        # Ties by lot: many workers that start at once must not all begin with the first address.
+        # Random tie-break: many workers that start at once must not all use the first address.
         chosen = min(candidates, key=lambda replica: (replica.in_flight, random.random()))
         chosen.in_flight += 1
         chosen.on_trial = not chosen.well
         return chosen
 
     def stay(self, replica: Replica) -> None:
-        """It is to be asked, well or not, since what is asked about is there; counted as by `choose`."""
+        """Use this replica whatever its health, since it holds the state of the request; counted as by `choose`."""
         replica.in_flight += 1
 
     def pause_s(self) -> float:
-        """Until one may be tried; at least a little, for whoever waits for another's trial to end."""
+        """Seconds until one may be tried; at least a little, for those who wait for another's trial to end."""
         now = self._clock()
         return max(min(replica.ready_at for replica in self._replicas) - now, self._first_pause_s)
 
     async def one(self, *, until: float, but: Replica | None = None) -> Replica | None:
-        """Whom to ask, as `choose` has it; None: the whole service stayed out until then, on the loop's clock."""
+        """Wait for a replica, as chosen by `choose`. None: the service stayed out until `until` (event loop's
+        clock)."""
         loop = asyncio.get_running_loop()
         while loop.time() < until:
             if (replica := self.choose(but=but)) is not None:
@@ -115,7 +116,7 @@ class Replicas:
 
     @contextmanager
     def asking(self, replica: Replica) -> Iterator[None]:
-        """Inside, it is asked, and does as that ends; whoever gives up waiting says nothing of it."""
+        """Record the outcome of a request to this replica; a cancellation counts neither way."""
         try:
             yield
         except TryAgain as error:
@@ -137,18 +138,18 @@ class Replicas:
         replica.last_error = error
         if replica.well:
             return
-        # Those that were in flight when it went out fail in a crowd: only a trial makes the pause longer.
+        # Requests in flight when it went out all fail together: only a failed trial makes the pause longer.
         replica.trials_failed += replica.on_trial
         replica.on_trial = False
         pause_s = min(_LONGEST_PAUSE_S, self._first_pause_s * 2 ** min(replica.trials_failed, 10))
         replica.retry_at = self._clock() + pause_s * random.uniform(0.5, 1.0)
 
     def _rests(self, replica: Replica, error: str, wanted_s: float) -> None:
-        """As long as it wants; longer each time, where it does not say."""
+        """Let it rest for as long as it asks, or longer each time if it does not say."""
         replica.last_error, replica.on_trial = error, False
         pause_s = wanted_s or min(_LONGEST_PAUSE_S, self._first_pause_s * 2 ** min(replica.rests_in_row, 10))
         until = self._clock() + pause_s * random.uniform(1.0, 1.1)
-        # Those that were in flight are refused in a crowd: only what is asked after a rest makes the next one longer.
+        # Requests in flight are all rate-limited together: only one sent after a rest makes the next rest longer.
         replica.rests_in_row += self._clock() >= replica.rest_until
         replica.rest_until = max(replica.rest_until, until)
         replica.retry_at = max(replica.retry_at, until)

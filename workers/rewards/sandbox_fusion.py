@@ -1,12 +1,12 @@
-"""Programs judged by a sandbox service, in the form of SandboxFusion, which other trainers ask, too: a request a test.
+"""Judges programs with a sandbox service that speaks SandboxFusion's API, as other trainers use it: one request per
+test.
 
     POST /run_code  {"code", "language": "python", "stdin", "run_timeout", "compile_timeout", "memory_limit_MB"}
     {"status": "Success" | "Failed" | "SandboxError", "message", "run_result":
         {"status": "Finished" | "TimeLimitExceeded" | "Error", "return_code", "execution_time", "stdout", "stderr"}}
 
-A test that is code runs behind the program; that it came to its end is told by a word at the end of what is printed,
-which is another in each request. `SandboxError`, and whatever is no such answer, is the service's failure, and is asked
-again as the client has it.
+A test that is code runs after the program; a marker printed at the very end, different in each request, shows that it
+was reached. `SandboxError` or a malformed answer is the service's failure, which the client retries.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from streamrl.workers.rewards.base import ScoreItem
 from streamrl.workers.rewards.code_tests import Case, Ending, judge, score_of
 from streamrl.workers.rewards.http_request import Refused, TryAgain, post, printable
 
-_MAX_ANSWER_BYTES = 8 << 20  # a program prints, and the service may or may not bound it
+_MAX_ANSWER_BYTES = 8 << 20  # a program's output, which the service may not limit
 _MAX_WORDS = 200
 
 
 async def ask_programs(
     client: httpx.AsyncClient, source: schema.HttpReward, url: str, items: Sequence[ScoreItem]
 ) -> list[float]:
-    """A number an item; or TryAgain, or Refused."""
+    """Return one number per item. Raises TryAgain or Refused."""
     service = _Service(client, source, url)
     try:
         judged = [await judge(item, source.tests, service, every=source.tests.partial) for item in items]
@@ -41,7 +41,7 @@ async def ask_programs(
 
 
 class _Service:
-    """One address, as a sandbox."""
+    """One address of the service, as a sandbox."""
 
     def __init__(self, client: httpx.AsyncClient, source: schema.HttpReward, url: str) -> None:
         self._client, self._source, self._url = client, source, url

@@ -1,13 +1,13 @@
-"""A teacher that vLLM serves: what it gives each token of a sample, bound to the very token ids.
+"""A teacher model served by vLLM: the logprob of each token of a sample, by exact token ids.
 
-    POST /tokenize, /detokenize     once an address, and again after it failed: its tokens are the policy's
+    POST /tokenize, /detokenize     once per address, and again after a failure: its tokens must be the policy's
     POST /v1/completions            {"prompt": [ids], "prompt_logprobs": 0, "max_tokens": 1}
                                     {"choices": [{"prompt_logprobs": [null, {"ID": {"logprob": -0.1}}, ...]}]}
 
-Workers ask, and not the learner: what cannot be had is waited for where tickets in flight are bounded anyway, the
-learner's step never waits for a network, and what the teacher said travels with its tokens under one digest: a replay
-has it, too. It is asked with the patience of `rewards.asking`. An answer without a finite log-prob for each token id is
-none: nothing is made up. What a server gives is at temperature 1, with nothing banned.
+Workers ask the teacher, not the learner: a slow teacher then delays only tickets in flight, which are bounded anyway,
+and never a learner step; and its logprobs travel with their tokens under one digest, so that a replay has them too.
+Requests are retried as in `rewards.asking`. An answer without a finite logprob for each token id is rejected, never
+filled in. Servers return logprobs at temperature 1, with no token banned.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from streamrl.workers.rewards.teaching import Ids
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_Asked = tuple[list[int], int]  # ids, and of how many of the last ones a log-prob is wanted
+_Asked = tuple[list[int], int]  # token ids, and for how many of the last ones a logprob is wanted
 _ANSWER_BYTES, _ANSWER_BYTES_PER_TOKEN = 1 << 16, 512
-_MOST = float(np.finfo(np.float32).max)  # as which it goes out
+_MOST = float(np.finfo(np.float32).max)  # the dtype in which they are sent on
 
 
 def build_teacher(
@@ -48,8 +48,8 @@ def build_teacher(
     transport: httpx.AsyncBaseTransport | None = None,
     first_pause_s: float = FIRST_PAUSE_S,
 ) -> Teacher:
-    """Checks the addresses and this worker's permission for their hosts; connects to nothing yet. `model`: whose
-    tokenizer it is; `longest`: tokens of a prompt with its response, at most."""
+    """Check the addresses and this worker's permission for their hosts; connects to nothing yet. `model`: the owner of
+    the tokenizer; `longest`: the most tokens of a prompt and its response."""
     for url in settings.urls:
         check_host("teacher.urls", url, permissions)
     client = make_client(
@@ -79,8 +79,8 @@ class Teacher:
         self._service: Service[_Asked, npt.NDArray[np.float32]] = Service(
             urls, self._request, settings, max_rows=1, first_pause_s=first_pause_s
         )
-        self._known: dict[str, asyncio.Lock] = {}  # addresses whose tokenizer is being held against ours
-        self._alike: set[str] = set()  # and those where it is
+        self._known: dict[str, asyncio.Lock] = {}  # a lock per address for comparing its tokenizer with ours
+        self._alike: set[str] = set()  # addresses whose tokenizer is the same
 
     def outage(self) -> str | None:
         outage = self._service.health().outage
@@ -109,7 +109,7 @@ class Teacher:
             await self._hold_against_ours(url)
             return [await self._ask(url, ids, num) for ids, num in asked]
         except TryAgain as error:
-            if error.rest_s is None:  # it is not merely busy: another model may come in its place
+            if error.rest_s is None:  # not merely rate-limited: another model may take its place
                 self._alike.discard(url)
             raise
 
@@ -119,7 +119,7 @@ class Teacher:
         return _read(answer, ids, num)
 
     async def _hold_against_ours(self, url: str) -> None:
-        """ConfigError where token ids mean something else there."""
+        """Compare the address's tokenizer with ours. ConfigError if its token ids mean something else."""
         async with self._known.setdefault(url, asyncio.Lock()):
             if url in self._alike:
                 return
@@ -133,7 +133,7 @@ class Teacher:
                     f"teacher.urls: {url} serves sequences of {room} tokens, and data.max_prompt_tokens + "
                     f"sampling.max_tokens, and one more, is {self._longest + 1}: start it with a larger --max-model-len"
                 )
-            # All of the vocabulary at once: bytes that are no text by themselves come out alike, too.
+            # The whole vocabulary at once: so tokens that are invalid UTF-8 by themselves are compared, too.
             everything = list(range(len(self._tokenizer)))
             answer = await self._post(f"{url}/detokenize", {"tokens": everything}, 64 * len(everything))
             what, mine = f"tokens 0 to {everything[-1]}", self._tokenizer.decode(everything)
@@ -161,7 +161,7 @@ class Teacher:
 
 
 def _part(ours: object, theirs: object) -> tuple[str, str]:
-    """Where the two begin to differ, short enough for an error."""
+    """Return the parts where the two begin to differ, short enough for an error message."""
     if not (isinstance(ours, str | list) and isinstance(theirs, type(ours))):
         return f"{ours!r:.80}", f"{theirs!r:.80}"
     unlike = (at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
@@ -170,7 +170,7 @@ def _part(ours: object, theirs: object) -> tuple[str, str]:
 
 
 def _read(answer: Mapping[str, Any], ids: Sequence[int], num: int) -> npt.NDArray[np.float32]:
-    """Of the last `num` ids; TryAgain where one of them has no log-prob."""
+    """Read the logprobs of the last `num` ids. TryAgain if one is missing."""
     choices = answer.get("choices")
     first = choices[0] if isinstance(choices, list) and choices else None
     told = first.get("prompt_logprobs") if isinstance(first, dict) else None
@@ -183,6 +183,6 @@ def _read(answer: Mapping[str, Any], ids: Sequence[int], num: int) -> npt.NDArra
 def _logprob(told: Any, token: int) -> float:
     of_token = told.get(str(token)) if isinstance(told, dict) else None
     value: Any = of_token.get("logprob") if isinstance(of_token, dict) else None
-    if type(value) not in (int, float) or not -_MOST <= value <= 1e-3:  # NaN compares with nothing
+    if type(value) not in (int, float) or not -_MOST <= value <= 1e-3:  # the comparison is false for NaN
         raise TryAgain(f"answered no log-prob of token {token}: {str(told)[:100]}", answered=True)
     return float(value)

@@ -1,4 +1,4 @@
-"""The seam between a worker and a teacher: of tokens behind a context, a log-prob each.
+"""The interface between a worker and a teacher: one logprob for each token after a context.
 
 A rollout of several rows is asked about row by row, as it was sampled.
 """
@@ -18,8 +18,8 @@ Ids = npt.NDArray[np.int32]
 
 class Teaches(Protocol):
     async def logprobs(self, context: Ids, tokens: Ids) -> npt.NDArray[np.float32]:
-        """[T] of these tokens behind that context, finite; RewardError, or RewardOutage where no sample is at fault.
-        Without a context the first token has none: 0, for it was given."""
+        """Return [T] finite logprobs of these tokens after that context. RewardError, or RewardOutage if no sample is
+        at fault. Without a context the first token has no logprob and gets 0."""
 
     def outage(self) -> str | None: ...
 
@@ -30,7 +30,7 @@ class Teaches(Protocol):
 
 
 class TeacherDouble:
-    """Gives every token the same, and remembers what it was asked."""
+    """Returns the same logprob for every token, and records its requests."""
 
     def __init__(self, logprob: float = -1.0) -> None:
         self.logprob, self.asked, self.out = logprob, list[tuple[list[int], list[int]]](), ""
@@ -51,7 +51,7 @@ class TeacherDouble:
 
 
 def rows_of(prompt: Ids, sample: Sample) -> list[tuple[Ids, Ids]]:
-    """(what stands before, own tokens) of each row; together the rows' own tokens are the sample's."""
+    """Return (context, own tokens) for each row; the rows' own tokens together are the sample's."""
     tokens = np.concatenate([prompt, sample.token_ids])
     rows = places_of(len(prompt), len(sample.token_ids), sample.branches)
     kept = (len(prompt), *(branch.keep for branch in sample.branches))

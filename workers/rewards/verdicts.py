@@ -1,13 +1,13 @@
-"""What a judge is asked, and what of its answer is a verdict: nothing but one of the values that were offered.
+"""A judge's question, and the verdict in its answer, which can only be one of the offered values.
 
-A question is one message, the rubric first, so that a server may keep what all questions have in common. What is to be
-judged stands between marks that depend on it, so that no answer can write the mark that ends it.
+A question is a single message that starts with the rubric, so that a server can cache the common prefix. The text to be
+judged stands between markers that depend on its content, so that no answer can contain its own end marker.
 
     pointwise   {"score": S}     S an integer of the scale           worth (S - low) / (high - low)
     pairwise    {"better": B}    B one of "first", "second", "same"  worth 1, 0 or 1/2 to the first
 
-`explain` puts {"reasons": "..."} before it. Services that take a JSON schema are told it, and their answer is JSON and
-nothing else; of the others the last verdict in the answer counts.
+`explain` puts {"reasons": "..."} before it. Services that take a JSON schema get one, and their answer must be pure
+JSON; otherwise the last verdict in the answer counts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from streamrl.errors import RewardError
 from streamrl.workers.rewards.base import ScoreItem
 from streamrl.workers.rewards.http_request import TryAgain, printable
 
-_MOST_TOKENS = 1 << 24  # that anybody reads and writes for one answer: who says more is not believed
+_MOST_TOKENS = 1 << 24  # a larger reported usage is not believed
 _WORTH: Mapping[str | int, float] = {"first": 1.0, "second": 0.0, "same": 0.5}
 _TASK = (
     "Judge {what} by this rubric, and by nothing else:\n\n{rubric}\n\n"
@@ -36,14 +36,14 @@ _TASK = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     text: str
-    name: str  # of the verdict
-    worth: Mapping[str | int, float]  # of each verdict that it may have
+    name: str  # the verdict's key
+    worth: Mapping[str | int, float]  # by possible verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     content: str
-    cut: bool  # by max_tokens
+    cut: bool  # truncated by max_tokens
     num_tokens: int  # read and written
 
 
@@ -78,25 +78,25 @@ def request(question: Question, judge: schema.Judge, settings: schema.JudgeRewar
 
 
 def read(body: bytes, question: Question) -> Answer:
-    """TryAgain where it is no chat completion."""
+    """Parse the response. TryAgain if it is not a chat completion."""
     try:
         answer = json.loads(body)
         [choice, *_] = answer["choices"]
         content = choice["message"]["content"]
     except (ValueError, RecursionError, KeyError, TypeError):
         raise TryAgain(f"answered no chat completion: {printable(body)}", answered=True) from None
-    # Half a character is in no message of ours.
+    # Replace lone surrogates, which no message of ours can carry.
     content = content.encode(errors="replace").decode() if isinstance(content, str) else ""
     usage = answer.get("usage")
     told = usage.get("total_tokens") if isinstance(usage, dict) else None
-    # Where the service does not tell: one for each four bytes, as English has them.
+    # If the service does not report usage: one token per four bytes, as in English.
     num_bytes = len((question.text + content).encode(errors="replace"))
     num_tokens = told if type(told) is int and 0 < told <= _MOST_TOKENS else -(-num_bytes // 4)
     return Answer(content=content, cut=choice.get("finish_reason") == "length", num_tokens=num_tokens)
 
 
 def worth(answer: Answer, question: Question, *, structured: bool) -> float:
-    """TryAgain where there is no verdict."""
+    """Return the verdict's worth. TryAgain if there is no valid verdict."""
     if answer.cut:
         raise TryAgain("its answer was cut off before a verdict: raise the source's max_tokens", answered=True)
     try:
@@ -104,14 +104,14 @@ def worth(answer: Answer, question: Question, *, structured: bool) -> float:
         said = json.loads(content)[name] if structured else _last_said(content, name)
     except (ValueError, RecursionError, KeyError, TypeError):
         said = None
-    # True is 1 to Python, and is no score.
+    # True equals 1 in Python, but is not a score.
     if type(said) not in (str, int) or said not in question.worth:
         raise TryAgain(f"answered no verdict: {printable(answer.content.encode())}", answered=True)
     return question.worth[said]
 
 
 def _last_said(text: str, name: str) -> Any:
-    """Not by reading the whole object: reasons hold braces and backslashes, formulas for one, that are no JSON."""
+    """Find the last verdict without parsing the whole object: reasons may contain what is not valid JSON (formulas)."""
     found = re.findall(rf'"{name}"\s*:\s*("\w*"|-?\d+)\s*[,}}]', text)
     return json.loads(found[-1]) if found else None
 

@@ -1,1 +1,1 @@
-"""Sessions: the model as an agent of a rollout sees it, and the trace of what it read and said, token for token."""
+"""Sessions: the API an agent uses to query the model, and the token-exact trace of its rollout."""

@@ -1,13 +1,13 @@
-"""A conversation in the tokens of a model: what is asked is written by its chat template, what was answered stays as it
-was sampled.
+"""Turns an agent's chat messages into tokens: prompts go through the chat template, sampled answers keep their tokens.
 
-    an earlier turn's messages, its answer, more     the tokens of that turn, and behind them only what the template
-                                                     writes from the end of the answer on
+    an earlier turn's messages, its answer, more     the tokens of that turn, then only what the template writes after
+                                                     the answer
     anything else                                    all of it as the template writes it
 
-An agent returns messages, not tokens. Those of an earlier turn are known by their role, content and calls of tools;
-and its tokens stand for them only where the template writes what lies before the answer as it did then, and the answer
-whole. One that drops old reasoning does not, nor does an agent that shortens its history: there all is written anew.
+An agent sends back messages, not tokens. Messages of an earlier turn are recognised by role, content and tool calls.
+Their tokens are reused only if the template still renders the part before the answer as it did then, and the answer
+unchanged. A template that drops old reasoning does not, and an agent that shortens its history does not match: then
+everything is rendered and tokenized again.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from streamrl.workers.sessions.tool_calls import Said, Tools
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MARK = "streamrl-answer"  # which no template writes by itself
+_MARK = "streamrl-answer"  # text that no template contains
 
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What the model is asked with."""
+    """The model's prompt for one turn."""
 
     token_ids: npt.NDArray[np.int32]
-    given: str  # the words of what is new in it, for rewards and people
-    written: str = ""  # by the template, where it is a conversation
+    given: str  # the text that is new in it, for rewards and people
+    written: str = ""  # the template's rendering, if it is a conversation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Turn:
-    messages: tuple[Message, ...]  # what was asked, and the answer
+    messages: tuple[Message, ...]  # the prompt's messages, and the answer
     tools: str
-    asked: str  # as the template wrote it
-    token_ids: npt.NDArray[np.int32]  # of both, as they were
+    asked: str  # the prompt as the template rendered it
+    token_ids: npt.NDArray[np.int32]  # prompt and answer
 
 
 class Conversation:
@@ -60,7 +60,7 @@ class Conversation:
         return "tools" in str(self._tokenizer.chat_template)
 
     def context(self, messages: Sequence[Message], tools: Tools) -> Context:
-        """SampleError where the template refuses them."""
+        """Build the prompt. SampleError if the template refuses the messages."""
         whole = self._written(messages, tools, asks=True)
         for turn in sorted(self._turns, key=lambda turn: -len(turn.messages)):
             reached = len(turn.messages)
@@ -86,7 +86,7 @@ class Conversation:
         tools: Tools,
         said: Said,
     ) -> None:
-        """What `context` was made of, and what came."""
+        """Record a finished turn: its prompt and the model's answer."""
         self._turns.append(
             _Turn(
                 messages=(*messages, answer_of(said)),
@@ -97,8 +97,8 @@ class Conversation:
         )
 
     def _tail(self, messages: Sequence[Message], reached: int, tools: Tools, *, behind: str) -> str | None:
-        """What the template writes from the end of the answer at `reached` - 1 on; None where it rewrites the answer,
-        or its end cannot be found."""
+        """Return what the template writes after the answer at `reached` - 1. None if it changes the answer, or if the
+        answer's end cannot be found."""
         answer = messages[reached - 1]
         if answer["content"].strip() not in behind:
             return None
@@ -115,7 +115,7 @@ class Conversation:
         return None if answer.get("tool_calls") else rest
 
     def _written(self, messages: Sequence[Message], tools: Tools, *, asks: bool) -> str:
-        from jinja2 import TemplateError  # comes with transformers, which a worker looks for before it begins
+        from jinja2 import TemplateError  # a dependency of transformers' chat templates, checked when a worker starts
 
         try:
             return str(
@@ -123,16 +123,16 @@ class Conversation:
                     list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=asks
                 )
             )
-        except (TemplateError, ValueError, TypeError) as error:  # a template may reach into what is not there
+        except (TemplateError, ValueError, TypeError) as error:  # templates may access what is missing
             raise SampleError(f"the model's chat template refuses the messages: {error}") from None
 
     def _tokens_of(self, text: str) -> list[int]:
-        token_ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote them
+        token_ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template added them
         return token_ids
 
 
 def answer_of(said: Said) -> Message:
-    """As an agent returns it, in the form of `read_messages`."""
+    """Return the message that an agent would send back, in the form of `read_messages`."""
     message: dict[str, Any] = {"role": "assistant", "content": said.content}
     if said.calls:
         message["tool_calls"] = [_call(one.name, one.arguments) for one in said.calls]
@@ -140,7 +140,7 @@ def answer_of(said: Said) -> Message:
 
 
 def read_messages(messages: Sequence[Any]) -> list[Message]:
-    """As templates want them, and no two forms of the same. ValueError where they are none."""
+    """Normalise messages to the form that templates expect. ValueError if they are not chat messages."""
     return [_read(place, message) for place, message in enumerate(messages)]
 
 
@@ -161,9 +161,9 @@ def _read(place: int, message: Any) -> Message:
 
 
 def _call(name: str, arguments: Any) -> dict[str, Any]:
-    """Templates write arguments as a map; interfaces send it as JSON in a text."""
+    """Parse the arguments: templates want a map, APIs send JSON in a string."""
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # whatever it is, the template is to write it
+        with contextlib.suppress(ValueError, RecursionError):  # not JSON: leave it to the template as it is
             arguments = json.loads(arguments)
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -193,7 +193,7 @@ def _is_same(one: Message, other: Message) -> bool:
 
 
 def _marked(answer: Message) -> Message:
-    """The mark stands as near to its end as can be."""
+    """Put the mark into the answer, as close to its end as possible."""
     calls = answer.get("tool_calls")
     if not calls:
         return {**answer, "content": _MARK}
@@ -202,7 +202,7 @@ def _marked(answer: Message) -> Message:
 
 
 def _without_end(tail: list[int], before: npt.NDArray[np.int32]) -> list[int]:
-    """An answer that ended by itself has its end token already."""
+    """Drop the tail's end token if the answer ended with it."""
     return tail[1:] if tail and len(before) and tail[0] == int(before[-1]) else tail
 
 

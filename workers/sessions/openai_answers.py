@@ -1,6 +1,6 @@
-"""What agents are answered, in the form of OpenAI's interface and of vLLM's `/inference/v1/generate`.
+"""Response bodies for agents, in the format of OpenAI's API and of vLLM's `/inference/v1/generate`.
 
-The engine gives a turn as a whole, so a stream brings it in a few chunks once it is there.
+The engine returns a turn as a whole, so a stream sends it in a few chunks once it is complete.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """Asked and answered."""
+    """One request and its answer."""
 
-    id: str  # of the session and the turn in it
+    id: str  # session id and turn number
     model: str
     context_ids: npt.NDArray[np.int32]
     generated: Generated
     said: Said
-    pieces: tuple[str, ...] = ()  # the text of each token, where log-probs are asked for
+    pieces: tuple[str, ...] = ()  # the text of each token, if logprobs are requested
 
     @property
     def usage(self) -> Body:
@@ -92,7 +92,7 @@ def generate(turn: Turn) -> Body:
 
 def _whole(turn: Turn, kind: str, prefix: str, choice: Body, *, wants_ids: bool) -> Body:
     body: Body = {"id": f"{prefix}-{turn.id}", **_head(turn, kind), "choices": [choice], "usage": turn.usage}
-    if wants_ids:  # as vLLM gives them
+    if wants_ids:  # the fields that vLLM adds
         choice["token_ids"] = turn.generated.token_ids.tolist()
         body["prompt_token_ids"] = turn.context_ids.tolist()
     return body
@@ -140,7 +140,7 @@ def _text(turn: Turn, asked: CompletionRequest) -> Body:
 
 
 def _name(token_id: int) -> str:
-    """As vLLM names a token where ids are asked for, and clients that train on what they are told want it."""
+    """vLLM's token name when ids are requested; clients that train on responses expect it."""
     return f"token_id:{token_id}"
 
 

@@ -1,8 +1,8 @@
-"""What agents ask for, in the form of OpenAI's interface and of vLLM's `/inference/v1/generate`.
+"""Requests from agents, in the format of OpenAI's API and of vLLM's `/inference/v1/generate`.
 
-How the model samples is the run's affair, for the learner must know the distribution: what an agent says of it is
-ignored, and the answer's header `x-streamrl-ignored` names it. What would make another answer than the agent reads
-(several choices, grammars, forced calls of tools) is refused. Fields that nobody here knows are let pass.
+Sampling parameters are set by the run, because the learner must know the distribution: an agent's are ignored, and the
+response header `x-streamrl-ignored` lists them. Options that would make the answer differ from what was sampled
+(several choices, grammars, forced tool calls) are refused. Unknown fields are accepted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Form = TypeVar("Form", bound=BaseModel)
 
 
 class Refused(Exception):
-    """An answer of OpenAI's form that says no."""
+    """An error response in OpenAI's format."""
 
     def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ class Refused(Exception):
 
 
 class _Sampled(BaseModel):
-    """What is heard of how to sample: it moves no probability."""
+    """The sampling parameters that are honoured: they change no probability."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -104,7 +104,7 @@ class GenerateRequest(BaseModel):
 
 
 def read_request(form: type[Form], body: bytes) -> tuple[Form, tuple[str, ...]]:
-    """The request, and what of it is ignored; or Refused."""
+    """Parse a request; return it with the names of the ignored fields. Raises Refused."""
     try:
         asked = form.model_validate_json(body)
     except ValidationError as error:

@@ -1,10 +1,10 @@
-"""One rollout as an agent sees it: a model that answers, and a trace of all that it was asked.
+"""One rollout's session: answers an agent's requests, and traces all of them.
 
-    chat / complete / generate ──► the context in tokens ──► engine ──► trace ──► the answer
+    chat / complete / generate ──► prompt tokens ──► engine ──► trace ──► the answer
 
-Bounded in turns, tokens, bytes and (by who plays it) time. Turns may be asked side by side: one for which the others
-could take the tokens waits until they are done. It ends with its rollout: what is under way then is given up, and
-whoever asks afterwards is told. Waits for the engine alone.
+Bounded in turns, tokens and bytes, and by its player in time. Turns may run concurrently; a turn waits while those in
+flight might still use up the tokens it needs. The session ends with its rollout: requests in flight are cancelled,
+later ones are refused. Blocks only on the engine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from streamrl.workers.sessions.openai_asked import ChatRequest, CompletionReques
 from streamrl.workers.sessions.tool_calls import Parse, Said, Tools
 from streamrl.workers.sessions.trace import Trace
 
-MAX_SESSION_BYTES = 256 << 20  # of all requests together
+MAX_SESSION_BYTES = 256 << 20  # over all requests
 KEY_REDACTED = "[key]"
 
 T = TypeVar("T")
@@ -42,13 +42,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What the sessions of a worker have in common."""
+    """What all sessions of a worker share."""
 
     facts: ModelFacts
-    parse: Parse  # calls of tools
+    parse: Parse  # for tool calls
     settings: schema.Environment
-    max_length: int  # of a context and its answer
-    thread: Executor  # where conversations become tokens: long ones take their time
+    max_length: int  # tokens of a prompt and its answer
+    thread: Executor  # tokenizes conversations, which takes time for long ones
 
     @property
     def name(self) -> str:
@@ -57,25 +57,25 @@ class Model:
 
 class Session:
     def __init__(self, model: Model, engine: Engine, request: SampleRequest) -> None:
-        """`request` is the form of all that it asks the engine."""
+        """`request` is the template for each request to the engine."""
         self.id, self.key = secrets.token_hex(8), secrets.token_urlsafe(32)
         self.model = model
         self.trace = Trace(request.prompt_ids)
         self.spent = ""  # the bound that was reached
-        self.model_s = 0.0  # that the engine took
+        self.model_s = 0.0  # spent in the engine
         self.num_tool_calls = 0
-        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # what ends the rollout
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # an error ends the rollout
         self._engine, self._request = engine, request
         self._conversation = Conversation(model.facts.tokenizer, model.facts.stop_ids)
         self._asking: set[asyncio.Task[Generated]] = set()
-        self._promised = 0  # tokens that those may add
-        self._one_is_done = asyncio.Event()  # another one each time
-        self._num_heard = 0  # requests under way
+        self._promised = 0  # tokens that the requests in flight may add
+        self._one_is_done = asyncio.Event()  # replaced each time
+        self._num_heard = 0  # requests in flight
         self._num_asked = self._num_bytes = 0
         self._quiet_since = time.monotonic()
         self._is_over = False
 
-    # Who may
+    # Access
 
     def opens_with(self, key: str) -> bool:
         return hmac.compare_digest(key.encode(), self.key.encode())
@@ -85,7 +85,7 @@ class Session:
 
     @property
     def quiet_s(self) -> float:
-        """Since a request was last under way."""
+        """Seconds since a request was last in flight."""
         return 0.0 if self._num_heard else time.monotonic() - self._quiet_since
 
     @contextlib.contextmanager
@@ -106,10 +106,10 @@ class Session:
         self._is_over = True
         await cancel_all(list(self._asking))
         if self.failure.done() and not self.failure.cancelled():
-            self.failure.exception()  # who plays it may have had another reason to end it
+            self.failure.exception()  # mark it retrieved: the player may have ended the rollout for another reason
         self.failure.cancel()
 
-    # What it answers
+    # Answers
 
     async def chat(self, asked: ChatRequest) -> Turn:
         tools = asked.tools or ()
@@ -130,7 +130,7 @@ class Session:
         return self._turn(context, generated, said, wants_pieces=bool(asked.logprobs))
 
     def _parsed(self, generated: Generated, tools: Tools) -> Said:
-        """Where the tags of a call are special tokens, the text has none of them, and it is read with them."""
+        """Parse tool calls. If their tags are special tokens, the plain text lacks them, so parse the marked text."""
         facts = self.model.facts
         marked = facts.decode_marked(generated.token_ids.tolist())
         if marked is None or not (said := self.model.parse(marked, tools)).calls:
@@ -186,7 +186,7 @@ class Session:
         return generated
 
     async def _sampling(self, context: Context, most: int | None, stops: Sequence[str]) -> schema.Sampling:
-        """The run's, with what may be asked for; Refused where a bound is reached."""
+        """Return the run's sampling with the agent's permitted limits. Refused if a bound is reached."""
         run, length = self._request.sampling, len(context.token_ids)
         room = self.model.max_length - length
         wanted = min(run.max_tokens, room, most or run.max_tokens)
@@ -205,7 +205,7 @@ class Session:
         )
 
     def _left(self, context: Context) -> int:
-        """How many tokens a turn with this context may sample, were it alone; Refused where there is none."""
+        """Return how many tokens a turn with this prompt could sample if it ran alone. Refused if none."""
         settings = self.model.settings
         if self._is_over:
             raise is_over()
@@ -238,7 +238,7 @@ class Session:
         return Refused(400, bound, code="rollout_spent")
 
     def _fail(self, error: StreamrlError) -> Refused:
-        """It ends the rollout, whatever the agent makes of it."""
+        """End the rollout, however the agent reacts."""
         if not self.failure.done():
             self.failure.set_exception(error)
         return Refused(503, f"the rollout cannot go on: {error}", code="rollout_failed")

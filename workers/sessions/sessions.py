@@ -1,12 +1,12 @@
-"""The sessions of a worker over HTTP: a base URL for each rollout, in the form of OpenAI's interface.
+"""Serves a worker's sessions over HTTP: one base URL per rollout, compatible with OpenAI's API.
 
-    /sessions/ID/v1/chat/completions, .../v1/completions, .../v1/models    tools, streams, log-probs
+    /sessions/ID/v1/chat/completions, .../v1/completions, .../v1/models    tools, streaming, logprobs
     /sessions/ID/inference/v1/generate                                     tokens in, tokens out
-    /sessions/ID/key/KEY/...                                               for agents that can send no key
+    /sessions/ID/key/KEY/...                                               for agents that cannot send a key
 
-ID is no secret; the bearer key is, and opens this one session. It may come as `x-api-key`, too. Nothing is logged of a
-request. What an agent says with its own key in it, a URL in an error for one, goes on without: into prompts, traces and
-recordings, too.
+The ID is not secret; the bearer key is, and opens only this session. It is also accepted as `x-api-key`. Requests are
+not logged. Where a request body contains the session's own key (for example in a URL inside an error message), the key
+is replaced, so that it does not enter prompts, traces or recordings.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Answer = Callable[[Session, bytes], Coroutine[Any, Any, Response]]
 
 
 class Sessions:
-    """Open ones, by their ids."""
+    """The open sessions, by id."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -100,7 +100,7 @@ class Sessions:
             session = self._let_in(request)
             with session.heard():
                 body = await _read_body(request, session)
-                # An agent that gave up asks again: what it no longer waits for is no part of its rollout.
+                # An agent that gave up retries: an abandoned request must not become part of its rollout.
                 return await run_beside(do(session, body), {"hang-up": _wait_for_hang_up(request)})
 
         return endpoint
@@ -110,7 +110,7 @@ class Sessions:
         if session is None:
             raise is_over()
         given = [request.headers.get("authorization", "").removeprefix("Bearer ")]
-        given.append(request.headers.get("x-api-key", ""))  # some clients can send this one, but no bearer of their own
+        given.append(request.headers.get("x-api-key", ""))  # for clients that cannot set a bearer token
         if self.model.settings.key_in_url:
             given.append(request.path_params.get("key", ""))
         if not any(map(session.opens_with, given)):
@@ -181,7 +181,7 @@ async def _read_body(request: Request, session: Session) -> bytes:
 
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
-    # Whoever sends too much is not read to its end.
+    # Too large or too slow: close the connection instead of reading the rest.
     headers = {"connection": "close"} if error.status in (408, 413) else None
     return JSONResponse(error.body, error.status, headers)
 

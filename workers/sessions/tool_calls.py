@@ -1,9 +1,9 @@
-"""Calls of tools in what a model said: where they stand, what they are, and what is left as words.
+"""Parses tool calls out of a model's text, and separates them from the remaining text.
 
-    hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, as ChatML models with tools are taught
-    else     one of vLLM's own parsers, by its name there, where vLLM is installed
+    hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, the format of ChatML models with tools
+    else     one of vLLM's parsers, by its name there, if vLLM is installed
 
-What looks like a call and is none stays among the words: the agent is told what was said, and may say so.
+What looks like a call but is not valid stays in the text: the agent sees what was generated, and can react.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Said:
     calls: tuple[ToolCall, ...] = ()
 
 
-Tools = Sequence[Mapping[str, Any]]  # as OpenAI's interface has them
+Tools = Sequence[Mapping[str, Any]]  # in the format of OpenAI's API
 Parse = Callable[[str, Tools], Said]
 
 
@@ -44,7 +44,7 @@ def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parse:
 
 
 def parse_hermes(text: str, tools: Tools) -> Said:
-    """One call that is none makes all of it words, as in vLLM."""
+    """Parse Hermes calls. As in vLLM, one invalid call makes all of it text."""
     calls = []
     for found in _CALL.finditer(text):
         try:
@@ -76,7 +76,7 @@ def _parser_of_vllm(name: str, tokenizer: PreTrainedTokenizerBase) -> Parse:
         request = ChatCompletionRequest(messages=[], tools=[dict(tool) for tool in tools], model="")
         parser = kind(
             cast("Any", tokenizer), cast("Any", request.tools)
-        )  # vLLM's own types for them are wider, or other
+        )  # vLLM declares wider or other types for these
         found = parser.extract_tool_calls(text, request)
         calls = [ToolCall(name=one.function.name, arguments=one.function.arguments) for one in found.tool_calls]
         return Said(content=found.content or "", calls=tuple(calls) if found.tools_called else ())

@@ -1,13 +1,13 @@
-"""What a rollout of several turns consists of, token for token: what was sampled, and what the model was given.
+"""The token-exact trace of a multi-turn rollout: which tokens were sampled, and which were given.
 
     prompt | given | turn | given | turn | given | turn
-           |         ^^^^           ^^^^           ^^^^   sampled: log-probs, versions, a loss; the rest has none
-           └ given | turn | given | turn                  a branch: a context that goes on from earlier tokens
+           |         ^^^^           ^^^^           ^^^^   sampled: logprobs, versions, loss; given tokens have none
+           └ given | turn | given | turn                  a branch: a context that continues from earlier tokens
 
-Whoever asks the model tells the trace the whole context of each turn, and what came. Where that context begins with the
-very tokens of a row so far, the rest of it was given and the turn goes on from there; nothing is ever tokenised again.
-Any other context starts a branch: a template that drops what was thought, a history that was cut down, another agent.
-It shares the longest beginning that ends where something given or sampled does, or the prompt.
+For each turn the caller passes the model's whole context and what was sampled. If the context begins with exactly the
+tokens of a row so far, the rest was given, and the turn continues that row; nothing is tokenized again. Any other
+context starts a branch: the template dropped reasoning, the history was shortened, or another agent took over. A branch
+shares the longest prefix that ends where the prompt or something given or sampled ends.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ Ids = npt.NDArray[np.int32]
 
 
 class Played(NamedTuple):
-    sample: Sample  # not scored yet; its finish reason is stop where the environment was done
-    text: str  # of all turns, and of what was given between them
+    sample: Sample  # not scored yet; its finish reason is stop if the environment was done
+    text: str  # all turns, and what was given between them
     reward: float = 0.0  # the environment's
-    rewards: Mapping[str, float] = MappingProxyType({})  # what it consists of, by source
-    turn_rewards: tuple[float, ...] = ()  # before their weight; of each turn, in the sample's order
-    model_s: float = 0.0  # that it waited for the engine, and for its environment
-    environment_s: float = 0.0
+    rewards: Mapping[str, float] = MappingProxyType({})  # its parts, by source
+    turn_rewards: tuple[float, ...] = ()  # unweighted, one per turn, in the sample's order
+    model_s: float = 0.0  # waiting for the engine
+    environment_s: float = 0.0  # waiting for the environment
     num_tool_calls: int = 0
     prompt_routes: Routes | None = None  # [P, ...] where samples have routes
 
 
 @dataclass(slots=True, kw_only=True)
 class _Row:
-    so_far: Ids  # the prompt, or what is kept of another row, and its own
-    row: int  # that it leaves
+    so_far: Ids  # the prompt or the prefix kept of another row, then its own tokens
+    row: int  # the row it branches from
     keep: int  # where its own tokens begin
-    ends: list[int]  # where the prompt, or something given or sampled ends, what is kept included
+    ends: list[int]  # where the prompt and each given or sampled piece end, the kept prefix included
     tokens: list[Ids] = field(default_factory=list)
     logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
-    runs: list[int] = field(default_factory=lambda: [0])  # alternately sampled and given
-    spans: list[Span] = field(default_factory=list)  # counted from the begin of its own tokens
-    routes: list[Routes] = field(default_factory=list)  # of its own tokens, where the engine tells them
+    runs: list[int] = field(default_factory=lambda: [0])  # lengths, alternately sampled and given
+    spans: list[Span] = field(default_factory=list)  # relative to the start of its own tokens
+    routes: list[Routes] = field(default_factory=list)  # of its own tokens, if the engine reports them
 
     def give(self, token_ids: Ids) -> None:
         if len(self.runs) % 2 == 1:
@@ -67,8 +67,8 @@ class _Row:
         self._add(generated.token_ids, generated.logprobs)
 
     def route(self, routes: Routes, *, begin: int) -> None:
-        """Of what a turn read and sampled from this token of the row on. What ended the turn before has its own only
-        now, where this one goes on behind it; a branch leaves it as it is."""
+        """Add a turn's routes from token `begin` of the row on. The last token of the previous turn gets its route only
+        now, when this turn has read it; in a branch it is left as it is."""
         if self.routes and begin:
             self.routes[-1][-1] = routes[begin - 1]
         self.routes.append(ending(routes[begin:]))
@@ -88,28 +88,28 @@ class Trace:
         self._prompt_ids = prompt_ids
         self._prompt_routes: Routes | None = None
         self._texts: list[str] = []
-        self._turns: list[tuple[int, int]] = []  # (row, where in it) of each that sampled something
+        self._turns: list[tuple[int, int]] = []  # (row, position in it) of each turn that sampled something
         self.num_turns = 0
-        self.num_tokens = 0  # behind the prompt, sampled and given, each counted once
+        self.num_tokens = 0  # after the prompt, sampled and given, each counted once
 
     @property
     def num_branches(self) -> int:
         return len(self._rows) - 1
 
     def num_given(self, context_ids: Ids) -> int:
-        """How many tokens a turn with this context adds, beside what it samples."""
+        """Return how many tokens a turn with this context adds, apart from those it samples."""
         return len(context_ids) - self._shared(context_ids)[1]
 
     def take(self, context_ids: Ids, generated: Generated, *, given: str = "") -> None:
-        """A turn: what the model was asked with, all of it, and what it said. `given` is what rewards read before it.
-        SampleError where there are too many branches."""
+        """Record a turn: the model's whole context and its answer. `given` is the text before the answer, as rewards
+        read it. SampleError if there are too many branches."""
         self.num_turns += 1
         self._texts += [given, generated.text]
         if len(generated.token_ids) == 0:
-            return  # nothing is learnt from a context that nothing was sampled behind
+            return  # without sampled tokens there is nothing to train on
         at, keep = self._shared(context_ids)
         row, rest = self._rows[at], context_ids[keep:]
-        # A turn right behind another is a branch, too, so that it is known where it began.
+        # A turn directly after another is a branch too, which records where it began.
         if keep < len(row.so_far) or (row.tokens and not len(rest)):
             at, row = len(self._rows), self._branch(at, keep)
         if len(rest):
@@ -121,7 +121,7 @@ class Trace:
         self.num_tokens += len(rest) + len(generated.token_ids)
 
     def played(self, finish_reason: FinishReason, reward: float, turn_rewards: Sequence[float] = ()) -> Played:
-        """`turn_rewards`: of each turn that sampled something, in the order in which they were taken; or none."""
+        """Build the sample. `turn_rewards`: one per turn that sampled something, in the order taken; or none."""
         starts = list(accumulate((len(row.so_far) - row.keep for row in self._rows), initial=0))
         spans = [
             span._replace(start=span.start + start, end=span.end + start)
@@ -160,8 +160,8 @@ class Trace:
             self._prompt_routes = routes[:num_prompt]
 
     def _shared(self, context_ids: Ids) -> tuple[int, int]:
-        """(a row, how many of its tokens the context begins with): the whole of it, or up to where a piece of it ends.
-        The most of all rows; of equals the first, but sooner one that ends there, which goes on."""
+        """Return (a row, how many of its tokens the context begins with): the whole row, or up to where a piece ends.
+        The longest match wins; among equals, a row that ends there and can be continued, else the first."""
         best, found = (-1, False), (0, 0)
         for at, row in enumerate(self._rows):
             common = _common(row.so_far, context_ids)
@@ -180,14 +180,14 @@ class Trace:
 
 
 def _common(these: Ids, those: Ids) -> int:
-    """How many tokens they begin with alike."""
+    """Return the length of the common prefix."""
     most = min(len(these), len(those))
     differs = np.flatnonzero(these[:most] != those[:most])
     return int(differs[0]) if len(differs) else most
 
 
 def _joined(rows: list[list[int]]) -> tuple[int, ...]:
-    """Runs of rows laid end to end: each begins with a run that has a loss, if of no tokens."""
+    """Concatenate the runs of rows; each row begins with a sampled run, possibly of length 0."""
     runs = [0]
     for row in rows:
         if len(runs) % 2 == 0:

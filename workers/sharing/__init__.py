@@ -1,1 +1,1 @@
-"""Sharing: a host fetches a blob of weights once, for all its workers, and hands it on to other hosts."""
+"""Sharing: a host fetches each weight blob once for all its workers, and passes it on to other hosts."""

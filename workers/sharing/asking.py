@@ -1,7 +1,7 @@
-"""One request to a peer: HTTP/1.1, as much of it as `door` speaks, read up to the length that an answer must have.
+"""Sends one request to a peer: HTTP/1.1, as much of it as `door` speaks, with a known response length.
 
-Not by a library: a peer may be anybody's, and a library reads heads and bodies as long as they come. Here silence ends
-a request after `_SILENCE_S`, and all of it ends at the deadline. Blocks for as long.
+No HTTP library, because peers are not trusted, and a library reads heads and bodies of any length. Here `_SILENCE_S`
+without data ends a request, and the deadline ends it in any case. Blocks for as long.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from streamrl.errors import TransportError
 
 _SILENCE_S = 2.0
 _MOST_HEAD_BYTES = 16 << 10
-_MOST_WORDS_BYTES = 1 << 10  # of an answer that is no piece
+_MOST_WORDS_BYTES = 1 << 10  # of a response that is not a piece
 _READ_BYTES = 256 << 10
 
 
 class WrongLength(Exception):
-    """It has another length than the piece: known before it is read."""
+    """The announced length is not the piece's, which is known before the body is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,16 +30,16 @@ class Answer:
 
 
 class Line:
-    """A connection to one peer, kept from one request to the next. OSError and TransportError: it is of no more use."""
+    """A connection to one peer, reused for further requests. After an OSError or TransportError it is unusable."""
 
     def __init__(self, place: tuple[str, int], *, own_host: str) -> None:
-        # From the address that others know, so that a host of several networks uses that of its peers.
+        # Bind to the address that other hosts know, so that a host in several networks uses that of its peers.
         self._socket = socket.create_connection(place, timeout=_SILENCE_S, source_address=(own_host, 0))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._host = f"[{place[0]}]:{place[1]}" if ":" in place[0] else f"{place[0]}:{place[1]}"
 
     def get(self, path: str, *, token: str, num_bytes: int, deadline: float) -> Answer:
-        """`num_bytes`: of the body of an answer 200."""
+        """Send a GET request. `num_bytes` is the length that a 200 response must have."""
         self._wait_until(deadline)
         head = f"GET {path} HTTP/1.1\r\nhost: {self._host}\r\nauthorization: Bearer {token}\r\n\r\n"
         self._socket.sendall(head.encode())

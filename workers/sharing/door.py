@@ -1,13 +1,14 @@
-"""Pieces for other hosts, over HTTP: `GET /pieces/DIGEST/NUMBER`, and which there are: `GET /pieces/DIGEST`.
+"""Serves pieces of weights to other hosts over HTTP: `GET /pieces/DIGEST/NUMBER` returns one, `GET /pieces/DIGEST`
+which ones are here.
 
-Only what this worker told others of is given out (`offer`), out of the host's share: a path names a digest and a number
-and no file. Who asks proves that it read the run's secret in Redis, by a token for this address and this piece alone;
-so an address that is nobody's of ours learns nothing by being asked. At most `MOST_UPLOADS` pieces go out at a time,
-each within `_UPLOAD_S`; who comes beyond that is told to come again (503). It runs in a thread with a loop of its own,
-so that neither generation nor serving waits for the other.
+Only blobs that this worker has announced (`offer`) are served, from the host's share: a path names a digest and a
+number, never a file. A caller proves that it has read the run's secret in Redis, with a token for this address and path
+only; so an address that does not belong to the run learns nothing from being asked. At most `MOST_UPLOADS` pieces are
+sent at a time, each within `_UPLOAD_S`; further requests get 503. It runs in its own thread and event loop, so that
+generation and serving do not block each other.
 
-No TLS: what goes out is the weights of the run and no secret, and who receives checks it. Where others can listen, keep
-to a network of the workers' own.
+No TLS: the content is the run's weights, not a secret, and the receiver verifies it. Where others can listen in, use a
+network of the workers' own.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from streamrl.workers.sharing.host import HostShare
 
 MOST_UPLOADS = 6
 _UPLOAD_S = 30.0
-_MOST_OFFERS = 256  # blobs, the newest
-_SENT_BYTES = 256 << 10  # at once, so that a slow reader holds no whole piece in memory
+_MOST_OFFERS = 256  # blobs, newest first
+_SENT_BYTES = 256 << 10  # per write, so that a slow reader does not hold a whole piece in memory
 _DIGEST, _NUMBER = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9]{1,9}")
 _STARTS_WITHIN_S = 10.0
 
@@ -44,14 +45,14 @@ _STARTS_WITHIN_S = 10.0
 class Door:
     def __init__(self, host: HostShare, *, run_uid: str, address: str) -> None:
         self.address = address
-        self.secret = b""  # as Redis has it; nobody is let in before
-        self.num_bytes = 0  # given out
+        self.secret = b""  # the run's, from Redis; until it is set, all requests are refused
+        self.num_bytes = 0  # sent
         self._host, self._run_uid = host, run_uid
         self._offers: OrderedDict[str, ShardRecord] = OrderedDict()
         self._num_uploads = 0
 
     def offer(self, record: ShardRecord) -> None:
-        """Others are told of it."""
+        """Serve this blob, which is announced to other hosts."""
         digest = record.digest.hex()
         self._offers[digest] = record
         self._offers.move_to_end(digest)
@@ -80,7 +81,7 @@ class Door:
 
     def _offered(self, request: Request) -> ShardRecord | Response:
         wanted = token(self.secret, self._run_uid, self.address, request.url.path)
-        given = request.headers.get("authorization", "").encode()  # a text is compared only where it is ASCII
+        given = request.headers.get("authorization", "").encode()  # compare_digest takes non-ASCII only as bytes
         if not self.secret or not hmac.compare_digest(given, f"Bearer {wanted}".encode()):
             return Response(status_code=403)
         digest = request.path_params["digest"]
@@ -100,7 +101,7 @@ class Door:
 
 
 class _Upload(StreamingResponse):
-    """Its place is taken until the last byte is with the kernel, or its time is over."""
+    """Occupies an upload slot until the last byte is with the kernel, or its time is up."""
 
     def __init__(self, door: Door, piece: bytes, *, headers: dict[str, str]) -> None:
         super().__init__(_cut(piece), headers=headers, media_type="application/octet-stream")
@@ -120,7 +121,7 @@ async def _cut(piece: bytes) -> AsyncIterator[memoryview]:
 
 @contextmanager
 def open_door(host: HostShare, bound: socket.socket, *, run_uid: str, address: str | None = None) -> Iterator[Door]:
-    """Answers while the context lasts. `address`: where others reach the socket, when that is elsewhere."""
+    """Serve for the lifetime of the context. `address`: how others reach the socket, if not by its own address."""
     door = Door(host, run_uid=run_uid, address=address or address_of(bound))
     loop, stop, ready = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
 

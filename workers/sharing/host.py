@@ -1,15 +1,15 @@
-"""What the workers of one host and run fetch for each other: each blob once, into a folder of shared memory.
+"""What the workers of one host and run fetch for each other: each blob once, into a folder in shared memory.
 
-    a blob is wanted ─► its file ─┬─► the lock is free: fetch what is missing, piece by piece ─┬─► read it
-                                  └─► another has it: wait for its pieces ─────────────────────┘
+    a blob is wanted ─► its file ─┬─► the lock is free: fetch the missing pieces one by one ─┬─► read it
+                                  └─► another worker holds it: wait for its pieces ──────────┘
 
-A file is named by the blob's digest and sizes. It holds the blob, and after it a byte for each piece: 1 once the piece
-is there. The kernel frees the lock of a fetcher that died, and another goes on with what is missing. Who reads a blob
-checks its digest (`fetching.fetch`); one that is wrong is thrown away, and the store asked.
+A file is named by the blob's digest and sizes. It holds the blob, followed by one byte per piece: 1 once the piece is
+there. If a fetcher dies, the kernel releases its lock, and another worker fetches what is missing. The reader of a blob
+checks its digest (`fetching.fetch`); a wrong one is discarded and read from the store.
 
-The folder holds `share_bytes` at most, of a few minutes; the oldest files go first, and it gives way to mirrors that
-need the room. Where a file cannot be had, the caller goes to the store by itself: nothing here is needed. Blocks on the
-file system, and on another worker as long as its fetch gets on (`patience_s`).
+The folder holds `share_bytes` at most, for a few minutes; the oldest files are removed first, and all of them when a
+mirror needs the room. If a file cannot be had, the caller goes to the store itself: sharing is optional. Blocks on the
+file system, and on another worker while its fetch makes progress (`patience_s`).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from streamrl.held_folders import share_folder
 from streamrl.protocol.weights.manifest import ShardRecord
 
 _NAME = re.compile(r"[0-9a-f]{32}-\d+-\d+")
-_ROOM = "room"  # the lock of who makes or removes files
-_MEMBER = ".worker"  # ends the name of a file that a worker holds locked while it lives
-_KEPT_S = 300.0  # by then all workers have it, or went on to another; memory is no place to keep things
+_ROOM = "room"  # the lock for creating or removing files
+_MEMBER = ".worker"  # suffix of the file that a worker keeps locked while it lives
+_KEPT_S = 300.0  # by then all workers have read it or moved on; shared memory is scarce
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
-_MOST_READ = 1 << 30  # bytes; the kernel gives fewer than 2 GiB at a time
+_MOST_READ = 1 << 30  # bytes; Linux returns less than 2 GiB per read
 
 
 class SharedBlob:
-    """One blob's file, open; to be closed."""
+    """One blob's open file; must be closed."""
 
     def __init__(self, descriptor: int, record: ShardRecord) -> None:
         self.record = record
@@ -70,7 +70,7 @@ class SharedBlob:
 
     @contextmanager
     def locked(self) -> Iterator[bool]:
-        """Inside, nobody else fills it; False: somebody does."""
+        """Hold the fill lock; yields False if another worker holds it."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -79,13 +79,13 @@ class SharedBlob:
         try:
             yield True
         finally:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # not by closing: a forked child has the descriptor, too
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # closing is not enough: a forked child shares the descriptor
 
     def close(self) -> None:
         os.close(self._descriptor)
 
 
-Fill = Callable[[SharedBlob], None]  # puts what is missing
+Fill = Callable[[SharedBlob], None]  # writes the missing pieces
 
 
 class HostShare:
@@ -104,13 +104,13 @@ class HostShare:
             self._membership = None
 
     def is_alone(self) -> bool:
-        """No other worker of this host would read what we put here."""
+        """Return whether no other worker of this host would read what we fetch."""
         return not any(_is_locked(path) for path in self._folder.glob(f"*{_MEMBER}") if path != self._member)
 
     def get(self, record: ShardRecord, fill: Fill) -> tuple[bytes, bool] | None:
-        """The blob, unchecked, and whether it was us who fetched some of it. None: it cannot be had here.
+        """Return the blob, unverified, and whether this worker fetched some of it. None if it cannot be had here.
 
-        What `fill` raises is raised, and the next to come goes on."""
+        An exception from `fill` propagates, and the next worker goes on with the blob."""
         shared = self._open(record)
         if shared is None:
             return None
@@ -135,7 +135,7 @@ class HostShare:
             return shared.read(), was_us
 
     def there(self, record: ShardRecord) -> list[int]:
-        """Which of its pieces lie here."""
+        """Return the numbers of the pieces that are here."""
         with self._to_read(record) as shared:
             return [] if shared is None else sorted({*range(record.num_pieces)} - {*shared.missing()})
 
@@ -145,16 +145,16 @@ class HostShare:
             return shared.piece(number) if shared is not None and there else None
 
     def discard(self, record: ShardRecord) -> None:
-        """It was not what its digest says."""
+        """Remove a blob that did not match its digest."""
         self._path(record).unlink(missing_ok=True)
 
     def make_room(self, num_bytes: int) -> None:
-        """A mirror needs so much of the file system: it goes before what lies here, which is a copy."""
+        """Free this much of the file system for a mirror, which takes precedence over these copies."""
         if _free_bytes(self._folder) >= num_bytes:
             return
         for path in self._files():
             path.unlink(missing_ok=True)
-        deadline = time.monotonic() + self._patience_s / 5  # for who still has one open
+        deadline = time.monotonic() + self._patience_s / 5  # for readers that still have one open
         while _free_bytes(self._folder) < num_bytes and time.monotonic() < deadline:
             time.sleep(_LONGEST_PAUSE_S)
 
@@ -162,7 +162,7 @@ class HostShare:
         return self._folder / f"{record.digest.hex()}-{record.num_bytes}-{record.piece_bytes}"
 
     def _files(self) -> list[Path]:
-        """The oldest first."""
+        """The blobs' files, oldest first."""
         found = []
         for path in self._folder.iterdir():
             with suppress(FileNotFoundError):
@@ -200,7 +200,7 @@ class HostShare:
 
     @contextmanager
     def _room(self) -> Iterator[bool]:
-        """Inside, nobody else makes or removes files. False: somebody holds this for long."""
+        """Hold the lock for creating or removing files; yields False if others keep it for too long."""
         deadline = time.monotonic() + self._patience_s / 5
         while (lock := take_lock(self._folder / _ROOM)) is None and time.monotonic() < deadline:
             time.sleep(_FIRST_PAUSE_S * random.uniform(0.5, 1.0))
@@ -212,8 +212,8 @@ class HostShare:
                 os.close(lock)
 
     def _has_room(self, made: Path, size: int) -> bool:
-        """After old files that nobody fills have gone, and for it newer ones, too. A file system is never filled by
-        more than half of what is free: mirrors are to lie there, too."""
+        """Remove old files that nobody is filling, and newer ones if needed; return whether the file fits now. A file
+        takes at most half of the free space, since mirrors live there too."""
         others = [path for path in self._files() if path != made]
         taken = sum(path.stat().st_size for path in others)
 
@@ -230,7 +230,7 @@ class HostShare:
 
 @contextmanager
 def open_share(run_uid: str, share_bytes: int, *, root: Path | None = None) -> Iterator[HostShare | None]:
-    """None: nothing is to be shared. `root`: where the host's folder lies, if not in shared memory."""
+    """Open the host's share; None if sharing is off. `root`: where the folder lies, if not in shared memory."""
     if not share_bytes:
         yield None
         return

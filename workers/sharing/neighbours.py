@@ -1,8 +1,8 @@
-"""Other hosts as this worker knows them: who has what, who is asked, who rests, and who lied.
+"""The peers that this worker knows: which has what, which is being asked, which is backing off, and which lied.
 
-One request at a time goes to each. A peer that is slow, gone or full rests for a while, longer each time; one whose
-bytes are not what the manifest says lied, and is not asked again by this process. An answer is read up to the length
-that it must have and no further, within `PIECE_S`. Blocks for as long.
+One request at a time goes to each peer. A peer that is slow, gone or full rests, longer each time. A peer whose bytes
+do not match the manifest has lied, and this process never asks it again. An answer is read up to its expected length
+and no further, within `PIECE_S`. Blocks for as long.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from streamrl.workers.sharing.asking import Answer, Line, WrongLength
 PIECE_S = 10.0
 _FIRST_REST_S, _LONGEST_REST_S, _FULL_REST_S = 0.5, 60.0, 0.1
 _MOST_CHOSEN_FROM = 16
-_MOST_KNOWN = 1024  # peers that are remembered
+_MOST_KNOWN = 1024  # peers remembered
 
 
 @dataclass(slots=True, eq=False)
 class Neighbour:
     address: str
     place: tuple[str, int]
-    have: dict[str, set[int]] = field(default_factory=dict)  # by blob, as it said last
+    have: dict[str, set[int]] = field(default_factory=dict)  # by blob, as last reported
     rest_s: float = _FIRST_REST_S
     rests_until: float = 0.0
     is_asked: bool = False
@@ -56,7 +56,7 @@ class Neighbours:
         self._lock = threading.Lock()
 
     def hear(self, record: ShardRecord, told: Mapping[str, bytes]) -> None:
-        """What Redis says who has; whose address no peer can have, is left out."""
+        """Record which peers have which pieces, as Redis reports it; invalid addresses are left out."""
         digest = record.digest.hex()
         with self._lock:
             for address, bitmap in told.items():
@@ -65,14 +65,14 @@ class Neighbours:
                     one.have.setdefault(digest, set()).update(pieces_of(bitmap, record.num_pieces))
 
     def forget(self, record: ShardRecord) -> None:
-        """The blob is whole here."""
+        """Forget who has pieces of this blob, which is complete here."""
         with self._lock:
             for one in self._known.values():
                 one.have.pop(record.digest.hex(), None)
 
     def choose(self, record: ShardRecord, missing: Iterable[int]) -> tuple[int, Neighbour] | None:
-        """The piece that the fewest have, of those that somebody has who may be asked; and one of these, by chance,
-        who is taken from now on until `ask` returns."""
+        """Choose a missing piece, rarest first among those of available peers, and a random one of the peers that have
+        it. The peer counts as busy until `ask` returns."""
         digest = record.digest.hex()
         with self._lock:
             free = [one for one in self._known.values() if digest in one.have and one.may_be_asked()]
@@ -88,7 +88,7 @@ class Neighbours:
         return piece, chosen
 
     def ask(self, neighbour: Neighbour, record: ShardRecord, number: int) -> bytearray | None:
-        """The piece, checked; None: not from there, or not now."""
+        """Fetch the piece and verify it. None: that peer does not have it, or not now."""
         place = record.piece(number)
         try:
             data = self._fetch(neighbour, record, number, place.stop - place.start)
@@ -153,7 +153,7 @@ class Neighbours:
             _hang_up(neighbour)
             if not was_open:
                 raise
-            return get()  # it had been idle for too long
+            return get()  # the kept connection had been closed while idle
 
 
 def _get(neighbour: Neighbour, own_host: str, path: str, **bounds: Any) -> Answer:

@@ -1,7 +1,7 @@
-"""A worker's share in what hosts fetch for each other, put together of its parts: folder, door, peers.
+"""Assembles what a worker shares with others: the host's folder, the server for peers, and the peers.
 
-Sharing within a host needs no word. Between hosts it is asked for by `--peers HOST:PORT`, the address that the others
-reach; who gives none asks nobody and answers nobody.
+Sharing within a host is automatic. Sharing between hosts needs `--peers HOST:PORT`, the address at which other hosts
+reach this one; a worker without it neither asks peers nor answers them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def open_sharing(
     *,
     run_uid: str,
     share_bytes: int,
-    peers: str | None,  # HOST:PORT; None: no other host
+    peers: str | None,  # HOST:PORT; None: no sharing between hosts
     progress: Progress,
-    root: Path | None = None,  # of what this host's workers share, if not in shared memory
+    root: Path | None = None,  # the folder that this host's workers share, if not in shared memory
 ) -> Iterator[Sharing]:
     def note(counts: Counts) -> None:
         progress.note(weights_from_store=counts.store, weights_from_peers=counts.peers, weights_from_host=counts.host)
@@ -50,7 +50,7 @@ def open_sharing(
             return
         if host is None:
             raise ConfigError("--peers: the run has weights.share_bytes = 0, so that nothing is kept to be handed on")
-        from streamrl.workers.sharing.door import open_door  # starlette and uvicorn: only where asked for
+        from streamrl.workers.sharing.door import open_door  # lazy: imports starlette and uvicorn
 
         door = stack.enter_context(open_door(host, bind(*peers_address(peers), what="--peers"), run_uid=run_uid))
         progress.note(peers=door.address)
@@ -67,7 +67,7 @@ def open_sharing(
 
 
 def peers_address(text: str) -> tuple[str, int]:
-    """It is told to others as it stands."""
+    """Parse the address, which is announced to peers unchanged."""
     host, port = parse_address(text, what="--peers")
     try:
         fit = not ipaddress.ip_address(host).is_unspecified

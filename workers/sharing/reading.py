@@ -1,11 +1,11 @@
-"""Blobs for a mirror, from the nearest place that has them: this host's share, other hosts, the store.
+"""Reads blobs for a mirror from the nearest place that has them: this host's share, other hosts, the store.
 
     get(name) ─► small, or nobody to share with: the store
-              ├► the host's share: what is there, or comes; else fetched by us, from peers and the store
+              ├► the host's share: what is there or on its way; the rest is fetched here, from peers and the store
               └► wrong, or no room in the share: the store
 
-A blob that is asked for again was wrong: it is thrown away here, and comes from the store. Every byte is counted by
-where it came from. Blocks on all of them, each within its own bounds. May be called from several threads.
+A blob that is read a second time was wrong: it is discarded here and read from the store. All bytes are counted by
+their origin. Blocks on each of these places, within their own bounds. Thread-safe.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from streamrl.workers.sharing.host import HostShare, SharedBlob
 
 log = structlog.get_logger(__name__)
 
-LEAST_BYTES = 64 << 10  # a blob with fewer is fetched sooner than asked for
+LEAST_BYTES = 64 << 10  # sharing a smaller blob costs more than fetching it
 
 
 class Hosts(Protocol):
-    """Other hosts, that may have pieces (`swarm.Swarm`)."""
+    """Other hosts that may have pieces (`swarm.Swarm`)."""
 
     def fill(self, shared: SharedBlob, store: BlobStore, counts: Counts) -> None:
-        """Put every piece that is missing; what peers do not give comes from the store."""
+        """Put every missing piece; what peers do not provide comes from the store."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """Bytes of blobs since the worker's start, by where they came from."""
+    """Bytes of blobs since the worker's start, by origin."""
 
     store: int = 0
     peers: int = 0
@@ -59,18 +59,18 @@ class Sharing:
         host: HostShare | None,
         hosts: Hosts | None = None,
         *,
-        on_blob: Callable[[Counts], None] = lambda counts: None,  # hears of each that is here
+        on_blob: Callable[[Counts], None] = lambda counts: None,  # called after each blob
     ) -> None:
         self.counts = Counts()
         self._on_blob = on_blob
         self._store, self._host, self._hosts = store, host, hosts
 
     def reading(self, manifests: Sequence[Manifest]) -> Blobs:
-        """The blobs of these; for one go at them."""
+        """Return the blobs of these manifests, for one attempt at reading them."""
         return _Reading(self, {shard.blob_name: shard for manifest in manifests for shard in manifest.shards})
 
     def make_room(self, num_bytes: int) -> None:
-        """For a mirror."""
+        """Free room for a mirror."""
         if self._host is not None:
             self._host.make_room(num_bytes)
 
@@ -84,7 +84,7 @@ class Sharing:
             return self.from_store(record)
         try:
             found = self._host.get(record, self._fill)
-        except OSError as error:  # the folder went, or its file system failed
+        except OSError as error:  # the folder was removed, or its file system failed
             log.warning("weights_not_shared", why=str(error))
             found = None
         if found is None:

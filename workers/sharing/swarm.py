@@ -1,14 +1,14 @@
-"""A blob in pieces, from whoever has them: this host asks Redis who, fetches, and gives out what it has got.
+"""Fetches a blob in pieces from many places: this host asks Redis who has which, fetches them, and serves its own.
 
-    tell Redis what we have ─► who has what ──► up to NUM_FROM_PEERS pieces at a time from peers, the rarest first
-             ▲            └──► pieces for us ─► NUM_FROM_STORE at a time from the store
-             └── every now and then, the more hosts there are the more seldom
+    report to Redis what we have ─► who has what ──► up to NUM_FROM_PEERS pieces at a time from peers, rarest first
+             ▲                 └──► pieces assigned to us ─► NUM_FROM_STORE at a time from the store
+             └── repeated, less often the more hosts there are
 
-Each piece leaves the store about once, for one host is given it to fetch, and the others have it from there. Peers are
-no more than a hope: where none has given anything for `alone_after_s`, pieces that nobody is fetching come from the
-store; in vain for `desperate_after_s`, any piece does, at random, so that hosts that hope alike do not fetch the same.
-Every piece is checked against the manifest before it is put. Blocks on the store and peers, each within its bounds;
-raises what the store raises.
+Each piece leaves the store about once: one host is assigned to fetch it, and the others get it from there. Peers are
+best effort. If none has provided anything for `alone_after_s`, pieces that nobody is fetching come from the store;
+after `desperate_after_s` any piece does, in random order, so that hosts in the same situation fetch different ones.
+Every piece is checked against the manifest before it is put. Blocks on the store and on peers, each within its own
+bounds; errors of the store propagate.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 NUM_FROM_PEERS = 4
-NUM_FROM_STORE = 2  # so that its link need not wait for us
-_NUM_GIVEN = 4  # pieces that we take on at a time
+NUM_FROM_STORE = 2  # keeps the store's link busy
+_NUM_GIVEN = 4  # pieces that we accept at a time
 _LEAST_TELL_S = 0.05
-_TELL_S_PER_PEER = 0.001  # so that Redis hears a thousand of us a second, however many we are
+_TELL_S_PER_PEER = 0.001  # limits Redis to a thousand reports a second, however many hosts there are
 _TICK_S = 0.01
-_NUM_TRIES = 2  # of a piece from the store: a flip on the way is gone with the second
+_NUM_TRIES = 2  # per piece from the store: a bit flip in transit does not repeat
 
 
 class Swarm:
@@ -61,7 +61,7 @@ class Swarm:
         self.alone_after_s, self.desperate_after_s = alone_after_s, desperate_after_s
 
     def fill(self, shared: SharedBlob, store: BlobStore, counts: Counts) -> None:
-        """Put every piece that is missing."""
+        """Put every missing piece."""
         self.door.offer(shared.record)
         with _pool(NUM_FROM_PEERS) as from_peers, _pool(NUM_FROM_STORE) as from_store:
             _Filling(self, shared, store, counts, from_peers, from_store).run()
@@ -70,7 +70,7 @@ class Swarm:
 
 @contextmanager
 def _pool(size: int) -> Iterator[ThreadPoolExecutor]:
-    """Left at once, also where a peer still holds a thread; it ends within that peer's bounds."""
+    """Exit at once even if a peer still holds a thread, which ends within that peer's bounds."""
     pool = ThreadPoolExecutor(max_workers=size, thread_name_prefix="pieces")
     try:
         yield pool
@@ -82,7 +82,7 @@ Piece = bytes | bytearray | None
 
 
 class _Filling:
-    """One blob."""
+    """The fetch of one blob."""
 
     def __init__(
         self,
@@ -98,13 +98,13 @@ class _Filling:
         self._record = shared.record
         self._missing = set(shared.missing())
         self._given: deque[int] = deque()
-        self._taken: set[int] = set()  # given to us, and not yet said to be there
+        self._taken: set[int] = set()  # assigned to us, and not yet reported as here
         self._coming: dict[Future[Piece], int] = {}
-        self._of_store: set[Future[Piece]] = set()  # of these, what is asked of it
+        self._of_store: set[Future[Piece]] = set()  # those of `_coming` that go to the store
         self._store_rests_until = 0.0
         self._tell_at = 0.0
-        self._busy: Collection[int] = ()  # others fetch these from the store
-        self._helped_at = time.monotonic()  # when a peer last gave something
+        self._busy: Collection[int] = ()  # pieces that others fetch from the store
+        self._helped_at = time.monotonic()  # when a peer last provided something
 
     def run(self) -> None:
         while self._missing:
@@ -117,7 +117,7 @@ class _Filling:
                 time.sleep(_TICK_S * random.uniform(0.5, 1.0))
             for one in done:
                 self._take_in(one, self._coming.pop(one))
-        self._tell(most=0)  # so that others find all of it here
+        self._tell(most=0)  # so that others find the whole blob here
 
     def _take_in(self, one: Future[Piece], piece: int) -> None:
         is_of_store = one in self._of_store
@@ -125,7 +125,7 @@ class _Filling:
         try:
             data = one.result()
         except TransportError:
-            if not self._coming:  # no peer helps
+            if not self._coming:  # no peer can help either
                 raise
             self._store_rests_until = time.monotonic() + self._swarm.alone_after_s
             return
@@ -156,7 +156,7 @@ class _Filling:
         if self._given:
             return self._given.popleft()
         in_vain = self._hoped_for_in_vain()
-        # For want of better a second copy of what comes from a peer, but no third.
+        # If nothing else is left, fetch a second copy of what a peer is sending, but never a third.
         chosen_from = in_vain & wanted or (in_vain if not self._of_store else None)
         return random.choice(sorted(chosen_from)) if chosen_from else None
 
