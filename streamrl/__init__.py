@@ -11,8 +11,8 @@
             print(step.number, step.reward)
 
 This package is the shared library: configuration, wire schema, transport, weights, telemetry and the command
-line. It imports neither torch nor vLLM nor transformers; `workers` and `learner` are the two applications on it.
-`docs/python.md` has more of runs from Python; what is not named there is no promise.
+line. It imports neither torch nor vLLM nor transformers; `workers` and `learner` are the two applications on top of it.
+`docs/python.md` says more about runs from Python; whatever it does not name is not a stable API.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Result", "Run", "Step", "StreamrlError", "UserError", "attach", "start"]
 __version__ = "0.1.0"
 
-do_without()  # here, for every program of ours begins with this package, those that others fork or spawn too
+do_without()  # here, because every process of ours imports this package first, forked and spawned ones included
 
 _FOUND_IN = {"Step": "streamrl.ops.python.steps"} | dict.fromkeys(
     ("Result", "Run", "attach", "start"), "streamrl.ops.python.run"
@@ -37,7 +37,7 @@ _FOUND_IN = {"Step": "streamrl.ops.python.steps"} | dict.fromkeys(
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when first asked for: every child that runs a reward function begins with this package, too."""
+    """Import lazily: every child process that runs a reward function imports this package."""
     if name not in _FOUND_IN:
         raise AttributeError(f"module 'streamrl' has no attribute {name!r}")
     from importlib import import_module

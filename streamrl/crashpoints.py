@@ -1,22 +1,22 @@
-"""Crash points: named places between two effects that others can see, where a test makes a process die or stop.
+"""Crash points: named places between two effects visible to others, where a test can make a process die or stop.
 
     folder.rename(final)
-    crashpoint("checkpoint.renamed")      # the new name is there, and nobody has been told
+    crashpoint("checkpoint.renamed")      # the new name exists, and nothing has been announced
     fsync_folder(self._folder)
 
-What must survive a crash is decided between two effects: a file renamed but not announced, a script that ran but
-whose caller died. A kill from outside rarely falls there, so the place has a name, which says what has just been done.
-Every name stands in `Point`, so that a type checker refuses a wrong one, and tests hold that each is in the code and
-that the run survives a death at each.
+Crash safety is decided between two effects: a file was renamed but not announced, a script ran but its caller died. A
+kill from outside rarely hits that moment, so the place has a name, which says what has just been done. All names are
+listed in `Point`, so that a type checker rejects a wrong one; tests check that each is used in the code and that the
+run survives a death at each.
 
-Armed from outside, for a process as it is in operation, which then dies as by kill -9 or stops as by SIGSTOP:
+Armed from outside, for a real process, which then dies as by kill -9 or stops as by SIGSTOP:
 
     STREAMRL_CRASH_AT=checkpoint.renamed      at the first passing
-    STREAMRL_CRASH_AT=issue.written:3:stop    at the third, until somebody sends SIGCONT
+    STREAMRL_CRASH_AT=issue.written:3:stop    at the third, until it gets a SIGCONT
 
-Armed from inside, for this thread or task alone, by any action: `with armed(CrashAt("claim.written")): ...` raises
-SimulatedCrash there. An exception unwinds, so `finally` still runs, which a death does not: prefer the process where
-what is left on disk matters. Not armed, a crash point costs two lookups, 0.05 microseconds; blocks never.
+Armed from inside, for the current thread or task only, with any action: `with armed(CrashAt("claim.written")): ...`
+raises SimulatedCrash there. An exception unwinds, so `finally` blocks still run, unlike in a real death: prefer a
+process if the state left on disk matters. Unarmed, a crash point costs two lookups, 0.05 microseconds; it never blocks.
 """
 
 from __future__ import annotations
@@ -37,66 +37,66 @@ VARIABLE: Final = "STREAMRL_CRASH_AT"
 
 Point = Literal[
     # Becoming the learner
-    "lease.taken",  # others are kept out; the run's history does not know us yet
+    "lease.taken",  # others are locked out; the run's history does not list us yet
     "run.recorded",  # the run has its uid
-    "term.recorded",  # the durable term is ours; Redis has the one before
+    "term.recorded",  # the durable term is ours; Redis still has the one before
     "claim.written",  # Redis has the term; nothing is restored
     # Reconciling
-    "restore.written",  # the streams are there; what is missing in them has not been asked for
-    "reconcile.deleted",  # superfluous tickets are gone; missing ones are not issued again
-    "reconcile.counted",  # whoever audits knows how many tickets there are; the feed has yet to go on
+    "restore.written",  # the streams exist; what is missing in them has not been requested
+    "reconcile.deleted",  # superfluous tickets are deleted; missing ones are not reissued
+    "reconcile.counted",  # the audit can see the number of tickets; the feed has not resumed
     # Issuing
-    "draws.written",  # which prompts the next places ask for is durable; no ticket says so
+    "draws.written",  # the prompts of the next places are durable; no ticket uses them yet
     "issue.counted",  # the ledger counts the tickets; none is written
     "issue.written",  # a chunk of tickets is in the stream
-    "dead.written",  # some dead letters are there; no checkpoint says that their tickets are dead
-    "letters.removed",  # of tickets that are not dead, or dead no more
-    "retry.counted",  # the ledger has the tickets that repeat dead ones; Redis has the requests
+    "dead.written",  # some dead letters are written; no checkpoint records their tickets as dead
+    "letters.removed",  # those of tickets that are not dead, or no longer
+    "retry.counted",  # the ledger has the tickets that repeat dead ones; Redis still has the requests
     # A worker's ticket
-    "ticket.leased",  # the server counts it as ours; nobody here works at it
-    "ticket.renewed",  # the lease begins anew
+    "ticket.leased",  # Redis counts it as ours; nothing here works on it
+    "ticket.renewed",  # the lease starts over
     "group.ready",  # generated and encoded; not delivered
     "group.delivered",  # in the stream; the worker does not know
-    "ticket.handed_back",  # others may have it; the worker still stands in the group
-    "worker.left",  # its name is forgotten; the process is still there
+    "ticket.handed_back",  # others may lease it; the worker is still in the consumer group
+    "worker.left",  # removed from the consumer group; the process still runs
     # Consuming
-    "group.read",  # the cursor is beyond it, in memory alone
-    "group.settled",  # the ledger says how it ended, in memory alone
-    # Files that are whole or not there (streamrl.files)
+    "group.read",  # the cursor has passed it, in memory only
+    "group.settled",  # the ledger has its outcome, in memory only
+    # Files that exist completely or not at all (streamrl.files)
     "file.aside",  # all bytes are on the disk under another name
-    "file.linked",  # the name is there, and the other one too
-    "file.renamed",  # the name is there, and may not survive a power cut
+    "file.linked",  # both names exist
+    "file.renamed",  # the name exists, and may not survive a power loss
     # A checkpoint
-    "checkpoint.copied",  # each rank has its state in a second place in memory; nothing of it is on the disk
-    "shard.part",  # a rank's file is there in part
-    "shard.written",  # it is there, and may not survive a power cut
-    "shard.synced",  # it would; nobody knows, and others may not be so far
-    "checkpoint.written",  # every rank's files are in the temporary folder; their names may not survive a power cut
+    "checkpoint.copied",  # each rank's state is copied in memory; nothing is on disk
+    "shard.part",  # a rank's file is partly written
+    "shard.written",  # it is complete, and may not survive a power loss
+    "shard.synced",  # it would survive; nobody knows yet, and other ranks may not be done
+    "checkpoint.written",  # all ranks' files are in the temporary folder; their names may not survive a power loss
     "checkpoint.synced",  # they would; journal and manifest are not written
-    "journal.written",  # a file of the journal that no checkpoint names
-    "checkpoint.sealed",  # the manifest is there; the folder has its temporary name
-    "checkpoint.renamed",  # the commit point is passed; the name may not survive a power cut
+    "journal.written",  # a file of the journal that no checkpoint refers to
+    "checkpoint.sealed",  # the manifest is written; the folder still has its temporary name
+    "checkpoint.renamed",  # the commit point has passed; the name may not survive a power loss
     "checkpoint.committed",  # it would; Redis does not know
-    "commit.written",  # the stream is trimmed; older checkpoints are there
-    "prune.aside",  # an old checkpoint is renamed; whether a younger term needs it has not been looked at
-    "prune.removed",  # one is gone; others are to go
+    "commit.written",  # the stream is trimmed; older checkpoints still exist
+    "prune.aside",  # an old checkpoint is renamed; whether a younger term needs it is not checked yet
+    "prune.removed",  # one is deleted; others are next
     # Weights
-    "blob.begun",  # the index has the blob; chunks are missing (Redis)
-    "blob.chunk",  # a chunk is there; others may be missing (Redis)
-    "blob.aside",  # all bytes are there under another name (directory)
-    "blob.renamed",  # the blob has its name, and may not survive a power cut (directory)
-    "blob.stored",  # durable and whole; not announced
+    "blob.begun",  # the index has the blob; its chunks are missing (Redis)
+    "blob.chunk",  # one chunk is stored; others may be missing (Redis)
+    "blob.aside",  # all bytes are stored under another name (directory)
+    "blob.renamed",  # the blob has its name, and may not survive a power loss (directory)
+    "blob.stored",  # durable and complete; not announced
     "announce.written",  # workers see the version; the learner does not know that they do
     "amended.written",  # workers see its anchor; the learner does not know that they do
-    "blob.unlinked",  # chunks are gone; the index has the blob (Redis)
-    "blob.deleted",  # one is gone; others are to go
-    # Weights that workers hand on to each other
-    "share.begun",  # the blob's file is there and locked; no piece is in it
-    "share.piece",  # a piece is in it; others may be missing
-    "share.told",  # other hosts may know what is here, and wait for what we have taken on
-    "share.whole",  # all pieces are there, and the lock is still ours
+    "blob.unlinked",  # the chunks are deleted; the index still has the blob (Redis)
+    "blob.deleted",  # one is deleted; others are next
+    # Weights shared between workers
+    "share.begun",  # the blob's file exists and is locked; it has no pieces
+    "share.piece",  # it has one piece; others may be missing
+    "share.told",  # other hosts may know which pieces are here, and wait for those we have taken on
+    "share.whole",  # all pieces are there, and we still hold the lock
     # The end
-    "release.written",  # the run has ended in Redis; the learner is still there
+    "release.written",  # the run has ended in Redis; the learner process still runs
 ]
 POINTS: Final[frozenset[Point]] = frozenset(get_args(Point))
 
@@ -105,11 +105,11 @@ _ENDS: Final = {"": signal.SIGKILL, "kill": signal.SIGKILL, "stop": signal.SIGST
 
 
 class SimulatedCrash(BaseException):
-    """What would have been the death of the process. No `except Exception` may take it for an error and go on."""
+    """Stands for the death of the process. A BaseException, so that no `except Exception` catches it."""
 
 
 def crashpoint(point: Point) -> None:
-    """Do here what this thread, task or process is armed with; mostly nothing."""
+    """Run the action that this thread, task or process is armed with, if any."""
     action = _armed.get() or _from_environment()
     if action is not None:
         action(point)
@@ -117,7 +117,7 @@ def crashpoint(point: Point) -> None:
 
 @contextmanager
 def armed(action: Action) -> Iterator[None]:
-    """Until the block ends, every crash point passed by this thread, its tasks, and its jobs for others does this."""
+    """Arm every crash point passed by this thread, its tasks and its jobs, until the block ends."""
     token = _armed.set(action)
     try:
         yield
@@ -146,13 +146,13 @@ _armed: Final[ContextVar[Action | None]] = ContextVar("armed crash point", defau
 
 @functools.cache
 def _from_environment() -> CrashAt | None:
-    """What the process was started with; read once, since a process dies at most once."""
+    """The action that the process was started with; cached, since a process dies at most once."""
     word = os.environ.get(VARIABLE, "")
     return parse(word) if word else None
 
 
 def parse(word: str) -> CrashAt:
-    """`point`, `point:nth` or `point:nth:stop`."""
+    """Parse `point`, `point:nth` or `point:nth:stop`."""
     name, _, rest = word.partition(":")
     nth, _, end = rest.partition(":")
     point = next((point for point in POINTS if point == name), None)

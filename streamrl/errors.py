@@ -1,33 +1,33 @@
 """Every error that streamrl raises on purpose.
 
 StreamrlError
-├── UserError            the user can mend it: one clear line, exit code 2
+├── UserError            the user can fix it: one clear line, exit code 2
 │   ├── ConfigError      a setting is unknown, of the wrong type, or contradicts another
-│   ├── DataError        a data set, model folder or tokenizer is not as it must be
-│   └── ResourceError    something the run needs is not there: Redis, a port, vLLM, disk
+│   ├── DataError        a data set, model folder or tokenizer is invalid
+│   └── ResourceError    something that the run needs is missing: Redis, a port, vLLM, disk
 ├── WireError            a message that does not follow the schema or exceeds a limit
-├── TransportError       Redis, or the store of weights, did not answer within its bounds
+├── TransportError       Redis, or the weight store, did not answer within its bounds
 │   ├── Fenced           a newer learner term exists; this process must stop at once
-│   │   └── Replaced     another learner has taken the run over: this one does not come back
+│   │   └── Replaced     another learner has taken over the run; this one must not restart
 │   ├── Refused          another learner holds the run
-│   ├── Ended            an operator has ended the run since this learner began
-│   ├── RunGone          the run's tombstone is there: it was removed, leave
-│   └── ServerFull       Redis takes no more until there is room (maxmemory, its disk); nothing was written
+│   ├── Ended            an operator has ended the run since this learner started
+│   ├── RunGone          the run was removed and left a tombstone: exit
+│   └── ServerFull       Redis accepts no writes until there is room (maxmemory, its disk); nothing was written
 ├── WeightsError         a blob, manifest, or digest is missing or wrong
 │   └── LoadRejected     the engine did not prove that it serves what was loaded
-├── EngineError          the generation engine died or does not make progress
+├── EngineError          the generation engine died or makes no progress
 ├── SampleError          the engine refused one sample, and goes on
-├── RewardError          no score could be had for a sample; never a number
-│   └── RewardOutage     nobody could be scored, which is no fault of the sample
-├── PartError            a part that the launcher started ended, and another start would not help
-└── TrainingError        training cannot go on: non-finite steps in a row, publish stuck
+├── RewardError          a sample could not be scored; never a number
+│   └── RewardOutage     nothing can be scored now, which is not the sample's fault
+├── PartError            a part started by the launcher ended, and restarting it would not help
+└── TrainingError        training cannot go on: non-finite steps in a row, publishing stuck
 """
 
 from __future__ import annotations
 
 
 class StreamrlError(Exception):
-    """Base of every deliberate error; its text says what happened and what to do."""
+    """Base of every deliberate error; its message says what happened and what to do."""
 
     exit_code = 1
 
@@ -61,7 +61,7 @@ class Fenced(TransportError):
 
 
 class Replaced(Fenced):
-    exit_code = UserError.exit_code  # as what a restart does not change
+    exit_code = UserError.exit_code  # like other errors that a restart does not fix
 
 
 class Refused(TransportError):
@@ -69,7 +69,7 @@ class Refused(TransportError):
 
 
 class Ended(TransportError):
-    exit_code = 0  # as it was told
+    exit_code = 0  # it ended as requested
 
 
 class RunGone(TransportError):

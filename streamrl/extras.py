@@ -1,4 +1,4 @@
-"""Packages that only some machines have: what needs one says so before it begins, with the way to install it."""
+"""Optional packages: checks that they are installed before work starts, with an error that says how to install them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from streamrl.errors import ResourceError
 
 
 def is_installed(*packages: str) -> bool:
-    """All of them; nothing is imported."""
+    """Return whether all are installed, without importing them."""
     return not _missing(packages)
 
 
 def need(what: str, *packages: str, extra: str, or_extra: str | None = None) -> None:
-    """ResourceError when one of the packages is not installed; nothing is imported."""
+    """ResourceError if one of the packages is not installed; imports nothing."""
     missing = _missing(packages)
     if missing:
         remedy = " or ".join(f"`{install(one)}`" for one in (extra, or_extra) if one)
@@ -35,12 +35,12 @@ def check_learner() -> None:
 
 
 def install(extra: str) -> str:
-    """The command that adds an extra to this installation: no registry has streamrl, so from where it came."""
+    """Return the command that adds an extra to this installation, from its origin: streamrl is on no registry."""
     return installs(_origin(), extra)
 
 
 def installs(origin: str | None, extra: str) -> str:
-    """By what the installer noted of the origin (`direct_url.json`, PEP 610); None: it was taken from an index."""
+    """Build the command from the installer's record of the origin (`direct_url.json`, PEP 610); None: an index."""
     if origin is None:
         return f"pip install 'streamrl[{extra}]'"
     noted = json.loads(origin)
@@ -53,5 +53,5 @@ def installs(origin: str | None, extra: str) -> str:
 def _origin() -> str | None:
     try:
         return distribution("streamrl").read_text("direct_url.json")
-    except PackageNotFoundError:  # a checkout on the path, which nobody has installed
+    except PackageNotFoundError:  # a checkout on the path that is not installed
         return json.dumps({"url": Path(__file__).parents[1].as_uri(), "dir_info": {"editable": True}})

@@ -1,9 +1,9 @@
-"""Files and folders that are there whole or not at all, also after a power cut: write aside, fsync, rename, fsync the
-folder. And locks on them.
+"""Atomic, durable files and folders, also after a power loss: write aside, fsync, rename, fsync the folder. And file
+locks.
 
-Blocks on the disk only. Whoever announces a file (in Redis, or by the name of a folder) calls one of these first.
+Blocks on the disk only. Call one of these before announcing a file (in Redis, or by the name of a folder).
 
-One process at a time runs a run's folder: a launcher, or a replay. The kernel frees the lock with the process.
+Only one process at a time runs a run's folder: a launcher, or a replay. The kernel releases its lock when it exits.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from streamrl.errors import ResourceError
 
 LOCK = "up.lock"  # within a run's folder
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
-_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # what NFS and old kernels answer
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # returned by NFS and old kernels
 
 
 def first_there(path: Path) -> Path:
-    """It, or the nearest folder above it that is there."""
+    """Return the path itself, or its nearest ancestor that exists."""
     return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
 
 
 def check_writable(folder: Path, *, what: str) -> None:
-    """ResourceError where it is neither a folder that can be written to nor can be made one; nothing is made."""
+    """ResourceError if it is no writable folder and cannot become one; creates nothing."""
     there = first_there(folder)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         reason = "cannot be written to" if there.is_dir() else "is no folder"
@@ -40,7 +40,7 @@ def check_writable(folder: Path, *, what: str) -> None:
 
 
 def fsync_file(path: Path) -> None:
-    """Wait until the file's contents are on the disk."""
+    """Wait until the file's contents are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -49,20 +49,20 @@ def fsync_file(path: Path) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Wait until the names in this folder are on the disk: a rename is not durable before that."""
+    """Wait until the names in this folder are on disk; before that, a rename is not durable."""
     fsync_file(folder)
 
 
 def fsync_tree(folder: Path) -> None:
-    """Wait until all that the folder holds, at any depth, is on the disk."""
+    """Wait until everything in the folder, at any depth, is on disk."""
     for path in (*folder.rglob("*"), folder):
         fsync_file(path)
 
 
 def replace_folder(made: Path, folder: Path) -> None:
-    """Give the folder that was made, beside it, this name, and remove what had it. One of the two has it all the time;
-    where the file system cannot exchange names there is a moment when none has, and `put_back` mends what a crash in
-    that moment has left."""
+    """Give the finished folder `made`, which lies beside it, this name, and remove the one that had it. The name exists
+    at all times; where the file system cannot exchange names it is missing for a moment, and `put_back` repairs a crash
+    in that moment."""
     put_back(folder)
     old = _old(folder)
     fsync_tree(made)
@@ -81,8 +81,8 @@ def replace_folder(made: Path, folder: Path) -> None:
 
 
 def put_back(folder: Path) -> None:
-    """What had this name before a `replace_folder` that died with both names taken away has it again. Whoever reads the
-    folder calls this first."""
+    """Restore the old folder if a `replace_folder` died while the name was missing. Call this before reading the
+    folder."""
     old = _old(folder)
     if old.exists() and not folder.exists():
         old.rename(folder)
@@ -93,7 +93,7 @@ def _old(folder: Path) -> Path:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap the names of two folders in one step; False where that cannot be."""
+    """Swap the names of two folders atomically; False if not supported."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -105,7 +105,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Replace the file by these contents; a reader sees the old ones or the new ones."""
+    """Replace the file by these contents; a reader sees the old or the new ones."""
     aside = _write_aside(path, data)
     try:
         aside.rename(path)
@@ -119,8 +119,7 @@ def write_durably(path: Path, data: bytes) -> None:
 def create_exclusively(path: Path, data: bytes) -> bool:
     """Create the file with these contents unless it exists; exactly one of several callers gets True.
 
-    A hard link rather than O_EXCL, since it fails in the same way when the name is taken, but the name never stands for
-    contents that are half written.
+    A hard link also fails if the name is taken, like O_EXCL, but the name never refers to partly written contents.
     """
     aside = _write_aside(path, data)
     try:
@@ -136,8 +135,8 @@ def create_exclusively(path: Path, data: bytes) -> bool:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """What the disk refuses inside is refused of this file or folder: a full disk names none, and a file that is
-    written aside says nothing to anybody."""
+    """Set this path as the file name of an OSError inside: a full disk reports none, and the name of a temporary file
+    means nothing to users."""
     try:
         yield
     except OSError as error:
@@ -160,8 +159,8 @@ def _write_aside(path: Path, data: bytes) -> Path:
 
 
 def take_lock(path: Path) -> int | None:
-    """The lock of a file, or of a folder, for as long as this descriptor is open: the kernel frees it with the process,
-    however that ends. None where another process holds it."""
+    """Lock a file or folder for as long as the returned descriptor is open; the kernel releases it when the process
+    ends, however it ends. None if another process holds it."""
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -173,7 +172,7 @@ def take_lock(path: Path) -> int | None:
 
 @contextmanager
 def locked(path: Path, *, taken: str) -> Iterator[None]:
-    """Inside, nobody else holds the lock of this file or folder; where somebody does, ResourceError says `taken`."""
+    """Hold the lock of this file or folder; if somebody else does, raise ResourceError with `taken`."""
     descriptor = take_lock(path)
     if descriptor is None:
         raise ResourceError(taken)
@@ -185,7 +184,7 @@ def locked(path: Path, *, taken: str) -> Iterator[None]:
 
 @contextmanager
 def only_one(folder: Path, name: str) -> Iterator[None]:
-    """Inside, no other launcher runs this folder, however the last one ended."""
+    """Lock the run's folder against other launchers. A lock file left by a dead one does not matter."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = folder / LOCK
     pid = lock.read_text() if lock.exists() else ""
@@ -197,6 +196,6 @@ def only_one(folder: Path, name: str) -> Iterator[None]:
         try:
             lock.write_text(str(os.getpid()))
         except OSError as error:
-            error.filename = str(lock)  # a full disk names none, and this is where a launcher meets it first
+            error.filename = str(lock)  # a full disk reports no name, and launchers notice it here first
             raise
         yield

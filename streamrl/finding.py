@@ -1,4 +1,4 @@
-"""What was found out before a run: one line of the doctor. Processes that try something write theirs as JSON lines."""
+"""A finding of the checks before a run: one line of `streamrl doctor`. Trial processes write theirs as JSON lines."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Level = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    name: str  # what was looked at
+    name: str  # what was checked
     level: Level
     evidence: str
-    remedy: str = ""  # empty in an error whose evidence says what to do
+    remedy: str = ""  # may be empty if an error's evidence says what to do
 
 
 def ok(name: str, evidence: str) -> Finding:
@@ -33,7 +33,7 @@ def error(name: str, evidence: str, remedy: str) -> Finding:
 
 
 def take_stdout() -> Callable[[Finding], None]:
-    """Findings go to whoever started this process."""
+    """Return a function that sends findings to the parent process."""
     lines = process.take_stdout()
 
     def write(finding: Finding) -> None:

@@ -1,8 +1,8 @@
-"""The GPUs of this machine, as far as this process may see them, without a driver's context being made for it.
+"""The GPUs of this machine that are visible to this process, found without creating a CUDA context.
 
-Asked are `nvidia-smi` and CUDA_VISIBLE_DEVICES; CUDA itself is not, since a launcher that had touched it would hold
-memory of the first GPU, and could not fork. Numbers are those of `nvidia-smi`, so what is started by them is told
-CUDA_DEVICE_ORDER=PCI_BUS_ID. Written by the manuals. No GPU has run this.
+Uses `nvidia-smi` and CUDA_VISIBLE_DEVICES, not CUDA itself: a launcher with a CUDA context would hold memory on the
+first GPU, and could not fork. Numbers are those of `nvidia-smi`, so processes that get them are started with
+CUDA_DEVICE_ORDER=PCI_BUS_ID. Written from the manuals. No GPU has run this.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 _MIB = 1 << 20
 _TIMEOUT_S = 15.0
 _FIELDS = "index,uuid,name,memory.total,memory.free,driver_version,mig.mode.current,compute_cap"
-_BFLOAT16_SINCE = 8  # major compute capability: Ampere; what came before (V100, T4) emulates it, slowly
+_BFLOAT16_SINCE = 8  # major compute capability: Ampere; earlier GPUs (V100, T4) emulate it slowly
 _SLICE = re.compile(r"\s+MIG (?P<model>\S+)\s+Device\s+\d+: \(UUID: (?P<uuid>[^)]+)\)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    name: str  # as CUDA_VISIBLE_DEVICES takes it: a number, or the UUID of a GPU or of a slice of one (MIG)
-    model: str = ""  # with its driver; empty where nobody tells
+    name: str  # as in CUDA_VISIBLE_DEVICES: a number, or the UUID of a GPU or of a slice of one (MIG)
+    model: str = ""  # with its driver; empty if unknown
     memory: int = 0  # bytes; 0: not known
     free: int = 0
-    has_bfloat16: bool = True  # products of it; so, too, where nobody tells
+    has_bfloat16: bool = True  # computes in it; also if unknown
 
     @property
     def is_slice(self) -> bool:
-        """Of a GPU; CUDA shows a process one of them, however many it names."""
+        """A MIG slice; CUDA shows a process only one of them, however many are named."""
         return self.name.startswith("MIG-")
 
 
 def visible_to(names: tuple[str, ...]) -> Mapping[str, str]:
-    """What a process is told that shall see these and no others."""
+    """Return the environment of a process that shall see only these GPUs."""
     return {VISIBLE: ",".join(names), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def gpus_here(environment: Mapping[str, str] = os.environ, *, torch: str | None = None) -> tuple[Gpu, ...]:
-    """None where torch is a build for CPUs. ResourceError where nvidia-smi fails. `torch`: its version, by default that
-    which is installed."""
+    """Return the visible GPUs; none if torch is a CPU build. ResourceError if nvidia-smi fails. `torch`: its version,
+    by default the installed one."""
     if "+cpu" in (torch or version("torch") or ""):
         return ()
     wanted = environment.get(VISIBLE)
@@ -60,7 +60,7 @@ def gpus_here(environment: Mapping[str, str] = os.environ, *, torch: str | None 
 
 
 def _all_of(program: str, environment: Mapping[str, str]) -> Iterator[tuple[str, Gpu]]:
-    """By UUID, in the order of the bus; of those that are cut up their slices instead."""
+    """Yield the GPUs by UUID, in bus order; a GPU that is partitioned yields its slices instead."""
     slices = _slices(_ask(program, "-L", environment=environment))
     for line in _ask(program, f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits", environment=environment):
         index, uuid, model, total, free, driver, mig, capability = (field.strip() for field in line.split(","))
@@ -73,7 +73,7 @@ def _all_of(program: str, environment: Mapping[str, str]) -> Iterator[tuple[str,
 
 
 def _slices(lines: list[str]) -> Mapping[str, Mapping[str, Gpu]]:
-    """Of each GPU, from a list as in `GPU 0: A100 (UUID: GPU-1)`, `  MIG 3g.40gb  Device 0: (UUID: MIG-2)`."""
+    """Parse each GPU's slices from `GPU 0: A100 (UUID: GPU-1)`, `  MIG 3g.40gb  Device 0: (UUID: MIG-2)`."""
     found: dict[str, dict[str, Gpu]] = {}
     of: dict[str, Gpu] = {}
     for line in lines:
@@ -87,7 +87,7 @@ def _slices(lines: list[str]) -> Mapping[str, Mapping[str, Gpu]]:
 
 
 def _named(wanted: str, there: Mapping[str, Gpu]) -> Iterator[Gpu]:
-    """As CUDA reads the variable: numbers or UUIDs, which may be cut short; what is not there ends the list."""
+    """Read the variable as CUDA does: numbers or UUID prefixes; the first invalid entry ends the list."""
     for name in map(str.strip, wanted.split(",")):
         matching = [gpu for uuid, gpu in there.items() if name == gpu.name or (len(name) > 4 and uuid.startswith(name))]
         if not name or name.startswith("-") or (there and not matching):
@@ -107,11 +107,11 @@ def _ask(program: str, *words: str, environment: Mapping[str, str]) -> list[str]
 
 
 def _has_bfloat16(capability: str) -> bool:
-    """By its compute capability, as in `9.0`; `[N/A]` where the driver does not know."""
+    """Decide by the compute capability, such as `9.0`; `[N/A]` if the driver does not know it."""
     major = capability.partition(".")[0]
     return not major.isdigit() or int(major) >= _BFLOAT16_SINCE
 
 
 def _bytes(mebibytes: str) -> int:
-    """`[N/A]` of one whose memory is the machine's."""
+    """Convert to bytes; `[N/A]` (a GPU that shares the machine's memory) becomes 0."""
     return int(mebibytes) * _MIB if mebibytes.isdigit() else 0

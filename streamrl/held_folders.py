@@ -1,12 +1,12 @@
-"""Folders in places that all users share, /tmp and /dev/shm: each is one process's alone, and goes with it.
+"""Folders in shared places, /tmp and /dev/shm: each belongs to one process, and is removed with it.
 
     mirror    /dev/shm/streamrl-mirror-RUN-WORKER   the weights that a worker serves, as large as the model
-    scratch   /tmp/streamrl-scratch-xxxxxxxx        sockets and files that vLLM or torchrun make and leave behind
-    share     /dev/shm/streamrl-share-USER-RUN      what the workers of one run and host fetched for each other
+    scratch   /tmp/streamrl-scratch-xxxxxxxx        sockets and files that vLLM or torchrun create and leave behind
+    share     /dev/shm/streamrl-share-USER-RUN      what the workers of one run and host have fetched for each other
 
-Who holds a folder holds the lock in it, and removes the folder when done; of a share's many holders the last does. A
-process that is killed leaves its folder, so whoever makes one removes those of this user's dead first, and so does the
-launcher at its end. Blocks for a few seconds at most, where others start at the same moment.
+The owner of a folder holds the lock in it, and removes the folder when done; of a share's several holders the last one
+does. A killed process leaves its folder behind, so before creating one we remove those of this user's dead processes;
+the launcher does so at its end, too. Blocks for a few seconds at most, while others start at the same moment.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _SHARE = "streamrl-share-"
 _LOCK = "lock"
 _SHARED_MEMORY = Path("/dev/shm")
 _TEMPORARY = Path("/tmp")
-# The kernel takes 107 bytes for a socket. This leaves room for the folder's own name, and 38 for what lies in it.
+# A socket path has at most 107 bytes. This leaves room for the folder's own name, and 38 bytes for a file in it.
 _LONGEST_ROOT = 107 - len(_SCRATCH) - 8 - 1 - 38
 _LONGEST_WAIT_S = 5.0
 _PAUSE_S = 0.02
 
 
 def mirror_folder(run_uid: str, worker: str, *, root: Path | None = None) -> AbstractContextManager[Path]:
-    """Of this name, so that two workers that are called the same do not patch one mirror."""
+    """Hold a worker's mirror folder, whose name is fixed so that two workers of one name do not patch one mirror."""
     name = _MIRROR + re.sub(r"[^A-Za-z0-9._-]", "_", f"{run_uid}-{worker}")
     taken = f"another worker of this run is alive on this machine under the name {worker!r}: give each worker a "
     return _held((root or _memory()) / name, taken=f"{taken}--worker-id of its own")
 
 
 def scratch_folder(*, in_memory: bool = False, root: Path | None = None) -> AbstractContextManager[Path]:
-    """Of a new and short name, on a memory file system where there is one and that is asked for."""
+    """Hold a folder with a new, short name, on a memory file system if requested and available."""
     root = root or (_memory() if in_memory else _temporary())
     name = _SCRATCH + secrets.token_hex(4)
     return _held(root / name, taken=f"{root / name} is another process's: begin again")
@@ -56,7 +56,7 @@ def scratch_folder(*, in_memory: bool = False, root: Path | None = None) -> Abst
 
 @contextmanager
 def share_folder(run_uid: str, *, root: Path | None = None) -> Iterator[Path]:
-    """The same one for all processes of this user that name this run."""
+    """Hold the folder that all processes of this user share for this run."""
     root = root or _memory()
     folder = root / f"{_SHARE}{os.geteuid()}-{re.sub(r'[^A-Za-z0-9._-]', '_', run_uid)}"
     with _one_at_a_time(root):
@@ -70,7 +70,7 @@ def share_folder(run_uid: str, *, root: Path | None = None) -> Iterator[Path]:
         yield folder
     finally:
         with _one_at_a_time(root):
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too
+            fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough: a forked child shares the descriptor
             os.close(lock)
             last = take_lock(folder / _LOCK) if folder.is_dir() else None
             if last is not None:
@@ -79,7 +79,7 @@ def share_folder(run_uid: str, *, root: Path | None = None) -> Iterator[Path]:
 
 
 def remove_those_of_the_dead() -> None:
-    """For who has killed processes that held folders."""
+    """Remove folders of dead processes; for a caller that has killed some."""
     for root in {_memory(), _temporary()}:
         with _one_at_a_time(root):
             _remove_those_of_the_dead(root)
@@ -107,8 +107,8 @@ def _held(folder: Path, *, taken: str) -> Iterator[Path]:
 
 @contextmanager
 def _one_at_a_time(root: Path) -> Iterator[None]:
-    """Nobody removes a folder that another has made and not locked yet. Who holds this for long is none of ours, and is
-    not waited for."""
+    """Exclude others while a folder is created or removed, so that none is removed before it is locked. A lock held for
+    too long is not one of ours, and is ignored."""
     directory = os.open(root, os.O_RDONLY)
     try:
         deadline = time.monotonic() + _LONGEST_WAIT_S
@@ -124,7 +124,7 @@ def _one_at_a_time(root: Path) -> Iterator[None]:
 
 def _remove_those_of_the_dead(root: Path) -> None:
     for folder in (found for kind in (_MIRROR, _SCRATCH, _SHARE) for found in root.glob(f"{kind}*")):
-        with suppress(OSError):  # gone by now
+        with suppress(OSError):  # removed meanwhile
             lock = take_lock(folder / _LOCK) if _is_ours(folder) else None
             if lock is not None:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -133,6 +133,6 @@ def _remove_those_of_the_dead(root: Path) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """No other user's, and no link of theirs to somewhere else."""
+    """Return whether it is this user's folder, and not another's or a link."""
     found = folder.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()

@@ -1,8 +1,9 @@
-"""Packages that were built for another torch than the one beside them; to streamrl they are as if not installed.
+"""Packages built for another torch than the installed one; streamrl treats them as not installed.
 
-vLLM's build for CPUs asks for torchvision and two more, for inputs that are not text. Where an index has only their
-builds for CUDA, pip takes those beside a torch for CPUs. Then transformers, which imports what it finds of them, dies:
-"operator torchvision::nms does not exist". Nothing here uses them. They are told by their files; nothing is imported.
+vLLM's CPU build requires torchvision and two more, for inputs that are not text. If an index has only their CUDA
+builds, pip installs those beside a CPU build of torch. Then transformers, which imports whatever it finds of them,
+dies: "operator torchvision::nms does not exist". Nothing here uses them. They are recognised by their files, without
+imports.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 _NAMES = ("torchvision", "torchaudio", "torchcodec")
-_BUILD = re.compile(r"\+(cpu|rocm|xpu|cu\d\d)")  # of CUDA the major version: the minor ones fit each other
+_BUILD = re.compile(r"\+(cpu|rocm|xpu|cu\d\d)")  # for CUDA the major version, since minor ones are compatible
 _PIN = re.compile(r"torch\s*\(?==\s*([\d.]+)")
 
 
 @cache
 def misfits() -> Mapping[str, str]:
-    """By name, how each does not fit."""
+    """Return why each misfit does not fit, by name."""
     torch = version("torch")
     told = {}
     for name in _NAMES:
@@ -33,13 +34,13 @@ def misfits() -> Mapping[str, str]:
 
 
 def do_without() -> None:
-    """Before anybody here imports transformers: None in `sys.modules` is Python's own word for `not installed`."""
+    """Hide misfits before anything imports transformers: None in `sys.modules` makes an import fail."""
     for name in misfits():
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
 
 def version(name: str) -> str | None:
-    """What torch and its kin say of themselves, the build included, which their metadata may leave out."""
+    """Return the version with its build, read from the package's version.py; the metadata may omit the build."""
     spec = PathFinder.find_spec(name)
     file = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     if file is None or not file.is_file():
@@ -49,12 +50,12 @@ def version(name: str) -> str | None:
 
 
 def _build(*versions: str) -> bool:
-    """Whether they are of one build, as far as they name it."""
+    """Return whether all are of the same build, as far as they name it."""
     return len({found[1] for version in versions if (found := _BUILD.search(version))}) < 2
 
 
 def _pinned(torch: str, name: str) -> bool:
-    """Whether this is the torch that the package wants."""
+    """Return whether this torch is the version that the package pins."""
     try:
         pins = [pin[1] for line in requires(name) or () if (pin := _PIN.match(line))]
     except PackageNotFoundError:

@@ -1,10 +1,10 @@
-"""Host memory that a GPU copies to and from at the speed of its bus: made elsewhere, and registered with CUDA here.
+"""Pins existing host memory, so that a GPU copies to and from it at bus speed: registers it with CUDA.
 
-torch's own pinned memory is rounded up to a power of two, 16 GB for 8.1, and cannot be a file that others patch. So
-the learner's copy of the weights and the workers' mirror are registered as they are. Pages stay locked in memory until
-`release`; where a limit forbids that (ulimit -l, a container's), copies go on as slowly as before, and a line says so.
+torch's own pinned memory is rounded up to a power of two (16 GB for 8.1), and cannot be a file that others patch. So
+the learner's copy of the weights and the workers' mirror are registered in place. Pages stay locked in memory until
+`release`; if a limit forbids that (ulimit -l, a container's), copies stay slow, and a warning says so.
 
-The runtime is handed in, `torch.cuda.cudart()` in earnest: nothing here imports torch. No GPU has run this.
+The CUDA runtime is passed in, in production `torch.cuda.cudart()`: nothing here imports torch. No GPU has run this.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DEFAULT = 0  # cudaHostRegisterDefault
 
 
 class CudaRuntime(Protocol):
-    """Both answer with a cudaError_t."""
+    """Both functions return a cudaError_t."""
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int, /) -> Any: ...
 
@@ -28,14 +28,14 @@ class CudaRuntime(Protocol):
 
 
 class Pinned:
-    """At most one stretch of memory at a time."""
+    """Pins at most one memory range at a time."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
         self._address: int | None = None
 
     def hold(self, address: int, num_bytes: int) -> bool:
-        """This stretch instead of the one before; False where it stays as it is."""
+        """Pin this range instead of the previous one; False if it stays unpinned."""
         self.release()
         code = int(self._runtime.cudaHostRegister(address, num_bytes, _DEFAULT))
         if code != _SUCCESS:
@@ -45,14 +45,14 @@ class Pinned:
         return True
 
     def release(self) -> None:
-        """Before the memory goes."""
+        """Unpin; call this before freeing the memory."""
         if self._address is not None:
             self._runtime.cudaHostUnregister(self._address)
             self._address = None
 
 
 class CudaRuntimeDouble:
-    """Notes what is pinned; refuses what is larger than its limit."""
+    """Records what is pinned; refuses ranges above its limit."""
 
     def __init__(self, *, most_bytes: int = 1 << 62) -> None:
         self.pinned: dict[int, int] = {}  # bytes by address

@@ -1,4 +1,4 @@
-"""What every section of a configuration is made of: strict, frozen, with no number that is not finite."""
+"""The base of every configuration section: strict, frozen, and without non-finite numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _finite(value: JsonValue) -> JsonValue:
     return value
 
 
-DeepArguments = dict[str, Annotated[JsonValue, AfterValidator(_finite)]]  # lists and maps among them
+DeepArguments = dict[str, Annotated[JsonValue, AfterValidator(_finite)]]  # may contain lists and maps
 
 
 class Section(BaseModel):

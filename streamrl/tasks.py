@@ -1,4 +1,4 @@
-"""Tasks that belong together: the first error of any ends all, and comes out as it is."""
+"""Groups of asyncio tasks: the first error ends all of them, and is raised unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CANCEL_AGAIN_S = 2.0
 
 
 async def gather_or_cancel(work: Mapping[str, Coroutine[Any, Any, T]]) -> list[T]:
-    """All results, in order; on the first error the others are cancelled and awaited before it is raised."""
+    """Return all results in order; on the first error the others are cancelled and awaited before it is raised."""
     tasks = [asyncio.create_task(coroutine, name=name) for name, coroutine in work.items()]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -23,7 +23,7 @@ async def gather_or_cancel(work: Mapping[str, Coroutine[Any, Any, T]]) -> list[T
 
 
 async def run_beside(main: Coroutine[Any, Any, T], companions: Mapping[str, Coroutine[Any, Any, None]]) -> T:
-    """The result of `main`; companions, which never end by themselves, run as long as it does."""
+    """Return the result of `main`; companions, which must not return, run until it is done."""
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(main, name="main")]
     tasks += [asyncio.create_task(coroutine, name=name) for name, coroutine in companions.items()]
     try:
@@ -36,7 +36,7 @@ async def run_beside(main: Coroutine[Any, Any, T], companions: Mapping[str, Coro
 
 
 async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
-    """The result of the work; None, with the work cancelled, when `stop` is set before it is done."""
+    """Return the result of the work; None, with the work cancelled, if `stop` is set first."""
     task = asyncio.ensure_future(work)
     stopping = asyncio.create_task(stop.wait(), name="wait for stop")
     try:
@@ -47,10 +47,10 @@ async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
 
 
 async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel what still runs, and wait until nothing does.
+    """Cancel all tasks, and wait until they have ended.
 
-    Again after a while: before Python 3.12 `wait_for`, through which redis-py sends, forgets that it was cancelled when
-    what it waits for is done at that moment, and a loop that was told to end goes on for ever.
+    Cancels repeatedly: before Python 3.12 `wait_for`, which redis-py uses to send, swallows a cancellation if its
+    awaitable completes at the same moment, and a cancelled loop would go on for ever.
     """
     pending = {task for task in tasks if not task.done()}
     while pending:

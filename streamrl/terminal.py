@@ -1,4 +1,4 @@
-"""Text for a terminal: what is safe to print, curves one line high, numbers as people read them."""
+"""Text for terminals: sanitised strings, one-line curves, numbers in a readable form."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """Names and errors may come from other machines; a terminal would obey their control characters."""
+    """Replace control characters, which a terminal would obey: names and errors may come from other machines."""
     return _CONTROL.sub(" ", text)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A curve one line high: each mark is the mean of its share of the values."""
+    """Draw a curve one line high: each mark is the mean of its share of the values."""
     if not values:
         return ""
     width = min(width, len(values))
@@ -37,7 +37,7 @@ def size(num_bytes: float) -> str:
 
 
 def age(seconds: float | None) -> str:
-    """Four characters or so: 0.4s, 12s, 3m, 2h, 5d."""
+    """Format in about four characters: 0.4s, 12s, 3m, 2h, 5d."""
     if seconds is None:
         return "-"
     if seconds < 10:
@@ -49,7 +49,7 @@ def age(seconds: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Short, and never in words: 0.123, 12.3, 1 234, 3.1M."""
+    """Format briefly, without exponents: 0.123, 12.3, 1 234, 3.1M."""
     if value is None:
         return "-"
     if abs(value) >= 1e6:

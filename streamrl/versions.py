@@ -1,7 +1,7 @@
 """Weight versions: `term * 2**32 + n`, shown as `6.103`.
 
-The learner's term is claimed durably in the checkpoint root before any effect, so versions grow over restarts,
-rollbacks and the loss of Redis, and no two learners can ever give one number to different weights.
+The learner's term is claimed durably in the checkpoint root before anything else, so versions grow across restarts,
+rollbacks and the loss of Redis, and no two learners ever give different weights the same number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MAX_N = (1 << _N_BITS) - 1
 
 
 def make_version(term: int, n: int) -> Version:
-    """The n-th version that a learner of this term publishes (n counts from 0)."""
+    """Return the n-th version that a learner of this term publishes (n counts from 0)."""
     assert term >= 1, f"terms count from 1, got {term}"
     assert 0 <= n <= _MAX_N, f"n out of range: {n}"
     return Version((term << _N_BITS) | n)
@@ -30,7 +30,7 @@ def number_of(version: int) -> int:
 
 
 def show(version: int) -> str:
-    """`6.103`: the form in which people meet versions."""
+    """Format as `6.103`, the form shown to people."""
     return f"{term_of(version)}.{number_of(version)}"
 
 

@@ -1,7 +1,7 @@
-"""uvicorn as all servers of this house run it: on a port that is taken already, silent, saying when it really listens,
-and bounded in what a connection may send, or keep waiting for, before it has asked for anything.
+"""uvicorn as all our servers run it: on a socket that is already bound, without logs, with a callback once it listens,
+and with bounds on what a connection may send, and how slowly, before its request is complete.
 
-starlette and uvicorn are needed where this is imported.
+Importing this requires starlette and uvicorn.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from streamrl.process import address_of
 
 
 class Connection(H11Protocol):
-    """Closed when a request's head is not whole in time. h11 takes heads of 16 KB at most; the other parser, httptools,
-    where it is installed, takes any into memory."""
+    """Closes if a request's head is not complete in time. h11 limits heads to 16 KB; the other parser, httptools, if it
+    is installed, reads heads of any size into memory."""
 
     head_timeout_s = 30.0
     _deadline: asyncio.TimerHandle | None = None
@@ -36,7 +36,7 @@ class Connection(H11Protocol):
         if self.cycle is None or self.cycle.response_complete:
             self._expect_head()
         else:
-            self._forget_deadline()  # what follows is bounded by who answers
+            self._forget_deadline()  # from here on the handler bounds the request
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_deadline()
@@ -53,7 +53,7 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """`settings` are those of uvicorn.Config."""
+    """`settings` are passed to uvicorn.Config."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serving(app: Starlette, bound: socket.socket, *, stop_s: int = 1) -> AsyncIterator[None]:
-    """On the event loop of whoever has other things to do, while the context lasts. ResourceError where it cannot
-    listen: of two that are bound to a port, before either listens, one can."""
+    """Serve on the caller's event loop for the lifetime of the context. ResourceError if it cannot listen: several
+    sockets may be bound to one port, but only one can listen."""
     listens = asyncio.Event()
     server = _Beside(app, on_ready=listens.set, timeout_graceful_shutdown=stop_s)
 
@@ -85,7 +85,7 @@ async def serving(app: Starlette, bound: socket.socket, *, stop_s: int = 1) -> A
             await server.serve(sockets=[bound])
         except OSError as error:
             where = address_of(bound)
-            bound.close()  # as uvicorn does at its end
+            bound.close()  # as uvicorn does when it stops
             await server.lifespan.shutdown()
             raise ResourceError(f"cannot listen at {where}: {error.strerror}") from None
         finally:
@@ -105,5 +105,5 @@ async def serving(app: Starlette, bound: socket.socket, *, stop_s: int = 1) -> A
 class _Beside(Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are for who runs it, and ends this server in its own time."""
+        """Leave signals to the main program, which stops this server itself."""
         yield

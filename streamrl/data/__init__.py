@@ -1,1 +1,1 @@
-"""Datasets as files: reading and checking them, without a tokenizer and without torch."""
+"""Datasets: reads and validates them, without a tokenizer and without torch."""

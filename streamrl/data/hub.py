@@ -1,7 +1,7 @@
-"""Datasets of a hub, or of a folder, as the library `datasets` reads them: each row the line that a file would hold.
+"""Datasets of a hub or a folder, read with the library `datasets`: each row as the line that a JSONL file would hold.
 
-The library fetches what it has not cached, checks it, and hands the rows out in the order of the dataset's files.
-Blocks on the network the first time. It runs no code of a dataset's.
+The library downloads what is not cached, checks it, and returns rows in the order of the dataset's files. Blocks on the
+network the first time. It runs no code of the dataset.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _BATCH = 1000
 
 
 def hub_lines(dataset: Dataset, key: str) -> Iterator[tuple[int, bytes]]:
-    """(its number, counting from 1, the row); `key` is the setting that named it, for errors."""
+    """Yield (row number from 1, row as JSON); `key` is the setting that names the dataset, for errors."""
     need(f"{key} = {dataset.hub!r}", "datasets", extra="hub")
     loaded = _load(dataset, key)
     columns = _columns(dataset, loaded.column_names, key)
-    # As Arrow has them: nothing is decoded, so that a picture is no reason to want Pillow.
+    # In Arrow's format, which decodes nothing, so that pictures do not require Pillow.
     batches = loaded.select_columns(columns).with_format("arrow").iter(_BATCH)
     rows = (row for batch in batches for row in batch.to_pylist())
     yield from ((number, _encode(row, dataset, key)) for number, row in enumerate(rows, start=1))
@@ -48,13 +48,13 @@ def _load(dataset: Dataset, key: str) -> Any:
     except ConnectionError as error:
         remedy = "fetch it once where there is a network, into this machine's HF_HOME, or name a folder that holds it"
         raise DataError(f"{key} = {dataset.hub!r} cannot be fetched: {_told(error)}; {remedy}") from None
-    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:  # a split or configuration it has not
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:  # no such split or configuration
         raise DataError(f"{key} = {dataset.hub!r} cannot be loaded: {_told(error)}") from None
 
 
 def _cache_of(folder: Path, cache: Path) -> Path:
-    """Each state of a folder has one of its own: one that has a card the library takes for unchanged, whatever becomes
-    of its files."""
+    """Return the cache for the folder's current state: if a folder has a dataset card, the library does not notice that
+    its files have changed."""
     if not folder.is_dir():
         return cache
     files = sorted(file for file in folder.rglob("*") if file.is_file())
@@ -63,13 +63,13 @@ def _cache_of(folder: Path, cache: Path) -> Path:
 
 
 def _told(error: Exception) -> str:
-    """Of a message that may go on with how one calls the library."""
+    """Shorten a message that may go on with how to call the library."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]).rstrip(".") or type(error).__name__
 
 
 def _columns(dataset: Dataset, there: Sequence[str], key: str) -> list[str]:
-    """Those that are needed, in their order."""
+    """Return the needed columns, in their order."""
     wanted = [] if dataset.prompt is None else named_in(dataset.prompt)
     missing = [name for name in (*wanted, *(dataset.fields or {}).values()) if name not in there]
     if missing:
@@ -89,7 +89,7 @@ def _encode(row: Mapping[str, Any], dataset: Dataset, key: str) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Arrow gives each of several messages all the keys that one of them has."""
+    """Drop absent keys: Arrow gives every message all keys that any of them has."""
     if not isinstance(value, list):
         return value
     return [{k: v for k, v in one.items() if v is not None} if isinstance(one, dict) else one for one in value]

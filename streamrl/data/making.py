@@ -1,7 +1,8 @@
-"""The process that makes a library's prompts: a JSON object on stdin says which, and the file gets the rows.
+"""The process that generates a library's prompts: reads a JSON object from stdin, and writes the rows to the file.
 `python -m streamrl.data.making FILE`.
 
-A mistake of the user's is a line on stdout and the status `FAILED`. An item that takes longer than `STALL_S` ends it.
+A user's mistake becomes a line on stdout and the exit status `FAILED`. An item that takes longer than `STALL_S` ends
+it.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ _MAKERS: Mapping[str, Callable[..., Iterator[dict[str, Any]]]] = {"reasoning_gym
 def main() -> None:
     wanted = json.load(sys.stdin)
     library = wanted.pop("library")
-    out, sys.stdout = sys.stdout, sys.stderr  # libraries print what they like
+    out, sys.stdout = sys.stdout, sys.stderr  # libraries may print anything
     try:
         with Path(sys.argv[1]).open("w", encoding="utf-8") as file:
             for row in _watched(_MAKERS[library](**wanted), name=wanted["name"], size=wanted["size"]):
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    except ImportError as error:  # of a package that was installed without its dependencies
+    except ImportError as error:  # the package was installed without its dependencies
         print(f"{library} cannot be imported ({error}): `{install(library.replace('_', '-'))}`", file=out)
         sys.exit(FAILED)
-    except Exception as error:  # noqa: BLE001 - a library's own checks of its options raise what they like
+    except Exception as error:  # noqa: BLE001 - a library's own checks of its options may raise anything
         print(" ".join(str(error).split()) or type(error).__name__, file=out)
         sys.exit(FAILED)
 
 
 def _watched(rows: Iterator[Mapping[str, Any]], *, name: str, size: int) -> Iterator[Mapping[str, Any]]:
-    """Tells a terminal how far they are, where that takes its time."""
+    """Yield the rows; if that takes long, report progress on a terminal."""
     told = time.monotonic()
     signal.alarm(STALL_S)
     for number, row in enumerate(rows, start=1):

@@ -1,12 +1,11 @@
-"""Prompt files: JSON Lines, out of a `.gz` too, one prompt a line, as text or as chat messages.
+"""Prompt files: JSON Lines, optionally in `.gz`, one prompt per line, as text or as chat messages.
 
     {"text": "What is 2 + 3?", "answer": "5"}
     {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "answer": "5"}
 
-`prompt` is another name of `text`. All further fields go to the rewards as they are, and `messages` with them. Which
-columns these are in other files, and in datasets of a hub or a library, the configuration says (`Dataset`). A line that
-is not a prompt is an error with file and line, or is skipped and counted where the configuration says so; empty lines
-are nothing.
+`prompt` is a synonym for `text`. All other fields are passed to the rewards unchanged, and `messages` too. For files
+with other columns, and for datasets of a hub or a library, the configuration maps the columns (`Dataset`). A malformed
+line is an error with file and line, or is skipped and counted if the configuration says so; empty lines are ignored.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from streamrl.protocol.wire.codec import MAX_TEXT_CHARS
 from streamrl.protocol.wire.ticket import encode_row
 
 OnBadRow = Literal["error", "skip"]
-_MAX_LINE_BYTES = MAX_TEXT_CHARS  # its text fits into a ticket
-# Its further fields do, too: written again JSON is five times as long at most (1e15 becomes 1000000000000000.0).
+_MAX_LINE_BYTES = MAX_TEXT_CHARS  # so that its text fits into a ticket
+# Its other fields surely fit up to here: re-encoded JSON is at most five times as long (1e15: 1000000000000000.0).
 _SURE_LINE_BYTES = MAX_TEXT_CHARS // 5
 _GZIP = b"\x1f\x8b"
 _TABLES = {".csv", ".parquet"}
@@ -42,27 +41,27 @@ class PromptRow:
     line: int  # counts from 1
     text: str | None  # exactly one of text and messages is set
     messages: tuple[Mapping[str, Any], ...] | None
-    fields: Mapping[str, Any]  # for the rewards: the further fields, and `messages` where the prompt is a chat
+    fields: Mapping[str, Any]  # for the rewards: the other fields, and `messages` if the prompt is a chat
 
     @property
     def plain(self) -> str:
-        """What it says, where no chat template is at hand."""
+        """Its text, without a chat template."""
         return self.text or "\n".join(message["content"] for message in self.messages or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFile:
-    place: str  # how errors name it
+    place: str  # its name in errors
     rows: tuple[PromptRow, ...]
     num_skipped: int  # malformed lines
 
 
 class _Malformed(Exception):
-    """A line is no prompt; the text says why."""
+    """A line is not a prompt; the message says why."""
 
 
 def read_prompts(source: Dataset | str | Path, *, malformed: OnBadRow, key: str = "data.train") -> PromptFile:
-    """All prompts of the dataset, or of a file; `key` is the setting that named it, for errors."""
+    """Read all prompts of the dataset or file; `key` is the setting that names it, for errors."""
     dataset = source if isinstance(source, Dataset) else Dataset(path=str(source))
     rows: list[PromptRow] = []
     num_skipped = 0
@@ -100,7 +99,7 @@ def _lines(path: Path, key: str) -> Iterator[tuple[int, bytes]]:
         raise DataError(f"{key}: no such file: {path}; give the path of a JSONL file of prompts") from None
     except IsADirectoryError:
         raise DataError(f"{key}: {path} is a folder; name a file in it, or {{hub: {path}}} as a dataset") from None
-    except (OSError, EOFError, zlib.error) as error:  # the last two of what gzip has not written whole
+    except (OSError, EOFError, zlib.error) as error:  # EOFError, zlib.error: a truncated gzip file
         raise DataError(f"{key}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
@@ -122,7 +121,7 @@ def _parse(line: int, data: bytes, dataset: Dataset) -> PromptRow:
 
 
 def _prompt(row: dict[str, Any], dataset: Dataset) -> tuple[str, Any]:
-    """(what it is called, a text or messages); a column that is the prompt leaves the row."""
+    """Return (its column, a text or messages); a column that is the whole prompt is removed from the row."""
     if dataset.prompt is not None:
         for name in named_in(dataset.prompt):
             if _column(row, name) is None:
@@ -149,7 +148,7 @@ def _object(data: bytes) -> dict[str, Any]:
         raise _Malformed(f"line of {len(data)} bytes; at most {_MAX_LINE_BYTES} are allowed")
     try:
         row = json.loads(data.decode(), parse_constant=_refuse_constant, parse_float=_finite)
-        # JSON can escape half a character, which no wire and no tokenizer takes; nothing else makes one.
+        # JSON can escape lone surrogates, which neither the wire nor a tokenizer accepts.
         if b"\\u" in data:
             json.dumps(row, ensure_ascii=False).encode()
     except UnicodeDecodeError:

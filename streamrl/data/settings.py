@@ -1,4 +1,4 @@
-"""What a run trains on and is judged by: `data` in a configuration. `streamrl.config.schema` has all others."""
+"""The data that a run trains and validates on: a configuration's section `data`. `config.schema` has all others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from streamrl.settings import Positive, Section
 
 
 def _form_of(value: object) -> str:
-    """So that mistakes in a map are told of its entries, not that it is no path."""
+    """Choose the form, so that errors in a map refer to its entries and not to a path."""
     if isinstance(value, dict):
         is_one = any(name in value and not isinstance(value[name], dict) for name in SOURCES)
         return "a dataset" if is_one else "a map"
@@ -29,24 +29,24 @@ Datasets = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedDataset:
-    """A dataset of the configuration, however that was written."""
+    """A dataset of the configuration, whatever form it was written in."""
 
-    key: str  # of the setting that names its place
-    name: str = ""  # empty where there is only one
+    key: str  # the setting that names its source
+    name: str = ""  # empty if there is only one
     dataset: Dataset
 
 
 class Data(Section):
-    # JSONL of prompts: {"text"|"prompt"|"messages": ..., further fields go to the rewards}; a dataset with columns of
-    # other names, or of a hub; or several, by name
+    # JSONL of prompts: {"text"|"prompt"|"messages": ..., other fields go to the rewards}; a dataset with other columns,
+    # or of a hub; or several, by name
     train: Datasets
-    validation: Datasets | None = None  # likewise; several have metrics by their names
+    validation: Datasets | None = None  # in the same forms; with several, metrics carry their names
     max_prompt_tokens: Positive = 1024
-    # A prompt over max_prompt_tokens; truncate: its last tokens are the prompt, what they say is what rewards see
+    # A prompt over max_prompt_tokens; truncate: its last tokens are the prompt, and their text is what rewards see
     overlong: Literal["error", "skip", "truncate"] = "error"
     malformed: Literal["error", "skip"] = "error"  # a line that is not a prompt; skipped ones are counted
     shuffle: bool = True
-    curriculum: bool = False  # prompts whose samples all get one reward are asked less often (docs/data.md)
+    curriculum: bool = False  # prompts whose samples all get the same reward are drawn less often (docs/data.md)
 
     def train_sets(self) -> tuple[NamedDataset, ...]:
         if isinstance(self.train, dict):
@@ -59,7 +59,7 @@ class Data(Section):
         return () if self.validation is None else (_named(self.validation, "data.validation"),)
 
     def datasets(self) -> tuple[NamedDataset, ...]:
-        """All that are trained on, then those that are held out."""
+        """All datasets: first those for training, then those held out."""
         return (*self.train_sets(), *self.validation_sets())
 
 

@@ -1,15 +1,15 @@
-"""Texts as JSON Lines: demonstrations, preferences, dialogues. Read line by line, out of a `.gz` too.
+"""Texts as JSON Lines: demonstrations, preferences, dialogues. Read line by line, optionally from `.gz`.
 
     {"prompt": "What is 2 + 3?", "completion": "5"}
 
-A line without the texts that are asked for is a DataError that names file and line; empty lines are nothing.
+A line without the required texts is a DataError with file and line; empty lines are ignored.
 
-Preference dialogues as in Anthropic's HH are two dialogues that part in the assistant's last words:
+A preference dialogue as in Anthropic's HH is a pair of dialogues that differ in the assistant's last turn:
 
     {"chosen": "\\n\\nHuman: Hi\\n\\nAssistant: Hello.", "rejected": "\\n\\nHuman: Hi\\n\\nAssistant: Go away."}
 
-They become a pair (`prompt` up to the turn where they part, `chosen`, `rejected`) and a prompt; a prompt that comes
-again is written once. Both files appear whole or not at all.
+It is converted to a pair (`prompt` up to the turn where they differ, `chosen`, `rejected`) and a prompt; repeated
+prompts are written once. Each file is written completely or not at all.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ ASSISTANT = "\n\nAssistant:"
 
 
 def read_texts(path: Path, *keys: str, what: str, expected: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(the place of a line, its object, with a text under each of the keys); for errors, `what` they are, and what a
-    line is `expected` to be where the keys do not say it."""
+    """Yield (a line's place, its object) with a text under each key. For errors, `what` describes the file, and
+    `expected` the form of a line if the keys do not show it."""
     expected = expected or "{" + ", ".join(f'"{key}": text' for key in keys) + "}"
     open_text = gzip.open if path.suffix == ".gz" else open
     try:
@@ -74,7 +74,7 @@ def convert(source: Path, *, pairs: Path, prompts: Path) -> Converted:
 
 
 def split(chosen: str, rejected: str) -> dict[str, str] | None:
-    """The pair of two dialogues; None when no turn of the assistant begins alike in both, or they do not differ."""
+    """Return the pair; None if the dialogues do not share the start of an assistant's turn, or do not differ."""
     same = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
     end = chosen.rfind(ASSISTANT, 0, len(list(same)))
     if end < 0 or chosen == rejected:

@@ -1,27 +1,27 @@
-"""What a sample is worth beside the others of its group: numbers from one prompt's samples alone.
+"""Advantages: what a sample is worth relative to its group, computed from one prompt's samples alone.
 
 For sample i of n, with m_j = 1 where sample j may teach (it ended by itself, or `mask_unfinished` is off):
 
     leave_one_out   A_i = R_i - sum over j != i of m_j R_j / (sum over j of m_j - 1)     RLOO; 0 for a lone teacher
     group_mean      A_i = R_i - sum over j of m_j R_j / sum over j of m_j                GRPO
-    none            A_i = 0                                                              rewards are only watched
-    turns           A_t = G_ik - mean of G_jk over j != i that may teach and came to turn k      t in turn k of sample i
+    none            A_i = 0                                                              rewards are only reported
+    turns           A_t = G_ik - mean of G_jk over j != i that may teach and reached turn k      t in turn k of sample i
                     G_ik = sum over l >= k of discount^(l - k) R_il                               return to go
-    tokens          the same, each token being a turn of its own
+    tokens          the same, with each token as a turn
 
-R_ik is what turn k has in R_i; what the whole is worth, and the KL penalty, come with the last turn. Where no other
-came to turn k, the last turn that one of them came to stands in. A baseline is made of the other samples alone,
-whatever turn it is of, so that the gradient of `turns` with a discount of 1 is unbiased, as that of `leave_one_out`
-is. Below 1 a turn answers more for what comes soon, at 0 for its own reward alone: less noise, and another objective.
+R_ik is turn k's part of R_i; the reward of the whole sample, and the KL penalty, count for the last turn. If no other
+sample reached turn k, the last turn that one of them reached is used. A baseline uses only other samples, whatever turn
+it is for, so the gradient of `turns` with a discount of 1 is unbiased, like that of `leave_one_out`. With a discount
+below 1 a turn is credited more for rewards that follow soon, at 0 only for its own: less noise, but another objective.
 
-R is the sum of sources by their weights; with `normalize_sources`, which GDPO calls decoupled, it is
+R is the weighted sum over sources; with `normalize_sources`, which GDPO calls decoupled, it is
 
     R_i = sum over sources s of w_s (r_is - mean of r_s) / std of r_s     over the samples that may teach and have r_s
 
-where a source that does not apply to a sample, or says the same of all, adds nothing. A KL penalty comes off that.
+where a source that does not apply to a sample, or is constant in the group, adds nothing. A KL penalty is subtracted.
 
-A function takes a `ScoredGroup` and returns [n] numbers, or a list of n arrays with a number for each token. With
-whatever it gives is done what settings of `algorithm` ask for, in this order, token t of T_i having A_t = A_i at first:
+A function takes a `ScoredGroup` and returns [n] numbers, or a list of n arrays with one number per token. The settings
+of `algorithm` then apply to its result in this order, with A_t = A_i at first for each token t of T_i:
 
     A_t = A_t / std of R over the samples that may teach     `scale_by_std`
     A_t = (A_t - mean of A) / std of A                       `normalize_batch`: over the batch, each trained sample once
@@ -47,29 +47,29 @@ STD_FLOOR = 1e-6
 class ScoredGroup:
     """The samples of one prompt."""
 
-    rewards: npt.NDArray[np.float64]  # [n] less the KL penalty, where that is in the reward
-    may_teach: npt.NDArray[np.bool_]  # [n] samples with a loss; the others are to be nobody's baseline
+    rewards: npt.NDArray[np.float64]  # [n] minus the KL penalty, if that is in the reward
+    may_teach: npt.NDArray[np.bool_]  # [n] samples with a loss; the others are in no baseline
     lengths: npt.NDArray[np.int64]  # [n] tokens of the response
     finish_reasons: tuple[str, ...]  # [n] "stop", "length", ...
     masks: tuple[npt.NDArray[np.bool_], ...]  # n times [T_i] tokens with a loss
-    rewards_by_source: Mapping[str, npt.NDArray[np.float64]]  # [n] each; before their weights, NaN where there is none
+    rewards_by_source: Mapping[str, npt.NDArray[np.float64]]  # [n] each; unweighted, NaN where it does not apply
     turns: tuple[tuple[tuple[int, int], ...], ...] = ()  # n times: tokens [begin, end) of each turn of the model
-    turn_rewards: tuple[npt.NDArray[np.float64], ...] = ()  # n times [turns] what each has in `rewards`
-    token_rewards: tuple[npt.NDArray[np.float64], ...] = ()  # n times [T_i] likewise
+    turn_rewards: tuple[npt.NDArray[np.float64], ...] = ()  # n times [turns] each turn's part of `rewards`
+    token_rewards: tuple[npt.NDArray[np.float64], ...] = ()  # n times [T_i] each token's part
 
 
 def leave_one_out(group: ScoredGroup) -> npt.NDArray[np.float64]:  # [n]
-    """Each sample's own reward is left out, not subtracted again, so that no rounding of it stays."""
+    """Exclude each sample's own reward from the sum, rather than subtracting it, which would leave a rounding error."""
     if group.may_teach.sum() < 2:
         return np.zeros_like(group.rewards)
-    others = group.may_teach & ~np.eye(len(group.rewards), dtype=np.bool_)  # [n, n] row i: who speaks for sample i
+    others = group.may_teach & ~np.eye(len(group.rewards), dtype=np.bool_)  # [n, n] row i: the baseline of sample i
     baselines = np.where(others, group.rewards, 0.0).sum(axis=1) / (group.may_teach.sum() - 1)
     values: npt.NDArray[np.float64] = group.rewards - baselines
     return values
 
 
 def group_mean(group: ScoredGroup) -> npt.NDArray[np.float64]:  # [n]
-    """Its own reward is in each sample's baseline: (n - 1) / n of what `leave_one_out` gives."""
+    """Include each sample's own reward in its baseline: (n - 1) / n of `leave_one_out`."""
     if not group.may_teach.any():
         return np.zeros_like(group.rewards)
     values: npt.NDArray[np.float64] = group.rewards - group.rewards[group.may_teach].mean()
@@ -77,7 +77,7 @@ def group_mean(group: ScoredGroup) -> npt.NDArray[np.float64]:  # [n]
 
 
 def turns(group: ScoredGroup, *, discount: float = 1.0) -> list[npt.NDArray[np.float64]]:  # n times [T_i]
-    """Tokens that were given have no advantage."""
+    """Compute advantages per turn; given tokens have none."""
     values = [np.zeros(length) for length in group.lengths]
     of_turns = _beside_others(group.turn_rewards, group.may_teach, discount)
     for of_sample, places, earned in zip(values, group.turns, of_turns, strict=True):
@@ -93,7 +93,7 @@ def tokens(group: ScoredGroup, *, discount: float = 1.0) -> list[npt.NDArray[np.
 def _beside_others(
     rewards: Sequence[npt.NDArray[np.float64]], may_teach: npt.NDArray[np.bool_], discount: float
 ) -> list[npt.NDArray[np.float64]]:
-    """Of each reward its return to go, less the mean of the others' from the same place on."""
+    """Return each reward's return to go, minus the mean of the others' from the same place on."""
     if not 0 <= discount <= 1:
         raise ValueError(f"discount must be from 0 to 1, and is {discount}")
     to_go = [_to_go(of_sample, discount) for of_sample in rewards]
@@ -117,7 +117,7 @@ def _to_go(rewards: npt.NDArray[np.float64], discount: float) -> npt.NDArray[np.
 
 
 def none(group: ScoredGroup) -> npt.NDArray[np.float64]:  # [n]
-    """Rewards teach nothing; a teacher or KL in the loss does."""
+    """Ignore rewards; a teacher or a KL loss teaches instead."""
     return np.zeros_like(group.rewards)
 
 
@@ -131,7 +131,7 @@ ADVANTAGES: Mapping[str, Callable[..., Advantages]] = {
 
 
 def standardized(
-    by_source: Mapping[str, npt.NDArray[np.float64]],  # [n] each, NaN where there is none
+    by_source: Mapping[str, npt.NDArray[np.float64]],  # [n] each, NaN where it does not apply
     weights: Mapping[str, float],
     may_teach: npt.NDArray[np.bool_],
 ) -> npt.NDArray[np.float64]:  # [n]
@@ -158,7 +158,7 @@ def discounted(values: PerToken, gamma: float) -> PerToken:
 
 
 def per_token(values: Advantages, lengths: Sequence[int] | npt.NDArray[np.int64]) -> PerToken | None:
-    """A sample's number is that of each of its tokens. None where shapes are wrong or a number is not finite."""
+    """Expand to one number per token. None if shapes are wrong or a number is not finite."""
     if len(values) != len(lengths):
         return None
     arrays = [np.asarray(value, dtype=np.float64) for value in values]

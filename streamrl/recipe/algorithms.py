@@ -1,22 +1,22 @@
-"""What is learnt from a group: which groups, which samples, what advantage, what loss.
+"""What is learnt from a group: whether it is trained, which samples, with what advantages and what loss.
 
-An algorithm is asked these things, in this order, and never blocks:
+An algorithm answers these calls, in this order, and never blocks:
 
     drop_reason(header)     rank 0, before a group is planned: why it is not to be trained, or None
     select(group)           which samples have a loss, and which count in the mean
-    penalty(mu, reference)  what each token costs its sample's reward, as a mean over the sample's tokens
-    advantages(group, ...)  a number for each token, from this group's own samples only, so that ranks need not talk
-    loss(batch)             a number for each token; the loop weighs and sums them, once for each pass over the batch:
+    penalty(mu, reference)  each token's cost to its sample's reward, averaged over the sample's tokens
+    advantages(group, ...)  a number per token, from this group's samples only, so that ranks need not communicate
+    loss(batch)             a number per token; the loop weighs and sums them, once per pass over the batch:
 
     loss = sum over tokens of  weight_t * loss_t,   weight_t = 1 / (N * T_i)   loss_mean: sequence
                                                     weight_t = 1 / T           loss_mean: token
                                                     weight_t = 1 / N           loss_mean: sum
                                                     weight_t = 1 / (N * L)     loss_mean: max_tokens
 
-where N counts the samples that `select` counts and T the trained tokens, both over the whole global batch, and L is how
-long a response may be: so the loss is one and the same however the batch is cut into micro-batches and ranks. What
-costs something to make is asked for: the reference's log-probs (`needs_reference`), and an entropy that carries a
-gradient (`needs_entropy`).
+where N is the number of samples that `select` counts and T that of trained tokens, both over the whole global batch,
+and L is the longest allowed response: so the loss does not depend on how the batch is split into micro-batches and
+ranks. Costly inputs must be requested: the reference's logprobs (`needs_reference`), and an entropy with a gradient
+(`needs_entropy`).
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
     from streamrl.recipe.settings import Algorithm as Settings
 
-_PER_TOKEN = ("weight", "clipped", "masked")  # metrics that mean something here
+_PER_TOKEN = ("weight", "clipped", "masked")  # metrics with a meaning here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
     trained: npt.NDArray[np.bool_]  # [n] has a loss
-    counted: npt.NDArray[np.bool_]  # [n] is one of the N of a mean over sequences
+    counted: npt.NDArray[np.bool_]  # [n] is one of the N in a mean over sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Judged:
     """A group's advantages."""
 
     values: PerToken  # n times [T_i]
-    baselines: npt.NDArray[np.float64]  # [n] what was taken off the reward, in the mean over a sample's trained tokens
+    baselines: npt.NDArray[np.float64]  # [n] subtracted from the reward, averaged over a sample's trained tokens
 
 
 class Reinforce:
@@ -66,11 +66,11 @@ class Reinforce:
                                                                        the sum if `reduction` says so
         A_t = `advantages` of R, then `scale_by_std`; see `streamrl.recipe.advantages`
         loss_t = `loss`(log pi_t, A_t) + beta * w_t * k(log pi_t, log pi_ref_t)    the second term: KL in the loss
-                 - `entropy_bonus` * H(pi(. | t))                                  of today's policy, with its gradient
+                 - `entropy_bonus` * H(pi(. | t))                                  of the current policy, with gradient
 
-    The penalty in the reward uses the log-probs under which the sample was made, so it needs no further forward pass of
-    the policy. w_t is the loss's own weight: the KL is that of today's policy, not of the one that sampled. Where
-    not `weighted`, it is 1.
+    The penalty in the reward uses the logprobs under which the sample was made, so it needs no extra forward pass of
+    the policy. w_t is the loss's own weight, which makes the KL that of the current policy, not of the one that
+    sampled. If not `weighted`, it is 1.
     """
 
     def __init__(self, settings: Settings, weights: Mapping[str, float]) -> None:
@@ -160,7 +160,7 @@ class Reinforce:
 
 
 class RejectionSampling:
-    """Of each prompt's samples keep the `top_n` by reward, and train on them as on given answers:
+    """Keep the `top_n` of each prompt's samples by reward, and train on them as on given answers:
 
         loss_t = -log pi_t    for the tokens of the winners; nothing for the others
 
@@ -201,12 +201,12 @@ ALGORITHMS: Mapping[str, type[Algorithm]] = {"reinforce": Reinforce, "rejection_
 
 
 def make_algorithm(settings: Settings, weights: Mapping[str, float] = MappingProxyType({})) -> Algorithm:
-    """ConfigError where a function of the user's cannot be had, or not be called like this. `weights`: of sources."""
+    """Build the algorithm. ConfigError if a user's function cannot be loaded or called. `weights`: by source."""
     return ALGORITHMS[settings.name](settings, weights)
 
 
 def _by_turn(sample: Sample, reward: float) -> npt.NDArray[np.float64]:  # [turns]
-    """The reward of a sample, to each turn its own; what no turn has earned comes with the last."""
+    """Split a sample's reward by turn; what no turn has earned counts for the last."""
     found = np.zeros(len(sample.turns()))
     found[: len(sample.turn_rewards)] = sample.turn_rewards
     found[-1:] += reward - found.sum()
@@ -214,7 +214,7 @@ def _by_turn(sample: Sample, reward: float) -> npt.NDArray[np.float64]:  # [turn
 
 
 def _by_token(sample: Sample, reward: float) -> npt.NDArray[np.float64]:  # [T]
-    """Likewise: what no token has earned comes with the last."""
+    """Split a sample's reward by token; what no token has earned counts for the last."""
     found = np.zeros(len(sample.token_ids))
     if sample.token_rewards is not None:
         found += sample.token_rewards
@@ -223,7 +223,7 @@ def _by_token(sample: Sample, reward: float) -> npt.NDArray[np.float64]:  # [T]
 
 
 def usable(header: GroupHeader, settings: Settings) -> npt.NDArray[np.bool_]:  # [n]
-    """Samples that may teach: those that ended by themselves, or all where the setting says so."""
+    """Return which samples may teach: those that ended by themselves, or all if the setting says so."""
     ended = np.asarray(header.sample_finished, dtype=np.bool_)
     return ended if settings.mask_unfinished else np.ones_like(ended)
 
@@ -245,7 +245,7 @@ def _mean(value: float | npt.NDArray[np.float64], mask: npt.NDArray[np.bool_]) -
 
 
 def _misshapen(values: torch.Tensor, metrics: Mapping[str, Metric], batch: TokenBatch) -> str:
-    """What is wrong with the form of a loss's result. Reads no number, for which a GPU would have to stop."""
+    """Say what is wrong with the form of a loss's result. Reads no values, which would synchronise with the GPU."""
     expected = batch.logprobs.shape
     if getattr(values, "shape", None) != expected:
         return f"it must return a value for each of {len(batch.logprobs)} tokens; it returned {_shape(values)}"

@@ -1,6 +1,6 @@
-"""Environments that need no code of the user's, named by `environment.target`, and allowed everywhere.
+"""Built-in environments, named by `environment.target`, allowed on every worker.
 
-Each is a class with the methods of every environment, or of an agent (see `workers.environments.own`).
+Each is a class with the methods of an environment, or of an agent (see `workers.environments.own`).
 """
 
 from __future__ import annotations
@@ -14,5 +14,5 @@ from streamrl.recipe.tasksets import Verifiers
 
 ENVIRONMENTS: Mapping[str, Callable[..., Any]] = {"textarena": TextArena, "openenv": OpenEnv, "verifiers": Verifiers}
 
-# They ask what runs elsewhere, so they need a network, and a worker that gives them one.
+# These talk to processes elsewhere, so they need a network, and a worker that allows it.
 OF_A_NETWORK = {"openenv": "openenv asks a server", "verifiers": "its programs ask the model over loopback"}

@@ -1,9 +1,9 @@
-"""Games of textarena for a single player, by their names: rows that begin them, and the environment that plays them.
+"""Single-player games of textarena, by name: the rows that start them, and the environment that plays them.
 
     {"messages": [...], "opening", "textarena": {"game", "seed", "options"}}
 
-The row says which game it is and its seed, so the rules that a prompt shows are those of the game that is played, and
-all samples of a prompt play the same one.
+The row holds the game and its seed, so the rules in the prompt are those of the game that is played, and all samples of
+a prompt play the same one.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-_RAW = "-raw"  # what a game says, message by message; others repeat the whole game each time
+_RAW = "-raw"  # the variant that sends each message once; others repeat the whole game each time
 
 
 def game_rows(
     *, name: str, size: int, seed: int, level: None, options: Mapping[str, Any], asks: bool
 ) -> Iterator[dict[str, Any]]:
-    """With `asks` each is a chat that begins with the rules. ValueError on what the library has not."""
+    """Yield rows; with `asks` each is a chat that starts with the rules. ValueError for what the library lacks."""
     for number in range(seed, seed + size):
         played: dict[str, Any] = {"game": name, "seed": number, "options": dict(options)}
         opening = _Table(**played).opening
@@ -29,20 +29,20 @@ def game_rows(
 
 
 class TextArena:
-    """The environment. A reward comes with the end of a game: what the library gives its player."""
+    """Plays the row's game. The reward comes at the end of a game: what the library gives its player."""
 
     def reset(self, row: Mapping[str, Any]) -> None:
         if "textarena" not in row:
             raise ValueError("the prompt's row names no game: its dataset is not one of `textarena`")
-        self._table = _Table(**row["textarena"])  # whose opening the prompt has shown already
+        self._table = _Table(**row["textarena"])  # the prompt has already shown its opening
 
     def step(self, completion: str) -> tuple[str, float, bool]:
         return self._table.step(completion)
 
 
 class _Table:
-    """One game. The library draws from the interpreter's own generator, which games that are played side by side would
-    take from each other: each has a state of its own, put there for as long as it moves."""
+    """One game. The library draws from the interpreter's global random generator, which concurrent games would disturb;
+    so each game has its own state, swapped in while it moves."""
 
     _moving = threading.Lock()
 
@@ -63,7 +63,7 @@ class _Table:
         return "", float(rewards[0]), True
 
     def _told(self) -> str:
-        """What is new to the player, but for its own words."""
+        """Return the new messages to the player, without its own."""
         from textarena import ObservationType
 
         _, messages = self._alone(self._game.get_observation)

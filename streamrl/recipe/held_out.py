@@ -1,11 +1,11 @@
-"""What answers to held-out prompts add up to: pass@k, the majority's answer, and how sure a share is.
+"""Statistics of answers to held-out prompts: pass@k, majority vote, and the confidence interval of a share.
 
-pass@k      1 - C(n - c, k) / C(n, k) of a prompt with n samples of which c pass: the chance that one of k passes,
-            unbiased (Chen et al. 2021, arXiv 2107.03374); the mean over prompts
-majority    the answer that most samples of a prompt give passes; of several that are as frequent each counts by its
-            share (Wang et al. 2022, arXiv 2203.11171); a sample without an answer has no vote
-interval    Wilson's score interval of 95 % over prompts: samples of one prompt are alike. It is that of a share whose
-            prompts are right or wrong, and so a little wide where a prompt's own share lies between
+pass@k      1 - C(n - c, k) / C(n, k) for a prompt with n samples of which c pass: the chance that one of k passes,
+            unbiased (Chen et al. 2021, arXiv 2107.03374); averaged over prompts
+majority    the most frequent answer to a prompt passes; several that are equally frequent count by their shares (Wang
+            et al. 2022, arXiv 2203.11171); a sample without an answer has no vote
+interval    Wilson's score interval of 95 % over prompts, since samples of one prompt are correlated. It assumes that
+            each prompt is right or wrong, and so is a little wide where a prompt's own share lies between
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-_Z = 1.959963984540054  # of the normal distribution, at 97.5 %
+_Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """One sample."""
+    """The verdict on one sample."""
 
     passed: bool
-    answer: str | None = None  # None: it gave none, or nobody looks
+    answer: str | None = None  # None: it gave none, or answers are not extracted
 
 
 def pass_at(k: int, *, num_samples: int, num_passed: int) -> float:
@@ -39,20 +39,20 @@ def pass_at(k: int, *, num_samples: int, num_passed: int) -> float:
 
 
 def passes(prompts: Sequence[Sequence[Judged]]) -> dict[int, float]:
-    """Mean pass@k for k = 1, 2, 4, ..., as far as every prompt has so many samples, and for the least that one has."""
+    """Return the mean pass@k for k = 1, 2, 4, ... up to the fewest samples of any prompt, that number included."""
     fewest = min((len(samples) for samples in prompts), default=0)
     counts = [(len(samples), sum(one.passed for one in samples)) for samples in prompts]
     return {k: fmean(pass_at(k, num_samples=n, num_passed=c) for n, c in counts) for k in numbers_of_samples(fewest)}
 
 
 def numbers_of_samples(most: int) -> list[int]:
-    """The k of pass@k that are told: powers of two, and the most."""
+    """Return the reported k of pass@k: powers of two, and the largest."""
     powers = {1 << i for i in range(most.bit_length())}
     return sorted(k for k in {*powers, most} if 1 <= k <= most)
 
 
 def majority(prompts: Sequence[Sequence[Judged]]) -> float | None:
-    """None: there are no prompts."""
+    """Return the share of prompts whose majority answer passes; None without prompts."""
     return fmean(map(_majority_of, prompts)) if prompts else None
 
 
@@ -66,7 +66,7 @@ def _majority_of(samples: Sequence[Judged]) -> float:
 
 
 def wilson(share: float, num_prompts: int) -> tuple[float, float]:
-    """The interval's ends."""
+    """Return the interval's bounds."""
     assert num_prompts > 0, "nobody was asked"
     square = _Z * _Z / num_prompts
     middle = (share + square / 2) / (1 + square)
@@ -75,7 +75,7 @@ def wilson(share: float, num_prompts: int) -> tuple[float, float]:
 
 
 class Sampled(Protocol):
-    """As a group holds it."""
+    """A sample, as a group holds it."""
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]: ...  # [T]
@@ -87,7 +87,7 @@ class Sampled(Protocol):
 def judge_samples(
     samples: Sequence[Sampled], *, by: str, at_least: float, answer: str | None, decode: Callable[[list[int]], str]
 ) -> list[Judged]:
-    """Of one prompt. A source that does not apply to a sample does not pass it."""
+    """Judge one prompt's samples. A sample to which the source does not apply does not pass."""
     return [
         Judged(
             passed=one.rewards.get(by, -math.inf) >= at_least,
@@ -98,7 +98,7 @@ def judge_samples(
 
 
 def answer_in(text: str, pattern: str) -> str | None:
-    """What the pattern's last match holds, its first group where it has one."""
+    """Return the pattern's last match in the text, or its first group if it has one."""
     found = list(re.finditer(pattern, text))
     if not found:
         return None

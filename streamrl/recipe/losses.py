@@ -1,9 +1,10 @@
-"""How a token that an older policy sampled counts in the loss of today's: each loss a function, beside its formula.
+"""How a token that an older policy sampled counts in the current policy's loss: each loss a function, beside its
+formula.
 
-Everywhere r = pi / mu is a token's ratio of today's policy to the one that sampled it, A the token's advantage, pi_p
-the policy before the first pass over the batch, g the geometric mean of r over a response's trained tokens, and sg the
-stop-gradient. C, lo, hi, lo' and hi' are the keyword arguments `clamp`, `low`, `high`, `clip_low`, `clip_high`, which
-`algorithm.loss_args` sets:
+Throughout, r = pi / mu is a token's ratio of the current policy to the one that sampled it, A the token's advantage,
+pi_p the policy before the first pass over the batch, g the geometric mean of r over a response's trained tokens, and sg
+the stop-gradient. C, lo, hi, lo' and hi' are the keyword arguments `clamp`, `low`, `high`, `clip_low`, `clip_high`,
+which `algorithm.loss_args` sets:
 
     truncated, tis   -sg(min(r, C)) A log pi                                 C = 5 (also known as CISPO), C = 2
     sequence_mask    -sg(min(r, C) 1[lo <= g <= hi]) A log pi
@@ -13,19 +14,19 @@ stop-gradient. C, lo, hi, lo' and hi' are the keyword arguments `clamp`, `low`, 
     icepop           -sg(k 1[lo <= k <= hi]) min(q A, clip(q, lo', hi') A)   k = pi_p / mu
     none             -A log pi                                               plain REINFORCE
 
-In expectation over mu, the gradient of `truncated`, `tis` and `decoupled` is that of today's policy where no ratio
-reaches the clamp; that of `icepop`, `ppo` and, for responses of one token, `gspo` where none leaves the bounds. Beyond,
-they are biased by construction, to keep single tokens from ruling the batch. `sequence_mask` is so for the responses
-that it keeps. `none` is so only when nothing is stale.
+In expectation over mu, the gradient of `truncated`, `tis` and `decoupled` is that of the current policy as long as no
+ratio reaches the clamp; that of `icepop`, `ppo` and, for responses of one token, `gspo` as long as none leaves the
+bounds. Beyond, they are biased by design, to keep single tokens from dominating the batch. `sequence_mask` is unbiased
+for the responses that it keeps, `none` only if nothing is stale.
 
-A loss takes a batch and returns ([T] values, metrics by name). A metric is a tensor [T], of which the mean over trained
-tokens is published, or a pair (sum, count); over all ranks, as `loss/NAME`. Three of them mean something here:
+A loss takes a batch and returns ([T] values, metrics by name). A metric is a tensor [T], whose mean over trained tokens
+is published, or a pair (sum, count); over all ranks, as `loss/NAME`. Three names have a meaning here:
 
-    weight    what the loss made of r; KL in the loss is weighed by it (by 1 where a loss has none)
+    weight    the loss's weight after bounding r; KL in the loss is weighed by it (by 1 if a loss has none)
     clipped   a bound changed what the token teaches     published as policy/clipped_fraction
-    masked    a bound took the token out                 published as policy/masked_fraction
+    masked    a bound excluded the token                 published as policy/masked_fraction
 
-Beside them stand estimates of KL(pi || pi_ref) from the sampled tokens alone, with d = log pi - log pi_ref:
+The module also has estimates of KL(pi || pi_ref) from the sampled tokens alone, with d = log pi - log pi_ref:
 
     k1 = d                  unbiased, may be negative
     k2 = d^2 / 2            its gradient is the gradient of the KL
@@ -46,19 +47,19 @@ Metric: TypeAlias = "torch.Tensor | tuple[torch.Tensor | float, torch.Tensor | f
 Losses: TypeAlias = "tuple[torch.Tensor, Mapping[str, Metric]]"  # [T] values, metrics by name
 F = TypeVar("F", bound=Callable[..., Any])
 
-_MAX_LOG = 20.0  # e^20 = 4.9e8: no policy learns from more, and its square is still finite in fp32
+_MAX_LOG = 20.0  # e^20 = 4.9e8: larger ratios teach nothing, and its square is still finite in fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """The trained tokens of one micro-batch, laid end to end. Only `logprobs` and `entropy` carry a gradient."""
+    """The trained tokens of one micro-batch, concatenated. Only `logprobs` and `entropy` carry a gradient."""
 
-    logprobs: torch.Tensor  # [T] log pi: of today's policy
+    logprobs: torch.Tensor  # [T] log pi: of the current policy
     behaviour_logprobs: torch.Tensor  # [T] log mu: of the engine that sampled the token
     proximal_logprobs: torch.Tensor  # [T] log pi_p: of the policy before the first pass over the batch
     advantages: torch.Tensor  # [T]
-    staleness: torch.Tensor  # [T] steps between the weights that sampled the token and today's
-    sample: torch.Tensor  # [T] whose token it is, from 0 up to num_samples; all trained tokens of a sample are here
+    staleness: torch.Tensor  # [T] steps between the weights that sampled the token and the current ones
+    sample: torch.Tensor  # [T] the token's sample, in [0, num_samples); all trained tokens of a sample are here
     num_samples: int
     reference_logprobs: torch.Tensor | None = None  # [T] log pi_ref; None where neither KL nor the loss needs it
     teacher_logprobs: torch.Tensor | None = None  # [T] None where there is no teacher
@@ -66,7 +67,7 @@ class TokenBatch:
 
 
 def needs(*what: Literal["entropy", "reference"]) -> Callable[[F], F]:
-    """`@needs("entropy")` above a loss: it reads what costs something to make, and is made for those alone who do."""
+    """Mark a loss as `@needs("entropy")`: it reads inputs that are costly and computed only on request."""
 
     def mark(loss: F) -> F:
         loss.needs = frozenset(what)  # type: ignore[attr-defined]
@@ -78,7 +79,7 @@ def needs(*what: Literal["entropy", "reference"]) -> Callable[[F], F]:
 def truncated(batch: TokenBatch, *, clamp: float = 5.0) -> Losses:
     """Truncated importance sampling: -sg(min(r, C)) A log pi.
 
-    With the gradient going through log pi, and not through r as in PPO, a token beyond C still teaches, with weight C.
+    The gradient goes through log pi, not through r as in PPO, so a token beyond C still teaches, with weight C.
     """
     ratio = ratios(batch.logprobs.detach(), batch.behaviour_logprobs)
     weight = ratio.clamp(max=clamp)
@@ -88,7 +89,7 @@ def truncated(batch: TokenBatch, *, clamp: float = 5.0) -> Losses:
 def sequence_mask(batch: TokenBatch, *, low: float = 0.99, high: float = 1.01, clamp: float = 5.0) -> Losses:
     """Geometric sequence mask: -sg(min(r, C) 1[lo <= g <= hi]) A log pi.
 
-    A response whose tokens drifted on the whole teaches nothing; in the others each token counts as in `truncated`.
+    A response whose tokens have drifted as a whole teaches nothing; in the others each token counts as in `truncated`.
     """
     ratio = ratios(batch.logprobs.detach(), batch.behaviour_logprobs)
     of_response = sequence_ratios(batch).detach()
@@ -99,7 +100,7 @@ def sequence_mask(batch: TokenBatch, *, low: float = 0.99, high: float = 1.01, c
 
 
 def gspo(batch: TokenBatch, *, low: float = 1 - 3e-4, high: float = 1 + 4e-4) -> Losses:
-    """-min(g A, clip(g, lo, hi) A) for each token of a response.
+    """GSPO: -min(g A, clip(g, lo, hi) A) for each token of a response.
 
     All tokens of a response have the same g, so with `loss_mean: sequence` their mean is the loss of the response.
     """
@@ -114,8 +115,8 @@ def ppo(batch: TokenBatch, *, low: float = 0.8, high: float = 1.2) -> Losses:
 def decoupled(batch: TokenBatch, *, low: float = 0.8, high: float = 1.2, clamp: float = 5.0) -> Losses:
     """Decoupled PPO: -sg(min(pi_p / mu, C)) min(q A, clip(q, lo, hi) A), with q = pi / pi_p and the gradient through q.
 
-    How far the policy may move in the passes over one batch is bounded from where it stood before the first (pi_p); how
-    old the samples are is corrected apart from that. With one pass q = 1, and this is `truncated`.
+    The policy's movement in the passes over one batch is bounded relative to its state before the first (pi_p); the age
+    of the samples is corrected separately. With a single pass q = 1, and this is `truncated`.
     """
     age = ratios(batch.proximal_logprobs, batch.behaviour_logprobs)
     moved = ratios(batch.logprobs, batch.proximal_logprobs)
@@ -130,7 +131,7 @@ def icepop(
 ) -> Losses:
     """IcePop: -sg(k 1[lo <= k <= hi]) min(q A, clip(q, lo', hi') A), with k = pi_p / mu and q = pi / pi_p.
 
-    A token on which learner and engine disagree teaches nothing, in none of the passes.
+    A token on which learner and engine disagree teaches nothing, in any pass.
     """
     age = ratios(batch.proximal_logprobs, batch.behaviour_logprobs)
     values, of_moved = _pessimistic(ratios(batch.logprobs, batch.proximal_logprobs), batch, clip_low, clip_high)
@@ -145,7 +146,7 @@ def icepop(
 
 
 def uncorrected(batch: TokenBatch) -> Losses:
-    """Plain REINFORCE: -A log pi, as if everything had been sampled by today's policy."""
+    """Plain REINFORCE: -A log pi, as if the current policy had sampled everything."""
     return -batch.advantages * batch.logprobs, {}
 
 
@@ -170,7 +171,7 @@ def k2(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor
 
 
 def k3(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
-    """Finite whatever the two say of a token: one that a step could not count would cost the whole step."""
+    """The k3 estimate, bounded: an infinite value at one token would cost the whole step."""
     difference = _log_ratios(reference_logprobs, logprobs)
     return difference.expm1() - difference
 
@@ -179,12 +180,12 @@ KL_ESTIMATES: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
 
 
 def ratios(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:  # [T]
-    """p / q of each token, finite whatever the engine said."""
+    """Return p / q of each token, bounded whatever the engine returned."""
     return _log_ratios(logprobs, other_logprobs).exp()
 
 
 def sequence_ratios(batch: TokenBatch) -> torch.Tensor:  # [T] the same for all tokens of a sample
-    """g: the geometric mean of r over the trained tokens of a response."""
+    """Return g: the geometric mean of r over the trained tokens of a response."""
     each = _log_ratios(batch.logprobs, batch.behaviour_logprobs)
     total = each.new_zeros(batch.num_samples).index_add(0, batch.sample, each)
     count = each.new_zeros(batch.num_samples).index_add(0, batch.sample, each.new_ones(each.shape))
@@ -199,7 +200,7 @@ def _log_ratios(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.T
 def _pessimistic(
     ratio: torch.Tensor, batch: TokenBatch, low: float, high: float
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """-min(r A, clip(r, lo, hi) A); what is clipped has no gradient."""
+    """-min(r A, clip(r, lo, hi) A); clipped tokens have no gradient."""
     bounded, advantages = ratio.clamp(low, high), batch.advantages
     clipped = ((ratio > high) & (advantages > 0)) | ((ratio < low) & (advantages < 0))
     return -(ratio * advantages).minimum(bounded * advantages), {"weight": bounded.detach(), "clipped": clipped}

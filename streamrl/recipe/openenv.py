@@ -1,8 +1,8 @@
-"""An environment on a server of OpenEnv's, over its WebSocket: a connection is a rollout, as for its own clients.
+"""An environment on an OpenEnv server, over its WebSocket: one connection per rollout, as its own clients do.
 
     {"type": "reset" or "step", "data": {...}} ──► {"type": "observation", "data": {"observation", "reward", "done"}}
 
-Its package is not needed, and could not be installed beside vLLM: the two want different versions of `mcp`.
+OpenEnv's package is not needed, and could not be installed beside vLLM: the two require different versions of `mcp`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _MAX_BYTES = 1 << 20
 
 class OpenEnv:
     def __init__(self, *, url: str, action: str = "message", observation: str = "") -> None:
-        """What the model says is the action's field `action`; it reads the observation's field `observation`, or all of
-        it, as JSON, where that is empty."""
+        """The model's text becomes the action's field `action`; the model reads the observation's field `observation`,
+        or the whole observation as JSON if that is empty."""
         scheme, separator, place = url.rstrip("/").partition("://")
         if not separator or scheme not in ("ws", "wss", "http", "https"):
             raise ValueError(f"url {url!r} is no address of a server: ws://host:port is expected")
@@ -27,14 +27,14 @@ class OpenEnv:
         self._connection: Any = None
 
     async def reset(self, row: Mapping[str, Any]) -> str | None:
-        """What the row holds as `openenv` goes to the server: a seed, or which task it is to be."""
+        """Start an episode. The row's field `openenv` is sent to the server: a seed, or which task to use."""
         try:
             from websockets.asyncio.client import connect
         except ImportError:
             raise ValueError("the environment openenv needs websockets: `pip install websockets`") from None
         self._connection = await connect(self._url, max_size=_MAX_BYTES, proxy=None)
         told = await self._ask("reset", row.get("openenv", {}))
-        return None if "messages" in row else self._text(told)  # a chat says by itself what it is about
+        return None if "messages" in row else self._text(told)  # a chat prompt describes the task itself
 
     async def step(self, completion: str) -> tuple[str, float, bool]:
         told = await self._ask("step", {self._action: completion})

@@ -1,9 +1,9 @@
-"""A function of the user's, by what a configuration calls it: a built-in's name, or where its code is.
+"""Loads a function named in a configuration: a built-in, or the user's own code.
 
 name                        one of the built-ins
-package.module:function     a module that can be imported: an installed one, or one in the working directory
+package.module:function     an importable module: an installed one, or one in the working directory
 path/to/file.py:function    a file, which may import its neighbours
-path/to/file.pkl:function   what no module has, such as a notebook's function, as `streamrl.start` has written it down
+path/to/file.pkl:function   a function that no module has, such as a notebook's, pickled by `streamrl.start`
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 FORMS = "`package.module:function` or `path/to/file.py:function`"
-FILES = (".py", ".pkl")  # how the names of those end that hold code
+FILES = (".py", ".pkl")  # suffixes of files that hold code
 
 _MAX_ERROR_CHARS, _MAX_LINE_CHARS = 500, 100
 _OURS = (f"{Path(__file__).parents[1]}/", "<frozen ")
@@ -35,13 +35,13 @@ _LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platst
 
 
 def is_own(target: str) -> bool:
-    """Whether it has the form of code that is not built in."""
+    """Return whether the target has the form of user code."""
     place, _, function = target.rpartition(":")
     return bool(place) and function.isidentifier()
 
 
 def load_function(target: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """What the target names; any exception says why there is nothing."""
+    """Return the target's function; any exception says why there is none."""
     place, _, name = target.rpartition(":")
     if not place:
         return known[name]
@@ -49,7 +49,7 @@ def load_function(target: str, known: Mapping[str, Callable[..., Any]]) -> Calla
         return _load_pickled(Path(place))
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     function = getattr(module, name, None)
-    if function is None:  # whose own words would name it as we do
+    if function is None:  # getattr's own error would show our internal module name
         nearest = get_close_matches(name, vars(module), n=1, cutoff=0.75)
         raise AttributeError(f"{place} has no {name!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else ""))
     if not callable(function):
@@ -58,7 +58,7 @@ def load_function(target: str, known: Mapping[str, Callable[..., Any]]) -> Calla
 
 
 def bind(function: Callable[..., Any], arguments: Mapping[str, Any], *given: str) -> partial[Any]:
-    """The function with its keyword arguments set; TypeError where it cannot be called with these and what is given."""
+    """Return the function with its keyword arguments set; TypeError if it cannot be called like this."""
     name = getattr(function, "__name__", "it")
     try:
         inspect.signature(function).bind(*given, **arguments)
@@ -68,7 +68,7 @@ def bind(function: Callable[..., Any], arguments: Mapping[str, Any], *given: str
 
 
 def describe(error: BaseException) -> str:
-    """What user code raised, and on which line of theirs: not where in a library that ended, nor where we called it."""
+    """Describe what user code raised, with the last line of theirs rather than of a library or of ours."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
     theirs = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
     place = ""
@@ -79,19 +79,19 @@ def describe(error: BaseException) -> str:
 
 
 def pickled(function: Callable[..., Any]) -> bytes:
-    """The function with all that it needs of where it was defined; any exception says why that cannot be."""
-    import cloudpickle  # only who gives such a function has a use for it
+    """Pickle the function with everything it needs from where it was defined; any exception says why not."""
+    import cloudpickle  # lazy: only needed for such functions
 
     files: dict[str, list[str]] = {}
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        """Keeps the file that code is of, for which cloudpickle puts a word of its own since 3.1.3."""
+        """Keeps the file name of code objects, which cloudpickle replaces since 3.1.3."""
 
         def reducer_override(self, value: Any) -> Any:
             if not isinstance(value, CodeType):
                 return super().reducer_override(value)
             file = value.co_filename
-            # Of a notebook's cell there is no file, and errors are to show the line all the same.
+            # A notebook's cell has no file, but errors should show its lines all the same.
             if not os.path.exists(file):
                 files[file] = linecache.getlines(file)
             return _code_of, (file, *self.dispatch_table[CodeType](value))
@@ -110,22 +110,22 @@ def _load_pickled(path: Path) -> Callable[..., Any]:
         raise FileNotFoundError(f"no such file: {path}")
     version, _, held = path.read_bytes().partition(b"\n")
     theirs, ours = version.decode(), platform.python_version()
-    if theirs.split(".")[:2] != ours.split(".")[:2]:  # code objects of one are none of another's
+    if theirs.split(".")[:2] != ours.split(".")[:2]:  # code objects are specific to a minor version
         raise RuntimeError(f"{path} is of Python {theirs}, and this is {ours}: give streamrl.start the function again")
-    files, function = pickle.loads(held)  # noqa: S301 - it is code, as a file of Python is, and as much allowed
+    files, function = pickle.loads(held)  # noqa: S301 - it is code, like a Python file, and needs the same permission
     for file, lines in files.items():
         linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
     return pickle.loads(function)  # type: ignore[no-any-return]  # noqa: S301 - as above
 
 
 def _load_module(name: str) -> ModuleType:
-    if os.getcwd() not in sys.path:  # a program that was not begun with `python -m` does not look there
+    if os.getcwd() not in sys.path:  # it is only there in programs started with `python -m`
         sys.path.append(os.getcwd())
     return importlib.import_module(name)
 
 
 def _load_file(path: Path) -> ModuleType:
-    # A name of ours, whatever the file is called: `json.py` must not be our json.
+    # A unique module name, whatever the file is called: `json.py` must not replace json.
     name = f"streamrl_own_{str(path.resolve()).encode().hex()}"
     if name in sys.modules:
         return sys.modules[name]
@@ -134,7 +134,7 @@ def _load_file(path: Path) -> ModuleType:
         raise FileNotFoundError(f"no such file: {path}")
     sys.path.insert(0, str(path.resolve().parent))  # as for a script, so that the file may import its neighbours
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses, for one, look there
+    sys.modules[name] = module  # dataclasses, for example, look there
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -1,8 +1,8 @@
-"""Tasks of reasoning-gym, by their names: the rows that ask them, and the reward that judges as the library does.
+"""Tasks of reasoning-gym, by name: the rows that ask them, and the reward that judges answers as the library does.
 
     {"messages": [...], "question", "answer", "metadata", "reasoning_gym": {"task", "level", "options"}}
 
-A row holds what the library needs to judge an answer to it, so a worker makes no item again.
+A row holds what the library needs to judge an answer, so a worker need not generate the item again.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
-# Boards there are tuples of tuples, and are compared as such; JSON has made lists of them.
+# Their boards are tuples of tuples and are compared as such; JSON turns them into lists.
 _OF_TUPLES = ("arc_agi", "rearc")
 
 
 def task_rows(
     *, name: str, size: int, seed: int, level: int | None, options: Mapping[str, Any], asks: bool
 ) -> Iterator[dict[str, Any]]:
-    """With `asks` each is a chat that says how the answer is to be given. ValueError on what the library has not."""
+    """Yield rows; with `asks` each is a chat that says how to answer. ValueError for what the library lacks."""
     task = _task(name, size=size, seed=seed, level=level, options=options)
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
@@ -34,7 +34,7 @@ def task_rows(
 
 
 def load() -> None:
-    """Import the library: with its hundred tasks that takes seconds, which no sample is to wait for."""
+    """Import the library now: with its hundred tasks this takes seconds, which no sample should wait for."""
     try:
         import reasoning_gym  # noqa: F401
     except ImportError as error:
@@ -44,9 +44,9 @@ def load() -> None:
 def score_answer(
     prompt: str, completion: str, token_ids: Sequence[int], fields: Mapping[str, Any], *, tag: str = "answer"
 ) -> float:
-    """reasoning-gym's own score of what stands in the completion's last <answer> tag; for rows of `reasoning_gym`.
+    """Return reasoning-gym's own score of the completion's last <answer> tag; for rows of `reasoning_gym`.
 
-    Where the library fails at what a model has written, that is worth 0."""
+    If the library fails on what the model has written, the score is 0."""
     lacking = [name for name in ("reasoning_gym", "answer", "metadata") if name not in fields]
     if lacking:
         raise ValueError(f"the prompt's row has no field {lacking[0]!r}: its dataset is not one of `reasoning_gym`")
@@ -58,7 +58,7 @@ def score_answer(
     item = {"answer": fields["answer"], "metadata": metadata}
     try:
         return float(task.score_answer(extract_answer(completion, tag), item))
-    except Exception:  # noqa: BLE001 - some tasks parse an answer without a guard, and raise what comes
+    except Exception:  # noqa: BLE001 - some tasks parse answers unguarded, and raise anything
         return 0.0
 
 
@@ -68,7 +68,7 @@ def _judge(name: str, level: int | None, options: str) -> Any:
 
 
 def _task(name: str, *, size: int, seed: int, level: int | None, options: Mapping[str, Any]) -> Any:
-    """ValueError where there is no such task, level or option."""
+    """Build the task. ValueError if there is no such task, level or option."""
     from reasoning_gym.factory import CURRICULA, DATASETS
 
     if name not in DATASETS:

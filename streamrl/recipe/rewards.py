@@ -1,6 +1,6 @@
-"""What a completion is worth: rewards that need no code of the user's, named by `target`, and allowed everywhere.
+"""Built-in rewards, named by `target`, allowed on every worker.
 
-Each has the form of every reward function (see `workers.rewards.functions`); what follows the `*` is set by `options`.
+Each has the form of a reward function (see `workers.rewards.functions`); parameters after the `*` are set by `options`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 from streamrl.recipe import reasoning
 
-# Thousands may be set apart by commas; a minus after a digit is a subtraction and no sign.
+# Commas may separate thousands; a minus after a digit is a subtraction, not a sign.
 _NUMBER = re.compile(r"(?<![\d.,])-?\d+(?:,\d{3})*(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 
 def exact_match(
     prompt: str, completion: str, token_ids: Sequence[int], fields: Mapping[str, Any], *, field: str = "answer"
 ) -> float:
-    """1 when the completion is the answer, spaces around both left out; else 0."""
+    """1 if the completion equals the answer, apart from surrounding spaces; else 0."""
     return float(completion.strip() == str(_field(fields, field)).strip())
 
 
@@ -33,9 +33,9 @@ def numeric_match(
     tolerance: float = 1e-6,
     after: str = "",
 ) -> float:
-    """1 when the last number of the completion is the last number of the answer; else 0.
+    """1 if the completion's last number equals the answer's last number; else 0.
 
-    With `after`, such as GSM8K's ####, only what follows its last place in the completion counts; without it, 0."""
+    With `after`, such as GSM8K's ####, only the text after its last occurrence counts; without an occurrence, 0."""
     right = _last_number(str(_field(fields, field)))
     if right is None:
         raise ValueError(f"field {field!r} holds no number: {_field(fields, field)!r:.80}")
@@ -49,13 +49,13 @@ def numeric_match(
 def math_equal(
     prompt: str, completion: str, token_ids: Sequence[int], fields: Mapping[str, Any], *, field: str = "answer"
 ) -> float:
-    """1 when the completion's final answer, LaTeX or plain, is mathematically equal to the answer; else 0."""
+    """1 if the completion's final answer, LaTeX or plain, is mathematically equal to the answer; else 0."""
     try:
-        import math_verify  # it brings sympy, which takes a second to import
+        import math_verify  # lazy: imports sympy, which takes a second
     except ImportError:
         raise ValueError("math_equal needs math-verify: `pip install math-verify`") from None
     right = str(_field(fields, field))
-    # What stands bare is read as a formula too: answers often come without their dollar signs.
+    # Also parse it as a formula: answers often lack their dollar signs.
     gold = math_verify.parse(right) or math_verify.parse(f"${right}$")
     if not gold:
         raise ValueError(f"field {field!r} holds nothing mathematical: {right!r:.80}")
@@ -65,7 +65,7 @@ def math_equal(
 def regex_format(
     prompt: str, completion: str, token_ids: Sequence[int], fields: Mapping[str, Any], *, pattern: str
 ) -> float:
-    """1 when the whole completion, spaces around it left out, has the form of the pattern; else 0."""
+    """1 if the whole completion, apart from surrounding spaces, matches the pattern; else 0."""
     return float(re.fullmatch(pattern, completion.strip(), flags=re.DOTALL) is not None)
 
 
@@ -78,7 +78,7 @@ def length_penalty(
     free_tokens: int,
     max_tokens: int,
 ) -> float:
-    """0 up to `free_tokens`, from there falling evenly to -1 at `max_tokens` and beyond."""
+    """0 up to `free_tokens`, then decreasing linearly to -1 at `max_tokens` and beyond."""
     if not 0 <= free_tokens < max_tokens:
         raise ValueError(f"free_tokens ({free_tokens}) must be below max_tokens ({max_tokens})")
     over = max(0, len(token_ids) - free_tokens)
@@ -93,7 +93,7 @@ REWARDS: Mapping[str, Callable[..., float]] = {
     "length_penalty": length_penalty,
     "reasoning_gym": reasoning.score_answer,
 }
-LOADS: Mapping[str, Callable[[], None]] = {"reasoning_gym": reasoning.load}  # what is done before the first sample
+LOADS: Mapping[str, Callable[[], None]] = {"reasoning_gym": reasoning.load}  # run before the first sample
 
 
 def _field(fields: Mapping[str, Any], name: str) -> Any:

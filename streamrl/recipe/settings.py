@@ -1,4 +1,4 @@
-"""The settings of the recipe: `algorithm` in a configuration. `streamrl.config.schema` has all others."""
+"""The settings of the recipe: a configuration's section `algorithm`. `streamrl.config.schema` has all others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Kl(Section):
     estimator: Literal["k1", "k2", "k3"] = "k1"  # reward: k1; loss: k2 or k3
     absolute: bool = True  # |k1| in the reward [use_absolute_kl]
     reduction: Literal["mean", "sum"] = "mean"  # over a sample's tokens, in the reward
-    weighted: bool = True  # in the loss: by what that made of a token's ratio; false: as in GRPO's paper
+    weighted: bool = True  # in the loss: by the loss's weight for the token; false: as in GRPO's paper
 
 
 class Algorithm(Section):
@@ -28,18 +28,18 @@ class Algorithm(Section):
     advantages: str = "leave_one_out"  # one of streamrl/recipe/advantages.py, or your own function
     advantages_args: Arguments = Field(default_factory=dict)
     reinforce_epochs: Positive = 1  # optimizer passes over a batch [reinforce_epochs]
-    discount_factor: Annotated[float, Field(gt=0, le=1)] = 1.0  # a token, from the end of the response back
+    discount_factor: Annotated[float, Field(gt=0, le=1)] = 1.0  # per token, from the end of the response backwards
     normalize_sources: bool = False  # each source's rewards to mean 0 and deviation 1 in their group, before weights
     scale_by_std: bool = False  # divide advantages by the group's standard deviation
     normalize_batch: bool = False  # advantages of the batch to mean 0 and standard deviation 1
-    drop_zero_variance: bool = True  # groups whose rewards are all equal teach nothing; dropped and counted
-    mask_unfinished: bool = True  # samples cut by max_tokens get no loss and are no baseline
-    # Over each sequence's tokens, then over sequences | over all tokens of the batch | over sequences, each the sum of
-    # its tokens | the same, divided by sampling.max_tokens
+    drop_zero_variance: bool = True  # groups with equal rewards teach nothing; they are dropped and counted
+    mask_unfinished: bool = True  # samples truncated by max_tokens get no loss and are in no baseline
+    # Mean over each sequence's tokens, then over sequences | over all tokens of the batch | over sequences, of the sum
+    # of their tokens | the same, divided by sampling.max_tokens
     loss_mean: Literal["sequence", "token", "sum", "max_tokens"] = "sequence"
-    entropy_bonus: NonNegativeFloat = 0.0  # of each token's entropy, with its gradient, off the loss
-    # Of mixtures of experts, how the learner routes tokens: by itself | so, and compares with the engine's routes | in
-    # later passes over a batch as in the first (R2) | as the engine did (R3)
+    entropy_bonus: NonNegativeFloat = 0.0  # times each token's entropy, with its gradient, is subtracted from the loss
+    # How the learner routes tokens in a mixture of experts: by itself | also, and compares with the engine's routes |
+    # in later passes over a batch as in the first (R2) | as the engine did (R3)
     routing_replay: Literal["none", "compare", "first_pass", "rollout"] = "none"
     kl: Kl = Kl()
-    top_n: Positive = 1  # rejection sampling: winners a group [top_n_rollouts]
+    top_n: Positive = 1  # rejection sampling: winners per group [top_n_rollouts]

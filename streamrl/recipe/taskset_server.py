@@ -1,14 +1,14 @@
-"""The program that tasks of verifiers are played by, or made by: run by an interpreter that has verifiers, and none of
-streamrl's packages. Lines of JSON come in and go out.
+"""The program that plays or generates tasks of verifiers. It runs in an interpreter that has verifiers and none of
+streamrl's packages, and exchanges JSON lines over stdin and stdout.
 
     tasks    {"env", "first", "count"} ──► rows, or {"error"}
     play     {"env"} ──► {} or {"error"}
              {"id", "session", "task"} ──► {"id", "rewards"} or {"id", "error"}
              {"cancel": id}
 
-Of verifiers it uses what it exports: `EnvServer` plays, `EnvClient` asks it, over a socket in a folder of its own. The
-server's harnesses ask their model by OpenAI's interface, and the session of the rollout is that model. It ends when its
-stdin does: rollouts are given up, and what is not over `_END_S` later is left to the kernel.
+It uses the exported API of verifiers: `EnvServer` plays, and `EnvClient` talks to it over a socket in a private folder.
+The server's harnesses query their model over OpenAI's API, served by the rollout's session. The program ends when its
+stdin closes: rollouts are cancelled, and `_END_S` later it exits in any case.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from typing import Any, TextIO
 
 _END_S = 10.0
 _MAX_ERROR_CHARS = 500
-_NO_KEY = "STREAMRL_HAS_NO_SUCH_VARIABLE"  # the key is another for each rollout, so it goes by a header
+_NO_KEY = "STREAMRL_HAS_NO_SUCH_VARIABLE"  # each rollout has its own key, sent in a header instead
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # tasksets print what they like
-    sys.path[0] = os.getcwd()  # where a taskset may lie, and not where this file does
+    os.dup2(2, 1)  # tasksets may print anything
+    sys.path[0] = os.getcwd()  # a taskset may be there; this file's own folder is of no use
     setup = json.loads(sys.stdin.readline())
     try:
         config = _config(setup["env"])
@@ -41,15 +41,16 @@ def main() -> None:
             for row in _rows(config, setup["first"], setup["count"]):
                 _tell(answers, row)
             return
-    except Exception as error:  # noqa: BLE001 - a taskset raises what it likes
+    except Exception as error:  # noqa: BLE001 - a taskset may raise anything
         _tell(answers, {"error": _words(error)})
         return
     asyncio.run(_play(config, answers))
 
 
 def _config(env: dict[str, Any]) -> Any:
-    """As verifiers reads it. Where its author and the user say nothing, a role runs in a process of this machine, and
-    has the tools of its task alone: the default, a shell for the model, is nothing to have on a worker unasked."""
+    """Resolve the configuration as verifiers does, with safer defaults. Unless its author or the user says otherwise, a
+    role runs in a process of this machine with only the tools of its task: the usual default, a shell for the model,
+    must not run on a worker without being asked for."""
     import verifiers.v1 as vf
 
     taskset = {"id": env["taskset"]} if isinstance(env["taskset"], str) else dict(env["taskset"])
@@ -74,7 +75,7 @@ def _rows(config: Any, first: int, count: int) -> Iterator[dict[str, Any]]:
 
 
 def _messages(data: Any) -> list[dict[str, str]]:
-    """For people and rewards: what the model is asked with is its harness's affair."""
+    """Return the messages for people and rewards; the harness decides what the model is really asked."""
     from verifiers.v1.types import content_text
 
     said = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
@@ -88,7 +89,7 @@ def _messages(data: Any) -> list[dict[str, str]]:
 async def _play(config: Any, answers: TextIO) -> None:
     from verifiers.v1.serve import EnvClient, EnvServer
 
-    with tempfile.TemporaryDirectory(prefix="streamrl-", dir="/tmp") as folder:  # a short path, for a socket
+    with tempfile.TemporaryDirectory(prefix="streamrl-", dir="/tmp") as folder:  # a path short enough for a socket
         try:
             server = EnvServer(config, address=f"ipc://{folder}/server")
         except Exception as error:  # noqa: BLE001 - as above
@@ -116,7 +117,7 @@ async def _answer_calls(client: Any, answers: TextIO) -> None:
     async def answer(call: dict[str, Any]) -> None:
         try:
             told = await _rollout(client, call)
-        except Exception as error:  # noqa: BLE001 - it fails this rollout, and only it
+        except Exception as error:  # noqa: BLE001 - it fails only this rollout
             told = {"error": _words(error)}
         finally:
             del running[call["id"]]

@@ -1,13 +1,13 @@
-"""Tasksets of verifiers, played by its own environment server in an interpreter of its own: what verifiers pins cannot
+"""Tasksets of verifiers, played by its own environment server in a separate interpreter: its pinned dependencies cannot
 be installed beside vLLM.
 
     worker ──► its child: Verifiers ──► PYTHON taskset_server.py ──► verifiers' server ──► its harnesses, in processes
-                                                                                             │ as agents ask a model
+                                                                                             │ query the model
     worker's session of the rollout ◄────────────────────────────────────────────────────────┘
 
-An agent (see `workers.environments.agents`) that is a class: one for each child, which begins the server with itself.
-The server outlives no child: it ends, and ends what it has begun, when its pipe closes. A child whose server has died
-ends, too, and the worker begins another.
+An agent (see `workers.environments.agents`) in the form of a class: one per child, which starts the server with itself.
+The server does not outlive its child: it ends, with everything it has started, when its pipe closes. A child whose
+server has died ends too, and the worker starts another.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Session(Protocol):
 class Verifiers:
     def __init__(self, *, python: str, taskset: str | Mapping[str, Any], **env: Any) -> None:
         """`python`: an interpreter that has verifiers and the taskset. `taskset`: its name, or its own configuration
-        with that as `id`. `env`: whatever else verifiers' own [env] has."""
+        with the name as `id`. `env`: everything else in verifiers' own [env]."""
         self._server = _begin(python, "play", {"env": {"taskset": taskset, **env}})
         self._waiting: dict[int, Future[dict[str, float]]] = {}
         self._numbers = itertools.count()
@@ -66,7 +66,7 @@ class Verifiers:
     def _listen(self) -> None:
         while (told := _read(self._server)) is not None:
             answer = self._waiting.get(told["id"])
-            with contextlib.suppress(InvalidStateError):  # it was given up at this very moment
+            with contextlib.suppress(InvalidStateError):  # it was cancelled at this very moment
                 if answer is not None and "error" in told:
                     answer.set_exception(RuntimeError(told["error"]))
                 elif answer is not None:
@@ -76,7 +76,7 @@ class Verifiers:
 
 
 def tasks(python: str, taskset: Mapping[str, Any], *, first: int, count: int) -> Iterator[str]:
-    """Rows for a file of prompts, a line each. ValueError says what to mend."""
+    """Yield rows for a prompt file, one line each. ValueError says what to fix."""
     maker = _begin(python, "tasks", {"env": {"taskset": taskset}, "first": first, "count": count})
     with maker:
         while (row := _read(maker)) is not None:
@@ -88,9 +88,9 @@ def tasks(python: str, taskset: Mapping[str, Any], *, first: int, count: int) ->
 
 
 def _begin(python: str, what: str, setup: Mapping[str, Any]) -> subprocess.Popen[str]:
-    program = os.path.abspath(os.path.expanduser(python))  # and no further: a link is what makes it that environment's
+    program = os.path.abspath(os.path.expanduser(python))  # not resolved: the link identifies the virtual environment
     path = os.pathsep.join([os.path.dirname(program), os.environ.get("PATH", os.defpath)])  # harnesses look for uv
-    modules = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))  # and tools for their taskset
+    modules = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))  # tools look for the taskset
     try:
         begun = subprocess.Popen(
             [program, str(_SERVER), what],
@@ -98,7 +98,7 @@ def _begin(python: str, what: str, setup: Mapping[str, Any]) -> subprocess.Popen
             stdout=subprocess.PIPE,
             env={**os.environ, "PATH": path, "PYTHONPATH": modules},
             text=True,
-            start_new_session=True,  # whoever kills this process leaves it the time to end what it has begun
+            start_new_session=True,  # a kill of our process group must leave it time to end what it has started
         )
     except OSError as error:
         remedy = "`uv venv FOLDER` and `uv pip install --python FOLDER/bin/python verifiers==0.4.0 uv` make one"
@@ -109,7 +109,7 @@ def _begin(python: str, what: str, setup: Mapping[str, Any]) -> subprocess.Popen
 
 def _send(server: subprocess.Popen[str], message: Mapping[str, Any]) -> None:
     assert server.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # its end is seen where it is listened to
+    with contextlib.suppress(BrokenPipeError):  # the reader notices that it has ended
         server.stdin.write(json.dumps(message) + "\n")
         server.stdin.flush()
 
