@@ -1,4 +1,4 @@
-"""Settings that contradict each other in what teaches: the algorithm, arguments of its functions, a teacher."""
+"""Checks for contradictions among the settings of training: the algorithm, its functions' arguments, a teacher."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def check_algorithm(config: Config) -> Iterator[Problem]:
 
 
 def _of_parts(settings: Algorithm) -> Iterator[Problem]:
-    """Advantages of turns or of tokens."""
+    """Check advantages per turn or per token."""
     parts, by_parts = settings.advantages, f"with algorithm.advantages={settings.advantages}"
     if parts not in ("turns", "tokens"):
         return
@@ -76,7 +76,7 @@ def _of_parts(settings: Algorithm) -> Iterator[Problem]:
 
 
 def _function(settings: Algorithm, key: str, known: Mapping[str, Callable[..., Any]]) -> Iterator[Problem]:
-    """What can be seen without the user's own code, which only the learner has and runs."""
+    """Check what is visible without the user's code, which only the learner has and runs."""
     target, arguments = getattr(settings, key), getattr(settings, f"{key}_args")
     if target not in known:
         if not is_own(target):
@@ -111,7 +111,7 @@ def _limits(settings: Algorithm, key: str) -> Iterator[Problem]:
 
 
 def _of_reinforce_only(settings: Algorithm) -> Iterator[Problem]:
-    """What the user asked for, and rejection sampling would not do."""
+    """Report settings that the user has set and rejection sampling would ignore."""
     silent = Algorithm() if settings.loss != "none" else Algorithm(loss="none")
     for name in (name for name in _OF_REINFORCE if getattr(settings, name) != getattr(silent, name)):
         yield Problem(
@@ -122,7 +122,7 @@ def _of_reinforce_only(settings: Algorithm) -> Iterator[Problem]:
 
 
 def check_teaching(config: Config) -> Iterator[Problem]:
-    """Whether anything teaches, and a teacher can be compared with."""
+    """Check that something teaches, and that a teacher's logprobs are comparable."""
     algorithm, teacher = config.algorithm, config.teacher
     drawn = algorithm.kl.placement == "loss" and algorithm.kl.coefficient > 0
     if teacher is None:

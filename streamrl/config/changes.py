@@ -1,8 +1,8 @@
-"""What may be changed when a run goes on from a checkpoint, and what may not.
+"""Which settings may change when a run resumes from a checkpoint.
 
-The groups that wait in the stream were sampled and scored under the settings of before, the weights belong to a model,
-and ticket numbers to prompts: settings that decide these hold for the whole life of a run. All others may change from
-one start to the next. A fork begins with weights alone, and may change everything.
+Groups waiting in the stream were sampled and scored under the old settings, the weights belong to one model, and ticket
+numbers refer to prompts: settings that decide these are fixed for the life of a run. All others may change at each
+start. A fork starts from weights alone, and may change everything.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OF_A_REQUEST = ("url", "replicas", "timeout_s", "attempts", "outage_s", "max_co
 _OF_JUDGES = ("max_requests_per_s", "token_budget", "cache_size")
 _OF_A_PROCESS = ("processes", "memory_mb", "network", "environment")
 
-# The first pattern that fits decides; None: it may change. Every setting is decided, which a test holds.
+# The first matching pattern decides; None: it may change. A test checks that every setting matches one.
 RULES: tuple[tuple[str, str | None], ...] = (
     ("name", "it names the run's folder and its streams"),
     ("dir", None),
@@ -42,7 +42,7 @@ RULES: tuple[tuple[str, str | None], ...] = (
     *((f"model.{name}", None) for name in ("activations", "compile", "reference", "masters")),
     ("data.shuffle", _TICKETS),
     ("data.train*.weight", _TICKETS),
-    ("data.*", None),  # what the files hold is compared by itself
+    ("data.*", None),  # the files' contents are compared separately
     ("sampling.accept_mismatch", None),
     ("sampling.*", _SAMPLED),
     *((f"rewards.*.{name}", None) for name in (*_OF_A_REQUEST, *_OF_JUDGES, *_OF_A_PROCESS)),
@@ -66,14 +66,14 @@ class Change:
     key: str
     before: Any
     after: Any
-    refusal: str | None  # why it may not be; None: it may
+    refusal: str | None  # why the change is forbidden; None: allowed
 
     def __str__(self) -> str:
         return f"{self.key}: {show(self.before)} -> {show(self.after)}"
 
 
 def changes(before: Config, after: Config) -> list[Change]:
-    """What differs, setting by setting; a section that only one of the two has differs in all its settings."""
+    """Return the differences setting by setting; a section that only one of them has differs in all its settings."""
     old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, after))
     keys = [*new, *(key for key in old if key not in new)]
     return [
@@ -84,7 +84,7 @@ def changes(before: Config, after: Config) -> list[Change]:
 
 
 def check_changes(found: list[Change], *, folder: str) -> None:
-    """ConfigError that names all changes that may not be, and what to do."""
+    """ConfigError that names all forbidden changes, and what to do."""
     refused = [change for change in found if change.refusal]
     if refused:
         lines = [f"{change}: {change.refusal}" for change in refused]
@@ -95,7 +95,7 @@ def check_changes(found: list[Change], *, folder: str) -> None:
 
 
 def refusal_of(key: str) -> str | None:
-    """KeyError for a setting about which nothing is said."""
+    """Return why this setting must not change, or None. KeyError if no pattern matches it."""
     for pattern, refusal in RULES:
         if fnmatchcase(key, pattern):
             return refusal

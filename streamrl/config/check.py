@@ -1,7 +1,7 @@
-"""Contradictions between settings, which no single setting shows. Everything is found before one error is raised.
+"""Checks for contradictions between settings. All problems are collected before one error is raised.
 
-Rules that belong together have files of their own: what teaches `algorithm`, addresses `places`, files `files`. This
-needs nothing but the configuration.
+Related rules have files of their own: training in `algorithm`, addresses in `places`, files in `files`. These checks
+need nothing but the configuration.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from streamrl.protocol.wire.ticket import MAX_GROUP_TOKENS, MAX_REWARD_SOURCES, 
 from streamrl.recipe.held_out import numbers_of_samples
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
-_LOWEST_TEMPERATURE = 0.01  # vLLM samples at this where it is asked for less, and only its log says so
+_LOWEST_TEMPERATURE = 0.01  # vLLM raises lower values to this, and only its log says so
 _MAX_TIME = re.compile(r"(\d+):([01]\d|2[0-3]):([0-5]\d):([0-5]\d)\Z")
 
 
 def check_config(config: Config, where: Where = lambda _key: None) -> None:
-    """Refuse settings that contradict each other; `where` is `Loaded.origin`, so that errors name the line."""
+    """Refuse contradictory settings; `where` is `Loaded.origin`, so that errors name the line."""
     problems = [problem for rule in _RULES for problem in rule(config)]
     if problems:
         settings = config.model_dump(mode="json")
@@ -36,7 +36,7 @@ def check_config(config: Config, where: Where = lambda _key: None) -> None:
 
 
 def max_time_s(text: str) -> int:
-    """Seconds of a DD:HH:MM:SS; ValueError on anything else."""
+    """Convert DD:HH:MM:SS to seconds; ValueError on anything else."""
     match = _MAX_TIME.match(text)
     if match is None:
         raise ValueError(f"not a duration: {text!r} (expected DD:HH:MM:SS)")
@@ -69,7 +69,7 @@ def _sampling(config: Config) -> Iterator[Problem]:
         remedy = "greedy samples of a prompt are all alike; set validation.sampling.greedy=false, or this to 1"
         yield Problem(key="validation.sampling.num_samples", remedy=remedy)
     if config.algorithm.name == "reinforce" and not config.sampling.accept_mismatch:
-        # What changes the distribution in a way that the learner's log-probs do not follow.
+        # Settings that change the distribution in a way that the learner's logprobs do not reproduce.
         for name, off in (("top_k", 0), ("top_p", 1.0), ("repetition_penalty", 1.0)):
             if getattr(config.sampling, name) != off:
                 yield Problem(
@@ -80,7 +80,7 @@ def _sampling(config: Config) -> Iterator[Problem]:
 
 
 def _messages(config: Config) -> Iterator[Problem]:
-    """What no ticket could ask for, or no group could carry: workers would refuse it, or their work be thrown away."""
+    """Refuse sizes that no ticket or group can carry: workers would reject the ticket, or their work would be lost."""
     num_prompt_tokens = config.data.max_prompt_tokens
     yield from _at_most("data.max_prompt_tokens", num_prompt_tokens, MAX_TOKENS)
     for section, sampling in _samplings(config):
@@ -115,7 +115,7 @@ def _groups(config: Config) -> Iterator[Problem]:
 
 
 def _pace(config: Config) -> Iterator[Problem]:
-    """Rate, time, lag and validation of training."""
+    """Check learning rate, duration, lag and validation."""
     optimizer, max_time, lag = config.optimizer, config.training.max_time, config.lag
     if optimizer.schedule == "cosine" and optimizer.min_lr > optimizer.lr:
         remedy = f"the schedule falls from optimizer.lr = {optimizer.lr} to it, so it must not be larger"
@@ -142,7 +142,7 @@ def _pace(config: Config) -> Iterator[Problem]:
 
 
 def _check_passing(config: Config) -> Iterator[Problem]:
-    """What tells whether a sample passes, and which checkpoint is the best."""
+    """Check what decides whether a sample passes, and which checkpoint is best."""
     validation, sources = config.validation, config.reward_sources
     if validation.pass_by is not None and validation.pass_by not in sources:
         remedy = f"must be one of the sources of rewards: {', '.join(sources)}"
@@ -165,7 +165,7 @@ def _check_passing(config: Config) -> Iterator[Problem]:
 
 
 def _told_by_validation(config: Config) -> Iterator[str]:
-    """The metrics of which more may be better."""
+    """Yield the validation metrics for which more is better."""
     validation = config.validation
     names = [one.name for one in config.data.validation_sets() if one.name]
     yield from ("val_rollouts/rewards", "val_rollouts/fraction_of_samples_properly_ended")

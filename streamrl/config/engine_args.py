@@ -1,6 +1,6 @@
-"""Which of vLLM's own arguments a worker can keep its promises with: what is refused, why, and what to set instead.
+"""Checks vLLM's own arguments: which ones break a worker's guarantees, why, and what to set instead.
 
-A worker is one engine on one host, over as many of its GPUs as `worker.engine_args` say. Its weights lie in that host's
+A worker is one engine on one host, over as many of its GPUs as `worker.engine_args` say. Its weights are in that host's
 memory, its processes end with it, and each of them proves what it serves.
 """
 
@@ -13,22 +13,22 @@ from typing import Any, Literal, get_args
 from streamrl.config.explain import Problem
 from streamrl.config.schema import Config, Worker
 
-# Processes of an engine, each of which has a part of the model.
+# Dimensions over which an engine's processes split the model.
 _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
 _HOSTS = ("nnodes", "node_rank", "master_addr", "master_port", "data_parallel_address", "data_parallel_backend")
 _ALONE = "start a worker on each host instead; one engine is on the GPUs of one host (tensor_parallel_size)"
-# Forms that vLLM 0.32 gives a model as it is loaded: the proofs know how far each is from the weights themselves.
+# Forms to which vLLM 0.32 quantises a model at load; the proofs know how far each is from the weights themselves.
 Form = Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block"]
 QUANTIZED: tuple[Form, ...] = get_args(Form)
 
 
 def ranks_in(arguments: Mapping[str, Any]) -> int:
-    """Processes of one engine."""
+    """Return the number of processes of one engine."""
     return prod(size for name in _RANKS if isinstance(size := arguments.get(name, 1), int))
 
 
 def quantized_as(worker: Worker) -> Form | None:
-    """The form in which its engine keeps the model's layers; None: as they are published."""
+    """Return the form in which the engine keeps the model's layers; None: as published."""
     asked = worker.engine_args.get("quantization") if worker.engine == "vllm" else None
     return next((form for form in QUANTIZED if form == asked), None)
 

@@ -1,6 +1,7 @@
-"""The engines that `worker.engine` names; each is imported only by the worker that runs it.
+"""The engines that `worker.engine` can name; each is imported only by a worker that runs it.
 
-An engine is a class made of `EngineSettings`, in a module of its own behind the seam of `workers.engines.base`.
+An engine is a class constructed from `EngineSettings`, in its own module behind the interface in
+`workers.engines.base`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from typing import NamedTuple
 
 class Entry(NamedTuple):
     target: str  # module:class
-    package: str | None = None  # what it needs beside the worker's own packages
-    extra: str = ""  # the extra of streamrl that brings the package
-    or_extra: str | None = None  # another one that does
+    package: str | None = None  # required in addition to the worker's own packages
+    extra: str = ""  # the extra of streamrl that installs the package
+    or_extra: str | None = None  # another extra that does
 
 
 ENGINES: Mapping[str, Entry] = {

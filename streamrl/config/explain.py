@@ -1,8 +1,8 @@
-"""One thing that is wrong with a configuration.
+"""Error messages for configurations.
 
-The names of all settings, read from the schema: to find the one that was meant, and to prove examples complete.
+Collects all setting names from the schema, to find the one that was meant and to check that examples are complete.
 
-Pydantic's findings in our words: one line a mistake, with its place, its key, its value and what would be right.
+Turns pydantic's errors into one line per mistake: its place, key and value, and what would be right.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from streamrl.protocol.transport.address import masked
 class Problem:
     key: str
     remedy: str  # what is wrong with it and what would be right
-    value: Any = None  # what to show in the place of the setting's own value
+    value: Any = None  # shown instead of the setting's own value
 
 
-ANY_NAME = "NAME"  # stands for a name that the user chooses: `rewards.NAME.url`
+ANY_NAME = "NAME"  # placeholder for a name that the user chooses: `rewards.NAME.url`
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a value of this annotation may be; through Annotated, unions and maps."""
+    """Return the sections that a value of this annotation may be; through Annotated, unions and maps."""
     return [section for _, section in _inner("", annotation)]
 
 
 def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Every key, dotted, sections before what is in them; a key of a union may come more than once."""
+    """Yield every dotted key, sections before their contents; a key of a union may come more than once."""
     for name, field in section.model_fields.items():
         key = prefix + name
         yield key
@@ -45,7 +45,7 @@ def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[
 
 
 def _inner(prefix: str, annotation: Any) -> Iterator[tuple[str, type[BaseModel]]]:
-    """The sections that it may be, each with what stands before its keys: in a map, a name that the user chooses."""
+    """Yield the possible sections, each with the prefix of its keys; in a map, a name that the user chooses."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield prefix, annotation
     named = f"{prefix}{ANY_NAME}." if get_origin(annotation) is dict else prefix
@@ -54,7 +54,7 @@ def _inner(prefix: str, annotation: Any) -> Iterator[tuple[str, type[BaseModel]]
 
 
 def required_keys(path: Sequence[str]) -> list[str]:
-    """What has to be set when nothing stands at this path: the key itself, or what its section cannot do without."""
+    """Return what must be set if nothing is given at this path: the key itself, or its section's required keys."""
     key = ".".join(path)
     field = Config.model_fields.get(key)
     if field is None or get_origin(field.annotation) is dict:
@@ -65,7 +65,7 @@ def required_keys(path: Sequence[str]) -> list[str]:
 
 
 def nearest_key(path: Sequence[str]) -> str | None:
-    """The known key that an unknown one most likely means: a close name beside it, else the same name elsewhere."""
+    """Return the known key that an unknown one probably means: a close name beside it, or the same name elsewhere."""
     *parents, leaf = path
     beside: dict[str, str] = {}
     elsewhere: dict[str, str] = {}
@@ -82,7 +82,7 @@ def nearest_key(path: Sequence[str]) -> str | None:
 
 
 def _keys_beside(path: Sequence[str]) -> list[str]:
-    """The names that may stand where this key stands, as the schema has them."""
+    """Return the names allowed where this key is."""
     split = (key.split(".") for key in known_keys())
     return list(dict.fromkeys(name for *parents, name in split if _same_place(path[:-1], parents)))
 
@@ -92,7 +92,7 @@ def _same_place(parents: Sequence[str], known: Sequence[str]) -> bool:
 
 
 _MAX_SHOWN = 60  # characters of a value in an error
-_RIGHT = {  # what would be right, where pydantic's own words do not say it to a reader of YAML
+_RIGHT = {  # replaces pydantic's wording where it does not help a reader of YAML
     "model_type": "must be a map of settings",
     "dict_type": "must be a map",
     "tuple_type": "must be a list",
@@ -102,12 +102,12 @@ _RIGHT = {  # what would be right, where pydantic's own words do not say it to a
     "string_pattern_mismatch": "must be letters, digits, '.', '_' and '-', at most 64, a letter or digit first",
 }
 DURATION = "must be a duration DD:HH:MM:SS, such as 00:03:50:00"
-_RIGHT_OF = {"training.max_time": DURATION}  # of a setting, whatever is wrong with it
+_RIGHT_OF = {"training.max_time": DURATION}  # by setting, whatever is wrong with it
 _SOURCE_TYPES = " or ".join(repr(get_args(s.model_fields["type"].annotation)[0]) for s in sections_in(Reward))
 
 
 def explain(error: ValidationError, tree: Node) -> str:
-    """All mistakes, a line each."""
+    """Describe all mistakes, a line each."""
     lines: dict[str, list[str]] = {}  # what is wrong -> what would be right (several for a union of types)
     for finding in error.errors(include_url=False, include_context=True):
         kind, loc = finding["type"], finding["loc"]
@@ -120,13 +120,13 @@ def explain(error: ValidationError, tree: Node) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as an error shows it: short, and without the passwords of URLs."""
+    """Format a value for an error: short, and without the passwords of URLs."""
     text = "nothing" if value is None else "a map" if isinstance(value, dict) else masked(repr(value))
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"
 
 
 def _locate(loc: Sequence[int | str], tree: Node, *, missing: bool) -> tuple[list[str], Node]:
-    """The key that is meant and the nearest node that was written; pydantic's locations name union members too."""
+    """Return the intended key and the nearest node in the text; pydantic's locations also name union members."""
     path: list[str] = []
     node, tag_passed = tree, False
     for part in loc[:-1] if missing else loc:
@@ -142,7 +142,7 @@ def _locate(loc: Sequence[int | str], tree: Node, *, missing: bool) -> tuple[lis
     return ([*path, str(loc[-1])] if missing else path), node
 
 
-_MAX_KEYS = 24  # of a place; of a reward more may be set, by its type
+_MAX_KEYS = 24  # per place; a reward has more, depending on its type
 
 
 def _what_there_is(path: Sequence[str]) -> str:
@@ -164,7 +164,7 @@ def _describe(finding: Any, path: list[str], node: Node) -> tuple[str, str]:
         given = node.plain() if kind == "union_tag_invalid" else None
         return f"{key} = {show(given)}: ", f"must be {_SOURCE_TYPES}"
     right = _RIGHT_OF.get(key) or _RIGHT.get(kind) or message.replace("Input should be", "must be")
-    if key in MAY_BE_AUTO:  # which is settled before
+    if key in MAY_BE_AUTO:  # `auto` is resolved before validation
         right = right.replace("must be ", f"must be {AUTO!r}, ")
     if kind.startswith("int_") and path[-1].endswith("_bytes"):
         right = "must be a number of bytes, such as 4000000000"

@@ -1,5 +1,5 @@
-"""The files that a configuration names: there, readable, and what they should be. Looked at before a run starts
-anything, so that a wrong path costs a second and not a minute.
+"""Checks of the files that a configuration names: they must exist, be readable and have the right content. Done before
+a run starts anything, so that a wrong path costs a second and not a minute.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from streamrl.errors import DataError
 from streamrl.recipe.own import FILES
 
 _LFS_POINTER = b"version https://git-lfs"
-# One of these makes a folder a tokenizer's.
+# A folder with one of these has a tokenizer.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
-# Settings that datasets of one kind alone have.
+# Settings that apply only to datasets of these kinds.
 _OF_SOURCES = {
     **dict.fromkeys(("name", "split", "revision"), ("hub",)),
     **dict.fromkeys(("size", "seed", "options"), MADE),
@@ -37,7 +37,7 @@ _OF_SOURCES = {
 
 
 def check_datasets(config: Config) -> Iterator[Problem]:
-    """Each lies in one place, and has no setting that would do nothing there."""
+    """Check that each dataset has exactly one source, and no setting without effect there."""
     for one in config.data.datasets():
         dataset, key = one.dataset, one.key.removesuffix(f".{one.dataset.source}")
         named = [name for name in SOURCES if getattr(dataset, name) is not None]
@@ -58,8 +58,7 @@ def check_datasets(config: Config) -> Iterator[Problem]:
 
 
 def check_files(config: Config, *, trains: bool = True) -> None:
-    """Refuse paths that do not hold what they should; prompts are read to their end. Who does not train needs no data
-    for it."""
+    """Refuse paths with wrong content; prompts are read completely. Without training, training data is not needed."""
     problems = [*_model("model.path", config.model.path)]
     for one in config.data.datasets() if trains else config.data.validation_sets():
         problems += _prompts(one, config)
@@ -90,7 +89,7 @@ def _code(key: str, target: str) -> Iterator[str]:
 
 
 def _model(key: str, path: str) -> Iterator[str]:
-    """A folder must hold a model and its tokenizer; the name of a model on a hub is left to the hub."""
+    """Check that a folder holds a model and its tokenizer; a hub name is not checked."""
     folder = Path(path)
     if not folder.exists() and _may_be_hub_name(path):
         return
@@ -118,7 +117,7 @@ def _is_pointer(file: Path) -> bool:
 
 
 def _may_be_hub_name(path: str) -> bool:
-    """OWNER/NAME, where no folder OWNER is here that would make it a path with a typing error."""
+    """Return whether it looks like OWNER/NAME; if a folder OWNER exists, it is more likely a mistyped path."""
     owner, slash, name = path.partition("/")
     return bool(owner and slash and name) and "/" not in name and owner != "~" and not Path(owner).is_dir()
 

@@ -1,4 +1,4 @@
-"""How the learner's ranks divide a model, and which numbers of ranks a layout can do with."""
+"""How the learner's ranks divide a model, and which numbers of ranks a layout allows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import prod
 from streamrl.config import schema
 from streamrl.errors import ConfigError
 
-# Of each setting, within what its ranks lie: those of a context group are apart by as many as share each layer.
+# For each setting, the settings that its rank groups are nested in: a context group's ranks are `tensor` ranks apart.
 _WITHIN = {
     "replicas": (),
     "tensor": ("replicas",),
@@ -17,8 +17,8 @@ _WITHIN = {
 
 
 def refuse_layout(layout: schema.Layout, ranks: int) -> None:
-    """ConfigError where these ranks cannot lie so. It is asked again whenever torchrun starts ranks, since machines may
-    leave and come."""
+    """ConfigError if the layout does not divide these ranks. Checked whenever torchrun starts ranks, since machines may
+    leave and join."""
     for name, unit in units(layout).items():
         if ranks % unit:
             others = [f"learner.layout.{o} = {getattr(layout, o)}" for o in _WITHIN[name] if getattr(layout, o) > 1]
@@ -31,5 +31,5 @@ def refuse_layout(layout: schema.Layout, ranks: int) -> None:
 
 
 def units(layout: schema.Layout) -> dict[str, int]:
-    """Of each setting, what the number of ranks has to be a multiple of."""
+    """Return for each setting what the number of ranks must be a multiple of."""
     return {name: prod(getattr(layout, each) for each in (name, *within)) for name, within in _WITHIN.items()}

@@ -1,14 +1,14 @@
-"""From files and overrides to a checked configuration, and from that to text: YAML for people and for the run's folder,
-JSON for the stream.
+"""Loads a validated configuration from files and overrides, and writes it back: YAML for people and for the run's
+folder, JSON for the stream.
 
     base.yaml  <-  extends: base.yaml  <-  extends=recipes/grpo.yaml  <-  key.sub=value  ->  strict schema  ->  Loaded
 
-Maps merge key by key; lists and scalars replace what they meet; `null` over a map takes it away, so that its default
-holds again. `extends` names one file or a list of them, each laid on those before it; as an override it lays files on
-all that came before. Nothing is coerced: a number in quotes is text. Relative paths *in* a configuration (data, models,
-run folder) are relative to the directory in which the command runs; `extends` to the file in which it stands; a
-recipe's own code is looked for in the one, then beside the other. A name at which no file lies may be that of a
-configuration that streamrl ships.
+Maps merge key by key; lists and scalars replace what they meet; `null` over a map removes it, so that its default
+applies again. `extends` names one file or a list of files, each merged over the previous ones; as an override it merges
+files over everything before it. Nothing is coerced: a number in quotes is text. Relative paths *in* a configuration
+(data, models, run folder) are relative to the working directory of the command; those in `extends` to the file that
+contains it; a recipe's own code is looked up in the working directory, then beside the file. A name without such a file
+may refer to a configuration that streamrl ships.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from streamrl.errors import ConfigError
 from streamrl.protocol.transport.address import masked
 
 EXTENDS = "extends"
-Where = Callable[[str], str | None]  # the place where a key was set, None for a default (`Loaded.origin`)
-_GIVEN = "configuration"  # what a map is called that stands for a file
-_OWN_CODE = ("loss", "advantages")  # of `algorithm`
+Where = Callable[[str], str | None]  # returns the place where a key was set, None for a default (`Loaded.origin`)
+_GIVEN = "configuration"  # the name of a map that is passed instead of a file
+_OWN_CODE = ("loss", "advantages")  # keys of `algorithm`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     config: Config
-    tree: Node  # what was written, merged; defaults are not in it
+    tree: Node  # the merged text, without defaults
 
     def origin(self, key: str) -> str | None:
-        """Where a setting was written: `conf/x.yaml:12`, `override '...'`, or None for a default."""
+        """Return where a setting was written: `conf/x.yaml:12`, `override '...'`, or None for a default."""
         node = self.tree.find(*key.split("."))
         return node.origin if node is not None else None
 
 
 def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Loaded:
-    """Read a file, or a map that stands for one in the working directory, what it extends and the overrides;
-    ConfigError names every mistake with its place."""
+    """Load a file, or a map in place of a file in the working directory, with what it extends and the overrides.
+    ConfigError names every mistake and its place."""
     if isinstance(source, Mapping):
         tree = _extended(parse(as_json(source), name=_GIVEN, numbered=False), Path(_GIVEN), chain=())
     else:
@@ -65,20 +65,20 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def as_overrides(settings: Mapping[str, Any]) -> list[str]:
-    """As a command line has them; keys may be dotted, and values maps."""
+    """Convert to the form of a command line; keys may be dotted, and values maps."""
     return [f"{key}={as_json(value)}" for key, value in settings.items()]
 
 
 def as_json(value: Any) -> str:
-    """Paths are text, as in a file."""
+    """Serialise; paths become text, as in a file."""
     try:
         return json.dumps(value, default=os.fspath, ensure_ascii=False)
-    except (TypeError, ValueError) as error:  # ValueError: it holds itself
+    except (TypeError, ValueError) as error:  # ValueError: it contains itself
         raise ConfigError(f"no setting can be {value!r:.80}: {error}") from None
 
 
 def merge(base: Node, over: Node) -> Node:
-    """`over` laid on `base`."""
+    """Merge `over` over `base`."""
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return over
     entries = dict(base.value)
@@ -92,7 +92,7 @@ def merge(base: Node, over: Node) -> Node:
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> Node:
-    """The tree of one file laid on what it extends; `chain` is the files that led here."""
+    """Return the tree of one file merged over what it extends; `chain` is the files that led here."""
     return _extended(parse(_text(path), name=str(path), numbered=True), path, chain)
 
 
@@ -102,7 +102,7 @@ def _extended(tree: Node, path: Path, chain: tuple[Path, ...]) -> Node:
         raise ConfigError(f"{path}: a configuration is a map of settings; {found}")
     entries = dict(tree.value)
     extends = entries.pop(EXTENDS, None)
-    tree = Node(value=entries, origin=str(path))  # the whole file, not the line of its first key
+    tree = Node(value=entries, origin=str(path))  # the file as a whole, not the line of its first key
     for key in _OWN_CODE:
         tree = _code_beside(tree, key, path.parent)
     if extends is None:
@@ -113,7 +113,7 @@ def _extended(tree: Node, path: Path, chain: tuple[Path, ...]) -> Node:
 
 
 def _base(name: Node, path: Path, chain: tuple[Path, ...]) -> Path:
-    """The file that `path` extends by this name."""
+    """Return the file that `path` extends by this name."""
     if not isinstance(name.value, str):
         raise ConfigError(
             f"{name.origin}: extends = {show(name.plain())}: must be the name of a file, or several in a list"
@@ -131,7 +131,7 @@ def _base(name: Node, path: Path, chain: tuple[Path, ...]) -> Path:
 
 
 def _code_beside(tree: Node, key: str, folder: Path) -> Node:
-    """With the place of `file.py:function` where it lies beside the configuration."""
+    """Complete `file.py:function` with the configuration's folder, if the file is there."""
     node = tree.find("algorithm", key)
     if node is None or not isinstance(node.value, str):
         return tree
@@ -158,7 +158,7 @@ def _text(path: Path) -> str:
 
 
 def _override(text: str) -> Node:
-    """`a.b=c` as the map {a: {b: c}}."""
+    """Parse `a.b=c` into the map {a: {b: c}}."""
     origin = f"override {masked(text)!r}"
     key, equals, value = text.partition("=")
     names = key.strip().split(".")
@@ -171,7 +171,7 @@ def _override(text: str) -> Node:
 
 
 def _validate(tree: Node) -> Config:
-    # Through JSON: there, strict mode takes a list for a tuple and text for a path, and still coerces nothing.
+    # Through JSON: in strict mode it accepts a list for a tuple and text for a path, and still coerces nothing.
     try:
         return Config.model_validate_json(json.dumps(tree.plain()), strict=True)
     except ValidationError as error:
@@ -179,12 +179,12 @@ def _validate(tree: Node) -> Config:
 
 
 def dump_config(config: Config, where: Where | None = None) -> str:
-    """The whole configuration as YAML that loads to the same; with `where`, what is not a default says its origin."""
+    """Write the whole configuration as YAML that loads to the same; `where` adds the origin of non-default values."""
     return "".join(line + "\n" for line in _lines(config.model_dump(mode="json"), "", where))
 
 
 def config_from_json(text: str) -> Config:
-    """The inverse of `model_dump_json`; what comes from the stream is data and is validated as strictly as a file."""
+    """Parse the output of `model_dump_json`; data from the stream is validated as strictly as a file."""
     try:
         return Config.model_validate_json(text, strict=True)
     except ValidationError as error:
@@ -208,7 +208,7 @@ def _lines(section: Mapping[str, Any], prefix: str, where: Where | None) -> Iter
 
 
 def _flow(value: Any) -> str:
-    """A scalar or list on one line."""
+    """Format a scalar or list on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
-    text = text.removesuffix("\n").removesuffix("\n...")  # PyYAML ends a lone scalar with a document mark
+    text = text.removesuffix("\n").removesuffix("\n...")  # PyYAML ends a lone scalar with a document end marker
     return text if "\n" not in text else json.dumps(value, ensure_ascii=False)  # JSON is YAML, and escapes line breaks

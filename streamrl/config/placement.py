@@ -1,17 +1,17 @@
-"""Which GPUs of a machine each process of a run gets: a rule over the configuration and the GPUs, and nothing else.
+"""Decides which GPUs of a machine each process of a run gets: a pure function of the configuration and the GPUs.
 
     GPU   0      1     2          3          4
-          rank 0 rank 1 worker/0  worker/1   reward/0       each its own, in this order, while there are enough
+          rank 0 rank 1 worker/0  worker/1   reward/0       one each, in this order, while there are enough
 
-Too few, and `auto`:
+If there are too few, with `auto`:
 
     ranks      never share with each other, since NCCL refuses that: too few for them is an error
-    workers    share what the learner leaves, in turn; where it leaves nothing, the learner's own
-    reward     goes beside the last worker
+    workers    share what the learner leaves, in turn; if it leaves nothing, the learner's own
+    reward     shares with the last worker
 
-What shares a GPU gets a fraction of its memory; the fractions leave a tenth for the driver's contexts. A number in
-`learner.gpus` or `worker.gpus` is a demand: as many, shared with nobody, or an error; 0 is none at all. The order is
-that of CUDA_VISIBLE_DEVICES, so that is the way to choose. Without GPUs nothing is set. No GPU has run this.
+Processes that share a GPU get a fraction of its memory each; the fractions leave a tenth for the driver's contexts. A
+number in `learner.gpus` or `worker.gpus` is a demand: exactly as many, not shared, or an error; 0 means none. The order
+is that of CUDA_VISIBLE_DEVICES, which is how to choose. Without GPUs nothing is set. No GPU has run this.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from streamrl.errors import ResourceError
 from streamrl.gpus import Gpu, visible_to
 from streamrl.terminal import plural
 
-Part = Literal["all", "learner", "worker"]  # what of the run this machine is for: all is what `up` starts
+Part = Literal["all", "learner", "worker"]  # the part of the run on this machine; all is what `up` starts
 LEARNER, REWARD = "learner", "reward/0"
-USABLE = 0.9  # of a GPU's memory
+USABLE = 0.9  # share of a GPU's memory
 _LEARNER_SHARE, _REWARD_SHARE, _LEAST = 0.5, 0.1, 0.05
 _UTILISATION = "gpu_memory_utilization"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Of one process, and of what it starts."""
+    """The GPUs of one process and its children."""
 
     gpus: tuple[Gpu, ...]
-    fraction: float | None = None  # of the memory of each; None: it has them alone
+    fraction: float | None = None  # of each GPU's memory; None: not shared
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -47,7 +47,7 @@ class Share:
 
     @property
     def memory(self) -> int:
-        """Bytes that it may take of each; 0: not known."""
+        """Bytes that it may use on each GPU; 0: unknown."""
         return int(min((gpu.memory for gpu in self.gpus), default=0) * (self.fraction or USABLE))
 
     @property
@@ -70,7 +70,7 @@ class Placement:
 
 
 def num_workers(config: Config, part: Part) -> int:
-    """On this machine."""
+    """Return the number of workers on this machine."""
     return {"all": config.worker.count, "learner": 0, "worker": 1}[part]
 
 
@@ -79,7 +79,7 @@ def num_ranks(config: Config, part: Part) -> int:
 
 
 def parallel_in(worker: Worker) -> int:
-    """GPUs that `worker.engine_args` ask for."""
+    """Return the number of GPUs that `worker.engine_args` require."""
     return ranks_in(worker.engine_args)
 
 
@@ -88,7 +88,7 @@ def gpus_of_worker(worker: Worker) -> int:
 
 
 def place(config: Config, gpus: Sequence[Gpu], part: Part = "all") -> Placement:
-    """ResourceError, with what is there and what is wanted, where this cannot be."""
+    """Place all parts. ResourceError, with what exists and what is required, if that is impossible."""
     if not gpus:
         _refuse_without(config, part)
         return Placement(shares={})
@@ -156,7 +156,7 @@ def _refuse_slices(gpus: Sequence[Gpu], wanted: str) -> None:
 
 
 def _shares(config: Config, placed: Mapping[str, Sequence[Gpu]], gpus: Sequence[Gpu]) -> Mapping[str, Share]:
-    """What is on several GPUs has the least fraction of any."""
+    """Return each part's share; a part on several GPUs gets the smallest of its fractions."""
     found: dict[str, list[float]] = {part: [] for part in placed}
     for gpu in gpus:
         on_it = [part for part, own in placed.items() if gpu in own]
@@ -167,7 +167,7 @@ def _shares(config: Config, placed: Mapping[str, Sequence[Gpu]], gpus: Sequence[
 
 
 def _fractions(config: Config, parts: Sequence[str], gpu: Gpu) -> Mapping[str, float]:
-    """Of what shares this GPU; `gpu_memory_utilization` of the user's stands, and the learner takes the rest."""
+    """Divide this GPU's memory. The user's `gpu_memory_utilization` is kept, and the learner gets the rest."""
     kinds = Counter(part.partition("/")[0] for part in parts)
     workers, asked = kinds["worker"], config.worker.engine_args.get(_UTILISATION)
     room = USABLE - _REWARD_SHARE * kinds["reward"]

@@ -1,7 +1,7 @@
-"""The places that a configuration names: Redis, the store of weights, reward services and code.
+"""Checks of the places that a configuration names: Redis, the weight store, reward services and code.
 
-What is no address is told, and what holds a password is refused: a configuration is written to disk and into Redis.
-Whoever starts a run with a configuration has thereby allowed what it names (`granted`).
+Invalid addresses are reported, and passwords refused: a configuration is written to disk and into Redis. Starting a run
+with a configuration permits what it names (`granted`).
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ from streamrl.recipe.own import FORMS as CODE_FORMS
 from streamrl.recipe.own import is_own
 from streamrl.recipe.rewards import REWARDS
 
-LOCAL_REWARD_SERVER = "local"  # the url of an http source that means the run's own reward_server
+LOCAL_REWARD_SERVER = "local"  # url of an http source for the run's own reward_server
 EMBEDDED_REDIS = "embedded"
-SANDBOX = "sandbox"  # what a worker is allowed that may run programs of models
-_MAX_SCORES = 100  # a judge's values stand in the schema of its answer, each by itself
+SANDBOX = "sandbox"  # permission for a worker to run models' programs
+_MAX_SCORES = 100  # the schema of a judge's answer lists each score
 
-_SENTINELS = re.compile(r"(?P<scheme>[a-z]+\+sentinel)://[^/]+/+[^/]")  # several hosts, and a service
+_SENTINELS = re.compile(r"(?P<scheme>[a-z]+\+sentinel)://[^/]+/+[^/]")  # several hosts, and a service name
 _SOCKET = re.compile(r"unix://([^/@]+@)?/")
 _NO_PASSWORD = "a configuration is written to disk and into Redis, so it must not hold a password"
 _OBJECT_STORE = re.compile(r"(?P<scheme>[a-z][a-z0-9+-]*)://[^/\s]\S*\Z")
 
 
 def granted(config: Config) -> Permissions:
-    """What it names: the user's functions and environment (what is built in needs nobody's word), what those and judges
-    want of their worker's machine, and `name:port` of each service that is asked, replicas too; not the run's own
-    reward server."""
+    """Return the permissions for what it names: user code (built-ins need none) with its network and environment,
+    judges' environment, and `name:port` of each service, replicas included, except the run's own reward server."""
     code: list[FunctionReward | Environment] = [
         one for one in config.rewards.values() if isinstance(one, FunctionReward)
     ]
@@ -64,7 +63,7 @@ def granted(config: Config) -> Permissions:
 
 
 def is_object_store(url: str) -> bool:
-    """Whether it is the URL of a place that fsspec may know, and that can be written to."""
+    """Return whether it is a URL that fsspec may know as a writable store."""
     match = _OBJECT_STORE.match(url)
     return match is not None and match["scheme"] not in ("file", "http", "https", "redis", "rediss", "unix")
 
@@ -118,7 +117,7 @@ def _check_environment(config: Config, environment: Environment) -> Iterator[Pro
 
 
 def check_teacher(config: Config) -> Iterator[Problem]:
-    """Where it is."""
+    """Check that the teacher has exactly one place."""
     teacher = config.teacher
     if teacher is None:
         return
@@ -140,7 +139,7 @@ def _service_urls(key: str, urls: tuple[str, ...]) -> Iterator[Problem]:
 
 
 def _check_players(environment: Environment) -> Iterator[Problem]:
-    """A service's addresses."""
+    """Check an environment that is a service."""
     if not environment.urls:
         remedy = f"name one of {', '.join(ENVIRONMENTS)}, code of yours as {CODE_FORMS}, or by `urls` a service"
         yield Problem(key="environment.target", remedy=remedy)
@@ -223,9 +222,9 @@ def _is_server(url: str) -> bool:
 
 
 def _split(text: str, schemes: tuple[str, ...]) -> SplitResult | None:
-    """None when it is no URL of one of these schemes with a host, and a port that one can connect to if any."""
+    """Return the parsed URL; None unless it has one of the schemes, a host, and a usable port if any."""
     try:
         parts = urlsplit(text)
         return parts if parts.scheme in schemes and parts.hostname and parts.port != 0 else None
-    except ValueError:  # a port that is no number, a bracket that is not closed
+    except ValueError:  # a port that is not a number, an unclosed bracket
         return None

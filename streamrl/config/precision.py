@@ -1,10 +1,10 @@
-"""`dtype: auto`: what a configuration means by it is settled when it is read, and nothing behind `load` knows the word.
+"""Resolves `dtype: auto` when a configuration is read; nothing after `load` sees it.
 
-    a run that has begun here ─► what it began with
-    a new one                 ─► bfloat16 where GPUs or cores compute that have products of it; else float32
+    a run that has started here ─► the dtype that it started with
+    a new one                   ─► bfloat16 if the GPUs or cores that compute have native support; else float32
 
-The learner that begins a run settles it for all: what it reads is saved in the run's folder and told to the workers.
-Whoever reads the same file on another machine, to check it for one, sees what it would mean there.
+The learner that starts a run decides for all: the result is saved in the run's folder and sent to the workers. Reading
+the same file on another machine, for example to check it, shows what it would mean there.
 No GPU has run this.
 """
 
@@ -19,12 +19,12 @@ from streamrl.gpus import gpus_here
 from streamrl.host import computes_in_bfloat16
 
 AUTO = "auto"
-_COMPUTES = {"model": "learner", "weights": "worker"}  # section -> in which the GPUs are named that compute with it
+_COMPUTES = {"model": "learner", "weights": "worker"}  # section -> the section with the GPUs that compute in its dtype
 MAY_BE_AUTO = frozenset(f"{section}.dtype" for section in _COMPUTES)
 
 
 def settled(tree: Node) -> Node:
-    """The same with a dtype in the place of each `auto`; its origin says why it is that one."""
+    """Return the tree with each `auto` replaced by a dtype, whose origin says why it was chosen."""
     asked = [section for section in _COMPUTES if _plain(tree, section, "dtype") == AUTO]
     if not asked or not isinstance(tree.value, dict):
         return tree
@@ -41,7 +41,7 @@ def settled(tree: Node) -> Node:
 
 
 def _began_with(tree: Node) -> dict[str, tuple[str, str]]:
-    """What the run of this name has saved, by section; nothing where there is none."""
+    """Return what the run of this name has saved, by section; empty if there is none."""
     folder, name = (_plain(tree, key) or Config.model_fields[key].default for key in ("dir", "name"))
     saved = Path(str(folder)) / str(name) / "config.yaml"
     if not saved.is_file():

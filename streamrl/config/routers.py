@@ -1,7 +1,8 @@
-"""Routers of mixtures of experts whose choices streamrl can read and replay, by transformers' names of their classes.
+"""Routers of mixtures of experts whose choices streamrl can read and replay, by the names of their transformers
+classes.
 
-Both sides look for them in models of their own: the transformers engine to tell what was chosen, the learner to choose
-it again. Each of these returns (logits, weights of the chosen experts, the chosen experts), [tokens, ...] each.
+Both sides find them in their own models: the transformers engine to report the choices, the learner to repeat them.
+Each returns (logits, weights of the chosen experts, the chosen experts), [tokens, ...] each.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from streamrl.config.explain import Problem
 from streamrl.errors import ConfigError, DataError
 from streamrl.protocol.wire.routes import MAX_ROUTE_BYTES, REMEDY, RouteShape
 
-# Weights are a softmax over all experts, of which those of the chosen ones are taken and, in most families, brought to
-# a sum of 1 | over the chosen ones alone.
+# Weights are a softmax over all experts, restricted to the chosen ones and, in most families, normalised to a sum of
+# 1 | over the chosen ones alone.
 Softmax = Literal["over all", "over chosen"]
 ROUTERS: Mapping[str, Softmax] = {
     "GptOssTopKRouter": "over chosen",
@@ -32,17 +33,17 @@ SETTING = "algorithm.routing_replay"
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _OTHERS = re.compile(r"(Router|Gate|Gating)$")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-# What spreads vLLM's model such that no process sees all routes of a token.
+# Settings that split vLLM's model so that no process sees all routes of a token.
 _SPREADS = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
 
 
 def wants_routes(config: schema.Config) -> bool:
-    """Whether samples are to bring them."""
+    """Return whether workers must report routes."""
     return config.algorithm.routing_replay in ("compare", "rollout")
 
 
 def check_routing(config: schema.Config) -> Iterator[Problem]:
-    """What can be seen without the model."""
+    """Check what is visible without the model."""
     settings, worker = config.algorithm, config.worker
     if settings.routing_replay == "first_pass" and settings.reinforce_epochs == 1:
         remedy = "with algorithm.reinforce_epochs = 1 there is no pass but the first; choose rollout, or none"
@@ -62,7 +63,7 @@ def check_routing(config: schema.Config) -> Iterator[Problem]:
 
 
 def refuse_without_gpus(config: schema.Config, num_gpus: int) -> None:
-    """ConfigError where workers are to run here and could tell no routes."""
+    """ConfigError if workers run here and could not report routes."""
     if wants_routes(config) and config.worker.engine == "vllm" and not num_gpus:
         raise ConfigError(
             f"{SETTING} = {config.algorithm.routing_replay}: vLLM tells routes on GPUs alone, and there is none here; "
@@ -72,13 +73,13 @@ def refuse_without_gpus(config: schema.Config, num_gpus: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routers:
-    by_layer: Mapping[int, Any]  # modules; layers without experts have none
+    by_layer: Mapping[int, Any]  # modules; layers without experts are missing
     shape: RouteShape
 
 
 def find_routers(model: Any, config: schema.Config) -> Routers:
-    """Of a transformers model. DataError where it has none, or others than these; ConfigError where a group's routes
-    might not go into its message."""
+    """Find a transformers model's routers. DataError if it has none, or unknown ones; ConfigError if a group's routes
+    might not fit into its message."""
     begin = (
         f"{SETTING} = {config.algorithm.routing_replay}: model.path {config.model.path!r} is a {type(model).__name__}"
     )
@@ -107,7 +108,7 @@ def find_routers(model: Any, config: schema.Config) -> Routers:
 
 
 def refuse_large(config: schema.Config, shape: RouteShape) -> None:
-    """ConfigError: known before any ticket is asked for."""
+    """ConfigError if a group's routes might be too large; known before any ticket is issued."""
     most = config.data.max_prompt_tokens + config.sampling.num_samples * config.max_response_tokens
     if (size := shape.plain_bytes(most)) > MAX_ROUTE_BYTES:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The configurations that come with streamrl: inside the installed package, or beside it in a checkout."""
+"""The configurations that streamrl ships: inside the installed package, or beside it in a checkout."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ def shipped_config(name: str) -> Path:
 
 
 def find_shipped(path: str | Path) -> Path | None:
-    """What `quickstart.yaml` or `conf/quickstart.yaml` means where no such file lies; None when there is none."""
+    """Resolve `quickstart.yaml` or `conf/quickstart.yaml` if no such file exists; None if there is none."""
     name = Path(path).as_posix().removeprefix("conf/")
     return shipped_config(name) if name in _names() else None
 
 
 def told_shipped() -> str:
-    """Which there are, for the error that names one that is not."""
+    """List them, for an error about an unknown name."""
     return f"streamrl ships {', '.join(_names())}"
 
 

@@ -1,8 +1,8 @@
-"""YAML text to values that know where they were written.
+"""Parses YAML text into values that record where they were written.
 
 The dialect is a strict YAML 1.2: `1e-6` is a number, `no` and `1:30` are text, only `true` and `false` are booleans.
 Duplicate keys, tags, anchors and aliases are refused: a configuration is data to be read top to bottom, and `extends`
-shares what is common.
+shares common settings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import yaml
 from streamrl.errors import ConfigError
 
 Scalar = str | int | float | bool | None
-Place = Callable[[Any], str]  # the origin of a mark in the text
+Place = Callable[[Any], str]  # returns the origin of a mark in the text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +51,10 @@ def _read_float(text: str) -> float:
     return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
 
 
-_SCALARS: Sequence[tuple[str, str, Callable[[str], Scalar]]] = (  # the first that fits; what none fits is text
+_SCALARS: Sequence[tuple[str, str, Callable[[str], Scalar]]] = (  # the first match decides; anything else is text
     (_NULL, r"(?:~|null|Null|NULL|)\Z", lambda _: None),
     (_BOOL, r"(?:true|True|TRUE|false|False|FALSE)\Z", lambda text: text.lower() == "true"),
-    (_INT, r"[-+]?[0-9]{1,1000}\Z", int),  # Python refuses to read more than 4300; a float takes any number
+    (_INT, r"[-+]?[0-9]{1,1000}\Z", int),  # Python reads at most 4300 digits; a float takes any number
     (_FLOAT, r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z", _read_float),
     (_FLOAT, r"(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z", _read_float),
 )
@@ -62,7 +62,7 @@ _READ = {tag: read for tag, _, read in _SCALARS}
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's parser with the scalars of YAML 1.2, where PyYAML itself follows 1.1."""
+    """PyYAML's parser with the scalars of YAML 1.2; PyYAML itself follows 1.1."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -79,7 +79,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse(text: str, *, name: str, numbered: bool) -> Node:
-    """The value that a YAML text holds. Origins are `name:line` when numbered, else just `name`; errors too."""
+    """Parse a YAML text. Origins, also in errors, are `name:line` if numbered, else just `name`."""
 
     def place(mark: Any) -> str:
         return f"{name}:{mark.line + 1}" if numbered and mark is not None else name
@@ -91,7 +91,7 @@ def parse(text: str, *, name: str, numbered: bool) -> Node:
         raise ConfigError(f"{place(error.problem_mark or error.context_mark)}: not valid YAML: {why}") from error
     except RecursionError:
         raise ConfigError(f"{name}: not a configuration: lists or maps are nested hundreds deep") from None
-    except yaml.YAMLError as error:  # a character that YAML does not allow
+    except yaml.YAMLError as error:  # a forbidden character
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
     return _node(root, place) if root is not None else Node(value=None, origin=name)
 
@@ -118,5 +118,5 @@ def _map(node: yaml.MappingNode, place: Place) -> dict[str, Node]:
         if key in entries:
             raise ConfigError(f"{where}: key {key!r} stands twice in one map (first at {entries[key].origin})")
         value = _node(value_node, place)
-        entries[key] = Node(value=value.value, origin=where)  # a value is found by its key's line
+        entries[key] = Node(value=value.value, origin=where)  # the origin of a value is its key's line
     return entries

@@ -1,5 +1,5 @@
-"""Settings of what trains that contradict each other: what is kept for the backward pass, adapters, and the routers of
-a mixture of experts."""
+"""Checks for contradictions among settings of the model: activations for the backward pass, adapters, and the routers
+of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from streamrl.config.schema import Config
 
 
 def check_adapters(config: Config) -> Iterator[Problem]:
-    """Workers take the frozen model from its own files, and hold it against the learner's."""
+    """Check the dtypes: workers read the frozen model from its own files, and compare it with the learner's."""
     if config.model.lora is not None and (config.model.dtype, config.weights.dtype) == ("bfloat16", "float32"):
         remedy = "the learner holds the frozen model in bfloat16, which is not what float32 files hold; set bfloat16"
         yield Problem(key="weights.dtype", remedy=f"{remedy}, or model.dtype=float32")

@@ -1,1 +1,1 @@
-"""What every part says of itself: progress and waits, metrics, logs. The launcher and the monitor only read it."""
+"""What every part reports about itself: progress and waits, metrics, logs. Launcher and monitor only read it."""

@@ -1,8 +1,8 @@
-"""Logs: JSON lines in a file for machines, readable lines on a terminal for people; ours and the libraries' alike.
+"""Logging: JSON lines to a file, readable lines to a terminal; for our own logs and the libraries'.
 
-Each part calls `configure_logging` once, first thing. Where stderr is no terminal and a file is given, the file alone
-is written: whoever started the part keeps that file, and a crash before this call still shows on stderr. Tracebacks
-come without the values of variables: passwords are among them.
+Each part calls `configure_logging` once, first thing. If stderr is no terminal and a file is given, only the file is
+written: the process that started the part has that file, and a crash before this call still shows on stderr. Tracebacks
+omit the values of variables, which may contain passwords.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from structlog.processors import ExceptionRenderer
 from structlog.tracebacks import ExceptionDictTransformer
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-_CHATTY = ("httpx", "httpcore")  # a line for every request: hundreds a second in a worker
-# Messages may carry what a model or a stranger wrote; a terminal would obey its control characters.
+_CHATTY = ("httpx", "httpcore")  # they log each request, hundreds a second in a worker
+# Messages may contain text from a model or a stranger; a terminal would obey its control characters.
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def configure_logging(part: str, file: Path | None, level: str = "INFO", *, quiet: bool = False) -> None:
-    """From here on every line carries `part`. `level` is the standard library's name: DEBUG, INFO, WARNING, ERROR.
+    """Configure logging; every line carries `part`. `level` is the standard library's: DEBUG, INFO, WARNING, ERROR.
 
-    `quiet`: the terminal is left alone, since something is drawn on it.
+    `quiet` writes nothing to the terminal, because something is drawn on it.
     """
     terminal = sys.stderr.isatty()
     handlers: list[logging.Handler] = []
@@ -70,7 +70,7 @@ def _formatted(handler: logging.Handler, part: str, *rendering: Processor) -> lo
 
 
 def _drop_internals(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    """What structlog hangs onto a record for its own use would be taken for the caller's."""
+    """Drop structlog's internal keys, which would look like the caller's."""
     return {name: value for name, value in event.items() if not name.startswith("_")}
 
 

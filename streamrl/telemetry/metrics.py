@@ -1,9 +1,9 @@
-"""The names of all metrics, in one place: those that users of NeMo-Aligner know, and those of asynchronous training.
+"""The names of all metrics: those that users of NeMo-Aligner know, and those of asynchronous training, which it lacks.
 
-A step's record is a flat map from these names to finite numbers. `train_rollouts/` covers the trained groups,
-`all_rollouts/` the dropped ones too, `val_rollouts/` the held-out prompts. Rewards by source exist for trained and
-held-out groups only: the headers of the others only have the sum. `loss/weight` of the built-in losses is what they
-made of the ratio.
+A step's record is a flat map from these names to finite numbers. `train_rollouts/` covers the groups that were trained,
+`all_rollouts/` also those dropped meanwhile, `val_rollouts/` the held-out prompts. Rewards by source exist only for
+trained and held-out groups: the headers of the others have only the sum. `loss/weight` of the built-in losses is their
+weight after bounding the ratio.
 """
 
 from __future__ import annotations
@@ -156,9 +156,9 @@ METRICS: Mapping[str, Explained] = {
     "weights/changed_fraction": ("share", "share of elements that changed with that version"),
 }
 
-OF_LOSS = "loss/"  # what the run's loss tells of itself
+OF_LOSS = "loss/"  # the metrics of the run's loss
 
-# Names that begin so, and go on with whatever there is in a run.
+# Prefixes of names whose rest depends on the run.
 FAMILIES: Mapping[str, Explained] = {
     "train_rollouts/rewards/": ("reward", "mean reward of this source in trained groups, before weights"),
     "train_rollouts/rewards_std_by_source/": (
@@ -205,7 +205,7 @@ def is_metric(name: str) -> bool:
 
 
 def meaning(name: str) -> str:
-    """In a few words; empty where it is no metric."""
+    """The metric's description; empty if it is no metric."""
     return explained(name)[1]
 
 

@@ -1,10 +1,10 @@
-"""Progress and waits: what a part does or waits for, since when, and when it last got on.
+"""Progress and waits: what a part is doing or waiting for, since when, and when it last made progress.
 
-Health is the age of the last *progress*, never a pulse: a process whose heart beats while its work stands still is the
-failure that users of every peer complain about. Each part owns one `Progress`; somebody else writes its `report`
-to Redis once a second (`transport.reports`), so that reporting can never hold up or stop the work.
+Health is the age of the last *progress*, never a heartbeat: a process that is alive while its work stands still is the
+failure that users of comparable systems complain about. Each part owns one `Progress`; a separate thread writes its
+`report` to Redis once a second (`transport.reports`), so that reporting can never delay or stop the work.
 
-Which parts live: who looks on sees sooner than a clock could tell that a report has ceased to change.
+`Liveness` tells which parts are alive: an observer notices a report that stops changing sooner than clocks would.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Detail = Mapping[str, int | float | str]
 
 
 class Wait(StrEnum):
-    """Everything that a part may wait for; each wait is bounded and shown."""
+    """Everything that a part may wait for; each wait is bounded and visible."""
 
     REDIS = "redis"  # a connection
     RUN = "run"  # the run's configuration to appear in Redis
@@ -50,7 +50,7 @@ class Report:
     state: State
     doing: str  # the activity, or the name of the wait
     since: float  # when this activity or wait began (unix time)
-    last_progress: float  # when the part last got on with its work
+    last_progress: float  # when the part last made progress
     at: float  # when this report was made
     detail: Detail = field(default_factory=dict)  # step, version, in flight, tokens/s, ...
 
@@ -77,25 +77,25 @@ class Progress:
         )
 
     def working(self, doing: str) -> None:
-        """Say what is being done now; entering a new activity is progress."""
+        """Set the current activity; a new activity counts as progress."""
         self._enter("working", doing)
 
     def stopping(self) -> None:
         self._enter("stopping", "stop")
 
     def advanced(self, **detail: int | float | str) -> None:
-        """The activity got on: a step was made, a group delivered."""
+        """Record progress within the activity: a step was done, a group delivered."""
         with self._lock:
             self._now = replace(self._now, last_progress=self._clock(), detail={**self._now.detail, **detail})
 
     def note(self, **detail: int | float | str) -> None:
-        """Facts to show that are no progress in themselves."""
+        """Record facts to show that are not progress."""
         with self._lock:
             self._now = replace(self._now, detail={**self._now.detail, **detail})
 
     @contextmanager
     def waiting(self, wait: Wait) -> Iterator[None]:
-        """Inside, the part waits; leaving restores what it was doing. The caller bounds the wait."""
+        """Show a wait inside the context, and the previous activity after it. The caller bounds the wait."""
         with self._lock:
             before, began = self._now, self._clock()
             self._now = replace(before, state="waiting", doing=str(wait), since=began)
@@ -108,7 +108,7 @@ class Progress:
                 self._waited[wait] = self._waited.get(wait, 0.0) + max(0.0, now - began)
 
     def take_waits(self) -> dict[Wait, float]:
-        """Seconds spent in each wait since this was last asked."""
+        """Return the seconds spent in each wait since the last call."""
         with self._lock:
             taken, self._waited = self._waited, {}
         return taken
@@ -125,11 +125,11 @@ class Progress:
             self._now = replace(self._now, last_progress=now)
 
 
-GONE_S = 10.0  # without a report for so long, a part is taken for gone
+GONE_S = 10.0  # a part without a report for this long counts as gone
 
 
 class Liveness:
-    """Since when each part's report has not changed, by the clock of who looks."""
+    """How long each part's report has not changed, by the observer's clock."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
