@@ -1,4 +1,4 @@
-"""Alert rules for Prometheus and a dashboard for Grafana. Both ask only for what `exporter` writes."""
+"""Alert rules for Prometheus and a dashboard for Grafana. Both use only the metrics that `exporter` writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 
 from streamrl.ops.monitor.charts import CHARTS
 
-_RULES = "k8s/components/prometheus/rules.yaml"  # in a checkout; a wheel has them here
+_RULES = "k8s/components/prometheus/rules.yaml"  # in a checkout; a wheel has a copy beside this file
 
 Panel = tuple[str, str, Mapping[str, str]]  # title, unit, and the legend of each expression
 
@@ -41,11 +41,11 @@ _OF_THE_STEPS: tuple[Panel, ...] = tuple(
     )
     for chart in CHARTS
 )
-_SOURCE = {"type": "prometheus", "uid": "${source}"}  # which is asked for
+_SOURCE = {"type": "prometheus", "uid": "${source}"}  # chosen on import
 
 
 def alert_rules() -> dict[str, Any]:
-    """A rule file of Prometheus: what the manifest for Kubernetes hands to its operator."""
+    """Return Prometheus rules: those that the Kubernetes manifest gives to its operator."""
     installed = Path(__file__).with_name("prometheus-rules.yaml")
     manifest = installed if installed.exists() else Path(__file__).parents[3] / _RULES
     rules: dict[str, Any] = yaml.safe_load(manifest.read_text(encoding="utf-8"))["spec"]
@@ -53,7 +53,7 @@ def alert_rules() -> dict[str, Any]:
 
 
 def grafana_dashboard() -> dict[str, Any]:
-    """To be imported as it is; it asks for a Prometheus data source, and lets the run be chosen."""
+    """Return a dashboard to import as it is; it asks for a Prometheus data source, and lets the user choose the run."""
     return {
         "title": "streamrl",
         "uid": "streamrl",
@@ -77,7 +77,7 @@ def _panel(place: int, title: str, unit: str, legends: Mapping[str, str]) -> dic
         "type": "timeseries",
         "title": title,
         "datasource": _SOURCE,
-        "gridPos": {"x": 12 * (place % 2), "y": 8 * (place // 2), "w": 12, "h": 8},  # two share a row of 24 columns
+        "gridPos": {"x": 12 * (place % 2), "y": 8 * (place // 2), "w": 12, "h": 8},  # two per row of 24 columns
         "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
         "targets": [
             {"refId": chr(ord("A") + at), "expr": _of_the_run(expr), "legendFormat": legend, "datasource": _SOURCE}
@@ -87,7 +87,7 @@ def _panel(place: int, title: str, unit: str, legends: Mapping[str, str]) -> dic
 
 
 def _of_the_run(expr: str) -> str:
-    """The same, of the run that was chosen."""
+    """Restrict the expression to the chosen run."""
     if "{" in expr:
         return expr.replace("{", '{run="$run",')
     return re.sub(r"streamrl_\w+", r'\g<0>{run="$run"}', expr)

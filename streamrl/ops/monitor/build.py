@@ -1,4 +1,4 @@
-"""From a snapshot to a `View`. Pure; what holds the run back is added by `causes`."""
+"""Builds a `View` from a snapshot. Pure; `causes` adds what holds the run back."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from streamrl.protocol.weights.rejected import rejects
 from streamrl.telemetry.progress import GONE_S, Report
 from streamrl.versions import show
 
-_RECENT = 400  # steps, for what is told of the last ones
-_FRESH_STEPS = 20  # engine and learner are compared over so many
-_STARTS = ("load the tokenizer", "start the engine")  # what a worker does before it can work
-WELL = "well"  # what workers say of a reward source that can be asked
+_RECENT = 400  # steps that count as recent
+_FRESH_STEPS = 20  # window for comparing engine and learner
+_STARTS = ("load the tokenizer", "start the engine")  # a worker's activities before it can work
+WELL = "well"  # the state that workers report for a healthy reward source
 
 
 def build_view(
@@ -33,8 +33,8 @@ def build_view(
     ages: Mapping[str, float] | None = None,
     silent_s: float = GONE_S,
 ) -> view.View:
-    """`history`: by default of the snapshot's records. `ages`: since parts last reported, for who has watched them
-    (`Liveness`); by default what the server says."""
+    """Build the view. `history`: by default from the snapshot's records. `ages`: how long ago parts last reported, from
+    an observer (`Liveness`); by default from the server's clock."""
     config = _config(snapshot)
     history = history or History.of(snapshot.records)
     steps = history.steps.records[-_RECENT:]
@@ -83,7 +83,7 @@ def judged(seen: view.View, *, was_removed: bool = False) -> view.View:
 
 
 def _config(snapshot: Snapshot) -> Mapping[str, Any]:
-    """What the run says of itself; nothing where it cannot be read."""
+    """Return the run's configuration; empty if it cannot be read."""
     try:
         config = json.loads(snapshot.run.config_json) if snapshot.run else {}
     except (ValueError, RecursionError):
@@ -118,7 +118,7 @@ def _dtype(config: Mapping[str, Any], section: str) -> str | None:
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Whatever another version, or a stranger, has written there: nothing where it is no section."""
+    """Return a section; empty if it is no map, since another version or a stranger may have written it."""
     found = config.get(name)
     return found if isinstance(found, dict) else {}
 
@@ -147,7 +147,7 @@ def _run(snapshot: Snapshot, name: str, config: Mapping[str, Any], steps: Sequen
 
 
 def _error(snapshot: Snapshot) -> str | None:
-    """What the journal says that the learner failed with, if it did."""
+    """Return the journal's error for a failed learner, if any."""
     info = snapshot.run
     if info is None or info.state != "failed":
         return None
@@ -157,7 +157,7 @@ def _error(snapshot: Snapshot) -> str | None:
 
 def _part(report: Report, *, age_s: float, silent_s: float) -> view.Part:
     progress_s = max(0.0, report.at - report.last_progress) + age_s
-    # A wait is entered anew every second or so, to look around; it began when the part last got on.
+    # A wait is re-entered every second or so to check for other events; it began at the last progress.
     doing_s = progress_s if report.state == "waiting" else max(0.0, report.at - report.since) + age_s
     return view.Part(
         name=report.part,
@@ -194,7 +194,7 @@ def _learner(
 
 
 def _held_out(history: History) -> dict[str, tuple[float, ...]]:
-    """The weighted sum of the sources, `reward`, only where there are several."""
+    """Return the held-out curves by source; the weighted sum, `reward`, only if there are several sources."""
     names = {name for record in history.validations.records for name in record.values}
     sources = sorted(name for name in names if name.startswith(f"{HELD_OUT}/"))
     shown = sources if len(sources) == 1 else [*sources, *(names & {HELD_OUT})]
@@ -206,7 +206,7 @@ def _worker(report: Report, part: view.Part, snapshot: Snapshot) -> view.Worker:
     step = _number(detail, "step")
     rejected, rejected_version = rejects(detail)
     version = detail.get("version")
-    # Leases are under the name that the worker leases by, which its reports carry behind a prefix.
+    # Leases use the worker's name without the prefix that its reports have.
     name = report.part.partition("/")[2]
     leases = sum(one.leased_by.get(name, 0) + one.leased_by.get(report.part, 0) for one in snapshot.streams.values())
     return view.Worker(
@@ -231,7 +231,7 @@ def _worker(report: Report, part: view.Part, snapshot: Snapshot) -> view.Worker:
 def _rewards(
     config: Mapping[str, Any], metrics: Mapping[str, float], workers: Sequence[view.Worker]
 ) -> Iterable[view.RewardSource]:
-    """Workers report `rewards/<source>/<fact>`; one that says nothing of a source is passed over."""
+    """Combine what live workers report as `rewards/<source>/<fact>`; those without reports of a source are skipped."""
     alive = [worker.detail for worker in workers if worker.part.alive]
     for name in (*_section(config, "rewards"), *(["environment"] if config.get("environment") else [])):
         latencies = [s for d in alive if (s := _number(d, f"rewards/{name}/latency_s")) is not None]

@@ -17,9 +17,9 @@ from streamrl.ops.monitor.evidence import is_running, is_taken_up
 from streamrl.ops.monitor.view import Cause, Level, Verdict, View, attention, blocking, info
 from streamrl.terminal import age, size
 
-_FULL = 0.97  # of maxmemory; close to it, large writes fail already
+_FULL = 0.97  # of maxmemory; close to it, large writes already fail
 _TIGHT = 0.85
-_MAX_SHOWN = 5  # unreadable things
+_MAX_SHOWN = 5  # unreadable entries
 
 
 def unreachable(error: str) -> Cause:
@@ -226,8 +226,8 @@ def find_causes(view: View, *, was_removed: bool = False) -> tuple[Cause, ...]:
 
 
 def judge(view: View, causes: tuple[Cause, ...]) -> Verdict:
-    """healthy: it runs, or has reached its end. degraded: it runs, and somebody should look. stalled: nothing moves.
-    ended: it was stopped, has failed or crashed, or is not there."""
+    """Return the verdict. healthy: it runs, or has finished. degraded: it runs, and needs attention. stalled: nothing
+    moves. ended: it was stopped, has failed or crashed, or does not exist."""
     if view.run.state in ("absent", "stopped", "failed", "crashed") and not is_taken_up(view):
         return "ended"
     if view.run.state == "finished" and not is_taken_up(view):

@@ -1,7 +1,7 @@
-"""What is drawn of a run, in one table for the PNG report, the page and Grafana; and the report.
+"""The charts of a run, in one table for the PNG report, the web page and Grafana; and the report itself.
 
-The report is one PNG of all curves that have a chart, or of those of a demonstration. matplotlib is loaded here alone,
-and only for it.
+The report is one PNG of all charts with data, or of those of a demonstration. Only this module imports matplotlib, and
+only for the report.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from streamrl.telemetry.metrics import OF_LOSS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_WIDTH, _SHAPE = 10.4, 0.52  # inches, of the whole; height of a chart, as a share of its width
-_SMOOTHING = 0.04  # of the steps: the window of the running mean
-_NEWEST = 50  # records, in which every member of a family shows itself
+_WIDTH, _SHAPE = 10.4, 0.52  # total width in inches; height of a chart relative to its width
+_SMOOTHING = 0.04  # window of the running mean, as a share of the steps
+_NEWEST = 50  # records searched for the members of a family
 
 
 Points = Sequence[tuple[int, float]]  # (step, value)
@@ -35,10 +35,10 @@ class Chart:
     unit: str
     series: Mapping[str, str] = field(default_factory=dict)  # label -> metric
     is_stacked: bool = False  # the series are shares of one whole
-    marks: Mapping[str, str] = field(default_factory=dict)  # likewise; of what happens now and then
-    # What labels begin with -> how metrics begin whose names go on as the run has it; they are further series.
+    marks: Mapping[str, str] = field(default_factory=dict)  # label -> metric, for occasional events
+    # Label prefix -> metric prefix, for metrics whose names depend on the run; each match is a further series.
     families: Mapping[str, str] = field(default_factory=dict)
-    min_members: int = 1  # that a family has in a run, for the chart to be worth its place
+    min_members: int = 1  # of a family in a run, for the chart to be shown
 
 
 CHARTS = (
@@ -131,7 +131,7 @@ CHARTS = (
 
 
 def charts_of(history: History) -> tuple[Chart, ...]:
-    """Those with fixed series, and of the others those that the run has metrics for."""
+    """Return the charts with fixed series, and of the others those that the run has metrics for."""
     newest = (*history.steps.records[-_NEWEST:], *history.validations.records[-_NEWEST:])
     names = sorted({name for record in newest for name in record.values})
     found = []
@@ -147,7 +147,7 @@ def charts_of(history: History) -> tuple[Chart, ...]:
 
 
 def points_of(chart: Chart, history: History) -> Mapping[str, Points]:
-    """By label. In a stack a series without a value counts nothing at that step, so that all have the same steps."""
+    """Return the points by label. In a stack a missing value counts as 0, so that all series have the same steps."""
     if not chart.is_stacked:
         return {label: list(zip(*history.curve(metric), strict=True)) for label, metric in chart.series.items()}
     records = [r for r in history.steps.records if any(metric in r.values for metric in chart.series.values())]
@@ -155,12 +155,12 @@ def points_of(chart: Chart, history: History) -> Mapping[str, Points]:
 
 
 def marks_of(chart: Chart, history: History) -> Mapping[str, Points]:
-    """Likewise, where it happened alone."""
+    """Return the marks by label, only at steps where the event happened."""
     return {label: list(zip(*history.curve(metric), strict=True)) for label, metric in chart.marks.items()}
 
 
 def sketches_of(history: History) -> list[tuple[str, list[float]]]:
-    """Each curve that has values, by its title, thinned: for whoever draws it small."""
+    """Return each curve that has values, with its title, thinned for small displays."""
     records = (*thin(history.steps.records), *thin(history.validations.records))
     found = []
     for chart in charts_of(history):
@@ -227,7 +227,7 @@ def _draw_line(label: str, points: Points, axes: Axes, *, is_held_out: bool) -> 
 
 
 def running_mean(values: list[float]) -> list[float]:
-    """Each value replaced by the mean of those around it."""
+    """Replace each value by the mean of its surroundings."""
     half = max(1, round(len(values) * _SMOOTHING / 2))
     sums = list(accumulate(values, initial=0.0))
     bounds = ((max(0, at - half), min(len(values), at + half + 1)) for at in range(len(values)))

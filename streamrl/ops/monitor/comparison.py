@@ -1,4 +1,4 @@
-"""Runs beside each other, by what their folders tell: a table of a line each, and their curves in one PNG."""
+"""Compares runs by their folders: a table with one line each, and their curves in one PNG."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from streamrl.terminal import age, number
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_WIDTH, _SHAPE = 10.4, 0.52  # inches, of the whole; height of a chart, as a share of its width
-_LINES = ("-", "--", ":", "-.")  # of a chart's series; runs are told apart by colour
+_WIDTH, _SHAPE = 10.4, 0.52  # total width in inches; height of a chart relative to its width
+_LINES = ("-", "--", ":", "-.")  # one per series of a chart; colours distinguish runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What is not known is None."""
+    """One run; None: unknown."""
 
     name: str
     folder: str
@@ -33,9 +33,9 @@ class Row:
     reward: float | None  # of the last step
     best_held_out: float | None
     steps: int
-    tokens: float  # trained, of responses
+    tokens: float  # trained response tokens
     seconds: float  # all steps together
-    lag: float | None  # mean over those tokens, in steps
+    lag: float | None  # mean over these tokens, in steps
 
 
 def compare(folders: Sequence[Path]) -> list[Row]:
@@ -75,7 +75,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def save_overlay(path: Path, runs: Mapping[str, History]) -> None:
-    """The curves of all of them, chart by chart; of a chart whose series are shares of one whole, the whole."""
+    """Draw the curves of all runs, chart by chart; of a stacked chart only the total."""
     need("a plot", "matplotlib", extra="monitor")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -125,7 +125,7 @@ def _curve(chart: Chart, metric: str, history: History) -> tuple[list[int], list
 
 
 def histories(folders: Sequence[Path]) -> dict[str, History]:
-    """By the runs' names; by their folders, where two are called the same."""
+    """Return the histories by run name, or by folder if two runs have the same name."""
     found = [read_remains(folder) for folder in folders]
     names = [remains.name for remains in found]
     if empty := [remains for remains in found if not remains.history.steps.records]:

@@ -1,4 +1,4 @@
-"""What causes are told from: who is there, who waits for what."""
+"""Helpers for causes: which parts are alive, and what they wait for."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ def alive(view: View) -> list[Worker]:
 
 
 def waiting_for(view: View, wait: Wait) -> list[Worker]:
-    """The workers that wait for this."""
+    """The workers in this wait."""
     return [worker for worker in alive(view) if (worker.part.state, worker.part.doing) == ("waiting", wait)]
 
 
 def rejecting(view: View) -> list[Worker]:
-    """The workers whose engines did not prove that they serve what they were told to load; they deliver nothing."""
+    """The workers whose engines did not prove that they serve what they loaded; they deliver nothing."""
     return [worker for worker in alive(view) if worker.rejected]
 
 
 def lead(view: View) -> Part | None:
-    """Rank 0, when it reports."""
+    """Rank 0, if it reports."""
     part = view.learner.lead
     return part if part is not None and part.alive else None
 
 
 def lead_waiting(view: View, *waits: Wait) -> Part | None:
-    """Rank 0, when it waits for one of these."""
+    """Rank 0, if it is in one of these waits."""
     part = lead(view)
     return part if part is not None and part.state == "waiting" and part.doing in waits else None
 
@@ -37,13 +37,14 @@ def is_running(view: View) -> bool:
 
 
 def is_taken_up(view: View) -> bool:
-    """A learner is on its way to a run that had ended, or that there is not yet: Redis will know once it has loaded."""
+    """Return whether a learner is starting a run that has ended or does not exist yet; Redis learns it after
+    loading."""
     part = lead(view)
     return (part is not None and part.state == "starting") or launching(view) is not None
 
 
 def launching(view: View) -> Part | None:
-    """A launcher whose learner has not taken the run yet. It has to import torch before it can report, and may fall
-    silent while it does."""
+    """Return a launcher whose learner has not taken the run yet: it must import torch before it can report, and may be
+    silent meanwhile."""
     launchers = (part for part in view.others if part.role == "launcher" and part.alive)
     return next((part for part in launchers if part.state == "starting"), None)

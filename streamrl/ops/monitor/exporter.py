@@ -1,16 +1,16 @@
-"""A run as Prometheus reads it.
+"""Exports a run's metrics to Prometheus.
 
-    streamrl_up                     Redis answers; all that follows is of the last time that it did
-    streamrl_metric{name="lag/mean"} one for every metric of the last step and validation (telemetry.metrics)
-    streamrl_*                      what a View holds: parts, streams, drops, causes
+    streamrl_up                     Redis answers; everything else is from the last time that it did
+    streamrl_metric{name="lag/mean"} every metric of the last step and validation (telemetry.metrics)
+    streamrl_*                      the contents of a View: parts, streams, drops, causes
 
-What is written here and asked for by the alert rules and the Grafana dashboard is held together by a test.
-prometheus_client is loaded here and in `scrape`.
+A test checks that the alert rules and the Grafana dashboard use only what is exported. Only this module and `scrape`
+import prometheus_client.
 
-GET /metrics over plain HTTP: a scrape every few seconds needs no more than the server of the standard library.
+GET /metrics over plain HTTP; the standard library's server is enough for a scrape every few seconds.
 
-Blocks until it is interrupted. A scrape never waits for Redis: a thread looks at it once a second, also where it is not
-there yet, as when all parts of a run are started at once.
+Blocks until interrupted. A scrape never waits for Redis: a thread looks at it once a second, even before it exists, as
+when all parts of a run start at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from streamrl.ops.monitor.view import EXIT_CODES, View
 
 
 def make_registry(run: str, look: Callable[[], Seen]) -> CollectorRegistry:
-    """Of what was last seen whenever somebody asks."""
+    """Return a registry that shows what was last seen."""
     registry = CollectorRegistry()
     registry.register(_RunFigures(run, look))
     return registry
@@ -39,8 +39,8 @@ def make_registry(run: str, look: Callable[[], Seen]) -> CollectorRegistry:
 class _RunFigures(Collector):
     def __init__(self, run: str, look: Callable[[], Seen]) -> None:
         self._run, self._look = run, look
-        self._uid: str | None = None  # of the run that was seen last under this name
-        self._most: dict[str, int] = {}  # that its counters have told
+        self._uid: str | None = None  # uid of the run last seen under this name
+        self._most: dict[str, int] = {}  # the largest value exported, by counter
 
     def collect(self) -> Iterator[Metric]:
         seen = self._look()
@@ -106,8 +106,8 @@ class _RunFigures(Collector):
         yield self._by("streamrl_metric", "a metric of the last step, or validation", "name", metrics)
 
     def _never_less(self, view: View, name: str, count: int) -> int:
-        """A learner that starts again counts on from its checkpoint. Prometheus takes a counter that fell for one that
-        began anew, and would add all of it once more."""
+        """Keep a counter from falling. A restarted learner counts on from its checkpoint, and Prometheus would take the
+        lower value for a reset and add all of it again."""
         if self._uid != view.run.uid:
             self._uid, self._most = view.run.uid, {}
         self._most[name] = max(count, self._most.get(name, 0))
@@ -135,7 +135,7 @@ _SILENCE_S = 10.0
 def make_server(
     figures: CollectorRegistry, bound: socket.socket, *, silence_s: float = _SILENCE_S
 ) -> ThreadingHTTPServer:
-    """On a socket that is bound, which it closes. A connection may say nothing for `silence_s`."""
+    """Serve on a bound socket, and close it at the end. A connection may be idle for `silence_s`."""
 
     class Handler(MetricsHandler):
         registry = figures
@@ -149,7 +149,7 @@ def make_server(
 
 
 def serve_metrics(target: Target, bound: socket.socket, *, ready: Callable[[str], None]) -> None:
-    """`ready` is told what keeps Redis from being seen; empty: nothing."""
+    """Serve until interrupted. `ready` gets the reason why Redis cannot be seen; empty if it can."""
     with Awaited(target) as watcher:
         poller = Poller(watcher, period_s=_LOOK_EVERY_S)
         poller.look()

@@ -1,4 +1,4 @@
-"""Causes that lie in the flow: tickets, groups, rewards, and what becomes of them."""
+"""Causes in the flow of tickets, groups and rewards."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from streamrl.ops.monitor.view import Cause, View, Worker, attention, blocking, 
 from streamrl.telemetry.progress import Wait
 from streamrl.terminal import age, plural, size
 
-_SLOW_S = 60.0  # without a group, the learner has waited long
-_SLOW_STEPS = 5.0  # times the last one's time, without a step
-_TIMES_POISON = 3  # workers that lost one and the same ticket
+_SLOW_S = 60.0  # a wait of the learner for groups that counts as long
+_SLOW_STEPS = 5.0  # so many times the last step's time, without a step
+_TIMES_POISON = 3  # workers that lost the same ticket
 _MOST = 0.9
-# |log mu - log pi|, the mean over the fresh tokens of a step, that rounding does not explain. Measured with vLLM, CPUs:
+# |log mu - log pi|, the mean over a step's fresh tokens, beyond what rounding explains. Measured with vLLM on CPUs:
 #   float32   the quickstart's 0.7M parameters: 2e-7 to 7e-7 in 82 steps; a model of 135M: no token was off by 1e-3
 #   bfloat16  SmolLM2-135M: 0.03 to 0.04 in 6 steps, the learner in float32 or bfloat16; no token off by 0.4
-# Samples of weights one step older, which is what a load that was skipped gives, are off by 1e-2 in the middle of 189
-# steps of the quickstart (lr 2e-4), by 1.5e-3 or more in 95 % of them; SmolLM2's (lr 1e-5) by 0.05 to 0.12 in one run,
-# no more than fresh ones in another. So a median beyond the bound was never noise here; a missing step is seen in
-# float32 at such a rate, not at 1e-6, and not in bfloat16, where only gross faults are (rows in another order: 1.9).
-# None of it was measured on a GPU.
+# Samples of weights one step older, as after a skipped load, are off by 1e-2 in the median of 189 steps of the
+# quickstart (lr 2e-4), by 1.5e-3 or more in 95 % of them; SmolLM2's (lr 1e-5) by 0.05 to 0.12 in one run, no more than
+# fresh ones in another. So a median beyond the bound was never noise here. A missing step shows in float32 at such a
+# learning rate, not at 1e-6, and not in bfloat16, where only gross faults do (rows in another order: 1.9). None of it
+# was measured on a GPU.
 _FRESH_MISMATCH: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.15}
-_TIMES_ROUNDING = 3.0  # or so many times what a worker has measured its engine's rounding to be
+_TIMES_ROUNDING = 3.0  # or so many times the rounding that a worker has measured
 _ENOUGH_FRESH = 3  # steps
-_ENOUGH_GROUPS = 64  # to speak of a share
+_ENOUGH_GROUPS = 64  # for a share to be meaningful
 _OF_ENVIRONMENT = "rewards/environment/"
 _ENOUGH_FAILED, _MANY_FAILED = 8, 0.2  # rollouts, and their share: a few are any environment's
 _MANY_WAIT, _SLOW_EPISODE_S = 0.5, 5.0  # of the rollouts under way; the oldest, for how long
@@ -42,7 +42,7 @@ _REMEDIES: Mapping[str, str] = {  # by why groups are dropped
 
 
 def reward_outage(view: View) -> Iterator[Cause]:
-    """A source of which something is out, or workers that wait for rewards."""
+    """A reward source is out, or workers wait for rewards."""
     workers = alive(view)
     waiting = waiting_for(view, Wait.REWARDS)
     broken = [source for source in view.rewards if source.state not in (None, "well")]
@@ -61,7 +61,7 @@ def reward_outage(view: View) -> Iterator[Cause]:
 
 
 def environment_fails(view: View) -> Iterator[Cause]:
-    """What it raises, what its processes die of, and answers that do not come in time."""
+    """The environment raises errors, its processes die, or its answers are late."""
     told = _environment(view)
     played, failed = (sum(round(facts.get(name, 0.0)) for _, facts in told) for name in ("scored", "failed"))
     if failed < _ENOUGH_FAILED or failed < _MANY_FAILED * (played + failed):
@@ -78,7 +78,7 @@ def environment_fails(view: View) -> Iterator[Cause]:
 
 
 def environment_is_slow(view: View) -> Iterator[Cause]:
-    """The learner waits for groups, and most rollouts for their environment."""
+    """The learner waits for groups, and most rollouts wait for their environment."""
     part = lead_waiting(view, Wait.GROUPS)
     told = [(worker, facts) for worker, facts in _environment(view) if facts.get("under_way")]
     if part is None or not told:
@@ -102,7 +102,7 @@ def environment_is_slow(view: View) -> Iterator[Cause]:
 
 
 def _environment(view: View) -> list[tuple[Worker, dict[str, float]]]:
-    """What workers tell of theirs, in numbers."""
+    """Return the environment's statistics by worker, as numbers."""
     told = []
     for worker in alive(view):
         found = {
@@ -118,7 +118,7 @@ def byte_budget_reached(view: View) -> Iterator[Cause]:
     budget, train = view.limits.max_backlog_bytes, view.train
     if not budget or not train.groups or train.tickets:
         return
-    # What Redis takes is about a quarter more than the groups themselves, which the setting counts.
+    # Redis uses about a quarter more memory than the groups' bytes, which the setting counts.
     told = {**view.learner.metrics, **view.learner.live}.get("stream/backlog_bytes", 0.0)
     used = max(told, train.group_bytes / 1.25)
     if used + used / train.groups >= budget and lead_waiting(view, Wait.GROUPS):
@@ -132,7 +132,7 @@ def byte_budget_reached(view: View) -> Iterator[Cause]:
 
 
 def draws_refused(view: View) -> Iterator[Cause]:
-    """What a curriculum has drawn has no room on the disk of the run's folder, and no ticket goes out before."""
+    """The curriculum's draws do not fit on the disk of the run's folder, and no ticket is issued until they do."""
     if times := {**view.learner.metrics, **view.learner.live}.get("curriculum/refused", 0.0):
         yield Cause(
             level="blocking" if lead_waiting(view, Wait.GROUPS) and not view.train.tickets else "attention",
@@ -144,7 +144,7 @@ def draws_refused(view: View) -> Iterator[Cause]:
 
 
 def all_groups_dropped(view: View) -> Iterator[Cause]:
-    """Since the last step, which is long ago: a model that gets good drops many groups between steps, and is well."""
+    """All groups since the last step, long ago, were dropped. Many drops between steps are normal for a good model."""
     live, then = view.learner.live, view.learner.metrics
     batch, part = view.limits.groups_per_step, lead_waiting(view, Wait.GROUPS)
     if not live or not batch or part is None:
@@ -180,7 +180,7 @@ def _remedy_of_drops(reason: str) -> str:
 
 
 def few_prompts_fit(view: View) -> Iterator[Cause]:
-    """The curriculum has nothing to choose from."""
+    """The curriculum has too few prompts to choose from."""
     found = view.prompts
     asked = sum(count for kind, count in found.items() if kind != "new")
     rest = found.get("solved", 0) + found.get("hopeless", 0)
@@ -196,7 +196,7 @@ def few_prompts_fit(view: View) -> Iterator[Cause]:
 
 def poison_ticket(view: View) -> Iterator[Cause]:
     times = view.train.oldest_times
-    # In an outage, workers hand the oldest back.
+    # In an outage, the oldest ticket is handed back repeatedly.
     if times is not None and times >= _TIMES_POISON and not any(reward_outage(view)):
         yield attention(
             title="a ticket goes from worker to worker",
@@ -208,7 +208,7 @@ def poison_ticket(view: View) -> Iterator[Cause]:
 
 
 def failing_tickets(view: View) -> Iterator[Cause]:
-    """Workers answer, and only with failures."""
+    """Workers answer mostly with failures."""
     workers = [worker for worker in alive(view) if worker.failed]
     delivered = sum(worker.delivered for worker in alive(view))
     failed = sum(worker.failed for worker in workers)
@@ -237,7 +237,7 @@ def stragglers(view: View) -> Iterator[Cause]:
 
 
 def lag_bound_reached(view: View) -> Iterator[Cause]:
-    """Workers have nothing to take, since the learner has as many groups as it may have asked for."""
+    """Workers have no tickets because the learner has requested as many groups as the lag bound allows."""
     lag, batch, train = view.limits.max_lag_steps, view.limits.groups_per_step, view.train
     idle = waiting_for(view, Wait.TICKETS)
     if lag is None or batch is None or not is_running(view) or not idle or len(idle) < len(alive(view)):
@@ -260,7 +260,7 @@ def generation_is_slow(view: View) -> Iterator[Cause]:
     part = lead_waiting(view, Wait.GROUPS)
     if part is None or not view.train.tickets:
         return
-    workers = [worker for worker in alive(view) if not worker.rejected]  # these make nothing, and it is told why
+    workers = [worker for worker in alive(view) if not worker.rejected]  # these are a cause of their own
     if not workers:
         return
     slow = part.doing_s > max(_SLOW_S, 10 * view.learner.metrics.get("timers/step", 0.0))
@@ -284,8 +284,8 @@ def evaluating(view: View) -> Iterator[Cause]:
 
 
 def engine_disagrees(view: View) -> Iterator[Cause]:
-    """On samples of the very weights that were trained next, a step being one figure; a median, for one odd batch is
-    no fault."""
+    """Engine and learner disagree on samples of exactly the weights that were trained next. The median over steps,
+    since a single odd batch is no fault."""
     found, arithmetic = view.learner.fresh_mismatch, view.limits.arithmetic
     if len(found) < _ENOUGH_FRESH or arithmetic is None or not is_running(view):
         return

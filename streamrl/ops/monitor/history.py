@@ -1,8 +1,8 @@
-"""The curves of a run: read once in full from what Redis keeps of them (`transport.keys`), then only what is new;
-or from the run's folder.
+"""The curves of a run: read from Redis, once in full and then only what is new (`transport.keys`), or from the run's
+folder.
 
-Steps that were made again after a crash count as the later term made them; what the earlier one made beyond is dead.
-Blocks as long as its caller's client does.
+Steps repeated after a crash count as the later term made them; what the earlier term made beyond is dropped. Blocks on
+the caller's Redis client.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from streamrl.protocol.transport.types import START, Record, entry_order
 
 T = TypeVar("T")
 
-METRICS = "metrics.jsonl"  # in the run's folder
+METRICS = "metrics.jsonl"  # file in the run's folder
 HELD_OUT = "val_rollouts/rewards"
 _NEW_A_LOOK = 500
-_POINTS = 400  # more than a phone or a screen has columns for
-_EVERY_RECORD = 1_000_000  # what a folder holds is read in full
+_POINTS = 400  # more than a phone or a terminal has columns
+_EVERY_RECORD = 1_000_000  # a folder's records are all kept
 
 
 class Curve:
-    """Records of one kind in the order of their steps, as one lineage made them."""
+    """Records of one kind in the order of their steps, of a single lineage."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
 
     def add(self, record: Record) -> None:
-        """In the order in which they were written."""
+        """Add a record; call in the order in which they were written."""
         place = bisect_left(self.records, record.step, key=attrgetter("step"))
         later = self.records[place] if place < len(self.records) else None
         if later is not None and later.term > record.term:
-            return  # of a learner that had been replaced
-        # A later record of the same term was read from another stream: it stays.
+            return  # from a learner that had been replaced
+        # A later record of the same term was read from another stream, and stays.
         if later is not None and later.term < record.term:
             del self.records[place:]
         elif later is not None and later.step == record.step:
@@ -52,7 +52,7 @@ class Curve:
 
 
 class History:
-    """A limit on `longest` keeps a long watch from growing: of what is older, every other record goes."""
+    """Curves of training and validation. Beyond `longest` records, every other one of the older half is dropped."""
 
     def __init__(self, *, longest: int = 12_000) -> None:
         self._longest = longest
@@ -60,7 +60,7 @@ class History:
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> History:
-        """In the order in which they were written."""
+        """Build from records in the order in which they were written."""
         history = cls(longest=_EVERY_RECORD)
         for record in records:
             history.add(record)
@@ -68,21 +68,21 @@ class History:
 
     @classmethod
     def read(cls, folder: Path) -> History:
-        """Of a run's folder: its metrics.jsonl."""
+        """Read the metrics.jsonl of a run's folder."""
         return cls.of(map(to_record, read_lines(folder / METRICS)))
 
     def curve(self, metric: str) -> tuple[list[int], list[float]]:
-        """(steps, values) of what has it, of training or of validation as the metric is."""
+        """Return (steps, values) of the records with this metric, from training or validation."""
         curve = self.validations if is_validation([metric]) else self.steps
         having = [record for record in curve.records if metric in record.values]
         return [record.step for record in having], [record.values[metric] for record in having]
 
     def _forget(self) -> None:
         self.steps, self.validations = Curve(), Curve()
-        self._last_id: str | None = None  # of the recent ones; None: nothing was read yet
+        self._last_id: str | None = None  # of the recent stream; None: nothing read yet
 
     def refresh(self, client: redis.Redis, keys: Keys) -> bool:
-        """Whether anything is new: never where the keys are no streams. TransportError when Redis does not tell."""
+        """Read what is new, and return whether there was anything. TransportError if Redis does not answer."""
         try:
             records = self._read_new(client, keys) if self._last_id is not None else self._read_all(client, keys)
         except redis.RedisError as error:
@@ -115,7 +115,7 @@ class History:
         return sorted(found.values(), key=lambda record: (record.term, record.step))
 
     def _restarted(self, client: redis.Redis, keys: Keys) -> bool:
-        """The stream ends before what was read of it: Redis lost it, or the run was begun anew."""
+        """Return whether the stream ends before what was read: Redis lost it, or the run was started over."""
         newest: Any = client.xrevrange(keys.metrics, count=1)
         last = newest[0][0].decode() if newest else START
         return entry_order(last) < entry_order(self._last_id or START)
@@ -128,12 +128,12 @@ class History:
 
 
 def to_record(line: dict[str, Any]) -> Record:
-    """Of a line of metrics.jsonl."""
+    """Convert a line of metrics.jsonl."""
     return Record(id=START, step=line.pop("step"), term=line.pop("term"), at=line.pop("at"), values=line)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """JSON lines; the last one may be cut off by a crash."""
+    """Read JSON lines; a crash may have truncated the last one."""
     if not path.exists():
         return
     yield from whole(path.read_text(encoding="utf-8").splitlines())
@@ -148,7 +148,7 @@ def whole(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
 
 
 def thin(values: Sequence[T]) -> Sequence[T]:
-    """What is shown of a curve, evenly taken, with the first and the last."""
+    """Return evenly spaced values for display, the first and the last included."""
     if len(values) <= _POINTS:
         return values
     last = len(values) - 1

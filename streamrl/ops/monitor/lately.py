@@ -1,6 +1,6 @@
-"""What the last steps of a run tell of it now: their pace, and what they have added to its counters. Pure.
+"""The recent steps of a run: their pace, and what they have added to its counters. Pure.
 
-Counters grow over the whole run. A cause that was told from them alone would be told for days after it had gone.
+Counters grow over the whole run. A cause derived from them alone would be shown for days after it had gone.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ _PACE_STEPS = 20
 
 
 def added(steps: Sequence[Record], live: Mapping[str, float]) -> dict[str, float]:
-    """By counter: what has come in the last steps, and since, as the learner's report has it `live`."""
+    """Return each counter's growth over the last steps and since, with the learner's current report as `live`."""
     window = _window(steps)
     now = {**window[-1].values, **live} if window else dict(live)
     before = window[0].values if window and window[0].step > 1 else {}
-    # A learner that went back to a checkpoint counts on from there.
+    # A learner that was rolled back to a checkpoint counts on from there.
     return {name: max(0.0, count - before.get(name, 0.0)) for name, count in now.items()}
 
 
 def num_skipped(steps: Sequence[Record]) -> int:
-    """Of the last steps, those with a loss or gradient that was not finite; each learner counts its own."""
+    """Return how many of the last steps had a non-finite loss or gradient; each learner has its own count."""
     counts = [(record.term, record.values.get("train_optim/skipped_steps", 0.0)) for record in _window(steps)]
     if counts and _window(steps)[0].step <= 1:
         counts.insert(0, (0, 0.0))
@@ -33,12 +33,12 @@ def num_skipped(steps: Sequence[Record]) -> int:
 
 
 def _window(steps: Sequence[Record]) -> Sequence[Record]:
-    """The last steps, and the one before them."""
+    """Return the last steps, and the one before them."""
     return steps[-STEPS - 1 :]
 
 
 def eta_s(steps: Sequence[Record], share: float | None) -> float | None:
-    """At the pace of the last steps that one learner has made: between two of them the run may have stood for days."""
+    """Extrapolate the pace of the last steps of one learner: between two learners the run may have stopped for days."""
     recent = [record for record in steps[-_PACE_STEPS:] if record.term == steps[-1].term]
     if not share or len(recent) < 2 or recent[-1].step <= recent[0].step:
         return None

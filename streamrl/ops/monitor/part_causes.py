@@ -10,8 +10,8 @@ from streamrl.protocol.weights.rejected import REMEDY_OF_ALL
 from streamrl.telemetry.progress import Wait
 from streamrl.terminal import age, plural
 
-_STUCK_S = 120.0  # at work on one thing without getting on
-_STORING_S = 30.0  # a version on its way to the store: that is usual for a moment, above all for the first
+_STUCK_S = 120.0  # in one activity without progress
+_STORING_S = 30.0  # storing a version; some seconds are normal, above all for the first
 _MAX_NAMED = 3
 _STUCK_STEPS = 10.0  # or for so many usual steps, where those take long
 _WHILE_IT_LOADS = "wait while it loads model and checkpoint; if this takes long, see what its log says last"
@@ -169,7 +169,7 @@ def some_workers_reject(view: View) -> Iterator[Cause]:
 
 
 def _refusals(workers: list[Worker]) -> str:
-    """One in full, since all are alike as a rule, and a few by name."""
+    """Describe one rejection in full, since all are usually alike, and name a few others."""
     first, others = workers[0], [worker.part.name for worker in workers[1:_MAX_NAMED]]
     more = f" and {len(workers) - _MAX_NAMED} more" if len(workers) > _MAX_NAMED else ""
     too = f" (also {', '.join(others)}{more})" if others else ""
@@ -177,7 +177,7 @@ def _refusals(workers: list[Worker]) -> str:
 
 
 def peer_lied(view: View) -> Iterator[Cause]:
-    """While it lives, or nobody knows who it is."""
+    """A peer has sent wrong pieces, as long as it lives or is unknown."""
     here = {str(worker.detail["peers"]): worker.part for worker in view.workers if worker.detail.get("peers")}
     told = [
         (worker.part.name, str(worker.detail["peer_lied"])) for worker in alive(view) if "peer_lied" in worker.detail
@@ -199,7 +199,7 @@ def peer_lied(view: View) -> Iterator[Cause]:
 def workers_stuck(view: View) -> Iterator[Cause]:
     workers = alive(view)
     limit = max(_STUCK_S, _STUCK_STEPS * view.learner.metrics.get("timers/generate", 0.0))
-    # Rollouts of several turns may take longer than any limit here: `environment_is_slow` tells what holds them up.
+    # Multi-turn rollouts may take longer than any limit here; see `environment_is_slow`.
     plays = [worker.part for worker in workers if worker.detail.get("rewards/environment/under_way")]
     busy = [worker.part for worker in workers if worker.part.state == "working" and worker.leases]
     stuck = [part for part in busy if part.progress_s > limit and part not in plays]

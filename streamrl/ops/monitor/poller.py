@@ -1,8 +1,8 @@
-"""Looking at one run again and again, for `top`, the dashboard, the exporter and the launcher: a `Watcher`, which sees
-sooner than a clock could tell that a part has gone silent, and whatever other machines' clocks say. A `Poller` does it
-in a thread, so that whoever shows the run never waits for Redis.
+"""Repeated looks at one run, for `top`, the dashboard, the exporter and the launcher. A `Watcher` notices a silent part
+sooner than clocks would, and independently of other machines' clocks. A `Poller` looks in a thread, so that the display
+never waits for Redis.
 
-Blocks as long as the server takes, within the client's limits; TransportError when it does not answer.
+Blocks on the server, within the client's limits; TransportError if it does not answer.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from streamrl.telemetry.progress import Liveness
 
 _RECORDS = 60
 _OVERDUE_S = 2.0
-_LEAVE_S = 1.0  # who leaves does not wait until Redis has answered: the thread ends with the process
+_LEAVE_S = 1.0  # do not wait longer for Redis on exit: the thread ends with the process
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
     view: View | None = None
-    error: str = ""  # Redis does not answer now
+    error: str = ""  # why Redis does not answer now
 
 
 class Watching(Protocol):
-    """One run, looked at again and again. TransportError when it cannot be seen now."""
+    """One run, looked at repeatedly. TransportError if it cannot be seen now."""
 
     @property
     def history(self) -> History: ...
@@ -53,7 +53,7 @@ def watch(there: Opened | Remains) -> Watching:
 
 
 class Awaited:
-    """A run whose Redis may come later: each look tries to reach it, until one has. It closes what it opened."""
+    """A run whose Redis may start later: each look tries to connect until one succeeds. Closes what it opened."""
 
     def __init__(self, target: Target) -> None:
         self.history = History()
@@ -74,7 +74,7 @@ class Awaited:
 
 
 def look_once(there: Opened | Remains) -> View:
-    """For who asks now and then: the latest steps alone, for a short curve of the reward, and the pace."""
+    """Look once: only the latest steps, enough for a short reward curve and the pace."""
     if isinstance(there, Remains):
         return view_of(there, now=time.time())
     seen = snapshot(there.client, there.keys, num_records=_RECORDS, num_events=NUM_EVENTS)
@@ -82,14 +82,14 @@ def look_once(there: Opened | Remains) -> View:
 
 
 class Poller:
-    """Looks every `period_s`; `seen` is always the last outcome, and tells when an answer is overdue."""
+    """Looks every `period_s`; `seen` is always the last outcome, and reports an overdue answer."""
 
     def __init__(
         self,
         watcher: Watching,
         *,
         period_s: float,
-        on_look: Callable[[View], object] = lambda view: None,  # told of each answer, by the thread that looked
+        on_look: Callable[[View], object] = lambda view: None,  # called with each view, in the polling thread
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._seen = Seen()
@@ -126,20 +126,20 @@ class Poller:
         while not self._stop.is_set():
             began = self._clock()
             self.look()
-            # Never more than half of the time, however large the run.
+            # Look at most half of the time, however large the run.
             took = self._clock() - began
             self._stop.wait(max(took, self._period_s - took))
 
 
-SILENT_S = 2.2  # parts report every second; shown as silent at once, taken for gone later
+SILENT_S = 2.2  # parts report every second; they show as silent after this, and count as gone later
 _PATIENCE_S = 0.5
-NUM_EVENTS = 5  # of the journal: whatever an operator still says, why a run failed is among them
+NUM_EVENTS = 5  # of the journal: enough to include why a run failed, even after further operator commands
 
 
 class Watcher:
     def __init__(self, client: redis.Redis, keys: Keys, *, server: str) -> None:
         self.history = History()
-        self.view: View | None = None  # of the last time that Redis answered
+        self.view: View | None = None  # the last one that Redis answered
         self._client, self._keys, self._server = client, keys, server
         self._liveness = Liveness()
         self._has_begun = False
@@ -160,5 +160,6 @@ class Watcher:
 
     @property
     def is_over(self) -> bool:
-        """The run was seen running, and is no more. What ended before we looked may be taken up any moment."""
+        """The run was seen running, and no longer runs. One that ended before the first look may be resumed any
+        time."""
         return self._has_begun and self.view is not None and self.view.run.state != "running"

@@ -1,11 +1,11 @@
-"""A run as its folder remembers it, for who asks when its Redis is not there: finished, stopped, failed, crashed.
+"""A run as its folder records it, for when its Redis is gone: finished, stopped, failed, crashed.
 
-    state.json      what the learner last said of itself; without it, what the launcher said in summary.json
-    metrics.jsonl   the curves            summary.json   what the last launch came to
+    state.json      the learner's last state; without it, the launcher's in summary.json
+    metrics.jsonl   the curves            summary.json   the outcome of the last launch
     rollouts.jsonl  some rollouts         learner.error  why no learner took the run
 
-"running" there means that the learner never came to say how it ended. Whether it lives is known on its own machine
-alone; a process that is no more has crashed. Only reads, and light: no schema, no numpy.
+"running" there means that the learner did not get to record its end. Whether it lives is known only on its own machine;
+if its process is gone, it has crashed. Only reads, and imports little: no schema, no numpy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NOBODY = StreamCounts(num_tickets=0, num_leased=0, leased_by={}, num_groups=0)
 class Remains:
     folder: Path
     name: str
-    url: str  # what the configuration says of its Redis
+    url: str  # of Redis, from the configuration
     config: Mapping[str, Any]
     state: State
     told: Mapping[str, Any]  # state.json
@@ -61,7 +61,7 @@ class Remains:
 
     @cached_property
     def at(self) -> float:
-        """When it ended; of a crash, the last that was heard of it."""
+        """When it ended; for a crash, the last sign of life."""
         heard = max((curve.records[-1].at for curve in self._curves if curve.records), default=0.0)
         said = self.told.get("at", 0.0)
         return max(heard, said) if self.state in ("crashed", "running") else said or heard or _modified(self.folder)
@@ -80,7 +80,7 @@ class Remains:
 
     @property
     def words(self) -> str:
-        """What has become of it, behind the run's name."""
+        """What has become of it, to follow the run's name in a sentence."""
         return {
             "absent": "has not started",
             "running": f"ran on {self.told.get('host')} when its folder was last written",
@@ -100,7 +100,7 @@ class Remains:
 
 
 def read_remains(folder: Path) -> Remains:
-    """ConfigError where the folder is not a run's."""
+    """Read a run's folder. ConfigError if it is none."""
     config = read_config(folder)
     told = _read_json(folder / "state.json") or _told_by_launcher(folder)
     refused = _read_json(folder / "learner.error")
@@ -111,7 +111,7 @@ def read_remains(folder: Path) -> Remains:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """The configuration that the run wrote, which is complete; with its `name` and `redis.url`, in any case."""
+    """Read the complete configuration that the run wrote; `name` and `redis.url` are checked."""
     import yaml
 
     path = folder / "config.yaml"
@@ -131,7 +131,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 
 def no_run(folder: Path) -> ConfigError:
-    """That there is none, and the nearest name beside it or below `runs`."""
+    """Return an error with the nearest name beside the folder or in `runs`."""
     if folder.is_dir():
         return ConfigError(f"{folder} is not the folder of a run: there is no config.yaml in it")
     runs = {path.parent.name: path for place in (Path("runs"), folder.parent) for path in place.glob("*/config.yaml")}
@@ -159,13 +159,13 @@ def _state(folder: Path, told: Mapping[str, Any], refused: Mapping[str, Any]) ->
 
 
 def _may_live(told: Mapping[str, Any]) -> bool:
-    """Of another machine's process nothing is known here."""
+    """Return whether the process may be alive; on another machine this is unknown, so it may."""
     began = told.get("process_began")
     return told.get("host") != socket.gethostname() or (bool(began) and began == started_at(int(told.get("pid", 0))))
 
 
 def view_of(remains: Remains, *, now: float) -> View:
-    """As people look at it: what only Redis knows is not there."""
+    """Build a view; what only Redis knows is missing."""
     seen = build_view(_snapshot(remains, now=now), run_name=remains.name, server="", history=remains.history)
     run = replace(
         seen.run,
@@ -188,7 +188,7 @@ def _snapshot(remains: Remains, *, now: float) -> Snapshot:
         term=remains.term,
         config_json=json.dumps(remains.config, default=str),
         fingerprint="",
-        state="stopped",  # for want of a word; the view has the right one
+        state="stopped",  # a placeholder; the view gets the right state
     )
     return Snapshot(
         at=now,
@@ -210,7 +210,7 @@ def _snapshot(remains: Remains, *, now: float) -> Snapshot:
 
 
 class FolderWatcher:
-    """As `poller.Watcher`; what lies there is read again when it has changed."""
+    """Like `poller.Watcher`, for a folder, which is read again when it has changed."""
 
     def __init__(self, remains: Remains, *, clock: Callable[[], float] = time.time) -> None:
         self._remains, self._clock = remains, clock
@@ -240,7 +240,7 @@ def _modified(path: Path) -> float:
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
-    """Nothing where it is not there, or not whole."""
+    """Read a JSON object; empty if the file is missing or incomplete."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""The last groups that workers delivered, a line each, and one of them in full, as `streamrl groups` reads it.
+"""The groups that workers delivered last, one line each, and a single one in full, as in `streamrl groups`.
 
-They are read from the stream while it holds them; what is committed is gone. Where the stream has none, or is not there
-any more, those that the learner has kept in the run's folder. Only reads.
+Read from the stream while it holds them; committed ones are gone. If the stream is empty or gone, those that the
+learner has kept in the run's folder. Only reads.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _MOST = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One group, in a line."""
+    """One group's line."""
 
-    id: str  # of its entry
+    id: str  # stream entry id
     ticket: int
     worker: str
     error: str
@@ -47,7 +47,7 @@ class Rollout:
 
 
 class Rollouts(Protocol):
-    """What pages show. None, and no lines: it is not there any more, or cannot be read now."""
+    """The groups for display. None, or no lines: the group is gone, or cannot be read now."""
 
     def latest(self) -> Sequence[Rollout]: ...
 
@@ -63,7 +63,7 @@ def rollouts_of(there: Opened | Remains) -> Rollouts:
 
 
 class LiveRollouts:
-    """`kept`: for what the stream does not hold any more."""
+    """Groups in the stream; `kept` is used for those that it no longer holds."""
 
     def __init__(self, client: redis.Redis, keys: Keys, *, kept: KeptRollouts | None = None) -> None:
         self._client, self._keys, self._kept = client, keys, kept
@@ -90,7 +90,7 @@ class LiveRollouts:
 
     def _open(self, entry_id: str) -> tuple[tuple[Entry, Group] | None, TokenDecoder | None]:
         with contextlib.suppress(redis.RedisError):
-            with self._lock:  # one tokenizer, loaded once
+            with self._lock:  # load the tokenizer once
                 if self._decoder is None:
                     self._decoder = find_decoder_of_run(self._client, self._keys)
             return open_rollout(self._client, self._keys, entry_id), self._decoder
@@ -115,7 +115,7 @@ class KeptRollouts:
 
 
 def list_rollouts(client: redis.Redis, keys: Keys) -> list[Rollout]:
-    """The newest first; what cannot be read is left out."""
+    """Return the newest groups first; unreadable ones are skipped."""
     entries: Any = client.xrevrange(keys.groups("train"), count=_MOST)
     found: list[Rollout] = []
     for entry_id, fields in entries:
@@ -125,7 +125,7 @@ def list_rollouts(client: redis.Redis, keys: Keys) -> list[Rollout]:
 
 
 def open_rollout(client: redis.Redis, keys: Keys, entry_id: str) -> tuple[Entry, Group] | None:
-    """None: it has been committed meanwhile, or cannot be read."""
+    """Open a group; None if it has been committed meanwhile, or cannot be read."""
     entries: Any = client.xrange(keys.groups("train"), entry_id, entry_id)
     if not entries:
         return None
@@ -137,7 +137,7 @@ def open_rollout(client: redis.Redis, keys: Keys, entry_id: str) -> tuple[Entry,
 
 
 def find_decoder_of_run(client: redis.Redis, keys: Keys) -> TokenDecoder | None:
-    """By the model's own tokenizer, if it is here; else token ids stand for the text."""
+    """Return the model's own tokenizer, if it is here; otherwise token ids are shown instead of text."""
     config: Any = client.hget(keys.meta, "config")
     try:
         return find_decoder(str(json.loads(config or b"")["model"]["path"]))

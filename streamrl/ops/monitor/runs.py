@@ -1,9 +1,9 @@
-"""Which run is meant, and the way to it, as quickly as can be: without the schema of configurations.
+"""Finds a run and connects to it, quickly: without the configuration schema. Lists all runs in a Redis.
 
-Blocks at most some seconds for the server to answer, then ResourceError; unless the run's folder is known and tells
-that it has ended, and how.
+Blocks at most some seconds on the server, then ResourceError; unless the run's folder is known and shows that it has
+ended, and how.
 
-All runs in a Redis. The keys are gone through by SCAN, a page at a time, and for a bounded time only.
+To list runs, keys are scanned page by page (SCAN), for a bounded time.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _EMBEDDED = "embedded"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A run by its server and name."""
+    """A run's server and name."""
 
-    url: str | None  # None: its folder says that Redis is embedded, and that does not run
+    url: str | None  # None: the folder names an embedded Redis, which is not running
     run: str
     folder: Path | None = None
 
     def server(self) -> str:
-        """The URL; ResourceError when nothing serves it."""
+        """Return the URL; ResourceError if there is none."""
         if self.url is None:
             raise ResourceError(f"the Redis of the run in {self.folder} is not up, and comes with `streamrl up`")
         return self.url
 
     def remains(self) -> Remains | None:
-        """What the folder tells; None where there is none, or it is another run's."""
+        """Return what the folder records; None if there is none, or it is another run's."""
         found = read_remains(self.folder) if self.folder is not None else None
         return found if found is not None and found.name == self.run else None
 
@@ -73,7 +73,7 @@ class Opened:
 
 
 def find_target(folder: Path | None, url: str | None, run: str | None) -> Target:
-    """From what a command line says: a run's folder, or a server and a name."""
+    """Find the run named on a command line: by its folder, or by server and name."""
     if folder is None:
         url = url or os.environ.get(URL_VARIABLE)
         if url is not None and run is None:
@@ -88,8 +88,8 @@ def find_target(folder: Path | None, url: str | None, run: str | None) -> Target
 
 @contextmanager
 def opened(target: Target, *, may_come: bool = False) -> Iterator[Opened | Remains]:
-    """The run in its Redis; what its folder tells of it where that is not there any more. `may_come`: a Redis that is
-    away is a TransportError, for who asks again."""
+    """Open the run in its Redis, or its folder if Redis is gone. With `may_come`, an unreachable Redis is a
+    TransportError, for callers that retry."""
     with ExitStack() as stack:
         try:
             client = stack.enter_context(open_server(target.server(), may_come=may_come))
@@ -100,7 +100,7 @@ def opened(target: Target, *, may_come: bool = False) -> Iterator[Opened | Remai
 
 
 def _look_in(client: redis.Redis, target: Target) -> Opened | Remains:
-    """A server that knows nothing of a run which has ended was emptied, or is another one."""
+    """Look for the run; a server without a run that has ended was emptied, or is another one: use the folder."""
     keys = Keys(target.run)
     if target.folder is not None and not client.exists(keys.meta):
         remains = target.remains()
@@ -110,7 +110,7 @@ def _look_in(client: redis.Redis, target: Target) -> Opened | Remains:
 
 
 def left_of(target: Target, error: ResourceError | TransportError) -> Remains:
-    """Of a run whose Redis does not answer. The error, where it is not known or may be running all the same."""
+    """Return the folder's record of a run whose Redis does not answer; raise the error if it may be running."""
     remains = target.remains()
     if remains is None:
         raise error
@@ -121,7 +121,7 @@ def left_of(target: Target, error: ResourceError | TransportError) -> Remains:
 
 @contextmanager
 def open_server(url: str, *, may_come: bool = False) -> Iterator[redis.Redis]:
-    """What the server refuses, or leaves unanswered, of what its user asks inside is a TransportError."""
+    """Connect; a refused or unanswered command inside the context is a TransportError."""
     times = _Timeouts()
     with connect(url, times, patience_s=times.connect_timeout_s if may_come else None) as client:
         try:
@@ -146,10 +146,10 @@ _META = re.compile(r"^streamrl:\{(.+)\}:meta$")
 class ListedRun:
     name: str
     state: str
-    is_live: bool  # a learner holds it
+    is_live: bool  # a learner holds its lease
     term: int
     step: int
-    parts: int  # that have reported
+    parts: int  # with reports
     created_at: float | None
     ended_at: float | None = None
     folder: str | None = None
@@ -158,8 +158,8 @@ class ListedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    runs: tuple[ListedRun, ...]  # the youngest first
-    is_complete: bool  # False: time was up before all keys had been seen
+    runs: tuple[ListedRun, ...]  # newest first
+    is_complete: bool  # False: the time ran out before all keys were scanned
 
 
 def list_runs(client: redis.Redis, *, within_s: float = 10.0) -> Listing:
@@ -192,7 +192,7 @@ def _read(client: redis.Redis, name: str) -> ListedRun:
 
 
 def with_folders(listing: Listing, folder: Path) -> Listing:
-    """And the runs whose folders lie there; none where there is no such place."""
+    """Add the runs whose folders are there, if the place exists."""
     left = {(run.uid, run.name): run for run in listing.runs}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if (run := _read_folder(path)) is not None:
@@ -207,14 +207,14 @@ def _youngest_first(run: ListedRun) -> tuple[float, str]:
 
 
 def _joined(live: ListedRun, left: ListedRun) -> ListedRun:
-    """What Redis tells, which may have missed steps since the last checkpoint, and that its learner has died."""
+    """Combine both: Redis may lack steps since the last checkpoint, and does not know that its learner has died."""
     died = live.state == "running" and not live.is_live and left.state == "crashed"
     state = left.state if died else live.state
     return replace(live, state=state, step=max(live.step, left.step), folder=left.folder)
 
 
 def _read_folder(folder: Path) -> ListedRun | None:
-    """None: it is not a run's. One that is up by itself is asked in its own Redis."""
+    """Read a run's folder; None if it is none. A run whose embedded Redis is running is asked there."""
     try:
         target = find_target(folder, None, None)
         remains = read_remains(folder)

@@ -1,4 +1,4 @@
-"""A `View` as plain text, at most 100 columns: what `streamrl status`, `top`, the launcher and `streamrl why` say."""
+"""A `View` as plain text, at most 100 columns wide, for `streamrl status`, `top`, the launcher and `streamrl why`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _MARKS = {"blocking": "!!", "attention": "! ", "info": "  "}
 
 
 def rows(view: View, *, width: int = WIDTH) -> Iterator[tuple[str, str]]:
-    """(label, line) of all that there is to say; a line that belongs to the one above has no label."""
+    """Yield (label, line) for everything there is to show; a continuation line has no label."""
     found = _of_redis(view, width=width) if view.run.folder is None else _of_folder(view, width=width)
     yield from ((label, printable(line)) for label, line in found if line)
 
 
 def _of_folder(view: View, *, width: int) -> list[tuple[str, str]]:
-    """Nothing of parts and streams: they are no more."""
+    """Without parts and streams, which no longer exist."""
     return [
         ("run", run_line(view)),
         ("health", health_line(view)),
@@ -69,12 +69,12 @@ def _labelled(label: str, lines: Iterator[str]) -> Iterator[tuple[str, str]]:
 
 
 def status_lines(view: View, *, width: int | None = WIDTH) -> list[str]:
-    """None: whole lines, for whom no terminal would wrap."""
+    """Format the status; width None: untruncated lines, for output that is no terminal."""
     return [f"{label:<{LABEL}}{line}"[:width].rstrip() for label, line in rows(view, width=width or WIDTH)]
 
 
 def why_lines(view: View, *, width: int = WIDTH) -> list[str]:
-    """Every cause with its evidence and remedy, the one to look at first."""
+    """Format every cause with its evidence and remedy, the most important first."""
     lines = [f"{view.run.name}: {view.verdict}"]
     if not view.causes:
         return [*lines, f"   nothing holds it back: {learner_words(view)}"]
@@ -91,7 +91,7 @@ def cause_lines(cause: Cause, *, width: int = WIDTH) -> Iterator[str]:
             width,
             initial_indent=f"   {label:<6}",
             subsequent_indent=" " * 9,
-            # Commands and paths are copied from here: they stay whole.
+            # Commands and paths are copied from here, so they must not be broken.
             break_long_words=False,
             break_on_hyphens=False,
         )
@@ -124,7 +124,7 @@ def health_line(view: View) -> str:
 
 
 def activity(part: Part) -> str:
-    """What it does, for how long; plainly when it is gone."""
+    """What a part does and for how long; clearly marked when it is gone."""
     if part.state == "silent":
         return f"silent for {age(part.report_s)}"
     if part.state == "waiting":
@@ -143,18 +143,18 @@ def learner_line(view: View) -> str:
 
 
 def learner_words(view: View) -> str:
-    """And what it computes in, which `dtype: auto` leaves to the machine that begins a run."""
+    """The learner's line with its dtype, which `dtype: auto` decides by machine."""
     dtype = dtype_words(view)
     return learner_line(view) + (f"; in {dtype}" if dtype else "")
 
 
 def dtype_words(view: View) -> str:
-    """One word, as a rule; none where the run does not say."""
+    """Usually one dtype; empty if unknown."""
     learner, workers = view.limits.model_dtype, view.limits.weights_dtype
     return (learner or "") if learner == workers else f"{learner}, weights {workers}"
 
 
-_METRICS = (  # what matters most comes first
+_METRICS = (  # in order of importance
     ("reward", "train_rollouts/rewards"),
     ("of all groups", "all_rollouts/rewards"),
     ("lag", "lag/mean"),
@@ -169,7 +169,7 @@ _METRICS = (  # what matters most comes first
 
 
 def metrics_lines(view: View, *, width: int = WIDTH) -> list[str]:
-    """The metrics of the last step in at most two lines, and the curve of the reward, as long as there is room for."""
+    """Format the last step's metrics in at most two lines, with a reward curve as long as there is room for."""
     found = view.learner.metrics
     of_loss = [(printable(metric.removeprefix(OF_LOSS)), metric) for metric in found if metric.startswith(OF_LOSS)]
     words = [f"{name} {number(found[metric])}" for name, metric in (*_METRICS, *of_loss) if metric in found]
@@ -183,7 +183,7 @@ def metrics_lines(view: View, *, width: int = WIDTH) -> list[str]:
 
 
 def _fitting(words: Sequence[str], room: int) -> Sequence[str]:
-    """As many of the first as a line has room for, and one in any case."""
+    """Return the leading words that fit on a line, at least one."""
     lengths = accumulate(len(word) + 2 for word in words)
     return words[: max(1, sum(length - 2 <= room for length in lengths))]
 
@@ -218,7 +218,7 @@ def _names(parts: Sequence[Part]) -> str:
 
 
 def others_line(view: View) -> str:
-    """Whoever only looks at the run, as the launcher does, is not worth a word."""
+    """Omit launchers and others that only observe the run."""
     return "; ".join(f"{part.name} {activity(part)}" for part in view.others if part.role != "launcher")
 
 
@@ -272,13 +272,13 @@ def drops_line(view: View) -> str:
 
 
 def prompts_line(view: View) -> str:
-    """Of a run with a curriculum."""
+    """For a run with a curriculum."""
     found = view.prompts
     return ", ".join(f"{found[kind]} {kind}" for kind in ("new", "fitting", "solved", "hopeless") if kind in found)
 
 
 def summary_words(summary: Mapping[str, Any] | None) -> str:
-    """What the last launch came to, as its launcher wrote it down."""
+    """The outcome of the last launch, as its launcher recorded it."""
     facts = summary or {}
     words = [f"{facts[name]} {told}" for name, told in _OF_SUMMARY.items() if name in facts]
     return ", ".join(words) + (f"; model in {facts['export']}" if facts.get("export") else "")

@@ -1,7 +1,7 @@
-"""A run as people look at it. `to_json` of a `View` is what `--json` prints everywhere; `SCHEMA` grows when a field
-changes its meaning or goes, not when one is added.
+"""A run as it is displayed. `--json` everywhere prints `to_json` of a `View`; `SCHEMA` is raised when a field changes
+its meaning or is removed, not when one is added.
 
-Every duration is in seconds, every `*_at` is unix time; what is not known is null.
+Every duration is in seconds, every `*_at` is unix time; unknown values are null.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Run:
     name: str
     uid: str | None
     state: RunState | Literal["absent", "crashed"]  # crashed: it was running when it ended
-    control: str  # the operator's word: run, pause, drain, stop
+    control: str  # the operator's command: run, pause, drain, stop
     term: int
     step: int
     max_steps: int | None
@@ -35,14 +35,14 @@ class Run:
     created_at: float | None
     eta_s: float | None
     share_done: float | None  # 0 to 1
-    error: str | None = None  # what has ended it, where it failed
+    error: str | None = None  # why it failed
     ended_at: float | None = None
-    folder: str | None = None  # which alone tells of the run: its Redis is not there any more
+    folder: str | None = None  # set if only the folder is left, and its Redis is gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Settings of the run that say what is normal."""
+    """Settings of the run that define what is normal."""
 
     max_lag_steps: int | None = None
     groups_per_step: int | None = None
@@ -50,7 +50,7 @@ class Limits:
     idle_timeout_s: float | None = None
     max_attempts: int | None = None
     stale: str | None = None
-    model_dtype: str | None = None  # in which the learner computes, and below what workers generate with: never `auto`
+    model_dtype: str | None = None  # the learner's; below it the workers'; never `auto`
     weights_dtype: str | None = None
     arithmetic: str | None = None  # the coarser of the two: float32 or bfloat16
     reward_sources: tuple[str, ...] = ()
@@ -58,37 +58,37 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one part says of itself, and how fresh that is."""
+    """A part's own report, and its age."""
 
     name: str
     role: str
     host: str
     pid: int
     state: str  # starting, working, waiting, stopping; silent: it has not reported for a while
-    doing: str  # the activity, or what it waits for
-    doing_s: float  # for so long
-    progress_s: float  # since it last got on
-    report_s: float  # since it last reported
+    doing: str  # the activity, or the wait
+    doing_s: float  # since it began
+    progress_s: float  # since the last progress
+    report_s: float  # since the last report
 
     @property
     def alive(self) -> bool:
-        """A part may be silent for a moment, when its machine is busy, without being gone."""
+        """Not gone: a part on a busy machine may be silent for a moment."""
         return self.report_s <= GONE_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
-    lead: Part | None  # rank 0; None: it has never reported, or left in order
-    ranks: int  # that report
-    holder: str | None  # who holds the run
+    lead: Part | None  # rank 0; None: it has never reported, or has shut down in order
+    ranks: int  # with reports
+    holder: str | None  # of the run's lease
     lease_left_s: float | None
-    metrics: Mapping[str, float]  # of the last step, by their names (telemetry.metrics)
-    validation: Mapping[str, float]  # those of the last validation
-    rewards: tuple[float, ...]  # of the steps that were read, oldest first, thinned
-    held_out: Mapping[str, tuple[float, ...]]  # by reward source, the means of the validations that were read
-    skipped_lately: int  # of the last steps, those that changed nothing: a loss or gradient was not finite
-    fresh_mismatch: tuple[float, ...]  # of the last steps that had fresh samples, oldest first
-    live: Mapping[str, float]  # its counters now, also between steps
+    metrics: Mapping[str, float]  # of the last step, by name (telemetry.metrics)
+    validation: Mapping[str, float]  # of the last validation, by name
+    rewards: tuple[float, ...]  # by step, oldest first, thinned
+    held_out: Mapping[str, tuple[float, ...]]  # by reward source, the means of the validations
+    skipped_lately: int  # recent steps that changed nothing because a loss or gradient was not finite
+    fresh_mismatch: tuple[float, ...]  # of recent steps with fresh samples, oldest first
+    live: Mapping[str, float]  # its current counters, also between steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,17 +96,17 @@ class Worker:
     part: Part
     version: str | None
     step: int | None  # of that version
-    lag: int | None  # versions' steps behind the newest
+    lag: int | None  # steps behind the newest version
     tokens_per_s: float | None
     in_flight: int | None
     kv_use: float | None  # share of the KV cache
     leases: int
     delivered: int
     failed: int
-    loads: int  # weight versions that it took up
-    loads_in_flight: int  # of them with samples being generated
-    rejected: str  # what the engine failed at when it was to load new weights; "": nothing
-    rejected_version: str  # of those weights; "": none
+    loads: int  # weight versions loaded
+    loads_in_flight: int  # of these, loaded while samples were being generated
+    rejected: str  # why the engine rejected new weights; "": it did not
+    rejected_version: str  # their version; "": none
     detail: Mapping[str, int | float | str]  # all that it reports
 
 
@@ -115,10 +115,10 @@ class RewardSource:
     name: str
     mean: float | None  # of the last step
     latency_s: float | None  # mean over workers
-    scored: int  # since the workers that report began
+    scored: int  # since the start of the workers that report
     errors: int
-    state: str | None  # as the worker has it that fares worst: well, or what is out
-    tokens: int | None = None  # that judges have read and written for all workers; None of other sources
+    state: str | None  # the worst that any worker reports: well, or what is out
+    tokens: int | None = None  # read and written by judges for all workers; None for other sources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +128,10 @@ class Stream:
     leased: int
     groups: int
     group_bytes: int
-    oldest_worker: str | None  # who has the ticket that was issued first
-    oldest_s: float | None  # ago
-    oldest_silent_s: float | None  # since that lease was renewed
-    oldest_times: int | None  # that it was leased
+    oldest_worker: str | None  # the holder of the ticket that was issued first
+    oldest_s: float | None  # since it was issued
+    oldest_silent_s: float | None  # since its lease was renewed
+    oldest_times: int | None  # how often it was leased
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,9 +139,9 @@ class Weights:
     latest: str | None
     step: int | None
     age_s: float | None
-    kept: int  # versions whose manifests are there
+    kept: int  # versions with a manifest
     num_bytes: float | None  # of the newest
-    largest_bytes: float | None  # of the recent ones: an anchor, as a rule
+    largest_bytes: float | None  # of recent versions: usually an anchor
     changed_share: float | None  # of elements, in the newest
     behind: int  # workers that serve an older version
     worst_lag: int  # steps
@@ -152,7 +152,7 @@ class Drops:
     trained: int
     dropped: int
     by_reason: Mapping[str, int]
-    rate_by_length: Mapping[str, float]  # by the longest response, up to so many tokens
+    rate_by_length: Mapping[str, float]  # by upper bounds of the longest response
     ignored: Mapping[str, int]
 
 
@@ -160,7 +160,7 @@ class Drops:
 class Dead:
     count: int
     retry_requests: int
-    latest: tuple[Mapping[str, str], ...]  # {ticket, error}, the newest first
+    latest: tuple[Mapping[str, str], ...]  # {ticket, error}, newest first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,9 +176,9 @@ class Redis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Something that holds the run back, or explains why it does nothing."""
+    """What holds the run back, or explains why it does nothing."""
 
-    name: str = ""  # what `causes.TABLE` calls it
+    name: str = ""  # its key in `causes.TABLE`
     level: Level
     title: str
     evidence: str
@@ -186,7 +186,7 @@ class Cause:
 
 
 blocking = partial(Cause, level="blocking")  # it stops the run
-attention = partial(Cause, level="attention")  # somebody should look
+attention = partial(Cause, level="attention")  # it needs attention
 info = partial(Cause, level="info")  # it explains why the run does what it does
 
 
@@ -199,19 +199,19 @@ class View:
     learner: Learner
     workers: tuple[Worker, ...]
     others: tuple[Part, ...]  # launcher, reward server, further ranks
-    restarts: int  # of parts that died, as the launcher counts them
+    restarts: int  # of dead parts, as the launcher counts them
     rewards: tuple[RewardSource, ...]
     streams: tuple[Stream, ...]
     weights: Weights
     drops: Drops
-    drops_lately: Drops  # in the last steps, and since
+    drops_lately: Drops  # over the last steps, and since
     dead: Dead
     redis: Redis
     prompts: Mapping[str, int] = field(default_factory=dict)  # of a curriculum: new, fitting, solved, hopeless ones
-    summary: Mapping[str, Any] | None = None  # what the last launch came to, where the folder alone tells
-    unreadable: tuple[str, ...] = ()  # what lies in Redis under the run's name and is not what it should be
+    summary: Mapping[str, Any] | None = None  # outcome of the last launch, if only the folder is left
+    unreadable: tuple[str, ...] = ()  # malformed entries in Redis under the run's name
     verdict: Verdict = "healthy"
-    causes: tuple[Cause, ...] = ()  # the first is the one to look at
+    causes: tuple[Cause, ...] = ()  # most important first
 
     @property
     def train(self) -> Stream:

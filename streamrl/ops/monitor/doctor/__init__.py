@@ -1,6 +1,6 @@
-"""`streamrl doctor`: what can be known to go wrong, or slowly, before a run: each line ok, warning or error, with the
-remedy. Nothing of the run is started, nothing is written, no weights are loaded; each check has a bound. What takes
-seconds comes last, and only where nothing that it needs is wrong.
+"""`streamrl doctor`: finds what would go wrong, or be slow, before a run: each line ok, warning or error, with a
+remedy. Nothing of the run is started, nothing is written, no weights are loaded; each check is bounded. Checks that
+take seconds come last, and run only if what they need is in order.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ CHECKS: Mapping[str, Check] = {
     "disk": machine.check_disk,
     "limits": machine.check_limits,
 }
-_NEEDED = {"settings", "packages", "files", "model"}  # by what is tried
+_NEEDED = {"settings", "packages", "files", "model"}  # by the trials
 
 
-# What another machine must have: the learner asks no rewards, and a worker reads no prompts.
+# Checks to skip on a machine with only this part: the learner asks no rewards, and a worker reads no prompts.
 _ELSEWHERE: Mapping[Part, Collection[str]] = {
     "all": (),
     "learner": ("rewards", "reward port", "shared memory"),
@@ -55,7 +55,7 @@ _ELSEWHERE: Mapping[Part, Collection[str]] = {
 
 
 def examine(loaded: Loaded, part: Part = "all", *, ask_services: bool = False) -> Iterator[Finding]:
-    """One by one, as they are found. `ask_services`: reward services for a score, too."""
+    """Yield findings as they come. `ask_services`: also request a score from reward services."""
     wrong = set()
     for name, finding in look(loaded, part):
         wrong |= {name} if finding.level == "error" else set()
@@ -65,14 +65,14 @@ def examine(loaded: Loaded, part: Part = "all", *, ask_services: bool = False) -
             "trials", "rewards, prompts and model were not tried", "fix the errors first, then run doctor again"
         )
         return
-    if part == "all":  # rewards are tried on rows of the data, which a worker's machine need not have
+    if part == "all":  # rewards are tried on rows of the data, which a worker's machine may not have
         yield from _made("rewards", partial(try_rewards, ask_services=ask_services), loaded)
     if part != "worker":
         yield from _made("learner", partial(try_learner, workers_are_here=part == "all"), loaded)
 
 
 def look(loaded: Loaded, part: Part = "all") -> Iterator[tuple[str, Finding]]:
-    """What takes no seconds, each with the name of its check."""
+    """Run the quick checks; yields each finding with the name of its check."""
     of_part: Mapping[str, Check] = {
         "packages": _sound("packages", lambda loaded: check_packages(loaded.config, part)),
         "placement": partial(gpus.check_placement, part=part),

@@ -1,6 +1,6 @@
-"""The GPUs of this machine, which process of the run gets which, and whether a worker's part of the run fits there.
+"""Checks of this machine's GPUs: which process gets which, and whether a worker's part of the run fits.
 
-What the learner takes is for who knows its model (`streamrl.learner.preflight`).
+What the learner needs is estimated where its model is known (`streamrl.learner.preflight`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from streamrl.gpus import gpus_here
 from streamrl.ops.monitor.doctor.sizes import served_bytes
 from streamrl.terminal import plural, size
 
-_WORKING_BYTES = 2 << 30  # of an engine beside weights and cache: activations, graphs, the driver's context; a guess
+_WORKING_BYTES = 2 << 30  # of an engine besides weights and KV cache: activations, graphs, driver context; a guess
 
 
 def check_gpus(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
@@ -44,7 +44,7 @@ def check_placement(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
 
 
 def _workers(config: Config, shares: list[Share]) -> Iterator[Finding]:
-    """Of the one with the least memory; unknown sizes are not judged."""
+    """Check the worker with the least memory; unknown sizes are skipped."""
     weights = served_bytes(config)
     if not shares or not weights:
         return

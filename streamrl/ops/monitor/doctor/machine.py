@@ -1,7 +1,7 @@
-"""This machine and the model that it shall hold: the model's folder, memory, shared memory, disk, limits.
+"""Checks of this machine and the run's model: the model's folder, memory, shared memory, disk, limits.
 
-What the machine would need is estimated from the model, whose parts must agree with each other. They are read from
-headers and JSON alone; no tensor is loaded, and no code of a model runs.
+Resource needs are estimated from the model, whose parts must be consistent. Only headers and JSON are read; no tensor
+is loaded, and no code of a model runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FEWEST_FILES = 4096
 
 
 def check_torch(loaded: Loaded) -> Iterator[Finding]:
-    """What was built for another torch; other programs that import transformers die of it."""
+    """Warn about packages built for another torch, which break other programs that import transformers."""
     for name, told in misfits().items():
         yield warning("torch", f"{told}: streamrl ignores it", f"`pip uninstall {name}`; nothing here uses it")
     if not misfits():
@@ -82,7 +82,7 @@ def _check_vocabulary(name: str, folder: Path, settings: dict[str, Any], *, key:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Nothing where it is not there or no JSON object; what must be there is `check_files`'s to say."""
+    """Read a JSON object; empty if it is missing or malformed, which `check_files` reports."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -91,7 +91,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def check_precision(loaded: Loaded) -> Iterator[Finding]:
-    """Of cores: every GPU that is meant here has bfloat16."""
+    """Check the cores only: every supported GPU has bfloat16."""
     dtypes = {"model.dtype": loaded.config.model.dtype, "weights.dtype": loaded.config.weights.dtype}
     slow = [f"{key}: float32" for key, dtype in dtypes.items() if dtype == "bfloat16"]
     if slow and not gpus_here() and not computes_in_bfloat16():
@@ -100,7 +100,7 @@ def check_precision(loaded: Loaded) -> Iterator[Finding]:
 
 
 def learner_bytes(config: Config, parameters: int) -> int:
-    """Of one rank, without activations but with logits, which outweigh them for small models: an estimate."""
+    """Estimate one rank's memory, without activations but with logits, which outweigh them for small models."""
     ranks = config.learner.processes
     trained = parameters * _MASTER_BYTES // ranks
     copies = 1 if config.algorithm.kl.placement == "none" or config.model.lora is not None else 2  # and the reference
@@ -109,7 +109,7 @@ def learner_bytes(config: Config, parameters: int) -> int:
 
 
 def worker_bytes(config: Config) -> int:
-    """Of one worker on a machine without GPUs, but for its KV cache: the engine, and its mirror in shared memory."""
+    """Estimate a worker's memory without GPUs and without KV cache: the engine, and its mirror in shared memory."""
     return 2 * served_bytes(config)
 
 
@@ -121,7 +121,7 @@ def check_memory(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
         yield warning("memory", "the model's size is not known here", "give model.path as a local folder")
         return
     learner = learner_bytes(config, parameters)
-    if gpus_here():  # told where they are given out, and by the learner's own trial
+    if gpus_here():  # reported by the placement check, and by the learner's own trial
         return
     if part != "worker":
         yield ok("learner memory", f"about {size(learner)} a rank, and activations: an estimate")
@@ -152,7 +152,7 @@ def check_shared_memory(loaded: Loaded, part: Part = "all") -> Iterator[Finding]
 def check_disk(loaded: Loaded) -> Iterator[Finding]:
     config = loaded.config
     folder = first_there(config.folder)
-    keep = config.checkpoint.keep_last + config.checkpoint.keep_best + 1  # the one that is being written
+    keep = config.checkpoint.keep_last + config.checkpoint.keep_best + 1  # one is being written
     needed = keep * trained_parameters(config) * _CHECKPOINT_BYTES
     remedy = "make room, choose another `dir`, or lower checkpoint.keep_last and keep_best"
     yield _has_room("disk", folder, needed, what=f"{keep} checkpoints", remedy=remedy)

@@ -1,6 +1,6 @@
-"""What must be as the run needs it: `streamrl up` stops at the first that is not, `streamrl doctor` tells them all.
+"""Requirements of a run: `streamrl up` stops at the first that is not met, `streamrl doctor` reports all.
 
-Each raises UserError with the remedy. What must hold of Redis is `transport.connection.server_faults`.
+Each raises UserError with the remedy. Requirements on Redis are in `transport.connection.server_faults`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from streamrl.protocol.weights.stores import budget_in_redis, refuse_too_large
 
 
 def check_learning(config: Config) -> None:
-    """That what the learner of this configuration needs is installed."""
+    """Check that everything that the learner of this configuration needs is installed."""
     check_learner()
     for name, package in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
         if getattr(config.metrics, name):
@@ -34,7 +34,7 @@ def check_learning(config: Config) -> None:
 
 
 def check_packages(config: Config, part: Part = "all") -> None:
-    """That what this configuration needs is installed, and can do what workers are to do here."""
+    """Check that this configuration's packages are installed, and that workers can run here."""
     if part != "worker":
         check_learning(config)
     engine = ENGINES[config.worker.engine]

@@ -1,7 +1,7 @@
-"""What the run asks of others.
+"""Checks of the services that a run uses.
 
-Its Redis: there, new enough, keeping what it is given, quick.
-Its reward services and its teacher's servers answer.
+Its Redis: reachable, recent enough, durable, fast.
+Its reward services and teacher servers: reachable.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from streamrl.terminal import size
 
 _PINGS = 20
 _SLOW_MS, _TOO_SLOW_MS = 5.0, 100.0
-_REWRITING = 5, 4  # memory that rewriting the append-only file may take, beside what is kept
-_TIMEOUT_S = 5.0  # of a service
+_REWRITING = 5, 4  # memory factor while the append-only file is rewritten, as a fraction
+_TIMEOUT_S = 5.0  # per service
 
 
 def check_redis(loaded: Loaded) -> Iterator[Finding]:
@@ -57,7 +57,7 @@ def check_redis(loaded: Loaded) -> Iterator[Finding]:
 
 
 def _told(client: redis.Redis, words: str) -> str:
-    """How this very server is given a setting. Asked only for a remedy: a refusal stands in the server's ACL LOG."""
+    """Return how to change a setting of this server. Called only for a remedy: a refusal shows in its ACL LOG."""
     try:
         client.config_get("maxmemory-policy")
     except redis.exceptions.NoPermissionError:
@@ -68,9 +68,9 @@ def _told(client: redis.Redis, words: str) -> str:
 
 
 def fitness(info: Mapping[str, Any], needed: int, told: Callable[[str], str]) -> dict[str, Finding]:
-    """Of a server without `server_faults`, by what those are of. What it does not tell is taken for well.
+    """Check a server without `server_faults`, by the same topics. What it does not report counts as in order.
 
-    `told`: how it is given a setting."""
+    `told`: returns how to change a setting."""
     policy = str(info.get("maxmemory_policy", "noeviction"))
     limit, used = info.get("maxmemory", 0), info.get("used_memory", 0)
     found = {
@@ -96,7 +96,8 @@ def fitness(info: Mapping[str, Any], needed: int, told: Callable[[str], str]) ->
 
 
 def _host(info: Mapping[str, Any], kept: int) -> Finding | None:
-    """Whether its machine has the memory that it may take; then the kernel ends it, or swaps, before maxmemory does."""
+    """Check that its machine has the memory it may use; otherwise the kernel kills it or swaps before maxmemory
+    acts."""
     has, (more, of) = info.get("total_system_memory", 0), _REWRITING
     if not has or kept * more // of <= has:
         return None
@@ -132,7 +133,7 @@ def _latency(client: redis.Redis) -> Finding:
 
 
 def check_rewards(loaded: Loaded) -> Iterator[Finding]:
-    """Whether services are there; functions are tried."""
+    """Check whether services are reachable; functions have a trial instead."""
     for name, source in loaded.config.rewards.items():
         if isinstance(source, SERVICES):
             judges = source.type == "judge"
@@ -142,7 +143,7 @@ def check_rewards(loaded: Loaded) -> Iterator[Finding]:
 
 
 def check_teacher(loaded: Loaded) -> Iterator[Finding]:
-    """Whether its servers are there; that their tokens are the policy's, workers find out."""
+    """Check whether the servers are reachable; workers compare their tokenizer with the policy's."""
     teacher = loaded.config.teacher
     yield from () if teacher is None else (_service("teacher", url, looks_at="health") for url in teacher.urls)
 
@@ -155,7 +156,7 @@ def _service(label: str, address: str, *, looks_at: Literal["models", "health"])
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S):
             pass
-    except urllib.error.HTTPError as answer:  # something serves there; it need not know /health
+    except urllib.error.HTTPError as answer:  # something answers there, but it may not have /health
         if looks_at == "models" and answer.code in (401, 403):
             return ok(label, f"{address} answers, and requires a key")
         return warning(label, f"{url} answers {answer.code}", "check that this path is served there")

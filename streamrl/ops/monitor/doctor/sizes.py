@@ -1,6 +1,6 @@
-"""How large a run's model is, by the headers of its safetensors files: nothing is loaded, and no code of a model runs.
+"""Sizes of a run's model, from the headers of its safetensors files: nothing is loaded, and no code of a model runs.
 
-0 stands for a model that is not here, or not in such files.
+0 means that the model is not here, or not in such files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def count_parameters(folder: Path) -> int:
 
 
 def trained_parameters(config: Config) -> int:
-    """All, or those of the adapters: two thin matrices for each one that is adapted."""
+    """Count all parameters, or those of the adapters: two thin matrices for each adapted one."""
     folder, lora = Path(config.model.path), config.model.lora
     if lora is None:
         return count_parameters(folder)
@@ -31,12 +31,12 @@ def trained_parameters(config: Config) -> int:
 
 
 def served_bytes(config: Config) -> int:
-    """The model once, as it is served."""
+    """Size of the model as it is served."""
     return count_parameters(Path(config.model.path)) * BYTES[config.weights.dtype]
 
 
 def published_bytes(config: Config) -> int:
-    """What is trained once, as it is published: of adapters, these alone."""
+    """Size of what is trained, as it is published: with adapters, only these."""
     return trained_parameters(config) * BYTES[config.weights.dtype]
 
 

@@ -1,11 +1,11 @@
-"""What is tried before a run starts anything, so that a mistake costs seconds: `up`, `learn` and `config check` stop at
-the first trial that fails, `doctor` tells all.
+"""Trials that run before anything of a run starts, so that a mistake costs seconds: `up`, `learn` and `config check`
+stop at the first that fails, `doctor` reports all.
 
     python -m streamrl.workers.preflight   each reward function scores made-up completions of each file's first row
     python -m streamrl.learner.preflight   own losses, tokenizer, prompts, and the model without its weights
 
-Both are processes that get the configuration and write findings; so nothing here imports torch or code of the user's,
-and memory and time that they take end with them. Cheap trials come first. Nothing is downloaded.
+Both are processes that get the configuration and write findings; so nothing here imports torch or user code, and their
+memory ends with them. Cheap trials come first. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Trial = Callable[[Loaded], Iterable[Finding]]
 
 
 def try_rewards(loaded: Loaded, *, ask_services: bool = False) -> Iterator[Finding]:
-    """`ask_services`: also for a score of theirs, which may cost money."""
+    """Try the reward sources. `ask_services`: also request a score from services, which may cost money."""
     sources = loaded.config.rewards.values()
     if not ask_services and not any(isinstance(source, FunctionReward) for source in sources):
         return iter(())
@@ -54,7 +54,7 @@ def try_learner(loaded: Loaded, *, workers_are_here: bool = True) -> Iterator[Fi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """GPUs for a learner, which need not be here."""
+    """GPUs for a learner, possibly elsewhere."""
 
     gpus: int
     memory: int  # bytes of each
@@ -62,7 +62,7 @@ class Planned:
 
 
 def plan_layout(loaded: Loaded, planned: Planned) -> Iterator[Finding]:
-    """Which layout a learner should have there. Nothing else is looked at, and of the model its configuration alone."""
+    """Propose layouts for a learner on these GPUs, from the model's configuration alone; checks nothing else."""
     if planned.gpus > planned.per_host and planned.gpus % planned.per_host:
         told = f"--gpus {planned.gpus} is no multiple of --gpus-per-host {planned.per_host}"
         raise ConfigError(f"{told}: say how many of them each host has")
@@ -78,7 +78,7 @@ def _ask_learner(*words: str, loaded: Loaded, what: str) -> Iterator[Finding]:
     return _run("learner", "streamrl.learner.preflight", *words, loaded=loaded, limit_s=_LEARNER_S)
 
 
-# By what they are called while they last.
+# By the names shown while they run.
 REWARD_TRIALS: Mapping[str, Trial] = {"reward functions": try_rewards}
 TRIALS: Mapping[str, Trial] = {"vocabulary": check_models, **REWARD_TRIALS, "prompts and model": try_learner}
 
@@ -91,8 +91,8 @@ def undergo(
     workers_are_here: bool = True,
     trials: Mapping[str, Trial] = TRIALS,
 ) -> None:
-    """UserError with what the first failing trial has found. Where workers are elsewhere, what rewards lack here is a
-    warning."""
+    """Run the trials; UserError with the findings of the first that fails. If workers are elsewhere, findings about
+    rewards here are only warnings."""
     for name, trial in trials.items():
         say(f"trying {name} ...")
         here = partial(trial, workers_are_here=workers_are_here) if trial is try_learner else trial
@@ -102,19 +102,19 @@ def undergo(
             raise DataError("\n".join(lines))
         for line in lines:
             warn(f"{line} (here; workers may be elsewhere)")
-        if trial is not check_models:  # which cannot look at what the others do
+        if trial is not check_models:  # its warnings say only that something was not checked here
             for finding in findings:
                 if finding.level == "warning":
                     warn(told(finding))
 
 
 def told(finding: Finding) -> str:
-    """In one line."""
+    """Format a finding on one line."""
     return f"{finding.evidence}; {finding.remedy}" if finding.remedy else finding.evidence
 
 
 def _run(name: str, module: str, *words: str, loaded: Loaded, limit_s: float) -> Iterator[Finding]:
-    """A process that fails by itself, or takes too long, proves nothing of the run: a warning."""
+    """Run a trial process. If it fails by itself or takes too long, that says nothing about the run: a warning."""
     command = dying_with_us([sys.executable, "-m", module, *words], by=signal.SIGKILL)
     remedy = "the run itself will show it"
     try:

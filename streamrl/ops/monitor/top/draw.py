@@ -1,4 +1,4 @@
-"""The lines of one frame of `top`, exactly as many as the terminal has. Pure."""
+"""Draws the lines of one frame of `top`, exactly as many as the terminal has. Pure."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Column(NamedTuple):
     title: str
     width: int
     value: Callable[[Worker], str]
-    min_screen: int = 0  # columns of the terminal, from which on it is shown
+    min_screen: int = 0  # columns of the terminal from which it is shown
 
 
-COLUMNS = (  # what matters most comes first: a narrow terminal cuts off what stands last
+COLUMNS = (  # in order of importance: a narrow terminal cuts off the last ones
     Column("worker", 0, lambda w: w.part.name.partition("/")[2] or w.part.name),
     Column("state", 20, lambda w: _state(w)),
     Column("lag", 4, lambda w: number(w.lag)),
@@ -90,7 +90,7 @@ def _head(view: View | None, screen: Screen, *, width: int, error: str, server: 
 
 
 def draw_rows(view: View, *, width: int) -> Iterator[Text]:
-    """What `status` tells, in colours; run and health speak for themselves."""
+    """The lines of `status`, in colour; run and health need no label."""
     for label, line in words.rows(view, width=width):
         if label in ("run", "health"):
             yield Text(line, style="bold" if label == "run" else _STYLES[view.verdict])
@@ -116,7 +116,7 @@ def _workers(view: View, screen: Screen, width: int, space: int) -> list[Text]:
 
 
 def _below(view: View, curves: Curves, width: int) -> Iterator[Text]:
-    """Where the workers leave room: what holds the run back, and its curves. What has no room is not shown."""
+    """Below the workers, if there is room: causes and curves. What does not fit is not shown."""
     yield Text()
     for cause in view.causes:
         yield from (Text(line) for line in words.cause_lines(cause, width=width))
@@ -131,7 +131,7 @@ def _below(view: View, curves: Curves, width: int) -> Iterator[Text]:
 
 
 def draw_workers(workers: Sequence[Worker], *, width: int) -> list[Text]:
-    """A title, and a line for each."""
+    """A title line, and one line for each worker."""
     columns = [column for column in COLUMNS if width >= column.min_screen]
     widths = [column.width for column in columns]
     widths[0] = max(10, min(_LONGEST_NAME, width - sum(widths) - len(widths)))

@@ -1,4 +1,4 @@
-"""The two threads of `top`: one looks at Redis, one draws and hears keys. Leaving ends both."""
+"""The two threads of `top`: one looks at Redis, one draws and reads keys. Quitting ends both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEYS_EVERY_S = 0.1
 
 
 def run(there: Opened | Remains, *, period_s: float) -> None:
-    """Until the user leaves."""
+    """Run until the user quits."""
     watcher, rollouts = watch(there), rollouts_of(there)
     poller = Poller(watcher, period_s=period_s)
     screen, shown, curves = Screen(), Seen(), sketches_of(watcher.history)
@@ -33,7 +33,7 @@ def run(there: Opened | Remains, *, period_s: float) -> None:
 
 
 def _serve(screen: Screen, rollouts: Rollouts, *, width: int, colour: bool) -> Screen:
-    """What a page wants to be read."""
+    """Read what the page needs."""
     if screen.wants_groups:
         return replace(screen, wants_groups=False, groups=rollouts.latest())
     if screen.wants_group:

@@ -1,4 +1,4 @@
-"""What `top` shows, and what the keys do to it. Pure."""
+"""The state of `top`'s screen, and what the keys do to it. Pure."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Screen:
     sort: str = "name"
     backwards: bool = False
     filter: str = ""
-    is_typing: bool = False  # the filter
+    is_typing: bool = False  # a filter
     is_frozen: bool = False
     selected: int = 0  # row of the page's list
     scroll: int = 0  # first line of a page of text
-    worker: str = ""  # that is open
-    group: Sequence[Text] = ()  # the lines of the one that is open; none: it is gone
+    worker: str = ""  # the open worker's name
+    group: Sequence[Text] = ()  # the lines of the open group; empty: it is gone
     groups: Sequence[Rollout] = ()
-    wants_group: str = ""  # entry id, to be opened by whoever can read Redis
+    wants_group: str = ""  # entry id of a group to open; the loop reads it from Redis
     wants_groups: bool = False
     has_quit: bool = False
 
     def rows(self, view: View) -> list[Worker]:
-        """The workers, as sorted and filtered."""
+        """The workers, sorted and filtered."""
         words = self.filter.lower().split()
         found = [w for w in view.workers if all(word in _haystack(w) for word in words)]
         return sorted(found, key=lambda w: (SORTS[self.sort](w), w.part.name), reverse=self.backwards)
@@ -61,7 +61,7 @@ class Screen:
         return replace(self, filter=self.filter + key, selected=0) if len(key) == 1 and key.isprintable() else self
 
     def turned(self, page: Page) -> Screen:
-        """To this page, or back from it."""
+        """Switch to this page, or back from it."""
         is_new = self.page != page
         page = page if is_new else "workers"
         return replace(self, page=page, scroll=0, selected=0, wants_groups=is_new and page == "groups")

@@ -1,6 +1,6 @@
-"""A terminal for one full-screen program: its keys one by one, a frame drawn when it is another.
+"""A terminal for a full-screen program: reads keys one by one, and redraws a frame when it has changed.
 
-Owns the terminal's mode between entering and leaving, however that happens. `key` blocks as long as it is told.
+Owns the terminal's mode while it is open, and restores it however it is left. `key` blocks up to its timeout.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rich.text import Text
 
 from streamrl.errors import ConfigError
 
-_MOST_BYTES = 64  # of a burst of keys
-_USUAL = 80, 24  # where a terminal does not say: a serial line, or a container's that nobody has measured
-_KEYS: Mapping[str, Sequence[str]] = {  # by what terminals send for them; a bare escape begins others
+_MOST_BYTES = 64  # read at once from a burst of keys
+_USUAL = 80, 24  # if the terminal reports no size: a serial line, or a container's
+_KEYS: Mapping[str, Sequence[str]] = {  # by their byte sequences; escape is last of those that start with it
     "up": ("\x1b[A", "\x1bOA"),
     "down": ("\x1b[B", "\x1bOB"),
     "left": ("\x1b[D", "\x1bOD"),
@@ -53,7 +53,7 @@ class Terminal:
         mode = termios.tcgetattr(self._input)
         tty.setcbreak(self._input)
         attributes = termios.tcgetattr(self._input)
-        attributes[3] &= ~termios.ISIG  # Ctrl-C is a key: leaving restores the terminal
+        attributes[3] &= ~termios.ISIG  # treat Ctrl-C as a key, so that quitting restores the terminal
         termios.tcsetattr(self._input, termios.TCSANOW, attributes)
         try:
             with self._live:
@@ -72,15 +72,15 @@ class Terminal:
         return not self._console.no_color
 
     def show(self, lines: list[Text]) -> None:
-        """One frame; nothing is sent where it is the last one."""
+        """Show a frame; sends nothing if it has not changed."""
         frame = (self.size, lines)
         if frame != self._shown:
             self._shown = frame
-            self._console.size = ConsoleDimensions(*self.size)  # whatever COLUMNS and LINES say, if they are exported
+            self._console.size = ConsoleDimensions(*self.size)  # even if COLUMNS and LINES are exported
             self._live.update(Group(*lines), refresh=True)
 
     def key(self, timeout_s: float) -> str | None:
-        """The next key by its name, or None."""
+        """Return the name of the next key, or None."""
         if not self._pending:
             ready, _, _ = select.select([self._input], [], [], max(0.0, timeout_s))
             if not ready:

@@ -1,10 +1,11 @@
-"""Who gets an answer of the dashboard, by what stands in a request and nothing else; and what browsers are told to do.
+"""Access control of the dashboard, based on the request alone, and security headers for browsers.
 
-    Host       a name of this machine's, or an address: another site's name that leads here (DNS rebinding) is refused
-    browsers   what another site's page asks for is refused: Sec-Fetch-Site, or Origin where a browser sends only that
-    token      whatever holds data wants it; the page itself holds none
+    Host       must be a name of this machine or an address: another site's name that resolves here (DNS rebinding) is
+               refused
+    browsers   requests from another site's page are refused: by Sec-Fetch-Site, or Origin if that is all there is
+    token      required for everything that contains data; the page itself has none
 
-Nothing here waits. Any bytes in a header are a refusal or none, never an error.
+Never blocks. Arbitrary bytes in a header lead to a refusal or none, never to an error.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """`listens_on` is the host that it is bound to, `names` are further ones that lead to it."""
+    """`listens_on` is the host that the server is bound to, `names` are other names for it."""
 
     listens_on: str
     token: str | None = None
     names: Collection[str] = ()
 
     def refusal(self, path: str, headers: Mapping[str, str]) -> Refusal | None:
-        """None: it is answered. `headers` by their names in small letters."""
+        """Return why the request is refused; None: it is allowed. `headers` have lower-case names."""
         asked = headers.get("host", "")
         if not self._is_own(_host_in(asked)):
             reason = "this dashboard answers to names of its own only; `--allow-host NAME` adds one"
@@ -52,7 +53,7 @@ class Guard:
     def _is_own(self, host: str) -> bool:
         if host in LOOPBACK or host in self.names:
             return True
-        # Who listens beyond loopback is reached by any address of the machine, and no site's name is an address.
+        # Beyond loopback, any address of the machine is fine, since a site's name is never an address.
         return self.listens_on not in LOOPBACK and (host == self.listens_on or _is_address(host))
 
     def _is_let_in(self, authorization: str) -> bool:
@@ -61,7 +62,7 @@ class Guard:
 
 
 def _host_in(header: str) -> str:
-    """Without its port; empty where it is none."""
+    """Return the host without its port; empty if the header is malformed."""
     found = _HOST.fullmatch(header)
     return found[1].strip("[]").lower() if found else ""
 
@@ -76,13 +77,13 @@ def _is_address(host: str) -> bool:
 
 def _is_of_another_site(headers: Mapping[str, str], host: str) -> bool:
     if (site := headers.get("sec-fetch-site")) is not None:
-        return site not in ("same-origin", "none")  # none: who typed the address
+        return site not in ("same-origin", "none")  # none: the user typed the address
     origin = headers.get("origin")
     return origin is not None and origin.partition("://")[2] != host
 
 
 def headers_for(page: str) -> dict[str, str]:
-    """What goes out with each answer: browsers run the page's own scripts and no others, and load nothing elsewhere."""
+    """Return headers for each response: browsers run only the page's own scripts, and load nothing from elsewhere."""
     digests = [hashlib.sha256(script.encode()).digest() for script in _SCRIPT.findall(page)]
     scripts = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     return {

@@ -1,11 +1,10 @@
-"""The dashboard as an application, which `streamrl.web` runs. Of `ops` it alone loads starlette.
+"""The dashboard's application, served by `streamrl.web`. The only module of `ops` that imports starlette.
 
-Whoever opens the page reads what one background thread has seen (`poller`), so a hundred readers cost Redis no more
-than one. Who is answered at all is `guard`'s word.
+Requests read what one background thread has seen (`poller`), so a hundred readers cost Redis no more than one. `guard`
+decides who is answered.
 
-What only a watcher can tell, since nobody writes it down: what workers did over time, and which weights they served.
-
-Bounded: the older half is thinned when there is too much of it. One thread adds while others read.
+It also keeps what nobody else records: what workers did over time, and which weights they served. Its size is bounded:
+when it grows too large, the samples are thinned. One thread adds while others read.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ class Dashboard:
         self._trace = Trace()
         self._poller = Poller(self._watcher, period_s=period_s, on_look=self._trace.add)
         self._figures = make_registry(there.name, lambda: self._poller.seen)
-        self._history: bytes = b"{}"  # as it is sent; encoded when something is new, not for every reader
-        self._history_of: tuple[int, str, int] | None = None  # what of the history is in it
+        self._history: bytes = b"{}"  # the encoded response, renewed when there is something new
+        self._history_of: tuple[int, str, int] | None = None  # the state of the history that it shows
         self._page = read_page()
         self._headers = headers_for(self._page)
 
@@ -75,7 +74,7 @@ class Dashboard:
         return Starlette(routes=routes, lifespan=looking, middleware=middleware)
 
     async def _let_in(self, request: Request, answer: RequestResponseEndpoint) -> Response:
-        # The path by which it is routed; the one of `request.url` a Host may change.
+        # Use the routed path: a Host header can change the one in `request.url`.
         refused = self._guard.refusal(request.scope["path"], request.headers)
         response = _json({"error": refused.reason}, status=refused.status) if refused else await answer(request)
         response.headers.update(self._headers)
@@ -112,7 +111,7 @@ class Dashboard:
 
 
 def read_page() -> str:
-    """One file, which loads nothing: with the script that draws, and what metrics mean."""
+    """Read the page, a single file that loads nothing else, with its script and the metrics' descriptions filled in."""
     folder = Path(__file__).parent
     page = (folder / "index.html").read_text(encoding="utf-8")
     page = page.replace("/* charts.js */", (folder / "charts.js").read_text(encoding="utf-8"))
@@ -120,7 +119,7 @@ def read_page() -> str:
 
 
 def _asked_steps(request: Request) -> range | None:
-    """None: all."""
+    """Return the requested steps; None: all."""
     asked = request.query_params
     try:
         return range(int(asked["from"]), int(asked.get("to") or _NO_STEP)) if "from" in asked else None
@@ -129,8 +128,8 @@ def _asked_steps(request: Request) -> range | None:
 
 
 def curves(history: History, steps: range | None = None) -> dict[str, Any]:
-    """{newest: step, charts: [{name, title, unit, stacked, series: {label: [[step, value], ..]}, marks: likewise,
-    meanings: {label: [metric, text]}}]}"""
+    """Return {newest: step, charts: [{name, title, unit, stacked, series: {label: [[step, value], ..]}, marks: in the
+    same form, meanings: {label: [metric, text]}}]}"""
     records = history.steps.records
     charts = [_chart(history, chart, steps) for chart in charts_of(history)]
     return {"newest": records[-1].step if records else 0, "charts": charts}
@@ -161,9 +160,9 @@ def _json(value: Any, *, status: int = 200) -> Response:
     return Response(json.dumps(value), status_code=status, media_type="application/json")
 
 
-_NO_STEP = 1 << 62  # is beyond it
+_NO_STEP = 1 << 62  # larger than any step
 _MOST_SAMPLES = 600
-_MOST_CHANGES = 200  # of one worker's version
+_MOST_CHANGES = 200  # of version, per worker
 _MOST_WORKERS = 60
 
 
