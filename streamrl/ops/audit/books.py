@@ -1,13 +1,13 @@
-"""Each ticket number and the evidence on it, as arrays over the numbers.
+"""The fate of each ticket, as arrays over ticket numbers.
 
     ended in the journal                     trained, dropped or dead; more than once: twice, or contradictory;
                                              by a group that answers something else than was asked: misanswered
-    else ended, says the checkpoint          lost, for nobody will ask again; unproven, where the journal is damaged
-    else among the tickets, or the groups
+    otherwise, ended in the checkpoint       lost, for nobody will ask again; unproven, if the journal is damaged
+    otherwise among the tickets, or the groups
          beyond the cursor or in carry       outstanding
-    else                                     lost
+    otherwise                                lost
 
-Pure: neither the disk nor Redis.
+Pure: neither disk nor Redis.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from streamrl.ops.audit.folder import TRAINED, Chain, Commit
 from streamrl.ops.audit.streams import Streams
 
 DEAD = "dead"
-DROPPED = "dropped/"  # and the reason
+DROPPED = "dropped/"  # followed by the reason
 
 Mask = npt.NDArray[np.bool_]  # [issued]
 Counts = npt.NDArray[np.int32]  # [issued]
 
 
 class Books:
-    """Every ticket is in one of `trained`, `dropped`, `dead`, `outstanding`, `lost` and `unproven`. Outstanding
-    ones are `waiting` or `delivered` where Redis was looked at. `twice`, `contradictory` and `misanswered` are in one
-    of these, too.
+    """Every ticket is in exactly one of `trained`, `dropped`, `dead`, `outstanding`, `lost` and `unproven`. If Redis
+    was read, outstanding ones are `waiting` or `delivered`. Those in `twice`, `contradictory` and `misanswered` are
+    also in one of these.
     """
 
     def __init__(self, commit: Commit, chain: Chain, streams: Streams) -> None:
@@ -46,9 +46,9 @@ class Books:
             self.issued = max(commit.issued, streams.issued)
         else:
             self.issued = _guess_issued(commit.issued, (*self._asking, *self._pending), window=streams.window)
-        self._ended: Counts = np.zeros(self.issued, np.int32)  # how often
+        self._ended: Counts = np.zeros(self.issued, np.int32)  # times that it ended
         self.misanswered: Mask = self._mask((n, n + 1) for line in chain.lines for n in line.misanswered)
-        trained: Counts = np.zeros(self.issued, np.int32)  # how often
+        trained: Counts = np.zeros(self.issued, np.int32)  # times that it was trained
         by_outcome: dict[str, Mask] = defaultdict(lambda: self._mask(()))
         for line in chain.lines:
             mask = by_outcome[line.outcome]
@@ -59,7 +59,7 @@ class Books:
         self.trained: Mask = trained > 0
         self.twice: Mask = trained > 1
         self.contradictory: Mask = (self._ended > 1) & ~self.twice
-        # A ticket that was also trained counts as trained.
+        # A ticket that was also trained counts only as trained.
         ended_as = {outcome: mask & ~self.trained for outcome, mask in sorted(by_outcome.items())}
         self.dead: Mask = ended_as.get(DEAD, self._mask(()))
         self.dropped: Mapping[str, Mask] = {  # by reason
@@ -78,7 +78,7 @@ class Books:
         self.unproven: Mask = untold if chain.breaks else np.zeros_like(untold)
 
     def disagreements(self) -> list[str]:
-        """Between the journal and the ledger in the checkpoint."""
+        """Return contradictions between the journal and the ledger in the checkpoint."""
         found: list[str] = []
         told = Counter[str]()
         never_issued = 0
@@ -93,7 +93,7 @@ class Books:
             found.append(f"the journal counts {_show(told)}, the checkpoint {_show(self._commit.outcomes)}")
         return found
 
-    # Stream entries that decide nothing
+    # Stream entries without effect
 
     @property
     def num_leftover_tickets(self) -> int:
@@ -105,15 +105,15 @@ class Books:
         return num_read + self._num_ended(self._pending)
 
     def of_others(self) -> Mapping[str, int]:
-        """Entries about tickets that do not exist, or that ask for something else."""
+        """Count entries about tickets that do not exist, or that ask for something else."""
         first = self.issued + self._streams.issued_since
         entries = {"tickets/never_issued": self._asking, "groups/never_issued": self._pending}
         found = {name: sum(number >= first for number in numbers) for name, numbers in entries.items()}
         return {name: count for name, count in (found | self._others).items() if count}
 
     def _of_ours(self, entries: Iterable[tuple[int, str]]) -> list[int]:
-        """Numbers, without those under which the newest commit asked for something else; of what was issued since it
-        does not know."""
+        """Return the ticket numbers, except those under which the newest commit asked for something else; it does not
+        know tickets issued since."""
         asked = self._commit.asked
         return [number for number, identity in entries if asked.get(number, identity) == identity]
 
@@ -128,9 +128,9 @@ class Books:
 
 
 def _guess_issued(counter: int, present: Iterable[int], *, window: int) -> int:
-    """The number of the next ticket, where no learner has looked yet: the checkpoint's counter, or what the streams
-    show beyond it. What was issued is still there, but for what was lost; so behind a gap that is wider than the window
-    of outstanding tickets nothing was ever issued: somebody made these numbers up."""
+    """Guess the next ticket number if no learner has recorded it: the checkpoint's counter, or what the streams show
+    beyond it. Issued tickets are still there, apart from lost ones, so numbers beyond a gap wider than the window of
+    outstanding tickets were never issued, but forged."""
     for number in sorted(number for number in present if number >= counter):
         if number - counter > window:
             break

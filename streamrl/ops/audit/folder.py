@@ -1,26 +1,26 @@
-"""The newest commit of a run, read from its folder: terms, and the manifest of a checkpoint.
+"""Reads the newest commit of a run from its folder: terms, and the manifest of a checkpoint.
 
     run.json                                   run_uid
-    terms/000006                              parent: the checkpoint that this learner goes on from, or null
+    terms/000006                              parent: the checkpoint from which this learner resumed, or null
     checkpoints/e000006-s00000120/manifest.json
         digest                                 XXH3-128 of the content, as JSON with sorted keys
         content.files                          path -> [size, digest]
         content.state.stream                   cursor, carry, journal, ledger
 
-From the highest term back over the parents, these records say which checkpoints are of the surviving lineage; the
-newest complete one of them is what the run amounts to. Complete means here: the manifest is intact and every file has
-its size; to read gigabytes of tensors for their digests is the learner's business.
+Followed from the highest term back to its ancestors, these records tell which checkpoints belong to the surviving
+lineage; its newest complete checkpoint is the state of the run. Complete means that the manifest is intact and every
+file has its size; checking the digests of gigabytes of tensors is left to the learner.
 
-The journal of a run, read back: which ticket ended how and in which step.
+Also reads the journal of a run: which ticket ended how, and in which step.
 
     journal/e000002-s00000020.jsonl
         {"schema": 2, "run_uid": ..., "after": the file before, or null}
         {"step": 11, "outcome": "trained" | "dropped/REASON" | "dead", "tickets": [[start, end], ...],
-         "asked": [what each asked for, ...], "answered": {ticket: what its group answers, where that is another}}
+         "asked": [what each asked for, ...], "answered": {ticket: what its group answers, if that is another}}
         {"num_tickets": ..., "digest": XXH3-128 of all lines before}
 
-The manifest of a checkpoint names the newest file, each file the one before. What that chain does not reach was written
-by learners that had been replaced, or that died before they could commit.
+The manifest of a checkpoint names the newest file, and each file its predecessor. Files outside of this chain were
+written by learners that had been replaced, or that died before they could commit.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ _SCHEMA = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """The newest complete checkpoint of the surviving lineage; without one, the beginning of the run."""
+    """The newest complete checkpoint of the surviving lineage; without one, the start of the run."""
 
     run_uid: str
-    term: int  # the highest
-    lineage: Mapping[int, int | None]  # by term, the last step that counts; None: all do
+    term: int  # the highest term
+    lineage: Mapping[int, int | None]  # by term, the last step that counts; None: all
     checkpoint: str | None = None
     step: int = 0
     issued: int = 0
-    resolved: tuple[tuple[int, int], ...] = ()  # ranges [start, end) of tickets that have ended, the ledger says
-    outcomes: Mapping[str, int] = field(default_factory=dict)  # tickets by how they ended, the ledger says
-    asked: Mapping[int, str] = field(default_factory=dict)  # what the open tickets ask for, the ledger says
+    resolved: tuple[tuple[int, int], ...] = ()  # from the ledger: ranges [start, end) of tickets that have ended
+    outcomes: Mapping[str, int] = field(default_factory=dict)  # from the ledger: tickets by outcome
+    asked: Mapping[int, str] = field(default_factory=dict)  # from the ledger: what the open tickets ask for
     cursor: EntryId = (0, 0)
     carry: frozenset[EntryId] = frozenset()
-    journal: str | None = None  # its newest file
-    damaged: tuple[str, ...] = ()  # newer checkpoints, and what is wrong with them
+    journal: str | None = None  # the newest file
+    damaged: tuple[str, ...] = ()  # newer checkpoints, with what is wrong
 
     def holds(self, term: int, step: int) -> bool:
-        """Whether a commit of this term at this step is of the surviving lineage."""
+        """Return whether a commit of this term at this step belongs to the surviving lineage."""
         last = self.lineage.get(term, -1)
         return last is None or step <= last
 
@@ -71,13 +71,13 @@ def parse_id(text: str) -> EntryId:
 
 
 def parse_checkpoint(text: str) -> tuple[int, int] | None:
-    """(term, step) of a checkpoint's name."""
+    """Parse (term, step) from a checkpoint's name."""
     match = _CHECKPOINT.fullmatch(text)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def read_commit(folder: Path) -> Commit:
-    """DataError when this is not a run's folder, or no checkpoint of those that were made can be read."""
+    """Read the commit. DataError if this is no run's folder, or none of its checkpoints can be read."""
     run_uid = str(_read_record(folder / "run.json", "run_uid")["run_uid"])
     lineage = _read_lineage(folder)
     beginning = Commit(run_uid=run_uid, term=max(lineage, default=0), lineage=lineage)
@@ -88,7 +88,7 @@ def read_commit(folder: Path) -> Commit:
             state = _read_state(checkpoint)
         except DataError as error:
             if not checkpoint.is_dir():
-                return read_commit(folder)  # pruned while we looked, so that a newer one is there by now
+                return read_commit(folder)  # pruned meanwhile, so there is a newer one now
             damaged.append(str(error))
             continue
         return replace(_with_state(beginning, state), checkpoint=name, damaged=tuple(damaged))
@@ -116,7 +116,7 @@ def _read_lineage(folder: Path) -> dict[int, int | None]:
 
 
 def _names(folder: Path, commit: Commit) -> Iterator[str]:
-    """Checkpoints of the lineage, the newest first."""
+    """Yield the lineage's checkpoints, newest first."""
     checkpoints = folder / "checkpoints"
     paths = checkpoints.iterdir() if checkpoints.is_dir() else ()
     found = [parse_checkpoint(path.name) for path in paths if path.is_dir()]
@@ -186,13 +186,13 @@ _JOURNAL_SCHEMA = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Tickets that ended alike in one step."""
+    """Tickets with the same outcome in one step."""
 
     term: int
     step: int
     outcome: str
     ranges: tuple[tuple[int, int], ...]  # [start, end)
-    misanswered: tuple[int, ...] = ()  # of these, those whose group answers something else than they asked
+    misanswered: tuple[int, ...] = ()  # those whose group answers something else than they asked
 
     @property
     def num_tickets(self) -> int:
@@ -205,7 +205,7 @@ class Chain:
 
     files: frozenset[str]
     lines: tuple[Line, ...]
-    breaks: tuple[str, ...]  # where and why it cannot be read; what ended there is not in `lines`
+    breaks: tuple[str, ...]  # where and why it is unreadable; what ended there is not in `lines`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,8 +236,8 @@ def read_chain(folder: Path, commit: Commit) -> Chain:
 
 
 def read_waste(folder: Path, commit: Commit, chain: Chain) -> Waste:
-    """Steps in files beside the chain. A learner may have failed to commit once and succeeded later: what the chain
-    has too is not wasted. Nor is, as yet, what the newest learner has written and may be about to commit."""
+    """Read the steps in files outside of the chain. A learner may have failed to commit and succeeded later: steps that
+    the chain has too are not wasted. Nor are those that the newest learner may be about to commit."""
     kept = {(line.term, line.step) for line in chain.lines}
     steps: set[tuple[int, int]] = set()
     num_tickets = 0
@@ -265,13 +265,13 @@ def _names_beside(folder: Path, commit: Commit, chain: Set[str]) -> Iterator[str
 
 
 def _read_text(folder: Path, name: str) -> bytes:
-    """Empty when it is not there."""
+    """Read a file of the journal; empty if it does not exist."""
     path = folder / "journal" / f"{name}.jsonl"
     return path.read_bytes() if path.is_file() else b""
 
 
 def _file_before(text: bytes) -> str | None:
-    """From a torn file, too, as long as its first line is whole."""
+    """Return the preceding file; also from a truncated file, if its first line is complete."""
     try:
         after = json.loads(text.partition(b"\n")[0])["after"]
     except (ValueError, KeyError, TypeError):

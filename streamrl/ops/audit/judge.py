@@ -1,9 +1,7 @@
-"""What an audit says.
+"""The audit of one run: reads the evidence, evaluates it, and reports.
 
-The audit of one run: read the evidence, weigh it, put the verdict together.
-
-The commit and the streams are read until no commit was made in between. With the commit that was the newest all the
-time, whatever has not ended in it must be in the streams: they are trimmed by commits alone.
+Commit and streams are read repeatedly until no commit was made in between. Then everything that had not ended in that
+commit must be in the streams, because only commits trim them.
 """
 
 from __future__ import annotations
@@ -23,53 +21,52 @@ from streamrl.ops.audit.folder import Commit, read_chain, read_commit, read_wast
 from streamrl.ops.audit.streams import Streams, open_server, read_streams
 from streamrl.protocol.transport.keys import Keys
 
-WRONG = ("lost", "twice", "contradictory", "misanswered", "unproven")  # of these there may be none
+WRONG = ("lost", "twice", "contradictory", "misanswered", "unproven")  # there must be none of these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
     """The fate of every training ticket of a run, as of its newest complete checkpoint.
 
-    On a live run, what ended since that checkpoint has not been committed, and counts as outstanding: a crash would
-    undo it. A ticket that Redis has lost, or was too full to take, counts as lost until the learner has issued it
-    again.
+    On a live run, what ended since that checkpoint is not committed, and counts as outstanding: a crash would undo it.
+    A ticket that Redis has lost, or was too full to store, counts as lost until the learner reissues it.
     """
 
     run: str
     run_uid: str
     folder: str
-    redis: str | None  # the server that was looked at; None: the folder alone was
-    learner_is_live: bool  # somebody holds the run's lease
+    redis: str | None  # the server that was read; None: only the folder
+    learner_is_live: bool  # the run's lease is held
     term: int  # of the newest learner
     checkpoint: str | None  # None: no commit yet
-    step: int  # optimizer steps made by then
+    step: int  # optimizer steps at that checkpoint
 
     issued: int  # tickets 0 .. issued - 1
     trained: int
     dropped: Mapping[str, int]  # by reason
     dead: int
-    outstanding: int  # not ended, and there; those of `waiting` and `delivered`, when Redis was looked at
-    waiting: int  # outstanding tickets that wait for a worker, or are with one
+    outstanding: int  # not ended, and present; `waiting` plus `delivered`, if Redis was read
+    waiting: int  # outstanding tickets that wait for a worker, or are leased
     delivered: int  # outstanding tickets whose group waits for the learner
 
     lost: int  # ended nowhere in the surviving lineage, neither waiting nor delivered
     twice: int  # trained more than once in the surviving lineage
     contradictory: int  # ended more than once, otherwise
-    misanswered: int  # ended by a group that answers something else than the ticket had asked
-    unproven: int  # ended, the checkpoint says; the part of the journal that says how is damaged
-    examples: Mapping[str, tuple[int, ...]]  # some ticket numbers of the five above, where there are any
+    misanswered: int  # ended by a group that answers something else than the ticket asked
+    unproven: int  # ended according to the checkpoint, but the part of the journal that says how is damaged
+    examples: Mapping[str, tuple[int, ...]]  # some ticket numbers of each of the five above
 
-    wasted_steps: int  # committed by a learner that had been replaced; uncommitted ones leave no trace
+    wasted_steps: int  # committed by a replaced learner; uncommitted ones leave no trace
     wasted_tickets: int  # trained in those steps
     leftover_tickets: int  # stream entries whose ticket has ended; harmless
-    leftover_groups: int  # stream entries that are read, or whose ticket has ended; harmless
-    malformed: Mapping[str, int]  # stream entries that are not what they should be, by what is wrong
+    leftover_groups: int  # stream entries already read, or whose ticket has ended; harmless
+    malformed: Mapping[str, int]  # invalid stream entries, by what is wrong
     dead_letters: int
-    eval_tickets: int  # stream entries of evaluation, which is outside of the sums above
+    eval_tickets: int  # stream entries of evaluation, which the sums above do not include
     eval_groups: int
 
-    problems: tuple[str, ...]  # what contradicts itself in the folder
-    unchecked: tuple[str, ...]  # what could not be looked at
+    problems: tuple[str, ...]  # contradictions in the folder
+    unchecked: tuple[str, ...]  # what could not be checked
 
     @property
     def balanced(self) -> bool:
@@ -89,10 +86,10 @@ _NUM_EXAMPLES = 10
 
 
 def audit_folder(folder: Path, *, redis_url: str | None = None, run: str | None = None) -> Audit:
-    """Audit the run in this folder, with its streams at this server; without one, from the folder alone.
+    """Audit the run in this folder, with its streams on this server; without one, from the folder alone.
 
-    `run` is its name in Redis, by default the folder's. Raises UserError when the folder or the server does not hold
-    the run, TransportError when commits follow each other too fast to look between them.
+    `run` is its name in Redis, by default the folder's. Raises UserError if the folder or the server does not hold the
+    run, TransportError if commits follow each other too fast to read between them.
     """
     folder = folder.resolve()
     name = run or folder.name

@@ -1,7 +1,7 @@
-"""What lies in the streams of a run, entry by entry, as XRANGE gives it.
+"""The contents of a run's streams, entry by entry, as XRANGE returns them.
 
-Tickets are scanned before groups: a delivery moves a ticket from here to there and never back, so that one which moves
-in between is seen at least once. Only reads, with a client that never repeats a call; blocks for some seconds at most.
+Tickets are scanned before groups: a delivery moves a ticket from the former to the latter and never back, so one that
+moves meanwhile is seen at least once. Only reads, with a client that never retries; blocks for some seconds at most.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from streamrl.protocol.wire.ticket import decode_ticket
 _ENTRIES_A_PAGE = 100
 _CONNECT_TIMEOUT_S = 5.0
 _REPLY_TIMEOUT_S = 15.0
-_WIDEST_WINDOW = 1_000_000  # of outstanding tickets, when the run's configuration does not say
+_WIDEST_WINDOW = 1_000_000  # of outstanding tickets, if the run's configuration does not say
 
 RawEntry = tuple[EntryId, Mapping[bytes, bytes]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streams:
-    server: str | None = None  # None: nobody has looked, and nothing is known
+    server: str | None = None  # None: not read, so nothing is known
     learner_is_live: bool = False
-    issued: int | None = None  # the number of the next training ticket, by the learner's word; None: none has looked
-    issued_since: int = 0  # how many more it has issued while the streams were read
-    window: int = _WIDEST_WINDOW  # how many tickets the run keeps outstanding at most
+    issued: int | None = None  # the next training ticket's number, from the learner; None: not recorded
+    issued_since: int = 0  # tickets issued while the streams were read
+    window: int = _WIDEST_WINDOW  # the most tickets that the run keeps outstanding
     tickets: tuple[tuple[int, str], ...] = ()  # number and identity of the entries that ask for a training group
-    groups: tuple[tuple[EntryId, int, str], ...] = ()  # likewise of those that answer a ticket, or say that it failed
+    groups: tuple[tuple[EntryId, int, str], ...] = ()  # those that answer a ticket, or report its failure
     malformed: Mapping[str, int] = field(default_factory=dict)
     dead_letters: int = 0
     eval_tickets: int = 0
@@ -65,7 +65,7 @@ def open_server(url: str) -> Iterator[redis.Redis]:
 
 
 def read_meta(client: redis.Redis, keys: Keys) -> Mapping[bytes, bytes]:
-    """ResourceError when the server does not know of the run."""
+    """Read the run's hash. ResourceError if the server does not know the run."""
     meta: Any = client.hgetall(keys.meta)
     if b"uid" not in meta:
         removed = "; it was removed from there" if client.exists(keys.tombstone) else ""
@@ -104,13 +104,13 @@ def read_streams(client: redis.Redis, keys: Keys, *, run_uid: str) -> Streams:
 @dataclass(frozen=True, slots=True)
 class _Entry:
     id: EntryId
-    number: int  # of the ticket that it is about
-    identity: str  # of that ticket
+    number: int  # the ticket's
+    identity: str  # the ticket's
     is_sound: bool
 
 
 def _read(client: redis.Redis, stream: str, what: str, *, run_uid: str, malformed: Counter[str]) -> Iterator[_Entry]:
-    """The entries about tickets of this run. Damaged ones, too, whose tickets are there all the same."""
+    """Yield the entries about tickets of this run; also damaged ones, whose tickets exist all the same."""
     find_flaw = _group_flaw if what.endswith("groups") else _ticket_flaw
     for entry_id, fields in _entries(client, stream):
         number = flaw = _number(fields, run_uid)
@@ -140,7 +140,7 @@ def _ticket_flaw(fields: Mapping[bytes, bytes], expected: tuple[int, str, str, s
 
 def _group_flaw(fields: Mapping[bytes, bytes], expected: tuple[int, str, str, str]) -> str:
     if not fields.get(b"t"):
-        return "not_delivered"  # by who held its ticket's lease: it answers nobody
+        return "not_delivered"  # not by the holder of a lease, so it answers no ticket
     part = "header"
     try:
         header = decode_header(fields.get(b"h", b""))
@@ -154,7 +154,7 @@ def _group_flaw(fields: Mapping[bytes, bytes], expected: tuple[int, str, str, st
 
 
 def _number(fields: Mapping[bytes, bytes], run_uid: str) -> int | str:
-    """The ticket's number, or what is wrong with the entry: then it is about no ticket of this run."""
+    """Return the ticket's number, or what is wrong with an entry that is about no ticket of this run."""
     if fields.get(b"u") != run_uid.encode():
         return "wrong_run"
     text = fields.get(b"n", b"")
@@ -162,7 +162,7 @@ def _number(fields: Mapping[bytes, bytes], run_uid: str) -> int | str:
 
 
 def _entries(client: redis.Redis, stream: str) -> Iterator[RawEntry]:
-    """All of a stream, a page at a time."""
+    """Yield all entries of a stream, reading page by page."""
     first = "-"
     while True:
         page: Any = client.xrange(stream, min=first, count=_ENTRIES_A_PAGE)
@@ -175,7 +175,7 @@ def _entries(client: redis.Redis, stream: str) -> Iterator[RawEntry]:
 def _read_counters(
     before: Mapping[bytes, bytes], after: Mapping[bytes, bytes], malformed: Counter[str]
 ) -> tuple[int | None, int]:
-    """Whoever became the learner in between counts anew, and may begin lower."""
+    """Return (tickets issued, issued meanwhile). A learner that started meanwhile counts anew, maybe from lower."""
     if b"issued" not in before or b"issued" not in after:
         return None, 0
     texts = (before[b"issued"], after[b"issued"])

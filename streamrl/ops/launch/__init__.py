@@ -1,1 +1,1 @@
-"""A whole run on one machine: the parts, started, watched and ended together, and what can be seen of them."""
+"""A whole run on one machine: its parts, started, watched and ended together, and their display."""

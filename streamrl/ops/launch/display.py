@@ -1,8 +1,7 @@
-"""How a run looks to who started it: one live panel on a terminal, a line now and then elsewhere.
+"""Displays a run to the user who started it: one live panel on a terminal, otherwise a line now and then.
 
-It shows the monitors' `View`; the few words of the launcher's own (what it waits for before there is anything in Redis)
-are passed in. Drawing is done by whoever calls `show`, in no thread of its own, and never writes anything but to the
-terminal.
+It shows the monitor's `View`; the launcher's own messages (what it waits for while Redis is empty) are passed in.
+Drawing happens in the thread that calls `show`, and writes only to the terminal.
 """
 
 from __future__ import annotations
@@ -28,32 +27,32 @@ from streamrl.ops.monitor.view import View
 from streamrl.terminal import age, number, printable
 
 _MAX_WIDTH, _MAX_HEIGHT = 100, 24
-_FRAME = 4  # columns, and lines: a border and a blank on either side, and a line for the phase and for who is not shown
-_PLAIN_EVERY_S, _PLAIN_SOONEST_S = 30.0, 5.0  # where there is no terminal: a line, and the next when something changes
-_TOLD = {"reward": "train_rollouts/rewards", "lag": "lag/mean"}  # of the last step, where there is no terminal
+_FRAME = 4  # columns and lines: border and blank on either side, and lines for the phase and for hidden workers
+_PLAIN_EVERY_S, _PLAIN_SOONEST_S = 30.0, 5.0  # without a terminal: between lines, and before one about a change
+_TOLD = {"reward": "train_rollouts/rewards", "lag": "lag/mean"}  # metrics of the last step, without a terminal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
     title: str
-    phase: str  # what the launcher does, while that is all there is to say
+    phase: str  # what the launcher does, if there is no more to show
     began: float  # unix time
-    view: View | None  # None: Redis is not there yet
+    view: View | None  # None: Redis is not up yet
     footer: str
 
 
 class Audience(Protocol):
-    """Whom the launcher tells how it gets on: a terminal, or the program that has asked for the run. Entered once the
-    folder is the launcher's."""
+    """Where the launcher reports to: a terminal, or the program that requested the run. Entered once the launcher has
+    locked the folder."""
 
     def show(self, shown: Shown) -> None:
-        """Told some times a second while the parts run."""
+        """Show the current state; called several times a second while the parts run."""
 
     def say(self, text: str) -> None:
-        """Told what should not be missed."""
+        """Show a message that must not be missed."""
 
     def checking(self) -> AbstractContextManager[Callable[[str], None]]:
-        """Is told inside, again and again, what is tried before the run."""
+        """Return a context; its function is called repeatedly with what is being tried before the run."""
 
     def __enter__(self) -> Any: ...
     def __exit__(
@@ -62,7 +61,7 @@ class Audience(Protocol):
 
 
 class Display:
-    """An audience at a terminal, or before a log."""
+    """Reports to a terminal, or to a log."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console, clock
@@ -85,11 +84,11 @@ class Display:
             self.say(plain_line(shown, now=time.time()))
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._console.print(Text(printable(text)), soft_wrap=True)
 
     def checking(self) -> AbstractContextManager[Callable[[str], None]]:
-        """Shows what is tried before the run, in place of what `show` will."""
+        """Show what is being tried before the run, where `show` draws later."""
         return spinner(self._console)
 
     def __enter__(self) -> Self:
@@ -104,7 +103,7 @@ class Display:
 
 @contextmanager
 def spinner(console: Console, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[str], None]]:
-    """Shows what it is told last; where there is no terminal, a line now and then, the same one seldom."""
+    """Yield a function that shows the latest text; without a terminal, prints a line now and then, repeats rarely."""
     if console.is_terminal:
         with console.status("") as status:
             yield lambda text: status.update(Text(printable(text)))
@@ -121,7 +120,7 @@ def spinner(console: Console, clock: Callable[[], float] = time.monotonic) -> It
 
 
 def plain_line(shown: Shown, *, now: float) -> str:
-    """What a log should have of it: short, and with what is wrong."""
+    """Return a short line for a log, with what is wrong."""
     view, passed = shown.view, _clock_time(now - shown.began)
     if not _is_there(view):
         return f"{passed}  {shown.phase or 'the learner is starting'}"
@@ -134,7 +133,7 @@ def plain_line(shown: Shown, *, now: float) -> str:
 
 
 def _state(view: View | None) -> str:
-    """What is wrong, if anything: its change is news."""
+    """Return what is wrong, if anything; a change is worth a line."""
     if not _is_there(view):
         return ""
     troubles = [cause.title for cause in view.causes if cause.level != "info"]
@@ -150,7 +149,7 @@ def render(shown: Shown, *, now: float, width: int, height: int) -> RenderableTy
     lines: list[RenderableType] = []
     if _is_there(view):
         within = width - _FRAME
-        _, *rows = draw_rows(view, width=within)  # the first one, of the run, is the title and the bar
+        _, *rows = draw_rows(view, width=within)  # the first, about the run, is replaced by title and progress bar
         room = max(1, height - _FRAME - len(rows) - 2)
         workers = draw_workers(view.workers[:room], width=within)
         lines += [_progress(view, passed_s=now - shown.began), *rows, *workers]

@@ -1,6 +1,6 @@
-"""A run that is asked for again after it has finished: whether anything is left to do, and how it may go on.
+"""A run that is started again after it has finished: whether there is anything left to do, and how to continue.
 
-From its folder alone, before anything is started: to load a model in order to find out that there is nothing to train
+Uses the run's folder alone, before anything is started: loading a model just to find that there is nothing to train
 takes minutes.
 """
 
@@ -17,10 +17,10 @@ from streamrl.terminal import age
 
 
 def nothing_left_of(config: schema.Config) -> Remains | None:
-    """What the folder tells of a run that has finished and that these settings give no further step; else None."""
+    """Return the folder's record of a finished run to which these settings add no step; else None."""
     try:
         remains = read_remains(config.folder)
-    except ConfigError:  # there is none yet, or nothing that may be read: the launch itself says what is wrong
+    except ConfigError:  # none yet, or unreadable: the launch itself reports what is wrong
         return None
     if remains.state != "finished" or remains.name != config.name:
         return None
@@ -28,7 +28,7 @@ def nothing_left_of(config: schema.Config) -> Remains | None:
 
 
 def _goes_further(asked: schema.Training, remains: Remains) -> bool:
-    """Beyond the bound that ended it: its steps, or its passes over the data."""
+    """Return whether the bound that ended it is raised: its steps, or its passes over the data."""
     if 0 <= asked.max_steps <= remains.step:
         return False
     before = remains.config.get("training", {})
@@ -38,7 +38,7 @@ def _goes_further(asked: schema.Training, remains: Remains) -> bool:
 
 
 def finished_lines(remains: Remains, file: str) -> Iterator[str]:
-    """For people; `file` is the configuration that was asked for."""
+    """Describe it for people; `file` is the configuration that was given."""
     name, step, folder = remains.name, remains.step, remains.folder
     yield f"run {name} has finished: {step} steps, {age(time.time() - remains.at)} ago; nothing is left to do"
     if summary := summary_words(remains.summary):

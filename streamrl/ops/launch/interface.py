@@ -1,7 +1,7 @@
-"""By which network interface of this host its ranks find those of other hosts.
+"""Chooses the network interface by which this host's ranks reach those of other hosts.
 
-gloo takes the one that the host's own name means, which on hosts with several is often another, or the loopback. The
-way to the place where all ranks meet is one that leads to the others. NCCL finds its own.
+gloo uses the interface of the host's own name, which on hosts with several is often a different one, or the loopback.
+The route to the rendezvous endpoint is one that leads to the others. NCCL finds its own.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _INET6 = Path("/proc/net/if_inet6")
 
 
 def gloo_towards(endpoint: str, environment: Mapping[str, str] = os.environ) -> Mapping[str, str]:
-    """For ranks that meet at HOST:PORT; nothing where an operator has chosen, or no way is to be found."""
+    """Return the variable for ranks that meet at HOST:PORT; empty if an operator has set it, or there is no route."""
     if GLOO in environment:
         return {}
     host, _, port = endpoint.rpartition(":")
     try:
         mine = _address_towards(host.strip("[]"), int(port))
-    except OSError:  # no such host, or no way: the learner says so itself
+    except OSError:  # no such host, or no route, which the learner reports itself
         return {}
     name = None if mine.is_loopback else interface_of(mine)
     return {} if name is None else {GLOO: name}
 
 
 def interface_of(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
-    """The one that has this address as its first."""
+    """Return the interface with this address as its first."""
     if address.version == 6:
         rows = [line.split() for line in _INET6.read_text().splitlines()] if _INET6.exists() else []
         return next((row[-1] for row in rows if int(row[0], 16) == int(address)), None)
@@ -42,7 +42,7 @@ def interface_of(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str 
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack(f"{_NAME_BYTES}s", name.encode()))
-            except OSError:  # one without an address
+            except OSError:  # it has no address
                 continue
             if answer[20:24] == address.packed:
                 return name
@@ -50,7 +50,7 @@ def interface_of(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str 
 
 
 def _address_towards(host: str, port: int) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Ours, as seen from there. Nothing is sent."""
+    """Return our address on the route to the host; sends nothing."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as way:
         way.connect(address)

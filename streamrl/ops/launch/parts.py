@@ -1,7 +1,7 @@
-"""The parts of a run on this machine: who is started how, and with whose permission; its own Redis and reward server.
+"""The parts of a run on this machine: their command lines and permissions; its own Redis and reward server.
 
-The operator who wrote the configuration file starts the workers too, so what the file names (reward functions, reward
-servers, the model) is passed to them as their own word. Workers started elsewhere get nothing of the kind.
+The operator who wrote the configuration also starts the workers here, so whatever it names (reward functions, reward
+servers, the model) is permitted to them. Workers started elsewhere get no such permissions.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _MAX_RESTARTS = 5  # of the embedded Redis
 _READY_S = 300.0  # a large reward model takes long to load
 _LOOK_EVERY_S = 0.2
 _END_S = 10.0
-# What a rank may take to finish its step and to write a checkpoint before torchrun kills it.
+# Time for a rank to finish its step and write a checkpoint before torchrun kills it.
 DRAIN_S = 300
 
 
 class RunFolder:
-    """Where things lie in a run's folder."""
+    """Paths in a run's folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.yaml"  # the run's
-        self.asked = path / "asked.yaml"  # the latest launch's, which a learner may refuse
+        self.asked = path / "asked.yaml"  # of the latest launch, which a learner may refuse
         self.redis = path / "redis"
         self.reward_url = path / "reward.url"
         self.reward_bound = path / "reward.bound"
@@ -56,7 +56,7 @@ class RunFolder:
         self.logs = path / "logs"
 
     def ask(self, config: schema.Config) -> None:
-        """The learner makes it the run's own when it takes the run; before the first one, nothing is known but this."""
+        """Write the requested configuration. The learner makes it the run's own when it takes the run."""
         text = dump_config(config).encode()
         write_durably(self.asked, text)
         if not self.config.exists():
@@ -72,7 +72,7 @@ def reward_command(
     weights = ",".join(map(str, server.attribute_weights))
     files = {"url_file": folder.reward_url, "bound_file": folder.reward_bound}
     options = server.model_dump() | {"port": port, "attribute_weights": weights, **files}
-    # With =, since a mean may begin with a minus.
+    # With =, since a mean may start with a minus sign.
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     return Command(
         name=REWARD,
@@ -110,7 +110,7 @@ def worker_command(
         words += ["--gpu-memory", f"{fraction:.3f}"]
     return Command(
         name=name,
-        # What vLLM spawns begins with this module, and so without `misfits`; a `__main__` it would leave out.
+        # vLLM's spawned processes import this module, and so apply `misfits`; a `__main__` module would be skipped.
         arguments=(sys.executable, "-m", "streamrl.ops.cli.main", "worker", *words),
         log=folder.logs / f"worker-{number}.out",
         environment=placement.environment(name),
@@ -119,20 +119,20 @@ def worker_command(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Several machines that train together; the same on all of them."""
+    """Several machines that train together, with the same values on all of them."""
 
-    nodes: str  # how many: "4", or "1:4" for any number between
-    endpoint: str  # HOST:PORT on one of them, where the agents meet
+    nodes: str  # number of machines: "4", or "1:4" for a range
+    endpoint: str  # HOST:PORT on one of them, for the rendezvous
 
     @property
     def is_elastic(self) -> bool:
-        """Machines may leave and come."""
+        """Machines may leave and join."""
         least, _, most = self.nodes.partition(":")
         return most not in ("", least)
 
     @property
     def sizes(self) -> range:
-        """How many machines it may be."""
+        """The possible numbers of machines."""
         least, _, most = self.nodes.partition(":")
         return range(int(least), int(most or least) + 1)
 
@@ -149,8 +149,8 @@ def learner_command(
     holder: str | None = None,
     placement: Placement = _NOWHERE,
 ) -> Command:
-    """The groups come from Redis or from a recording; the ranks are on this machine, or on several. `holder` is for who
-    does not hold the folder's lock: under the folder's own name it would take over from whoever does."""
+    """Build the learner's command. Groups come from Redis or from a recording; ranks are on this machine, or on
+    several. `holder` is for callers without the folder's lock, who under its name would take over from its owner."""
     assert (redis_url is None) != (replay is None), "a learner has one source of groups"
     learner = config.learner
     agent = [
@@ -160,8 +160,8 @@ def learner_command(
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={cluster.endpoint if cluster else '127.0.0.1:0'}",
         f"--rdzv-id={holder or (holder_of_all(config, cluster) if cluster else _holder(folder.path))}",
-        # By default every restart waits half a minute for more machines, and 15 s for one that has died. That is three
-        # times the interval, on the clock of whoever looks, so clocks must agree to within these 6 s.
+        # By default every restart waits half a minute for more machines, and 15 s for a dead one. The latter is three
+        # times the interval, by the observer's clock, so clocks must agree to within these 6 s.
         "--rdzv-conf=last_call_timeout=1,keep_alive_interval=2",
         f"--shutdown-timeout={DRAIN_S}",
     ]
@@ -173,7 +173,7 @@ def learner_command(
     if (fraction := placement.fraction(LEARNER)) is not None:
         program += ["--gpu-memory", f"{fraction:.3f}"]
     program += ["--log-file", str(folder.logs / "learner-{rank}.log"), "--error-file", str(folder.learner_error)]
-    # A store shared between rounds makes ranks read addresses of peers that are gone, and wait for them for ever.
+    # A store shared between rounds makes ranks read addresses of dead peers, and wait for them for ever.
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **placement.environment(LEARNER)}
     environment |= gloo_towards(cluster.endpoint) if cluster else {}
     if learner.threads:
@@ -187,18 +187,18 @@ def learner_command(
 
 
 def holder_of_all(config: schema.Config, cluster: Cluster) -> str:
-    """Who the learner is, on whichever machine it is asked."""
+    """Return the learner's holder name, the same on each machine."""
     return f"learn-{hashlib.sha256(f'{config.name}:{cluster.endpoint}'.encode()).hexdigest()[:16]}"
 
 
 def _holder(folder: Path) -> str:
-    """Who the learner is to others: one launcher at a time runs a folder, so the next one takes over at once."""
+    """Return the learner's holder name: one launcher at a time runs a folder, so its successor takes over at once."""
     place = f"{socket.gethostname()}:{os.path.realpath(folder)}"
     return f"up-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
 
 
 def check_redis(url: str, config: schema.Config) -> None:
-    """That the server is one which a run can be on, and that it may hold what these settings allow."""
+    """Check that the server is suitable for a run, and has the memory that these settings may use."""
     with connect(url, config.redis) as client:
         check_server(
             client, max_backlog_bytes=config.redis.max_backlog_bytes, max_store_bytes=budget_in_redis(config.weights)
@@ -206,7 +206,7 @@ def check_redis(url: str, config: schema.Config) -> None:
 
 
 class RedisPart:
-    """The run's private Redis: started first, ended last, and started again on its append-only file if it dies."""
+    """The run's private Redis: started first, ended last, and restarted from its append-only file if it dies."""
 
     def __init__(self, folder: Path, *, say: Callable[[str], None]) -> None:
         self._folder, self._say = folder, say
@@ -215,7 +215,7 @@ class RedisPart:
         self.num_restarts = 0
 
     def look(self) -> None:
-        """Parts wait for it meanwhile, and find out by themselves what it may have lost."""
+        """Restart it if it died. Parts wait meanwhile, and detect by themselves what it may have lost."""
         if self._server.running:
             return
         self.num_restarts += 1
@@ -230,9 +230,9 @@ class RedisPart:
 
 
 class RewardPart:
-    """The run's own reward server: started, and kept at one address for as long as the run lasts. Workers need not wait
-    for its model, only for that address: they take no tickets before it answers. This reports for it, which does not
-    know Redis."""
+    """The run's own reward server, kept at one address for the life of the run. Workers wait only for that address, not
+    for the model: they take no tickets until it answers. This object reports for the server, which has no access to
+    Redis."""
 
     def __init__(
         self,
@@ -249,15 +249,15 @@ class RewardPart:
         self.progress = Progress(part=REWARD, role="reward")
         self.progress.working("load the model")
         self.kept = Kept(self._command(port=server.port), say=say, start=start)
-        self.url: str | None = None  # once its port is taken
-        self.is_ready = False  # it answered once
+        self.url: str | None = None  # set once its port is bound
+        self.is_ready = False  # it has answered once
         self._ready_by = time.monotonic() + _READY_S
 
     def look(self) -> None:
         self.kept.look(is_needed=True)
         if self.kept.process.poll() is not None:
             self.progress.working("start again")
-            self.forget_address()  # written anew by the one that comes
+            self.forget_address()  # its successor writes it again
             self._ready_by = time.monotonic() + _READY_S
             return
         if self.url is None and self._folder.reward_bound.exists():
@@ -270,12 +270,12 @@ class RewardPart:
             raise PartError(f"the reward server was not ready in {_READY_S:g} s (see {self.kept.command.log})")
 
     def _note_bound(self, url: str) -> None:
-        # Workers have this address for good, so another start must come up at the same port.
+        # Workers keep this address, so a restart must use the same port.
         self.url = url
         self.kept.command = self._command(port=urlsplit(url).port or 0)
 
     def forget_address(self) -> None:
-        """In files of a launcher before this one, or for one after it."""
+        """Delete address files left by an earlier launcher, or for a later one."""
         for file in (self._folder.reward_url, self._folder.reward_bound):
             file.unlink(missing_ok=True)
 
@@ -288,8 +288,8 @@ def reward_server(
     show: Callable[[str], None],
     start: Callable[[Command], Process] = Process,
 ) -> Iterator[RewardPart]:
-    """One that no run has: at any free port of this machine, ready here, and ended with the context. `show` hears now
-    and then how long it takes; what it was asked to load and cannot is a UserError, or a PartError."""
+    """Run a reward server outside of any run: on any free port, ready at once, ended with the context. `show` is called
+    now and then with its loading time; if it cannot load, UserError or PartError."""
     with scratch_folder() as folder:
         mine = server.model_copy(update={"host": LOOPBACK[0], "port": 0})
         part, began = RewardPart(mine, RunFolder(folder), say=say, start=start), time.monotonic()

@@ -1,10 +1,10 @@
-"""Child processes: each in a process group of its own, with a log file, and gone when the launcher is.
+"""Child processes: each in its own process group, with a log file, and killed if the launcher dies.
 
-Owns the processes of one machine. Ctrl-C at the terminal reaches the launcher only, which decides in what order the
-parts leave. Should the launcher be killed, the kernel kills its children; what they started themselves ends with them,
-each by the same means. Nothing here waits longer than its caller says.
+Owns the processes of one machine. Ctrl-C at the terminal reaches only the launcher, which decides the order in which
+the parts end. If the launcher is killed, the kernel kills its children, and by the same means their children. Nothing
+here waits longer than its caller says.
 
-Requests to end that come as signals: counted, and heeded where it suits the work.
+Also counts signals that request an end, so that the caller handles them when it suits.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from streamrl.process import dying_with_us, signals_to_end
 
 _TAIL_BYTES = 16 << 10
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
-_HEALTHY_AFTER_S = 120.0  # a life so long ends a row of failures
-_MAX_FAILURES = 5  # in a row, before one is given up
-_KILL_S = 10.0  # only a process that hangs in the kernel takes longer to go
+_HEALTHY_AFTER_S = 120.0  # a life of this length resets the count of failures
+_MAX_FAILURES = 5  # in a row, before giving up
+_KILL_S = 10.0  # only a process that hangs in the kernel takes longer
 _TIDY_S, _LOOK_EVERY_S = 1.0, 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    name: str  # of the part: "learner", "worker/0", "reward/0"
+    name: str  # the part's: "learner", "worker/0", "reward/0"
     arguments: tuple[str, ...]  # the program's path first
-    log: Path  # what it writes to stdout and stderr, appended
-    environment: Mapping[str, str] = field(default_factory=dict)  # beside the launcher's own
+    log: Path  # its stdout and stderr are appended here
+    environment: Mapping[str, str] = field(default_factory=dict)  # in addition to the launcher's own
 
 
 class Begun(Protocol):
-    """What is used of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` used here."""
 
-    pid: int  # of a group, too
+    pid: int  # also its process group
 
     def poll(self) -> int | None: ...
 
@@ -67,7 +67,7 @@ def _begin(command: Command) -> Begun:
 
 
 class Process:
-    """A command that runs from now on. Begin it in a thread that lives as long as it shall."""
+    """A command that runs from now on, and dies with the thread that starts it."""
 
     def __init__(self, command: Command, *, begin: Callable[[Command], Begun] = _begin) -> None:
         self.command = command
@@ -81,33 +81,33 @@ class Process:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal; None while it runs."""
         return self._process.poll()
 
     def terminate(self) -> None:
-        """Ask it to end; its own children are its business."""
+        """Ask it to end; it takes care of its own children."""
         if self.poll() is None:
             self._process.terminate()
 
     def kill(self) -> None:
-        """End it, and then what is left of its group. Its children end with it, but for the one that removes their
-        semaphores and shared memory once the others are gone: that one is given a moment."""
+        """Kill it, and then the rest of its group. Its children die with it, except the one that removes their
+        semaphores and shared memory once the others are gone, which gets a moment."""
         self._process.kill()
         self.wait(_KILL_S)
         deadline = time.monotonic() + _TIDY_S
         while _is_anybody_left(self._process.pid) and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S)
-        with contextlib.suppress(ProcessLookupError):  # nobody is
+        with contextlib.suppress(ProcessLookupError):  # the group is empty
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended within this time."""
+        """Return whether it ended within this time."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         return self.poll() is not None
 
     def last_words(self, *, num_lines: int = 15) -> list[str]:
-        """The end of what it wrote since it was started."""
+        """Return the end of its output since it was started."""
         with self.command.log.open("rb") as log:
             end = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_begin, end - _TAIL_BYTES))
@@ -116,10 +116,10 @@ class Process:
 
 
 class Kept:
-    """A process that is started again when it dies, after a pause that grows while it keeps dying.
+    """A process that is restarted when it dies, after a backoff that grows with repeated deaths.
 
-    Exit code 0 means that it had nothing more to do, which whoever looks may know better; 2 that its user must mend
-    something, which no other start does. `look` never blocks; call it several times a second.
+    Exit code 0 means that it had nothing more to do, unless the caller knows better; 2 that the user must fix
+    something, which a restart does not. `look` never blocks; call it several times a second.
     """
 
     def __init__(
@@ -133,14 +133,14 @@ class Kept:
         self.command = command
         self.num_restarts = 0
         self._say, self._clock, self._start = say, clock, start
-        self._deaths, self._failures = 0, 0  # in a row; failures are those with an error
+        self._deaths, self._failures = 0, 0  # in a row; failures are deaths with an error
         self._again_at: float | None = None
         self._began = clock()
         self.process = start(command)
 
     def look(self, *, is_needed: bool = False) -> None:
-        """Start it again when it is dead and its pause is over; `is_needed`: even when it left of its own accord, as it
-        does when somebody asks it to."""
+        """Restart it if it is dead and its backoff is over; with `is_needed` even after exit code 0, as when somebody
+        asked it to end."""
         code = self.process.poll()
         if code is None or self.given_up or (code == 0 and not is_needed):
             return
@@ -161,14 +161,14 @@ class Kept:
 
     @property
     def given_up(self) -> bool:
-        """It is dead, and starting it again would help nobody."""
+        """It is dead, and a restart would not help."""
         code = self.process.poll()
         return code == 2 or (code not in (None, 0) and self._failures >= _MAX_FAILURES)
 
 
 def _is_anybody_left(group: int) -> bool:
-    """A member that lives. One that has ended counts for the kernel until somebody asks for its exit code, and in a
-    container nobody may."""
+    """Return whether the group has a live member. A zombie keeps its group until it is reaped, which in a container may
+    never happen."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             state, _, its_group, *_ = stat.read_text().rpartition(")")[2].split()
@@ -178,14 +178,14 @@ def _is_anybody_left(group: int) -> bool:
 
 
 def ending(code: int) -> str:
-    """An exit code in words."""
+    """Describe an exit code."""
     if code == 0:
         return "left before the run's end"
     return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
 def end_all(processes: list[Process], *, within_s: float) -> None:
-    """SIGTERM to all; whatever is there after this time is killed."""
+    """Send SIGTERM to all; kill what is left after this time."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + within_s
@@ -195,7 +195,7 @@ def end_all(processes: list[Process], *, within_s: float) -> None:
 
 
 def part_error(process: Process) -> UserError | PartError:
-    """Why a part ended, in its own words."""
+    """Return why a part ended, in its own words."""
     words = process.last_words()
     said = [line.removeprefix("error: ") for line in words if line.startswith("error: ")]
     if process.poll() == UserError.exit_code and said:
@@ -208,7 +208,7 @@ def part_error(process: Process) -> UserError | PartError:
 
 
 class Interrupts:
-    """Inside the context Ctrl-C and its kin raise nothing; `count` tells how often somebody asked."""
+    """Inside the context Ctrl-C and similar signals raise nothing; `count` is how many have come."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -230,5 +230,5 @@ class Interrupts:
 
     @property
     def exit_code(self) -> int:
-        """As a shell reports a process that the first of these signals ended; 0 when there was none."""
+        """The exit code of a shell for a process ended by the first of these signals; 0 if none came."""
         return 0 if self._first is None else 128 + self._first

@@ -1,6 +1,6 @@
-"""What a run came to: the audit of its tickets, and what its folder and its workers have to say.
+"""The outcome of a run: the audit of its tickets, and facts from its folder and its workers.
 
-metrics.jsonl    lag, versions, held-out rewards      supervisor   what was started again, versions that workers loaded
+metrics.jsonl    lag, versions, held-out rewards      supervisor   restarts, versions that workers loaded
 audit            trained, dropped, lost, twice
 """
 
@@ -21,7 +21,7 @@ _OF_AUDIT = ("issued", "trained", "dropped", "dead", "outstanding", "lost", "twi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lag:
-    """In optimizer steps, over all tokens that were trained."""
+    """In optimizer steps, over all trained tokens."""
 
     mean: float
     max: int
@@ -29,10 +29,10 @@ class Lag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loads:
-    """Weight versions that workers took up, all lives of all workers together."""
+    """Weight versions loaded, over all lives of all workers."""
 
     loaded: int = 0
-    in_flight: int = 0  # of them with samples being generated
+    in_flight: int = 0  # those loaded while samples were being generated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +45,13 @@ class Summary:
     versions_published: int
     loads: Loads
     lag: Lag | None  # None before the first step
-    held_out: Mapping[str, tuple[float, float]]  # by reward source: at the first and at the last validation
+    held_out: Mapping[str, tuple[float, float]]  # by reward source: in the first and in the last validation
     restarts: Mapping[str, int]  # by part
     export: str | None  # the trained model, for plain transformers
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the audit found wrong, or could not look at."""
+        """What the audit found wrong, or could not check."""
         return (*self.audit.problems, *self.audit.unchecked)
 
     def to_json(self) -> dict[str, Any]:
@@ -70,7 +70,8 @@ def lag_of(steps: list[Record]) -> Lag | None:
 
 
 def num_versions(steps: list[Record], *, latest: str | None = None) -> int:
-    """Each learner publishes from number 0 on, in the order of its steps; `latest` may have come after the last."""
+    """Count versions. Each learner numbers from 0 in the order of its steps; `latest` may be newer than the last
+    step."""
     newest: dict[int, int] = {}
     recorded = (int(record.values.get("weights/version", 0)) for record in steps)
     for version in (*recorded, parse(latest) if latest else 0):
@@ -112,7 +113,7 @@ def summarise(
 
 
 def summary_lines(summary: Summary) -> list[tuple[str, str]]:
-    """(name, value) for people."""
+    """Return (name, value) pairs for people."""
     audit, loads = summary.audit, summary.loads
     dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(audit.dropped.items()))
     lines = [

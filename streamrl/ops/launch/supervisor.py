@@ -1,13 +1,13 @@
-"""Looks after the parts of a run while Redis is there: starts them, watches them, starts the dead again, ends them.
+"""Supervises the parts of a run while Redis is up: starts them, watches them, restarts dead ones, ends them.
 
-    reward server ──its port──► workers   a dead one is started again, after a pause that grows; one that left, too,
-                                          as long as the run goes on
-    learner (torchrun)                    looks after its own ranks; when it ends, the run is over
-    embedded Redis                        a dead one is started again on its append-only file
+    reward server ──its port──► workers   a dead one is restarted after a growing backoff; so is one that left while
+                                          the run goes on
+    learner (torchrun)                    supervises its own ranks; when it ends, the run is over
+    embedded Redis                        if dead, it is restarted from its append-only file
 
-A request to end goes to the learner first: it finishes its step, writes a checkpoint and says in Redis that the run has
-stopped; then the workers leave. A second request ends everything at once. However `run` is left, no part but the reward
-server is running any more, and that one ends with `close`. It looks every fifth of a second; each wait is bounded.
+A request to end goes to the learner first: it finishes its step, writes a checkpoint and marks the run as stopped in
+Redis; then the workers leave. A second request ends everything at once. However `run` exits, only the reward server is
+still running, and `close` ends it. Looks five times a second; each wait is bounded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from streamrl.terminal import plural
 
 _TICK_S = 0.2
 _SHOW_EVERY_S = 0.5
-_LEAVE_S = 15.0  # for a worker, beside the time that it may take to finish its groups
+_LEAVE_S = 15.0  # for a worker, in addition to the time for finishing its groups
 _ABORT_S = 10.0
 
 log = structlog.get_logger(__name__)
@@ -74,14 +74,14 @@ class Supervisor:
         self._next_show = 0.0
         self._phase = "starting the parts"
         self._redis_is_away = False
-        self._drain_by: float | None = None  # None: nobody has asked to end
+        self._drain_by: float | None = None  # None: no request to end
         self._learner: Process | None = None
         self._reward: RewardPart | None = None
         self._workers: list[Kept] | None = None  # None: not started yet
 
     def run(self) -> None:
-        """Until the learner has ended. Raises UserError or PartError when a part cannot go on, KeyboardInterrupt when
-        asked twice to end."""
+        """Run until the learner has ended. Raises UserError or PartError if a part cannot go on, KeyboardInterrupt at
+        the second request to end."""
         self._folder.learner_error.unlink(missing_ok=True)
         with ExitStack() as stack:
             stack.enter_context(write_reports(self._client, self._keys, self._progress))
@@ -117,7 +117,7 @@ class Supervisor:
                 raise
 
     def close(self) -> None:
-        """End the reward server, and remove what parts that were killed have left."""
+        """End the reward server, and remove what killed parts have left behind."""
         if self._reward is not None:
             end_all([self._reward.kept.process], within_s=_ABORT_S)
             self._reward.forget_address()
@@ -125,7 +125,7 @@ class Supervisor:
 
     @property
     def restarts(self) -> dict[str, int]:
-        """How often a part was started again, for those that were."""
+        """Restarts by part, for parts with any."""
         kept = [*(self._workers or ()), *([self._reward.kept] if self._reward else [])]
         counts = {one.command.name: one.num_restarts for one in kept}
         if self._embedded is not None:
@@ -141,7 +141,7 @@ class Supervisor:
         self._heed_requests_to_end()
         if self._embedded is not None:
             self._embedded.look()
-        if self._drain_by is None:  # else the learner needs no more groups: nothing of them may spoil its checkpoint
+        if self._drain_by is None:  # while draining no more groups are needed, and their makers must not disturb it
             self._look_after_who_makes_groups()
         self.show()
         time.sleep(_TICK_S)
@@ -155,7 +155,7 @@ class Supervisor:
     def _look_after_workers(self) -> None:
         if self._workers is not None:
             if any(worker.process.poll() == 0 for worker in self._workers):
-                self.look()  # they leave when the run has ended, which is not to be mistaken
+                self.look()  # they leave when the run has ended, so refresh the state first
             for worker in self._workers:
                 worker.look(is_needed=not self.watcher.is_over)
         elif self._reward is None or self._reward.url is not None:
@@ -198,15 +198,15 @@ class Supervisor:
             raise part_error(lost[0].process)
 
     def _judge_learner(self, learner: Process) -> None:
-        """Raise what the learner ended with, unless it ended in good order."""
-        with suppress(OSError, ValueError):  # it wrote none, or its disk was too full for it
+        """Raise the learner's error, unless it ended in order."""
+        with suppress(OSError, ValueError):  # no error file, or a full disk truncated it
             found = json.loads(self._folder.learner_error.read_text())
             raise (UserError if found["exit_code"] == UserError.exit_code else PartError)(found["error"])
         if learner.poll() != 0 and not self._has_ended_as_told(learner):
             raise part_error(learner)
 
     def _has_ended_as_told(self, learner: Process) -> bool:
-        """By the signal itself, before it had begun to learn; or what it said of the run in Redis was its last act."""
+        """It died by the signal before it began to learn, or its last act was to mark the run as ended in Redis."""
         if self._drain_by is None:
             return False
         self.look()
@@ -214,7 +214,7 @@ class Supervisor:
         return is_left or learner.poll() == -signal.SIGTERM
 
     def _dismiss_workers(self) -> None:
-        """They leave by themselves when the run is over; those that do not are asked, and then made to."""
+        """Wait for workers to leave at the run's end; terminate and then kill those that do not."""
         self.look()
         processes = [worker.process for worker in self._workers or ()]
         end_all(processes, within_s=self._config.worker.grace_s + _LEAVE_S)
@@ -260,17 +260,17 @@ class Supervisor:
                 life = Loads(loaded=worker.loads, in_flight=worker.loads_in_flight)
                 self._loads[worker.part.name, worker.part.pid] = life
             if self._drain_by is None and is_running(view) and lead(view):
-                self._progress.working("watch")  # until then monitors tell that the learner is starting
+                self._progress.working("watch")  # before that, monitors show the learner as starting
         except TransportError as error:
             log.warning("redis_does_not_answer", error=str(error))
             self._redis_is_away = True
 
 
 def left_undone(folder: Path, view: View | None) -> str:
-    """By who had everything end at once."""
+    """Describe what is lost after everything was ended at once."""
     try:
         kept = read_commit(folder).step
-    except DataError:  # there is no record of a run yet
+    except DataError:  # the run is not recorded yet
         return "ended at once, before the run had started"
     made = view.run.step - kept if view is not None else 0
     again = f"{plural(made, 'step')} after it, the current one" if made > 0 else "the current step"

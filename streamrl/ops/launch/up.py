@@ -1,10 +1,10 @@
-"""A whole run on this machine, from the first check to the last summary.
+"""A whole run on this machine, from the first check to the final summary.
 
-    checks ─► one launcher a folder ─► Redis ─► Supervisor: reward server, learner, workers
+    checks ─► one launcher per folder ─► Redis ─► Supervisor: reward server, learner, workers
                                                         │ the learner has ended
     summary ◄─ Redis ends ◄─ reward server ends ◄─ audit ◄─ workers have left
 
-Nothing is started before all that can be checked is; what was started has ended when `up` returns or raises.
+Nothing is started before all checks are done; everything started has ended when `up` returns or raises.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from streamrl.telemetry.logs import configure_logging
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    summary: Summary | None  # None: asked to end before the learner had made the run
-    exit_code: int  # 0, or that of the signal which ended it
+    summary: Summary | None  # None: ended before the learner had created the run
+    exit_code: int  # 0, or that of the signal that ended it
 
 
 def up(loaded: Loaded, *, display: Audience, takeover: bool = False, is_tried: bool = False) -> Outcome:
-    """`takeover` replaces a learner elsewhere that holds the run; `is_tried`: what is tried before a run was. Raises
-    UserError when something is not as it must be, PartError when a part of the run cannot go on, and KeyboardInterrupt
-    when asked twice to end."""
+    """Run it. `takeover` replaces a learner elsewhere that holds the run; `is_tried`: the trials have been run before.
+    Raises UserError if something must be fixed, PartError if a part of the run cannot go on, and KeyboardInterrupt at
+    the second request to end."""
     _check(loaded, display, is_tried=is_tried)
     config, folder = loaded.config, RunFolder(loaded.config.folder)
     placement = place(config, gpus_here())
@@ -75,8 +75,8 @@ def up(loaded: Loaded, *, display: Audience, takeover: bool = False, is_tried: b
 
 
 def _check(loaded: Loaded, display: Audience, *, is_tried: bool) -> None:
-    """One UserError for the first thing that is not as the run needs it, so that a mistake costs seconds and leaves
-    nothing. Imports neither torch nor vLLM: what does is tried in processes of its own, last."""
+    """Raise one UserError for the first unmet requirement, so that a mistake costs seconds and leaves nothing behind.
+    Imports neither torch nor vLLM: trials that do run last, in processes of their own."""
     for check in MUSTS.values():
         check(loaded)
     refuse_layout(loaded.config.learner.layout, loaded.config.learner.processes)

@@ -1,1 +1,1 @@
-"""A run from Python or a notebook: `streamrl.start`, `streamrl.attach`, and the `Run` that they return."""
+"""Runs from Python or a notebook: `streamrl.start`, `streamrl.attach`, and the `Run` that they return."""

@@ -1,6 +1,6 @@
-"""The life of a run that was started elsewhere: on this machine by another program, or by `streamrl up`.
+"""A run that was started elsewhere: on this machine by another program, or by `streamrl up`.
 
-Its folder and its Redis tell how it is. It is ended by an operator's word, as `streamrl stop` says it.
+Its folder and its Redis show its state. It is ended by an operator's command, as in `streamrl stop`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from streamrl.ops.python.launcher import Ended
 from streamrl.protocol.transport import operator as orders
 
 _LOOK_EVERY_S = 0.5
-_PATIENCE_S = 120.0  # while a Redis is away that was there; the run's own parts wait as long, unless it says otherwise
+_PATIENCE_S = 120.0  # while a Redis that was there is away; the default patience of the run's own parts
 
 
 def look_at(folder: Path) -> View:
-    """How the run in this folder is, as `streamrl status` has it."""
+    """Return the state of the run in this folder, as in `streamrl status`."""
     with opened(find_target(folder, None, None)) as there:
         return look_once(there)
 

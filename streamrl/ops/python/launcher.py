@@ -1,13 +1,13 @@
-"""The launcher of a run that a program has asked for: a process of its own, so that the run does not depend on what
-else the program does (its folder, its signals, its logs, an interpreter that is busy).
+"""The launcher of a run started by a program: a separate process, so that the run does not depend on what else the
+program does (its working directory, signals, logs, a busy interpreter).
 
     program ── the request ──► launcher ── `streamrl up` ──► the run's parts
        ▲                          │
-       └── a JSON line each ◄─────┘    doing, said, begun, phase, and in the end: ended or failed
+       └── JSON lines ◄───────────┘    doing, said, begun, phase, and finally: ended or failed
 
-Owns the process, and a thread that reads its lines. A SIGTERM has the launcher end the run in good order, another
-signal at once. It looks itself whether this program is still there, so that the run ends in good order even after
-`kill -9`; an orderly end of the program asks for that, and waits.
+Owns the process, and a thread that reads its lines. A SIGTERM makes the launcher end the run in order, a second signal
+ends it at once. The launcher itself checks whether this program is alive, so that the run ends in order even after
+`kill -9`; an orderly exit of the program requests this and waits.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ State = Literal["finished", "stopped", "failed"]
 
 _COMMAND = (sys.executable, "-m", "streamrl.ops.cli.beside")
 _LOOK_EVERY_S = 0.2
-_TELL_AFTER_S = 1.0  # why a program waits that ends its run
-_AT_ONCE_S = 30.0  # to end all parts at once, before the launcher is killed, and they with it
+_TELL_AFTER_S = 1.0  # before explaining why the program waits
+_AT_ONCE_S = 30.0  # to end all parts at once, before the launcher is killed, and its parts with it
 
 log = logging.getLogger("streamrl")
 
@@ -45,39 +45,39 @@ log = logging.getLogger("streamrl")
 class Ended:
     state: State
     steps: int = 0
-    summary: Mapping[str, Any] | None = None  # what summary.json holds
-    error: str = ""  # of a run that has failed
+    summary: Mapping[str, Any] | None = None  # contents of summary.json
+    error: str = ""  # why it failed
     kind: type[StreamrlError] = PartError
 
     def check(self) -> None:
-        """Raise what the run has failed with."""
+        """Raise the run's error if it has failed."""
         if self.state == "failed":
             raise self.kind(self.error)
 
 
 class Life(Protocol):
-    """Who keeps a run going, as far as this program knows."""
+    """The life of a run, as this program can observe and end it."""
 
     @property
     def ended(self) -> Ended | None:
-        """None while it goes on."""
+        """None while it runs."""
 
     @property
     def phase(self) -> str:
-        """What there is to say of it beside what can be seen."""
+        """What the run is doing, beyond what its view shows."""
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Whether it has ended within this time."""
+        """Return whether it ended within this time."""
 
     def end(self, timeout_s: float | None) -> None:
-        """In good order; where that takes longer, at once if that can be, else TimeoutError."""
+        """End it in order; if that takes longer, at once if possible, else TimeoutError."""
 
 
 class Launcher:
-    """The life of a run that this program has started."""
+    """The life of a run that this program started."""
 
     def __init__(self, request: Request, *, command: Sequence[str] = _COMMAND) -> None:
-        self.phase, self.name, self.folder = "", "", Path()  # the last two are known once the run has begun
+        self.phase, self.name, self.folder = "", "", Path()  # the last two are set once the run has begun
         self.ended: Ended | None = None
         self._begun, self._over = threading.Event(), threading.Event()
         self._owner, self._is_to_end = os.getpid(), False
@@ -87,11 +87,11 @@ class Launcher:
         atexit.register(self._leave)
         threading.Thread(target=self._read, name="reads what the launcher says", daemon=True).start()
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:  # its end is read by the thread
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:  # the thread notices its end
             stdin.write(request.to_json().encode())
 
     def await_begun(self, say: Callable[[str], None]) -> None:
-        """Until the parts run, or nothing is left to do; raises what is wrong, and then nothing is left running."""
+        """Wait until the parts run, or nothing is left to do; on an error nothing is left running."""
         try:
             while not self._begun.wait(_LOOK_EVERY_S):
                 if self.phase:
@@ -114,13 +114,13 @@ class Launcher:
             print(f"streamrl: run {self.name} writes a checkpoint and ends (Ctrl-C: at once)", file=sys.stderr)
             if self.wait(timeout_s if timeout_s is None else timeout_s - at_first_s):
                 return
-        except KeyboardInterrupt:  # as at `streamrl up`, where the second one ends it at once
+        except KeyboardInterrupt:  # the second one ends the run at once, as with `streamrl up`
             self.end_now()
             raise
         self.end_now()
 
     def end_now(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):  # two of the same kind may arrive as one
+        for number in (signal.SIGTERM, signal.SIGINT):  # two signals of one kind may be merged
             self._signal(number)
         if not self.wait(_AT_ONCE_S):
             self._process.kill()
@@ -131,7 +131,7 @@ class Launcher:
         self._process.send_signal(number)
 
     def _leave(self) -> None:
-        """At the end of the program; not of what it has forked."""
+        """Called at the exit of the program, but not of its forked children."""
         if os.getpid() == self._owner and self.ended is None:
             with contextlib.suppress(KeyboardInterrupt):
                 self.end(None)
@@ -141,10 +141,10 @@ class Launcher:
         told: Ended | None = None
         with self._process.stdout as lines:
             for line in lines:
-                if line.endswith(b"\n"):  # else it was killed in the middle of it
+                if line.endswith(b"\n"):  # otherwise it was killed in mid-line
                     told = self._take(json.loads(line)) or told
         code = self._process.wait()
-        if told is None and self._is_to_end:  # it was told so before it could heed that
+        if told is None and self._is_to_end:  # it was ended before it could handle the signal
             told = Ended(state="stopped")
         self.ended = told or Ended(state="failed", error=f"the launcher {ending(code)} (see {self._log})")
         atexit.unregister(self._leave)

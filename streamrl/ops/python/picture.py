@@ -1,4 +1,4 @@
-"""The launcher's panel where a program asks for it: in place in a terminal, and in the output of a notebook's cell."""
+"""The launcher's panel in a program: updated in place in a terminal, or in the output of a notebook's cell."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def html(shown: Shown) -> str:
 
 
 class InNotebook:
-    """One output that is drawn again and again. IPython is there, or nobody would have a notebook."""
+    """One output that is redrawn repeatedly. IPython exists, since this is a notebook."""
 
     def __init__(self, display: Any = None) -> None:
         self._display = display or importlib.import_module("IPython.display").display
@@ -52,7 +52,7 @@ class InNotebook:
 
 
 def _in_notebook() -> bool:
-    """In a kernel, not in IPython's terminal."""
+    """Return whether this runs in a kernel, not in IPython's terminal."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and hasattr(shell, "kernel")

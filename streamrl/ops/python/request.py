@@ -1,14 +1,14 @@
-"""What a program asks of the launcher that it starts: a configuration with overrides, and reward functions.
+"""What a program requests from its launcher: a configuration with overrides, and reward functions.
 
-A function is named by where its code is, as in a configuration, wherever a worker can find it there: in a module, or in
-a file. One that no module has (of a notebook, of the program's own file, a lambda, a closure) is pickled by value and
-written into the run's folder:
+A function is named by the location of its code, as in a configuration, if workers can find it there: in a module, or in
+a file. Others (from a notebook, the program's own file, a lambda, a closure) are pickled by value and written into the
+run's folder:
 
     near, of my_rewards.py in the working directory    my_rewards.py:near
     near, of an installed package                       package.module:near
     near, of a notebook                                 RUN_FOLDER/rewards/near.pkl:near
 
-Neither depends on what the function says, so a run that goes on finds its rewards as they were called.
+The name does not depend on the function's body, so a resumed run finds its rewards under the same names.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from streamrl.config.load import as_json, as_overrides
 from streamrl.errors import ConfigError
 from streamrl.recipe.own import pickled
 
-Reward = Callable[..., Any] | str  # a function, or what `target` of a configuration may be
+Reward = Callable[..., Any] | str  # a function, or a value of `target`
 Rewards = Mapping[str, Reward] | Sequence[Reward]
-FOLDER = "rewards"  # within the run's
+FOLDER = "rewards"  # in the run's folder
 _LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    config: str | Mapping[str, Any]  # a file's name, or a map that stands for one
-    overrides: tuple[str, ...]  # as on a command line
-    functions: Mapping[str, bytes]  # by reward source: those that no file has
+    config: str | Mapping[str, Any]  # a file's name, or a map in place of a file
+    overrides: tuple[str, ...]  # in command-line form
+    functions: Mapping[str, bytes]  # by reward source: pickled functions
     takeover: bool
 
     def to_json(self) -> str:
@@ -56,7 +56,7 @@ class Request:
         )
 
     def targets(self, folder: Path) -> list[str]:
-        """The overrides that say where in the run's folder its functions are."""
+        """Return the overrides that name the functions' places in the run's folder."""
         return as_overrides({f"rewards.{name}.target": f"{pickle_of(name, folder)}:{name}" for name in self.functions})
 
 
@@ -71,7 +71,7 @@ def make_request(
     *,
     takeover: bool,
 ) -> Request:
-    """ConfigError where a reward cannot be taken to the workers, or an argument is not what it must be."""
+    """Build a request. ConfigError if a reward cannot be sent to the workers, or an argument is invalid."""
     if not isinstance(overrides, Mapping | None):
         raise ConfigError(f"overrides = {overrides!r:.80}: must be a map, such as {{'optimizer.lr': 1e-4}}")
     functions: dict[str, bytes] = {}
@@ -82,7 +82,7 @@ def make_request(
             functions[name] = _pickle(reward, name)
         sources[f"rewards.{name}"] = {"type": "function", "target": target or f"{name}.pkl:{name}"}
     if rewards is not None:
-        sources = {"rewards": None} | sources  # in place of the configuration's
+        sources = {"rewards": None} | sources  # replaces the configuration's
     return Request(
         config=config if isinstance(config, Mapping) else str(config),
         overrides=tuple(as_overrides(sources | dict(overrides or {}))),
@@ -92,7 +92,7 @@ def make_request(
 
 
 def _named(rewards: Rewards) -> Mapping[str, Reward]:
-    """By source. Functions of a list have their own names; what has none, such as a lambda, that of its place."""
+    """Name the rewards. Functions in a list have their own names, or one by index, such as lambdas."""
     if isinstance(rewards, Mapping):
         return rewards
     if isinstance(rewards, str) or not isinstance(rewards, Sequence):
@@ -108,7 +108,7 @@ def _named(rewards: Rewards) -> Mapping[str, Reward]:
 
 
 def _place_of(function: Callable[..., Any], name: str) -> str | None:
-    """Where a worker finds it; None: nowhere."""
+    """Return where a worker finds the function; None: nowhere."""
     if not name.isidentifier():
         raise ConfigError(f"rewards: {name!r} is no name for a reward: letters, digits and _ alone")
     if not callable(function):
@@ -128,7 +128,7 @@ def _place_of(function: Callable[..., Any], name: str) -> str | None:
 def _pickle(function: Any, name: str) -> bytes:
     try:
         return pickled(function)
-    except Exception as error:  # noqa: BLE001 - whatever it holds may refuse in words of its own
+    except Exception as error:  # noqa: BLE001 - pickling what it refers to may raise anything
         raise ConfigError(
             f"rewards.{name}: the function cannot be taken to the workers, with what it uses of where it was defined: "
             f"{type(error).__name__}: {error}; make that inside of the function, or write it into a file"

@@ -1,13 +1,13 @@
-"""A run as a Python program has it: started or found, watched step by step, waited for, stopped.
+"""A run in a Python program: started or attached, followed step by step, awaited, stopped.
 
     run = streamrl.start("my.yaml", {"training.max_steps": 20}, rewards=[near])
-    for step in run:                        # blocks until the next one is made
+    for step in run:                        # blocks until the next step is done
         print(step.number, step.reward)
-    print(run.wait().export)                # raises what the run has failed with
+    print(run.wait().export)                # raises the run's error if it has failed
 
-A run that was started here ends with the program: in good order at its end, and even after `kill -9`. Ctrl-C (a
-notebook's interrupt) ends the wait in which it comes, and nothing else: the run goes on until `stop`, the end of a
-`with` block or of the program; a second one while it is stopped ends it at once.
+A run that was started here ends with the program: in order at its exit, and even after `kill -9`. Ctrl-C (a notebook's
+interrupt) ends only the wait that it interrupts: the run goes on until `stop`, or the end of a `with` block or of the
+program; another one while it is being stopped ends it at once.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _SHOW_EVERY_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a run came to."""
+    """The outcome of a run."""
 
     name: str
-    state: Literal["finished", "stopped"]  # stopped: `start` with the same configuration goes on with it
-    steps: int  # that a checkpoint or the export holds
+    state: Literal["finished", "stopped"]  # stopped: `start` with the same configuration resumes it
+    steps: int  # in the last checkpoint or the export
     reward: float | None  # of the last step (`Step.reward`)
     folder: Path
-    export: Path | None  # the trained model, for plain transformers; of a run that has finished
-    summary: Mapping[str, Any] | None  # what `streamrl up --json` prints; None: ended before there was any
+    export: Path | None  # the trained model, for plain transformers; only of a finished run
+    summary: Mapping[str, Any] | None  # what `streamrl up --json` prints; None: it ended before there was any
 
     @property
     def held_out(self) -> Mapping[str, tuple[float, float]]:
-        """By reward source: at the first validation, and at the last."""
+        """By reward source: its score in the first validation, and in the last."""
         held_out: Mapping[str, tuple[float, float]] = (self.summary or {}).get("held_out", {})
         return held_out
 
@@ -62,19 +62,19 @@ def start(
     takeover: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """Start a run on this machine, as `streamrl up` does, or go on with it from its last checkpoint.
+    """Start a run on this machine, as `streamrl up` does, or resume it from its last checkpoint.
 
         run = streamrl.start("quickstart.yaml", {"training.max_steps": 20, "optimizer": {"lr": 1e-4}})
         run = streamrl.start({"extends": "pretrained.yaml", ...}, rewards={"near": near, "right": "exact_match"})
 
-    `config` is a file, the name of a configuration that streamrl ships, or a map that stands for a file. Keys of
-    `overrides` may be dotted. `rewards`, functions by name or in a list, take the place of the configuration's: each of
-    streamrl's signature or of TRL's, from wherever it is defined, or the text that `target` would be. What a source has
-    beside its function is an override: `{"rewards.near.weight": 0.5}`.
+    `config` is a file, the name of a configuration that streamrl ships, or a map in place of a file. Keys of
+    `overrides` may be dotted. `rewards`, functions by name or in a list, replace those of the configuration: each with
+    streamrl's signature or TRL's, defined anywhere, or a value of `target`. Other settings of a source are overrides:
+    `{"rewards.near.weight": 0.5}`.
 
-    Returns when the parts run, after some seconds in which all is tried that can be; `quiet` says nothing meanwhile.
-    Raises a StreamrlError with the line that the command would print: UserError where something is to be mended. With
-    `takeover` a learner elsewhere that holds the run is replaced.
+    Returns when the parts run, after some seconds of checks and trials; `quiet` prints nothing meanwhile. Raises a
+    StreamrlError with the message that the command would print: UserError if there is something for you to fix.
+    `takeover` replaces a learner elsewhere that holds the run.
     """
     launcher = Launcher(make_request(config, overrides, rewards, takeover=takeover))
     with spinner(Console(stderr=True, quiet=quiet)) as say:
@@ -83,7 +83,7 @@ def start(
 
 
 def attach(folder: str | Path) -> Run:
-    """The run in this folder, which goes on or has ended, whoever started it. ConfigError where there is none.
+    """Return the run in this folder, running or ended, whoever started it. ConfigError if there is none.
 
     streamrl.attach("runs/quickstart").wait().reward
     """
@@ -92,32 +92,32 @@ def attach(folder: str | Path) -> Run:
 
 
 class Run:
-    """A run of this machine. `start` and `attach` make one."""
+    """A run on this machine, created by `start` or `attach`."""
 
     def __init__(self, life: Life, *, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
         self._life, self._began = life, time.time()
 
     def __iter__(self) -> Iterator[Step]:
-        """Its steps from the first on, and each that comes, until it ends; then raises what it has failed with.
+        """Yield its steps from the first on, and new ones until it ends; then raise its error if it has failed.
 
             rewards = [step.reward for step in run]
 
-        A step that is made again, after a crash, comes again.
+        A step that is repeated after a crash is yielded again.
         """
         yield from follow(self.folder, goes_on=lambda: not self._life.wait(_LOOK_EVERY_S))
         self._ended().check()
 
     def status(self) -> View:
-        """How it is now: what `streamrl status --json` prints, typed; `to_json()` is the same as plain data.
+        """Return its current state: what `streamrl status --json` prints, typed; `to_json()` gives it as plain data.
 
         print(run.status().learner.metrics["lag/mean"], run.status().verdict)
         """
         return look_at(self.folder)
 
     def wait(self, timeout: float | None = None) -> Result:
-        """Until it has ended. TimeoutError after so many seconds, and it goes on; what a run has failed with is raised:
-        UserError where something is to be mended, else another StreamrlError.
+        """Wait until it has ended. TimeoutError after so many seconds, and it goes on. Raises the run's error if it has
+        failed: UserError if there is something for you to fix, else another StreamrlError.
 
             result = run.wait()
             model = AutoModelForCausalLM.from_pretrained(result.export)
@@ -127,9 +127,9 @@ class Run:
         return self._result(self._ended())
 
     def stop(self, timeout: float | None = None) -> Result:
-        """Have it finish the step, write a checkpoint and end, as `streamrl stop` and Ctrl-C do. After so many seconds
-        it is ended at once, and goes on from the checkpoint before when it is started again; one that was not started
-        here is left to do as it was told, and TimeoutError raised. Nothing happens to one that has ended.
+        """Finish the current step, write a checkpoint and end, as `streamrl stop` and Ctrl-C do. After so many seconds
+        it is ended at once, and resumes from the checkpoint before when it is started again; a run that was not started
+        here keeps stopping, and TimeoutError is raised. Does nothing if it has ended.
 
             run.stop(timeout=60)
         """
@@ -138,7 +138,7 @@ class Run:
         return self._result(self._ended())
 
     def watch(self) -> None:
-        """Show it, in the terminal or below a notebook's cell, until it has ended. Ctrl-C ends the watching alone."""
+        """Display it, in the terminal or below a notebook's cell, until it has ended. Ctrl-C ends only the display."""
         with canvas() as shown:
             is_over = False
             while not is_over:
@@ -151,7 +151,7 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stops it where it still goes."""
+        """Stop it if it is running."""
         if self._life.ended is None:
             self._life.end(None)
             if error is None:
@@ -167,7 +167,7 @@ class Run:
     def _shown(self) -> Shown:
         try:
             view = self.status()
-        except (ConfigError, ResourceError, TransportError) as error:  # it starts, or its Redis is busy
+        except (ConfigError, ResourceError, TransportError) as error:  # it is starting, or its Redis is busy
             return self._drawn(None, str(error))
         return self._drawn(view, self._life.phase)
 

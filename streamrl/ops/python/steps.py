@@ -1,4 +1,4 @@
-"""The steps of a run, as its learner records them in the run's folder: those that are there, then each that comes."""
+"""The steps of a run, as its learner records them in the run's folder: existing ones, then new ones as they come."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class Step:
 
     number: int
     at: float  # unix time
-    metrics: Mapping[str, float]  # by the names that the dashboard has
+    metrics: Mapping[str, float]  # by name, as in the dashboard
 
     @property
     def reward(self) -> float | None:
-        """The mean of the groups that it trained; None where it had no samples."""
+        """Mean reward of the trained groups; None if there were no samples."""
         return self.metrics.get("train_rollouts/rewards")
 
 
 def follow(folder: Path, *, goes_on: Callable[[], bool]) -> Iterator[Step]:
-    """What a crash has undone counts as it was made again; from then on a step that is made again comes again. Asks
-    before each look whether the run goes on, and so may wait there."""
+    """Yield steps. Existing ones count as repeated after a crash; later on a repeated step is yielded again. Calls
+    `goes_on` before each look, which may therefore wait."""
     tail = _Tail(folder / METRICS)
     yield from map(to_step, History.of(tail.records()).steps.records)
     goes = True
@@ -41,7 +41,7 @@ def to_step(record: Record) -> Step:
 
 
 class _Tail:
-    """Reads on where it has stopped; a line that is not whole is read the next time."""
+    """Reads on from where it stopped; an incomplete line is read next time."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0

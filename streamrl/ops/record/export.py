@@ -1,7 +1,7 @@
-"""A recording as files that other programs read: JSON Lines, a group a line; Parquet, a sample a row.
+"""Exports a recording for other programs: JSON Lines, one group per line; Parquet, one sample per row.
 
-Both are written aside and get their name when they are whole. Neither holds more than a batch in memory. Groups that
-cannot be read are left out and counted. Blocks on the disk only.
+Both are written to a temporary file and renamed when complete, with at most one batch in memory. Unreadable groups are
+skipped and counted. Blocks on the disk only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ROWS_A_BATCH = 512
 class Exported:
     num_groups: int = 0
     num_samples: int = 0
-    num_failed: int = 0  # groups that say that their ticket failed; JSON Lines only, for they have no samples
+    num_failed: int = 0  # groups that report a failed ticket; JSON Lines only, since they have no samples
     num_unreadable: int = 0
 
     def __str__(self) -> str:
@@ -39,7 +39,8 @@ class Exported:
 
 
 def to_json(entry: Entry, group: Group, decoder: TokenDecoder | None) -> dict[str, Any]:
-    """One group; the documented form of `streamrl record export --format jsonl` and `streamrl groups --json`."""
+    """Convert one group; the documented form of `streamrl record export --format jsonl` and `streamrl groups
+    --json`."""
     told: dict[str, Any] = {
         "id": entry.id,
         "at": entry_order(entry.id)[0] / 1000,
@@ -60,7 +61,7 @@ def write_jsonl(recording: Recording, out: IO[bytes], decoder: TokenDecoder | No
 
 
 def write_parquet(recording: Recording, out: IO[bytes], decoder: TokenDecoder | None) -> Exported:
-    """Asks for pyarrow, which its caller has looked for."""
+    """Write Parquet; the caller has checked that pyarrow is installed."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -78,7 +79,7 @@ def write_parquet(recording: Recording, out: IO[bytes], decoder: TokenDecoder | 
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], Exported]) -> Exported:
-    """The file gets its name when `write` has filled it."""
+    """Write a file that gets its name only when `write` has completed it."""
     aside = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
         with aside.open("wb") as out:
@@ -128,7 +129,7 @@ def _rows(entry: Entry, group: Group, decoder: TokenDecoder | None) -> Iterator[
     of_group = ("id", "ticket", "run_uid", "worker", "prompt_ids", "prompt")
     shared = {name: value for name, value in told.items() if name in of_group}
     for at, (row, sample) in enumerate(zip(told["samples"], group.samples, strict=True)):
-        rewards = list(sample.rewards.items())  # a map's entries
+        rewards = list(sample.rewards.items())  # the entries of a map column
         del row["turns"]  # they follow from spans and branches
         yield {**shared, **row, "sample": at, "logprobs": sample.logprobs.tolist(), "rewards": rewards}
 

@@ -1,6 +1,6 @@
-"""Groups that the learner has kept as text in a run's folder, rollouts.jsonl: one a step, of the whole run.
+"""Groups that the learner has kept as text in a run's folder, rollouts.jsonl: one per step, over the whole run.
 
-They are there when the stream has forgotten them, or is gone. Reads the disk only.
+They remain when the stream has dropped them or is gone. Reads the disk only.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class KeptGroups:
         self._path = folder / _FILE
 
     def latest(self, count: int) -> list[dict[str, Any]]:
-        """The last ones, in their order; of steps that were made again, what was made last stands last."""
+        """Return the last ones, in order; repeated steps come in the order in which they were made."""
         records = list(self._records())
         return records[max(0, len(records) - count) :]
 
     def find(self, wanted: str) -> dict[str, Any]:
-        """By the number of its ticket, or by its id. DataError when it was not kept."""
+        """Find a group by ticket number or id. DataError if it was not kept."""
         found = [record for record in self._records() if wanted in (record["id"], str(record["ticket"]))]
         if found:
             return found[-1]
         raise DataError(f"group {wanted} was not kept: of each step one is, and of many steps some; see `groups tail`")
 
     def _records(self) -> Iterator[dict[str, Any]]:
-        """The last line may be cut off by a crash."""
+        """Yield the records; a crash may have truncated the last line."""
         if not self._path.is_file():
             return
         for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -48,7 +48,7 @@ class KeptGroups:
 
 
 def lines_of_record(record: Mapping[str, Any], *, width: int, max_lines: int | None) -> Iterator[Text]:
-    """As `view.lines_of`; `max_lines` of each text."""
+    """Format like `view.lines_of`; `max_lines` per text."""
     heading = f"ticket {record['ticket']}   step {record['step']}   worker {record['worker']}"
     yield _heading(heading, width)
     yield _heading("prompt", width, style="dim")
@@ -58,7 +58,7 @@ def lines_of_record(record: Mapping[str, Any], *, width: int, max_lines: int | N
         ended = "ended by itself" if sample["finish_reason"] == "stop" else "cut off"
         versions = " then ".join(dict.fromkeys(span["version"] for span in sample["spans"]))
         yield _heading(f"sample {at}   reward {sample['reward']:.4g} ({sources})   {ended}, by {versions}", width)
-        parts = sample.get("turns", ())  # those of a run before there were several have none
+        parts = sample.get("turns", ())  # missing in records of older versions
         if len(parts) < 2:
             yield from wrapped(Text(plain(sample["text"])), width, max_lines)
             continue

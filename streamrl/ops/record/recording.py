@@ -1,6 +1,6 @@
-"""A recording: how it lies on disk, which groups it holds, in their order, and any of them by its id.
+"""A recording: its format on disk, and access to its groups in order or by id.
 
-Numbered files of frames, each frame with its length and its digest:
+Numbered files of frames, each frame with its length and digest:
 
     00000001.groups    magic │ frame: origin │ frame: group │ frame: group │ ...
     00000002.groups    magic │ frame: origin │ ...
@@ -8,19 +8,19 @@ Numbered files of frames, each frame with its length and its digest:
     frame    length u32 │ digest u64 │ entry id: ms u64, seq u64 │ ticket: number i64, identity 16 B │ payload
                                                                                                     (little-endian)
 
-The digest (xxh3_64) covers all that follows it. The payload is a message of `wire`: of the origin, which run
-this is; of a group, its run's uid, header and body just as they lay in the stream, and which ticket's entry it took the
-place of. Ids, numbers and identities stand in front, so that a recording is looked through without reading what the
-groups hold. Ids grow from frame to frame.
+The digest (xxh3_64) covers everything after it. The payload is a message of `wire`: for the origin, which run this is;
+for a group, its run's uid, header and body exactly as in the stream, and the id of the ticket entry that it replaced.
+Ids, numbers and identities come first, so that a recording can be indexed without reading the groups. Ids increase from
+frame to frame.
 
-A frame that is not whole is a tear: the writer died, or the power went. What lies before it is good, and nothing in the
-file behind it is looked at.
+An incomplete frame is a tear: the writer died, or the power failed. Frames before it are valid, and the rest of the
+file is ignored.
 
-Opening a recording looks at every frame's place and at no contents, so it takes little time and, per group, some
-hundred bytes. Contents are read when they are asked for, and their digests checked. A recording that is being written
-may be read: it is then what it was when it was opened. Blocks on the disk only.
+Opening a recording reads every frame's position but no contents, so it takes little time and some hundred bytes per
+group. Contents are read on demand, and their digests checked. A recording may be read while it is written: the reader
+sees its state at opening. Blocks on the disk only.
 
-`RecordedGroups` is what `streamrl groups` takes from it; of a live run, see `tap.LiveGroups`.
+`RecordedGroups` provides groups to `streamrl groups`; for a live run, see `tap.LiveGroups`.
 """
 
 from __future__ import annotations
@@ -47,43 +47,43 @@ MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + (2 << 20)  # a body, a header, and the map
 _MAGIC = b"streamrl recording 2\n"
 _LENGTH = struct.Struct("<IQ")  # payload's bytes, digest
 _PLACE = struct.Struct(f"<QQq{IDENTITY_CHARS}s")
-_PREFIX = struct.Struct(f"<IQQQq{IDENTITY_CHARS}s")  # both, which stand before a frame's payload
+_PREFIX = struct.Struct(f"<IQQQq{IDENTITY_CHARS}s")  # both; precedes a frame's payload
 _NAME = re.compile(r"\d{8}\.groups")
-POLL_S = 1.0  # how long `more` waits for some
+POLL_S = 1.0  # pause in `more`
 _ID = re.compile(r"\d{1,19}-\d{1,19}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Whose groups these are."""
+    """The run whose groups these are."""
 
     run: str
     run_uid: str
     fingerprint: str  # of model and tokenizer
-    model: str  # folder or hub name, as the run's configuration has it
+    model: str  # folder or hub name, from the run's configuration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a group's frame lies."""
+    """The position of a group's frame."""
 
     path: Path
-    offset: int  # of its payload
-    num_bytes: int  # of its payload
+    offset: int  # of the payload
+    num_bytes: int  # of the payload
     digest: int
     entry_id: str
-    number: int  # of the ticket; -1: the entry named none
-    identity: str  # of the ticket; empty: the entry named none
+    number: int  # of the ticket; -1: the entry has none
+    identity: str  # of the ticket; empty: the entry has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What is whole in a file."""
+    """The valid contents of a file."""
 
     path: Path
-    origin: Origin | None  # None: the file's beginning is torn off
+    origin: Origin | None  # None: even the start of the file is incomplete
     places: tuple[Place, ...]  # in order
-    torn_bytes: int  # from a tear to the end of the file
+    torn_bytes: int  # from the tear to the end of the file
 
 
 def file_name(number: int) -> str:
@@ -91,7 +91,7 @@ def file_name(number: int) -> str:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The recording's files in order; an unreadable folder is a DataError."""
+    """Return the recording's files in order. DataError if the folder cannot be read."""
     try:
         return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
     except OSError as error:
@@ -108,7 +108,7 @@ def group_frame(entry: Entry) -> bytes:
 
 
 def survey(path: Path) -> Contents:
-    """What the file holds, without what the groups hold; DataError when it is something else."""
+    """Index a file without reading its groups. DataError if it is no file of a recording."""
     size = path.stat().st_size
     frames: list[Place] = []
     with path.open("rb") as file:
@@ -118,7 +118,7 @@ def survey(path: Path) -> Contents:
         while (frame := _next(file, path, end, size)) is not None:
             frames.append(frame)
             end = frame.offset + frame.num_bytes
-        while frames and not is_intact(frames[-1]):  # a last frame that only looks whole is a tear, too
+        while frames and not is_intact(frames[-1]):  # a last frame that is damaged is a tear, too
             end = frames.pop().offset - _PREFIX.size
         origin = _to_origin(_payload(file, frames[0])) if frames else None
     torn_bytes = size - end if frames else size
@@ -138,7 +138,7 @@ def _to_origin(payload: bytes) -> Origin:
 
 
 def read_group(file: BinaryIO, place: Place) -> Entry:
-    """DataError when the frame is not what its digest says."""
+    """Read a group. DataError if it does not match its digest."""
     try:
         f = unpack(_payload(file, place), max_bytes=MAX_FRAME_BYTES)
         entry = Entry(
@@ -172,13 +172,13 @@ def _frame(entry_id: str, number: int, identity: str, payload: bytes) -> bytes:
 
 
 def _next(file: BinaryIO, path: Path, at: int, size: int) -> Place | None:
-    """The frame that begins here; None when it is not whole, or when nothing is left."""
+    """Return the frame that starts here; None if it is incomplete or the file ends."""
     offset = at + _PREFIX.size
     if offset > size:
         return None
     file.seek(at)
     num_bytes, digest, milliseconds, sequence, number, identity = _PREFIX.unpack(file.read(_PREFIX.size))
-    # A length of nothing is what a file system leaves behind where it lost the data.
+    # A zero length is what a file system leaves behind where it lost data.
     if not 0 < num_bytes <= MAX_FRAME_BYTES or offset + num_bytes > size:
         return None
     return Place(
@@ -204,12 +204,12 @@ def _payload(file: BinaryIO, place: Place) -> bytes:
 class Recording:
     folder: Path
     origin: Origin
-    places: tuple[Place, ...]  # in the stream's order
-    tears: Mapping[Path, int]  # where a writer died in mid-group: bytes that are left out, by file
+    places: tuple[Place, ...]  # in stream order
+    tears: Mapping[Path, int]  # bytes ignored after a tear, by file
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """DataError when the folder holds no recording, or files of several runs."""
+        """Open a recording. DataError if the folder holds none, or files of several runs."""
         files = [survey(path) for path in files_of(folder)]
         origins = [file.origin for file in files if file.origin is not None]
         if not origins:
@@ -224,7 +224,7 @@ class Recording:
         return cls(folder=folder, origin=origins[-1], places=places, tears=tears)
 
     def entries(self, places: Sequence[Place] | None = None) -> Iterator[Entry]:
-        """These groups, by default all; DataError at one that is damaged."""
+        """Yield these groups, by default all. DataError at a damaged one."""
         wanted = self.places if places is None else places
         for path, of_file in groupby(wanted, key=attrgetter("path")):
             with path.open("rb") as file:
@@ -232,12 +232,12 @@ class Recording:
                     yield read_group(file, place)
 
     def numbers(self) -> set[int]:
-        """Tickets that have an answer here."""
+        """The tickets answered in this recording."""
         return {place.number for place in self.places if place.number >= 0}
 
 
 def open_group(entry: Entry) -> Group:
-    """The group in an entry; WireError when it is none, or not the one that the entry promises."""
+    """Open the group in an entry. WireError if it is malformed, or does not match the entry."""
     header = decode_header(entry.header)
     if (header.ticket, header.run_uid) != (entry.number, entry.run_uid):
         raise WireError("header and entry do not agree on ticket or run")
@@ -251,20 +251,20 @@ class RecordedGroups:
         self.model = self._recording.origin.model
 
     def latest(self, count: int) -> list[Entry]:
-        """The newest ones, the oldest of them first; what follows is `more`'s."""
+        """Return the newest groups, oldest first; `more` continues after them."""
         places = self._recording.places
         self._after = places[-1].entry_id if places else START
         return list(self._recording.entries(places[len(places) - min(count, len(places)) :]))
 
     def more(self) -> list[Entry]:
-        """What came since: a recorder may be at work, and nobody says when it will not be any more."""
+        """Return what was recorded since; a recorder may be active, and its end cannot be known."""
         time.sleep(POLL_S)
         self._recording = Recording.open(self._recording.folder)
         after = entry_order(self._after)
         return self.latest(sum(entry_order(place.entry_id) > after for place in self._recording.places))
 
     def find(self, wanted: str) -> Entry:
-        """By entry id or ticket number; DataError when it is not there."""
+        """Find a group by entry id or ticket number. DataError if it is not here."""
         by_id = is_entry_id(wanted)
         for place in reversed(self._recording.places):
             if place.entry_id == wanted if by_id else place.number == int(wanted):
@@ -273,7 +273,7 @@ class RecordedGroups:
 
 
 def is_entry_id(wanted: str) -> bool:
-    """An id, or else a ticket's number; ConfigError when it is neither."""
+    """Return whether this is an entry id (else a ticket number). ConfigError if it is neither."""
     if _ID.fullmatch(wanted):
         return True
     if wanted.isascii() and wanted.isdigit():

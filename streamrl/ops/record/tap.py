@@ -1,14 +1,13 @@
-"""Listening to a run's groups as they are delivered, and looking back at those that are there: reads only, so that the
-run does not notice.
+"""Reads a run's groups as they are delivered, or those still in the stream; only reads, so that the run is not
+affected.
 
-The learner trims what it has committed, so a listener that falls behind misses groups. How many is exact where the
-server counts what was ever added (Redis 7, Valkey), and unknown on Redis 6.2. Blocks at most as long as it is told, and
-while Redis is away at most half a minute.
+The learner trims what it has committed, so a slow reader misses groups. Their number is exact if the server counts all
+entries ever added (Redis 7, Valkey), and unknown on Redis 6.2. Blocks up to the requested time, and for half a minute
+at most while Redis is away.
 
-One session of recording: from the tap to the files, until the run has ended or somebody says enough.
-
-Blocks on Redis, in slices of a second, and on the disk. What went before the session ended is on the disk when `record`
-returns, and at most a second's groups are not when the process is killed.
+`record` is one recording session: from the tap to the files, until the run ends or the user stops it. It blocks on
+Redis, in slices of a second, and on the disk. When it returns, everything is on disk; if the process is killed, at most
+a second's groups are missing.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from streamrl.protocol.wire.ticket import Purpose
 T = TypeVar("T")
 
 _GIVE_UP_AFTER_S = 30.0
-_ENTRIES_A_READ = 16  # groups may be large, and a long answer holds up everybody else on the server
+_ENTRIES_A_READ = 16  # groups may be large, and a long reply delays the server's other clients
 
 
 class Tap:
@@ -40,12 +39,12 @@ class Tap:
         self._client, self._keys, self._run_uid = client, keys, run_uid
         self._stream = keys.groups(purpose)
         self.after = START  # groups beyond this entry id are read
-        self.num_missed: int | None = None  # since the first `look_back`; None: the server does not tell
-        self._num_read = 0  # since the last look back
-        self._num_added: int | None = None  # what the server had ever added by then
+        self.num_missed: int | None = None  # since the first `look_back`; None: the server does not count
+        self._num_read = 0  # since the last `look_back`
+        self._num_added: int | None = None  # entries ever added, at the last `look_back`
 
     def read(self, *, wait_s: float = 0.0) -> list[Entry]:
-        """The next groups; none when none came within `wait_s`."""
+        """Return the next groups; none if none came within `wait_s`."""
         block = bounded_block_ms(self._client, int(wait_s * 1000)) if wait_s > 0 else None
         reply: Any = self.ask(
             "read groups",
@@ -54,10 +53,10 @@ class Tap:
         return self._take(reply)
 
     def look_back(self) -> list[Entry]:
-        """Read once more, and find out whether groups went by unseen. Now and then, and at the end."""
+        """Read once more, and count groups that were missed. Call now and then, and at the end."""
 
         def ask() -> list[Any]:
-            with self._client.pipeline() as pipe:  # one moment: nothing comes between the two
+            with self._client.pipeline() as pipe:  # atomic: no entry comes between the two
                 pipe.xread({self._stream: self.after}, count=_ENTRIES_A_READ)
                 pipe.xinfo_stream(self._stream)
                 return pipe.execute(raise_on_error=False)
@@ -65,12 +64,12 @@ class Tap:
         reply, info = self.ask("look back", ask)
         entries = [] if isinstance(reply, Exception) else self._take(reply)
         added = info.get("entries-added") if isinstance(info, dict) else None
-        if len(entries) < _ENTRIES_A_READ:  # else more is there, and it is not known how much
+        if len(entries) < _ENTRIES_A_READ:  # otherwise there is more, of unknown number
             self._account(added)
         return entries
 
     def run_state(self) -> RunState | None:
-        """None: the server knows nothing of the run at the moment. RunGone: its name is another run's now."""
+        """Return the state; None if the server does not know the run now. RunGone if another run took its name."""
         uid, state = self.ask("read the run", lambda: self._client.hmget(self._keys.meta, ["uid", "state"]))
         if not (isinstance(uid, bytes) and isinstance(state, bytes)):
             return None
@@ -92,28 +91,28 @@ class Tap:
         return entries
 
     def ask(self, what: str, call: Callable[[], T]) -> T:
-        """Whatever else there is to be read."""
+        """Run a command with retries."""
         return repeat(self._client, what, call, give_up_after_s=_GIVE_UP_AFTER_S)
 
 
 class LiveGroups(Tap):
-    """What a live run holds: groups that were delivered and are not committed yet."""
+    """The groups in a live run's stream: delivered, and not committed yet."""
 
     def latest(self, count: int) -> list[Entry]:
-        """The newest ones, the oldest of them first; what follows is `more`'s."""
+        """Return the newest groups, oldest first; `more` continues after them."""
         found = list(islice(self._backwards(min(_ENTRIES_A_READ, max(1, count))), max(1, count)))
         if found:
             self.after = found[0].id
         return found[:count][::-1]
 
     def more(self) -> list[Entry] | None:
-        """What came since, after about a second at most; None when nothing more can come."""
+        """Return what came since, after about a second at most; None if nothing more can come."""
         state = self.run_state()
         entries = self.read(wait_s=POLL_S)
         return None if not entries and state not in ("running", None) else entries
 
     def find(self, wanted: str) -> Entry:
-        """By entry id or ticket number; DataError when it is not there."""
+        """Find a group by entry id or ticket number. DataError if it is not here."""
         if is_entry_id(wanted):
             found = self._range(wanted, wanted, 1)
         else:
@@ -149,7 +148,7 @@ def record(
     follow: bool,
     show: Callable[[], None],
 ) -> None:
-    """`follow=False`: only what is there now. `show` is called about once a second."""
+    """Record; `follow=False`: only what is there now. `show` is called about once a second."""
     tap.after = writer.last_id
     looked_at = shown_at = time.monotonic()
     writer.append(tap.look_back())

@@ -1,13 +1,12 @@
-"""A group as people read it: the prompt, each sample with its rewards, and which weights made which tokens. What has
-several turns is shown as a conversation: each turn, what was given before it, and which row it goes on from.
+"""Formats a group for people: the prompt, each sample with its rewards, and which weights generated which tokens. A
+rollout of several turns is shown as a conversation: each turn, what was given before it, and the row it continues.
 
-Versions are told apart by colour along the text; where there is no colour, a mark stands where another version took
-over. What the model wrote reaches the terminal without control characters. Pure: nothing here waits.
+Versions are distinguished by colour; without colour, a mark shows where another version took over. Control characters
+in the model's text are removed. Pure: never blocks.
 
-Token ids as text, where the model's tokenizer is at hand.
-
-By the package `tokenizers` alone, which every machine with a learner or a worker has, and which neither torch nor
-transformers comes with. Without it, or without the model's tokenizer.json, people see token ids.
+Also decodes token ids, if the model's tokenizer is here. This uses only the package `tokenizers`, which every machine
+with a learner or a worker has, and which needs neither torch nor transformers. Without it, or without the model's
+tokenizer.json, token ids are shown.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from streamrl.protocol.wire.turns import Part, heading_of, parts_of, told_of
 from streamrl.terminal import printable
 from streamrl.versions import show
 
-_COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")  # one after the other, version by version
+_COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")  # by version, in turn
 _INDENT = "  "
 
 
 def lines_of(
     entry: Entry, group: Group, decoder: TokenDecoder | None, *, width: int, colour: bool, max_lines: int | None
 ) -> Iterator[Text]:
-    """`max_lines` of each text; None: all of them."""
+    """Format a group; `max_lines` per text, None: all."""
     for text, is_heading in _parts(entry, group, decoder, colour=colour):
         if is_heading:
             text.truncate(width, overflow="ellipsis")
@@ -46,7 +45,7 @@ def lines_of(
 
 
 def _parts(entry: Entry, group: Group, decoder: TokenDecoder | None, *, colour: bool) -> Iterator[tuple[Text, bool]]:
-    """Each text, and whether it is a heading."""
+    """Yield each text, and whether it is a heading."""
     header = group.header
     yield Text(_title(entry, header), style="bold"), True
     if header.failed:
@@ -114,7 +113,7 @@ def _styles(samples: Sequence[Sample]) -> dict[int, str]:
 
 
 def _pieces(sample: Sample, part: Part, decoder: TokenDecoder | None) -> Iterator[str]:
-    """The text of each span. A tokenizer may decode a piece otherwise than the whole, so each is what it adds."""
+    """Yield each span's text: what it adds to the decoded text, since a tokenizer may decode it differently alone."""
     before = decoder.decode(sample.token_ids[: part.start]) if decoder else ""
     for span in part.spans:
         if decoder is None:
@@ -130,7 +129,7 @@ def _ids(token_ids: Any) -> str:
 
 
 def plain(text: str) -> str:
-    """Lines stay lines; every other control character goes."""
+    """Remove all control characters but line breaks."""
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
@@ -155,12 +154,12 @@ class TokenDecoder:
         self._tokenizer = tokenizer
 
     def decode(self, token_ids: Any) -> str:
-        """Special tokens included: where a response ended is worth seeing."""
+        """Decode with special tokens, which show where a response ended."""
         return str(self._tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=False))
 
 
 def find_decoder(model: str) -> TokenDecoder | None:
-    """Of a model folder, or of a hub name whose files are on this machine; None where there is no tokenizer."""
+    """Find the tokenizer of a model folder, or of a hub name with files on this machine; None if there is none."""
     path = Path(model) / _FILE if Path(model).is_dir() else _in_cache(model)
     if path is None or not path.is_file() or importlib.util.find_spec("tokenizers") is None:
         return None
@@ -168,12 +167,12 @@ def find_decoder(model: str) -> TokenDecoder | None:
 
     try:
         return TokenDecoder(tokenizers.Tokenizer.from_file(str(path)))
-    except Exception as error:  # noqa: BLE001 - the package raises nothing more special
+    except Exception as error:  # noqa: BLE001 - the package raises nothing more specific
         raise DataError(f"{path} is no tokenizer: {error}") from None
 
 
 def choose_decoder(named: str | None, model: str) -> TokenDecoder | None:
-    """Of the model that the user has named, where what is missing is an error; else of the run's own."""
+    """Return the tokenizer of the model named by the user, which must exist; by default the run's, if any."""
     if named is None:
         return find_decoder(model)
     if importlib.util.find_spec("tokenizers") is None:

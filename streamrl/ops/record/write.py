@@ -1,8 +1,8 @@
-"""Writing a recording: append, begin a new file when one is full, let the oldest go when there is too much.
+"""Writes a recording: appends, starts a new file when one is full, and deletes the oldest when there is too much.
 
-One writer a folder, held by a lock that the kernel frees with the process. A writer that comes after another one, also
-one that was killed, goes on behind the last group that is whole, in a new file: a torn one is left as it is. What is
-appended is on the disk after `sync`. Blocks on the disk only.
+One writer per folder, guarded by a lock that the kernel releases with the process. A later writer, also after a crash,
+continues after the last complete group in a new file: a torn one is left as it is. `sync` makes what was appended
+durable. Blocks on the disk only.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ LOCK = "recording.lock"
 
 @dataclass(slots=True, kw_only=True)
 class Written:
-    """By this writer."""
+    """Statistics of this writer."""
 
     num_groups: int = 0
     num_bytes: int = 0
-    num_too_large: int = 0  # entries that are no group's, since none may be so large
-    num_dropped: int = 0  # groups that went with old files
+    num_too_large: int = 0  # entries larger than any group may be
+    num_dropped: int = 0  # groups deleted with old files
     num_dropped_bytes: int = 0
 
 
@@ -42,12 +42,12 @@ class _File:
 
 class RecordingWriter:
     def __init__(self, folder: Path, origin: Origin, *, file_bytes: int, max_bytes: int) -> None:
-        """`max_bytes` holds for the whole folder, `file_bytes` for a file, give or take a group."""
+        """`max_bytes` limits the whole folder, `file_bytes` a file, give or take a group."""
         assert file_bytes * 2 <= max_bytes, "the newest file is never let go, so there must be room for two"
         self._folder, self._origin = folder, origin
         self._file_bytes, self._max_bytes = file_bytes, max_bytes
         self.written = Written()
-        self.last_id = START  # of the last group that is recorded, by whomever
+        self.last_id = START  # of the last recorded group, also by earlier writers
         folder.mkdir(parents=True, exist_ok=True)
         taken = f"another process records into {folder}; end it, or choose another folder"
         with ExitStack() as stack:
@@ -69,11 +69,11 @@ class RecordingWriter:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole folder."""
+        """Size of the whole folder."""
         return sum(file.num_bytes for file in self._files)
 
     def append(self, entries: Sequence[Entry]) -> None:
-        """In the stream's order. ResourceError when the disk takes no more: what was appended before is good."""
+        """Append in stream order. ResourceError if the disk is full: what was appended before stays valid."""
         for entry in entries:
             assert entry_order(entry.id) > entry_order(self.last_id), "a recording holds each entry once, in order"
             self.last_id = entry.id
@@ -87,7 +87,7 @@ class RecordingWriter:
             self.written.num_bytes += len(frame)
 
     def sync(self) -> None:
-        """Wait until all that was appended is on the disk."""
+        """Wait until everything appended is on disk."""
         if self._descriptor is not None:
             os.fsync(self._descriptor)
 
@@ -134,7 +134,7 @@ class RecordingWriter:
             self.written.num_dropped_bytes += oldest.num_bytes
 
     def _survey(self) -> list[_File]:
-        """What is there already; sets `last_id`."""
+        """Index the existing files; sets `last_id`."""
         files: list[_File] = []
         for path in files_of(self._folder):
             found = survey(path)
