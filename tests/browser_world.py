@@ -1,4 +1,4 @@
-"""A real Chromium, spoken to over its debugging pipe: pages, what they asked for, what they complained of."""
+"""A real Chromium, controlled over its debugging pipe: pages, their requests and their console messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ARGUMENTS = (
 
 @cache
 def find_chromium() -> tuple[str | None, str]:
-    """(the program, why there is none). Where none is on PATH it is installed, if that can be done without asking."""
+    """Return (the program, why there is none). Installs it if it is not on PATH and no consent is needed."""
     if (found := _on_path()) is not None:
         return found, ""
     tried = subprocess.run([_INSTALL], capture_output=True, text=True, timeout=300, check=False)
@@ -49,7 +49,7 @@ def _on_path() -> str | None:
 
 
 class Page:
-    """One tab. `requests` are the URLs that it asked for, `complaints` what its console said."""
+    """One tab. `requests` are the URLs requested, `complaints` the errors and warnings of its console."""
 
     def __init__(self, browser: Browser, session: str) -> None:
         self.requests: list[str] = []
@@ -136,7 +136,7 @@ class Browser:
 
 
 def _pipe_beyond(number: int) -> list[int]:
-    """Descriptors that are not among those which the shell sets up for it."""
+    """Create a pipe with descriptors above those that the shell sets up for Chromium."""
     low = os.pipe()
     ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, number + 1) for end in low]
     for end in low:
@@ -146,7 +146,7 @@ def _pipe_beyond(number: int) -> list[int]:
 
 @contextmanager
 def chromium(program: str, profile: Path) -> Iterator[Browser]:
-    """It reads commands from descriptor 3 and answers on 4."""
+    """Run Chromium, which reads commands from descriptor 3 and answers on 4."""
     its_in, to_it = _pipe_beyond(4)
     from_it, its_out = _pipe_beyond(4)
     script = f'exec "$@" 3<&{its_in} 4>&{its_out} {its_in}<&- {its_out}>&-'
@@ -162,7 +162,7 @@ def chromium(program: str, profile: Path) -> Iterator[Browser]:
     try:
         yield Browser(to_it, from_it)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # its group: Chromium is many processes
+        os.killpg(process.pid, signal.SIGKILL)  # the whole group: Chromium has many processes
         process.wait()
         os.close(to_it)
         os.close(from_it)

@@ -1,4 +1,4 @@
-"""What a rollout of several turns must be, found out by looking everywhere: written apart from what makes it."""
+"""Checks a multi-turn rollout by exhaustive search, independently of the code that builds it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from streamrl.workers.engines.base import Generated
 
 
 def check_by_brute_force(prompt: list[int], sample: Sample, said: Sequence[tuple[list[int], Generated]]) -> None:
-    """Written apart from trace and player: each turn lies behind the very context that it was asked with, in some row,
-    with its log-probs and versions; no two lie in one place; and nothing else has a loss, a version or a log-prob."""
+    """Check without the code of trace and player: each turn follows exactly its own context, in some row, with its
+    logprobs and versions; no two share a place; and nothing else has a loss, a version or a logprob."""
     whole = [*prompt, *sample.token_ids.tolist()]
     ends = [*(branch.start for branch in sample.branches), len(sample.token_ids)]
     rows = [list(range(len(prompt) + ends[0]))]

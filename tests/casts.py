@@ -1,4 +1,4 @@
-"""Which weights of layers there are in bf16 while a model computes."""
+"""Counts the bf16 copies of layer weights in memory while a model computes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from streamrl.learner.packing.ways import decoder_of
 
 
 class Casts(TorchDispatchMode):
-    """Copies in bf16 of what is as large as a matrix of a layer, while they have memory: FSDP empties them."""
+    """Bf16 copies as large as a layer's matrix, as long as they have memory: FSDP frees their storage."""
 
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local parts come by in a moment
+            return NotImplemented  # its local parts are dispatched next
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor) and out.dtype == torch.bfloat16 and out.shape in self._shapes:
             self._found.add(out.untyped_storage())
@@ -39,7 +39,7 @@ class Casts(TorchDispatchMode):
 
 
 def watch_a_pass(policy: Policy) -> tuple[list[int], list[int]]:
-    """How many there are after each layer's forward pass; the most that there were up to then, and in all."""
+    """Return the number of copies after each layer's forward pass; and the maximum up to then, and overall."""
     layers = decoder_of(policy.model).layers
     assert isinstance(layers, nn.ModuleList)
     casts, after, most = Casts(layers), list[int](), list[int]()

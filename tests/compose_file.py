@@ -1,4 +1,4 @@
-"""docker/compose.yaml, its variables filled in as compose does it."""
+"""docker/compose.yaml with its variables interpolated as compose does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FILE = ROOT / "docker" / "compose.yaml"
 
 
 def interpolated(text: str, given: Mapping[str, str]) -> str:
-    """${NAME}, ${NAME:-default}, ${NAME:?}, and $$ for a dollar."""
+    """Replace ${NAME}, ${NAME:-default}, ${NAME:?}, and $$ for a dollar."""
 
     def value(found: re.Match[str]) -> str:
         return "$" if found[0] == "$$" else given.get(found["name"]) or found["default"] or ""

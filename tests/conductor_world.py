@@ -1,4 +1,4 @@
-"""What the conductor's tests share: rank 0's half of the loop, with doubles for all that it asks."""
+"""Shared by the conductor's tests: rank 0's half of the loop, with doubles for everything that it uses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ RESULT = ValidationResult(
 
 
 class FakeFeed:
-    """Gives these answers in order; an error is raised."""
+    """Returns these answers in order; an error is raised."""
 
     waits_for = Wait.GROUPS
     control = "run"
@@ -55,7 +55,7 @@ class FakeFeed:
         self._answers = list(answers)
         self._frees = [True]
         self.now = FeedState()
-        self.told: list[FeedState] = []  # of checkpoints
+        self.told: list[FeedState] = []  # states of committed checkpoints
 
     def listen(self) -> None: ...
 
@@ -81,7 +81,7 @@ class FakeFeed:
 
 
 class FakeValidation:
-    """Has its result at the second look."""
+    """Has its result at the second poll."""
 
     def __init__(self) -> None:
         self._looks_left = 2
@@ -136,7 +136,7 @@ class FakeStream:
 
 
 class Wire:
-    """Of two ranks: what the first says, the other hears."""
+    """Connects two ranks: what the first broadcasts, the other receives."""
 
     size = data_size = 2
 
@@ -154,7 +154,7 @@ ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 
 
 def surroundings(config: schema.Config, **changes: Any) -> RankContext:
-    """Of a rank that is alone; `changes` instead of what it would have."""
+    """The context of a single rank; `changes` replace its values."""
     tokenizer_info = TokenizerInfo(tokenizer=FakeTokenizer(), end_ids=(1,), vocabulary=50, fingerprint="model")
     given = {
         "config": config,
@@ -171,7 +171,7 @@ def surroundings(config: schema.Config, **changes: Any) -> RankContext:
 
 
 def start_of(**changes: Any) -> Start:
-    """From the beginning."""
+    """A start from the beginning."""
     given = {
         "run_uid": "run",
         "term": 1,
@@ -222,7 +222,7 @@ class Scene:
 
 
 def commit(conductor: Conductor, name: CheckpointName, files: Files) -> None:
-    """All of it at once."""
+    """Commit completely, all steps at once."""
     begun = conductor.begin_commit(name, consumed_samples=0)
     begun.seal(files)
     begun.announce()

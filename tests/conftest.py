@@ -1,4 +1,4 @@
-"""Shared fixtures. Redis is always there: a private server for the session; without one the suite fails."""
+"""Shared fixtures. Redis is mandatory: a private server for the session; without one the suite fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from streamrl.protocol.transport.connection import connect, connect_async
 from streamrl.protocol.transport.embedded import EmbeddedRedis, find_server
 from streamrl.protocol.transport.keys import Keys
 
-# How long an example takes says nothing. In CI examples are the same at each run: what is red there was changed.
+# The duration of an example says nothing. In CI examples are the same in each run, so a failure is due to a change.
 settings.register_profile("busy machines", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("busy machines")
 
@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Everything that starts a server looks on PATH first, the processes that tests start too."""
+    """Put the chosen server first on PATH, which everything that starts a server searches, processes of tests too."""
     if chosen := config.getoption("--redis-server"):
         program = Path(chosen).absolute()
         if program.name != "redis-server" or not os.access(program, os.X_OK):
@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Failures:
-    """Names what fails when it fails: until the summary comes, a whole run goes on for a quarter of an hour."""
+    """Names each failure at once: the summary of a whole run comes a quarter of an hour later."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._plugins = config.pluginmanager
@@ -70,7 +70,7 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
-    """What tests have measured, by `record_property("figure", ...)`: above what failed, which is to be seen last."""
+    """Print measurements made with `record_property("figure", ...)`, above the failures, which should come last."""
     reports = [report for outcome in ("passed", "failed") for report in terminalreporter.getreports(outcome)]
     figures = [(r.nodeid, value) for r in reports for name, value in r.user_properties if name == "figure"]
     if figures:
@@ -110,8 +110,8 @@ async def async_client(redis_url: str, redis_settings: schema.Redis) -> AsyncIte
 
 @pytest.fixture
 def run_name(request: pytest.FixtureRequest, redis_url: str, redis_settings: schema.Redis) -> Iterator[str]:
-    """A name of its own for each test, which may begin other names too. Afterwards every key on the server must
-    belong to such a run, and they are removed."""
+    """Give each test a run name of its own, which may also be a prefix of other names. Afterwards every key on the
+    server must belong to such a run, and all are removed."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", request.node.name)[:50].strip("-")
     with connect(redis_url, redis_settings) as client:
         yield name
@@ -128,10 +128,9 @@ def keys(run_name: str) -> Keys:
 
 
 def pytest_unconfigure() -> None:
-    """The summary is the last thing that is read: vLLM and triton, which torch may import, complain of their own
-    doings while the interpreter ends."""
+    """Keep the summary the last output: vLLM and triton, which torch may import, print messages at interpreter exit."""
     if not {"vllm", "triton"}.isdisjoint(sys.modules):
-        atexit.register(_end_in_silence)  # pytest itself has yet to give stderr back
+        atexit.register(_end_in_silence)  # later, since pytest still has to restore stderr
 
 
 def _end_in_silence() -> None:

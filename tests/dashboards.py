@@ -1,4 +1,4 @@
-"""A dashboard as a process of its own."""
+"""Runs a dashboard in its own process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def showing(command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> Iterator[str]:
-    """The URL that it tells, up to its token."""
+    """Yield the URL that it prints, without its token."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stdout is not None

@@ -1,6 +1,6 @@
-"""A reward server without torch, in a process of its own: the real application around the double of its model.
+"""A reward server without torch, in its own process: the real application with the double of its model.
 
-python -m tests.fake_reward_server PORT [TOKEN_FILE]     a text scores the sum of its characters' code points
+python -m tests.fake_reward_server PORT [TOKEN_FILE]     a text's score is the sum of its characters' code points
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A learner's feed on the in-memory stream, workers that do as the test says, and a clock that moves when it waits."""
+"""A learner's feed on the in-memory stream, workers controlled by the test, and a clock that advances on waits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Clock:
 
 
 def make_prompts(count: int, *, shuffle: bool = True, own_tokens: bool = False, seed: int = 1) -> PromptSet:
-    """`own_tokens`: answers to each can be told from others."""
+    """`own_tokens`: each prompt has its own tokens, so that answers can be told apart."""
     first = [i if own_tokens else 0 for i in range(count)]
     rows = [
         Prompt(line=i + 1, text=f"prompt {i}", token_ids=np.arange(3, dtype=np.int32) + first[i], fields={"answer": i})
@@ -49,7 +49,7 @@ def make_prompts(count: int, *, shuffle: bool = True, own_tokens: bool = False, 
 
 
 def make_config(**sections: dict[str, Any]) -> schema.Config:
-    """A batch of 2 groups, a lag of 1 step, and whatever the test changes by section."""
+    """A batch of 2 groups, a lag of 1 step, and the test's changes by section."""
     values: dict[str, Any] = {
         "model": {"path": "model"},
         "data": {"train": "train.jsonl"},
@@ -65,7 +65,7 @@ def make_config(**sections: dict[str, Any]) -> schema.Config:
 
 
 def state_of(value: Mapping[str, Any]) -> FeedState:
-    """As a checkpoint that is opened gives it."""
+    """Return the state as it is read from a checkpoint."""
     return TypeAdapter(FeedState).validate_python(value)
 
 
@@ -76,7 +76,7 @@ def drop_reason(header: GroupHeader) -> str | None:
 def encode_answer(
     ticket: Ticket, *, rewards: tuple[float, ...] = (0.0, 1.0), num_tokens: int = 4, **header: Any
 ) -> Any:
-    """(header, body) of a group that answers the ticket."""
+    """Return (header, body) of a group that answers the ticket."""
     version = header.pop("version", ticket.min_version or make_version(1, 0))
     samples = tuple(make_sample(num_tokens=num_tokens, version=version, reward=reward) for reward in rewards)
     return encode_group(make_group(ticket, samples=samples, **header))
@@ -87,7 +87,7 @@ def encode_failure(ticket: Ticket, error: str = "the engine said no") -> Any:
 
 
 class FeedWorld:
-    """One run: the server, the dataset, the last commit, and the feed of the learner that is alive."""
+    """One run: the server, the dataset, the last commit, and the feed of the current learner."""
 
     def __init__(
         self,
@@ -95,8 +95,8 @@ class FeedWorld:
         *,
         num_prompts: int = 10,
         prompts: PromptSet | None = None,
-        folder: Path | None = None,  # where suspects are noted
-        draws: Path | None = None,  # where a curriculum's are
+        folder: Path | None = None,  # for the notes on suspects
+        draws: Path | None = None,  # for a curriculum's draws
     ) -> None:
         self.folder, self.draws = folder, draws
         self.clock = Clock()
@@ -105,13 +105,13 @@ class FeedWorld:
         self.prompts = prompts or make_prompts(num_prompts)
         self.committed = FeedState()
         self.committed_step = self.committed_term = 0
-        self.journal: dict[str, tuple[str | None, tuple[Ending, ...]]] = {}  # by file: the one before, and what ended
+        self.journal: dict[str, tuple[str | None, tuple[Ending, ...]]] = {}  # by file: the previous one, and endings
         self.term = 0
-        self.published: dict[int, int] = {}  # step of each version, of all terms
+        self.published: dict[int, int] = {}  # step of each version, over all terms
         self.start()
 
     def start(self) -> None:
-        """A learner begins, from the last commit; whatever one before it held in memory is gone."""
+        """Start a learner from the last commit; what its predecessor held in memory is lost."""
         self.term += 1
         self.step = self.committed_step
         self.stream = LearnerStreamDouble(self.server, term=self.term)
@@ -135,7 +135,7 @@ class FeedWorld:
         self.publish()
 
     def row_of(self, number: int) -> int:
-        """Which prompt this ticket stands for, as the data or the log of draws have it."""
+        """Return this ticket's prompt, from the data or from the log of draws."""
         place = Retries(self.feed.state().ledger.retries).place(number)
         if not self.config.data.curriculum:
             return self.prompts.locate(place)[1]
@@ -152,18 +152,18 @@ class FeedWorld:
         return self.feed.plan(step=self.step, world_size=world_size, timeout_s=timeout_s)
 
     def train(self, plan: Plan, verdicts: Sequence[int] | None = None) -> None:
-        """What a step does to the feed."""
+        """Do what a step does to the feed."""
         self.feed.settle(plan, verdicts or [True] * len(plan.entries))
         self.step += 1
         self.publish()
 
     def lags(self, plan: Plan) -> list[int]:
-        """By how many steps the oldest tokens of each group are behind."""
+        """Return how many steps the oldest tokens of each group are behind."""
         entries = self.stream.fetch("train", [entry.entry_id for entry in plan.entries])
         return [self.step - self.published[decode_header(e.header).min_version] for e in entries if e is not None]
 
     def commit(self, *, told: bool = True) -> None:
-        """A checkpoint; unless the feed is told, it goes on as if it were not there."""
+        """Make a checkpoint; without `told` the feed goes on as if there were none."""
         state, name = self.feed.state(), f"file {len(self.journal)}"
         self.journal[name] = (state.journal, state.uncommitted)
         self.committed, self.committed_step, self.committed_term = state.committed(name), self.step, self.term
@@ -171,7 +171,7 @@ class FeedWorld:
             self.feed.committed(self.committed, step=self.committed_step)
 
     def ended(self) -> list[Ending]:
-        """What the journal of the last commit says."""
+        """Return the endings in the journal of the last commit."""
         found: list[Ending] = []
         name = self.committed.journal
         while name is not None:
@@ -179,10 +179,10 @@ class FeedWorld:
             found += endings
         return found
 
-    # The workers
+    # Workers
 
     def tickets(self) -> dict[int, Ticket]:
-        """What waits for workers, by number."""
+        """The tickets waiting for workers, by number."""
         return {ticket.number: ticket for ticket in self.server.tickets["train"].values()}
 
     def ticket_id(self, number: int) -> str:
@@ -203,15 +203,15 @@ class FeedWorld:
         assert self.server.deliver("train", self.ticket_id(number), header, body)
 
     def forge(self, number: int, *, run_uid: str = RUN, header: bytes = b"", body: bytes = b"", **fields: str) -> str:
-        """Whatever anybody may append to the stream."""
+        """Append to the stream what anybody might append."""
         return self.server.append("train", number=number, run_uid=run_uid, header=header, body=body, **fields)
 
     def deliver(self, number: int, header: bytes, body: bytes = b"") -> None:
-        """Whatever the holder of the ticket's lease may deliver."""
+        """Deliver what the holder of the ticket's lease might deliver."""
         assert self.server.deliver("train", self.ticket_id(number), header, body)
 
     def run_to_end(self, *, max_rounds: int = 1000) -> list[int]:
-        """Workers answer everything until the data is used up; the tickets trained on the way."""
+        """Let workers answer everything until the data is used up; return the tickets trained."""
         trained: list[int] = []
         for _ in range(max_rounds):
             plan = self.plan(timeout_s=200.0)
@@ -229,7 +229,7 @@ class FeedWorld:
 
 
 def rows_drawn(root: Path) -> dict[int, int]:
-    """By place, the row that the youngest term has drawn for it."""
+    """Return the row drawn for each place, by the newest term."""
     found: dict[int, int] = {}
     for path in sorted((root / "curriculum").glob("*.jsonl")):
         for line in path.read_text().splitlines()[1:]:

@@ -1,4 +1,4 @@
-"""A learner that publishes to memory, and a worker's follower with an engine that is a double."""
+"""A learner that publishes to memory, and a worker's follower with an engine double."""
 
 from __future__ import annotations
 

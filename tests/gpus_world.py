@@ -1,4 +1,4 @@
-"""A machine with GPUs that are made up: an nvidia-smi that tells of them."""
+"""A machine with made-up GPUs: an nvidia-smi that reports them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def made_up(count: int, *, gigabytes: int = 80) -> tuple[Gpu, ...]:
 def machine_with(
     folder: Path, count: int, *, mebibytes: int = 81559, slices: int = 0, capability: str = "9.0"
 ) -> Mapping[str, str]:
-    """The environment of such a machine. `slices`: into how many the last one is cut."""
+    """Return the environment of such a machine. `slices`: MIG slices of the last GPU."""
     rows, whole = [], count - bool(slices)
     listed = []
     for n in range(count):

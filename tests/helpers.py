@@ -1,4 +1,4 @@
-"""What tests of several rooms share: bounded waiting, a disk that is full, and small tickets and groups."""
+"""Helpers for tests of several packages: bounded waits, a full disk, and small tickets and groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POLL_S = 0.01
 def wait_until(
     predicate: Callable[[], Any], *, description: str, timeout_s: float = 120.0, poll_s: float = _POLL_S
 ) -> Any:
-    """The predicate's first true value; AssertionError with the description when there is none in time."""
+    """Return the predicate's first true value; AssertionError with the description if none comes in time."""
     deadline = time.monotonic() + timeout_s
     never = threading.Event()
     while not (value := predicate()):
@@ -84,7 +84,7 @@ def make_group(ticket: Ticket, *, samples: tuple[Sample, ...] | None = None, **h
         "worker": "worker/test",
         "fingerprint": "model",
         "num_prompt_tokens": len(ticket.token_ids),
-        # What follows is computed from the body when the group is encoded.
+        # These are computed from the body when the group is encoded.
         "sample_lengths": (),
         "sample_rewards": (),
         "sample_finished": (),
@@ -96,7 +96,7 @@ def make_group(ticket: Ticket, *, samples: tuple[Sample, ...] | None = None, **h
 
 @contextmanager
 def files_up_to(num_bytes: int) -> Iterator[None]:
-    """What is written beyond fails, as on a full disk: the beginning gets in."""
+    """Make writes beyond this size fail, as on a full disk: the start of the data is written."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:

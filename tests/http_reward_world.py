@@ -29,5 +29,5 @@ def lengths(request: httpx.Request) -> httpx.Response:
 
 
 async def until(predicate: Callable[[], Any], description: str) -> Any:
-    """`wait_until`, with the loop running on."""
+    """`wait_until` without blocking the event loop."""
     return await asyncio.to_thread(functools.partial(wait_until, predicate, description=description))

@@ -1,4 +1,4 @@
-"""A folder as a hub would hold the dataset, for tests without a network: GSM8K, in its own layout and columns."""
+"""A folder laid out like a hub's dataset, for tests without a network: GSM8K, with its layout and columns."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ def write_gsm8k(folder: Path, *, num_train: int = 6, num_test: int = 3) -> Path:
 
 
 def write_gsm8k_files(folder: Path, *, num_train: int = 6, num_test: int = 3) -> None:
-    """As its authors publish it: train.jsonl and test.jsonl."""
+    """Write it in its authors' format: train.jsonl and test.jsonl."""
     for name, rows in (("train", gsm8k_rows(num_train)), ("test", gsm8k_rows(num_test, first=100))):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

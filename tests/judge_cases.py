@@ -1,7 +1,7 @@
-"""Made-up runs for the judge: whole and sound, each part as the product writes it; a test spoils one of them.
+"""Made-up runs for the judge: complete and sound, in the product's formats; a test spoils one part.
 
-Step s trains tickets 2s - 2 and 2s - 1. Nothing of streamrl is used: what the judge reads is written here as
-docs/wire.md says.
+Step s trains tickets 2s - 2 and 2s - 1. Nothing of streamrl is used: the judge's input is written here according to
+docs/wire.md.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ MAX_LAG = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What is written of a group, field by field."""
+    """The contents of a group, field by field."""
 
     ticket: int
     prompt: int  # row of the prompt file
-    step: int = 0  # of the weights that made it
+    step: int = 0  # of the weights that generated it
     version: int = 1 << 32
     rewards: tuple[float, ...] = (0.0, 1.0)
     run_uid: str = RUN
@@ -82,20 +82,20 @@ def step_of(ticket: int) -> int:
 
 
 def version_of(step: int) -> int:
-    """Announced with the weights after so many steps."""
+    """The version announced after so many steps."""
     return (1 << 32) + step
 
 
 @dataclass(slots=True, kw_only=True)
 class MadeUpRun:
-    """To be changed, and judged."""
+    """A run to be changed and judged."""
 
     answers: list[Answer]
     ended: list[Ended]
     figures: dict[tuple[int, int], dict[str, float]]
     retries: dict[int, int] = field(default_factory=dict)
     asked: dict[int, int] = field(default_factory=dict)  # row of the prompt file, by ticket
-    forged: list[Answer] = field(default_factory=list)  # seen beside the answers
+    forged: list[Answer] = field(default_factory=list)  # seen in addition to the answers
     present: frozenset[int] = frozenset()
     issued: int = NUM_TICKETS
 
@@ -126,7 +126,7 @@ class MadeUpRun:
         return Rules(prompts=PROMPTS, max_lag=MAX_LAG, forged={name_of(one.fields()) for one in self.forged})
 
     def change(self, ticket: int, **changes: Any) -> None:
-        """What was seen of it, and not what was recorded of its step."""
+        """Change what was seen of it, but not its step's record."""
         self.answers[ticket] = replace(self.answers[ticket], **changes)
 
 
@@ -141,7 +141,7 @@ def sound_run() -> MadeUpRun:
 
 
 def figures_of(answers: list[Answer]) -> dict[str, float]:
-    """As a step's record has them."""
+    """Return the metrics as a step's record has them."""
     samples = [(answer, sample) for answer in answers for sample in range(len(answer.rewards))]
     means: Mapping[str, Iterator[float]] = {
         "train_rollouts/rewards": (answer.rewards[at] for answer, at in samples),
@@ -154,7 +154,7 @@ def figures_of(answers: list[Answer]) -> dict[str, float]:
 
 
 def _answer(ticket: int) -> Answer:
-    """Each differs from all others in its figures."""
+    """Return an answer whose metrics differ from all others'."""
     step = step_of(ticket) - 1
     rewards, prompt = (0.125 * ticket, 1.0), ticket % len(PROMPTS.texts)
     return Answer(ticket=ticket, prompt=prompt, step=step, version=version_of(step), rewards=rewards,
@@ -162,5 +162,5 @@ def _answer(ticket: int) -> Answer:
 
 
 def _steps() -> Iterator[tuple[int, int]]:
-    """(step, its first ticket)"""
+    """Yield (step, its first ticket)."""
     return ((step, (step - 1) * GROUPS_PER_STEP) for step in range(1, NUM_STEPS + 1))

@@ -1,4 +1,4 @@
-"""A service of judges in OpenAI's form, on a real socket: it scores by a rule, and misbehaves as it is told to."""
+"""An OpenAI-compatible judge service on a real socket: it scores by a rule, and misbehaves on request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Reply:
     content: Any = ""  # of the message
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
-    body: bytes | None = None  # instead of a chat completion
+    body: bytes | None = None  # replaces the chat completion
     ended: str = "stop"
     hangs: bool = False
 
@@ -48,12 +48,12 @@ class Asked:
 
 
 def rating(answer: str) -> int:
-    """What the made-up judge thinks of an answer, from 1 to 10."""
+    """The made-up judge's rating of an answer, from 1 to 10."""
     return 1 + sum(map(ord, answer)) % 10
 
 
 def worth(answer: str) -> float:
-    """What such a rating is as a score."""
+    """The score for that rating."""
     return (rating(answer) - 1) / 9
 
 
@@ -66,7 +66,7 @@ def fair(asked: Asked) -> Reply:
 
 
 class Judges:
-    """`at_least`: nobody gets a reply before so many are asked at once."""
+    """`at_least`: the number of concurrent requests before any is answered."""
 
     def __init__(self, behave: Callable[[Asked], Reply], *, at_least: int) -> None:
         self.url = ""
@@ -88,7 +88,7 @@ class Judges:
                 writer.write(await self._answer(first.split()[1], headers, body))
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the client has ended it
+            pass  # closed by the client
         finally:
             del self._talks[task]
             writer.close()

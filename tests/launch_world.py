@@ -1,4 +1,4 @@
-"""What the tests of the launcher and of monitors share: a run as seen from outside, made of whatever a test says."""
+"""Shared by tests of the launcher and the monitor: a run as seen from outside, made up by the test."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def make_snapshot(**changes: Any) -> Snapshot:
 
 
 def make_view(*records: Record, max_steps: int = 100, snapshot: Snapshot | None = None) -> View:
-    """As of a watcher that has read these."""
+    """The view of a watcher that has read these records."""
     config = make_run(training={"max_steps": max_steps})
     seen = replace(snapshot or make_snapshot(), run=config)
     return build_view(seen, run_name="run", server="here", history=History.of(records))

@@ -1,4 +1,4 @@
-"""What the learner's tests share: groups as a worker would deliver them, and a configuration of a tiny run."""
+"""Shared by the learner's tests: groups as a worker would deliver them, and the configuration of a tiny run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def group_of(
     version: int = make_version(1, 0),
     step: int = 0,
 ) -> Group:
-    """One sample a reward; responses of three tokens unless they are given."""
+    """Make a group with one sample per reward; responses have three tokens by default."""
     finished = finished if finished is not None else [True] * len(rewards)
     responses = responses if responses is not None else [[8, 9, 1]] * len(rewards)
     logprobs = logprobs if logprobs is not None else [[-1.0] * len(response) for response in responses]
@@ -77,7 +77,7 @@ def learner_config(model_folder: Path, /, **sections: Any) -> schema.Config:
 
 
 def random_groups(num_groups: int, *, num_samples: int = 4, vocabulary: int = 40, seed: int = 0) -> list[Group]:
-    """Groups of all lengths, some samples unfinished, with made-up behaviour log-probs."""
+    """Groups of various lengths, some samples unfinished, with made-up behaviour logprobs."""
     rng = np.random.default_rng(seed)
     groups: list[Group] = []
     for ticket in range(num_groups):
@@ -96,7 +96,7 @@ def random_groups(num_groups: int, *, num_samples: int = 4, vocabulary: int = 40
 
 
 def branched(groups: Sequence[Group]) -> list[Group]:
-    """The same tokens in several rows: each but the first leaves an earlier one somewhere."""
+    """Spread the same tokens over several rows: each but the first branches from an earlier one at some point."""
     rng = np.random.default_rng(7)
     found = []
     for group in groups:

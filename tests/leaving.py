@@ -1,4 +1,4 @@
-"""How ranks that tests start leave: like the learner's, which are forked, without taking the interpreter apart."""
+"""How ranks started by tests exit: like the learner's forked ranks, without shutting the interpreter down."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NoReturn
 
 
 def leave() -> NoReturn:
-    """With code 0. An interpreter that shuts down after several of gloo's groups were at work sometimes aborts
-    ("terminate called without an active exception"), when all is done and written."""
+    """Exit with code 0. An interpreter that shuts down after several gloo groups were used sometimes aborts ("terminate
+    called without an active exception") when all work is done and written."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,6 +1,6 @@
-"""What pages say that the code knows: it stands between `<!-- made: NAME -->` and `<!-- end -->`.
+"""Parts of pages that are generated from the code, between `<!-- made: NAME -->` and `<!-- end -->`.
 
-python -m tests.made_pages     writes it anew; tests/unit/test_made_pages.py fails where a page says something else
+python -m tests.made_pages     writes them again; tests/unit/test_made_pages.py fails if a page differs
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LEVELS: Mapping[Level, str] = {
     "attention": "needs attention",
     "info": "information, not a fault",
 }
-# What is served to Prometheus: how its names begin, where it is written, and how.
+# Prometheus metrics: the prefix of their names, the file that defines them, and a pattern that finds them there.
 _SERVED = {
     "run": ("", "streamrl/ops/monitor/exporter.py", r'self\._(?:one|by|family)\(\s*"(\w+)",\s*"([^"]+)"'),
     "worker": ("streamrl_worker_", "workers/http.py", r'yield _(?:gauge|counter)\(\s*"(\w+)",\s*"([^"]+)"'),
@@ -40,7 +40,7 @@ def made() -> dict[str, str]:
 
 
 def of_metrics() -> dict[str, str]:
-    """A table for each first part of a name."""
+    """Return a table for each first part of a name."""
     known = {**METRICS, **{f"{name}...": explained for name, explained in FAMILIES.items()}}
     rooms = dict.fromkeys(name.partition("/")[0] for name in known)
     return {
@@ -85,13 +85,13 @@ def names(page: Path) -> list[str]:
 
 
 def is_explained(metric: str) -> bool:
-    """On its page."""
+    """Return whether its page explains it."""
     told = re.findall(r"^\| `(.+?)(\.\.\.)?` \|", METRICS_PAGE.read_text(), re.MULTILINE)
     return any(metric.startswith(name) if goes_on else metric == name for name, goes_on in told)
 
 
 def renewed(page: Path) -> str:
-    """The page, as it should be."""
+    """Return the page as it should be."""
     known = made()
     return _MADE.sub(lambda found: f"{found[1]}\n{known[found[2]]}\n{found[3]}", page.read_text())
 

@@ -1,4 +1,4 @@
-"""A learner without training: makes a run, publishes models from folders as versions, issues tickets, reads groups."""
+"""A learner that does not train: creates a run, publishes models from folders, issues tickets, reads groups."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class MadeUpLearner:
         self._cursor: dict[Purpose, str] = {"train": START, "eval": START}
 
     def publish(self, folder: Path, *, anchor: bool = False) -> Manifest:
-        """In the types in which the folder's weights are."""
+        """Publish with the dtypes of the folder's weights."""
         self._world.tensors, state = _read(folder)
         manifest = self._world.publish(state, anchor=anchor, canary_ids=tuple(range(3, 27)))
         announcement = Announcement(
@@ -67,7 +67,7 @@ class MadeUpLearner:
         return tickets
 
     def groups(self, count: int, *, purpose: Purpose = "train", timeout_s: float = 60.0) -> list[Group]:
-        """The next so many groups."""
+        """Return the next groups."""
         found: list[Group] = []
 
         def enough() -> bool:
@@ -80,13 +80,13 @@ class MadeUpLearner:
         return found
 
     def let_go(self) -> None:
-        """What was read may leave the stream."""
+        """Allow the stream to drop what was read."""
         cursor = self._cursor["train"]
         self.stream.commit(step=0, cursor=cursor, trim_below=cursor)
 
 
 def _read(folder: Path) -> tuple[tuple[TensorMeta, ...], State]:
-    """Names, types and shapes; and the bits."""
+    """Return names, dtypes and shapes; and the bits."""
     contents = read_safetensors(folder / "model.safetensors")
     tensors = tuple(
         TensorMeta(name=name, dtype=_DTYPES[dtype], shape=tuple(shape))

@@ -1,4 +1,4 @@
-"""The manifests of k8s/ as `kubectl kustomize` renders them, and questions about them."""
+"""The manifests of k8s/ as `kubectl kustomize` renders them, with queries on them."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Container:
     pod: str  # the component
     spec: Object
     template: Object
-    variables: Mapping[str, str]  # of its environment; values that only the cluster knows are made up
+    variables: Mapping[str, str]  # its environment; values known only to the cluster are made up
 
     @property
     def words(self) -> list[str]:
-        """What it runs, after the image's entry point."""
+        """The command after the image's entry point."""
         told = [*self.spec.get("command", ()), *self.spec.get("args", ())]
         return [re.sub(r"\$\(([A-Z_]+)\)", lambda found: self.variables[found[1]], word) for word in told]
 
     def mount_of(self, path: str) -> str | None:
-        """The volume in which a path lies."""
+        """Return the volume that contains a path."""
         mounts = {mount["mountPath"]: mount["name"] for mount in self.spec.get("volumeMounts", ())}
         inside = [where for where in mounts if path == where or path.startswith(f"{where}/")]
         return mounts[max(inside, key=len)] if inside else None
@@ -53,7 +53,7 @@ class Rendered:
         return [one for one in self.objects if one["kind"] in kinds]
 
     def named(self, kind: str, name: str) -> Object:
-        """By its name before kustomize put the digest of its content behind it."""
+        """Find an object by its name, without the content digest that kustomize appends."""
         found = [one for one in self.of_kind(kind) if re.sub(r"-[a-z0-9]{10}$", "", one["metadata"]["name"]) == name]
         assert len(found) == 1, f"{len(found)} objects {kind} {name}"
         return found[0]
@@ -67,7 +67,7 @@ class Rendered:
         return dict(self.named("ConfigMap", "place")["data"])
 
     def names_of_pods(self) -> Iterator[str]:
-        """Of StatefulSets, whose pods keep theirs."""
+        """Yield the names of pods of StatefulSets, which are stable."""
         for one in self.of_kind("StatefulSet"):
             yield from (f"{one['metadata']['name']}-{number}" for number in range(one["spec"]["replicas"]))
 
@@ -96,8 +96,8 @@ class Rendered:
 
 @functools.cache
 def render(overlay: str, *components: str) -> Rendered:
-    """`components`: laid over it, as an overlay of one's own does. Where kubectl is missing the test is left out, but
-    not in CI."""
+    """Render an overlay; `components` are added as in an overlay of one's own. Without kubectl the test is skipped,
+    except in CI."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         assert not os.environ.get("CI"), "install kubectl: the manifests are rendered by `kubectl kustomize`"
@@ -129,7 +129,7 @@ def _laid_over(overlay: str, components: Sequence[str]) -> Iterator[Path]:
 
 
 def _made_by_trainer(objects: list[Object]) -> Iterator[Object]:
-    """The Job that Kubeflow's Trainer makes of a TrainJob and its runtime, under the TrainJob's name."""
+    """Yield the Job that Kubeflow's Trainer makes from a TrainJob and its runtime, named like the TrainJob."""
     runtimes = {one["metadata"]["name"]: one for one in objects if one["kind"] == "TrainingRuntime"}
     for one in objects:
         if one["kind"] == "TrainJob":

@@ -1,4 +1,4 @@
-"""Tiny mixtures of experts, and the arithmetic of their routers in the numbers that they are given."""
+"""Tiny mixtures of experts, and router arithmetic without rounding to another dtype."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ MIXTURES = ("qwen3_moe", "gpt_oss", "mixtral")
 
 
 def make_mixture(folder: Path, family: str, **changes: Any) -> Path:
-    """With as many experts as tests have ranks at most."""
+    """Make one with as many experts as tests have ranks at most."""
     name = "num_experts" if family == "qwen3_moe" else "num_local_experts"
     return make_family(folder, family, **{name: NUM_EXPERTS, **changes})
 
 
 def never_round_routers(model: nn.Module) -> None:
-    """The model's own would compute probabilities in fp32."""
+    """Replace the routers' forward, which would compute probabilities in fp32."""
     for module in model.modules():
         if type(module).__name__.endswith("TopKRouter") and "GptOss" not in type(module).__name__:
             module.forward = partial(_route, module)
@@ -42,7 +42,7 @@ def _route(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 @contextmanager
 def replay_never_rounding() -> Iterator[None]:
-    """Inside, routes that are told are weighed in the numbers that the logits have, as Qwen3-MoE weighs them."""
+    """Inside, given routes are weighed in the logits' dtype, as Qwen3-MoE weighs them."""
     own = routing_replay.weigh
     routing_replay.weigh = lambda _router, logits, chosen: F.normalize(
         logits.softmax(-1).gather(-1, chosen), p=1, dim=-1

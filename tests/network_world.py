@@ -1,7 +1,7 @@
-"""Who may speak to whom, by the rendered network policies, as Kubernetes documents them.
+"""Who may connect to whom under the rendered network policies, by Kubernetes' documented rules.
 
-A pod that no policy of a direction selects is open in it; one that some select takes what any of them lets through. A
-connection needs both: out of the one, into the other.
+A pod that no policy selects for a direction is open in it; otherwise anything that one of its policies allows is
+allowed. A connection needs both: egress at its source, ingress at its target.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Direction = Literal["ingress", "egress"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """A pod of the run, or anybody in another namespace."""
+    """A pod of the run, or one in another namespace."""
 
     namespace: str
     component: str = ""
@@ -25,7 +25,7 @@ class Peer:
 
 class Opening(NamedTuple):
     protocol: str
-    port: int | None  # None: each of them
+    port: int | None  # None: all ports
 
 
 class Policies:
@@ -46,7 +46,7 @@ class Policies:
 
     @property
     def ports(self) -> set[int]:
-        """On which some pod listens."""
+        """The ports on which some pod listens."""
         return set(self._ports.values())
 
     def listens(self, pod: Peer, port: int) -> bool:
@@ -58,7 +58,7 @@ class Policies:
         return all(found is None or found & {(protocol, port), (protocol, None)} for found in openings)
 
     def openings(self, direction: Direction, pod: Peer, peer: Peer) -> set[Opening] | None:
-        """What the pod's policies let through to or from that peer; None where nothing limits the pod."""
+        """Return what the pod's policies allow to or from that peer; None if nothing restricts the pod."""
         if pod.namespace != self._namespace:
             return None
         selecting = [

@@ -1,4 +1,4 @@
-"""Ranks that are not there (torch's fake process group), and what one that is says to them."""
+"""A rank whose peers do not exist (torch's fake process group), and the size of its communication."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamrl.learner.process.ranks import World
 
-_GETS_BY = {"_allgather_base_": 0, "_reduce_scatter_base_": 0, "alltoall_base_": 0}  # the argument that is filled
+_GETS_BY = {"_allgather_base_": 0, "_reduce_scatter_base_": 0, "alltoall_base_": 0}  # index of the output argument
 
 
 @contextmanager
 def nowhere(num_ranks: int) -> Iterator[World]:
-    """The first of so many. What it gets of the others is whatever its memory held."""
-    if dist.is_initialized():  # of a single rank, by a test before
+    """Be the first of so many ranks. What it receives is whatever its memory held."""
+    if dist.is_initialized():  # with a single rank, by an earlier test
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     try:
@@ -31,7 +31,7 @@ def nowhere(num_ranks: int) -> Iterator[World]:
 
 
 class Said(TorchDispatchMode):
-    """Bytes of what this rank gets, by the kind of collective."""
+    """Counts the bytes that this rank receives, by kind of collective."""
 
     def __init__(self) -> None:
         super().__init__()

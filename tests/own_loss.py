@@ -1,4 +1,4 @@
-"""A loss as a user would write one, for tests in which ranks are processes."""
+"""A loss as a user would write it, for tests whose ranks are processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""An interpreter that has this one's packages and a few more: for libraries that a run may use and no test needs.
+"""An interpreter with this one's packages and a few more: for libraries that a run may use and no test needs.
 
-They lie in build/packages, made once. Beside vLLM's own pins unless a library cannot be: what resolves there can be
-installed where a worker is. Where they cannot be fetched, the tests are skipped and say why.
+It is created once in build/packages, with vLLM's pins unless a library conflicts with them: what resolves there can be
+installed beside a worker. If packages cannot be downloaded, the tests are skipped and say why.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ learner: {threads: 1}
 
 
 def python_with(*requirements: str, beside_ours: bool = True) -> Path:
-    """`beside_ours` is False for a program that is only talked to: it sees none of our packages."""
+    """Return such an interpreter. `beside_ours=False`, for a program that is only called, hides our packages."""
     told = repr((requirements, beside_ours, sys.executable, sys.version)).encode()
     folder = ROOT / "build" / "packages" / f"{requirements[0].partition('=')[0]}-{xxhash.xxh3_64_hexdigest(told)}"
     python = folder / "bin" / "python"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # tests of several processes want the same
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests in several processes may need the same
         if not (folder / "made").exists():
             shutil.rmtree(folder, ignore_errors=True)
             _call("-m", "uv", "venv", "--quiet", "--python", sys.executable, str(folder))
@@ -55,19 +55,19 @@ def python_with(*requirements: str, beside_ours: bool = True) -> Path:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """For a program of ours in it."""
+    """Environment for one of our programs in it."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **more}
 
 
 def call(python: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """A program of ours, in this folder, with a cache of its own."""
+    """Run one of our programs in this folder, with its own cache."""
     ours = environment(XDG_CACHE_HOME=str(folder / "cache"))
     command = [str(python), "-W", "ignore", *words]
     return subprocess.run(command, cwd=folder, env=ours, capture_output=True, text=True, check=False, timeout=600)
 
 
 def two_steps(python: Path, folder: Path, written: str) -> dict[str, Any]:
-    """The summary of a run that `written` says, on the model in `base`: whole, and nothing lost."""
+    """Run two steps with the given configuration on the model in `base`; nothing may be lost. Return the summary."""
     (folder / "short.yaml").write_text(_SHORT)
     (folder / "run.yaml").write_text(f"extends: short.yaml\n{written}")
     run = call(python, folder, "-m", "streamrl.ops.cli.main", "up", "run.yaml", "--json")

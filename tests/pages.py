@@ -1,12 +1,12 @@
-"""The pages that people read, and the blocks in them. A block of commands bears a tag, in a comment that nobody sees:
+"""The documentation pages and their code blocks. A block of commands has a tag, in an HTML comment:
 
-    <!-- run -->                     the fast tests run it (tests/unit/test_pages.py)
-    <!-- long -->                    the long ones do (tests/integration/test_pages_long.py)
-    <!-- run: tests/.../test_x.py -->, or `long: ` so      that test does, with the arguments that it needs
-    <!-- never: why -->              nobody does
-    <!-- all long: tests/.../test_x.py -->   so for all blocks of the page that have no tag of their own
+    <!-- run -->                     run by the fast tests (tests/unit/test_pages.py)
+    <!-- long -->                    run by the long ones (tests/integration/test_pages_long.py)
+    <!-- run: tests/.../test_x.py -->, or `long: ` likewise      run by that test, with the arguments that it needs
+    <!-- never: why -->              run by none
+    <!-- all long: tests/.../test_x.py -->   the tag of all blocks of the page that have none of their own
 
-It runs in a folder that holds what its reader has by then: `lay_out`.
+A block runs in a folder with what its reader has at that point: `lay_out`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.run_folders import make_folder
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "k8s/README.md")), *sorted(ROOT.glob("docs/*.md"))]
-COMMANDS = ("sh", "bash", "console")  # what a shell runs; in a console after `$ `, with what it shows
+COMMANDS = ("sh", "bash", "console")  # run by a shell; in a console block after `$ `, followed by its output
 LANGUAGES = (*COMMANDS, "python", "yaml", "json", "text")
 _BLOCK = re.compile(
     r"^(?P<indent> *)(?:<!-- (?P<tag>\w+)(?:: (?P<note>[^\n]*?))? -->\n+(?P=indent))?"
@@ -66,7 +66,7 @@ def blocks(page: Path, *languages: str) -> list[Block]:
 
 
 def tagged(tag: str) -> list[Block]:
-    """What is run by the tests of pages themselves; a block of Python may bear a tag, too."""
+    """The blocks run by the tests of pages themselves; Python blocks may have a tag, too."""
     return [each for page in PAGES for each in blocks(page) if each.tag == tag and not each.note]
 
 
@@ -75,7 +75,7 @@ def prose(page: Path) -> str:
 
 
 def lay_out(folder: Path, page: Path) -> None:
-    """What the page has its reader write, and what pages take for granted: prompts, and a run that has ended."""
+    """Write what the page tells its reader to write, and what pages assume: prompts, and a run that has ended."""
     rows = [each.text for each in blocks(page, "json")] or [json.dumps({"text": "2+2=", "answer": "4"}) + "\n"]
     (folder / "prompts.jsonl").write_text(rows[0])
     (folder / "held-out.jsonl").write_text(rows[0])
@@ -91,7 +91,7 @@ def lay_out(folder: Path, page: Path) -> None:
 
 
 def programs(folder: Path) -> Mapping[str, str]:
-    """Variables under which a shell finds the programs of this environment, without a network."""
+    """Return variables with which a shell finds this environment's programs, without network access."""
     folder.mkdir()
     for name, words in {"streamrl": "-m streamrl.ops.cli.main", "python": ""}.items():
         (folder / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {words} "$@"\n')
@@ -101,14 +101,14 @@ def programs(folder: Path) -> Mapping[str, str]:
         "PATH": f"{folder}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
-        "COLUMNS": "200",  # what pages show is not broken into lines
+        "COLUMNS": "200",  # so that output is not wrapped
     }
 
 
 def run(
     command: str, folder: Path, variables: Mapping[str, str], *, timeout_s: float = 240
 ) -> subprocess.CompletedProcess[str]:
-    """All that it prints is its stdout."""
+    """Run a command; its stderr is part of its stdout."""
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],
         cwd=folder,
@@ -123,7 +123,7 @@ def run(
 
 
 def follow(block: Block, folder: Path, variables: Mapping[str, str], *, timeout_s: float = 240) -> None:
-    """AssertionError where a command fails, or shows something else than the page says."""
+    """Run a block. AssertionError if a command fails, or its output differs from the page's."""
     if block.language != "console":
         command = f"python - <<'END'\n{block.text}END\n" if block.language == "python" else block.text
         done = run(command, folder, variables, timeout_s=timeout_s)
@@ -136,7 +136,7 @@ def follow(block: Block, folder: Path, variables: Mapping[str, str], *, timeout_
 
 
 def told(console: str) -> Iterator[tuple[str, str]]:
-    """Each command of a console, and what it shows."""
+    """Yield each command of a console block, with its output."""
     for part in re.split(r"^\$ ", console, flags=re.MULTILINE)[1:]:
         command, _, shown = part.partition("\n")
         yield command, shown

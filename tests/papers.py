@@ -1,8 +1,8 @@
-"""Objectives as their papers have them, in float64, one response at a time, for autograd: nothing of streamrl is used.
+"""Objectives as in their papers, in float64, one response at a time, for autograd: uses nothing of streamrl.
 
-Of a response: `now` the log-probs of today's policy, which carry the gradient, `old` those under which it was sampled,
-`proximal` those of the policy before the first pass over the batch, `reference`, `teacher`. Tokens without a loss are
-left out of all of them. A paper's objective is to be made large, a loss small: each is the objective's negative.
+For a response, `now` are the logprobs of the current policy, which carry the gradient, `old` those under which it was
+sampled, `proximal` those of the policy before the first pass over the batch, `reference`, `teacher`. Tokens without a
+loss are left out of all of them. A paper maximises its objective; each function returns the negative as a loss.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def normalized(group: Responses) -> list[float]:
 
 def rloo(batch: Sequence[Responses]) -> Tensor:
     """Equation 6: 1/k sum (R(y_i) - mean of the others' R) grad log pi(y_i), R = r - beta log pi_old(y) / pi_ref(y).
-    Off-policy, each token's gradient by its ratio, at most 5."""
+    Off-policy, each token's gradient is weighed by its ratio, at most 5."""
     total = torch.zeros((), dtype=torch.float64)
     for group in batch:
         worth = [one.reward - 0.05 * float((one.old - one.reference).sum()) for one in group]
@@ -69,7 +69,7 @@ def grpo(batch: Sequence[Responses]) -> Tensor:
 
 
 def dapo(batch: Sequence[Responses]) -> Tensor:
-    """Equation 8: 1 / sum |o| sum sum min(r A, clip(r, 0.8, 1.28) A), without responses that were cut off."""
+    """Equation 8: 1 / sum |o| sum sum min(r A, clip(r, 0.8, 1.28) A), without truncated responses."""
     total, num_tokens = torch.zeros((), dtype=torch.float64), 0
     for group in batch:
         ended = [one for one in group if one.finished]
@@ -111,7 +111,7 @@ def gspo(batch: Sequence[Responses]) -> Tensor:
 
 def icepop(batch: Sequence[Responses]) -> Tensor:
     """1/G sum 1/|y| sum M(pi_train_old / pi_infer_old) min(r A, clip(r) A), r = pi / pi_train_old, M(k) = k within
-    [0.5, 5] and else 0."""
+    [0.5, 5] and 0 otherwise."""
     total = torch.zeros((), dtype=torch.float64)
     for group in batch:
         for one, advantage in zip(group, normalized(group), strict=True):
@@ -123,7 +123,7 @@ def icepop(batch: Sequence[Responses]) -> Tensor:
 
 
 def ppo_clip(batch: Sequence[Responses]) -> Tensor:
-    """Equation 7: the mean over tokens of min(r A, clip(r) A), here with the others of the group as baseline."""
+    """Equation 7: the mean over tokens of min(r A, clip(r) A), here with the rest of the group as baseline."""
     total, num_tokens = torch.zeros((), dtype=torch.float64), 0
     for group in batch:
         for i, one in enumerate(group):
@@ -134,7 +134,7 @@ def ppo_clip(batch: Sequence[Responses]) -> Tensor:
 
 
 def rejection_sampling(batch: Sequence[Responses]) -> Tensor:
-    """The likelihood of the best response that ended: 1/N sum 1/|y| sum log pi."""
+    """The likelihood of the best finished response: 1/N sum 1/|y| sum log pi."""
     best = [max((one for one in group if one.finished), key=lambda one: one.reward) for group in batch]
     total = torch.stack([one.now.mean() for one in best]).sum()
     return -total / len(best)
@@ -142,7 +142,7 @@ def rejection_sampling(batch: Sequence[Responses]) -> Tensor:
 
 def distillation(batch: Sequence[Responses]) -> Tensor:
     """Reverse KL by its gradient at sampled tokens, E[(log pi - log teacher) grad log pi], each token for itself, mean
-    over tokens: (log pi - log teacher)^2 / 2 has it. Off-policy, each token by its ratio, at most 5."""
+    over tokens: (log pi - log teacher)^2 / 2 has it. Off-policy, each token is weighed by its ratio, at most 5."""
     total, num_tokens = torch.zeros((), dtype=torch.float64), 0
     for group in batch:
         for one in group:

@@ -1,4 +1,4 @@
-"""The objective written down plainly, in float64: one sequence at a time, sharing no code with the learner."""
+"""The objective written plainly, in float64: one sequence at a time, sharing no code with the learner."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def policy64(folder: Path) -> Policy:
 def plain_logits(policy: Policy, group: Group, tokens: Sequence[int]) -> torch.Tensor:  # [T, V]
     prompt = group.prompt_ids.tolist()
     logits = policy.model(input_ids=torch.tensor([prompt + list(tokens)])).logits[0, len(prompt) - 1 : -1].clone()
-    logits[0, 1] = -torch.inf  # min_tokens = 1: no end at once
+    logits[0, 1] = -torch.inf  # min_tokens = 1: no immediate end
     return logits
 
 
@@ -36,7 +36,7 @@ def plain_logprobs(policy: Policy, group: Group, tokens: Sequence[int]) -> torch
 
 
 def logprobs_of_rows(policy: Policy, group: Group, sample: Sample) -> torch.Tensor:  # [T]
-    """Row by row, each a sequence and each token behind all of its own row; a row begins with a turn."""
+    """Compute row by row, each a sequence in which tokens follow all before them; a row starts with a turn."""
     tokens, prompt = sample.token_ids.tolist(), group.prompt_ids.tolist()
     starts = [0, *(branch.start for branch in sample.branches), len(tokens)]
     rows: list[list[int]] = []
@@ -53,8 +53,8 @@ def logprobs_of_rows(policy: Policy, group: Group, sample: Sample) -> torch.Tens
 def coefficients(
     logpi: torch.Tensor, behaviour_logprobs: torch.Tensor, advantage: torch.Tensor, settings: schema.Algorithm
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of one response, in the first pass (pi_p = pi): the loss of each token is (value), its gradient is
-    -(slope) A d log pi, and the KL in the loss weighs (weight)."""
+    """For one response in the first pass (pi_p = pi): each token's loss is (value), its gradient -(slope) A d log pi,
+    and the KL in the loss is weighed by (weight)."""
     r = torch.exp(logpi.detach() - behaviour_logprobs)
     g = torch.exp((logpi.detach() - behaviour_logprobs).mean()).expand(len(r))
     zero, one = torch.zeros_like(r), torch.ones_like(r)
@@ -94,7 +94,7 @@ def baseline(reward: float, usable: Sequence[float], settings: schema.Algorithm)
 def plain_advantages(
     groups: Sequence[Group], costs: list[list[float]], settings: schema.Algorithm
 ) -> list[list[float]]:
-    """Of samples that may teach; 0 for the others, which have no loss."""
+    """Advantages of samples that may teach; 0 for the others, which have no loss."""
     found: list[list[float]] = []
     for group, cost in zip(groups, costs, strict=True):
         rewards = [s.reward - c for s, c in zip(group.samples, cost, strict=True)]
@@ -122,7 +122,7 @@ def plain_advantages(
 def plain_loss(
     policy: Policy, reference: Policy, groups: Sequence[Group], settings: schema.Algorithm
 ) -> tuple[float, torch.Tensor]:
-    """The formulas of the docstrings: the loss, and what has its gradient."""
+    """The docstrings' formulas: the loss, and a term with its gradient."""
     beta = settings.kl.coefficient
     logpi = [[logprobs_of_rows(policy, g, s) for s in g.samples] for g in groups]
     with torch.no_grad():

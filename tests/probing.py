@@ -1,4 +1,4 @@
-"""A sequence whose log-probs are asked for by themselves."""
+"""A sequence for which logprobs are requested directly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from streamrl.learner.packing.micro_batches import Piece
 
 
 def probe(token_ids: npt.NDArray[np.int32], *, sample: int = 0, group: int = 0) -> Piece:
-    """A piece that asks for the log-prob of every token but the first."""
+    """A piece that requests the logprob of every token but the first."""
     rest = token_ids[1:]
     return Piece(
         sample=sample,

@@ -1,4 +1,4 @@
-"""A proxy before Redis that makes the network bad: lost replies, latency, and roads on which nothing moves."""
+"""A proxy in front of Redis that degrades the network: lost replies, latency, and blocked connections."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _ENDS_WITHIN_S = 10.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Link:
-    """A client's connection, and ours to the server in its name.
+    """A client's connection, and ours to the server on its behalf.
 
-    Anybody may end it. The thread that carries it closes it, when no other uses it any more: a descriptor that is
-    closed under a reader may be another connection's by then.
+    Any thread may end it. The thread that carries it closes it once no other uses it: a descriptor closed while another
+    thread reads from it may already be a new connection's.
     """
 
     client: socket.socket
     server: socket.socket
-    doomed: threading.Event = field(default_factory=threading.Event)  # it breaks in place of the next reply
+    doomed: threading.Event = field(default_factory=threading.Event)  # break it instead of sending the next reply
 
     def end(self) -> None:
         _end(self.client)
@@ -39,13 +39,13 @@ class _Link:
 
 
 class Proxy:
-    """Listens on a unix socket of its own, before a server at a unix or TCP address.
+    """Listens on its own unix socket, in front of a server at a unix or TCP address.
 
-    - `drop_reply_to(word)`: the connection breaks instead of bringing the reply to the next request with this word; the
-      server did what it was told, and the client never learns of it.
-    - `loss`: the share of all replies to which that happens, by chance.
-    - `delay_s`: what each way of each message takes longer.
-    - `blackhole()`: connections stay, new ones are accepted, and nothing moves on any of them.
+    - `drop_reply_to(word)`: the connection breaks instead of delivering the reply to the next request with this word;
+      the server has executed it, and the client never learns of it.
+    - `loss`: the share of all replies that are lost like this, at random.
+    - `delay_s`: extra latency of each message in each direction.
+    - `blackhole()`: connections stay open, new ones are accepted, and nothing is forwarded.
     """
 
     def __init__(self, upstream_url: str, *, seed: int = 0) -> None:
@@ -59,7 +59,7 @@ class Proxy:
         self._lock = threading.Lock()
         self._words: list[bytes] = []
         self._links: list[_Link] = []
-        self._threads: set[threading.Thread] = set()  # one for each connection
+        self._threads: set[threading.Thread] = set()  # one per connection
         self._listener = socket.socket(socket.AF_UNIX)
         self._acceptor = threading.Thread(target=self._accept, name="proxy accepts", daemon=True)
         self._road_is_open = threading.Event()
@@ -75,7 +75,7 @@ class Proxy:
             self._words.extend([word] * times)
 
     def break_connections(self) -> None:
-        """Every open connection ends, as when the server is replaced."""
+        """Break every open connection, as when the server is replaced."""
         with self._lock:
             for link in self._links:
                 link.end()
@@ -97,7 +97,7 @@ class Proxy:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """When it returns, nothing of it is open, and no thread of it lives."""
+        """Close everything and join all threads."""
         self._closed.set()
         self._road_is_open.set()
         self._path.unlink()
@@ -125,14 +125,14 @@ class Proxy:
             thread.start()
 
     def _carry(self, client: socket.socket) -> None:
-        """A connection from its beginning to its end; where no server is just now, the client sees that."""
+        """Carry one connection from start to end; if there is no server now, the client's connection ends."""
         with client, contextlib.suppress(OSError), _connect(self._upstream) as server:
             link = _Link(client, server)
             replies = threading.Thread(target=self._replies, args=(link,), name="proxy replies", daemon=True)
             with self._lock:
                 self._links.append(link)
                 self.num_connections += 1
-                if self._closed.is_set():  # nobody breaks it any more
+                if self._closed.is_set():  # too late for `break_connections`
                     link.end()
             replies.start()
             self._requests(link)
@@ -175,7 +175,7 @@ class Proxy:
 
 
 def _connect(url: str) -> socket.socket:
-    """OSError when nobody answers."""
+    """Connect; OSError if nothing answers."""
     where = urlsplit(url)
     if where.scheme != "unix":
         server = socket.create_connection((where.hostname, where.port), _CONNECTS_WITHIN_S)
@@ -191,7 +191,7 @@ def _connect(url: str) -> socket.socket:
 
 
 def _end(one: socket.socket) -> None:
-    """Whoever waits on it wakes up, on both sides."""
+    """Shut the socket down, which wakes waiting threads on both sides."""
     with contextlib.suppress(OSError):
         one.shutdown(socket.SHUT_RDWR)
 

@@ -1,4 +1,4 @@
-"""A policy that is published from one rank to memory, with a stream, a clock and a thread that do as they are told."""
+"""A policy published from one rank to memory, with a stream, a clock and a thread controlled by the test."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
 
 
 class FakeStream:
-    """Keeps what was announced; refuses while told to."""
+    """Keeps announcements, and refuses them on request."""
 
     def __init__(self) -> None:
         self.manifests: list[Manifest] = []
@@ -55,7 +55,7 @@ class FakeStream:
 
 
 def finish(publisher: Publisher) -> Published | None:
-    """Wait for the version on its way, if there is one."""
+    """Wait for a version in progress, if any."""
     published = None
     while publisher.busy:
         published = publisher.settle(wait_s=1.0) or published
@@ -63,7 +63,7 @@ def finish(publisher: Publisher) -> Published | None:
 
 
 def publish(publisher: Publisher, step: int) -> Published | None:
-    """Now, and wait for it."""
+    """Publish now, and wait for it."""
     publisher.begin(step)
     return finish(publisher)
 
@@ -77,7 +77,7 @@ class FakeClock:
 
 
 class Scene:
-    """A policy whose versions go to memory."""
+    """A policy whose versions are stored in memory."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Scene:
         return safetensors.torch.load_file(mirror.path)
 
     def is_served(self, folder: Path) -> bool:
-        """What a worker has is the policy in the published dtype, bit for bit, tied head left out; buffers in fp32."""
+        """Check that a worker has the policy in the published dtype, bit for bit, without a tied head; buffers fp32."""
         dtype = getattr(torch, self.config.weights.dtype)
         truth = {name: p.detach().to(dtype) for name, p in self.policy.model.named_parameters()}
         truth |= {name: buffer.float() for name, buffer in kept_in(self.policy.model)}
@@ -134,7 +134,7 @@ class Scene:
 
 
 class ByHand(BackgroundThreadDouble):
-    """A thread beside the loop that works when it is told to."""
+    """A background thread that works only when told to."""
 
     def __init__(self) -> None:
         self.jobs: list[tuple[Future[Any], Callable[[], Any]]] = []

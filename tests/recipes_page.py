@@ -1,4 +1,4 @@
-"""`docs/recipes.md` as a reader follows it: its blocks, and the edits of a checkout that they show."""
+"""`docs/recipes.md` as a reader follows it: its code blocks, and the edits of a checkout that they show."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EDIT = re.compile(r"^# (?P<file>[\w/]+\.py)(?:, (?P<where>in|above) (?P<name>\w
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edit:
     file: str
-    where: str | None  # `in` or `above` what `name` is given; None: a new file
+    where: str | None  # `in` or `above` the assignment of `name`; None: a new file
     name: str | None
     text: str
 
@@ -30,14 +30,14 @@ def recipes() -> list[str]:
 
 
 def blocks(recipe: str, language: str) -> list[str]:
-    """Of one recipe, `Add a loss` for one, in their order."""
+    """Return the blocks of one recipe, such as `Add a loss`, in order."""
     section = re.search(rf"^## {recipe}\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert section, f"no recipe {recipe!r}"
     return re.findall(rf"^```{language}\n(.*?)^```$", section[1], re.MULTILINE | re.DOTALL)
 
 
 def edits(recipe: str) -> list[Edit]:
-    """Of files of the project and of the reader's own."""
+    """Return a recipe's edits, of the project's files and of the reader's own."""
     found = []
     for block in blocks(recipe, "python"):
         marks = list(_EDIT.finditer(block))
@@ -47,7 +47,7 @@ def edits(recipe: str) -> list[Edit]:
 
 
 def steps(recipe: str) -> list[str]:
-    """What the reader tries: code that is written nowhere."""
+    """Return the code that the reader tries without writing it to a file."""
     return [block for block in blocks(recipe, "python") if not _EDIT.match(block)]
 
 
@@ -64,7 +64,7 @@ def write(edit: Edit, root: Path) -> None:
 
 
 def _assignment(name: str, path: Path) -> tuple[int, int]:
-    """Its first line and its last, which is that of the closing bracket."""
+    """Return its first line, and its last with the closing bracket."""
     for node in ast.parse(path.read_text()).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
@@ -74,14 +74,14 @@ def _assignment(name: str, path: Path) -> tuple[int, int]:
 
 
 def checkout(folder: Path) -> Path:
-    """A copy of what recipes edit."""
+    """Copy the parts that recipes edit."""
     for part in _PARTS:
         shutil.copytree(ROOT / part, folder / part, symlinks=True)
     return folder
 
 
 def followed(recipe: str, folder: Path) -> Path:
-    """A copy in which that recipe's edits of the project are made, and no others."""
+    """Return a copy with only that recipe's edits of the project."""
     root = checkout(folder)
     made = [edit for edit in edits(recipe) if "/" in edit.file]
     assert made, f"{recipe!r} edits nothing"
@@ -91,11 +91,11 @@ def followed(recipe: str, folder: Path) -> Path:
 
 
 def run(root: Path, *arguments: str, expect: int = 0) -> str:
-    """A Python that knows the copy as the project; what it prints."""
+    """Run Python with the copy as the project; return its output."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=root,
-        env={**os.environ, "PYTHONPATH": f"{root}:{ROOT}"},  # of the latter only `tests`
+        env={**os.environ, "PYTHONPATH": f"{root}:{ROOT}"},  # the latter for `tests` only
         capture_output=True,
         text=True,
         timeout=240,

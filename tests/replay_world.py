@@ -1,4 +1,4 @@
-"""A recording made by hand, and replays of it: no Redis, no worker, a tiny model on the spot."""
+"""A recording made by hand, and replays of it: no Redis, no worker, a tiny model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from streamrl.versions import make_version
 from tests.integration.learner_world import make_run
 from tests.learner_cases import group_of
 
-RECORDED = "recorded"  # uid of the run that was recorded
+RECORDED = "recorded"  # uid of the recorded run
 _WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
 
@@ -33,7 +33,7 @@ def make_replay_run(folder: Path, *, name: str = "again", **sections: Any) -> sc
 
 
 def make_entries(config: schema.Config, numbers: range, *, seed: int = 0) -> list[Entry]:
-    """Answers to these tickets, as their run's workers gave them: a step or two old, and none like another."""
+    """Make answers to these tickets as workers would: a step or two old, and all different."""
     fingerprint = read_tokenizer_info(config.model.path).fingerprint
     rng = np.random.default_rng(seed)
     entries = []
@@ -84,7 +84,7 @@ def last_state(config: schema.Config) -> dict[str, Any]:
 
 
 def last_tensors(config: schema.Config) -> dict[str, torch.Tensor]:
-    """Weights, optimizer and random state of the newest checkpoint."""
+    """Return the newest checkpoint's weights, optimizer and random state."""
     checkpoint = CheckpointRoot(config.folder).newest_complete(ancestry(config.folder))
     assert checkpoint is not None, "there is a checkpoint"
     [path] = checkpoint.folder.glob("train-*.safetensors")

@@ -1,4 +1,4 @@
-"""A run's folder made by hand, in the documented layout and without the code that writes it: evidence for audits."""
+"""A run's folder written by hand in the documented layout, without the code that writes it: evidence for audits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RunFolder:
         after: str | None = None,
         answered: Mapping[int, Mapping[str, str]] | None = None,
     ) -> Path:
-        """Lines are (step, outcome, ranges of tickets); `answered`, by step: tickets ended by what answers another."""
+        """Lines are (step, outcome, ticket ranges); `answered`, by step: tickets ended by an answer to another."""
         (self.path / "journal").mkdir(exist_ok=True)
         others = {step: {"answered": dict(those)} for step, those in (answered or {}).items()}
         records = [
@@ -59,7 +59,7 @@ class RunFolder:
         carry: Sequence[str] = (),
         journal: str | None = "",
     ) -> Path:
-        """`ended` is the low watermark, all of them trained unless `outcomes` says otherwise."""
+        """`ended` is the low watermark; all below it are trained unless `outcomes` says otherwise."""
         folder = self.path / "checkpoints" / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "weights").write_bytes(b"w" * 10)
@@ -84,7 +84,7 @@ class RunFolder:
 
 
 def clean_folder(path: Path) -> RunFolder:
-    """Two learners: 12 tickets issued, of which 8 are trained, 1 dropped, 1 dead and 2 open."""
+    """Two learners: of 12 tickets issued, 8 are trained, 1 dropped, 1 dead and 2 open."""
     folder = RunFolder(path)
     folder.term(1)
     folder.journal("e000001-s00000010", (5, "trained", [(0, 3), (4, 5)]), (9, "dropped/stale", [(3, 4)]))

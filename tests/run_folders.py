@@ -1,5 +1,5 @@
-"""Folders of runs that have ended, as their learners and launchers leave them: written by hand, with a configuration
-whose Redis is not there any more."""
+"""Folders of ended runs as their learners and launchers leave them: written by hand, with a configuration whose Redis
+is gone."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from streamrl.config.load import dump_config, load_config
 from streamrl.versions import make_version
 
 NUM_STEPS = 12
-GONE = 2**22 + 1  # a process id that Linux gives to nobody
+GONE = 2**22 + 1  # a process id that Linux never assigns
 
 
 def make_folder(root: Path, name: str, state: str, *, error: str = "", slope: float = 1.0, **settings: Any) -> Path:
-    """`state`: what the learner last said; "running" of a process that is no more is a crash."""
+    """`state`: the learner's last; "running" with a dead process means a crash."""
     words = [f"{key}={value}" for key, value in settings.items()]
     loaded = load_config("conf/reinforce.yaml", [f"name={name}", f"dir={root}", "training.max_steps=12", *words])
     folder = loaded.config.folder
@@ -27,7 +27,7 @@ def make_folder(root: Path, name: str, state: str, *, error: str = "", slope: fl
     told = {"state": state, "term": 1, "at": time.time() - 60, "error": error}
     told |= {"host": socket.gethostname(), "pid": GONE, "process_began": "1"}
     (folder / "state.json").write_text(json.dumps(told))
-    lines = [*map(json.dumps, _records(slope)), '{"step": 13, "ter']  # as a crash leaves it
+    lines = [*map(json.dumps, _records(slope)), '{"step": 13, "ter']  # truncated by a crash
     (folder / "metrics.jsonl").write_text("\n".join(lines))
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(_rollout(step)) + "\n" for step in range(1, NUM_STEPS)))
     if state == "finished":

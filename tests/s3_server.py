@@ -20,7 +20,7 @@ BUCKET = "blobs"
 
 @contextmanager
 def s3_server(log: Path) -> Iterator[str]:
-    """Its endpoint."""
+    """Yield its endpoint."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     endpoint = f"http://127.0.0.1:{port}"

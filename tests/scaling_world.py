@@ -1,10 +1,11 @@
-"""What scales workers in a cluster, by a clock that a test moves: KEDA's operator and the autoscaler, by their sources.
+"""What scales workers in a cluster, on a clock controlled by the test: KEDA's operator and the autoscaler, modelled on
+their sources.
 
     exporter's text ─► triggers ─► formula ─► Keda: none or some, every pollingInterval    ─► replicas
                                          └──► Autoscaler: how many, every 15 s             ─┘
 
-Their settings are those of the rendered objects. Written after KEDA 2.20 (metrics_api_scaler.go,
-scale_scaledobjects.go) and Kubernetes 1.33 (podautoscaler/horizontal.go): where a metric cannot be had neither acts.
+Settings come from the rendered objects. Modelled on KEDA 2.20 (metrics_api_scaler.go, scale_scaledobjects.go) and
+Kubernetes 1.33 (podautoscaler/horizontal.go): without a metric neither acts.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _BY_DEFAULT = {
 
 
 def metric(text: str, selector: str) -> float | None:
-    """`name` or `name{label="value"}` in what an exporter told; of several the first, as KEDA takes it."""
+    """Read `name` or `name{label="value"}` from an exporter's text; the first match, as in KEDA."""
     name, _, labels = selector.partition("{")
     wanted = dict(pair.split("=") for pair in labels.rstrip("}").split(",") if pair)
     for family in text_string_to_metric_families(text):
@@ -48,7 +49,7 @@ def metric(text: str, selector: str) -> float | None:
 
 
 def formula(text: str, values: Mapping[str, float]) -> float:
-    """Sums and products of triggers, which is all that a scaler here uses of KEDA's expressions."""
+    """Evaluate sums and products of triggers, the only KEDA expressions that our scalers use."""
     operators = {ast.Add: operator.add, ast.Mult: operator.mul}
 
     def value(node: ast.expr) -> float:
@@ -66,13 +67,13 @@ def formula(text: str, values: Mapping[str, float]) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class Autoscaler:
-    """An HPA with one external metric and an average value to reach."""
+    """An HPA with one external metric and a target average value."""
 
     most: int
     target: float
     behavior: Object
-    _told: list[tuple[float, int]] = field(default_factory=list)  # when it would have had how many
-    _done: list[tuple[float, int]] = field(default_factory=list)  # when it changed by how many
+    _told: list[tuple[float, int]] = field(default_factory=list)  # (time, recommended replicas)
+    _done: list[tuple[float, int]] = field(default_factory=list)  # (time, change of replicas)
 
     def sync(self, now: float, replicas: int, value: float | None) -> int:
         if replicas == 0 or value is None:
@@ -112,7 +113,7 @@ class Autoscaler:
 
 @dataclass(slots=True)
 class Keda:
-    """A ScaledObject: its own half, which turns on and off, and the autoscaler that it makes."""
+    """A ScaledObject: its own activation logic, and the autoscaler that it creates."""
 
     scaled: Object  # its spec
     autoscaler: Autoscaler = field(init=False)
@@ -131,7 +132,7 @@ class Keda:
         return float(self.scaled["pollingInterval"])
 
     def value(self, told: str) -> float | None:
-        """Of its formula; nothing where one of the triggers has none."""
+        """Evaluate its formula; None if a trigger has no value."""
         found = {one["name"]: metric(told, one["metadata"]["valueLocation"]) for one in self.scaled["triggers"]}
         known = {name: value for name, value in found.items() if value is not None}
         return formula(self.scaled["advanced"]["scalingModifiers"]["formula"], known) if known == found else None

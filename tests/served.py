@@ -1,4 +1,4 @@
-"""vLLM's own server as a process, by `streamrl serve` or by itself: started, waited for, and not left behind."""
+"""vLLM's own server as a process, via `streamrl serve` or alone: started, awaited, and never left behind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Served:
         self._command = [sys.executable, "-m", *words, "--port", str(port), *options]
 
     def __enter__(self) -> Self:
-        # vLLM compiles what chooses and counts tokens, too, for half a minute of its first requests.
+        # Disable compilation: vLLM would compile sampling code for half a minute at its first requests.
         lean = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, **lean}
         with self._log.open("wb") as log:

@@ -1,5 +1,5 @@
-"""Agents against sessions, in memory: a tokenizer with a template that writes tools, an engine that says what it is
-told to, and agents of a file, in their child processes."""
+"""Agents and sessions in memory: a tokenizer whose template supports tools, an engine that says what the test wants,
+and agents from a file, in their child processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from streamrl.workers.sessions.trace import Played
 from tests.helpers import make_ticket
 from tests.tiny_models import PAD, UNKNOWN
 
-# ChatML with tools, as Qwen's and Hermes' models have it.
+# ChatML with tools, as in Qwen's and Hermes' models.
 TEMPLATE = """
 {%- set told = messages[0]['content'] if messages[0]['role'] == 'system' else '' %}
 {%- if tools %}<|im_start|>system
@@ -56,10 +56,10 @@ ADD = {
         "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
     },
 }
-CALL = '<tool_call>{"name": "add", "arguments": {"a":2,"b":3}}</tool_call>'  # not as the template would write it
+CALL = '<tool_call>{"name": "add", "arguments": {"a":2,"b":3}}</tool_call>'  # not formatted like the template's
 Say = Callable[[list[SampleRequest]], str]
 
-# Agents that need no package, good ones and bad ones.
+# Agents without dependencies, good and bad.
 PLAIN = '''
 import asyncio, json, os, socket, time, urllib.error, urllib.request
 
@@ -128,7 +128,7 @@ def connects(session, row):
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
-    """A token a byte, and ChatML's own."""
+    """One token per byte, plus ChatML's."""
     special = [PAD, UNKNOWN, "<|im_start|>", "<|im_end|>"]
     vocab = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokenizer = Tokenizer(models.BPE(vocab, merges=[], unk_token=UNKNOWN))
@@ -138,9 +138,9 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def calling_tokenizer() -> PreTrainedTokenizerFast:
-    """Of so few tokens, a whole call of a tool among them, that an untrained model calls it now and then."""
+    """So few tokens, a whole tool call among them, that an untrained model makes a call now and then."""
     special = [PAD, UNKNOWN, "<|im_start|>", "<|im_end|>"]
-    vocab = {token: i for i, token in enumerate([*special, *"0123456789", "\u010a"])}  # the last one is a new line
+    vocab = {token: i for i, token in enumerate([*special, *"0123456789", "\u010a"])}  # the last is a line break
     tokenizer = Tokenizer(models.BPE(vocab, merges=[], unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -182,7 +182,7 @@ def _fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def chat_facts(*more: str, special: bool = False) -> ModelFacts:
-    """`more` tokens, which may be special ones."""
+    """`more`: additional tokens, special ones if `special`."""
     tokenizer = chat_tokenizer()
     tokenizer.add_tokens(list(more), special_tokens=special)
     return ModelFacts(
@@ -197,12 +197,12 @@ def chat_facts(*more: str, special: bool = False) -> ModelFacts:
 
 
 class Teller(EngineDouble):
-    """Says the text that `say` makes of all that it was asked so far, and ends it as models do."""
+    """Returns the text that `say` makes from all requests so far, ended like a model's answer."""
 
     def __init__(self, facts: ModelFacts, say: Say, **others: Any) -> None:
         super().__init__(**others)
         self._facts, self._say = facts, say
-        self.said: list[tuple[list[int], Generated]] = []  # (the whole context, what came)
+        self.said: list[tuple[list[int], Generated]] = []  # (whole context, answer)
 
     async def generate(self, request: SampleRequest) -> Generated:
         await super().generate(request)
@@ -222,7 +222,7 @@ class Teller(EngineDouble):
 
 
 class AgentWorld:
-    """`play` runs an agent of `code`, one rollout after another or several at once."""
+    """`play` runs an agent of `code`, one rollout after another or several concurrently."""
 
     def __init__(self, player: AgentPlayer, facts: ModelFacts, config: schema.Config) -> None:
         self.player, self.facts, self.config = player, facts, config
@@ -244,7 +244,7 @@ class AgentWorld:
         return await self.player.play(ticket, engine, request)
 
     def ticket(self, row: Mapping[str, Any]) -> Ticket:
-        """Its prompt is what every conversation of these tests begins with."""
+        """Its prompt is the start of every conversation in these tests."""
         ids = self.facts.tokenizer("<|im_start|>", add_special_tokens=False)["input_ids"]
         return make_ticket(1, token_ids=np.array(ids, np.int32), prompt="2 + 3", fields=dict(row))
 

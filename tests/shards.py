@@ -1,4 +1,4 @@
-"""What a rank has trained, written without a loop."""
+"""Writes a rank's trained state without a training loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts that fetch one blob from each other, on addresses of the loopback device; and peers that mean ill."""
+"""Hosts that fetch one blob from each other, on loopback addresses; and malicious peers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def fetched(sharing: Sharing, record: ShardRecord = RECORD) -> bytes:
 
 
 class CountingStore(MemoryStore):
-    """Counts the bytes that left it; gives nothing out while it is closed."""
+    """Counts the bytes read from it; blocks reads while it is closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class CountingStore(MemoryStore):
 
 
 class Hosts:
-    """Hosts of one worker each, of one run; to be closed."""
+    """Hosts of one run with one worker each; must be closed."""
 
     def __init__(self, root: Path, store: MemoryStore, client: redis.Redis, keys: Keys) -> None:
         self._root, self._store, self._client, self._keys = root, store, client, keys
@@ -102,7 +102,7 @@ class Hosts:
         )
 
     def says(self, address: str, pieces: Sequence[int], *, most: int = 0) -> None:
-        """As somebody at this address would tell Redis."""
+        """Report to Redis as a peer at this address would."""
         Peers(self._client, self._keys, run_uid=RUN_UID, address=address).tell(
             RECORD.digest.hex(),
             have=bitmap_of(pieces, RECORD.num_pieces),
@@ -117,7 +117,7 @@ class Hosts:
 
 @dataclass(frozen=True)
 class Ill:
-    """What a peer that means ill answers to whatever it is asked."""
+    """A malicious peer, and the requests that it has received."""
 
     address: str
     asked: list[bytes]

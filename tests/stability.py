@@ -1,5 +1,5 @@
-"""How often does a test fail on a busy machine? It is run N times, each in a process of its own, beside a load on all
-cores; then its row goes into `tests/STABILITY.md`, and the output of the runs that failed is shown.
+"""How often does a test fail on a busy machine? Runs it N times, each in its own process, beside a load on all cores;
+then adds a row to `tests/STABILITY.md`, and shows the output of failed runs.
 
     python -m tests.stability tests/redis/test_top.py::test_it_follows_the_size_of_the_window --times 50
 """
@@ -21,14 +21,14 @@ from streamrl.process import dying_with_us
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "tests" / "STABILITY.md"
 _RUN_S = 600.0
-_SHOWN_CHARS = 3000  # of a run that failed
+_SHOWN_CHARS = 3000  # of a failed run's output
 
 
 @contextmanager
 def load(num_processes: int) -> Iterator[None]:
     with ExitStack() as stack:
         for _ in range(num_processes):
-            # However this program ends, nothing goes on burning.
+            # Tied to this process, so that no load outlives it.
             command = dying_with_us([sys.executable, "-c", "while True: pass"], by=signal.SIGKILL)
             busy = stack.enter_context(subprocess.Popen(command))
             stack.callback(busy.kill)
@@ -36,7 +36,7 @@ def load(num_processes: int) -> Iterator[None]:
 
 
 def failure(test: str) -> str:
-    """What a run of the test that failed has said; empty where it passed."""
+    """Return the output of a failed run; empty if it passed."""
     command = [sys.executable, "-m", "pytest", test, "-q", "-m", "not root", "-p", "no:cacheprovider"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_RUN_S, check=False)
@@ -48,7 +48,7 @@ def failure(test: str) -> str:
 
 
 def commit() -> str:
-    """With a + where files other than the table differ from it."""
+    """Return the commit, with a + if files other than the table differ from it."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -65,7 +65,7 @@ def note(test: str, times: int, num_failed: int, *, beside: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The number of runs that failed, 100 at most."""
+    """Return the number of failed runs, 100 at most."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("test", metavar="PATH::TEST", help="as pytest takes it; a whole file, too")

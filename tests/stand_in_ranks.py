@@ -1,7 +1,7 @@
-"""What an agent runs when its ends are tested: a rank that learns nothing, at once, and a torchrun that runs only it.
+"""What an agent runs when its shutdown is tested: a rank that learns nothing, and a torchrun that runs only this rank.
 
-Both hold at the moment that the environment names, until they are told to end, and say in a file where they are. A rank
-that is told finishes its step, as a real one does.
+Both stop at the moment named in the environment until they are told to end, and write their progress to a file. A rank
+that is told to end finishes its step, like a real one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def pass_by(moment: str, *, told: threading.Event | None = None) -> None:
 
 
 def rank(*, restarts: int) -> int:
-    """Its exit code."""
+    """Return its exit code."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if restarts:
         pass_by("restart")
@@ -51,18 +51,18 @@ def rank(*, restarts: int) -> int:
     for moment in OF_A_RANK[1:-1]:
         if not told.is_set():
             pass_by(moment, told=told)
-    time.sleep(_STEP_S)  # the step that is under way
+    time.sleep(_STEP_S)  # the step in progress
     if not told.is_set():
         have_nothing_to_finish()
     note("finished")
     if told.is_set():
         return EXIT_TOLD
-    pass_by("done")  # torchrun has a rank wait here until it has heard of all
+    pass_by("done")  # torchrun makes a rank wait here until it has heard from all
     return 0
 
 
 def torchrun(_words: Sequence[str]) -> None:
-    """It starts its rank again when it fails, and swallows whatever is raised while it logs that."""
+    """Restart its rank when it fails, and swallow exceptions while logging that."""
     pass_by("rendezvous")
     for restarts in range(2):
         context = multiprocessing.get_context("forkserver")
@@ -81,10 +81,10 @@ def torchrun(_words: Sequence[str]) -> None:
 
 
 def _live(restarts: int, is_known: Event) -> None:
-    """Faster than any real rank, it could have begun a step before its agent knows of it."""
+    """Wait until the agent knows this rank: being faster than a real one, it could start a step before."""
     is_known.wait(_HOLD_S)
     sys.exit(rank(restarts=restarts))
 
 
-if __name__ == "__main__":  # under torch's own torchrun
+if __name__ == "__main__":  # under the real torchrun
     sys.exit(rank(restarts=int(os.environ["TORCHELASTIC_RESTART_COUNT"])))

@@ -1,4 +1,4 @@
-"""Models of real sizes without their weights: a configuration, a tokenizer, and files whose tensors are holes."""
+"""Models of real sizes without their weights: configuration, tokenizer, and sparse files for the tensors."""
 
 from __future__ import annotations
 

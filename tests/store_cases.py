@@ -1,4 +1,4 @@
-"""What every blob store must do; the tests of each store call these."""
+"""What every blob store must do; called by the tests of each store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from streamrl.protocol.weights.stores import BlobStore
 
 
 def check_store(store: BlobStore) -> None:
-    """Blobs come back, are listed, are never overwritten, and go."""
+    """Check that blobs can be read back and listed, are never overwritten, and can be deleted."""
     large = bytes(range(256)) * 1000
     blobs = {"u/000001/0-0-aa": large, "u/000001/1-0-bb": b"", "v/000001/0-0-cc": b"c"}
     for name, data in blobs.items():

@@ -1,4 +1,4 @@
-"""A program in a terminal of its own: what it has drawn, and keys for it."""
+"""A program in a pseudo-terminal: its screen, and keys for it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class TerminalProgram:
         self.raw = b""
 
     def lines(self) -> list[str]:
-        """As they stand on the screen now."""
+        """The lines on the screen now."""
         while select.select([self._descriptor], [], [], 0)[0]:
             try:
                 data = os.read(self._descriptor, 1 << 16)
-            except OSError:  # it has ended
+            except OSError:  # the program has ended
                 break
             if not data:
                 break
@@ -45,7 +45,7 @@ class TerminalProgram:
         return "\n".join(self.lines())
 
     def shows(self, *words: str, timeout_s: float = 60.0) -> str:
-        """The screen, once it shows all of the words."""
+        """Return the screen once it shows all of the words."""
         try:
             wait_until(lambda: all(w in self.text() for w in words), description=f"{words}", timeout_s=timeout_s)
         except AssertionError as error:
@@ -64,7 +64,7 @@ class TerminalProgram:
         os.kill(self.process.pid, signal.SIGWINCH)
 
     def forget_size(self) -> None:
-        """As a serial line, or a container's terminal that nobody has measured."""
+        """Report no size, like a serial line or some containers' terminals."""
         set_size(self._descriptor, width=0, height=0)
         os.kill(self.process.pid, signal.SIGWINCH)
 
@@ -77,7 +77,7 @@ def set_size(descriptor: int, *, width: int, height: int) -> None:
 def in_terminal(
     arguments: Sequence[str], *, width: int = 80, height: int = 24, **environment: str
 ) -> Iterator[TerminalProgram]:
-    """`python -m cli.main ARGUMENTS`; killed at the end if it has not left."""
+    """Run `python -m cli.main ARGUMENTS`; killed at the end if it has not exited."""
     ours, its = pty.openpty()
     set_size(its, width=width, height=height)
     process = subprocess.Popen(
@@ -87,7 +87,7 @@ def in_terminal(
         stderr=its,
         env={**os.environ, "TERM": "xterm-256color", **environment},
         start_new_session=True,
-        # A shell's background job ignores Ctrl-C, and so would whatever it starts; a person's terminal does not.
+        # A shell's background job ignores SIGINT, and so would its children; in a person's terminal it is not ignored.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     os.close(its)

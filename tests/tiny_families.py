@@ -1,8 +1,8 @@
-"""Tiny models of many families, tied where the family is, as a hub folder holds them.
+"""Tiny models of many families, with tied weights where the family has them, as in a hub folder.
 
-Windows and chunks are a few tokens wide, so that they bite, and weights large enough that caps, scales and sinks do.
-A family is its `model_type`; what differs from `COMMON` is in `FAMILIES` (`...`: it has no such setting). Heads are 32
-wide: vLLM on CPUs has no narrower.
+Windows and chunks are a few tokens wide, so that they take effect, and weights are large enough that caps, scales and
+sinks do. A family is its `model_type`; `FAMILIES` has the differences from `COMMON` (`...`: no such setting). Heads are
+32 wide, the least that vLLM supports on CPUs.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 
 
 def make_family(folder: Path, family: str, *, seed: int = 0, scale: float = 0.15, **changes: Any) -> Path:
-    """Random weights of this spread, and norms that are not all one."""
+    """Make a model with random weights of this spread, and norms that are not all one."""
     tokenizer = make_tokenizer()
     settings = {
         **COMMON,
@@ -199,7 +199,7 @@ def make_family(folder: Path, family: str, *, seed: int = 0, scale: float = 0.15
                     parameter += scale * torch.randn_like(parameter)
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
-                    buffer += 4 + scale * torch.randn_like(buffer)  # so that bfloat16 would not do
+                    buffer += 4 + scale * torch.randn_like(buffer)  # so that bfloat16 would be too coarse
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

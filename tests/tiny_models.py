@@ -1,7 +1,7 @@
-"""Tiny random causal language models with a character-level tokenizer, made on the spot: no test downloads anything.
+"""Tiny random causal language models with a character-level tokenizer, made on the fly: no test downloads anything.
 
-`make_model(folder, ...)` writes what a hub folder holds (config, tokenizer, safetensors), so that vLLM, transformers
-and the learner all load it as they would load a real one.
+`make_model(folder, ...)` writes the files of a hub folder (config, tokenizer, safetensors), so that vLLM, transformers
+and the learner load it like a real one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Architecture = Literal["qwen2", "llama"]
 
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """One token a character, `<eos>` ends a sequence, nothing is added by itself.
+    """One token per character, `<eos>` ends a sequence, nothing is added automatically.
 
-    A byte-level BPE without merges: AutoTokenizer replaces the pre-tokenizer of a folder whose model type it knows by
-    that type's own, and only this form means the same to all of them.
+    A byte-level BPE without merges: AutoTokenizer replaces a folder's pre-tokenizer by that of its model type if it
+    knows it, and only this form means the same under all of them.
     """
     alphabet = [_byte_level(character) for character in CHARACTERS]
     vocab = {token: i for i, token in enumerate([PAD, EOS, UNKNOWN, *alphabet])}
@@ -51,7 +51,7 @@ def make_model(
     scale: float = 0.2,
     seed: int = 0,
 ) -> Path:
-    """A random model; `scale` is the spread of its weights: large enough that its distributions are far from uniform.
+    """A random model; `scale` is the spread of its weights, large enough that its distributions are far from uniform.
 
     vLLM on CPUs refuses heads narrower than 32.
     """
@@ -85,7 +85,7 @@ def _config(architecture: Architecture) -> Any:
 def response_logprobs(
     folder: Path, prompt_ids: list[int], response_ids: list[int], *, min_tokens: int = 0, temperature: float = 1.0
 ) -> torch.Tensor:  # [T]
-    """The truth that engines are held to: a plain forward pass in fp32, the end token masked before `min_tokens`."""
+    """The ground truth for engines: a plain forward pass in fp32, with the end token masked before `min_tokens`."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.tensor([prompt_ids + response_ids])
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Small things to score, and tiny reward models with the tokenizer of `tiny_models`."""
+"""Small items to score, and tiny reward models with the tokenizer of `tiny_models`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_item(
 
 
 def beginning(file: Path) -> Callable[..., AbstractAsyncContextManager[FunctionReward]]:
-    """Begins functions of this file, or others by their target, with whatever settings; and ends them."""
+    """Return a context manager that starts a function of this file, or another target, with any settings."""
 
     @asynccontextmanager
     async def begin(function: str, **settings: Any) -> AsyncIterator[FunctionReward]:
@@ -50,7 +50,7 @@ def beginning(file: Path) -> Callable[..., AbstractAsyncContextManager[FunctionR
 def make_reward_model(
     folder: Path, *, architecture: Architecture = "qwen2", with_padding: bool = True, num_labels: int = 1
 ) -> Path:
-    """A random sequence-classification model; `with_padding=False`: as models come that know no padding token."""
+    """A random sequence-classification model; `with_padding=False`: without a padding token, like some models."""
     import torch
     import transformers
 

@@ -1,4 +1,4 @@
-"""Each cause that `streamrl why` can name, in a run that has it: a view of one that is well, and what is different."""
+"""Each cause that `streamrl why` can name, in a run that has it: a healthy view, and its changes."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _learner(doing: str, state: str = "waiting", for_s: float = 40.0, **changes:
 
 
 def _waiting(doing: str, **changes: Any) -> View:
-    """The learner waits for this."""
+    """The learner is in this wait."""
     return replace(WELL, learner=_learner(doing), **changes)
 
 
@@ -221,7 +221,7 @@ VIEWS: Mapping[str, View] = {
 
 
 def causes() -> dict[str, list[Cause]]:
-    """By name: all that a run says of itself that has it; those first that no table holds."""
+    """The causes found in each made-up run, by name; first those that are not in the table."""
     found = {
         "redis_unreachable": [unreachable("redis://host:6379: connection refused")],
         "absent": list(absent(_run(state="absent"), was_removed=False)),

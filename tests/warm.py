@@ -1,10 +1,10 @@
-"""Programs that begin with torch, transformers and the learner imported: in milliseconds, where a new interpreter
-imports for five seconds of a core.
+"""Starts programs with torch, transformers and the learner already imported: in milliseconds, where a new interpreter
+spends five CPU seconds on imports.
 
-    test ── module, words, files, by a socket ──► tests.warm_server, one for each process of pytest
+    test ── module, words, files, by a socket ──► tests.warm_server, one per pytest process
                                                      └─ fork ──► the module, as `python -m` runs it
 
-For tests of what a program does, and not of how it starts: those start it anew.
+For tests of what a program does, not of how it starts: those start a new interpreter.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from typing import IO
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
-# Read where torch and transformers are imported.
+# Read when torch and transformers are imported.
 _AT_IMPORT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class Forked:
-    """A program, with what tests ask of `subprocess.Popen`."""
+    """A program, with the methods of `subprocess.Popen` that tests use."""
 
     def __init__(self, told: int) -> None:
         self._told = os.fdopen(told, "rb", buffering=0)
@@ -85,7 +85,7 @@ def start(
     environment: Mapping[str, str] | None = None,
     folder: Path = ROOT,
 ) -> Forked:
-    """`environment`: beside this process's own."""
+    """Start a program; `environment` adds to this process's own."""
     told, tells = os.pipe()
     program = {
         "module": module,
@@ -100,7 +100,7 @@ def start(
 
 @functools.cache
 def _server() -> socket.socket:
-    """Our end of its socket."""
+    """Start the server, and return our end of its socket."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.warm_server", str(its.fileno())],

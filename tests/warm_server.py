@@ -1,10 +1,10 @@
-"""The server behind `tests.warm`: it imports what a learner needs once, and forks programs that find it imported.
+"""The server behind `tests.warm`: imports what a learner needs once, and forks programs that find it imported.
 
-python -m tests.warm_server FD    FD: its end of a socket that keeps messages apart
+python -m tests.warm_server FD    FD: its end of a socket with message boundaries
 
-A message is a program as JSON, with two files: what it prints to, and a pipe for what becomes of it, the process id
-and then its exit code, a line each. The server ends with the socket, and its programs with the server. A program ends
-as an interpreter of its own does, with all that libraries do at exit.
+A message is a program as JSON, with two descriptors: one for its output, and a pipe for its process id and then its
+exit code, a line each. The server ends with the socket, and its programs with the server. A program ends like a
+separate interpreter, with everything that libraries do at exit.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import sys
 import tempfile
 from typing import Any
 
-import streamrl.learner.main  # noqa: F401 - to be there when a program wants it
+import streamrl.learner.main  # noqa: F401 - preloaded for the programs
 from streamrl.process import die_with_parent
 
-_MOST = 1 << 20  # bytes of a message
+_MOST = 1 << 20  # bytes per message
 
 
 def serve(asked: socket.socket) -> dict[str, Any] | None:
-    """In the server: None, at its end. In each process that it forks: the program to run."""
+    """In the server: return None at its end. In each forked process: return the program to run."""
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
-    told_to: dict[int, int] = {}  # pipes, by process
+    told_to: dict[int, int] = {}  # pipes, by process id
     while True:
         readable, _, _ = select.select([asked.fileno(), woken], [], [])
         if woken in readable:
@@ -79,10 +79,10 @@ def _become_a_program(out: int, server: int) -> None:
 
 
 def run(program: dict[str, Any]) -> None:
-    """As `python -m` does."""
+    """Run it as `python -m` does."""
     os.environ.clear()
     os.environ.update(program["environment"])
-    tempfile.tempdir = None  # by the environment
+    tempfile.tempdir = None  # determined again from the environment
     os.chdir(program["folder"])
     sys.argv[1:] = program["words"]
     runpy.run_module(program["module"], run_name="__main__", alter_sys=True)
@@ -91,6 +91,6 @@ def run(program: dict[str, Any]) -> None:
 if __name__ == "__main__":
     die_with_parent()
     gc.collect()
-    gc.freeze()  # or the first collection in a program would copy every page that they share
+    gc.freeze()  # otherwise the first collection in a program would copy all shared pages
     if (asked_for := serve(socket.socket(fileno=int(sys.argv[1])))) is not None:
         run(asked_for)

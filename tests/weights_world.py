@@ -1,4 +1,4 @@
-"""A learner of several ranks and a store, small enough for every test of the weights."""
+"""A learner of several ranks and a store, small enough for every test of weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def random_bits(rng: np.random.Generator, dtype: np.dtype, length: int) -> Bits:
 
 
 def nudged(rng: np.random.Generator, state: State, *, share: float = 0.05) -> State:
-    """The state after a step: a share of the elements move to a neighbouring bit pattern."""
+    """Return the state after a step: a share of the elements move to a neighbouring bit pattern."""
     moved = {}
     for name, bits in state.items():
         moved[name] = bits + (rng.random(len(bits)) < share).astype(bits.dtype)
@@ -93,7 +93,7 @@ class World(Generic[Store]):
         return self.lay_anchor() if beside else announced
 
     def lay_anchor(self) -> Manifest:
-        """Beside the last version."""
+        """Add an anchor to the last version."""
         whole = [self._put(encoder.encode_base(), self._last, rank) for rank, encoder in enumerate(self._encoders)]
         return self._announced(replace(self.manifests[self._last], anchor=tuple(whole)))
 
@@ -116,7 +116,7 @@ class World(Generic[Store]):
 
 
 def read_safetensors(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
-    """What the library that engines use makes of the file: dtype, shape, bytes."""
+    """Read the file with the library that engines use: dtype, shape, bytes."""
     return {name: (t["dtype"], t["shape"], bytes(t["data"])) for name, t in deserialize(path.read_bytes())}
 
 

@@ -1,4 +1,4 @@
-"""What hatchling builds of the sources."""
+"""What hatchling builds from the sources."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def built(source: Path, into: Path, what: str) -> Path:
-    """hatchling builds what is in the working directory, and another process has one of its own."""
+    """Build in a separate process, since hatchling builds the working directory."""
     program = f"from hatchling import build; print(build.build_{what}({str(into)!r}))"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=source, capture_output=True, text=True, timeout=240, check=True

@@ -1,4 +1,4 @@
-"""`python -m workers` as processes: started, looked at from outside, and none left behind."""
+"""`python -m workers` as processes: started, observed from outside, and never left behind."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Workers:
-    """Starts workers of one run, and leaves none behind."""
+    """Starts workers of one run, and ends all of them."""
 
     def __init__(self, folder: Path, url: str, run: str) -> None:
         self._folder, self._url, self._run = folder, url, run
         self._processes: list[subprocess.Popen[bytes]] = []
-        self.name = f"test-{os.getpid()}-{run}"  # mirrors are the machine's, and other suites may run on it
+        self.name = f"test-{os.getpid()}-{run}"  # unique: mirrors are shared with other test suites on this machine
         self.temporary = tempfile.mkdtemp(prefix="workers-", dir="/tmp")  # a short path, for sockets
 
     def start(self, *arguments: str, number: int = 0) -> subprocess.Popen[bytes]:
@@ -37,7 +37,7 @@ class Workers:
         return self._folder / f"worker-{number}.err"
 
     def left_behind(self) -> list[Path]:
-        """Mirrors, and whatever lies in the folder for temporary files."""
+        """Return mirrors, and the contents of the folder for temporary files."""
         return [*self._mirrors(), *Path(self.temporary).iterdir()]
 
     def _mirrors(self) -> list[Path]:
@@ -53,7 +53,7 @@ class Workers:
 
 
 def descendants(pid: int) -> set[int]:
-    """All processes below this one."""
+    """Return all processes below this one."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -79,7 +79,7 @@ def _state(pid: int) -> str:
 
 
 def shared_by(pids: set[int]) -> set[Path]:
-    """What lies in shared memory by a name, and is mapped by any of these processes."""
+    """Return the named shared memory that any of these processes maps."""
     found: set[Path] = set()
     for pid in alive(pids):
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()

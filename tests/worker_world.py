@@ -1,4 +1,4 @@
-"""A worker's world in memory: tickets, an engine without a model, weights that come at once, rewards by a function."""
+"""A worker's world in memory: tickets, an engine without a model, weights that load at once, rewards by a function."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def a_score_item() -> ScoreItem:
 
 
 class WorkerWorld:
-    """One worker; `run` starts its loop, `stop` ends it."""
+    """One worker; `start` runs its loop, `finish` ends it."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class WorkerWorld:
         await self._task
 
     async def delivered(self, count: int) -> list[Group]:
-        """The first groups, once so many are there."""
+        """Return the first groups, once so many are delivered."""
         await self.until(lambda: len(self.tickets.delivered) >= count, f"{count} groups delivered")
         return [decode_body(decode_header(header), body) for _, header, body in self.tickets.delivered[:count]]
 
