@@ -1,4 +1,4 @@
-"""torchrun's agents and their ranks, seen from outside: which processes they are, and how far they have come."""
+"""torchrun's agents and their ranks, observed from outside: their processes and their progress."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATIENCE_S = 150.0
 
 
 def ranks(agent: subprocess.Popen[str], *, number: int) -> list[int]:
-    """The processes that the agent has started, in the order of ranks, once all of them are there."""
+    """Return the processes that the agent has started, in the order of ranks, once all exist."""
 
     def all_there() -> list[int]:
         found = named_ranks(agent.pid)
@@ -24,7 +24,7 @@ def ranks(agent: subprocess.Popen[str], *, number: int) -> list[int]:
 
 
 def named_ranks(agent: int) -> dict[int, int]:
-    """Process by rank, of those that have joined already."""
+    """Return the process of each rank that has joined."""
     words = {pid: _name(pid).partition("rank-")[2] for pid in descendants(agent)}
     return {int(word): pid for pid, word in words.items() if word.isdecimal()}
 
@@ -37,7 +37,7 @@ def _name(pid: int) -> str:
 
 
 def descendants(pid: int) -> list[int]:
-    """The process and all below it."""
+    """Return the process and all below it."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
@@ -53,7 +53,7 @@ def is_alive(pid: int) -> bool:
 
 
 def term_at_work(config: schema.Config) -> int:
-    """Of the last step that was recorded; 0 before the first."""
+    """Return the term of the last recorded step; 0 before the first."""
     made = lines(config.folder / "metrics.jsonl")
     return int(made[-1]["term"]) if made else 0
 
@@ -68,13 +68,13 @@ def await_steps(config: schema.Config, *, beyond_term: int = 0, description: str
 
 
 def end(agent: subprocess.Popen[str]) -> None:
-    """In good order, so that everything is committed."""
+    """End it in order, so that everything is committed."""
     agent.send_signal(signal.SIGTERM)
     agent.wait(PATIENCE_S)
 
 
 def num_made(config: schema.Config) -> int:
-    """Steps, each as often as it was made."""
+    """Count the steps, repeated ones too."""
     return len(lines(config.folder / "metrics.jsonl"))
 
 

@@ -1,9 +1,9 @@
 """`python -m tests.faults.chaos`: every scenario of tests/faults in one table, judged by the independent audit.
 
-    modules ─► pytest, each in a process of its own ─► rows (STREAMRL_FAULTS_REPORT) ─► runs/chaos/SET.jsonl ─► table
+    modules ─► pytest, each in its own process ─► rows (STREAMRL_FAULTS_REPORT) ─► runs/chaos/SET.jsonl ─► table
 
-What was finished of a set that was broken off is not run again on the same commit. Blocks on pytest, whose own limits
-bound every test.
+Finished modules of an interrupted set are not run again on the same commit. Blocks on pytest, whose own limits bound
+every test.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.faults.random_faults import Outcome, run_at_random
 from tests.faults.report import VARIABLE
 
 _ROOT = Path(__file__).parents[2]
-_SETS = {"quick": "not long and not root", "full": "not root", "all": ""}  # what pytest selects
+_SETS = {"quick": "not long and not root", "full": "not root", "all": ""}  # pytest's marker expressions
 
 _HELP = """Run what a run must survive, and print what came of it.
 
@@ -115,7 +115,7 @@ def _scenarios(name: str, say: Say, *, fresh: bool) -> list[Line]:
 
 
 def _run(module: str, select: str) -> ModuleResult:
-    """What pytest prints goes to stderr."""
+    """Run a module; pytest's output goes to stderr."""
     began = time.monotonic()
     with scratch_folder() as folder:
         rows = folder / "rows.jsonl"

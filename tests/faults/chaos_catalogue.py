@@ -1,8 +1,8 @@
-"""What a run must survive, by number, and which test modules show it: those whose docstring begins with the numbers.
+"""What a run must survive, by number, and the test modules that show it: those whose docstring starts with the numbers.
 
-    \"\"\"T1, T3: ranks are killed ...\"\"\"      is found for T1 and for T3
+    \"\"\"T1, T3: ranks are killed ...\"\"\"      belongs to T1 and to T3
 
-So a scenario that nobody has built is one that no module names, and the table says so.
+A scenario that no module names is not built, and the table says so.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _NAMED = re.compile(r"(T\d+(?:, T\d+)*): ")
 
 
 def find_modules(tests: Path) -> dict[str, list[Path]]:
-    """Test modules by scenario; a scenario without any is not built."""
+    """Return the test modules by scenario; one without any is not built."""
     found: dict[str, list[Path]] = {scenario: [] for scenario in SCENARIOS}
     for path in sorted(tests.rglob("test_*.py")):
         if match := _NAMED.match(ast.get_docstring(ast.parse(path.read_text())) or ""):

@@ -1,4 +1,4 @@
-"""What all scenarios found together: one line each, whether built or not."""
+"""The results of all scenarios: one line each, whether built or not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ModuleResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Of a scenario; None where its tests do not say."""
+    """One scenario's results; None if its tests do not report a value."""
 
     scenario: str
     done: str
@@ -35,7 +35,7 @@ class Line:
     twice: int | None = None
     wrong_weights: int | None = None  # served
     recovery_s: float | None = None  # the longest
-    p95_s: float | None = None  # of the recoveries, where there were enough of them
+    p95_s: float | None = None  # of the recoveries, if there were enough
     wasted_steps: int | None = None
 
 
@@ -91,11 +91,11 @@ def _show_s(seconds: float | None) -> str:
 
 
 def _longest(times: Iterator[float | None]) -> float | None:
-    """None when no row says."""
+    """The longest; None if no row has a value."""
     return max((seconds for seconds in times if seconds is not None), default=None)
 
 
 def _total(counts: Iterator[int | None]) -> int | None:
-    """None when no row says."""
+    """The sum; None if no row has a value."""
     known = [int(count) for count in counts if count is not None]
     return sum(known) if known else None

@@ -13,7 +13,7 @@ from tests.faults.place import Place
 
 @pytest.fixture
 def place(tmp_path: Path, run_name: str, redis_url: str) -> Place:
-    """To be overridden where a test needs another run."""
+    """Overridden where a test needs another run."""
     return Place(folder=tmp_path, name=run_name, url=redis_url)
 
 

@@ -1,10 +1,10 @@
-"""Games and agents of every bad kind, in a child process of a worker; the prompt's row says which. What was done, and
-what should not have been possible, is a line each in the file `log`.
+"""Misbehaving games and agents of every kind, for a worker's child process; the prompt's row selects one. What they
+did, and what should have been impossible, is written line by line to the file `log`.
 
     raise, exit, hang    in mid-episode
     garbage              answers of every wrong form, and on the worker's own pipe
-    giant                of a gigabyte
-    late                 it answers, or asks, when its rollout is long over
+    giant                a gigabyte
+    late                 answers, or makes requests, long after its rollout ended
     thief                an agent that tries the sessions of others, and its own key on them
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 KINDS = ("good", "raise", "hang", "exit", "garbage", "giant", "late", "thief")
-OPENED = "opened"  # a session that should have been closed to whoever asked
+OPENED = "opened"  # a session was accessible that should have been closed to the caller
 HALF = "half a \ud800 character"
 _GIANT = 1 << 30
 _FOR_EVER_S = 3600.0
@@ -77,7 +77,7 @@ async def agent(session: Any, row: Mapping[str, Any], *, log: str, kinds: str = 
 
 
 def kind_of(row: Mapping[str, Any], kinds: str) -> tuple[str, int]:
-    """And the how manieth of its kind."""
+    """Return the kind, and which one of its kind this is."""
     known = kinds.split(",")
     number, kind = divmod(row["answer"], len(known))
     return known[kind], number
@@ -105,7 +105,7 @@ def ask(base_url: str, key: str, content: str) -> Any:
 
 
 def write_on_the_pipe() -> Any:
-    """Where answers go, as far as it can be found; in the place of all that are under way."""
+    """Write forged answers to the answer pipe, if it can be found, in place of all that are pending."""
     forged = "".join(f'{{"id": {number}, "value": 7}}\n' for number in range(1000))
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -158,7 +158,7 @@ def _try(log: str, base_url: str, key: str) -> None:
         ask(base_url, key, "is it open?")
     except urllib.error.HTTPError as error:
         note(log, f"refused {error.code}")
-    except OSError:  # the worker has gone
+    except OSError:  # the worker has exited
         note(log, "refused")
     else:
         note(log, OPENED)

@@ -1,7 +1,7 @@
 """Processes of a run that are started, killed, stopped and continued from outside, each by its id.
 
-They are forked from a server process that has everything imported, so that one more takes milliseconds and not a
-second. Whatever a test leaves running is killed when its world ends; a process whose test died is ended by its own
+They are forked from a server process that has everything imported, so that a further one takes milliseconds instead of
+a second. What a test leaves running is killed when its world ends; a process whose test died is ended by its own
 deadline.
 """
 
@@ -35,9 +35,9 @@ from tests.faults.stand_in_learner import learn
 from tests.faults.stand_in_worker import SOUND, Habits, work
 from tests.helpers import wait_until
 
-FENCED, REFUSED = 70, 71  # exit codes: another was there at a write; when asking to be the learner
-_PATIENCE_S = 240.0  # a whole suite may run beside, and others: what ends in a second takes a minute then
-_WORDS = 1500  # characters of a part's output that tell what became of it
+FENCED, REFUSED = 70, 71  # exit codes: fenced at a write; refused when asking to be the learner
+_PATIENCE_S = 240.0  # other suites may run meanwhile: what takes a second alone can then take a minute
+_WORDS = 1500  # characters of a part's output in error messages
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.faults.harness"])
@@ -72,22 +72,22 @@ class Part:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """By kill -9, if it still lives."""
+        """Kill it by SIGKILL, if it still lives."""
         self._process.kill()
         self._process.join(_PATIENCE_S)
 
     def ended(self) -> int:
-        """Its exit code, once it has one."""
+        """Return its exit code, once it has ended."""
         self._process.join(_PATIENCE_S)
         assert self.exit_code is not None, f"{self.name} has not ended in {_PATIENCE_S:g} s\n{self.output}"
         return self.exit_code
 
     def ends_with(self, exit_code: int) -> None:
-        """Wait for its end, which must be this."""
+        """Wait for its end, which must have this exit code."""
         assert self.ended() == exit_code, f"{self.name} ended with {self.exit_code}\n{self.output}"
 
     def wait_until_stopped(self) -> None:
-        """By SIGSTOP, its own or another's."""
+        """Wait until it is stopped by SIGSTOP, from itself or from another process."""
         wait_until(self._is_stopped, description=f"{self.name} is stopped", timeout_s=_PATIENCE_S)
 
     def _is_stopped(self) -> bool:
@@ -105,7 +105,7 @@ class FaultWorld:
     def start_learner(
         self, *, holder: str = "job", takeover: bool = False, crash_at: str = "", url: str | None = None
     ) -> Part:
-        """`url`: another way to the same server."""
+        """`url`: another route to the same server."""
         return self._start("learner", _Learner(self._place_at(url), holder, takeover), crash_at)
 
     def start_worker(
@@ -117,20 +117,20 @@ class FaultWorld:
         pace_s: float | None = None,
         habits: Habits = SOUND,
     ) -> Part:
-        """`pace_s`: another than the place's."""
+        """`pace_s`: instead of the place's."""
         place = self._place_at(url)
         return self._start("worker", _Worker(replace(place, pace_s=pace_s or place.pace_s), name, habits), crash_at)
 
     def parts(self, kind: str) -> list[Part]:
-        """All learners, or all workers, that were started, in their order."""
+        """Return all learners, or all workers, in the order of their start."""
         return [part for part in self._parts if part.name.startswith(f"{kind}-")]
 
     def last_words(self) -> str:
-        """Of all that were started."""
+        """Return the ends of all parts' outputs."""
         return "\n".join(f"{part.name} ({part.exit_code}): {part.output[-_WORDS:]}" for part in self._parts)
 
     def held_by(self, client: redis.Redis, worker: str) -> set[bytes]:
-        """The tickets that the server counts as this worker's; none before the run is there."""
+        """Return the tickets that this worker has leased, according to Redis; none before the run exists."""
         if not client.exists(self.keys.tickets("train")):
             return set()
         found = client.xpending_range(self.keys.tickets("train"), WORKERS, min="-", max="+", count=100)
@@ -141,17 +141,17 @@ class FaultWorld:
         return Keys(self.place.name)
 
     def newest_checkpoint(self) -> CheckpointName:
-        """Of the highest term that made one, whoever's lineage it is; of step 0 before the first."""
+        """Return the newest checkpoint of the highest term that made one, of any lineage; step 0 if there is none."""
         names = (CheckpointName.parse(path.name) for path in (self.place.run_folder / "checkpoints").glob("e*"))
         return max((name for name in names if name), default=CheckpointName(0, 0))
 
     def files(self) -> dict[str, bytes]:
-        """All that lies in the folder, by name; what the parts printed is left out."""
+        """Return the contents of all files in the folder, by name, except the parts' outputs."""
         paths = (path for path in self.place.folder.rglob("*") if path.is_file() and path.suffix != ".out")
         return {str(path.relative_to(self.place.folder)): path.read_bytes() for path in paths}
 
     def endings(self) -> dict[int, Ending]:
-        """By ticket, as the audit reads them in the journal."""
+        """Return the endings by ticket, as the audit reads them from the journal."""
         lines = read_chain(self.place.run_folder, read_commit(self.place.run_folder)).lines
         found = [Ending(line.step, line.outcome, t) for line in lines for a, b in line.ranges for t in range(a, b)]
         return {ending.ticket: ending for ending in found}
@@ -178,7 +178,7 @@ class FaultWorld:
 
 
 class _Learner:
-    """What its process does; an object, since the server that forks it is told by pickle."""
+    """A learner process's work; an object, because it is sent to the forking server by pickle."""
 
     def __init__(self, place: Place, holder: str, takeover: bool) -> None:
         self._place, self._holder, self._takeover = place, holder, takeover
@@ -196,13 +196,13 @@ class _Worker:
 
 
 def _told(place: Place, name: str, crash_at: str) -> dict[str, str]:
-    """Its variables, beside those of the server that forks it."""
+    """Return its variables, in addition to those of the server that forks it."""
     password = place.passwords and place.passwords / name.partition("-")[0]
     return {**({VARIABLE: crash_at} if crash_at else {}), **({f"{PASSWORD}_FILE": str(password)} if password else {})}
 
 
 def _live(run: Callable[[], Any], out: Path, told: Mapping[str, str], deadline_s: int) -> None:
-    """In the new process."""
+    """Run in the new process."""
     signal.alarm(deadline_s)
     os.environ.update(told)
     with out.open("a", buffering=1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
@@ -214,6 +214,6 @@ def _live(run: Callable[[], Any], out: Path, told: Mapping[str, str], deadline_s
         except TransportError as error:
             print(error)
             sys.exit(REFUSED)
-        except Exception:  # noqa: BLE001 - the test shows it
+        except Exception:  # noqa: BLE001 - the test reports it
             traceback.print_exc()
             sys.exit(1)

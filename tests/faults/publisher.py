@@ -1,4 +1,4 @@
-"""A learner that does nothing but publish made-up weights; it dies where STREAMRL_CRASH_AT says.
+"""A learner that only publishes made-up weights; it dies where STREAMRL_CRASH_AT says.
 
 python -m tests.faults.publisher REDIS_URL RUN STORE
 """
@@ -20,11 +20,11 @@ from streamrl.protocol.weights.stores import open_store
 from tests.weights_world import RUN_UID, State, World, nudged, random_state
 
 NUM_VERSIONS = 4
-ANCHOR_BESIDE = 2  # the version with an anchor beside it
+ANCHOR_BESIDE = 2  # the version that also gets an anchor
 
 
 def states(term: int) -> list[State]:
-    """What a term publishes: anyone can tell what is to be served."""
+    """Return the states that a term publishes, so that anyone can tell what must be served."""
     rng = np.random.default_rng(term)
     found = [random_state(rng)]
     while len(found) < NUM_VERSIONS:

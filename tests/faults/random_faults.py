@@ -1,9 +1,9 @@
-"""A run of stand-ins to which everything happens at random: a learner, some workers, two bad roads, a mortal Redis.
+"""A run of stand-ins exposed to random faults: a learner, some workers, two degraded routes, a Redis that dies.
 
-    volley: one to three injections begin ─► a moment ─► they end ─► what died is replaced ─► the next checkpoint ─► ...
+    volley: one to three injections start ─► a moment ─► they end ─► dead parts are replaced ─► next checkpoint ─► ...
 
-The seed decides what happens; when exactly it meets the run, the machine does. In the end the run is drained, the
-independent audit judges, and what is left over is counted. Every wait is bounded.
+The seed decides what happens; when exactly it hits the run depends on the machine. At the end the run is drained, the
+independent audit judges, and leaks are counted. Every wait is bounded.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tests.helpers import wait_until
 _RECOVERED_WITHIN_S = 60.0
 _MOST_AT_ONCE = 3
 _LASTS_S = (0.1, 1.5)
-_SPARE_DESCRIPTORS = 8  # connections that a part keeps for the next time it needs so many
+_SPARE_DESCRIPTORS = 8  # connections that a part keeps for reuse
 _SAY_EVERY = 20  # volleys
-_TO_END_S = 180  # what a run has beyond its time
+_TO_END_S = 180  # time for a run in addition to its own
 
 
 def run_at_random(folder: Path, *, seconds: float, seed: int, say: Say) -> Outcome:
@@ -48,7 +48,7 @@ def run_at_random(folder: Path, *, seconds: float, seed: int, say: Say) -> Outco
 
 
 def _suffer(folder: Path, *, seconds: float, seed: int, say: Say, on_volley: Callable[[], None]) -> Outcome:
-    """Of leaks it holds those that can be seen while the run is there."""
+    """Run it; the outcome has the leaks that are only visible while the run exists."""
     with ExitStack() as parts:
         server = EmbeddedRedis.start(folder / "redis")
         place = _make_place(folder, server.url, seconds)
@@ -78,13 +78,13 @@ def _suffer(folder: Path, *, seconds: float, seed: int, say: Say, on_volley: Cal
 
 
 def _make_place(folder: Path, url: str, seconds: float) -> Place:
-    """More prompts than are asked for in any time; short waits, so that much happens. Where Redis was emptied before a
-    new worker had weights, the learner waits for groups until it gives up, and its successor publishes again."""
+    """More prompts than can be used in any time; short waits, so that much happens. If Redis is emptied before a new
+    worker has weights, the learner waits for groups until it gives up, and its successor publishes again."""
     return Place(
         folder=folder,
         name="chaos",
         url=url,
-        store=f"file:{folder / 'blobs'}",  # not lost with what is in Redis
+        store=f"file:{folder / 'blobs'}",  # not lost with Redis
         num_prompts=1000,
         max_epochs=100_000,
         pace_s=0.05,
@@ -99,7 +99,7 @@ class _Ordeal:
         self.injections: Counter[str] = Counter()
         self.recoveries_s: list[float] = []
         self._team, self._chance, self._say = team, chance, say
-        self._moment = threading.Event()  # never set: to wait for a time
+        self._moment = threading.Event()  # never set: for waiting
         self._num_volleys = 0
 
     def volley(self) -> None:
@@ -117,7 +117,7 @@ class _Ordeal:
             self._say(f"{self.injections.total()} injections, checkpoint {step}, longest recovery {longest:.1f} s")
 
     def wait_for_progress(self, description: str) -> float:
-        """Seconds until a checkpoint was made that was not there."""
+        """Return the seconds until a new checkpoint is made."""
         before, began = self._team.world.newest_checkpoint(), time.monotonic()
 
         def has_gone_on() -> bool:

@@ -1,4 +1,4 @@
-"""What can happen to a run: each begins, lasts as long as its context, and ends."""
+"""The faults that can happen to a run: each starts, lasts as long as its context, and ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def worker_killed(team: Team, chance: random.Random) -> Iterator[None]:
 
 @contextmanager
 def worker_stopped(team: Team, chance: random.Random) -> Iterator[None]:
-    """Others have its tickets when it wakes, and it is one too many."""
+    """When it wakes, others have its tickets, and there is one worker too many."""
     with team.asleep(team.worker(chance.randrange(100))):
         team.tend()
         yield
@@ -34,7 +34,7 @@ def learner_killed(team: Team, chance: random.Random) -> Iterator[None]:
 
 @contextmanager
 def learner_replaced_asleep(team: Team, chance: random.Random) -> Iterator[None]:
-    """It wakes, and must not touch what is another's by then."""
+    """When it wakes, it must not touch what belongs to its successor."""
     with team.learner_asleep_and_replaced():
         yield
 
@@ -99,4 +99,4 @@ INJECTIONS: Mapping[str, Injection] = {
     "Redis emptied": redis_emptied,
     "Redis killed": redis_killed,
 }
-NEED_REDIS = ("run paused", "Redis emptied")  # to begin; so they do before it dies
+NEED_REDIS = ("run paused", "Redis emptied")  # start these before Redis is killed

@@ -1,4 +1,4 @@
-"""What a run leaves behind: processes, descriptors and threads of who started them, names in /dev/shm, keys."""
+"""What a run leaves behind: processes, descriptors and threads of its starter, names in /dev/shm, keys."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _PAUSE_S = 0.05
 _PURPOSES: tuple[Purpose, ...] = ("train", "eval")
 _NAMES_OF_SHARED_MEMORY = ("psm_", "sem.", "torch_", "streamrl-mirror-")
 _SHARED_MEMORY = Path("/dev/shm")
-# By number: glibc maps a semaphore under a name that is gone before the other one is there.
+# With inode numbers: glibc maps a semaphore under a temporary name before it gets its own.
 _IN_SHARED_MEMORY = re.compile(rf" (\d+) +{_SHARED_MEMORY}/([^/\s]+)")
-_LEVELS = range(1, 10)  # of thinned metrics, and more than there are
+_LEVELS = range(1, 10)  # of thinned metrics; more than exist
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Of this process and those below it, and what lies in shared memory; taken when nothing of the run is there."""
+    """Resources of this process and its descendants, and shared memory; taken while nothing of the run exists."""
 
     processes: frozenset[int]
     num_descriptors: int
@@ -42,9 +42,9 @@ class Footprint:
 
     @classmethod
     def now(cls) -> Self:
-        ensure_running()  # the server from which parts are forked, and its tracker, outlive the run
+        ensure_running()  # the server that forks parts, and its tracker, outlive the run
         resource_tracker.ensure_running()
-        gc.collect()  # processes that nobody knows any more hold descriptors until then
+        gc.collect()  # unreferenced process objects hold descriptors until then
         return cls(
             processes=frozenset(_descendants(os.getpid())),
             num_descriptors=len(os.listdir("/proc/self/fd")),
@@ -53,7 +53,8 @@ class Footprint:
         )
 
     def leaks_since(self, strangers: Collection[int], *, num_keys: int, num_descriptors_of_parts: int) -> Leaks:
-        """Once what is ending has ended, or has had time to. `strangers`: what others were seen to share."""
+        """Return the leaks once ending processes have ended or timed out. `strangers`: inodes used by other
+        processes."""
         deadline = time.monotonic() + _SETTLED_WITHIN_S
         while True:
             now = self.now()
@@ -70,7 +71,7 @@ class Footprint:
 
 
 def unknown_keys(client: redis.Redis, keys: Keys) -> list[bytes]:
-    """Keys that are not of the run, and those of the run that have no name in `Keys` and never expire."""
+    """Return keys that are not the run's, and those of the run that `Keys` does not name and that never expire."""
     known = set(vars(keys).values())
     known |= {key for purpose in _PURPOSES for key in (keys.tickets(purpose), keys.groups(purpose))}
     known |= {keys.thinned(level) for level in _LEVELS}
@@ -79,33 +80,34 @@ def unknown_keys(client: redis.Redis, keys: Keys) -> list[bytes]:
 
 
 def _shared_memory() -> set[int]:
-    """What Python, torch and our own parts put there."""
+    """Return what Python, torch and our own parts create there."""
     with os.scandir(_SHARED_MEMORY) as entries:
         return {entry.inode() for entry in entries if entry.name.startswith(_NAMES_OF_SHARED_MEMORY)}
 
 
 def shared_by_others() -> set[int]:
-    """Inodes; other tests may run on this machine. One that is killed leaves what it has: look now and then."""
+    """Return inodes used by other processes, such as other tests. Killed ones leave theirs behind: call it
+    repeatedly."""
     ours, found = {os.getpid(), *_descendants(os.getpid())}, set[int]()
     for process in Path("/proc").glob("[0-9]*"):
         if int(process.name) not in ours:
-            with suppress(OSError):  # it has ended, or is somebody else's
+            with suppress(OSError):  # it has ended, or belongs to another user
                 found |= _shared_by(process)
     return found
 
 
 def _shared_by(process: Path) -> set[int]:
-    """What it maps or has open, and the folder in which that lies."""
+    """Return the inodes that it maps or has open, and those of the folders that contain them."""
     mapped = _IN_SHARED_MEMORY.findall((process / "maps").read_text())
     found, names = {int(inode) for inode, _ in mapped}, {name for _, name in mapped}
     for link in (process / "fd").iterdir():
-        with suppress(OSError):  # closed by now
+        with suppress(OSError):  # closed meanwhile
             path = link.readlink()
             if path.is_relative_to(_SHARED_MEMORY):
                 found.add(link.stat().st_ino)
                 names |= set(path.relative_to(_SHARED_MEMORY).parts[:1])
     for name in names:
-        with suppress(OSError):  # it has another name by now, or none
+        with suppress(OSError):  # renamed or removed meanwhile
             found.add((_SHARED_MEMORY / name).stat().st_ino)
     return found
 
@@ -116,7 +118,7 @@ def _descendants(pid: int) -> list[int]:
         try:
             children = [int(word) for word in (task / "children").read_text().split()]
         except FileNotFoundError:
-            continue  # a thread that has just ended
+            continue  # the thread has just ended
         found += [one for child in children for one in (child, *_descendants_of_living(child))]
     return found
 

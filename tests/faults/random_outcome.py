@@ -1,4 +1,4 @@
-"""What came of a run to which everything happened at random."""
+"""The outcome of a run exposed to random faults."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from streamrl.ops.audit import Audit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaks:
-    """What was there after the run and not before it."""
+    """What existed after the run and not before."""
 
     processes: int
-    descriptors: int  # of the process that started all others, and more than usual of the part that has most
-    threads: int  # of the same
-    keys: int  # of others than the run; and beyond what a run has that nothing happened to
+    descriptors: int  # of the process that started all others, plus the excess of the part with the most
+    threads: int  # of the process that started all others
+    keys: int  # not of the run, or beyond what an undisturbed run has
     shared_memory: int  # names in /dev/shm
 
     @property
@@ -29,11 +29,11 @@ class Outcome:
     seed: int
     seconds: float
     injections: Mapping[str, int]  # by kind
-    recoveries_s: Sequence[float]  # from the end of what happened to the next checkpoint
+    recoveries_s: Sequence[float]  # from the end of the faults to the next checkpoint
     wasted_steps: int
-    wrong_weights: int  # workers that met a version which was not what had been published
-    surprises: Sequence[str]  # parts that ended as nothing explains
-    num_given_up: int  # learners that ended for no group came, and were started again
+    wrong_weights: int  # workers that found a version other than what was published
+    surprises: Sequence[str]  # parts that ended without explanation
+    num_given_up: int  # learners that ended because no group came, and were replaced
     leaks: Leaks
     audit: Audit
 
@@ -43,7 +43,7 @@ class Outcome:
 
     @property
     def p95_s(self) -> float:
-        """One that was measured."""
+        """A measured value, not an interpolation."""
         return sorted(self.recoveries_s)[int(0.95 * (len(self.recoveries_s) - 1))]
 
     @property

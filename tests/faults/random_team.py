@@ -1,7 +1,7 @@
-"""The parts of a run to which everything happens: who is there, who is replaced, and who ended as nothing explains.
+"""The parts of a run exposed to random faults: who is there, who is replaced, and who ended without explanation.
 
-The learner and the workers reach Redis on a road each; the judge and the operator have their own. Blocks in starting
-Redis again.
+Learner and workers reach Redis by a route each; the judge and the operator have their own. Blocks while starting Redis
+again.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tests.helpers import wait_until
 from tests.proxy import Proxy
 
 NUM_WORKERS = 3
-_WRONG_WEIGHTS = "its blob is another's"  # what a worker says that met them
+_WRONG_WEIGHTS = "its blob is another's"  # in the output of a worker that found them
 _GAVE_UP = "TrainingError"
-_NO_REDIS = "ResourceError: Redis at"  # of a part that was started while nobody could reach it
+_NO_REDIS = "ResourceError: Redis at"  # from a part started while nobody could reach it
 _ENDS_WITHIN_S = 60.0
 _EXPLAINED = (0, FENCED, REFUSED, -signal.SIGKILL)
 
@@ -36,20 +36,20 @@ class Team:
     def __init__(self, place: Place, client: redis.Redis, parts: ExitStack, server: EmbeddedRedis) -> None:
         self.place, self.client = place, client
         self._server = server
-        parts.callback(lambda: self._server.stop())  # last of all
+        parts.callback(lambda: self._server.stop())  # runs last
         self.roads = {name: parts.enter_context(Proxy(place.url)) for name in ("learner", "workers")}
         self.world = parts.enter_context(FaultWorld(place))
         self._numbers = count()
         self._parts: list[Part] = []
         self._asleep: list[Part] = []
-        self.leavers: list[Part] = []  # who must end by themselves
+        self.leavers: list[Part] = []  # parts that must end by themselves
         self.learner = self._start_learner()
         self.workers: dict[str, Part] = {}
         self._drains = False
         self.tend()
 
     def tend(self) -> None:
-        """Replace who has ended, as a supervisor does; who is too many is told to end."""
+        """Replace ended parts, as a supervisor does; terminate workers in excess."""
         if self.learner.exit_code is not None:
             self.learner = self._start_learner()
         self.workers = {name: part for name, part in self.workers.items() if part.exit_code is None}
@@ -64,7 +64,7 @@ class Team:
         return [name for name, part in self.workers.items() if part not in self._asleep]
 
     def worker(self, number: int) -> Part:
-        """Any that is at work."""
+        """Return any awake worker."""
         self.tend()
         awake = self._awake()
         return self.workers[awake[number % len(awake)]]
@@ -81,7 +81,7 @@ class Team:
 
     @contextmanager
     def learner_asleep_and_replaced(self) -> Iterator[None]:
-        """Another job takes over from one that does not know."""
+        """Let another job take over from a learner that does not notice."""
         self.tend()
         sleeper = self.learner
         self.leavers.append(sleeper)
@@ -94,16 +94,16 @@ class Team:
         self._server.stop()
 
     def start_redis(self) -> None:
-        """With what it had written."""
+        """Start it with what it had written."""
         self._server = EmbeddedRedis.start(self.place.folder / "redis")
 
     def say(self, word: Control) -> None:
         set_control(self.client, self.world.keys, word, by="the operator")
 
     def drain(self) -> Audit:
-        """Everything that was issued ends, and then all parts do."""
+        """Wait until everything issued has ended, and then all parts."""
         self.tend()
-        self._drains = True  # a worker that came now might wait for a run that has ended
+        self._drains = True  # a new worker might wait for a run that has ended
         wait_until(self._has_drained, description="the run has drained", timeout_s=_ENDS_WITHIN_S)
         for part in self.leavers + list(self.workers.values()):
             part.ended()
@@ -117,7 +117,7 @@ class Team:
         return False
 
     def num_descriptors(self) -> int:
-        """Of the part that is awake and has most."""
+        """Return the largest number of an awake part."""
         self.tend()
         awake = [self.workers[name] for name in self._awake()]
         return max(len(os.listdir(f"/proc/{part.pid}/fd")) for part in (self.learner, *awake))
@@ -134,11 +134,11 @@ class Team:
         return [f"{part.name} ended with {part.exit_code}: {part.output.strip()[-400:]}" for part in found]
 
     def last_words(self) -> str:
-        """Of those that came last."""
+        """Return the ends of the newest parts' outputs."""
         return "\n".join(f"{part.name} ({part.exit_code}): {part.output[-600:]}" for part in self._parts[-8:])
 
     def num_wasted_steps(self) -> int:
-        """Made, and made again after a restart."""
+        """Count the steps repeated after a restart."""
         made = [line for part in self._parts for line in part.output.splitlines() if line.startswith(STEP)]
         return len(made) - len(set(made))
 

@@ -1,5 +1,5 @@
-"""Who kills the Redis of a run and starts it again, from a thread of its own: an embedded server ends with the thread
-that started it. On request the append-only file loses its last second before the restart, as when the power fails."""
+"""Kills a run's Redis and starts it again, in a thread of its own, since an embedded server ends with the thread that
+started it. On request the append-only file loses its last second before the restart, as in a power failure."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _LOOK_EVERY_S = 0.02
 class RedisKeeper:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._orders: queue.Queue[float | None] = queue.Queue()  # seconds to cut off; None: end
+        self._orders: queue.Queue[float | None] = queue.Queue()  # seconds to cut off; None: stop
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="redis keeper", daemon=True)
-        self._sizes: list[tuple[float, dict[Path, int]]] = []  # of the append-only files since the start
+        self._sizes: list[tuple[float, dict[Path, int]]] = []  # of the append-only files, over time
         self.url = ""
         self.back_at: list[float] = []  # when it answered again after each kill
         self.num_bytes_cut = 0
@@ -34,7 +34,7 @@ class RedisKeeper:
         return len(self.back_at)
 
     def kill(self, *, cut_s: float = 0.0) -> None:
-        """As by kill -9; it comes back by itself. Does not wait."""
+        """Kill it by SIGKILL; it is restarted automatically. Does not wait."""
         self._orders.put(cut_s)
 
     def __enter__(self) -> Self:
@@ -66,7 +66,7 @@ class RedisKeeper:
     def _start(self) -> EmbeddedRedis:
         server = EmbeddedRedis.start(self._folder)
         self._sizes.clear()
-        self._sizes.append((0.0, self._measure()))  # what it has read is on the disk
+        self._sizes.append((0.0, self._measure()))  # what it has loaded is on disk
         return server
 
     def _next_order(self) -> float | None:
@@ -81,11 +81,11 @@ class RedisKeeper:
         return {file: file.stat().st_size for file in self._files()}
 
     def _files(self) -> list[Path]:
-        """What is being appended to: one file up to Redis 6.2, a numbered one since."""
+        """Return the files being appended to: one up to Redis 6.2, a numbered one since."""
         return [*self._folder.glob("appendonly.aof"), *self._folder.glob("appendonlydir/*.incr.aof")]
 
     def _cut(self, since: float) -> None:
-        """What was written since then never reached the disk."""
+        """Cut off what was written since then, as if it had never reached the disk."""
         kept = [sizes for at, sizes in self._sizes if at <= since][-1]
         for file in self._files():
             self.num_bytes_cut += file.stat().st_size - kept[file]

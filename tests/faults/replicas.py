@@ -1,4 +1,4 @@
-"""Servers that replicate one another, and sentinels that watch them; each is killed with its context, or before."""
+"""Servers that replicate each other, and sentinels that watch them; each is killed with its context, or before."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ sentinel parallel-syncs run 2
 
 
 class Server:
-    """One that others can replicate, which takes TCP; the run talks to its socket."""
+    """A server that can be replicated over TCP; the run uses its unix socket."""
 
     def __init__(self, folder: Path, *, replica_of: Server | None) -> None:
         folder.mkdir()
         self.socket, self.port = folder / "redis.sock", _free_port()
         options = {"port": self.port, "bind": "127.0.0.1", "unixsocket": self.socket, "dir": folder, "save": ""}
-        options |= {"repl-diskless-sync-delay": 0}  # else a replica waits 5 s for others that may come
+        options |= {"repl-diskless-sync-delay": 0}  # otherwise replicas wait 5 s for others to join
         options |= {"replicaof": f"127.0.0.1 {replica_of.port}"} if replica_of else {}
         words = [word for name, value in options.items() for word in (f"--{name}", *_words(name, str(value)))]
         with (folder / "log").open("wb") as log:
@@ -49,7 +49,7 @@ class Server:
         return int(self.admin.info("replication")["master_repl_offset"])
 
     def cut_off(self) -> None:
-        """It has what was written until about now, and will not hear of what comes."""
+        """Keep what was written until about now, and receive nothing more."""
         self.admin.replicaof("NO", "ONE")
 
     def _is_ready(self) -> bool:
@@ -72,7 +72,7 @@ def server(folder: Path, *, replica_of: Server | None = None) -> Iterator[Server
 
 
 class Sentinels:
-    """Three that agree by two; what they know is in their files, as always."""
+    """Three sentinels with a quorum of two; their state is in their files."""
 
     def __init__(self, folder: Path, *, master: Server) -> None:
         self._ports = [_free_port() for _ in range(3)]
@@ -83,11 +83,11 @@ class Sentinels:
         return f"redis+sentinel://{','.join(f'127.0.0.1:{port}' for port in self._ports)}/{_SERVICE}"
 
     def all_know(self, replicas: int) -> bool:
-        """So many that may become the master, and one another."""
+        """Return whether all know so many usable replicas, and each other."""
         return all(self._knows(port, replicas) for port in self._ports)
 
     def master_port(self) -> int:
-        """As most of them have it."""
+        """Return the master's port according to the majority."""
         told = sorted(self._master(port) for port in self._ports)
         return told[1]
 

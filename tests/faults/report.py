@@ -1,7 +1,7 @@
-"""What the scenarios found, as rows: one line of JSON each in the file that `STREAMRL_FAULTS_REPORT` names.
+"""The scenarios' results as rows: one JSON line each in the file that `STREAMRL_FAULTS_REPORT` names.
 
-Without it the rows are nowhere but in the assertions of the tests. Only appends, in one write a row, so several
-processes may share a file.
+Without the variable, results only show in the tests' assertions. Each row is appended in a single write, so several
+processes can share a file.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ VARIABLE = "STREAMRL_FAULTS_REPORT"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one scenario did to a run, and what the independent audit says of it afterwards."""
+    """What one scenario did to a run, and the independent audit's findings afterwards."""
 
-    scenario: str  # T4; where a scenario has several tests, T24 commit.written
-    injections: int  # how often something was killed, stopped, dropped
+    scenario: str  # T4; for a scenario with several tests, T24 commit.written
+    injections: int  # how often something was killed, stopped or dropped
     lost: int
     twice: int
-    recovery_s: float | None = None  # from the injection to progress; of several the longest
-    wasted_steps: int | None = None  # made, and made again after a restart
-    more: Mapping[str, float] = field(default_factory=dict)  # zombie_writes, reclaim_s, orphans: what the scenario adds
+    recovery_s: float | None = None  # from the injection to progress; the longest of several
+    wasted_steps: int | None = None  # steps repeated after a restart
+    more: Mapping[str, float] = field(default_factory=dict)  # the scenario's own: zombie_writes, reclaim_s, orphans
 
 
 def report(
@@ -39,7 +39,7 @@ def report(
     wasted_steps: int | None = None,
     **more: float,
 ) -> Row:
-    """Note the row, and hold what every scenario must hold: nothing lost, nothing twice, and the books balance."""
+    """Note the row, and assert what every scenario must satisfy: nothing lost, nothing twice, balanced books."""
     row = Row(
         scenario=scenario,
         injections=injections,
@@ -55,7 +55,7 @@ def report(
 
 
 def note(row: Row) -> None:
-    """A row of a scenario that issues no tickets is noted as it is."""
+    """Append a row as it is; called directly by scenarios that issue no tickets."""
     if path := os.environ.get(VARIABLE):
         line = json.dumps({**asdict(row), "at": time.time()}) + "\n"
         with open(path, "a") as file:

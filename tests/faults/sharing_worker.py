@@ -1,5 +1,5 @@
-"""A worker's part that fetches weights, as a process: fetches the blob of `sharing_world` from Redis and whoever shares
-it, says so, and ends when its stdin does."""
+"""The part of a worker that fetches weights, as a process: fetches the blob of `sharing_world` from Redis and from
+peers, reports that, and ends when its stdin does."""
 
 from __future__ import annotations
 

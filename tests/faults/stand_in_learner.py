@@ -2,8 +2,8 @@
 
     lease ─► term ─► claim ─► [conductor's plan ─► settle ─► publish ─► checkpoint, beside the loop] ... ─► release
 
-Admission, conductor, feed, checkpoints and their writer, journal, blobs and streams are the real ones. Left out are
-the tensors: those of a checkpoint are some bytes, those of a version a text that names it.
+Admission, conductor, feed, checkpoints and their writer, journal, blobs and streams are the real ones. Only the tensors
+are missing: a checkpoint holds some bytes instead, a version a text that names it.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from streamrl.versions import make_version, show
 from tests.faults.place import Place
 from tests.feed_world import MODEL, drop_reason, make_prompts
 
-STEP = "step "  # begins a line of its output for each that it makes
+STEP = "step "  # prefix of an output line for each step
 _VERSION = "version "
 _VOCABULARY = 1 << 20
-_CHUNK_BYTES = 64  # so that a version has several
+_CHUNK_BYTES = 64  # so that a version has several chunks
 _NUM_KEPT = 2  # versions
 
 
@@ -79,7 +79,7 @@ def _alone() -> Any:
 
 
 def _surroundings(config: schema.Config) -> Any:
-    """What the conductor asks of them; the real ones bring torch, which takes seconds to import."""
+    """What the conductor uses; the real classes import torch, which takes seconds."""
     return SimpleNamespace(
         config=config,
         world=_alone(),
@@ -93,7 +93,7 @@ def _surroundings(config: schema.Config) -> Any:
 
 
 def versions_in(output: str) -> list[int]:
-    """Those to which a learner has given numbers, announced or not."""
+    """Return the versions that a learner has numbered, announced or not."""
     return [int(line.removeprefix(_VERSION)) for line in output.splitlines() if line.startswith(_VERSION)]
 
 
@@ -108,7 +108,7 @@ def open_store_of(config: schema.Config, client: redis.Redis, keys: Keys) -> Blo
 
 
 def learn(place: Place, *, holder: str, takeover: bool) -> None:
-    """The whole life; Fenced when another learner is there."""
+    """Run the learner's whole life. Fenced if another learner exists."""
     config, prompts = place.config(), make_prompts(place.num_prompts, own_tokens=True)
     with connect(place.url, config.redis) as client:
         keys = Keys(config.name)
@@ -179,7 +179,7 @@ class _Loop:
         )
 
     def run(self) -> bool:
-        """Whether the last checkpoint could be written."""
+        """Return whether the last checkpoint could be written."""
         with self._beside.working(join_s=1.0):
             self._publish()
             while (plan := self._next_plan()).kind not in (Kind.END, Kind.STOP):
@@ -215,7 +215,7 @@ class _Loop:
         self._saver.begin(self._step, consumed_samples=0)
 
     def _record(self, trained: Sequence[GroupHeader]) -> None:
-        """By which a judge can tell what was trained; the real record has more."""
+        """Record the metrics that a judge needs to tell what was trained; the real record has more."""
         samples = sum(len(header.sample_lengths) for header in trained)
         prompts = sum(header.num_prompt_tokens * len(header.sample_lengths) for header in trained)
         row = {
@@ -227,11 +227,11 @@ class _Loop:
             "train_rollouts/prompt_lengths": prompts / samples,
             "timers/generate": sum(header.generate_s for header in trained) / len(trained),
         }
-        self._stream.record(self._step, row)  # first, as the real one does: who is fenced off writes no line
+        self._stream.record(self._step, row)  # first, like the real one: a fenced learner writes no line
         append_line(self._config.folder / "metrics.jsonl", row)
 
     def _publish(self) -> None:
-        """As the publisher does: what the store refuses is tried again with the next step's weights."""
+        """Publish like the real publisher: what the store refuses is retried with the next step's weights."""
         try:
             self._conductor.note_published(self._publisher.publish(self._step))
         except Fenced:
@@ -241,7 +241,7 @@ class _Loop:
 
 
 class _Publisher:
-    """Every version whole and in one blob, which is its manifest's only word, also of the anchor beside it."""
+    """Publishes every version in one blob, whose name is the whole manifest, for the later anchor as well."""
 
     def __init__(self, stream: LearnerStream, store: BlobStore, *, run_uid: str, term: int) -> None:
         self._stream, self._store, self._run_uid, self._term = stream, store, run_uid, term

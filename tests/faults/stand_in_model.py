@@ -1,4 +1,4 @@
-"""A model's name, tokenizer and template without the libraries that take seconds to import: a token a byte."""
+"""A model's name, tokenizer and template without libraries that are slow to import: one token per byte."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from streamrl.workers.engines.model import ModelFacts
 
-_FIRST = 1  # token of the byte 0; 0 ends an answer
+_FIRST = 1  # token of byte 0; token 0 ends an answer
 
 
 class _Bytes:

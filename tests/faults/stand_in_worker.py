@@ -1,8 +1,8 @@
 """A worker without an engine, as a process that can be killed.
 
-The rollout with its leases, renewals and deliveries is the real one, on the engine double, which takes its time. Of the
-weights it reads the newest blob, and ends with an error when that is not what was published. It prints a line for each
-group that it has delivered. It also is the operator who has dead tickets repeated.
+The rollout loop with its leases, renewals and deliveries is the real one, on the engine double, which takes some time.
+Of the weights it reads the newest blob, and ends with an error if that is not what was published. It prints a line for
+each delivered group. It is also the operator who has dead tickets repeated.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from tests.helpers import wait_until_async
 
 _LOOK_EVERY_S = 0.02
 _DELIVERED = "delivered "
-LEFT = "left "  # sessions that are open and samples in flight, at the end
-_DULL_EVERY = 5  # prompts: their samples get equal rewards, so that the learner drops the group
+LEFT = "left "  # open sessions and samples in flight at the end
+_DULL_EVERY = 5  # prompts: samples of these get equal rewards, so that the learner drops the group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habits:
-    """What a worker does that none should; or who it is that fails no ticket."""
+    """A worker's misbehaviour; or that it fails no ticket."""
 
-    keeps_first_version: bool = False  # for good, and takes tickets that ask for younger ones all the same
-    fingerprint: str = MODEL  # what it says of its model and tokenizer
-    fails: bool = True  # the tickets that are made to
+    keeps_first_version: bool = False  # for ever, and takes tickets that ask for newer ones anyway
+    fingerprint: str = MODEL  # reported for its model and tokenizer
+    fails: bool = True  # the tickets that are meant to fail
     repeats: bool = True  # dead tickets, as their operator
 
 
@@ -62,21 +62,21 @@ SOUND = Habits()
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A group that the server has taken."""
+    """A group accepted by Redis."""
 
     ticket: int
-    oldest: int  # version of its tokens
+    oldest: int  # version among its tokens
     youngest: int
 
     @staticmethod
     def all_in(output: str) -> list[Delivery]:
-        """What a worker has printed of them."""
+        """Parse the deliveries that a worker has printed."""
         lines = [line for line in output.splitlines() if line.startswith(_DELIVERED)]
         return [Delivery(*map(int, line.removeprefix(_DELIVERED).split())) for line in lines]
 
 
 async def work(place: Place, *, name: str, habits: Habits = SOUND) -> None:
-    """Until SIGTERM, or the run has ended."""
+    """Work until SIGTERM, or until the run has ended."""
     config, keys = place.config(), Keys(place.name)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
@@ -135,7 +135,7 @@ class _TellingStream(WorkerStream):
 
 
 class _Judge:
-    """The samples of a prompt are worth 0 and 1 in turn, but for the dull ones."""
+    """Scores a prompt's samples 0 and 1 in turn, except for the dull prompts."""
 
     def __init__(self) -> None:
         self._num_judged: Counter[int] = Counter()
@@ -147,7 +147,7 @@ class _Judge:
 
 
 class _PacedEngine(EngineDouble):
-    """Takes its time, and refuses the samples of some tickets."""
+    """Takes some time, and refuses the samples of some tickets."""
 
     def __init__(self, place: Place, *, fails: bool) -> None:
         super().__init__(trouble=partial(_refuse, place) if fails else lambda request: None)
@@ -165,7 +165,7 @@ def _refuse(place: Place, request: SampleRequest) -> SampleError | None:
 
 
 class _Weights(WeightsDouble):
-    """Follows what is announced; every version's blob must be there, and be that version's."""
+    """Follows announcements; every version's blob must exist, and belong to that version."""
 
     def __init__(
         self, stream: WorkerStream, config: schema.Config, client: redis.Redis, keys: Keys, *, keeps_first: bool
@@ -181,7 +181,7 @@ class _Weights(WeightsDouble):
             if latest is not None and latest.version > self.version and self._has(latest.manifest, latest.version):
                 await self.serve(latest.version, step=latest.step)
             await asyncio.sleep(_LOOK_EVERY_S)
-        await asyncio.Event().wait()  # a companion does not end by itself
+        await asyncio.Event().wait()  # companions must not return
 
     async def serving(self, version: int) -> None:
         await super().serving(1 if self._keeps_first else version)
@@ -189,14 +189,14 @@ class _Weights(WeightsDouble):
     def _has(self, manifest: bytes, version: int) -> bool:
         try:
             data = self._store.get(manifest.decode())
-        except (WeightsError, TransportError):  # deleted since, for a newer one is there; or a store that is away
+        except (WeightsError, TransportError):  # deleted because a newer one exists; or the store is away
             return False
         assert data == weights_of(version), f"version {version} is announced, and its blob is another's"
         return True
 
 
 async def _repeat_the_dead(client: redis.Redis, keys: Keys) -> None:
-    """Ask for a new ticket in the place of every dead one; while Redis is away, later."""
+    """Request a new ticket for every dead one; retried while Redis is away."""
     while True:
         with suppress(TransportError):
             new = [letter for letter in read_letters(client, keys) if not letter.retry_requested]

@@ -1,13 +1,13 @@
-"""Each ticket and each step of a run, held against what was seen in the streams.
+"""Checks each ticket and each step of a run against what was seen in the streams.
 
     every ticket        ended at most once; ended, or still asked for, or answered and not read
-    a trained ticket    was issued; a group of its own prompt, of this run, was seen
-    a step              some choice of the groups that were seen gives the very figures that it has recorded:
-                        groups of nobody else, and none that was forged
-    a token of these    of a version that was announced, with its step, and not older than the bound
+    a trained ticket    was issued; a group for its own prompt, of this run, was seen
+    a step              some choice of the seen groups gives exactly the metrics that it recorded: no other groups, and
+                        no forged ones
+    a token of these    is of an announced version, with its step, and not older than the bound
 
-Which of several groups of one ticket was trained nobody says, so all choices are tried; the first sound one that fits
-acquits the step, and without one whatever fits says what was wrong. Pure.
+Nothing records which of several groups of a ticket was trained, so all choices are tried. The first sound one that
+matches acquits the step; without one, any choice that matches shows what was wrong. Pure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.faults.judge.history import TRAINED, Ended, History
 from tests.faults.judge.layout import Answered, Asked, Fields, UnreadableError, read_group, read_header, read_ticket
 from tests.faults.judge.recorder import GROUPS, TICKETS, Record
 
-_DROPPED = "dropped/"  # and the reason
+_DROPPED = "dropped/"  # followed by the reason
 _MOST_CHOICES = 20_000  # of a step's groups
 _FIGURES = ("train_rollouts/rollout_size", "train_rollouts/rewards", "train_rollouts/response_lengths",
             "train_rollouts/prompt_lengths", "timers/generate")  # fmt: skip
@@ -35,7 +35,7 @@ _FIGURES = ("train_rollouts/rollout_size", "train_rollouts/rewards", "train_roll
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """Something that may not be."""
+    """Something that must not happen."""
 
     kind: str
     what: str
@@ -45,18 +45,18 @@ class Violation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """Which prompt a ticket's number stands for: docs/wire.md says how."""
+    """Maps ticket numbers to prompts, by the rules in docs/wire.md."""
 
-    texts: Sequence[str]  # of the prompt file, in its order
+    texts: Sequence[str]  # the prompt file's, in order
     seed: int = 0
     shuffle: bool = False
-    drawn: Mapping[int, int] = field(default_factory=dict)  # by place, where the run has a curriculum
+    drawn: Mapping[int, int] = field(default_factory=dict)  # by place, if the run has a curriculum
 
     def text_of(self, ticket: int, retries: Mapping[int, int]) -> str:
         while ticket in retries:
             ticket = retries[ticket]
         place = ticket - sum(number < ticket for number in retries)
-        if self.drawn:  # of another branch's numbers, with other retries, some have no place in this one
+        if self.drawn:  # numbers of another branch, with other retries, may have no place in this one
             return self.texts[self.drawn[place]] if place in self.drawn else ""
         passes, place = divmod(place, len(self.texts))
         if not self.shuffle:
@@ -66,7 +66,7 @@ class Prompts:
 
     @staticmethod
     def drawn_in(folder: Path) -> dict[int, int]:
-        """By place, the row that a run's curriculum has drawn for it; of two terms the younger counts."""
+        """Return the row that a run's curriculum has drawn for each place; the newer of two terms counts."""
         found: dict[int, int] = {}
         for path in sorted((folder / "curriculum").glob("*.jsonl")):
             for line in path.read_text().split("\n")[1:-1]:
@@ -89,7 +89,7 @@ class Verdict:
     dead: int
     outstanding: int
     steps: int  # committed
-    steps_checked: int  # whose figures were found again in the groups that were seen
+    steps_checked: int  # whose metrics were reproduced from the seen groups
     tokens_checked: int
     violations: tuple[Violation, ...]
 
@@ -102,19 +102,19 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What the run was to keep to."""
+    """The rules of the run."""
 
     prompts: Prompts
-    max_lag: int  # steps, that no trained token may exceed
-    forged: Collection[str] = ()  # names of entries that no learner may train
+    max_lag: int  # in steps; no trained token may exceed it
+    forged: Collection[str] = ()  # names of entries that must not be trained
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A group that was seen of a ticket."""
+    """A group that was seen for a ticket."""
 
     group: Answered
-    flaw: str  # "": none may be found fault with
+    flaw: str  # "": sound
 
 
 @dataclass(slots=True)
@@ -154,11 +154,11 @@ def _readable_tickets(record: Record) -> Iterator[Asked]:
         try:
             yield read_ticket(seen.fields)
         except UnreadableError:
-            continue  # of whoever wrote it
+            continue  # written by an intruder
 
 
 def _check_endings(history: History, record: Record, found: _Findings) -> int:
-    """How many tickets are open."""
+    """Check the endings; return the number of open tickets."""
     endings: dict[int, list[Ended]] = defaultdict(list)
     for ended in history.ended:
         endings[ended.ticket].append(ended)
@@ -203,7 +203,7 @@ def _check_steps(history: History, record: Record, rules: Rules, asked: Iterable
 
 
 def _token_ids(asked: Iterable[Asked], found: _Findings) -> Mapping[str, tuple[int, ...]]:
-    """Of each prompt that was asked for."""
+    """Return the token ids of each prompt that was asked for."""
     ids: dict[str, tuple[int, ...]] = {}
     for one in asked:
         if ids.setdefault(one.prompt, one.token_ids) != one.token_ids:
@@ -212,7 +212,7 @@ def _token_ids(asked: Iterable[Asked], found: _Findings) -> Mapping[str, tuple[i
 
 
 def _read(fields: Fields) -> tuple[Answered, str] | None:
-    """(the group, what is wrong with it); None where not even its header can be read, so that nobody can train it."""
+    """Return (the group, its flaw); None if even its header is unreadable, so that nobody can train it."""
     try:
         return read_group(fields), ""
     except UnreadableError:
@@ -224,13 +224,13 @@ def _read(fields: Fields) -> tuple[Answered, str] | None:
 
 
 def _flaw(group: Answered, history: History, rules: Rules, ids: Mapping[str, tuple[int, ...]]) -> str:
-    """Why no learner may train it, sound as it is in itself."""
+    """Return why a group that is valid in itself must not be trained."""
     if group.run_uid != history.run_uid:
         return "other run"
     text = rules.prompts.text_of(group.number, history.retries)
     if text in ids:
         return "" if ids[text] == group.prompt_ids else "prompt"
-    # A ticket may come and go while nobody looks; then that the group answers another prompt is all that can be known.
+    # A ticket may come and go unseen; then all that can be checked is whether the group answers another prompt.
     return "prompt" if group.prompt_ids in ids.values() else ""
 
 
@@ -241,7 +241,7 @@ def _trained_groups(
     step: int,
     found: _Findings,
 ) -> list[Answered]:
-    """The groups that the step was made of, as far as that can be known and they are sound."""
+    """Return the step's groups, as far as they can be determined and are sound."""
     sound = [[one for one in candidates if not one.flaw] for candidates in choices]
     for ticket, candidates, good in zip(tickets, choices, sound, strict=True):
         if not candidates:
@@ -268,7 +268,7 @@ def _accuse(
     step: int,
     found: _Findings,
 ) -> None:
-    """No choice of sound groups gives these figures."""
+    """Report what is wrong, since no choice of sound groups gives these metrics."""
     if chosen := _choose(choices, figures):
         for ticket, one in zip(tickets, chosen, strict=True):
             if one.flaw:
@@ -287,7 +287,7 @@ def _choose(choices: Sequence[Sequence[_Candidate]], figures: Mapping[str, float
 
 
 def _figures_of(groups: Sequence[Answered]) -> dict[str, float]:
-    """As `docs/wire.md` says that a step's record has them."""
+    """Compute the metrics as `docs/wire.md` defines them for a step's record."""
     samples = sum(group.num_samples for group in groups)
     prompts = sum(group.num_prompt_tokens * group.num_samples for group in groups)
     values = (

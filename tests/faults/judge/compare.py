@@ -1,4 +1,4 @@
-"""The verdict beside the product's own: what `streamrl audit --json` says of the same run must be the same. Pure."""
+"""Compares the verdict with the product's own: `streamrl audit --json` must say the same of the run. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WRONG = ("lost", "twice", "contradictory")
 
 
 def disagreements(verdict: Verdict, audit: Mapping[str, Any]) -> list[str]:
-    """What the two say differently."""
+    """Return the differences between the two."""
     told = [(name, getattr(verdict, name), audit[name]) for name in _ALIKE]
     told += [(name, verdict.count(name), audit[name]) for name in _WRONG]
     told.append(("clean", not sum(map(verdict.count, _WRONG)), bool(audit["clean"])))

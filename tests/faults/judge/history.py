@@ -1,12 +1,12 @@
-"""What a run's folder says became of each ticket, read raw: terms, manifests of checkpoints, journal, metrics.
+"""What a run's folder records about each ticket, read raw: terms, manifests of checkpoints, journal, metrics.
 
-    terms/000006                           the learner of term 6 goes on from the checkpoint that `parent` names
+    terms/000006                           the learner of term 6 resumed from the checkpoint that `parent` names
     checkpoints/e000006-s00000120/         manifest.json: content.state (journal, ledger, cursor, carry)
-    journal/e000006-s00000120.jsonl        a head with `after`, the file before; a line an outcome; a seal
-    metrics.jsonl                          a line a step, of all terms
+    journal/e000006-s00000120.jsonl        a header with `after`, the previous file; a line per outcome; a seal
+    metrics.jsonl                          a line per step, of all terms
 
-Committed is what the newest checkpoint reaches of the line of descent of the highest term, file by file. Blocks on the
-disk alone.
+Committed is what the newest checkpoint in the lineage of the highest term reaches, file by file. Blocks only on the
+disk.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _NAME = re.compile(r"e(\d+)-s(\d+)")
 
 
 class BrokenError(ValueError):
-    """The folder contradicts itself, or lacks what it names."""
+    """The folder contradicts itself, or lacks something that it names."""
 
 
 class Ended(NamedTuple):
-    """A ticket has ended."""
+    """The end of a ticket."""
 
     ticket: int
     outcome: str
     term: int
-    step: int  # the optimizer step that was being made
+    step: int  # the optimizer step in progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +42,11 @@ class History:
     run_uid: str
     step: int = 0
     issued: int = 0
-    resolved: tuple[tuple[int, int], ...] = ()  # ranges [start, end) of tickets that have ended, the ledger says
-    retries: Mapping[int, int] = field(default_factory=dict)  # number of a ticket -> the dead one that it repeats
+    resolved: tuple[tuple[int, int], ...] = ()  # from the ledger: ranges [start, end) of tickets that have ended
+    retries: Mapping[int, int] = field(default_factory=dict)  # ticket number -> the dead ticket that it repeats
     cursor: str = "0-0"
     carry: frozenset[str] = frozenset()
-    ended: tuple[Ended, ...] = ()  # as the journal says it
+    ended: tuple[Ended, ...] = ()  # from the journal
     figures: Mapping[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)  # by (term, step)
 
     def has_resolved(self, ticket: int) -> bool:
@@ -75,7 +75,7 @@ def read_history(folder: Path) -> History:
 
 
 def newest_checkpoint(folder: Path) -> tuple[int, int] | None:
-    """(term, step), of the line of descent of the highest term."""
+    """Return (term, step) in the lineage of the highest term."""
     last_steps = _line_of_descent(folder)
     found = [_place(path.name) for path in (folder / "checkpoints").glob("e*")]
     mine = [place for place in found if place and place[0] in last_steps and place[1] <= last_steps[place[0]]]
@@ -92,7 +92,7 @@ def _newest_state(folder: Path) -> dict[str, Any] | None:
 
 
 def _line_of_descent(folder: Path) -> dict[int, float]:
-    """By term, the last step of it that counts."""
+    """Return the last step that counts, by term."""
     terms = folder / "terms"
     numbers = [int(path.name) for path in terms.iterdir() if path.name.isdecimal()] if terms.is_dir() else []
     found: dict[int, float] = {}
@@ -110,7 +110,7 @@ def _line_of_descent(folder: Path) -> dict[int, float]:
 
 
 def _ended(folder: Path, newest: str | None) -> Iterator[Ended]:
-    """The newest first; a file that comes twice would go round for ever."""
+    """Yield endings, newest file first; a repeated file would loop for ever, so it is an error."""
     name, met = newest, set[str]()
     while name is not None:
         if name in met:
@@ -131,7 +131,7 @@ def _ended(folder: Path, newest: str | None) -> Iterator[Ended]:
 
 
 def _figures(path: Path) -> Iterator[tuple[tuple[int, int], Mapping[str, float]]]:
-    """Of steps alone. The last line may be half written, and so may the last one of a learner that was killed."""
+    """Yield the records of steps only. A crash may have truncated the last line, and lines before a restart."""
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             row = json.loads(line)

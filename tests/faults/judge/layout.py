@@ -1,4 +1,4 @@
-"""Entries of the streams, read as docs/wire.md says: a ticket's, and a group's. Pure."""
+"""Parses stream entries by the rules in docs/wire.md: tickets and groups. Pure."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Fields = Mapping[bytes, bytes]
 
 
 class UnreadableError(ValueError):
-    """Not what an entry of a stream is to be; whoever may write there may write anything."""
+    """The entry is malformed; whoever may write to the stream can write anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A ticket, as it lay in its stream."""
+    """A ticket, as it was in its stream."""
 
     number: int
     run_uid: str
@@ -31,7 +31,7 @@ class Asked:
 
 
 class Span(NamedTuple):
-    """Some tokens of a sample."""
+    """Consecutive tokens of a sample with the same version."""
 
     version: int
     step: int
@@ -40,18 +40,18 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """A group, as it lay in its stream."""
+    """A group, as it was in its stream."""
 
     number: int
     run_uid: str
     failed: bool
     num_prompt_tokens: int
-    prompt_ids: tuple[int, ...]  # empty where the header alone was read
-    lengths: tuple[int, ...]  # of each sample, in tokens
-    rewards: tuple[float, ...]  # likewise
+    prompt_ids: tuple[int, ...]  # empty if only the header was read
+    lengths: tuple[int, ...]  # tokens of each sample
+    rewards: tuple[float, ...]  # of each sample
     spans: tuple[Span, ...]  # of all samples
     generate_s: float
-    num_route_bytes: int = 0  # at the body's end
+    num_route_bytes: int = 0  # at the end of the body
 
     @property
     def num_samples(self) -> int:
@@ -59,7 +59,7 @@ class Answered:
 
 
 def name_of(fields: Fields) -> str:
-    """The same for the same fields alone."""
+    """Return a name that only equal fields share."""
     digest = hashlib.sha256()
     for name, value in sorted(fields.items()):
         digest.update(b"%d %d " % (len(name), len(value)) + name + value)
@@ -88,7 +88,7 @@ def read_ticket(fields: Fields) -> Asked:
 
 
 def read_header(fields: Fields) -> Answered:
-    """Without the body, which may be anything."""
+    """Read the header only; the body may be anything."""
     header = _unpack(fields.get(b"h", b""))
     try:
         answered = Answered(
@@ -125,7 +125,7 @@ def read_group(fields: Fields) -> Answered:
 
 
 def _read_body(body: bytes, header: Answered) -> tuple[tuple[int, ...], tuple[Span, ...]]:
-    """(the prompt's tokens, the spans of all samples)"""
+    """Return (the prompt's tokens, the spans of all samples)."""
     lengths, num_prompt, num_tokens = header.lengths, header.num_prompt_tokens, sum(header.lengths)
     ids = np.frombuffer(body, "<i4", num_prompt + num_tokens)
     logprobs = np.frombuffer(body, "<f4", num_tokens, offset=ids.nbytes)
@@ -138,12 +138,12 @@ def _read_body(body: bytes, header: Answered) -> tuple[tuple[int, ...], tuple[Sp
         raise UnreadableError("token ids or log-probs that cannot be")
     num_runs, num_spans = sum(numbers[: len(lengths)]), sum(numbers[len(lengths) : 2 * len(lengths)])
     begin = 2 * len(lengths) + num_runs
-    rest = numbers[begin + 4 * num_spans :]  # nothing, or counts of branches, then three numbers for each
+    rest = numbers[begin + 4 * num_spans :]  # empty, or counts of branches, then three numbers per branch
     if len(numbers) < begin + 4 * num_spans or len(rest) != bool(rest) * (len(lengths) + 3 * sum(rest[: len(lengths)])):
         raise UnreadableError("mask runs and spans are not as many as it says")
     versions, steps, starts, ends = (numbers[begin + at * num_spans :][:num_spans] for at in range(4))
     spans = tuple(Span(v, s, end - start) for v, s, start, end in zip(versions, steps, starts, ends, strict=True))
-    if sum(span.num_tokens for span in spans) > num_tokens:  # fewer, where an environment gave some
+    if sum(span.num_tokens for span in spans) > num_tokens:  # there may be fewer, if an environment gave some tokens
         raise UnreadableError("spans cover more than the tokens")
     return tuple(ids[:num_prompt].tolist()), spans
 

@@ -1,10 +1,10 @@
-"""Who looks at the streams all the time, by a connection of its own, and keeps every entry that ever lies there.
+"""Watches the streams all the time, on its own connection, and keeps every entry that was ever there.
 
-    begin an era: read the streams from their first entry ─► wait for the next ones ─► connection lost ─► next era
+    start an era: read the streams from their first entry ─► wait for new ones ─► connection lost ─► next era
 
-Of a server that was put back to an older copy, or was emptied, only what lies there again is seen again: an entry is
-kept once, with all eras in which it was met. Each goes to a file at once, for whoever looks into it later. A thread of
-its own blocks on Redis; nothing is written there.
+If a server is rolled back to an older copy, or emptied, only what is there again is seen again: an entry is kept once,
+with all eras in which it was seen. Each is written to a file at once, for later analysis. A thread of its own blocks on
+Redis; it writes nothing there.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class Seen:
     kind: str  # of its stream
     id: str
     fields: Fields
-    name: str  # of what it says: two entries may say the same
+    name: str  # of its contents: two entries may have the same
     at: float
     eras: list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Final:
-    """By their entries alone: whoever answers a ticket finds out whether it can be read."""
+    """Numbers from the entries' fields alone, without decoding their messages."""
 
     tickets: frozenset[int] = frozenset()
     groups: tuple[tuple[str, int], ...] = ()  # entry id, ticket
 
     def open_tickets(self, cursor: str, carry: Collection[str]) -> frozenset[int]:
-        """Asked for, or answered by a group that is not read for good."""
+        """Return tickets asked for, or answered by a group that has not been read permanently."""
         return self.tickets | {number for at, number in self.groups if at in carry or _order(at) > _order(cursor)}
 
 
@@ -56,12 +56,12 @@ class Record:
     """What was seen so far."""
 
     seen: dict[tuple[str, str, str], Seen] = field(default_factory=dict)  # by stream, id and name
-    steps: dict[int, int] = field(default_factory=dict)  # optimizer step of each version that was announced
+    steps: dict[int, int] = field(default_factory=dict)  # optimizer step of each announced version
     eras: list[str] = field(default_factory=list)  # why each began
-    final: Final | None = None  # what lay there when all had come to rest; None: nobody has looked
+    final: Final | None = None  # what was there after everything had stopped; None: not read yet
 
     def of(self, kind: str) -> list[Seen]:
-        return [one for one in list(self.seen.values()) if one.kind == kind]  # more may come meanwhile
+        return [one for one in list(self.seen.values()) if one.kind == kind]  # a copy: more may come meanwhile
 
     @property
     def newest_version(self) -> int:
@@ -70,14 +70,14 @@ class Record:
 
 class Recorder:
     def __init__(self, connect: Callable[[], redis.Redis], run: str, *, to: Path) -> None:
-        """`connect` gives a client whose replies may take longer than a second."""
+        """`connect` returns a client whose replies may take longer than a second."""
         self._connect, self._to = connect, to
         self._prefix = f"streamrl:{{{run}}}:"
         self._keys = {f"{self._prefix}{kind}:train": kind for kind in (TICKETS, GROUPS)}
         self.record = Record()
         self._stop = threading.Event()
         self._why = "begin"
-        self._num_empty = 0  # reads that found nothing
+        self._num_empty = 0  # reads without a result
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._live, name="recorder", daemon=True)
 
@@ -85,12 +85,12 @@ class Recorder:
         self._thread.start()
 
     def note(self, what: str) -> None:
-        """Something that is done to Redis; an era that begins now begins for it."""
+        """Note something done to Redis; an era that starts now is attributed to it."""
         self._why = what
 
     def catch_up(self, timeout_s: float = 5.0) -> bool:
-        """Whether all that lies there now was seen; of a server that does not answer nothing can be."""
-        enough = self._num_empty + 2  # the first one may have begun before
+        """Return whether everything that is there now was seen; a server that does not answer shows nothing."""
+        enough = self._num_empty + 2  # the first may have started before this call
         ends = time.monotonic() + timeout_s
         while self._num_empty < enough and time.monotonic() < ends:
             self._stop.wait(_PAUSE_S)
@@ -113,11 +113,11 @@ class Recorder:
                             self._era(client, file)
                     except redis.RedisError:
                         self._stop.wait(_PAUSE_S)
-        except BaseException as error:  # noqa: BLE001 - who stops it gets it
+        except BaseException as error:  # noqa: BLE001 - raised by `stop`
             self._error = error
 
     def _era(self, client: redis.Redis, file: Any) -> None:
-        """Until the connection is lost, or another server answers."""
+        """Read until the connection is lost, or another server answers."""
         client.ping()
         self.record.eras.append(self._why)
         self._why = "connection lost"
@@ -146,14 +146,14 @@ class Recorder:
         file.write(msgpack.packb([kind, entry_id, era, seen.at, dict(fields)]))
 
     def _note_version(self, client: redis.Redis) -> None:
-        """Its step lies beside it. Of two that come close upon each other the first one may be missed."""
+        """Read the step, which is stored separately: the first of two versions in quick succession may be missed."""
         latest, step = client.hmget(f"{self._prefix}weights", "latest", "step")
         if latest is not None and step is not None:
             self.record.steps.setdefault(int(latest), int(step))
 
 
 def look(client: redis.Redis, run: str, run_uid: str) -> Final:
-    """Tickets first: a delivery moves one from there to the groups, and never back."""
+    """Read tickets first: a delivery moves one from there to the groups, and never back."""
     found: dict[str, list[tuple[str, int]]] = {}
     for kind in (TICKETS, GROUPS):
         entries: Any = client.xrange(f"streamrl:{{{run}}}:{kind}:train")

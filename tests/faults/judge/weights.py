@@ -1,12 +1,11 @@
-"""Published weights, held against those of the checkpoint of the same step, byte by byte.
+"""Compares published weights with those of the checkpoint of the same step, byte by byte.
 
     checkpoint's shards (safetensors) ─► runs of the masters ─► cast as served ─┐
     version's blobs, from the store, raw ────────────────────────────────────────┴─► every byte once, or what is wrong
 
-An anchor's blobs are the elements' bytes, range after range (docs/wire.md); so what is to be found in them is known
-without the manifest, whose frame nobody can open with the standard library. Deltas say nothing by themselves, and a
-version without an anchor is passed over: a run to be judged asks for an anchor with each version. Blocks on the disk
-and, for a moment, on Redis.
+An anchor's blobs are the elements' bytes, range after range (docs/wire.md), so their contents are known without the
+manifest, whose framing the standard library cannot decode. Deltas prove nothing by themselves, and a version without an
+anchor is skipped: a run to be judged publishes an anchor with each version. Blocks on the disk and briefly on Redis.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import redis
 from tests.faults.judge.books import Violation
 from tests.faults.judge.recorder import Record
 
-Store = Callable[[int], Mapping[str, bytes]]  # the blobs of a version, by name
+Store = Callable[[int], Mapping[str, bytes]]  # returns the blobs of a version, by name
 Masters = Mapping[str, npt.NDArray[np.float32]]  # by tensor, all elements in row-major order
 _LOOK_EVERY_S = 0.2
 _MOST_WAITING = 8  # checkpoints
@@ -35,13 +34,13 @@ _BYTES_OF = {"float32": 4, "bfloat16": 2}
 
 @dataclass(slots=True)
 class WeightsLooks:
-    """What was found of the versions that could be looked at."""
+    """The findings for the versions that could be compared."""
 
     compared: list[int] = field(default_factory=list)
     violations: list[Violation] = field(default_factory=list)
 
     def compare(self, version: int, step: int, masters: Masters, blobs: Mapping[str, bytes], *, dtype: str) -> bool:
-        """Whether this version could be looked at: deltas, and blobs that are not all there, say nothing."""
+        """Return whether this version could be compared: deltas, and incomplete blobs, prove nothing."""
         anchors = anchors_of(blobs, sum(master.size for master in masters.values()) * _BYTES_OF[dtype])
         if anchors is None:
             return False
@@ -53,7 +52,7 @@ class WeightsLooks:
 
 
 def read_masters(checkpoint: Path) -> Masters:
-    """Put together from the ranks' files."""
+    """Assemble the masters from the ranks' files."""
     pieces: dict[str, list[tuple[int, npt.NDArray[np.float32]]]] = {}
     for path in sorted(checkpoint.glob("train-*-of-*.safetensors")):
         data = path.read_bytes()
@@ -67,7 +66,7 @@ def read_masters(checkpoint: Path) -> Masters:
 
 
 def served_bytes(master: npt.NDArray[np.float32], dtype: str) -> bytes:
-    """Rounded to the nearest, ties to even, where the served dtype is the shorter one."""
+    """Round to nearest, ties to even, if the served dtype is the shorter one."""
     if dtype == "float32":
         return master.tobytes()
     bits = master.view("<u4").astype(np.uint64)
@@ -76,8 +75,8 @@ def served_bytes(master: npt.NDArray[np.float32], dtype: str) -> bytes:
 
 
 def anchors_of(blobs: Mapping[str, bytes], num_bytes: int) -> list[bytes] | None:
-    """Those that hold the whole state together; None where no such are there. A delta beside them is smaller than the
-    part that its rank holds."""
+    """Return the blobs that together hold the whole state; None if they are not there. A delta beside them is smaller
+    than the part that its rank holds."""
     by_rank: dict[str, bytes] = {}
     for name, data in blobs.items():
         rank = name.rpartition("/")[2].split("-")[1]
@@ -87,12 +86,12 @@ def anchors_of(blobs: Mapping[str, bytes], num_bytes: int) -> list[bytes] | None
 
 
 def missing_tensors(tensors: Mapping[str, bytes], anchors: list[bytes]) -> list[str]:
-    """Names of those that do not lie in the blobs, whole or cut among them."""
+    """Return the names of tensors that are not in the blobs, whole or split among them."""
     return [name for name, data in tensors.items() if not _lies_in(data, anchors)]
 
 
 def _lies_in(data: bytes, anchors: list[bytes]) -> bool:
-    """Greedily: the longest beginning of it that lies in one blob, then what is left."""
+    """Match greedily: the longest prefix that is in one blob, then the rest."""
     while data:
         longest = max((_longest_start(data, blob) for blob in anchors), default=0)
         if longest == 0:
@@ -105,14 +104,14 @@ def _longest_start(data: bytes, blob: bytes) -> int:
     if data in blob:
         return len(data)
     low, high = 0, len(data)
-    while high - low > 1:  # whether a beginning lies there only falls with its length
+    while high - low > 1:  # if a prefix is there, so are all shorter ones
         middle = (low + high) // 2
         low, high = (middle, high) if data[:middle] in blob else (low, middle)
-    return low if low >= min(len(data), 8) else 0  # a few bytes lie anywhere
+    return low if low >= min(len(data), 8) else 0  # a few bytes match anywhere
 
 
 def redis_store(client: redis.Redis, run: str, run_uid: str) -> Store:
-    """Blobs that lie in Redis in chunks, under an index that says how many."""
+    """Read blobs from Redis, where they are stored in chunks, with an index that says how many."""
     prefix = f"streamrl:{{{run}}}:"
 
     def get(version: int) -> Mapping[str, bytes]:
@@ -137,7 +136,7 @@ def file_store(folder: Path, run_uid: str) -> Store:
         for path in paths:
             try:
                 found[path.relative_to(folder).as_posix()] = path.read_bytes()
-            except FileNotFoundError:  # swept away meanwhile
+            except FileNotFoundError:  # swept meanwhile
                 continue
         return found
 
@@ -145,15 +144,15 @@ def file_store(folder: Path, run_uid: str) -> Store:
 
 
 def beginning_of(run_uid: str, version: int) -> str:
-    """Of the names of its blobs."""
+    """Return the prefix of its blobs' names."""
     return f"{run_uid}/{version >> 32:06d}/{version & 0xFFFFFFFF}-"
 
 
 class WeightsWatch:
-    """Compares while the run goes on, for checkpoints are pruned and versions swept away. A thread of its own."""
+    """Compares while the run goes on, since checkpoints are pruned and versions swept. Has a thread of its own."""
 
     def __init__(self, folder: Path, record: Record, store: Callable[[], Store], *, dtype: str) -> None:
-        """`store` opens the place of the blobs anew; RedisError where it cannot be reached just now."""
+        """`store` opens the place of the blobs each time; RedisError if it cannot be reached now."""
         self._folder, self._record, self._store, self._dtype = folder, record, store, dtype
         self.looks = WeightsLooks()
         self._waiting: dict[tuple[int, int], Masters] = {}  # of checkpoints whose version is not there yet
@@ -177,7 +176,7 @@ class WeightsWatch:
             while not self._stop.wait(_LOOK_EVERY_S):
                 self._look()
             self._look()
-        except BaseException as error:  # noqa: BLE001 - who stops it gets it
+        except BaseException as error:  # noqa: BLE001 - raised by `stop`
             self._error = error
 
     def _look(self) -> None:
@@ -198,4 +197,4 @@ class WeightsWatch:
             except redis.RedisError:
                 return
             if self.looks.compare(versions[place], place[1], self._waiting[place], blobs, dtype=self._dtype):
-                del self._waiting[place]  # else its anchor may still come
+                del self._waiting[place]  # otherwise its anchor may still come

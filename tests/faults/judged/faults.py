@@ -1,4 +1,4 @@
-"""What befalls a run that is judged: each begins, lasts as long as its context, and ends."""
+"""The faults that hit a judged run: each starts, lasts as long as its context, and ends."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tests.faults.judged.forge import FORGERIES, forge
 from tests.faults.judged.team import KEYS, Team
 
 _MOST_COPIES = 6
-_A_WHILE_S = (1.0, 4.0)  # in which a run works under an older copy
+_A_WHILE_S = (1.0, 4.0)  # how long a run works with an older copy
 
 
 class Scene:
-    """A run, who looks at it, and what is kept for later harm."""
+    """A run, its observer, and what is kept for later faults."""
 
     def __init__(self, team: Team, recorder: Recorder, chance: random.Random) -> None:
         self.team, self.recorder, self.chance = team, recorder, chance
         self.forged: set[str] = set()  # names of entries
-        self.copies: list[Path] = []  # of Redis, the oldest first
-        self._moment = threading.Event()  # never set: to wait for a time
+        self.copies: list[Path] = []  # of Redis, oldest first
+        self._moment = threading.Event()  # never set: for waiting
 
     def keep_copy(self) -> None:
         self.copies = [*self.copies[-_MOST_COPIES:], self.team.server.copy()]
@@ -44,15 +44,15 @@ class Scene:
         self.team.server.put_back(copy)
 
     def see_all(self) -> None:
-        """Before it is lost: what a learner has read, and the recorder has not, would be trained of nobody's groups.
-        A server that is asleep by another fault, or dead, shows nothing more."""
+        """See everything before it is lost: otherwise groups that a learner has read and the recorder has not would
+        look invented. A server stopped or killed by another fault shows nothing more."""
         with suppress(redis.RedisError):
             self.team.server.hold()
             self.recorder.catch_up()
 
 
 class NothingThereError(Exception):
-    """What it was to befall is not there just now."""
+    """The target of the fault does not exist now."""
 
 
 Fault = Callable[[Scene], AbstractContextManager[None]]
@@ -60,7 +60,7 @@ Fault = Callable[[Scene], AbstractContextManager[None]]
 
 @contextmanager
 def rank_hit(scene: Scene, *, by: signal.Signals) -> Iterator[None]:
-    """Where it was stopped, those beside it find that out and all are replaced."""
+    """Hit a rank; if it is stopped, its peers notice, and all are replaced."""
     if not (ranks := scene.team.ranks()):
         raise NothingThereError
     _send(scene.chance.choice(ranks), by)
@@ -75,7 +75,7 @@ def agent_hit(scene: Scene, *, by: signal.Signals) -> Iterator[None]:
 
 @contextmanager
 def tree_asleep(scene: Scene) -> Iterator[None]:
-    """The whole learner, for a moment shorter than its lease or longer."""
+    """Stop the whole learner, for shorter or longer than its lease."""
     tree = descendants(scene.team.learner.pid)
     for pid in tree:
         _send(pid, signal.SIGSTOP)
@@ -96,7 +96,7 @@ def worker_asleep(scene: Scene) -> Iterator[None]:
     pid = scene.chance.choice(scene.team.workers).pid
     _send(pid, signal.SIGSTOP)
     yield
-    scene.wait(scene.chance.uniform(0.0, 6.0))  # past its leases, now and then
+    scene.wait(scene.chance.uniform(0.0, 6.0))  # sometimes past its leases
     _send(pid, signal.SIGCONT)
 
 
@@ -126,7 +126,7 @@ def redis_emptied(scene: Scene) -> Iterator[None]:
     scene.see_all()
     scene.recorder.note("emptied")
     with scene.team.server.client() as client, client.pipeline(transaction=False) as at_once:
-        at_once.client_unpause().flushall().execute()  # those that were held come after it
+        at_once.client_unpause().flushall().execute()  # held commands run after the flush
     yield
 
 
@@ -138,7 +138,7 @@ def redis_put_back(scene: Scene) -> Iterator[None]:
 
 @contextmanager
 def redis_put_back_and_forth(scene: Scene) -> Iterator[None]:
-    """To an older copy, and then to what was before it: two branches meet."""
+    """Roll back to an older copy, and then forward to the state before it: two branches meet."""
     older = scene.chance.choice(scene.copies)
     newer = scene.team.server.copy()
     scene.put_back(older, why="older copy")
@@ -149,7 +149,7 @@ def redis_put_back_and_forth(scene: Scene) -> Iterator[None]:
 
 @contextmanager
 def redis_and_learner_put_back_and_forth(scene: Scene) -> Iterator[None]:
-    """And what the learner had in memory goes with each branch."""
+    """The same, with a learner whose memory belongs to the respective branch."""
     older = scene.chance.choice(scene.copies)
     newer = scene.team.server.copy()
     scene.team.learner.kill()
@@ -165,7 +165,7 @@ def redis_and_learner_put_back_and_forth(scene: Scene) -> Iterator[None]:
 def redis_asleep(scene: Scene) -> Iterator[None]:
     with scene.team.server.asleep():
         yield
-        scene.wait(scene.chance.uniform(0.0, 4.0))  # beyond what a reply may take, now and then
+        scene.wait(scene.chance.uniform(0.0, 4.0))  # sometimes beyond the reply timeout
 
 
 @contextmanager
@@ -203,7 +203,7 @@ def group_forged(scene: Scene, *, how: str) -> Iterator[None]:
 
 @contextmanager
 def stopped_by_the_operator(scene: Scene) -> Iterator[None]:
-    """And started again, as whoever told it to stop does."""
+    """It is started again, as by whoever stopped it."""
     scene.team.say("stop")
     yield
 
@@ -255,4 +255,4 @@ FAULTS: Mapping[str, Fault] = {
     **{f"road of {road} blocked": partial(road_blocked, road=road) for road in ("learner", "worker")},
     **{f"replies to {road} lost": partial(replies_lost, road=road) for road in ("learner", "worker")},
 }
-NEED_WATCHDOG = ("rank stopped",)  # nobody else finds out
+NEED_WATCHDOG = ("rank stopped",)  # nothing else notices these

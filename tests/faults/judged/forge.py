@@ -1,6 +1,6 @@
-"""Groups that nobody asked for, written raw into the stream by who may write there; none of them may be trained.
+"""Groups that nobody asked for, written directly into the stream with write access; none may be trained.
 
-They are made of genuine ones that were seen, changed byte by byte: so each is wrong in one way alone.
+They are genuine groups that were seen, with bytes changed: so each is wrong in exactly one way.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _NEVER_ISSUED = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class _Scene:
-    """What a forger has before him."""
+    """What a forger has at hand."""
 
     chance: random.Random
     genuine: dict[bytes, bytes]  # a group, field by field
-    open_ticket: int  # that somebody waits for
+    open_ticket: int  # a ticket that is waiting
 
 
 def forge(server: MortalRedis, record: Record, chance: random.Random, *, how: str, before: Collection[str]) -> set[str]:
-    """One group; its name. `before`: those of others that were forged."""
+    """Write one forged group and return its name. `before`: names of earlier forgeries."""
     genuine = [seen for seen in record.of(GROUPS) if seen.name not in before]
     with server.client() as client:
         waiting = [int(fields[b"n"]) for _, fields in client.xrange(KEYS.tickets("train"), count=50)]
@@ -38,7 +38,7 @@ def forge(server: MortalRedis, record: Record, chance: random.Random, *, how: st
         scene = _Scene(chance, dict(chance.choice(genuine[-50:]).fields), chance.choice(waiting))
         forged = FORGERIES[how](scene)
         if name_of(forged) in {seen.name for seen in genuine}:
-            return set()  # the very group of a ticket that waits again, since Redis was put back
+            return set()  # a ticket that waits again after a rollback: this would be its own group
         client.xadd(KEYS.groups("train"), forged)  # type: ignore[arg-type]
     return {name_of(forged)}
 
@@ -73,7 +73,7 @@ def _with_flipped_bit(scene: _Scene) -> dict[bytes, bytes]:
 
 
 def _with_other_rewards(scene: _Scene) -> dict[bytes, bytes]:
-    """Its body does not say so."""
+    """Change the header's rewards, but not the body's."""
     rewards = msgpack.unpackb(scene.genuine[b"h"])["sample_rewards"]
     return _with_header(scene.genuine, ticket=scene.open_ticket, sample_rewards=[reward + 8.0 for reward in rewards])
 
@@ -83,7 +83,7 @@ def _with_bomb(scene: _Scene) -> dict[bytes, bytes]:
 
 
 def _of_another_ticket(scene: _Scene) -> dict[bytes, bytes]:
-    """Sound in itself; it answers another prompt."""
+    """A valid group, but for another prompt."""
     return _with_header(scene.genuine, ticket=scene.open_ticket)
 
 

@@ -1,4 +1,4 @@
-"""Kinds of runs that are judged: each a folder with its settings, a tiny model, and prompts that differ."""
+"""The kinds of runs that are judged: each with a folder, settings, a tiny model, and distinct prompts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Kind:
     name: str
     ranks: int = 1
     lora: bool = False
-    tls: bool = False  # and users with the least rights
+    tls: bool = False  # and users with minimal rights
     files: bool = False  # weights go through a folder
-    light: bool = False  # stand-ins: no tensors, no engine, and so many faults a minute
+    light: bool = False  # stand-ins: no tensors and no engine, so many more faults per minute
 
 
 KINDS: Mapping[str, Kind] = {
@@ -40,7 +40,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 def make(kind: Kind, folder: Path, *, seed: int) -> schema.Config:
-    """Short waits, so that much happens; more prompts than are asked for; tickets that fail die at once."""
+    """Short waits, so that much happens; more prompts than needed; tickets that fail die at once."""
     model = schema.Model(path=str(folder / "model"), dtype="float32", lora=schema.Lora(rank=4) if kind.lora else None)
     config = make_run(
         folder,
@@ -50,7 +50,7 @@ def make(kind: Kind, folder: Path, *, seed: int) -> schema.Config:
         data=schema.Data(train=str(folder / "prompts.jsonl"), max_prompt_tokens=32),
         rewards={"made_up": schema.FunctionReward(type="function", target=REWARD)},
         training=schema.Training(groups_per_step=4, max_steps=-1, max_epochs=1000, max_failed_in_row=10_000),
-        # A model that no longer ends by itself within some tokens would have all its groups dropped.
+        # Otherwise a model that no longer stops within the limit would have all its groups dropped.
         algorithm=schema.Algorithm(mask_unfinished=False),
         lag=schema.Lag(max_steps=MAX_LAG, stale="drop"),
         weights=schema.Weights(dtype=DTYPE, anchor_every=1, store=store_of(kind, folder)),

@@ -1,5 +1,5 @@
-"""The same run of stand-ins: the real stream, feed, checkpoints and rollout without tensors or an engine, so that in a
-minute there is room for dozens of faults."""
+"""The same with stand-ins: the real stream, feed, checkpoints and rollout loop without tensors or an engine, so that
+dozens of faults fit into a minute."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _make_place(folder: Path) -> Place:
     return Place(
         folder=folder,
         name=RUN,
-        url="",  # each goes its own way
+        url="",  # each has its own route
         store=f"file:{folder / 'blobs'}",
         num_prompts=_NUM_PROMPTS,
         max_epochs=100_000,
@@ -63,7 +63,7 @@ def _make_place(folder: Path) -> Place:
 
 
 class _StandIn:
-    """As a process that somebody else has started looks."""
+    """Adapts a part, which another module starts, to the `Process` protocol."""
 
     def __init__(self, part: Part) -> None:
         self._part = part

@@ -1,4 +1,4 @@
-"""What came of all runs that were judged, as a table and as JSON; and the runs one after another."""
+"""The outcomes of all judged runs, as a table and as JSON; and running them one after another."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from streamrl.held_folders import scratch_folder
 from tests.faults.judged.kinds import KINDS
 from tests.faults.judged.run import Judged, run_judged
 
-_LONGEST_RUN_S = 900.0  # then the next kind's turn comes
-_MOST_TOLD = 10  # violations of a run
+_LONGEST_RUN_S = 900.0  # then it is the next kind's turn
+_MOST_TOLD = 10  # violations shown per run
 EVIDENCE = Path(__file__).parents[3] / "runs" / "judge"
 
 
@@ -50,7 +50,7 @@ class Sitting:
 
 
 def sit(*, kinds: Sequence[str], seconds: float, seed: int, without: Collection[str], say: Say) -> Sitting:
-    """Runs of these kinds by turns, until the time is used up: each kind at least once."""
+    """Run these kinds in turn until the time is used up, each at least once."""
     each_s = min(seconds / len(kinds), _LONGEST_RUN_S)
     runs: list[Judged] = []
     while len(runs) < len(kinds) or sum(run.seconds for run in runs) + each_s <= seconds:
@@ -75,7 +75,7 @@ def _line(run: Judged) -> str:
 
 
 def _wrong(run: Judged) -> list[str]:
-    """What keeps it from being sound."""
+    """Return what is wrong with it."""
     found = [f"{one.kind}: {one.what} (ticket {one.ticket}, step {one.step})" for one in run.violations]
     more = [f"and {len(found) - _MOST_TOLD} more"] if len(found) > _MOST_TOLD else []
     stuck = [f"stuck: {run.stuck}"] if run.stuck else []

@@ -1,4 +1,4 @@
-"""What samples are worth here: samples of a prompt differ, and some prompts fail now and then, so that tickets die."""
+"""The reward in judged runs: a prompt's samples differ, and some prompts fail now and then, so that tickets die."""
 
 from __future__ import annotations
 

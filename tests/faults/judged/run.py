@@ -1,10 +1,10 @@
-"""One run of a kind, from its start through volleys of faults to its drain, and what the judge says of it.
+"""One run of a kind, from its start through volleys of faults to its drain, and the judge's verdict.
 
-    start ─► first checkpoint ─► volley: up to three faults begin ─► a moment ─► they end ─► the next checkpoint ─► ...
-          ─► drain ─► verdict ─► beside the audit's
+    start ─► first checkpoint ─► volley: up to three faults start ─► a moment ─► they end ─► the next checkpoint ─► ...
+          ─► drain ─► verdict ─► compared with the audit's
 
-Some volleys do not wait for that checkpoint: they fall on a run that has not recovered from the one before.
-The seed decides what happens and in which order; when it meets the run, the machine does. Every wait is bounded.
+Some volleys do not wait for that checkpoint: they hit a run that has not recovered from the previous one. The seed
+decides what happens and in which order; when it hits the run depends on the machine. Every wait is bounded.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _LASTS_S = (0.2, 2.0)
 _QUIET_S = (0.0, 1.0)  # between two volleys
 _MOST_AT_ONCE = 3
 _INTO_RECOVERY = 1 / 3  # of the volleys
-_AWAY = (redis.RedisError, TransportError)  # by a plain client, and by an operator's word
+_AWAY = (redis.RedisError, TransportError)  # from a plain client, and from an operator's command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """What came of one run."""
+    """The outcome of one run."""
 
     kind: str
     seed: int
@@ -55,7 +55,7 @@ class Judged:
     injections: Mapping[str, int]
     recoveries_s: Sequence[float]  # from the end of a volley to the next checkpoint
     num_eras: int  # of Redis
-    num_entries: int  # that were seen in the streams
+    num_entries: int  # seen in the streams
     num_forged: int
     num_retries: int
     weights_compared: int
@@ -63,7 +63,7 @@ class Judged:
     verdict: Verdict
     violations: Sequence[Violation]  # of the verdict and of the weights
     disagreements: Sequence[str]
-    stuck: str  # what did not come in time; empty: all did
+    stuck: str  # what did not happen in time; empty: nothing
     evidence: str = ""
 
     @property
@@ -74,7 +74,7 @@ class Judged:
 def run_judged(
     kind: Kind, folder: Path, *, seconds: float, seed: int, without: Collection[str] = (), keep: Path, say: Say
 ) -> Judged:
-    """`keep`: where the folder is copied to when something is wrong."""
+    """`keep`: where the folder is copied if something is wrong."""
     with ExitStack() as parts:
         team = (LightTeam if kind.light else Team)(kind, folder, parts, seed=seed)
         recorder = Recorder(team.server.client, RUN, to=folder / "seen.msgpack")
@@ -121,7 +121,7 @@ def _conclude(ordeal: _Ordeal, watch: WeightsWatch, *, seed: int, stuck: str) ->
         endings=dict(team.endings),
         verdict=verdict,
         violations=(*verdict.violations, *looks.violations),
-        disagreements=() if stuck else disagreements(verdict, audit),  # of tickets that are open the audit knows more
+        disagreements=() if stuck else disagreements(verdict, audit),  # the audit knows more about open tickets
         stuck=stuck,
     )
 
@@ -141,7 +141,7 @@ def _store(team: Team, client: redis.Redis) -> Store:
 
 
 def _no_evidence(folder: str, names: list[str]) -> list[str]:
-    """Copies of Redis, and what cannot be copied."""
+    """Skip copies of Redis, and what cannot be copied."""
     return [name for name in names if name == "copies" or (Path(folder) / name).is_socket()]
 
 
@@ -151,14 +151,14 @@ class _Ordeal:
         self.injections: Counter[str] = Counter()
         self.recoveries_s: list[float] = []
         self.began = time.monotonic()
-        # Of its own: what faults draw depends on what they find.
+        # Separate from the faults' generator, whose draws depend on what they find.
         self._order = random.Random(f"{seed} {scene.team.kind.name}")
         kind = scene.team.kind
         left_out = {*without, *(NEED_WATCHDOG if kind.light else ())}
         self._names = sorted(FAULTS.keys() - left_out)
 
     def suffer(self, seconds: float) -> str:
-        """What the run got stuck at; empty where it never did."""
+        """Return what the run got stuck at; empty if it never did."""
         try:
             self._wait_for_progress("the run has begun", _BEGUN_WITHIN_S)
             self._say(f"{self.scene.team.kind.name}: at work after {time.monotonic() - self.began:.0f} s")
@@ -180,7 +180,7 @@ class _Ordeal:
                 try:
                     under_way.enter_context(FAULTS[name](self.scene))
                     self.injections[name] += 1
-                except (NothingThereError, *_AWAY):  # or the one before has ended the server that this one needs
+                except (NothingThereError, *_AWAY):  # or an earlier fault has stopped the server that this one needs
                     continue
             self.scene.wait(lasts_s)
         if self._order.random() < _INTO_RECOVERY:
@@ -189,13 +189,13 @@ class _Ordeal:
             self.recoveries_s.append(self._wait_for_progress(f"a checkpoint after {names}", _RECOVERED_WITHIN_S))
 
     def _draw(self) -> list[str]:
-        """Nobody ends a server that somebody else is about to start."""
+        """Draw faults, at most one of Redis: no fault may stop a server that another is about to start."""
         names = self._order.sample(self._names, k=self._order.randint(1, _MOST_AT_ONCE))
         of_redis = [name for name in names if name.startswith("Redis")]
         return [name for name in names if name not in of_redis[1:]]
 
     def _wait_for_progress(self, description: str, timeout_s: float) -> float:
-        """Seconds until a checkpoint was made that was not there."""
+        """Return the seconds until a new checkpoint was made."""
         team = self.scene.team
         before, began = team.progress(), time.monotonic()
 

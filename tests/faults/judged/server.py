@@ -1,7 +1,7 @@
-"""A Redis that is killed, stopped, emptied, and put back to older copies of itself; with users where they are wanted.
+"""A Redis that is killed, stopped, emptied, and rolled back to older copies of itself; optionally with users.
 
-A copy is the append-only file as it is at that moment, so a server that is put back knows what that one knew, and no
-more. Blocks in starting until the server answers.
+A copy is the append-only file at that moment, so a server that is rolled back knows exactly what it knew then. Blocks
+at start until the server answers.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _NAME = "appendonly*"  # one file up to Redis 6.2, a folder since
 
 
 class MortalRedis:
-    """Speaks on a unix socket alone."""
+    """Listens on a unix socket only."""
 
     def __init__(self, folder: Path, *, users: Sequence[str] = ()) -> None:
-        """`users`: lines of a file of users; without any everybody may do everything."""
+        """`users`: lines of an ACL file; without any, everybody may do everything."""
         self._folder, self.socket = folder, folder / "redis.sock"
         self._num_copies = 0
         folder.mkdir(parents=True)
@@ -43,11 +43,11 @@ class MortalRedis:
 
     @property
     def url(self) -> str:
-        """By which whoever looks from outside may do everything."""
+        """The URL of a user who may do everything."""
         return f"unix://{f'{ADMIN}@' if self._has_users else ''}{self.socket}"
 
     def client(self) -> redis.Redis:
-        """Never repeats a call."""
+        """Return a client that never retries."""
         return redis.Redis(
             unix_socket_path=str(self.socket),
             username=ADMIN if self._has_users else None,
@@ -64,24 +64,24 @@ class MortalRedis:
         self.process = self._start()
 
     def revive(self) -> None:
-        """Whatever a fault that was broken off has left it in."""
+        """Recover from an interrupted fault."""
         if self.process.poll() is not None:
             self.start()
         self.process.send_signal(signal.SIGCONT)
 
     def sizes(self) -> dict[Path, int]:
-        """Of what is being appended to."""
+        """Return the sizes of the files being appended to."""
         self._wait_until_written()
         files = [*self._folder.glob("appendonly.aof"), *self._folder.glob("appendonlydir/*.incr.aof")]
         return {file: file.stat().st_size for file in files}
 
     def cut(self, sizes: dict[Path, int]) -> None:
-        """What was written since then never reached the disk; it is dead."""
+        """Cut off what was written since, as if it had never reached the disk; the server must be dead."""
         for file, size in sizes.items():
             os.truncate(file, size)
 
     def copy(self) -> Path:
-        """As it is now."""
+        """Return a copy of its current state."""
         self._wait_until_written()
         self._num_copies += 1
         to = self._folder / "copies" / str(self._num_copies)
@@ -90,12 +90,12 @@ class MortalRedis:
         return to
 
     def hold(self) -> None:
-        """Nobody changes anything in it from here on: whoever looks on can see all of it before it is harmed."""
+        """Block all changes from here on, so that an observer can see everything before the fault."""
         with self.client() as client:
             client.client_pause(_HELD_MS, all=False)
 
     def put_back(self, copy: Path) -> None:
-        """It dies, and comes back as it was then."""
+        """Kill it, and start it with that copy."""
         self.kill()
         for path in self._folder.glob(_NAME):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -104,7 +104,7 @@ class MortalRedis:
 
     @contextmanager
     def asleep(self) -> Iterator[None]:
-        """Nobody gets an answer, and no connection breaks."""
+        """Stop it: nobody gets an answer, and no connection breaks."""
         self.process.send_signal(signal.SIGSTOP)
         try:
             yield
@@ -118,7 +118,7 @@ class MortalRedis:
             "dir": self._folder,
             "appendonly": "yes",
             "appendfsync": "everysec",
-            "auto-aof-rewrite-percentage": 0,  # a copy would miss a file that is being made
+            "auto-aof-rewrite-percentage": 0,  # a copy would miss a file being rewritten
             "save": "",
             "maxmemory-policy": "noeviction",
         }
@@ -136,7 +136,7 @@ class MortalRedis:
         return process
 
     def _wait_until_written(self) -> None:
-        """While the disk is slow, what was answered lies in memory for up to two seconds."""
+        """Wait for the disk: if it is slow, acknowledged writes stay in memory for up to two seconds."""
 
         def is_written() -> bool:
             with self.client() as client:

@@ -1,7 +1,7 @@
-"""The parts of a run that is judged, as real processes: the learner under torchrun, workers with a real engine, Redis.
+"""The parts of a judged run as real processes: the learner under torchrun, workers with a real engine, Redis.
 
-The learner and the workers reach Redis on a road each, where TLS is spoken up to the road; the judge and the operator
-have their own. Who has ended is replaced, as a supervisor does. Blocks on what it starts and ends, within bounds.
+Learner and workers reach Redis by a route each, with TLS up to the proxy; the judge and the operator have their own.
+Ended parts are replaced, as by a supervisor. Blocks on what it starts and ends, within bounds.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ NUM_WORKERS = 2
 KEYS = Keys(RUN)
 ENDS_WITHIN_S = 120.0
 _WORDS_OF_ENDING = 600  # characters
-_MISTAKE = 2  # exit code: of the user's, and starting it again does not help
+_MISTAKE = 2  # exit code of a user's mistake, which a restart does not fix
 
 
 class Process(Protocol):
-    """What is asked of a part: `subprocess.Popen` has it."""
+    """The methods of `subprocess.Popen` that are used of a part."""
 
     @property
     def pid(self) -> int: ...
@@ -57,7 +57,7 @@ class Team:
 
     def __init__(self, kind: Kind, folder: Path, parts: ExitStack, *, seed: int) -> None:
         self.kind, self.folder, self.seed = kind, folder, seed
-        # Else a version is merged from what a checkpoint has not, or no tensors at all.
+        # Otherwise a version is merged from more than the checkpoint has, or there are no tensors at all.
         self.publishes_masters = not (kind.lora or kind.light)
         self.config = self._make_config()
         users = [f"user {role} on >{role} {rules(role, run=RUN)}" for role in ROLES] if kind.tls else []
@@ -71,7 +71,7 @@ class Team:
                 socket = Path(road.url.removeprefix("unix://"))
                 self._tls[role] = parts.enter_context(TlsRoad(socket, folder / f"tls-{role}"))
         parts.callback(self.end_all)
-        self.endings: Counter[str] = Counter()  # of parts, by how
+        self.endings: Counter[str] = Counter()  # of parts, by role and exit code
         self._num_started = 0
         self._all: list[Process] = []
         self.learner = self._start_learner()
@@ -82,7 +82,7 @@ class Team:
         return self.config.folder
 
     def tend(self) -> None:
-        """Replace who has ended."""
+        """Replace ended parts."""
         if self.learner.poll() is not None:
             self.endings[f"learner {self.learner.returncode}"] += 1
             self.learner = self._start_learner()
@@ -93,7 +93,7 @@ class Team:
                 self.workers[at] = self._start_worker()
 
     def ranks(self) -> list[int]:
-        """Processes of the ranks that are there."""
+        """The processes of the current ranks."""
         return sorted(named_ranks(self.learner.pid).values())
 
     def progress(self) -> tuple[int, int]:
@@ -108,7 +108,7 @@ class Team:
         return [*program, "--redis", self.server.url, "--json"]
 
     def drain(self) -> None:
-        """Everything that was issued ends, then the learner does, then the workers."""
+        """Wait until everything issued has ended, then the learner, then the workers."""
         self.say("drain")
 
         def has_drained() -> bool:
@@ -170,7 +170,7 @@ class Team:
         return process
 
     def end_all(self) -> None:
-        """What is left, with all below it."""
+        """Kill what is left, with all processes below it."""
         left = [pid for process in self._all if process.poll() is None for pid in descendants(process.pid)]
         for pid in left:
             if is_alive(pid):

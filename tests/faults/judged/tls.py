@@ -1,7 +1,7 @@
-"""TLS before a server that may have been built without it: a port that speaks TLS, and behind it the server's socket.
+"""TLS for a server that may have been built without it: a port that speaks TLS, and behind it the server's socket.
 
-A certificate of its own for 127.0.0.1 is made for each run. A thread of its own carries the bytes; where the server is
-away, whoever connects is told by the end of the connection.
+Each run gets its own certificate for 127.0.0.1. A thread forwards the bytes; if the server is away, the client's
+connection ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WITHIN_S = 30.0
 
 
 def make_certificate(folder: Path, *, of: str = "IP:127.0.0.1") -> tuple[Path, Path]:
-    """(certificate, key)"""
+    """Return (certificate, key)."""
     certificate, key = folder / "server.crt", folder / "server.key"
     words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     words += ["-days", "2", "-subj", f"/CN={of.partition(':')[2]}", "-addext", f"subjectAltName={of}"]
@@ -30,7 +30,7 @@ def make_certificate(folder: Path, *, of: str = "IP:127.0.0.1") -> tuple[Path, P
 
 class TlsRoad:
     def __init__(self, socket: Path, folder: Path) -> None:
-        """`folder`: of its own, for its certificate."""
+        """`folder`: for its certificate, used by nothing else."""
         self._socket = socket
         folder.mkdir(exist_ok=True)
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -42,7 +42,7 @@ class TlsRoad:
         self._thread = threading.Thread(target=self._live, name="TLS road", daemon=True)
 
     def present(self, folder: Path) -> Path:
-        """A certificate that is made there, from now on, to whoever connects."""
+        """Create a certificate there, and present it to new connections from now on."""
         certificate, key = make_certificate(folder)
         self._context.load_cert_chain(certificate, key)
         return certificate
@@ -90,7 +90,7 @@ class TlsRoad:
                 for way in ways:
                     way.cancel()
         except OSError:
-            pass  # nobody is there just now
+            pass  # the server is away
         finally:
             for writer in (to_client, to_server):
                 if writer is not None:
