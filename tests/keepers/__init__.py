@@ -1,2 +1,1 @@
-"""Keepers of sandboxes that are not as a worker's are: another user's, one that asks for its share of the
-processors, one on a machine that is busy for ever."""
+"""Sandbox keepers that differ from a worker's: another user's, one at normal priority, one on an overloaded machine."""

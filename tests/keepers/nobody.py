@@ -1,4 +1,4 @@
-"""As `sandbox_keeper`, by a user who owns nothing. What programs import is loaded: Python may be root's alone."""
+"""Like `sandbox_keeper`, as a user without files. Imports are preloaded: Python may be readable by root only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""As `sandbox_keeper`, but that it wants its share of a busy machine: tests are not to wait for idle processors."""
+"""Like `sandbox_keeper`, at normal priority: on a busy machine tests should not wait for idle CPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""As `sandbox_keeper`, where no program ever has its time: it waits for a processor as long as it is there."""
+"""Like `sandbox_keeper`, but no program ever gets its time: it always seems to be waiting for a CPU."""
 
 from __future__ import annotations
 
