@@ -1,4 +1,4 @@
-"""`python -m workers`, in a checkout: the program is `streamrl.workers`, under one name however it is started."""
+"""`python -m workers` in a checkout: runs `streamrl.workers`, so that modules have the same names however it starts."""
 
 import sys
 

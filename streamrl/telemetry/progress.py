@@ -1,8 +1,8 @@
 """Progress and waits: what a part is doing or waiting for, since when, and when it last made progress.
 
 Health is the age of the last *progress*, never a heartbeat: a process that is alive while its work stands still is the
-failure that users of comparable systems complain about. Each part owns one `Progress`; a separate thread writes its
-`report` to Redis once a second (`transport.reports`), so that reporting can never delay or stop the work.
+failure that users of comparable systems complain about. Each part owns one `Progress`; a separate thread or
+task writes its `report` to Redis once a second (`transport.reports`), so that reporting can never delay or stop work.
 
 `Liveness` tells which parts are alive: an observer notices a report that stops changing sooner than clocks would.
 """

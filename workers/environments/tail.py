@@ -51,7 +51,7 @@ class Tail:
 
     def _rendered(self, said: Sequence[Any]) -> str:
         """Render the messages up to where the next answer begins."""
-        from jinja2 import TemplateError  # a dependency of transformers' chat templates, checked when a worker starts
+        from jinja2 import TemplateError  # installed with transformers, which a worker checks for at start
 
         try:
             return str(self._tokenizer.apply_chat_template(list(said), tokenize=False, add_generation_prompt=True))

@@ -115,7 +115,7 @@ class Conversation:
         return None if answer.get("tool_calls") else rest
 
     def _written(self, messages: Sequence[Message], tools: Tools, *, asks: bool) -> str:
-        from jinja2 import TemplateError  # a dependency of transformers' chat templates, checked when a worker starts
+        from jinja2 import TemplateError  # installed with transformers, which a worker checks for at start
 
         try:
             return str(

@@ -175,7 +175,7 @@ def _entries(client: redis.Redis, stream: str) -> Iterator[RawEntry]:
 def _read_counters(
     before: Mapping[bytes, bytes], after: Mapping[bytes, bytes], malformed: Counter[str]
 ) -> tuple[int | None, int]:
-    """Return (tickets issued, issued meanwhile). A learner that started meanwhile counts anew, maybe from lower."""
+    """Return (tickets issued, issued meanwhile). A learner that started meanwhile may count from lower."""
     if b"issued" not in before or b"issued" not in after:
         return None, 0
     texts = (before[b"issued"], after[b"issued"])

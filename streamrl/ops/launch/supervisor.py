@@ -141,7 +141,7 @@ class Supervisor:
         self._heed_requests_to_end()
         if self._embedded is not None:
             self._embedded.look()
-        if self._drain_by is None:  # while draining no more groups are needed, and their makers must not disturb it
+        if self._drain_by is None:  # while draining no more groups are needed, and nothing may spoil the checkpoint
             self._look_after_who_makes_groups()
         self.show()
         time.sleep(_TICK_S)

@@ -4,8 +4,7 @@
     streamrl_metric{name="lag/mean"} every metric of the last step and validation (telemetry.metrics)
     streamrl_*                      the contents of a View: parts, streams, drops, causes
 
-A test checks that the alert rules and the Grafana dashboard use only what is exported. Only this module and `scrape`
-import prometheus_client.
+A test checks that the alert rules and the Grafana dashboard use only what is exported.
 
 GET /metrics over plain HTTP; the standard library's server is enough for a scrape every few seconds.
 
