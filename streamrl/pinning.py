@@ -2,13 +2,19 @@
 
 torch's own pinned memory is rounded up to a power of two (16 GB for 8.1), and cannot be a file that others patch. So
 the learner's copy of the weights and the workers' mirror are registered in place. Pages stay locked in memory until
-`release`; if a limit forbids that (ulimit -l, a container's), copies stay slow, and a warning says so.
+`release`. If registering is refused (ulimit -l, a file outside of memory file systems), copies stay slow, and a warning
+says so.
 
-The CUDA runtime is passed in, in production `torch.cuda.cudart()`: nothing here imports torch. No GPU has run this.
+CUDA keeps the error of a refused call, and torch raises it at the next kernel launch, where it looks like an error of
+the model. So after a refusal `launch`, any kernel, is called to clear it.
+
+The caller passes `torch.cuda.cudart()` and the kernel: nothing here imports torch. No GPU has run this.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import structlog
@@ -17,6 +23,7 @@ log = structlog.get_logger(__name__)
 
 _SUCCESS = 0
 _DEFAULT = 0  # cudaHostRegisterDefault
+_REMEDY = "raise `ulimit -l`; a worker's mirror has to be in /dev/shm"
 
 
 class CudaRuntime(Protocol):
@@ -30,8 +37,9 @@ class CudaRuntime(Protocol):
 class Pinned:
     """Pins at most one memory range at a time."""
 
-    def __init__(self, runtime: CudaRuntime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: CudaRuntime, launch: Callable[[], object]) -> None:
+        """`launch`: runs any kernel on this process's GPU, which raises an error that an earlier call left."""
+        self._runtime, self._launch = runtime, launch
         self._address: int | None = None
 
     def hold(self, address: int, num_bytes: int) -> bool:
@@ -39,7 +47,9 @@ class Pinned:
         self.release()
         code = int(self._runtime.cudaHostRegister(address, num_bytes, _DEFAULT))
         if code != _SUCCESS:
-            log.warning("memory not pinned", num_bytes=num_bytes, cuda_error=code, remedy="raise `ulimit -l`")
+            with suppress(RuntimeError):
+                self._launch()
+            log.warning("memory not pinned", num_bytes=num_bytes, cuda_error=code, remedy=_REMEDY)
             return False
         self._address = address
         return True
@@ -52,16 +62,24 @@ class Pinned:
 
 
 class CudaRuntimeDouble:
-    """Records what is pinned; refuses ranges above its limit."""
+    """Records what is pinned; refuses ranges above its limit, and keeps that error for the next kernel, as CUDA does."""
 
     def __init__(self, *, most_bytes: int = 1 << 62) -> None:
         self.pinned: dict[int, int] = {}  # bytes by address
         self._most_bytes = most_bytes
+        self._refused = False
+
+    def launch(self) -> None:
+        """A kernel launch: torch checks for the last error."""
+        refused, self._refused = self._refused, False
+        if refused:
+            raise RuntimeError("CUDA error: out of memory")
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int, /) -> int:
         assert flags == _DEFAULT
         assert address not in self.pinned
         if num_bytes > self._most_bytes:
+            self._refused = True
             return 2  # cudaErrorMemoryAllocation
         self.pinned[address] = num_bytes
         return _SUCCESS

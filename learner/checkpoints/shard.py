@@ -52,7 +52,7 @@ class Shard:
         num_bytes = (1 + len(_MOMENTS)) * told_bytes + _RNG_BYTES
         self._buffer = torch.empty(num_bytes, dtype=torch.uint8).zero_()
         if pinned is None and world.device.type == "cuda":
-            pinned = Pinned(torch.cuda.cudart())
+            pinned = Pinned(torch.cuda.cudart(), lambda: torch.ones(1, device=world.device))
         if pinned is not None:
             pinned.hold(self._buffer.data_ptr(), num_bytes)
         self._header, self._num_bytes = b"", 0

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from streamrl.errors import WeightsError
-from streamrl.pinning import CudaRuntime, Pinned
+from streamrl.pinning import CudaRuntime, CudaRuntimeDouble, Pinned
 
 _PIECE_ELEMENTS = 1 << 24  # that a GPU casts at a time
 _WORD_BYTES = 8
@@ -70,13 +70,17 @@ class Stream(Protocol):
 
     def runtime(self) -> CudaRuntime: ...
 
+    def launch(self) -> None:
+        """Any kernel."""
+        ...
+
 
 class OnStream:
     checks = True
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._pinned = Pinned(stream.runtime())
+        self._pinned = Pinned(stream.runtime(), stream.launch)
         self._host_at = 0
 
     def begin(self, host: torch.Tensor) -> None:
@@ -123,11 +127,14 @@ class CudaStream:
         runtime: CudaRuntime = torch.cuda.cudart()
         return runtime
 
+    def launch(self) -> None:
+        torch.ones(1, device=self._device)
+
 
 class StreamDouble:
     """A queue that works when it is waited for, or not at all."""
 
-    def __init__(self, runtime: CudaRuntime) -> None:
+    def __init__(self, runtime: CudaRuntimeDouble) -> None:
         self.told: list[str] = []
         self._runtime = runtime
 
@@ -143,6 +150,9 @@ class StreamDouble:
 
     def runtime(self) -> CudaRuntime:
         return self._runtime
+
+    def launch(self) -> None:
+        self._runtime.launch()
 
 
 def copier_for(device: torch.device) -> Copier:

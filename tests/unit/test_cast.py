@@ -139,6 +139,7 @@ def test_memory_that_may_not_be_pinned_is_used_as_it_is(tmp_path: Path) -> None:
     scene = Scene(tmp_path, copier=OnStream(StreamDouble(runtime)))
     publish(scene.publisher, 0)
     assert not runtime.pinned
+    runtime.launch()  # no error is left to it
     assert scene.is_served(tmp_path / "mirror")
 
 

@@ -74,7 +74,7 @@ def test_a_file_that_is_closed_takes_no_memory(tmp_path: Path) -> None:
 
 def test_what_is_pinned_is_the_file_that_is_mapped_and_no_other(tmp_path: Path) -> None:
     runtime = CudaRuntimeDouble()
-    path, file = tmp_path / "mirror", MappedFile(Pinned(runtime))
+    path, file = tmp_path / "mirror", MappedFile(Pinned(runtime, runtime.launch))
     for size in (4, 9000):
         save_file({"one": torch.arange(size).float()}, path)
         assert_reads(file, path)
@@ -83,3 +83,12 @@ def test_what_is_pinned_is_the_file_that_is_mapped_and_no_other(tmp_path: Path) 
         assert address == next(file.tensors(str(path)))[1].untyped_storage().data_ptr()
     file.close()
     assert not runtime.pinned
+
+
+def test_a_file_that_may_not_be_pinned_is_read_and_leaves_no_error_to_the_models_next_kernel(tmp_path: Path) -> None:
+    """torch would raise it there, as the model's own, and the engine would end at its first load."""
+    path, runtime = tmp_path / "mirror", CudaRuntimeDouble(most_bytes=10)
+    create_file(path, TENSORS)
+    assert_reads(MappedFile(Pinned(runtime, runtime.launch)), path)
+    assert not runtime.pinned
+    runtime.launch()

@@ -39,7 +39,7 @@ def test_beside_a_gpu_the_copys_memory_is_pinned_as_large_as_it_is(tmp_path: Pat
     policy = nn.Linear(3, 200)
     optimizer = torch.optim.AdamW(policy.parameters())
     runtime = CudaRuntimeDouble(most_bytes=most_bytes)
-    shard = Shard(policy, optimizer, ALONE, pinned=Pinned(runtime))
+    shard = Shard(policy, optimizer, ALONE, pinned=Pinned(runtime, runtime.launch))
     make_a_step(policy, optimizer)
     shard.take()
     [name] = shard.write(tmp_path)

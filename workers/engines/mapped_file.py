@@ -66,7 +66,9 @@ class MappedFile:
 
 def mapped_for(device: torch.device) -> MappedFile:
     """For who copies to this device, again and again."""
-    return MappedFile(Pinned(torch.cuda.cudart()) if device.type == "cuda" else None)
+    if device.type != "cuda":
+        return MappedFile()
+    return MappedFile(Pinned(torch.cuda.cudart(), lambda: torch.ones(1, device=device)))
 
 
 def decoys(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
