@@ -92,8 +92,14 @@ def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Uninitialised memory for what this rank holds of the tensor."""
     if not isinstance(tensor, DTensor):
         return torch.empty_like(tensor, device=device)
-    rows = torch.empty_like(tensor.to_local(), device=device)
-    return DTensor.from_local(rows, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
+    return with_rows(tensor, torch.empty_like(tensor.to_local(), device=device))
+
+
+def with_rows(tensor: DTensor, rows: torch.Tensor) -> DTensor:
+    """One like it, of these rows, which stay where they are: on the host, too, of a mesh of GPUs. `DTensor.from_local`
+    moves them to the mesh's kind of device, and FSDP refuses to offload what is not on the host."""
+    assert rows.dtype == tensor.dtype, "what is known of the whole tensor holds for the rows"
+    return DTensor(rows, tensor._spec, requires_grad=False)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

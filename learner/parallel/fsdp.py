@@ -42,6 +42,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
+from streamrl.learner.parallel.dtensors import with_rows
 from streamrl.learner.parallel.experts import divide
 from streamrl.learner.parallel.tensor import divide as divide_layers
 from streamrl.learner.process.ranks import World
@@ -100,13 +101,7 @@ def gathered_in_half(trial: nn.Module, unfilled: Wrapped, world: World, *, on_ho
     for ours, theirs in zip(policy.parameters(), trial.parameters(), strict=True):
         assert isinstance(ours, DTensor)
         rows = theirs.to_local() if isinstance(theirs, DTensor) else theirs
-        held = DTensor.from_local(
-            rows.detach().to(place, ours.dtype),
-            ours.device_mesh,
-            ours.placements,
-            shape=ours.shape,
-            stride=ours.stride(),
-        )
+        held = with_rows(ours, rows.detach().to(place, ours.dtype))
         swap_tensors(ours, nn.Parameter(held, requires_grad=ours.requires_grad))
     return policy
 
