@@ -24,7 +24,7 @@ exchange a shard in fp32, however many micro-batches there are. No GPU has run t
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
@@ -106,8 +106,15 @@ def gathered_in_half(trial: nn.Module, unfilled: Wrapped, world: World, *, on_ho
     return policy
 
 
-def _divide(gradient: torch.Tensor, *, by: float) -> None:
+def _divide(
+    gradient: torch.Tensor, *, by: float, stream: Callable[[torch.device], torch.Stream] = torch.cuda.current_stream
+) -> None:
+    """After ranks have added it up. `stream`: the one in which this, and what FSDP does next with it, is queued."""
     gradient.div_(by)
+    if gradient.is_cuda:
+        # FSDP made it in another stream, and forgets it as soon as it is queued here to be added to earlier ones: what
+        # the next layer's ranks add up would be written over it. Of copies that add up FSDP keeps it by itself.
+        gradient.record_stream(stream(gradient.device))
 
 
 def _model_of(policy: nn.Module) -> transformers.PreTrainedModel:
