@@ -42,7 +42,7 @@ log = structlog.get_logger(__name__)
 
 def settle(policy: Policy, world: World, *, wished: str = MASKED) -> None:
     """Take the fastest way that is correct; DataError if none is. `wished`: the preferred attention."""
-    with evaluating(policy):
+    with evaluating(policy), _without_tf32():
         trial = _Trial(policy, world)
         head = trial.find_head()
         ways = [way for way in policy.ways if head is not None or way.own_logits]
@@ -59,6 +59,18 @@ def settle(policy: Policy, world: World, *, wished: str = MASKED) -> None:
             )
     if world.is_main:
         _tell(policy, wished)
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Multiply fp32 matrices in full fp32 inside the block. TF32 rounding is as large as the trial's tolerances, and
+    some containers enable it (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1): a correct model would be refused."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _tell(policy: Policy, wished: str) -> None:

@@ -260,6 +260,20 @@ def test_a_way_that_the_model_raises_of_leaves_nothing_behind(tmp_path: Path) ->
     assert_same((logp, {name: whole(gradient) for name, gradient in found.items()}), plain(folder))
 
 
+def test_the_trial_computes_without_tf32_even_if_it_is_enabled(tmp_path: Path) -> None:
+    """On GPUs TF32 rounding is as large as the trial's tolerances, and some containers enable it."""
+    policy = policy_of(make_family(tmp_path / "model", "llama"))
+    seen: set[str] = set()
+    policy.model.register_forward_pre_hook(lambda *_: seen.add(torch.get_float32_matmul_precision()))
+    torch.set_float32_matmul_precision("high")
+    try:
+        settle(policy, ALONE)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert seen == {"highest"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contradicted(World):
     """The double of ranks among which another one says no to the first way, and only to that."""
