@@ -34,6 +34,9 @@ class Part(NamedTuple):
 PARTS: Mapping[str, Part] = {
     "copies": Part("copies:check", 120, (), "copy paths from the GPU to the host: pageable, pinned, asynchronous"),
     "steps": Part("steps:check", 600, ("transformers",), "MFU and peak memory of the step, against the planner"),
+    "starts": Part(
+        "starts:check", 240, ("transformers", "peft"), "weights on the GPU, on the host, adapters: start, step, restore"
+    ),
     "attention": Part("attention:check", 120, (), "flash attention against the reference"),
     "publish": Part("versions:publish", 300, ("transformers", "redis"), "what the learner's loop waits for a version"),
     "reload": Part("versions:reload", 420, ("vllm",), "what an engine pauses for a version"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,15 @@ from streamrl.held_folders import scratch_folder
 _STEPS = 5
 _START_S, _STEP_S, _END_S = 300.0, 180.0, 10.0  # limits; the last: of an engine whose worker is gone
 _POLL_S = 0.05
+_MISMATCH, _APART = "policy/fresh_mismatch", 0.05
+# Of lines that say that something was done in another way, or again; the run goes on.
+_SAID = {
+    "changes not written in their place": "loads_all_weights",
+    "memory not pinned": "memory not pinned",
+    "loads rejected": "load_rejected",
+    "engines that failed": "engine_failed",
+}
+_REASON = re.compile(r'(?:reason|error)"?[=:] ?["\']([^"\']*)')  # in JSON, and as an engine's process prints it
 _SETTINGS = {
     "training.max_steps": _STEPS,
     "training.groups_per_step": 4,
@@ -69,17 +79,33 @@ def _watched(run: subprocess.Popen[bytes], folder: Path) -> Iterator[Row]:
     yield Row(what="steps made", value=_steps(folder), unit="", goal=_STEPS)
     still = [pid for pid, at in everything.items() if _alive(pid, at)]
     yield Row(what="processes left", value=len(still), unit="", goal=0, better="lower")
+    yield from told_by(folder)
+
+
+def told_by(folder: Path) -> Iterator[Row]:
+    """What the run's files say of paths that only a GPU has."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    off = [row[_MISMATCH] for row in rows if _MISMATCH in row]
+    note = f"|log mu - log pi|, mean over fresh tokens; the largest of {len(off)} steps"
+    apart = max(off, default=1.0)
+    yield Row(what="engine and learner apart", value=apart, unit="nats", goal=_APART, better="lower", note=note)
+    for what, words in _SAID.items():
+        said = [line for file in (folder / "logs").iterdir() for line in file.read_text().splitlines() if words in line]
+        why = "; ".join(sorted({found[1] for line in said if (found := _REASON.search(line))}))
+        yield Row(what=what, value=len(said), unit="lines", goal=0, better="lower", note=why)
 
 
 def _start(folder: Path) -> subprocess.Popen[bytes]:
     write_base_model(folder / "base", seed=1)
     write_data(folder / "data", seed=1)
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"  # what people train in, and flash attention takes
     settings = {
         **_SETTINGS,
         "dir": folder / "run",
         "model.path": folder / "base",
         "data.train": folder / "data" / "train.jsonl",
-        "model.dtype": "bfloat16" if torch.cuda.is_available() else "float32",
+        "model.dtype": dtype,
+        "weights.dtype": dtype,
     }
     words = [f"{name}={value}" for name, value in settings.items()]
     conf = Path(__file__).parents[2] / "conf" / "quickstart.yaml"

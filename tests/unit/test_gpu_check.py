@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu_check import attention, copies, steps, versions
+from bench.gpu_check import attention, copies, deaths, starts, steps, versions
 from bench.gpu_check.__main__ import Part, run_part
 from bench.gpu_check.rows import Outcome, Row, Scale, table
 from bench.learner_gpu import SIZES
@@ -47,6 +47,31 @@ def test_attention_agrees_and_versions_and_copies_are_timed() -> None:
     assert {row.verdict for row in attention.check(REDUCED)} == {"ok", ""}
     assert [row.what for row in versions.publish(REDUCED)] == ["tiny: the loop waits", "tiny: then on its way"]
     assert all(row.unit == "GB/s" and row.value > 0 for row in copies.check(REDUCED))
+
+
+def test_each_place_of_weights_is_started_trained_saved_and_restored() -> None:
+    rows = {row.what: row for row in starts.check(REDUCED)}
+    told = ("steps made", "checkpoint copied", "not restored", "steps after it")
+    reference = "reference on the host: largest difference"
+    assert [*rows] == [*(f"{place}: {what}" for place in starts.PLACES for what in told), reference]
+    assert {row.verdict for row in rows.values()} == {"ok", ""}
+
+
+def test_what_a_run_says_of_paths_that_only_a_gpu_has_is_told(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    metrics = [{"step": 1, "policy/fresh_mismatch": 0.004}, {"step": 2, "policy/fresh_mismatch": 0.01}, {"step": 3}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in metrics))
+    (tmp_path / "logs" / "worker-0.log").write_text(
+        json.dumps({"event": "loads_all_weights", "reason": "its layers are packed"}) + "\n"
+    )
+    (tmp_path / "logs" / "worker-0.out").write_text("2026 [warning  ] memory not pinned  cuda_error=1\n")
+    rows = {row.what: row for row in deaths.told_by(tmp_path)}
+    apart = rows["engine and learner apart"]
+    assert (apart.value, apart.verdict) == (0.01, "ok")
+    in_place = rows["changes not written in their place"]
+    assert (in_place.value, in_place.verdict, in_place.note) == (1, "MISSED", "its layers are packed")
+    assert rows["memory not pinned"].verdict == "MISSED"
+    assert {rows[what].verdict for what in ("loads rejected", "engines that failed")} == {"ok"}
 
 
 @pytest.mark.parametrize(
