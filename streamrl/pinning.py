@@ -62,7 +62,7 @@ class Pinned:
 
 
 class CudaRuntimeDouble:
-    """Records what is pinned; refuses ranges above its limit, and keeps that error for the next kernel, as CUDA does."""
+    """Records what is pinned; refuses ranges above its limit, and keeps the error for the next kernel as CUDA does."""
 
     def __init__(self, *, most_bytes: int = 1 << 62) -> None:
         self.pinned: dict[int, int] = {}  # bytes by address

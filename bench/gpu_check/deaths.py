@@ -26,7 +26,7 @@ _STEPS = 5
 _START_S, _STEP_S, _END_S = 300.0, 180.0, 10.0  # limits; the last: of an engine whose worker is gone
 _POLL_S = 0.05
 _MISMATCH, _APART = "policy/fresh_mismatch", 0.05
-# Of lines that say that something was done in another way, or again; the run goes on.
+# Log lines which say that a slower path was taken or something was repeated; the run goes on.
 _SAID = {
     "changes not written in their place": "loads_all_weights",
     "memory not pinned": "memory not pinned",
@@ -83,7 +83,7 @@ def _watched(run: subprocess.Popen[bytes], folder: Path) -> Iterator[Row]:
 
 
 def told_by(folder: Path) -> Iterator[Row]:
-    """What the run's files say of paths that only a GPU has."""
+    """What the run's files say about paths that only a GPU takes."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     off = [row[_MISMATCH] for row in rows if _MISMATCH in row]
     note = f"|log mu - log pi|, mean over fresh tokens; the largest of {len(off)} steps"

@@ -1,11 +1,11 @@
-"""A learner's start by each place that its weights may have: loaded, tried, one step, a checkpoint, and read back.
+"""Learners with their weights in each possible place: load, trial, two steps, checkpoint, restore, another step.
 
     device      masters and moments on the GPU
-    host        masters, gradients and moments in the host's memory (`model.masters: cpu`); AdamW steps there
-    adapters    LoRA: a frozen base, which waits on the host while the model is tried
+    host        masters, gradients and moments in host memory (`model.masters: cpu`); AdamW runs there
+    adapters    LoRA: the frozen base is on the host during the trial
 
-What else passes through the GPU from the host is a reference (`model.reference: cpu`): it must say what one on the GPU
-says. Files of a random model are written first, so that it is loaded as a user's is.
+Then a reference in host memory (`model.reference: cpu`) is compared with one on the GPU. The model is random, and is
+written to files first so that it is loaded the way a user's model is.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Learner:
         return update(self.optimizer, loss=loss, lr=1e-4, clip_norm=1.0, world=self.world).applied
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        """What a checkpoint holds, here."""
+        """What a checkpoint holds of this learner, on the host."""
         found = {}
         for name, parameter in self.policy.named_parameters():
             for kind, tensor in {"master": parameter, **self.optimizer.state.get(parameter, {})}.items():
@@ -86,7 +86,7 @@ class _Learner:
 
 
 def _of(name: str, learner: _Learner, folder: Path, groups: list[Group]) -> Iterator[Row]:
-    """Two steps, the second of which adds to moments that are there."""
+    """The second step finds existing moments."""
     applied = [learner.step(groups) for _ in range(2)]
     yield Row(what=f"{name}: steps made", value=sum(applied), unit="", goal=2, note=f"asked {learner.policy.way}")
     shard = Shard(learner.policy, learner.optimizer, learner.world)

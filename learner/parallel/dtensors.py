@@ -96,9 +96,11 @@ def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def with_rows(tensor: DTensor, rows: torch.Tensor) -> DTensor:
-    """One like it, of these rows, which stay where they are: on the host, too, of a mesh of GPUs. `DTensor.from_local`
-    moves them to the mesh's kind of device, and FSDP refuses to offload what is not on the host."""
-    assert rows.dtype == tensor.dtype, "what is known of the whole tensor holds for the rows"
+    """A DTensor like this one, with these rows as its local part, on whatever device they are.
+
+    `DTensor.from_local` would move them to the mesh's device type; rows that FSDP offloads must stay on the host.
+    """
+    assert rows.dtype == tensor.dtype, "the dtype is part of the spec that both share"
     return DTensor(rows, tensor._spec, requires_grad=False)
 
 

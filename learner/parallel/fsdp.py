@@ -109,11 +109,12 @@ def gathered_in_half(trial: nn.Module, unfilled: Wrapped, world: World, *, on_ho
 def _divide(
     gradient: torch.Tensor, *, by: float, stream: Callable[[torch.device], torch.Stream] = torch.cuda.current_stream
 ) -> None:
-    """After ranks have added it up. `stream`: the one in which this, and what FSDP does next with it, is queued."""
+    """FSDP calls this after the reduce-scatter. `stream`: the current one, in which FSDP also uses the result."""
     gradient.div_(by)
     if gradient.is_cuda:
-        # FSDP made it in another stream, and forgets it as soon as it is queued here to be added to earlier ones: what
-        # the next layer's ranks add up would be written over it. Of copies that add up FSDP keeps it by itself.
+        # FSDP allocates it in the reduce-scatter stream, adds it to earlier gradients in this one, and drops it without
+        # waiting. Without this the next layer's reduce-scatter could reuse the memory while it is still being read.
+        # FSDP itself keeps a reference only if replicas all-reduce.
         gradient.record_stream(stream(gradient.device))
 
 

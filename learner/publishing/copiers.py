@@ -71,7 +71,7 @@ class Stream(Protocol):
     def runtime(self) -> CudaRuntime: ...
 
     def launch(self) -> None:
-        """Any kernel."""
+        """Run any kernel."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Rows of a sharded tensor stay where they are, though the mesh is of GPUs: FSDP offloads what is on the host alone."""
+"""Rows on the host stay there although the mesh is of GPUs: FSDP requires it of parameters that it offloads."""
 
 from __future__ import annotations
 

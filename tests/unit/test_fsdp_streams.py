@@ -1,4 +1,4 @@
-"""On a GPU FSDP divides gradients in another stream than it made them in: their memory may not be given away before."""
+"""On a GPU gradients are divided in another stream than FSDP allocated them in; the allocator must know."""
 
 from __future__ import annotations
 
