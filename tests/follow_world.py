@@ -18,7 +18,7 @@ from streamrl.telemetry.progress import Progress
 from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.engines.model import ModelFacts
 from streamrl.workers.proofs.proving import Prover
-from streamrl.workers.roles import AnnouncementsDouble
+from streamrl.workers.roles import AnnouncementsDouble, FurtherMirrors
 from streamrl.workers.weights import Patience, WeightFollower
 from tests.weights_world import RUN_UID, State, World, nudged, random_state
 
@@ -34,6 +34,7 @@ class Follower:
         store: MemoryStore | None = None,
         announcements: AnnouncementsDouble | None = None,
         patience: Patience = PATIENCE,
+        further: FurtherMirrors | None = None,
     ) -> None:
         self.store = store or MemoryStore()
         self.world = World(self.store)
@@ -58,6 +59,7 @@ class Follower:
             prover=Prover(model=facts, dtype="float32", progress=self.progress),
             progress=self.progress,
             patience=patience,
+            further=further,
         )
         self._rng = np.random.default_rng(0)
         self.state: State = random_state(self._rng)

@@ -179,6 +179,9 @@ VIEWS: Mapping[str, View] = {
     ),
     "environment_fails": _workers(_worker(detail=_of_environment(scored=60, failed=36, error=_TOO_LATE))),
     "workers_starting": _workers(_worker(Wait.ENGINE, "waiting", 40.0)),
+    "workers_without_hosts": _workers(
+        _worker(Wait.HOSTS, "waiting", 40.0, detail={"hosts": 1, "hosts_wanted": 2, "hosts_at": "0.0.0.0:9600"})
+    ),
     "workers_without_weights": _workers(_worker(Wait.WEIGHTS, "waiting", 40.0)),
     "workers_stuck": _workers(_worker(for_s=400.0)),
     "byte_budget_reached": _waiting(Wait.GROUPS, streams=_stream(tickets=0, groups=50_000, group_bytes=2_500_000_000)),

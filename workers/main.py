@@ -34,6 +34,18 @@ _THREADS = 256  # an upper limit: threads start on demand
 @click.option("--redis", "redis_url", required=True, help="Server of the run: redis://, rediss:// or unix://.")
 @click.option("--run", required=True, help="The run's name.")
 @click.option("--worker-id", help="A unique name for this worker; a restarted one may use its old name.")
+@click.option(
+    "--join",
+    metavar="HOST:PORT",
+    help="Join the engine of another host's worker (worker.hosts), at that host and the port it listens on.",
+)
+@click.option(
+    "--hosts",
+    default="0.0.0.0:9600",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Where other hosts join this worker's engine, if worker.hosts is above 1.",
+)
 @click.option("--model", help="Folder or hub name of the model, instead of the configuration's.")
 @click.option(
     "--allow-model-root", multiple=True, help="The run may name any model under this folder or hub organisation."

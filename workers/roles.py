@@ -107,6 +107,14 @@ class Weights(Protocol):
         """When the next engine is followed, fetch the weights again from an anchor on."""
 
 
+class FurtherMirrors(Protocol):
+    """Of the other hosts on which the engine has ranks (`workers.hosts.first.Hosts`)."""
+
+    async def bring(self, version: int, *, anew: bool = False) -> None:
+        """Have each hold exactly this version; the caller bounds the wait. `anew`: fetched from an anchor on.
+        WeightsError: one of them does not, and why."""
+
+
 class TicketsDouble:
     """A run in memory with one worker: tests add tickets and read what was delivered and handed back."""
 

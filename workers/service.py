@@ -22,33 +22,33 @@ import structlog
 
 from streamrl.config import schema
 from streamrl.config.load import config_from_json
-from streamrl.errors import ConfigError, RunGone
+from streamrl.errors import RunGone
 from streamrl.extras import need
-from streamrl.held_folders import mirror_folder, scratch_folder
-from streamrl.permissions import Permissions, allowed_model
+from streamrl.held_folders import scratch_folder
+from streamrl.permissions import Permissions
 from streamrl.process import parse_address
 from streamrl.protocol.transport.connection import check_server, connect, connect_async
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.reports import report_progress
 from streamrl.protocol.transport.types import RunInfo
 from streamrl.protocol.transport.worker import WorkerStream
-from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.rejected import spread_s
-from streamrl.protocol.weights.stores import open_store
 from streamrl.tasks import cancel_all, run_beside, unless
-from streamrl.telemetry.progress import Progress
+from streamrl.telemetry.progress import Progress, Role
 from streamrl.workers.answer import Answerer
 from streamrl.workers.await_run import await_run
 from streamrl.workers.engines.base import Engine, EngineSettings, make_engine
-from streamrl.workers.engines.model import ModelFacts, read_model
+from streamrl.workers.engines.model import ModelFacts
 from streamrl.workers.environments.playing import playing
+from streamrl.workers.further import serve_ranks
 from streamrl.workers.health import Health, Parts
-from streamrl.workers.pretrained import PretrainedModel
+from streamrl.workers.hosts.first import Hosts, open_hosts
+from streamrl.workers.mirrored import open_mirror
+from streamrl.workers.model import find_model
 from streamrl.workers.proofs.proving import prover_of
 from streamrl.workers.rewards.mixing import build_rewards
 from streamrl.workers.rewards.teaching import Teaches
 from streamrl.workers.rollout import Rollout
-from streamrl.workers.sharing.opening import open_sharing
 from streamrl.workers.supervise import RestartPatience, Supervisor
 from streamrl.workers.weights import Patience, WeightFollower
 
@@ -67,6 +67,8 @@ class Options:
     worker: str  # this worker's alone
     permissions: Permissions
     model: str | None = None  # instead of the run's
+    join: str | None = None  # HOST:PORT of the first host of an engine, of which this is a further one
+    hosts: str = "0.0.0.0:9600"  # HOST:PORT that further hosts of its engine join at, if the run has any
     local_reward_url: str | None = None
     http: str | None = None  # HOST:PORT to answer probes and metrics on
     sessions: str = "127.0.0.1:0"  # HOST:PORT that agents ask the model at
@@ -98,7 +100,8 @@ async def _leave_in_time(stop: asyncio.Event, grace: _Grace, leave: Callable[[in
 
 
 async def _serve(options: Options, stop: asyncio.Event, grace: _Grace) -> None:
-    progress = Progress(part=f"worker/{options.worker}", role="worker")
+    role: Role = "worker" if options.join is None else "host"
+    progress = Progress(part=f"{role}/{options.worker}", role=role)
     keys = Keys(options.run)
     health = Health(progress)
     try:
@@ -127,7 +130,10 @@ async def _serve(options: Options, stop: asyncio.Event, grace: _Grace) -> None:
                     await unless(stop, importing)
                 if stop.is_set():
                     return
-                await _Service(options, keys, config, info, health).run(client, stop)
+                if options.join is not None:
+                    await serve_ranks(options, keys, config, info, client, progress, stop)
+                else:
+                    await _Service(options, keys, config, info, health).run(client, stop)
         except RunGone:
             log.info("run_gone", run=options.run)
 
@@ -184,7 +190,6 @@ class _Service:
 
     async def run(self, client: redis.asyncio.Redis, stop: asyncio.Event) -> None:
         options, config = self._options, self._config
-        path = allowed_model(config.model.path, override=options.model, permissions=options.permissions)
         stream = WorkerStream(
             client,
             self._keys,
@@ -193,10 +198,12 @@ class _Service:
             give_up_after_s=config.redis.give_up_after_s,
         )
         rewards = build_rewards(config.rewards, options.permissions, options.local_reward_url, stream.spend)
-        self._progress.working("load the tokenizer")
-        model = await asyncio.to_thread(read_model, path, trust_remote_code=options.permissions.trust_remote_code)
-        self._check_fingerprint(model)
-        async with self._following(stream, model) as weights, contextlib.AsyncExitStack() as ending:
+        model = await find_model(
+            config, self._info, override=options.model, permissions=options.permissions, progress=self._progress
+        )
+        async with contextlib.AsyncExitStack() as ending:
+            hosts = await ending.enter_async_context(self._hosts(stream))
+            weights = await ending.enter_async_context(self._following(stream, model, hosts))
             ending.push_async_callback(rewards.close)
             await rewards.start()
             at = parse_address(options.sessions, what="--sessions")
@@ -223,7 +230,7 @@ class _Service:
             supervisor = Supervisor(
                 rollout=rollout,
                 weights=weights,
-                make_engine=partial(self._engine, model),
+                make_engine=partial(self._engine, model, hosts),
                 progress=self._progress,
                 patience=RestartPatience(
                     rejected_s=config.weights.give_up_after_s, spread_s=spread_s(config.weights.give_up_after_s)
@@ -243,57 +250,64 @@ class _Service:
         permissions = self._options.permissions
         return build_teacher(settings, permissions, model.tokenizer, model=model.path, longest=longest)
 
-    def _check_fingerprint(self, model: ModelFacts) -> None:
-        if model.fingerprint != self._info.fingerprint:
-            raise ConfigError(
-                f"the model at {model.path!r} has another tokenizer, end token or vocabulary size than the run's "
-                f"({model.fingerprint}, the run has {self._info.fingerprint}): give this worker the run's model "
-                "with --model"
-            )
+    @contextlib.asynccontextmanager
+    async def _hosts(self, stream: WorkerStream) -> AsyncIterator[Hosts | None]:
+        """Those that its engine has besides ours."""
+        worker = self._config.worker
+        if worker.hosts == 1:
+            yield None
+            return
+        secret = await stream.secret()
+        if secret is None:
+            raise RunGone(f"run {self._info.name!r} is not in Redis any more")
+        hosts = Hosts(
+            num=worker.hosts,
+            secret=secret,
+            run_uid=self._info.uid,
+            progress=self._progress,
+            start_timeout_s=worker.start_timeout_s,
+        )
+        async with open_hosts(hosts, parse_address(self._options.hosts, what="--hosts")):
+            yield hosts
 
     @contextlib.asynccontextmanager
-    async def _following(self, stream: WorkerStream, model: ModelFacts) -> AsyncIterator[WeightFollower]:
+    async def _following(
+        self, stream: WorkerStream, model: ModelFacts, hosts: Hosts | None
+    ) -> AsyncIterator[WeightFollower]:
         config = self._config
         prover = None
         if config.weights.prove:  # in a thread, since it imports torch
             prover = await asyncio.to_thread(prover_of, config, model, self._progress)
-        pretrained = None
-        if config.model.lora is not None:
-            self._progress.working("find the pretrained model")
-            find = partial(PretrainedModel, model.path, trust_remote_code=model.trust_remote_code)
-            pretrained = await asyncio.to_thread(find)
-        with (
-            mirror_folder(self._info.uid, self._options.worker) as folder,
-            connect(self._options.redis_url, config.redis, patience_s=config.redis.give_up_after_s) as client,
-            open_sharing(
-                open_store(config.weights.store, client, self._keys),
-                client,
-                self._keys,
-                run_uid=self._info.uid,
-                share_bytes=config.weights.share_bytes,
-                peers=self._options.peers,
-                progress=self._progress,
-            ) as sharing,
-        ):
+        async with open_mirror(
+            config,
+            model,
+            self._keys,
+            run_uid=self._info.uid,
+            worker=self._options.worker,
+            redis_url=self._options.redis_url,
+            peers=self._options.peers,
+            progress=self._progress,
+        ) as mirrored:
             weights = WeightFollower(
                 announcements=stream,
-                reading=sharing.reading,
-                mirror=Mirror(folder, run_uid=self._info.uid, pretrained=pretrained, make_room=sharing.make_room),
+                reading=mirrored.reading,
+                mirror=mirrored.mirror,
                 prover=prover,
                 progress=self._progress,
                 patience=Patience(
                     give_up_after_s=config.weights.give_up_after_s, first_version_s=config.learner.idle_timeout_s
                 ),
                 kv_cache=config.weights.kv_cache,
+                further=hosts,
             )
             with contextlib.closing(weights):
                 yield weights
 
-    def _engine(self, model: ModelFacts) -> Engine:
+    def _engine(self, model: ModelFacts, hosts: Hosts | None) -> Engine:
         self._num_engines += 1
         seed = _engine_seed(self._config.seed, self._options.worker, self._num_engines)
         memory = self._options.gpu_memory
-        return make_engine(EngineSettings(model=model, config=self._config, seed=seed, gpu_memory=memory))
+        return make_engine(EngineSettings(model=model, config=self._config, seed=seed, gpu_memory=memory, hosts=hosts))
 
 
 def _engine_seed(run_seed: int, worker: str, engine: int) -> int:

@@ -23,7 +23,7 @@ import structlog
 
 from streamrl.errors import LoadRejected, RunGone, TransportError, WeightsError
 from streamrl.protocol.transport.types import Announcement
-from streamrl.protocol.weights.catchup import CatchUp
+from streamrl.protocol.weights.catchup import way_to
 from streamrl.protocol.weights.changes import Changed
 from streamrl.protocol.weights.manifest import Manifest, decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
@@ -32,7 +32,7 @@ from streamrl.telemetry.progress import Progress
 from streamrl.versions import show
 from streamrl.workers.engines.base import Engine, KvCache, Load
 from streamrl.workers.proofs.proving import Prover
-from streamrl.workers.roles import Announcements
+from streamrl.workers.roles import Announcements, FurtherMirrors
 
 log = structlog.get_logger(__name__)
 
@@ -60,6 +60,7 @@ class WeightFollower:
         progress: Progress,
         patience: Patience,
         kv_cache: KvCache = "salt",  # what a load does with keys and values of older versions
+        further: FurtherMirrors | None = None,  # of an engine over several hosts
     ) -> None:
         self.version = 0  # what the engine serves; 0: nothing yet
         self.attempted = self.num_proved = self.proved_version = 0
@@ -71,7 +72,8 @@ class WeightFollower:
         self._kv_cache = kv_cache
         self._prover = prover
         self._rehearsed: Engine | None = None  # the engine that took in a decoy last
-        self._distrusted = False
+        self._distrusted = self._further_distrusted = False
+        self._further = further
         self._progress = progress
         self._patience = patience
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mirror")
@@ -84,7 +86,7 @@ class WeightFollower:
             await asyncio.wait([self._patching])
         if self._distrusted:
             self._mirror.close()
-            self._distrusted = False
+            self._distrusted, self._further_distrusted = False, True
         try:
             while True:
                 announcement = await self._next_announcement()
@@ -126,13 +128,13 @@ class WeightFollower:
             raise WeightsError(f"the learner announced no weights within {limit_s:g} s") from None
 
     async def _fetch(self, announcement: Announcement) -> None:
-        """Bring the mirror to this version or, where that fails, to a newer one."""
+        """Bring the mirror, and those of further hosts, to this version or, where that fails, to a newer one."""
         began = time.monotonic()
         deadline = began + self._patience.give_up_after_s
         pause_s = _FIRST_PAUSE_S
-        while self._mirror.version < announcement.version:
+        while self._mirror.version < announcement.version or self._further is not None:
             try:
-                await self._patch(announcement)
+                await self._bring(announcement)
             except RunGone:
                 raise
             except (WeightsError, TransportError) as error:  # lost or damaged, or a store that is away for now
@@ -146,13 +148,33 @@ class WeightFollower:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             announcement = await self._announcements.latest(anew=True) or announcement
 
+    async def _bring(self, announcement: Announcement) -> None:
+        """All hosts at once, so that each has from the others what it lacks; and all to their ends, since a mirror that
+        is still being patched is no place to begin from."""
+        hosts = []
+        if self._mirror.version < announcement.version:
+            hosts.append(self._patch(announcement))
+        if self._further is not None:
+            version = max(self._mirror.version, announcement.version)
+            hosts.append(self._bring_further(self._further, version))
+        for outcome in await asyncio.gather(*hosts, return_exceptions=True):
+            if outcome is not None:
+                raise outcome
+
+    async def _bring_further(self, further: FurtherMirrors, version: int) -> None:
+        try:
+            async with asyncio.timeout(self._patience.give_up_after_s):
+                await further.bring(version, anew=self._further_distrusted)
+        except TimeoutError:
+            raise WeightsError(
+                f"the further hosts did not all have version {show(version)} within "
+                f"weights.give_up_after_s={self._patience.give_up_after_s:g}"
+            ) from None
+        self._further_distrusted = False
+
     async def _patch(self, announcement: Announcement) -> None:
         target = decode_manifest(announcement.manifest)
-        way = CatchUp(self._mirror.version, target)
-        while way.wants is not None:
-            encoded = await self._announcements.manifest(way.wants)
-            way.tell(None if encoded is None else decode_manifest(encoded))
-        path = way.path()
+        path = await way_to(target, self._announcements.manifest, have=self._mirror.version)
 
         def patch() -> None:
             self._mirror.apply_path(path, self._reading(path))

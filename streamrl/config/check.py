@@ -188,8 +188,10 @@ def _gpus(config: Config) -> Iterator[Problem]:
     parallel = parallel_in(worker)
     if worker.gpus == "auto" or not worker.gpus:
         return
-    if worker.gpus != parallel and ("tensor_parallel_size" in worker.engine_args or worker.gpus % parallel):
-        remedy = f"worker.engine_args spread each worker over {parallel}; take one of the two away"
+    num = worker.gpus * worker.hosts
+    if num != parallel and ("tensor_parallel_size" in worker.engine_args or num % parallel):
+        on = f", on worker.hosts = {worker.hosts}" if worker.hosts > 1 else ""
+        remedy = f"worker.engine_args spread each worker over {parallel}{on}; take one of the two away"
         yield Problem(key="worker.gpus", remedy=remedy)
 
 

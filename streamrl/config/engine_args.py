@@ -1,7 +1,7 @@
 """Checks vLLM's own arguments: which ones break a worker's guarantees, why, and what to set instead.
 
-A worker is one engine on one host, over as many of its GPUs as `worker.engine_args` say. Its weights are in that host's
-memory, its processes end with it, and each of them proves what it serves.
+A worker is one engine, over as many GPUs as `worker.engine_args` say, of its host or of several (`worker.hosts`). The
+weights are in each host's memory, its processes end with it, and each of them proves what it serves.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from streamrl.config.schema import Config, Worker
 # Dimensions over which an engine's processes split the model.
 _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
 _HOSTS = ("nnodes", "node_rank", "master_addr", "master_port", "data_parallel_address", "data_parallel_backend")
-_ALONE = "start a worker on each host instead; one engine is on the GPUs of one host (tensor_parallel_size)"
+_SEVERAL = (
+    "take it away; for one engine over several hosts set worker.hosts, and start `streamrl worker --join` on them"
+)
 # Forms to which vLLM 0.32 quantises a model at load; the proofs know how far each is from the weights themselves.
 Form = Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block"]
 QUANTIZED: tuple[Form, ...] = get_args(Form)
 
 
 def ranks_in(arguments: Mapping[str, Any]) -> int:
-    """Return the number of processes of one engine."""
+    """Return the number of processes of one engine, on all of its hosts."""
     return prod(size for name in _RANKS if isinstance(size := arguments.get(name, 1), int))
 
 
@@ -34,20 +36,24 @@ def quantized_as(worker: Worker) -> Form | None:
 
 
 def check_engine_args(config: Config) -> Iterator[Problem]:
-    if config.worker.engine != "vllm":
+    worker, arguments = config.worker, config.worker.engine_args
+    if worker.engine != "vllm":
+        if worker.hosts > 1:
+            remedy = f"worker.engine = {worker.engine} runs on one host alone: must be 1, or the engine vllm"
+            yield Problem(key="worker.hosts", value=worker.hosts, remedy=remedy)
         return
-    arguments = config.worker.engine_args
     yield from _spread(arguments)
+    yield from _over_hosts(worker)
     yield from _quantized(config)
 
 
 def _spread(arguments: Mapping[str, Any]) -> Iterator[Problem]:
     for name in _HOSTS:
         if name in arguments:
-            yield _refused(arguments, name, f"no other host has this worker's weights; take it away, and {_ALONE}")
+            yield _refused(arguments, name, f"streamrl tells vLLM which host is which; {_SEVERAL}")
     backend = arguments.get("distributed_executor_backend")
     if backend not in (None, "mp", "uni"):
-        remedy = f"its processes would not end with this worker, and may be elsewhere; take it away, and {_ALONE}"
+        remedy = f"its processes would not end with this worker; {_SEVERAL}"
         yield _refused(arguments, "distributed_executor_backend", remedy)
     if (size := arguments.get("data_parallel_size", 1)) not in (None, 1):
         remedy = (
@@ -59,6 +65,18 @@ def _spread(arguments: Mapping[str, Any]) -> Iterator[Problem]:
         if arguments.get(name):
             remedy = "it moves experts while they serve, and a load puts them where they were; take it away"
             yield _refused(arguments, name, remedy)
+
+
+def _over_hosts(worker: Worker) -> Iterator[Problem]:
+    num_ranks, told_by_gpus = ranks_in(worker.engine_args), worker.gpus != "auto" and worker.gpus > 0
+    if num_ranks % worker.hosts and not told_by_gpus:
+        remedy = (
+            f"an engine's hosts share its ranks evenly, and worker.engine_args make {num_ranks}: let "
+            "tensor_parallel_size x pipeline_parallel_size be a multiple of it, or set worker.gpus, for each host"
+        )
+        yield Problem(key="worker.hosts", value=worker.hosts, remedy=remedy)
+    if worker.hosts > 1 and worker.engine_args.get("distributed_executor_backend") == "uni":
+        yield _refused(worker.engine_args, "distributed_executor_backend", "take it away: it is for one rank alone")
 
 
 def _quantized(config: Config) -> Iterator[Problem]:

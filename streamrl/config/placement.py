@@ -79,12 +79,13 @@ def num_ranks(config: Config, part: Part) -> int:
 
 
 def parallel_in(worker: Worker) -> int:
-    """Return the number of GPUs that `worker.engine_args` require."""
+    """Return the number of GPUs that `worker.engine_args` require, on all hosts of a worker's engine."""
     return ranks_in(worker.engine_args)
 
 
 def gpus_of_worker(worker: Worker) -> int:
-    return parallel_in(worker) if worker.gpus == "auto" else worker.gpus
+    """On each host of its engine."""
+    return max(1, parallel_in(worker) // worker.hosts) if worker.gpus == "auto" else worker.gpus
 
 
 def place(config: Config, gpus: Sequence[Gpu], part: Part = "all") -> Placement:

@@ -229,7 +229,8 @@ Gpus = Literal["auto"] | NonNegative
 
 class Worker(Section):
     count: NonNegative = 1  # workers that `streamrl up` starts
-    gpus: Gpus = "auto"  # per worker: exactly as many, not shared; auto: as engine_args require, shared if few
+    gpus: Gpus = "auto"  # per worker and host: exactly as many, not shared; auto: as engine_args require, shared if few
+    hosts: Positive = 1  # hosts that an engine of vLLM spans; all but the first run `streamrl worker --join`
     engine: Annotated[str, AfterValidator(_known_engine)] = "vllm"  # one of `config.engines`
     max_groups_in_flight: Positive = 32  # counted in samples: finished samples free their slots for other groups
     lease_s: PositiveFloat = 60.0  # a ticket whose worker does not renew it for this long goes to another
@@ -238,7 +239,7 @@ class Worker(Section):
     grace_s: PositiveFloat = 10.0  # on SIGTERM: finish groups for this long, then hand tickets back
     threads: NonNegative = 0  # CPU threads of the engine; 0: the engine's choice
     engine_args: DeepArguments = Field(default_factory=dict)  # passed to vLLM; may contain maps and lists
-    start_timeout_s: PositiveFloat = 300.0
+    start_timeout_s: PositiveFloat = 300.0  # for the engine, and before that for its other hosts to join
     stall_s: PositiveFloat = 120.0  # an engine without a token for this long, while some are due, is restarted
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
-Role = Literal["learner", "worker", "reward", "launcher"]
+Role = Literal["learner", "worker", "host", "reward", "launcher"]  # host: a further one of a worker's engine
 State = Literal["starting", "working", "waiting", "stopping"]
 Detail = Mapping[str, int | float | str]
 
@@ -36,6 +36,7 @@ class Wait(StrEnum):
     STRAGGLERS = "stragglers"  # old tickets, before a step would make their groups too old
     WEIGHTS = "weights"  # a version that is needed before going on
     ENGINE = "engine"  # the engine to start or to answer
+    HOSTS = "hosts"  # the other hosts of one engine
     REWARDS = "rewards"  # reward sources to answer
     EVALUATION = "evaluation"  # answers to evaluation tickets
     RESUME = "resume"  # the operator paused the run

@@ -27,6 +27,7 @@ from streamrl.versions import make_version
 from streamrl.workers.engines.base import Engine, EngineSettings, Generated, KvCache, Load, SampleRequest, make_engine
 from streamrl.workers.engines.hf_model import RowState, processed_logprobs
 from streamrl.workers.engines.model import read_model
+from streamrl.workers.hosts.first import Hosts
 from streamrl.workers.proofs.proving import Prover, prover_of
 from tests.tiny_families import make_family
 from tests.tiny_models import CHARACTERS, Architecture, make_model
@@ -66,10 +67,12 @@ class Served:
         engine: str,
         dtype: DType = "float32",
         engine_args: dict[str, Any] | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
         self.folders = folders
         self.facts = read_model(str(self.folders[0]), trust_remote_code=False)
-        config = worker_config(threads=1, engine=engine, engine_args=engine_args or {})
+        over = {} if hosts is None else {"hosts": hosts.num, "start_timeout_s": 1200.0}
+        config = worker_config(threads=1, engine=engine, engine_args=engine_args or {}, **over)
         self.config = config.model_copy(
             update={
                 "weights": schema.Weights(dtype=dtype),
@@ -77,7 +80,9 @@ class Served:
                 "sampling": schema.Sampling(max_tokens=200),
             }
         )
-        self.engine: Engine = make_engine(EngineSettings(model=self.facts, config=self.config, seed=1))
+        self.hosts = hosts
+        settings = EngineSettings(model=self.facts, config=self.config, seed=1, hosts=hosts)
+        self.engine: Engine = make_engine(settings)
         self._num_loads = 0
         self._num_requests = 0
 

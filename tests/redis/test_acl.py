@@ -20,6 +20,7 @@ from streamrl.protocol.transport.connection import check_server, connect, connec
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.peers import Peers
+from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.protocol.weights.redis_store import RedisStore
 from tests.faults.report import Row, note
 from tests.redis.monitor_world import Watched, healthy_run
@@ -189,6 +190,21 @@ def test_workers_tell_each_other_of_pieces_and_nobody_else_reads_their_secret(
         if role != "worker":
             with pytest.raises(redis.exceptions.NoPermissionError):
                 as_role[role].get(keys.peers_secret)
+
+
+async def test_hosts_of_one_engine_read_the_same_secret_and_none_of_a_run_that_is_not_there(
+    client: redis.Redis, keys: Keys, role_urls: Mapping[Role, str], redis_settings: schema.Redis
+) -> None:
+    async with connect_async(role_urls["worker"], redis_settings) as worker:
+        streams = [WorkerStream(worker, keys, worker=name, lease_s=60.0) for name in ("first", "further")]
+        assert [await stream.secret() for stream in streams] == [None, None]
+        meta = {"uid": "u", "term": 1, "config": "{}", "fingerprint": "f", "state": "running"}
+        client.hset(keys.meta, mapping=meta)
+        denied(client)
+        first, further = [await stream.secret() for stream in streams]
+    assert first is not None
+    assert (first, len(first)) == (further, 64)
+    assert denied(client) == []
 
 
 def test_everything_that_looks_works_as_a_monitor(

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from streamrl.config.check import _gpus as check_gpus
 from streamrl.config.check import check_config
 from streamrl.config.engine_args import QUANTIZED, check_engine_args, quantized_as, ranks_in
+from streamrl.config.placement import gpus_of_worker
 from streamrl.config.schema import Weights
 from streamrl.errors import ConfigError
 from tests.worker_world import worker_config
@@ -22,8 +24,8 @@ def told(dtype: str = "bfloat16", *, engine: str = "vllm", **arguments: Any) -> 
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
-        ("nnodes", 2, "start a worker on each host"),
-        ("master_addr", "10.0.0.1", "no other host has this worker's weights"),
+        ("nnodes", 2, "set worker.hosts, and start `streamrl worker --join`"),
+        ("master_addr", "10.0.0.1", "streamrl tells vLLM which host is which"),
         ("distributed_executor_backend", "ray", "would not end with this worker"),
         ("data_parallel_size", 2, "set worker.count = 2 instead"),
         ("enable_eplb", True, "moves experts"),
@@ -43,6 +45,38 @@ def test_ranks_of_one_host_are_let_through_and_counted() -> None:
     assert told(**spread, distributed_executor_backend="mp", data_parallel_size=1, enable_eplb=False) == []
     assert ranks_in(spread) == 8
     assert ranks_in({}) == 1
+
+
+def test_hosts_of_one_engine_share_its_ranks_evenly_and_vllm_alone_spans_several() -> None:
+    def refused(**worker: Any) -> list[str]:
+        config = worker_config(**worker)
+        return [f"{found.key} = {found.value}: {found.remedy}" for found in check_engine_args(config)]
+
+    four = {"tensor_parallel_size": 4}
+    assert refused(hosts=2, engine_args=four) == []
+    assert refused(hosts=2, engine_args={"pipeline_parallel_size": 2}) == []
+    assert refused(hosts=2, gpus=4) == []
+    [found] = refused(hosts=3, engine_args=four)
+    assert found.startswith("worker.hosts = 3: an engine's hosts share its ranks evenly, and worker.engine_args make 4")
+    [found] = refused(hosts=2)
+    assert "make 1" in found
+    [found] = refused(hosts=2, engine="transformers")
+    assert found.startswith("worker.hosts = 2: worker.engine = transformers runs on one host alone")
+    [found] = refused(hosts=2, engine_args={**four, "distributed_executor_backend": "uni"})
+    assert "is for one rank alone" in found
+
+    assert ranks_in(four) == 4
+    assert gpus_of_worker(worker_config(hosts=2, engine_args=four).worker) == 2
+    assert gpus_of_worker(worker_config(hosts=2, gpus=8).worker) == 8
+
+
+def test_gpus_of_a_worker_are_those_of_each_host() -> None:
+    def refused(size: int) -> list[str]:
+        config = worker_config(hosts=2, gpus=4, engine_args={"tensor_parallel_size": size})
+        return [found.remedy for found in check_gpus(config)]
+
+    assert refused(8) == []
+    assert refused(4) == ["worker.engine_args spread each worker over 4, on worker.hosts = 2; take one of the two away"]
 
 
 @pytest.mark.parametrize("form", QUANTIZED)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.ops.launch.interface import GLOO, gloo_towards, interface_of
+from streamrl.interface import GLOO, gloo_towards, interface_of
 from tests.helpers import wait_until
 
 HOSTS = Path(__file__).parents[2] / "docs" / "hosts"

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from streamrl.config import schema
-from streamrl.config.load import load_config
+from streamrl.config.load import Loaded, load_config
+from streamrl.errors import ConfigError
 from streamrl.ops.launch.parts import Cluster, RunFolder, learner_command, reward_command, worker_command
 from streamrl.ops.launch.processes import Command
+from streamrl.ops.monitor.doctor.musts import MUSTS
 
 FOLDER = RunFolder(Path("runs/run"))
 
@@ -23,6 +25,13 @@ def make_config(**changes: Any) -> schema.Config:
         "rewards": {"exact": {"type": "function", "target": "exact_match"}},
     }
     return schema.Config.model_validate({**fields, **changes})
+
+
+OVER_HOSTS = {"hosts": 2, "engine_args": {"tensor_parallel_size": 2}}
+
+
+def loaded(changes: dict[str, Any]) -> Loaded:
+    return load_config(make_config(**changes).model_dump(mode="json"))
 
 
 def values(command: Command, option: str) -> list[str]:
@@ -72,6 +81,18 @@ def test_a_worker_that_needs_no_permission_gets_none() -> None:
 def test_a_worker_imports_vllm_ahead_where_its_engine_is_vllm() -> None:
     assert "--import-vllm" in worker(make_config()).arguments
     assert "--import-vllm" not in worker(make_config(worker={"engine": "transformers"})).arguments
+
+
+def test_each_worker_of_an_engine_over_hosts_listens_for_them_at_a_port_of_its_own() -> None:
+    assert values(worker(make_config(worker={"hosts": 2})), "--hosts") == ["0.0.0.0:9603"]
+    assert values(worker(make_config()), "--hosts") == []
+
+
+def test_hosts_of_one_engine_need_a_redis_that_they_reach() -> None:
+    with pytest.raises(ConfigError, match=r"worker\.hosts = 2: .*set redis\.url"):
+        MUSTS["placement"](loaded({"worker": OVER_HOSTS}))
+    MUSTS["placement"](loaded({"worker": OVER_HOSTS, "redis": {"url": "redis://first:6379"}}))
+    MUSTS["placement"](loaded({}))
 
 
 def test_the_learner_runs_under_torchrun_with_its_ranks_and_restarts() -> None:

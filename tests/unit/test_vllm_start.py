@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 
 from streamrl.errors import ConfigError
-from streamrl.workers.engines.base import EngineSettings
+from streamrl.workers.engines.base import EngineSettings, Meeting
 from streamrl.workers.engines.model import read_model
-from streamrl.workers.engines.vllm_start import _environment, _platform_environment, engine_args
+from streamrl.workers.engines.vllm_engine import VllmEngine
+from streamrl.workers.engines.vllm_start import (
+    _environment,
+    _network_environment,
+    _platform_environment,
+    _several_hosts,
+    engine_args,
+)
 from tests.tiny_models import make_model
 from tests.worker_world import worker_config
 
@@ -44,6 +51,8 @@ def test_its_processes_are_spawned_whatever_anybody_said(
         ({"gpus": 4, "engine_args": {"pipeline_parallel_size": 2}}, None, {"tensor_parallel_size": 2}),
         ({"engine_args": {"gpu_memory_utilization": 0.7}}, 0.4, {"gpu_memory_utilization": 0.7}),
         ({"gpus": 1}, None, {}),
+        ({"gpus": 4, "hosts": 2}, None, {"tensor_parallel_size": 8}),
+        ({"gpus": 1, "hosts": 2}, None, {"tensor_parallel_size": 2}),
     ],
 )
 def test_on_gpus_it_is_told_how_many_and_how_much(
@@ -69,7 +78,7 @@ def test_what_vllm_could_not_keep_is_refused_before_it_starts(tmp_path: Path) ->
         config = worker_config(engine_args=given)
         return engine_args(EngineSettings(model=facts, config=config, seed=1), on_cpu=on_cpu)
 
-    with pytest.raises(ConfigError, match=r"worker\.engine_args\.nnodes = 2: .*start a worker on each host"):
+    with pytest.raises(ConfigError, match=r"worker\.engine_args\.nnodes = 2: .*set worker\.hosts"):
         arguments(False, nnodes=2)
     experts = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     with pytest.raises(ConfigError, match=r"worker\.engine_args\.enable_expert_parallel: .*CPUs"):
@@ -100,9 +109,39 @@ def test_ranks_on_cpus_share_the_threads_and_are_bound_to_no_node(
     arguments: dict[str, Any] = {"enforce_eager": False, **spread}
     assert _platform_environment(arguments, worker, on_cpu=True) == expected
     assert _platform_environment(arguments, worker, on_cpu=False) == {}
+    over_hosts = worker_config(threads=4, hosts=2, engine_args=spread).worker
+    if spread:
+        found = _platform_environment(arguments, over_hosts, on_cpu=True)
+        assert found == {THREADS: "4", BIND: "nobind"}  # one rank here, and the other on the other host
     monkeypatch.delenv(THREADS, raising=False)
     cores = len(os.sched_getaffinity(0))
     found = _platform_environment(
         {"enforce_eager": False, "tensor_parallel_size": 2}, worker_config().worker, on_cpu=True
     )
     assert found == {THREADS: str(max(1, cores // 2)), BIND: "nobind"}
+
+
+def test_over_hosts_vllm_is_told_which_one_this_is_and_by_which_address_the_others_reach_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_HOST_IP", raising=False)
+    place = Meeting(address="127.0.0.1", port=1234, own="127.0.0.2", node=1)
+    worker = worker_config(hosts=2, engine_args={"tensor_parallel_size": 2}).worker
+    assert _several_hosts(worker, place) == {
+        "nnodes": 2,
+        "node_rank": 1,
+        "master_addr": "127.0.0.1",
+        "master_port": 1234,
+        "distributed_executor_backend": "mp",
+    }
+    assert _network_environment(place) == {"VLLM_HOST_IP": "127.0.0.2"}
+    monkeypatch.setenv("VLLM_HOST_IP", "10.1.1.1")
+    assert _network_environment(place) == {"VLLM_HOST_IP": "10.1.1.1"}
+
+
+def test_an_engine_over_hosts_is_a_workers_alone(tmp_path: Path) -> None:
+    """An evaluation has one host."""
+    facts = read_model(str(make_model(tmp_path / "model")), trust_remote_code=False)
+    config = worker_config(hosts=2, engine_args={"tensor_parallel_size": 2})
+    with pytest.raises(ConfigError, match=r"worker\.hosts = 2: only a worker .* set worker\.hosts=1"):
+        VllmEngine(EngineSettings(model=facts, config=config, seed=1))

@@ -119,6 +119,35 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """One host's place in an engine over several."""
+
+    address: str  # on the first host: where the ranks of all meet
+    port: int
+    own: str  # our own address, as the others reach it
+    node: int = 0  # our number; 0: the first host
+
+
+class FurtherHosts(Protocol):
+    """Those that have ranks of this worker's engine, as the engine sees them."""
+
+    async def begin(self, seed: int) -> Meeting:
+        """Wait for them all, and have their ranks start. EngineError: some did not come in time."""
+        ...
+
+    async def lost(self) -> str:
+        """Returns when one of them is lost: which, and why. The engine that was begun is of no use from then on."""
+        ...
+
+    def end(self) -> None:
+        """Their ranks end; nothing where none was begun."""
+
+    def named(self, node: int) -> str:
+        """How an error names the host of this number, after a rank of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """What an engine is made from: the run's configuration, and this worker's own word."""
 
@@ -126,6 +155,7 @@ class EngineSettings:
     config: schema.Config
     seed: int  # of all sampling in this engine; another one at each start
     gpu_memory: float | None = None  # share of its GPUs' memory, where others use them too
+    hosts: FurtherHosts | None = None  # where the engine has ranks besides this host's (`worker.hosts`)
 
     @property
     def max_length(self) -> int:

@@ -14,6 +14,8 @@ What is decided here, and why:
 - On a CPU an engine of one rank runs the model inside the EngineCore process: a third process costs 10 s more to
   start, and on few cores 10 % of the throughput. With more ranks (`tensor_parallel_size`, `pipeline_parallel_size`)
   EngineCore has a process for each, which loads, proves and answers for its own part of the model.
+- Over several hosts (`worker.hosts`) the further ones start their ranks by themselves (`vllm_headless`), and each rank
+  loads from its own host's mirror. When one of these hosts is lost, EngineCore is killed, and its ranks with it.
 
 Blocks on vLLM's start (`worker.start_timeout_s`), and on a load or sign of life for `_ANSWER_S` at most.
 """
@@ -21,6 +23,7 @@ Blocks on vLLM's start (`worker.start_timeout_s`), and on a load or sign of life
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
@@ -33,7 +36,7 @@ import numpy.typing as npt
 
 from streamrl.config import schema
 from streamrl.config.routers import wants_routes
-from streamrl.errors import EngineError, ResourceError, SampleError
+from streamrl.errors import ConfigError, EngineError, ResourceError, SampleError
 from streamrl.held_folders import scratch_folder
 from streamrl.protocol.wire.routes import Routes
 from streamrl.protocol.wire.sample import FinishReason, Span
@@ -42,8 +45,10 @@ from streamrl.workers.engines.base import (
     Engine,
     EngineSettings,
     EngineStats,
+    FurtherHosts,
     Generated,
     Load,
+    Meeting,
     ReadBack,
     SampleRequest,
 )
@@ -67,6 +72,11 @@ _SOON, _SOONER, _SOONEST = 2, 1, 0  # vLLM's priorities: training, evaluation, c
 class VllmEngine(Engine):
     def __init__(self, settings: EngineSettings) -> None:
         check_installed()
+        if (num_hosts := settings.config.worker.hosts) > 1 and settings.hosts is None:
+            raise ConfigError(
+                f"worker.hosts = {num_hosts}: only a worker has an engine over several hosts; set worker.hosts=1 here, "
+                "and worker.engine_args for the GPUs of this host"
+            )
         self._settings = settings
         # The processes that vLLM starts die with the thread that started them (see vllm_plugin), so it must stay.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm")
@@ -79,25 +89,44 @@ class VllmEngine(Engine):
         self._num_salts = 0
         self._in_flight = 0
         self._num_canaries = 0
+        self._watching: asyncio.Task[None] | None = None
+        self._lost = ""  # which further host, and why
 
     async def start(self) -> None:
         timeout_s = self._settings.config.worker.start_timeout_s
         look_after_server()  # here and not in `_thread`, with which it would end
-        building = asyncio.get_running_loop().run_in_executor(self._thread, self._build)
+        meeting = None
+        if (hosts := self._settings.hosts) is not None:
+            meeting = await hosts.begin(self._settings.seed)
+            self._watching = asyncio.create_task(self._end_with(hosts), name="further hosts of the engine")
+        building = asyncio.get_running_loop().run_in_executor(self._thread, self._build, meeting)
         try:
             await asyncio.wait_for(building, timeout_s)
         except TimeoutError:
             raise ResourceError(
                 f"vLLM did not start within worker.start_timeout_s={timeout_s:g}; its own log says what it was doing"
             ) from None
+        except EngineError as error:
+            raise self._caused(error) from error
         if self.bare().vllm_config.parallel_config.world_size > 1:
             async with self._answering("prepare its ranks") as llm:
-                names = {name for rank in await llm.collective_rpc(PREPARE) for name in rank}
-                self._scratch.callback(remove_shared, names)
+                ranks = await llm.collective_rpc(PREPARE)
+                here = ranks[: len(ranks) // self._settings.config.worker.hosts]  # the first ones
+                self._scratch.callback(remove_shared, {name for rank in here for name in rank})
 
-    def _build(self) -> None:
+    def _build(self, meeting: Meeting | None) -> None:
         # Not as the executor's result: its future would keep the engine until the interpreter falls apart.
-        self._llm, self._watch = build_llm(self._settings, self._scratch.enter_context(scratch_folder()))
+        self._llm, self._watch = build_llm(self._settings, self._scratch.enter_context(scratch_folder()), meeting)
+
+    async def _end_with(self, hosts: FurtherHosts) -> None:
+        """vLLM would wait for a host that is gone, for minutes or for ever; without its EngineCore all calls fail."""
+        self._lost = await hosts.lost()
+        for child in multiprocessing.active_children():
+            if child.name.startswith("EngineCore"):
+                child.kill()
+
+    def _caused(self, error: EngineError) -> EngineError:
+        return EngineError(self._lost) if self._lost else error
 
     async def load(self, load: Load) -> None:
         weights, version = load.weights, load.version
@@ -123,12 +152,19 @@ class VllmEngine(Engine):
     async def read_back(self, weights: Path, *, number: int, num_parts: int) -> ReadBack:
         async with self._answering("be read back") as llm:
             ranks = await llm.collective_rpc(READ_BACK, args=(str(weights), number, num_parts))
-        ends = [f" of rank {rank}" for rank in range(len(ranks))] if len(ranks) > 1 else [""]
+        ends = [self._end_of(rank, len(ranks)) for rank in range(len(ranks))]
         return ReadBack(
             num_read=sum(found["num_read"] for found in ranks),
             wrong=tuple(sorted(name + end for end, found in zip(ends, ranks, strict=True) for name in found["wrong"])),
             unreadable=tuple(sorted({name for found in ranks for name in found["unreadable"]})),
         )
+
+    def _end_of(self, rank: int, num_ranks: int) -> str:
+        if num_ranks == 1:
+            return ""
+        hosts = self._settings.hosts
+        node = rank * self._settings.config.worker.hosts // num_ranks
+        return f" of rank {rank}" + ("" if hosts is None else hosts.named(node))
 
     async def generate(self, request: SampleRequest) -> Generated:
         assert self._version, "a sample was asked for before any version was loaded"
@@ -180,6 +216,10 @@ class VllmEngine(Engine):
 
     async def stop(self) -> None:
         llm, self._llm = self._llm, None
+        if self._watching is not None:
+            await cancel_all([self._watching])
+            assert self._settings.hosts is not None, "they are watched"
+            self._settings.hosts.end()
         if llm is not None:
             await _stop_reading(llm)
             await asyncio.get_running_loop().run_in_executor(self._thread, partial(llm.shutdown, timeout=_STOP_S))
@@ -203,9 +243,9 @@ class VllmEngine(Engine):
             async with asyncio.timeout(_ANSWER_S):
                 yield self._llm
         except TimeoutError:
-            raise EngineError(f"vLLM did not {what} within {_ANSWER_S:g} s") from None
+            raise self._caused(EngineError(f"vLLM did not {what} within {_ANSWER_S:g} s")) from None
         except Exception as error:  # vLLM's own errors share no base
-            raise EngineError(f"vLLM could not {what}: {error}") from error
+            raise self._caused(EngineError(f"vLLM could not {what}: {error}")) from error
 
     async def _final(
         self,
@@ -227,7 +267,7 @@ class VllmEngine(Engine):
         except (VLLMValidationError, ValueError) as error:
             raise SampleError(f"vLLM refused a sample: {error}") from error
         except Exception as error:  # EngineDeadError, EngineGenerateError, and what else a dying engine raises
-            raise EngineError(f"vLLM failed: {type(error).__name__}: {error}") from error
+            raise self._caused(EngineError(f"vLLM failed: {type(error).__name__}: {error}")) from error
         if not final or not final[-1].finished:
             raise EngineError("vLLM ended a request without its output")
         return final[-1]

@@ -31,8 +31,9 @@ from streamrl.config.placement import parallel_in
 from streamrl.config.routers import refuse_large, wants_routes
 from streamrl.errors import ConfigError, EngineError, ResourceError
 from streamrl.extras import install
+from streamrl.interface import gloo_from
 from streamrl.misfits import misfits
-from streamrl.workers.engines.base import EngineSettings
+from streamrl.workers.engines.base import EngineSettings, Meeting
 from streamrl.workers.engines.routes import shape_of_vllm, vllm_args
 from streamrl.workers.engines.vllm_forked import forking_engines, import_ahead
 from streamrl.workers.engines.vllm_plugin import (
@@ -90,16 +91,29 @@ def _import_front_end() -> None:
     import vllm.v1.engine.async_llm  # noqa: F401
 
 
-def build_llm(settings: EngineSettings, scratch: Path) -> tuple[AsyncLLM, StepWatch]:
+def build_llm(settings: EngineSettings, scratch: Path, meeting: Meeting | None = None) -> tuple[AsyncLLM, StepWatch]:
     """Imports vLLM, starts its processes, returns when the model stands. `scratch`: for sockets and temporary files, of
-    which vLLM leaves some behind."""
+    which vLLM leaves some behind. `meeting`: of an engine over several hosts."""
+    config = vllm_config(settings, scratch, meeting)
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor.abstract import Executor
+
+    try:
+        with forking_engines() if config.model_config.enforce_eager else nullcontext():
+            llm = AsyncLLM(config, Executor.get_class(config), log_stats=True, log_requests=False)
+    except Exception as error:  # vLLM's own errors share no base
+        raise EngineError(f"vLLM did not start: {error}") from error
+    return llm, watch_steps(llm)
+
+
+def vllm_config(settings: EngineSettings, scratch: Path, meeting: Meeting | None) -> VllmConfig:
+    """Imports vLLM, and sets the environment that its processes inherit."""
     os.environ.update(_environment(settings.config.worker, scratch))
     try:
+        import vllm.v1.engine.async_llm  # noqa: F401
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.model_executor.models import registry
         from vllm.platforms import current_platform
-        from vllm.v1.engine.async_llm import AsyncLLM
-        from vllm.v1.executor.abstract import Executor
     except ImportError as error:
         raise ResourceError(f"worker.engine=vllm, but vLLM cannot be imported: {error}") from error
 
@@ -108,15 +122,28 @@ def build_llm(settings: EngineSettings, scratch: Path) -> tuple[AsyncLLM, StepWa
     arguments = engine_args(settings, on_cpu=current_platform.is_cpu())
     refuse_unknown(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
     os.environ.update(_platform_environment(arguments, settings.config.worker, on_cpu=current_platform.is_cpu()))
+    if meeting is not None:
+        os.environ.update(_network_environment(meeting))
+        arguments |= _several_hosts(settings.config.worker, meeting)
     config = engine_config(AsyncEngineArgs, arguments)
     if wants_routes(settings.config):
         refuse_large(settings.config, shape_of_vllm(config.model_config))
-    try:
-        with forking_engines() if arguments["enforce_eager"] else nullcontext():
-            llm = AsyncLLM(config, Executor.get_class(config), log_stats=True, log_requests=False)
-    except Exception as error:  # vLLM's own errors share no base
-        raise EngineError(f"vLLM did not start: {error}") from error
-    return llm, watch_steps(llm)
+    return config
+
+
+def _several_hosts(worker: schema.Worker, meeting: Meeting) -> dict[str, Any]:
+    return {
+        "nnodes": worker.hosts,
+        "node_rank": meeting.node,
+        "master_addr": meeting.address,
+        "master_port": meeting.port,
+        "distributed_executor_backend": "mp",
+    }
+
+
+def _network_environment(meeting: Meeting) -> dict[str, str]:
+    """By which of this host's addresses and interfaces the others reach its ranks; what an operator has said stands."""
+    return {"VLLM_HOST_IP": os.environ.get("VLLM_HOST_IP", meeting.own), **gloo_from(meeting.own)}
 
 
 def engine_config(make: Callable[..., AsyncEngineArgs], arguments: Mapping[str, Any]) -> VllmConfig:
@@ -176,13 +203,13 @@ def _platform_environment(arguments: Mapping[str, Any], worker: schema.Worker, *
     if arguments["enforce_eager"]:
         # Even then vLLM compiles a helper of the sampler: 10 s in the middle of the first batch, for nothing.
         wanted["TORCHDYNAMO_DISABLE"] = "1"
-    num_ranks = ranks_in(arguments)
-    if on_cpu and num_ranks == 1:
+    num_ranks = ranks_in(arguments) // worker.hosts  # here
+    if on_cpu and ranks_in(arguments) == 1:
         wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # what vLLM calls this: the model runs in the EngineCore process
     elif on_cpu and (worker.threads or "OMP_NUM_THREADS" not in os.environ):
         cores = worker.threads or len(os.sched_getaffinity(0))
         wanted["OMP_NUM_THREADS"] = str(max(1, cores // num_ranks))  # of each
-    if on_cpu and (worker.threads or num_ranks > 1):
+    if on_cpu and (worker.threads or ranks_in(arguments) > 1):
         # By itself vLLM binds each rank to a NUMA node of its own, and ends where there are fewer nodes than ranks.
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return wanted
@@ -236,8 +263,8 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
 def _gpu_args(settings: EngineSettings) -> dict[str, Any]:
     """Of the GPUs that `streamrl up` gave this worker."""
     worker, found = settings.config.worker, {}
-    if worker.gpus != "auto" and worker.gpus > 1:
-        found["tensor_parallel_size"] = worker.gpus // parallel_in(worker)
+    if worker.gpus != "auto" and worker.gpus * worker.hosts > 1:
+        found["tensor_parallel_size"] = worker.gpus * worker.hosts // parallel_in(worker)
     return found if settings.gpu_memory is None else {**found, "gpu_memory_utilization": settings.gpu_memory}
 
 

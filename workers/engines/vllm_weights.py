@@ -36,6 +36,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from streamrl.workers.engines.host_mirror import mirror_here
 from streamrl.workers.engines.hub_names import HubNames, Named
 from streamrl.workers.engines.mapped_file import decoys, mapped_for
 from streamrl.workers.engines.vllm_experts import packed_once
@@ -89,6 +90,7 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
 
     def receive_weights(self, update_info: MirrorUpdate) -> None:
         version, self._version = self._version, 0
+        update_info.path = mirror_here(update_info.path, version=update_info.version)
         if update_info.patch is None:
             for method in packed_once(self.model):
                 method.moe_kernel = None
@@ -106,12 +108,16 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
         """Of this file's tensors in the model, for who makes patches; or why there are none."""
         if self._places is None:
             num_shards = self.parallel_config.world_size
-            tensors = self._mirror.tensors(path)
+            tensors = self._mirror.tensors(self.path_here(path))
             found = places_in(self.model, tensors, in_files=self.in_files, num_shards=num_shards)
             if isinstance(found, str):
                 return {"reason": found, "places": []}
             self._places = found
         return {"reason": "", "places": [asdict(place) for place in self._places.places]}
+
+    def path_here(self, path: str) -> str:
+        """Of the version that is served, which this host's mirror must still hold."""
+        return mirror_here(path, version=self._version)
 
     def _load(self, update_info: MirrorUpdate) -> None:
         model: Any = self.model  # every model of vLLM has `load_weights`

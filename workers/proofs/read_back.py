@@ -48,7 +48,8 @@ class ReadBackExtension:
         read, and how many were read."""
         worker: Any = self
         with torch.no_grad(), torch.device("cpu"):
-            named = worker.weight_transfer_engine.in_files(MappedFile().tensors(path))
+            transfer = worker.weight_transfer_engine
+            named = transfer.in_files(MappedFile().tensors(transfer.path_here(path)))
             calls = where_tensors_go(worker.get_model(), named)
             reader = _Reader(columns=random.Random(number))
             for at, (name, module, of_module) in enumerate(calls):

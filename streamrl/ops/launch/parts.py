@@ -25,7 +25,7 @@ from streamrl.config.places import granted
 from streamrl.errors import PartError
 from streamrl.files import write_durably
 from streamrl.held_folders import scratch_folder
-from streamrl.ops.launch.interface import gloo_towards
+from streamrl.interface import gloo_towards
 from streamrl.ops.launch.processes import Command, Kept, Process, end_all, part_error
 from streamrl.process import LOOPBACK
 from streamrl.protocol.transport.connection import check_server, connect
@@ -33,6 +33,7 @@ from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.weights.stores import budget_in_redis
 from streamrl.telemetry.progress import Progress
 
+_HOSTS_PORT = 9600  # of the first worker; that of each further one is one more
 _MAX_RESTARTS = 5  # of the embedded Redis
 _READY_S = 300.0  # a large reward model takes long to load
 _LOOK_EVERY_S = 0.2
@@ -106,6 +107,8 @@ def worker_command(
         words += ["--local-reward-url", reward_url]
     if config.worker.engine == "vllm":
         words += ["--import-vllm"]
+    if config.worker.hosts > 1:
+        words += ["--hosts", f"0.0.0.0:{_HOSTS_PORT + number}"]
     if (fraction := placement.fraction(name)) is not None:
         words += ["--gpu-memory", f"{fraction:.3f}"]
     return Command(

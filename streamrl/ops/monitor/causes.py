@@ -186,6 +186,7 @@ TABLE: Mapping[str, Callable[[View], Iterator[Cause]]] = {
     "reward_outage": flow.reward_outage,
     "environment_fails": flow.environment_fails,
     "workers_starting": parts.workers_starting,
+    "workers_without_hosts": parts.workers_without_hosts,
     "workers_without_weights": parts.workers_without_weights,
     "workers_stuck": parts.workers_stuck,
     "byte_budget_reached": flow.byte_budget_reached,

@@ -128,6 +128,23 @@ def workers_starting(view: View) -> Iterator[Cause]:
     )
 
 
+def workers_without_hosts(view: View) -> Iterator[Cause]:
+    waiting = waiting_for(view, Wait.HOSTS)
+    if not waiting:
+        return
+    longest = max(waiting, key=lambda worker: worker.part.doing_s)
+    there, wanted, at = (longest.detail.get(name, "?") for name in ("hosts", "hosts_wanted", "hosts_at"))
+    more = f", and {plural(len(waiting) - 1, 'other worker')}" if len(waiting) > 1 else ""
+    yield Cause(
+        level="blocking" if len(waiting) == len(alive(view)) else "attention",
+        title="a worker waits for the other hosts of its engine",
+        evidence=f"{longest.part.name} on {longest.part.host} has {there} of {wanted} hosts, for "
+        f"{age(longest.part.doing_s)}{more}; the others join at {at}",
+        remedy="on each missing host: streamrl worker --redis URL --run NAME --join HOST:PORT, with this worker's "
+        "host and that port; if one was started, its log says why it did not join (not_joined)",
+    )
+
+
 def workers_without_weights(view: View) -> Iterator[Cause]:
     workers = alive(view)
     waiting = waiting_for(view, Wait.WEIGHTS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -281,6 +282,12 @@ class WorkerStream:
         knows. Where a reply is lost the call is repeated, and may count twice."""
         reply = await self._call("count what is spent", scripts.SPEND, [self._keys.counters], f"spent:{what}", num)
         return num if reply is None else int(reply[0])
+
+    async def secret(self) -> bytes | None:
+        """What hosts of this run prove to each other that they know; None while no run is there."""
+        fresh = secrets.token_hex(32)
+        reply = await self._call("read the hosts' secret", scripts.SECRET, [self._keys.peers_secret], fresh)
+        return None if reply is None else bytes(reply[0])
 
     # Delivering
 

@@ -27,6 +27,13 @@ def guarded(text: str) -> Script:
     return Script(_GUARD + text)
 
 
+# What hosts of this run prove to each other that they know; the first who asks makes it.
+SECRET = guarded("""
+redis.call('SET', KEYS[1], ARGV[1], 'NX')
+return {'OK', redis.call('GET', KEYS[1])}
+""")
+
+
 # Lease up to `most` tickets, without waiting: per stream first those whose lease ran out, then new ones. With `recover`
 # also all that this worker already holds, some of which it may not know of: a reply was lost. Answers the tickets
 # as [key of the stream, id, number, run, identity, body], and how many of them had run out.

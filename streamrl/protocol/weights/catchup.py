@@ -11,10 +11,10 @@ Blocks on nothing: who follows looks the manifests up (`CatchUp.wants`), in what
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from streamrl.errors import WeightsError
-from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.weights.manifest import Manifest, decode_manifest
 from streamrl.versions import show
 
 DELTA_WEIGHT = 4
@@ -78,4 +78,13 @@ def catch_up(have: int, target: Manifest, manifests: Callable[[int], Manifest | 
     way = CatchUp(have, target)
     while way.wants is not None:
         way.tell(manifests(way.wants))
+    return way.path()
+
+
+async def way_to(target: Manifest, look_up: Callable[[int], Awaitable[bytes | None]], *, have: int) -> list[Manifest]:
+    """`look_up`: the manifest of a version, as it is published."""
+    way = CatchUp(have, target)
+    while way.wants is not None:
+        encoded = await look_up(way.wants)
+        way.tell(None if encoded is None else decode_manifest(encoded))
     return way.path()

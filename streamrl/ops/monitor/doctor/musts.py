@@ -13,9 +13,10 @@ from streamrl.config.engines import ENGINES
 from streamrl.config.files import check_files
 from streamrl.config.load import Loaded
 from streamrl.config.placement import Part, num_workers, place
-from streamrl.config.places import is_object_store
+from streamrl.config.places import EMBEDDED_REDIS, is_object_store
 from streamrl.config.routers import refuse_without_gpus
 from streamrl.config.schema import Config
+from streamrl.errors import ConfigError
 from streamrl.extras import check_learner, need
 from streamrl.files import check_writable
 from streamrl.gpus import gpus_here
@@ -62,6 +63,16 @@ def _port(loaded: Loaded) -> None:
         bind(server.host, server.port, what=f"reward_server.port = {server.port}").close()
 
 
+def _placement(loaded: Loaded) -> None:
+    worker = loaded.config.worker
+    if worker.hosts > 1 and worker.count and loaded.config.redis.url == EMBEDDED_REDIS:
+        raise ConfigError(
+            f"worker.hosts = {worker.hosts}: an engine's other hosts do not reach the Redis that `streamrl up` starts "
+            "for itself; set redis.url to one that all hosts reach, or worker.hosts to 1"
+        )
+    place(loaded.config, gpus_here())
+
+
 MUSTS: Mapping[str, Callable[[Loaded], object]] = {
     "settings": lambda loaded: check_config(loaded.config, loaded.origin),
     "packages": lambda loaded: check_packages(loaded.config),
@@ -69,5 +80,5 @@ MUSTS: Mapping[str, Callable[[Loaded], object]] = {
     "run folder": lambda loaded: check_writable(loaded.config.folder, what=f"dir = {str(loaded.config.dir)!r}"),
     "files": lambda loaded: check_files(loaded.config),
     "reward port": _port,
-    "placement": lambda loaded: place(loaded.config, gpus_here()),
+    "placement": _placement,
 }

@@ -29,7 +29,13 @@ def gloo_towards(endpoint: str, environment: Mapping[str, str] = os.environ) -> 
         mine = _address_towards(host.strip("[]"), int(port))
     except OSError:  # no such host, or no route, which the learner reports itself
         return {}
-    name = None if mine.is_loopback else interface_of(mine)
+    return gloo_from(str(mine), environment)
+
+
+def gloo_from(own: str, environment: Mapping[str, str] = os.environ) -> Mapping[str, str]:
+    """For ranks whose hosts are known to reach each other from this address of ours."""
+    mine = ipaddress.ip_address(own.partition("%")[0])
+    name = None if GLOO in environment or mine.is_loopback else interface_of(mine)
     return {} if name is None else {GLOO: name}
 
 

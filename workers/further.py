@@ -1,0 +1,80 @@
+"""A further host of an engine, put together of its parts, as `streamrl worker --join` begins it: `hosts.further`."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import redis.asyncio
+
+from streamrl.config import schema
+from streamrl.errors import ConfigError
+from streamrl.held_folders import scratch_folder
+from streamrl.process import parse_address
+from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.types import RunInfo
+from streamrl.protocol.transport.worker import WorkerStream
+from streamrl.telemetry.progress import Progress
+from streamrl.workers.engines.base import EngineSettings, Meeting
+from streamrl.workers.engines.vllm_headless import HeadlessRanks
+from streamrl.workers.hosts.copy import Copy
+from streamrl.workers.hosts.further import FirstHost, FurtherHost
+from streamrl.workers.mirrored import open_mirror
+from streamrl.workers.model import find_model
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from streamrl.workers.service import Options
+
+
+async def serve_ranks(
+    options: Options,
+    keys: Keys,
+    config: schema.Config,
+    info: RunInfo,
+    client: redis.asyncio.Redis,
+    progress: Progress,
+    stop: asyncio.Event,
+) -> None:
+    """Returns when told to stop, by a signal or by the first host, or when the run has ended."""
+    assert options.join is not None, "a further host knows its first one"
+    worker = config.worker
+    if worker.hosts == 1:
+        raise ConfigError(f"--join {options.join}: the run has worker.hosts = 1, so that each engine is on one host")
+    first = FirstHost(
+        at=parse_address(options.join, what="--join"),
+        run_uid=info.uid,
+        start_timeout_s=worker.start_timeout_s,
+        grace_s=worker.grace_s,
+    )
+    stream = WorkerStream(
+        client, keys, worker=options.worker, lease_s=worker.lease_s, give_up_after_s=config.redis.give_up_after_s
+    )
+    model = await find_model(config, info, override=options.model, permissions=options.permissions, progress=progress)
+
+    async def secret() -> bytes | None:
+        now = await stream.run_info()
+        return None if now is None or now.state != "running" else await stream.secret()
+
+    async with open_mirror(
+        config,
+        model,
+        keys,
+        run_uid=info.uid,
+        worker=options.worker,
+        redis_url=options.redis_url,
+        peers=options.peers,
+        progress=progress,
+    ) as mirrored:
+        copy = Copy(look_up=stream.manifest, mirror=mirrored.mirror, reading=mirrored.reading)
+        with contextlib.closing(copy), scratch_folder() as scratch:
+
+            def make_ranks(meeting: Meeting, seed: int) -> HeadlessRanks:
+                settings = EngineSettings(model=model, config=config, seed=seed, gpu_memory=options.gpu_memory)
+                return HeadlessRanks(settings, meeting, mirror=mirrored.mirror.path, scratch=scratch)
+
+            host = FurtherHost(
+                name=options.worker, first=first, secret=secret, copy=copy, make_ranks=make_ranks, progress=progress
+            )
+            await host.run(stop)

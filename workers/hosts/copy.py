@@ -1,0 +1,66 @@
+"""A further host's copy of the weights: at the version that the first host says, and at no other.
+
+    bring ─► tag away ─► patched in a thread, digests compared ─► tag: its ranks may load it (`engines.host_mirror`)
+
+Blocks on the store, and on Redis for manifests; the first host bounds the wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from streamrl.errors import WeightsError
+from streamrl.files import write_durably
+from streamrl.protocol.weights.catchup import way_to
+from streamrl.protocol.weights.manifest import Manifest, decode_manifest
+from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.stores import Blobs
+from streamrl.workers.engines.host_mirror import tag_of
+
+
+class Copy:
+    def __init__(
+        self,
+        *,
+        look_up: Callable[[int], Awaitable[bytes | None]],  # the manifest of a version
+        mirror: Mirror,
+        reading: Callable[[Sequence[Manifest]], Blobs],
+    ) -> None:
+        self._look_up, self._mirror, self._reading = look_up, mirror, reading
+        self._tag = tag_of(mirror.path)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mirror")
+        self._patching: asyncio.Future[None] | None = None
+        self._turn = asyncio.Lock()
+
+    async def bring(self, version: int, *, anew: bool) -> None:
+        """One call after the other; one that was cancelled leaves the thread at work, which is waited for."""
+        async with self._turn:
+            await self._bring(version, anew=anew)
+
+    async def _bring(self, version: int, *, anew: bool) -> None:
+        if self._patching is not None:
+            await asyncio.wait([self._patching])
+        if anew or self._mirror.version > version:
+            self._tag.unlink(missing_ok=True)
+            self._mirror.close()
+        if self._mirror.version == version:
+            return
+        self._tag.unlink(missing_ok=True)
+        encoded = await self._look_up(version)
+        if encoded is None:
+            raise WeightsError("what Redis said of it is gone: a newer one has taken its place")
+        path = await way_to(decode_manifest(encoded), self._look_up, have=self._mirror.version)
+
+        def patch() -> None:
+            self._mirror.apply_path(path, self._reading(path))
+            write_durably(self._tag, str(version).encode())
+
+        self._patching = asyncio.get_running_loop().run_in_executor(self._thread, patch)
+        await asyncio.shield(self._patching)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._tag.unlink(missing_ok=True)
+        self._mirror.close()

@@ -1,0 +1,242 @@
+"""A further host's side: it joins the first host, does as it is told, and starts over when that one is lost.
+
+    join ─┬─► bring   the copy of the weights, to this version         ─► answered when it is there, or why it is not
+     ▲    ├─► begin   ranks of the engine, in a thread of their own    ─► one that ends is told, and ends all
+     │    ├─► end     they are killed
+     │    └─► leave   the first host's worker left in order, and so does this one
+     └── the first host is lost, or a rank: the ranks are killed, the copy stays
+
+Blocks on the first host for `start_timeout_s`, then EngineError. A word to stop is passed on after `grace_s`: where
+both hosts are told at once, the first one ends its answers, and says so, before that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+
+from streamrl.errors import EngineError, TransportError, UserError, WeightsError
+from streamrl.tasks import cancel_all, unless
+from streamrl.telemetry.progress import Progress, Wait
+from streamrl.workers.engines.base import Meeting
+from streamrl.workers.hosts.link import LONGEST_LINE, SILENT_S, Link, LinkLost, Message, greet
+
+log = structlog.get_logger(__name__)
+
+_CONNECT_S = 5.0
+_AGAIN_S = 1.0
+_KILL_AGAIN_S = 0.2
+
+
+class Ranks(Protocol):
+    """`engines.vllm_headless.HeadlessRanks`, or a double."""
+
+    def start(self) -> None: ...
+
+    def wait(self) -> str: ...
+
+    def kill(self) -> None: ...
+
+
+class Holds(Protocol):
+    """`hosts.copy.Copy`, or a double."""
+
+    async def bring(self, version: int, *, anew: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstHost:
+    """Where it is, and how long it is waited for."""
+
+    at: tuple[str, int]
+    run_uid: str
+    start_timeout_s: float
+    grace_s: float
+    silent_s: float = SILENT_S
+
+
+class FurtherHost:
+    def __init__(
+        self,
+        *,
+        name: str,
+        first: FirstHost,
+        secret: Callable[[], Awaitable[bytes | None]],  # of the run; None: it has ended
+        copy: Holds,
+        make_ranks: Callable[[Meeting, int], Ranks],  # the second: the seed, which all ranks of an engine share
+        progress: Progress,
+    ) -> None:
+        self._name, self._first, self._secret = name, first, secret
+        self._copy, self._make_ranks, self._progress = copy, make_ranks, progress
+        # The kernel ends ranks with the thread that started them, so it stays.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm")
+        self._link: Link | None = None  # the newest
+        self._ranks: Ranks | None = None
+        self._starting: asyncio.Future[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Returns when told to stop, by either side, or when the run is over."""
+        try:
+            while (link := await unless(stop, self._join())) is not None:
+                try:
+                    if await self._serve(link, stop):
+                        return
+                except LinkLost as error:
+                    log.warning("first_host_lost", reason=str(error))
+                finally:
+                    await self._end()
+                    await link.close()
+        finally:
+            if self._link is not None:  # one that was made in the moment of a cancellation
+                await self._link.close()
+            self._thread.shutdown(wait=False)
+
+    async def _join(self) -> Link | None:
+        """None: the run is over."""
+        deadline, said = time.monotonic() + self._first.start_timeout_s, ""
+        host, port = self._first.at
+        with self._progress.waiting(Wait.HOSTS):
+            while (secret := await self._secret()) is not None:
+                found = await self._connect(secret)
+                if isinstance(found, Link):
+                    log.info("joined", first=f"{host}:{port}")
+                    return found
+                if found != said:
+                    log.warning("not_joined", first=f"{host}:{port}", reason=found)
+                    said = found
+                self._progress.note(not_joined=found)
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"no place in the engine whose first host is {host}:{port} (--join) within "
+                        f"worker.start_timeout_s={self._first.start_timeout_s:g}: {found}"
+                    )
+                await asyncio.sleep(_AGAIN_S)
+        return None
+
+    async def _connect(self, secret: bytes) -> Link | str:
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                reader, writer = await asyncio.open_connection(*self._first.at, limit=LONGEST_LINE)
+        except TimeoutError:
+            return f"it does not answer within {_CONNECT_S:g} s"
+        except OSError as error:
+            return f"nobody listens there: {error.strerror or error}"
+        self._link = link = Link(reader, writer, silent_s=self._first.silent_s)
+        try:
+            about = {"name": self._name, "host": socket.gethostname()}
+            await greet(link, side="further", secret=secret, run_uid=self._first.run_uid, about=about)
+            answer = await link.receive()
+        except LinkLost as error:
+            why = str(error)
+        else:
+            if answer.get("do") == "welcome":
+                return link
+            why = str(answer.get("why", "it wants no further host"))
+        await link.close()
+        return why
+
+    async def _serve(self, link: Link, stop: asyncio.Event) -> bool:
+        """Whether it is time to leave; else the first host is to be joined again."""
+        self._progress.working("wait for an engine to begin")
+        self._broken = asyncio.get_running_loop().create_future()
+        obeying = asyncio.create_task(self._obey(link), name="obey the first host")
+        stopping = asyncio.create_task(stop.wait(), name="wait for stop")
+        try:
+            waited: list[asyncio.Future[Any]] = [obeying, self._broken]
+            await asyncio.wait([*waited, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if stop.is_set() and self._ranks is not None:
+                self._progress.stopping()
+                grace_s = self._first.grace_s
+                await asyncio.wait(waited, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+            if obeying.done():
+                obeying.result()
+                return True
+            if self._broken.done():
+                error = self._broken.exception()
+                link.send({"lost": str(error)})
+                log.error("ranks_failed", error=str(error))
+                if not isinstance(error, EngineError):  # another start changes nothing
+                    self._broken.result()
+                return stop.is_set()
+            link.send({"lost": "it was told to stop"})
+            return True
+        finally:
+            await cancel_all([obeying, stopping, *self._tasks])
+
+    async def _obey(self, link: Link) -> None:
+        while True:
+            message = await link.receive()
+            match message.get("do"):
+                case "bring":
+                    self._beside(self._bring(link, message), name="bring a version")
+                case "begin":
+                    await self._end()
+                    self._begin(link, message)
+                case "end":
+                    await self._end()
+                    self._progress.working("wait for an engine to begin")
+                case "leave":
+                    return
+
+    def _beside(self, work: Awaitable[None], *, name: str) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _bring(self, link: Link, message: Message) -> None:
+        version, why = int(message["version"]), ""
+        try:
+            await self._copy.bring(version, anew=bool(message["anew"]))
+        except (WeightsError, TransportError) as error:  # it is tried again, or a newer one is
+            why = str(error)
+        except UserError as error:  # no room, for one
+            self._break(error)
+            return
+        else:
+            self._progress.advanced(version=version)
+        link.send({"number": message["number"], "why": why})
+
+    def _begin(self, link: Link, message: Message) -> None:
+        place = Meeting(
+            address=str(message["address"]), port=int(message["port"]), own=link.own_address, node=int(message["node"])
+        )
+        self._progress.working("start ranks")
+        self._progress.note(number=place.node + 1)
+        self._ranks = self._make_ranks(place, int(message["seed"]))
+        self._starting = asyncio.get_running_loop().run_in_executor(self._thread, self._ranks.start)
+        self._beside(self._watch(self._ranks, self._starting), name="watch ranks")
+
+    async def _watch(self, ranks: Ranks, starting: asyncio.Future[None]) -> None:
+        try:
+            await asyncio.shield(starting)
+            self._progress.working("serve")
+            why = await asyncio.to_thread(ranks.wait)
+        except (EngineError, UserError) as error:
+            found: Exception = error
+        else:
+            found = EngineError(why)
+        if ranks is self._ranks:  # nobody ended them
+            self._break(found)
+
+    def _break(self, error: Exception) -> None:
+        if not self._broken.done():
+            self._broken.set_exception(error)
+
+    async def _end(self) -> None:
+        ranks, self._ranks = self._ranks, None
+        if ranks is None or self._starting is None:
+            return
+        while not self._starting.done():
+            await asyncio.to_thread(ranks.kill)  # those that it has started by now
+            await asyncio.wait([self._starting], timeout=_KILL_AGAIN_S)
+        await asyncio.to_thread(ranks.kill)
+        await asyncio.gather(self._starting, return_exceptions=True)
