@@ -14,6 +14,7 @@ from streamrl.protocol.transport.script import Call, run
 from streamrl.protocol.transport.types import START, Leased
 from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.protocol.wire.group import decode_body, decode_header, encode_group
+from streamrl.protocol.wire.ticket import PURPOSES
 from tests.helpers import make_group, make_ticket, wait_until_async
 from tests.redis.conftest import LEASE_S, MakeWorker
 
@@ -204,6 +205,20 @@ async def test_a_call_that_comes_again_after_the_next_of_its_lane_delivers_nothi
     assert run(client, calls[1]) == [b"OK", b"1"]  # the other lane still has its receipt
     assert run(client, calls[0]) == [b"OK", b"0"]
     assert delivered(learner) == [0, 1, 2]
+
+
+async def test_a_ticket_given_twice_in_one_call_is_delivered_once_and_the_others_beside_it(
+    learner: LearnerStream, worker: WorkerStream, client: redis.Redis, keys: Keys
+) -> None:
+    learner.issue([*(make_ticket(n) for n in range(3)), make_ticket(0, purpose="eval")])
+    leased = await worker.lease(max_tickets=4, block_ms=0)
+    twice = next(one for one in leased if one.ticket.number == 1)
+    outcomes = await asyncio.gather(*(worker.deliver(one, *packed(one)) for one in (*leased, twice)))
+    assert outcomes == [True] * 4 + [False]
+    assert client.hget(keys.counters, "duplicates:train") == b"1"
+    assert delivered(learner) == [0, 1, 2]
+    assert [group.number for group in learner.present_groups("eval", after=START)] == [0]
+    assert all(client.xpending(tickets, WORKERS)["pending"] == 0 for tickets in map(keys.tickets, PURPOSES))
 
 
 async def test_many_workers_at_random_deliver_each_ticket_once(learner: LearnerStream, make_worker: MakeWorker) -> None:

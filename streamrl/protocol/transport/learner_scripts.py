@@ -68,7 +68,6 @@ if redis.pcall('XPENDING', tickets, group).err then
 end
 local issued = tonumber(redis.call('HGET', meta, 'issued'))
 local function note_retry(number, repeats)
-  if repeats == '' then return redis.call('HDEL', retried, number) end  -- another lineage's number may have been one
   local letter = redis.call('HGET', requests, repeats)
   if letter then
     redis.call('XDEL', dead, letter)
@@ -76,11 +75,15 @@ local function note_retry(number, repeats)
   end
   redis.call('HSET', retried, number, repeats)
 end
+local plain = {}
 for i = 4, #ARGV, 4 do
-  redis.call('XADD', tickets, '*', 'n', ARGV[i], 'u', uid, 'd', ARGV[i + 1], 'b', ARGV[i + 2])
-  issued = issued and math.max(issued, ARGV[i] + 1)
-  if purpose == 'train' then note_retry(ARGV[i], ARGV[i + 3]) end
+  local number, identity, body, repeats = unpack(ARGV, i, i + 3)
+  redis.call('XADD', tickets, '*', 'n', number, 'u', uid, 'd', identity, 'b', body)
+  issued = issued and math.max(issued, number + 1)
+  if repeats == '' then plain[#plain + 1] = number elseif purpose == 'train' then note_retry(number, repeats) end
 end
+-- Another lineage's number may have been a retry.
+if purpose == 'train' and #plain > 0 then redis.call('HDEL', retried, unpack(plain)) end
 if issued and purpose == 'train' then redis.call('HSET', meta, 'issued', issued) end
 redis.call('HSET', appends, tickets, token)
 redis.call('HINCRBY', counters, 'issued', (#ARGV - 3) / 4)

@@ -162,30 +162,41 @@ local receipt, counters = unpack(KEYS, 1, 2)
 local group, worker, token, receipt_ms = unpack(ARGV, 1, 4)
 local known = redis.call('GET', receipt)
 if known and string.sub(known, 1, #token) == token then return {'OK', string.sub(known, #token + 1)} end
+local taken = {}
 local function outcome_of(tickets, id, number, identity)
   local entry = redis.call('XRANGE', tickets, id, id)[1]
-  if not entry then return 'duplicates' end
+  if not entry or taken[tickets .. id] then return 'duplicates' end
   local fields = {}
   for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
   if fields.n ~= number or fields.u ~= uid or fields.d ~= identity then return 'duplicates' end
   local mine = redis.pcall('XPENDING', tickets, group, id, id, 1, worker)
   if mine.err or #mine == 0 then return 'refused' end
-  redis.call('XACK', tickets, group, id)
+  taken[tickets .. id] = true
   return 'delivered'
 end
-local outcomes, counts = {}, {}
+local outcomes, counts, ended = {}, {}, {}
 for i = 5, #ARGV, 6 do
   local purpose, id, number, identity = unpack(ARGV, i, i + 3)
-  local tickets, groups = unpack(KEYS, purpose == 'eval' and 3 or 5, purpose == 'eval' and 4 or 6)
+  local tickets = KEYS[purpose == 'eval' and 3 or 5]
   local outcome = outcome_of(tickets, id, number, identity)
   if outcome == 'delivered' then
-    redis.call('XDEL', tickets, id)
-    local header, body = unpack(ARGV, i + 4, i + 5)
-    redis.call('XADD', groups, '*', 'n', number, 'u', uid, 'd', identity, 't', id, 'h', header, 'b', body)
+    ended[tickets] = ended[tickets] or {}
+    table.insert(ended[tickets], id)
   end
   outcomes[#outcomes + 1] = outcome == 'delivered' and '1' or '0'
   local counted = outcome .. ':' .. purpose
   counts[counted] = (counts[counted] or 0) + 1
+end
+for tickets, ids in pairs(ended) do
+  redis.call('XACK', tickets, group, unpack(ids))
+  redis.call('XDEL', tickets, unpack(ids))
+end
+for at, outcome in ipairs(outcomes) do
+  if outcome == '1' then
+    local purpose, id, number, identity, header, body = unpack(ARGV, 6 * at - 1, 6 * at + 4)
+    local groups = KEYS[purpose == 'eval' and 4 or 6]
+    redis.call('XADD', groups, '*', 'n', number, 'u', uid, 'd', identity, 't', id, 'h', header, 'b', body)
+  end
 end
 for counted, count in pairs(counts) do redis.pcall('HINCRBY', counters, counted, count) end
 local all = table.concat(outcomes)
