@@ -7,7 +7,6 @@ docs/wire.md.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -44,22 +43,19 @@ class Answer:
         lengths = [3 + sample for sample in range(len(self.rewards))]
         ids = np.array([*tokens_of(self.prompt), *range(sum(lengths))], "<i4").tobytes()
         count = len(self.rewards)
-        integers = [1] * count + [1] * count + lengths
-        integers += [self.version] * count + [self.step] * count + [0] * count + lengths
-        columns = {
-            "schema": 1,
-            "integers": struct.pack(f"<{len(integers)}Q", *integers),
-            "sources": ["exact"],
-            "fractions": struct.pack(f"<{2 * count}d", *self.rewards, *self.rewards),
-            "finish_reasons": ["stop"] * count,
-        }
-        body = ids + np.full(sum(lengths), -0.5, "<f4").tobytes() + msgpack.packb(columns)
+        rows = [
+            [[length], [[self.version, self.step, 0, length]], "stop", {"exact": reward}, reward, [], []]
+            for length, reward in zip(lengths, self.rewards, strict=True)
+        ]
+        message = {"schema": 1, "rows": rows, "token_rewards": None, "teacher_logprobs": None}
+        body = ids + np.full(sum(lengths), -0.5, "<f4").tobytes() + msgpack.packb(message)
         header = {"schema": 1, "ticket": self.ticket, "run_uid": self.run_uid, "purpose": "train", "attempt": 0,
                   "worker": "w", "fingerprint": "f", "num_prompt_tokens": len(tokens_of(self.prompt)),
                   "sample_lengths": lengths, "sample_rewards": list(self.rewards), "sample_finished": [True] * count,
                   "min_version": self.version, "max_version": self.version, "num_failed_samples": 0, "error": "",
                   "generate_s": self.generate_s, "reward_s": 0.1, "model_s": 0.1,
-                  "environment_s": 0.0, "num_tool_calls": 0, "num_kept_tokens": 0, "digest": 7}  # fmt: skip
+                  "environment_s": 0.0, "num_tool_calls": 0, "num_kept_tokens": 0, "digest": 7,
+                  "routes": None}  # fmt: skip
         number, uid = str(self.ticket).encode(), self.run_uid.encode()
         return {b"n": number, b"u": uid, b"h": msgpack.packb(header), b"b": body}
 
@@ -70,10 +66,10 @@ def tokens_of(prompt: int) -> list[int]:
 
 def asked(ticket: int, prompt: int) -> dict[bytes, bytes]:
     tokens = np.array(tokens_of(prompt), "<i4")
-    message = {"schema": 1, "number": ticket, "run_uid": RUN, "purpose": "train", "data_epoch": 0,
-               "prompt_index": prompt, "prompt": PROMPTS.texts[prompt], "token_ids": tokens.tobytes(), "fields": "{}",
-               "num_samples": 2, "attempt": 0, "issued_step": 0, "min_version": 0, "retry_of": -1,
-               "num_prompt_tokens": len(tokens)}  # fmt: skip
+    piece = {"schema": 1, "number": ticket, "run_uid": RUN, "purpose": "train", "data_epoch": 0,
+             "prompt_index": prompt, "prompt": PROMPTS.texts[prompt], "token_ids": tokens.tobytes(), "fields": "{}",
+             "num_samples": 2, "retry_of": -1}  # fmt: skip
+    message = {"schema": 1, "asked": msgpack.packb(piece), "attempt": 0, "issued_step": 0, "min_version": 0}
     return {b"n": str(ticket).encode(), b"u": RUN.encode(), b"b": msgpack.packb(message)}
 
 

@@ -51,7 +51,11 @@ class Kind:
     error: type[StreamrlError] = WireError
 
 
-def read_columns(message: bytes) -> object:
+def read_asked(message: bytes) -> object:
+    return decode_ticket(msgpack.packb({**msgpack.unpackb(encode_ticket(make_ticket(5))), "asked": message}))
+
+
+def read_rows(message: bytes) -> object:
     """Of a body, under a digest that is right."""
     body = BODY[:NUM_RAW] + message
     return decode_body(header_with(body), body)
@@ -80,8 +84,9 @@ def manifest_message() -> bytes:
 
 KINDS: Mapping[str, Kind] = {
     "a ticket": Kind(sound=encode_ticket(make_ticket(5)), read=decode_ticket),
+    "what a ticket asks": Kind(sound=make_ticket(5).asked, read=read_asked),
     "a group's header": Kind(sound=HEADER, read=decode_header),
-    "a group's columns": Kind(sound=BODY[NUM_RAW:], read=read_columns),
+    "a group's rows": Kind(sound=BODY[NUM_RAW:], read=read_rows),
     "a report": Kind(sound=encode_report(Progress(part="worker/0", role="worker").report()), read=decode_report),
     "a manifest": Kind(sound=manifest_message(), read=read_manifest, error=WeightsError),
     "a shard's record": Kind(
@@ -150,11 +155,13 @@ def test_any_number_of_masks_versions_and_branches_replaced_gives_rows_that_can_
 ) -> None:
     """What is read although it lies can be trained: each row is as long as it says, each token has one before it."""
     sound = msgpack.unpackb(BODY[NUM_RAW:])
-    integers = np.frombuffer(sound["integers"], "<u8").copy()
+    lists = [numbers for runs, spans, *_, branches in sound["rows"] for numbers in (runs, *spans, *branches)]
+    places = [(numbers, at) for numbers in lists for at in range(len(numbers))]
     for place, value in changes:
-        integers[place % len(integers)] = value
+        numbers, at = places[place % len(places)]
+        numbers[at] = value
     try:
-        group: Any = read_columns(msgpack.packb({**sound, "integers": integers.tobytes()}))
+        group: Any = read_rows(msgpack.packb(sound))
     except WireError:
         return
     for sample in group.samples:

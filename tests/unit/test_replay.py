@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from streamrl.config import schema
 from streamrl.crashpoints import Point, armed
@@ -83,7 +84,7 @@ def test_the_replay_of_a_run_with_a_curriculum_trains_what_was_recorded(config: 
     entries = make_entries(config, range(24))
     del entries[5:8]
     header = decode_header(entries[9].header)
-    failed = Group(header=replace(header, error="the engine said no"), prompt_ids=np.array([1], dtype=np.int32))
+    failed = Group(header=structs.replace(header, error="the engine said no"), prompt_ids=np.array([1], dtype=np.int32))
     answer, entries[9] = entries[9], replace(entries[9], header=encode_group(failed)[0])
     entries.insert(10, replace(answer, id=f"{answer.id[:-1]}1"))
     with_it = config.data.model_copy(update={"curriculum": True})

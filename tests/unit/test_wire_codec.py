@@ -57,7 +57,7 @@ def test_any_message_of_another_program_gives_fields_or_one_wire_error(value: ob
 
 def message(field: bytes) -> bytes:
     """Sound but for the field x, which is given as raw bytes."""
-    return b"\x82\xa6schema\x03\xa1x" + field
+    return b"\x82\xa6schema\x04\xa1x" + field
 
 
 def empty_maps(num_bytes: int) -> bytes:
@@ -77,10 +77,10 @@ def empty_maps(num_bytes: int) -> bytes:
         pytest.param(message(b"\x91" * 100_000), id="lists within lists"),
         pytest.param(message(b"\xc6\xff\xff\xff\xff"), id="a blob that lies about its size"),
         pytest.param(message(b"\xdb\xff\xff\xff\xff"), id="a text that lies about its size"),
-        pytest.param(b"\x83\xa6schema\x03\xa1x\x01\xa1x\x02", id="a key that comes twice"),
+        pytest.param(b"\x83\xa6schema\x04\xa1x\x01\xa1x\x02", id="a key that comes twice"),
         pytest.param(message(b"\x82\xa1y\x01\xa1y\x02"), id="a key that comes twice further down"),
-        pytest.param(b"\x82\xa6schema\x03\x01\x02", id="a key that is no text"),
-        pytest.param(b"\x82\xa6schema\x03\xa1\xff\x02", id="a key that is no unicode"),
+        pytest.param(b"\x82\xa6schema\x04\x01\x02", id="a key that is no text"),
+        pytest.param(b"\x82\xa6schema\x04\xa1\xff\x02", id="a key that is no unicode"),
         pytest.param(message(b"\xc7\x01\x05\x00"), id="an extension"),
         pytest.param(message(b"\x01") + b"\x00", id="bytes after the end"),
         pytest.param(msgpack.packb({"schema": 1}), id="another schema"),

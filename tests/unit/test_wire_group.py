@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tracemalloc
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from streamrl.errors import WireError
 from streamrl.protocol.wire.branches import Branch
-from streamrl.protocol.wire.codec import pack
+from streamrl.protocol.wire.codec import SCHEMA, pack
 from streamrl.protocol.wire.group import MAX_HEADER_BYTES, Group, decode_body, decode_header, encode_group
 from streamrl.protocol.wire.sample import Sample, Span
 from tests.helpers import make_group, make_sample, make_ticket
@@ -198,6 +199,50 @@ def test_a_header_that_lies_about_its_body_is_one_wire_error(changes: dict[str, 
     assert decode(forged(body), body).header.ticket == 0
     with pytest.raises(WireError):
         decode(forged(body, **changes), body)
+
+
+def test_a_header_of_another_schema_is_refused_with_both_numbers() -> None:
+    fields = msgpack.unpackb(encode_group(make_group(make_ticket(0)))[0])
+    for other in ({**fields, "schema": SCHEMA - 1}, {"schema": SCHEMA + 1, "anything": [1]}):
+        with pytest.raises(WireError, match=f"schema {other['schema']}; this program speaks schema {SCHEMA}: update"):
+            decode_header(msgpack.packb(other))
+
+
+def test_each_field_of_a_header_is_needed_once() -> None:
+    header, _ = encode_group(make_group(make_ticket(0)))
+    fields = msgpack.unpackb(header)
+    for name in fields:
+        with pytest.raises(WireError, match="missing"):
+            decode_header(msgpack.packb({key: value for key, value in fields.items() if key != name}))
+    twice = (b"\xde\x00" + bytes([1 + len(fields)])) + header[3:] + msgpack.packb("ticket") + msgpack.packb(0)
+    with pytest.raises(WireError, match="twice"):
+        decode_header(twice)
+
+
+@pytest.mark.parametrize("place", range(7))
+def test_a_list_in_a_row_that_lies_about_its_size_costs_no_memory(place: int) -> None:
+    """Each of what a row has, and the row itself."""
+    lie = b"\xdd\xff\xff\xff\xff"
+    row = [msgpack.packb(part) for part in ([4], [[1, 0, 0, 4]], "stop", {}, 0.0, [], [])]
+    _, body = encode_group(make_group(make_ticket(0)))
+    raw = body[: 4 * 3 + 8 * 8]
+    tracemalloc.start()
+    try:
+        for bomb in (lie, lie + b"\x01" * 1000, b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"):
+            parts = (b"\x91\x97", *row[:place], bomb, *row[place + 1 :])
+            message = b"\x84\xa6schema" + bytes([SCHEMA]) + b"\xa4rows" + b"".join(parts)
+            with pytest.raises(WireError, match="not a message"):
+                decode(forged(raw + message), raw + message)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 << 20
+
+
+def test_numbers_of_numpy_are_written_as_numbers() -> None:
+    made = make_sample(reward=np.float64(0.5), mask_runs=(np.int64(4),))._replace(rewards={"exact": np.float32(0.5)})
+    [sample] = decode(*encode_group(make_group(make_ticket(0), samples=(made,)))).samples
+    assert (sample.reward, sample.rewards, sample.mask_runs) == (0.5, {"exact": 0.5}, (4,))
 
 
 def test_a_header_over_its_limit_is_refused() -> None:

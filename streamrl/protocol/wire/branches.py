@@ -11,22 +11,22 @@ most. A branch that keeps nothing has a context of its own, of which not even th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import WireError
+from streamrl.protocol.wire.codec import Count
 
 MAX_BRANCHES = 256  # of a sample
 MAX_KEPT_TOKENS = 1 << 24  # of a group, by all its branches: what a learner may have to compute again
 
 
 class Branch(NamedTuple):
-    start: int  # of its own tokens among the sample's; they end where those of the next begin
-    row: int  # that it leaves, an earlier one
-    keep: int  # so many tokens of that row, prompt included, stand before its own
+    start: Count  # of its own tokens among the sample's; they end where those of the next begin
+    row: Count  # that it leaves, an earlier one
+    keep: Count  # so many tokens of that row, prompt included, stand before its own
 
 
 def rows_of(num_prompt: int, num_tokens: int, branches: Sequence[Branch]) -> list[npt.NDArray[np.int64]]:
@@ -60,31 +60,3 @@ def check_branches(
             raise WireError(f"the version span from {start} to {end} goes on in another row")
         if not keeps.get(start, 1):
             raise WireError(f"token {start} was sampled behind nothing")
-
-
-def take_branches(
-    integers: tuple[int, ...],
-    lengths: Sequence[int],
-    spans: Sequence[Sequence[Any]],  # of each sample; each ends with its start and its end
-    *,
-    num_prompt: int,
-    num_kept: int,
-) -> list[tuple[Branch, ...]]:
-    """Those of each sample, from the integers of a group's body behind all others; what cannot be is a WireError."""
-    if not integers and not num_kept:  # as in most groups
-        return [()] * len(lengths)
-    counts = integers[: len(lengths)] or (0,) * len(lengths)
-    if max(counts, default=0) > MAX_BRANCHES:
-        raise WireError(f"more than {MAX_BRANCHES} branches in a sample")
-    count, begin = sum(counts), len(lengths) if integers else 0
-    if len(integers) != begin + 3 * count or bool(integers) != bool(count):
-        raise WireError(f"{len(integers)} integers where {count} branches need {begin + 3 * count}, or none at all")
-    columns = (integers[at : at + count] for at in range(begin, len(integers), count or 1))
-    found = tuple(map(Branch, *columns)) if count else ()
-    branches = [found[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
-    for of_sample, length, of_spans in zip(branches, lengths, spans, strict=True):
-        sampled = [(span[-2], span[-1]) for span in of_spans]
-        check_branches(of_sample, num_prompt=num_prompt, num_tokens=length, spans=sampled)
-    if sum(branch.keep for of_sample in branches for branch in of_sample) != num_kept:
-        raise WireError(f"branches keep not the {num_kept} tokens that the header says")
-    return branches

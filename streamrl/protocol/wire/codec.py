@@ -1,4 +1,8 @@
-"""msgpack with limits: pack maps, unpack them strictly, and take fields out by type.
+"""msgpack with limits, in two ways.
+
+What there is of by the thousand a second, tickets and groups, has a struct each: `Messages` reads and writes it in C
+(msgspec), which holds every field to its type and bounds while it builds it. All else is packed as a map, unpacked
+strictly, and its `Fields` are taken out one by one.
 
 Hostile bytes are the normal case here: 8 MB of empty maps unpack to 593 MB, duplicate keys silently overwrite, and
 extension types run hooks. So sizes are bounded before anything is built, and whatever is not in the schema is refused.
@@ -8,14 +12,15 @@ from __future__ import annotations
 
 import json
 import math
-import struct
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Self, TypeVar
 
 import msgpack
+import msgspec
 
 from streamrl.errors import WireError
 
@@ -23,16 +28,85 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from _typeshed import DataclassInstance
 
-SCHEMA = 3
+SCHEMA = 4
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_TEXT_CHARS = 1 << 20
 _MAX_CONTAINER = 4096  # samples in a group, spans in a sample, fields in a map: all far below this
 _MAX_ITEMS_PER_BYTE_BUDGET = 1 << 16
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]  # no NaN passes either bound
+
 T = TypeVar("T")
+M = TypeVar("M", bound="Message")
 Word = TypeVar("Word", bound=str)
-Code = Literal["Q", "d"]  # of numbers, as `struct` calls them: unsigned ones of 8 bytes, and doubles
-_NUMBER_BYTES = 8
+
+
+class Message(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag_field="schema", tag=SCHEMA
+):
+    """What its subclasses, frozen and by keyword like this one, have as fields is a map on the wire, the schema's
+    number in front."""
+
+
+class Messages(Generic[M]):
+    """Messages of one kind. A value that is no plain number, as numpy's, is written as one."""
+
+    def __init__(self, kind: type[M], *, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._num_fields = 1 + len(kind.__struct_fields__)
+        self._decode = msgspec.msgpack.Decoder(kind).decode
+        self._encode = msgspec.msgpack.Encoder(enc_hook=_plain_number).encode
+
+    def pack(self, message: M) -> bytes:
+        try:
+            return self._encode(message)
+        except (msgspec.MsgspecError, TypeError, UnicodeEncodeError, OverflowError) as error:
+            raise WireError(f"cannot be sent: {error}") from None
+
+    def unpack(self, data: bytes | memoryview) -> M:
+        """Any bytes give a message or one WireError."""
+        if len(data) > self._max_bytes:
+            raise WireError(f"message of {len(data)} bytes exceeds the limit of {self._max_bytes}")
+        try:
+            message = self._decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            _check_schema(data)
+            raise WireError(f"not a message: {error}") from None
+        if _num_pairs(data) != self._num_fields:
+            raise WireError("a field is missing, or comes twice")
+        return message
+
+
+class _Any(msgspec.Struct):
+    schema: int
+
+
+def _check_schema(data: bytes | memoryview) -> None:
+    """Where it is another one, that is what is wrong."""
+    try:
+        schema = msgspec.msgpack.decode(data, type=_Any).schema
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return
+    if schema != SCHEMA:
+        raise _of_schema(schema)
+
+
+def _of_schema(schema: int) -> WireError:
+    return WireError(f"message of schema {schema}; this program speaks schema {SCHEMA}: update the older side")
+
+
+def _num_pairs(data: bytes | memoryview) -> int:
+    """Of a map that has been read."""
+    width = {0xDE: 2, 0xDF: 4}.get(data[0])
+    return data[0] & 0x0F if width is None else int.from_bytes(data[1 : 1 + width], "big")
+
+
+def _plain_number(value: Any) -> int | float:
+    if not hasattr(value, "dtype"):
+        raise TypeError(f"{type(value).__name__} is of no kind that messages have")
+    number: int | float = value.item()
+    return number
 
 
 def pack(values: Mapping[str, object]) -> bytes:
@@ -51,11 +125,6 @@ def fields_of(data: DataclassInstance) -> dict[str, Any]:
 def _reader(kind: type[DataclassInstance]) -> tuple[Sequence[str], Callable[[DataclassInstance], tuple[Any, ...]]]:
     names = [field.name for field in fields(kind)]
     return names, attrgetter(*names)
-
-
-def pack_numbers(code: Code, values: Sequence[float]) -> bytes:
-    """What `Fields.numbers` gives back."""
-    return struct.pack(f"<{len(values)}{code}", *values)
 
 
 def unpack(data: bytes | memoryview, *, max_bytes: int = MAX_MESSAGE_BYTES) -> Fields:
@@ -85,7 +154,7 @@ def unpack(data: bytes | memoryview, *, max_bytes: int = MAX_MESSAGE_BYTES) -> F
     found = Fields(value)
     schema = found.integer("schema", low=0)
     if schema != SCHEMA:
-        raise WireError(f"message of schema {schema}; this program speaks schema {SCHEMA}: update the older side")
+        raise _of_schema(schema)
     return found
 
 
@@ -110,6 +179,27 @@ class _ItemBudget:
     def count_list(self, items: list[Any]) -> list[Any]:
         self._spend(len(items))
         return items
+
+
+def to_json_object(name: str, text: str) -> dict[str, Any]:
+    """What is in a text may nest, and the limits on containers stay small."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"field {name!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise WireError(f"field {name!r} must be a JSON object")
+    return value
+
+
+def to_array(name: str, data: bytes, dtype: npt.DTypeLike, *, count: int) -> npt.NDArray[Any]:
+    """Raw little-endian items; their number is known beforehand and must agree."""
+    import numpy as np  # messages without arrays are read without it
+
+    kind = np.dtype(dtype)
+    if len(data) != count * kind.itemsize:
+        raise WireError(f"field {name!r} holds {len(data)} bytes, expected {count} items of {kind.itemsize}")
+    return np.frombuffer(data, dtype=kind)
 
 
 def _refuse_extension(code: int, data: bytes) -> object:
@@ -157,14 +247,7 @@ class Fields:
         return value
 
     def json_object(self, name: str) -> dict[str, Any]:
-        """A text: what is in it may nest, and the limits on containers stay small."""
-        try:
-            value = json.loads(self.text(name))
-        except (ValueError, RecursionError) as error:
-            raise WireError(f"field {name!r} is not JSON: {error}") from None
-        if not isinstance(value, dict):
-            raise WireError(f"field {name!r} must be a JSON object")
-        return value
+        return to_json_object(name, self.text(name))
 
     def one_of(self, name: str, choices: tuple[Word, ...]) -> Word:
         value = self._take(name)
@@ -180,22 +263,7 @@ class Fields:
         return value
 
     def array(self, name: str, dtype: npt.DTypeLike, *, count: int) -> npt.NDArray[Any]:
-        """Raw little-endian items; their number is known beforehand and must agree."""
-        import numpy as np  # messages without arrays are read without it
-
-        data = self.blob(name)
-        kind = np.dtype(dtype)
-        if len(data) != count * kind.itemsize:
-            raise WireError(f"field {name!r} holds {len(data)} bytes, expected {count} items of {kind.itemsize}")
-        return np.frombuffer(data, dtype=kind)
-
-    def numbers(self, name: str, code: Code) -> tuple[Any, ...]:
-        """As many Python numbers as there are: where they are few, and looked at one by one, arrays cost more."""
-        data = self.blob(name)
-        count, left = divmod(len(data), _NUMBER_BYTES)
-        if left:
-            raise WireError(f"field {name!r} holds {len(data)} bytes, which are no numbers of {_NUMBER_BYTES}")
-        return struct.unpack(f"<{count}{code}", data)
+        return to_array(name, self.blob(name), dtype, count=count)
 
     def list(self, name: str, kind: type[T], *, max_items: int = _MAX_CONTAINER) -> list[T]:
         value = self._take(name)

@@ -8,25 +8,25 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import WireError
-from streamrl.protocol.wire.codec import Fields
+from streamrl.protocol.wire.codec import to_array
 
-_FIELD, _F4 = "token_rewards", np.dtype("<f4")
+_F4 = np.dtype("<f4")
 Earned = npt.NDArray[np.float32] | None  # [T] of a sample; None: no token earns by itself
 
 
-def pack_earned(earned: Sequence[Earned], lengths: Sequence[int]) -> dict[str, bytes]:
+def pack_earned(earned: Sequence[Earned], lengths: Sequence[int]) -> bytes | None:
     if all(rewards is None for rewards in earned):
-        return {}
+        return None
     each = [np.zeros(n) if rewards is None else rewards for rewards, n in zip(earned, lengths, strict=True)]
     if [len(rewards) for rewards in each] != list(lengths):
         raise WireError("a sample has not as many rewards of tokens as tokens")
-    return {_FIELD: np.concatenate(each).astype(_F4).tobytes()}
+    return np.concatenate(each).astype(_F4).tobytes()
 
 
-def take_earned(f: Fields, lengths: Sequence[int]) -> list[Earned]:
-    if _FIELD not in f:
+def take_earned(told: bytes | None, lengths: Sequence[int]) -> list[Earned]:
+    if told is None:
         return [None] * len(lengths)
-    earned = f.array(_FIELD, _F4, count=sum(lengths))
+    earned = to_array("token_rewards", told, _F4, count=sum(lengths))
     if not np.isfinite(earned).all():
         raise WireError("rewards of tokens must be finite")
     return list(np.split(earned, np.cumsum(lengths)[:-1]))

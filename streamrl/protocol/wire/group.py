@@ -3,8 +3,8 @@
 Header and body go apart. The header, a message, is small and has what planning needs (lengths, versions, rewards); the
 body has the arrays and is decoded only by the rank that trains on it. The header carries the body's digest.
 
-The body has what samples are made of (`wire.sample`) by columns. What is large lies in front, raw and in this order,
-and is used where it lies; the rest is a message (`wire.columns`):
+The body has what samples are made of (`wire.sample`). What is large lies in front, raw and in this order, and is used
+where it lies; the rest is a message with a row for each sample (`wire.rows`):
 
     prompt_ids, token_ids, logprobs      one item a token         lengths are the header's
 
@@ -13,60 +13,65 @@ Behind that message lie the routes of mixtures of experts, where the engine was 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from msgspec import Meta
+from msgspec.structs import replace
 
 from streamrl.errors import WireError
 from streamrl.protocol.wire.branches import MAX_KEPT_TOKENS
 from streamrl.protocol.wire.checks import check_logprobs, check_tokens
-from streamrl.protocol.wire.codec import MAX_MESSAGE_BYTES, fields_of, pack, unpack
-from streamrl.protocol.wire.columns import pack_columns, unpack_samples
-from streamrl.protocol.wire.routes import RouteCounts, Routes, RouteShape, pack_routes, take_counts, take_routes
+from streamrl.protocol.wire.codec import MAX_MESSAGE_BYTES, Count, Finite, Message, Messages
+from streamrl.protocol.wire.routes import RouteCounts, Routes, RouteShape, check_counts, pack_routes, take_routes
+from streamrl.protocol.wire.rows import pack_rows, unpack_samples
 from streamrl.protocol.wire.sample import Sample
 from streamrl.protocol.wire.ticket import (
     IDENTITY_CHARS,
     MAX_SAMPLES,
     MAX_TOKENS,
-    PURPOSES,
     Purpose,
 )
 
 MAX_HEADER_BYTES = 1 << 20
 _ANY_VOCABULARY = 1 << 31
+_MAX_ERROR_CHARS = 2000
 _I4, _F4 = np.dtype("<i4"), np.dtype("<f4")
+T = TypeVar("T")
+_NumTokens: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+_OfEach: TypeAlias = Annotated[tuple[T, ...], Meta(max_length=MAX_SAMPLES)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupHeader:
-    ticket: int
-    identity: str  # of the ticket, as `wire.ticket` says
-    run_uid: str
+class GroupHeader(Message, frozen=True, kw_only=True):
+    ticket: Count
+    identity: Annotated[str, Meta(max_length=IDENTITY_CHARS)]  # of the ticket, as `wire.ticket` says
+    run_uid: Annotated[str, Meta(max_length=64)]
     purpose: Purpose
-    attempt: int
-    worker: str
-    fingerprint: str  # of model shape and tokenizer: groups of another one are dropped
+    attempt: Count
+    worker: Annotated[str, Meta(max_length=200)]
+    # Of model shape and tokenizer: groups of another one are dropped.
+    fingerprint: Annotated[str, Meta(max_length=64)]
     # These, and the digest, are computed from the samples when the group is encoded.
-    num_prompt_tokens: int = 0
-    sample_lengths: tuple[int, ...] = ()  # [n]; empty when the ticket failed
-    sample_rewards: tuple[float, ...] = ()  # [n] weighted totals
-    sample_finished: tuple[bool, ...] = ()  # [n] ended by themselves
-    num_kept_tokens: int = 0  # that branches of all samples repeat, prompts included
-    min_version: int = 0  # over all spans; 0 when there are none
-    max_version: int = 0
-    num_failed_samples: int = 0
-    error: str = ""  # why the ticket failed; empty for a group
-    generate_s: float = 0.0
-    reward_s: float = 0.0
-    model_s: float = 0.0  # that a rollout waited for its turns, and for its environment: means over the samples
-    environment_s: float = 0.0
-    num_tool_calls: int = 0  # of all samples
-    digest: int = 0  # xxh3_64 of the body
+    num_prompt_tokens: _NumTokens = 0
+    sample_lengths: _OfEach[_NumTokens] = ()  # [n]; empty when the ticket failed
+    sample_rewards: _OfEach[Finite] = ()  # [n] weighted totals
+    sample_finished: _OfEach[bool] = ()  # [n] ended by themselves
+    # That branches of all samples repeat, prompts included.
+    num_kept_tokens: Annotated[int, Meta(ge=0, le=MAX_KEPT_TOKENS)] = 0
+    min_version: Count = 0  # over all spans; 0 when there are none
+    max_version: Count = 0
+    num_failed_samples: Annotated[int, Meta(ge=0, le=MAX_SAMPLES)] = 0
+    error: Annotated[str, Meta(max_length=_MAX_ERROR_CHARS)] = ""  # why the ticket failed; empty for a group
+    generate_s: Finite = 0.0
+    reward_s: Finite = 0.0
+    model_s: Finite = 0.0  # that a rollout waited for its turns, and for its environment: means over the samples
+    environment_s: Finite = 0.0
+    num_tool_calls: Annotated[int, Meta(ge=0, le=1 << 32)] = 0  # of all samples
+    digest: Count = 0  # xxh3_64 of the body
     routes: RouteCounts | None = None  # at its end
 
     @property
@@ -84,6 +89,9 @@ class GroupHeader:
         return {name: getattr(self, name) for name in (*told, "generate_s", "reward_s", "model_s", "environment_s")}
 
 
+_HEADERS = Messages(GroupHeader, max_bytes=MAX_HEADER_BYTES)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     header: GroupHeader
@@ -95,64 +103,37 @@ class Group:
 def encode_group(group: Group) -> tuple[bytes, bytes]:
     """(header, body); the header's digest, lengths and versions are computed here, from the body."""
     samples = group.samples
-    token_ids = _raw(_I4, [group.prompt_ids, *(s.token_ids for s in samples)])
-    logprobs = _raw(_F4, [s.logprobs for s in samples])
     num_prompt, lengths = len(group.prompt_ids), [len(s.token_ids) for s in samples]
     counts, routes = pack_routes(group.prompt_routes, [s.routes for s in samples], num_prompt, lengths)
-    body = b"".join((*token_ids, *logprobs, pack(pack_columns(samples)), routes))
+    token_ids = _raw(_I4, [group.prompt_ids, *[s.token_ids for s in samples]])
+    logprobs = _raw(_F4, [s.logprobs for s in samples])
+    body = b"".join([*token_ids, *logprobs, pack_rows(samples), routes])
     versions = [span.version for s in samples for span in s.spans]
-    computed = {
-        "num_prompt_tokens": num_prompt,
-        "sample_lengths": lengths,
-        "sample_rewards": [float(s.reward) for s in samples],
-        "sample_finished": [s.finish_reason == "stop" for s in samples],
-        "num_kept_tokens": sum([branch.keep for s in samples for branch in s.branches]),
-        "min_version": min(versions, default=0),
-        "max_version": max(versions, default=0),
-        "error": group.header.error[:2000],
-        "digest": xxhash.xxh3_64_intdigest(body),
-    }
-    told = {**fields_of(group.header), **computed, "routes": counts}
-    return pack({name: value for name, value in told.items() if value is not None}), body
+    header = replace(
+        group.header,
+        num_prompt_tokens=num_prompt,
+        sample_lengths=tuple(lengths),
+        sample_rewards=tuple([float(s.reward) for s in samples]),
+        sample_finished=tuple([s.finish_reason == "stop" for s in samples]),
+        num_kept_tokens=sum([branch.keep for s in samples for branch in s.branches]),
+        min_version=min(versions, default=0),
+        max_version=max(versions, default=0),
+        error=group.header.error[:_MAX_ERROR_CHARS],
+        digest=xxhash.xxh3_64_intdigest(body),
+        routes=counts,
+    )
+    return _HEADERS.pack(header), body
 
 
 def decode_header(data: bytes) -> GroupHeader:
     """A header or one WireError."""
-    with unpack(data, max_bytes=MAX_HEADER_BYTES) as f:
-        lengths = f.list("sample_lengths", int, max_items=MAX_SAMPLES)
-        rewards = f.list("sample_rewards", float, max_items=MAX_SAMPLES)
-        finished = f.list("sample_finished", bool, max_items=MAX_SAMPLES)
-        if not len(lengths) == len(rewards) == len(finished):
-            raise WireError("lengths, rewards and ends are of different numbers of samples")
-        if not all(0 <= n <= MAX_TOKENS for n in lengths) or not all(map(math.isfinite, rewards)):
-            raise WireError("a sample has an impossible number of tokens, or a reward that is not finite")
-        header = GroupHeader(
-            ticket=f.integer("ticket", low=0),
-            identity=f.text("identity", max_chars=IDENTITY_CHARS),
-            run_uid=f.text("run_uid", max_chars=64),
-            purpose=f.one_of("purpose", PURPOSES),
-            attempt=f.integer("attempt", low=0),
-            worker=f.text("worker", max_chars=200),
-            fingerprint=f.text("fingerprint", max_chars=64),
-            num_prompt_tokens=f.integer("num_prompt_tokens", low=0, high=MAX_TOKENS),
-            sample_lengths=tuple(lengths),
-            sample_rewards=tuple(rewards),
-            sample_finished=tuple(finished),
-            num_kept_tokens=f.integer("num_kept_tokens", low=0, high=MAX_KEPT_TOKENS),
-            min_version=f.integer("min_version", low=0),
-            max_version=f.integer("max_version", low=0),
-            num_failed_samples=f.integer("num_failed_samples", low=0, high=MAX_SAMPLES),
-            error=f.text("error", max_chars=2000),
-            generate_s=f.number("generate_s"),
-            reward_s=f.number("reward_s"),
-            model_s=f.number("model_s"),
-            environment_s=f.number("environment_s"),
-            num_tool_calls=f.integer("num_tool_calls", low=0, high=1 << 32),
-            digest=f.integer("digest", low=0),
-            routes=take_counts(f),
-        )
-    if header.failed == bool(lengths):
+    header = _HEADERS.unpack(data)
+    if not len(header.sample_lengths) == len(header.sample_rewards) == len(header.sample_finished):
+        raise WireError("lengths, rewards and ends are of different numbers of samples")
+    if header.failed == bool(header.sample_lengths):
         raise WireError("a group has samples or an error, exactly one of them")
+    if header.routes is not None:
+        check_counts(header.routes)
     return header
 
 
@@ -173,11 +154,12 @@ def decode_body(
     check_tokens(token_ids, vocabulary)
     check_logprobs(logprobs)
     routed = take_routes(header.routes, memoryview(body)[end:], num_prompt, header.sample_lengths, routes)
-    with unpack(memoryview(body)[num_bytes:end]) as f:
-        samples = unpack_samples(f, header, token_ids[num_prompt:], logprobs, routed.of_samples)
+    samples = unpack_samples(
+        memoryview(body)[num_bytes:end], header, token_ids[num_prompt:], logprobs, routed.of_samples
+    )
     return Group(header=header, prompt_ids=token_ids[:num_prompt], samples=samples, prompt_routes=routed.of_prompt)
 
 
-def _raw(dtype: np.dtype[Any], arrays: Sequence[npt.NDArray[Any]]) -> list[memoryview]:
+def _raw(dtype: np.dtype[Any], arrays: Sequence[npt.NDArray[Any]]) -> list[Any]:
     """As they lie in a body, which is joined from them."""
-    return [array.astype(dtype, order="C", casting="same_kind", copy=False).data for array in arrays]
+    return [array.astype(dtype, order="C", casting="same_kind", copy=False) for array in arrays]

@@ -8,7 +8,7 @@ while there are at most 255 experts, else two; the largest number that fits says
     its header routes: [bytes of that frame, layers, experts a token, bytes an id]
 
 The ids are those of the prompt's tokens, once a group, then of all samples' tokens, end to end. A group without them
-has no such field, and not a byte of it. They may be many: a model of 48 layers and 8 experts a token has 384 a token,
+says so by a nil. They may be many: a model of 48 layers and 8 experts a token has 384 a token,
 where its id and log-prob are 8 bytes; so a group's are bounded apart from the rest of its body.
 """
 
@@ -23,11 +23,9 @@ import numpy.typing as npt
 import zstandard
 
 from streamrl.errors import WireError
-from streamrl.protocol.wire.codec import Fields
 
 Routes: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]  # [T, layers, experts a token] of one byte or two
 MAX_ROUTE_BYTES = 256 << 20  # of a group, as they lie in memory
-_FIELD = "routes"
 _DTYPES: Mapping[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2")}
 _MAX_LAYERS, _MAX_CHOSEN = 1024, 256
 
@@ -110,19 +108,12 @@ def pack_routes(
 REMEDY = "make sampling.num_samples or sampling.max_tokens smaller, or set algorithm.routing_replay=none"
 
 
-def take_counts(f: Fields) -> RouteCounts | None:
-    """As a header has them, checked as far as it can be."""
-    if _FIELD not in f:
-        return None
-    numbers = f.list(_FIELD, int, max_items=4)
-    if len(numbers) != 4:
-        raise WireError(f"routes are told by {len(numbers)} numbers, not 4")
-    counts = RouteCounts(*numbers)
+def check_counts(counts: RouteCounts) -> None:
+    """As a header has them, as far as it can be."""
     if counts.id_bytes not in _DTYPES or not (0 < counts.num_layers <= _MAX_LAYERS):
         raise WireError(f"routes of {counts.num_layers} layers and {counts.id_bytes} bytes an id are not possible")
     if not 0 < counts.num_chosen <= _MAX_CHOSEN or not 0 < counts.num_bytes <= MAX_ROUTE_BYTES:
         raise WireError(f"routes of {counts.num_bytes} bytes, {counts.num_chosen} experts a token are not possible")
-    return counts
 
 
 def take_routes(

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.protocol.wire.branches import Branch
+from streamrl.protocol.wire.codec import Count
 from streamrl.protocol.wire.earned import Earned
 from streamrl.protocol.wire.routes import Routes
 from streamrl.protocol.wire.taught import Taught
@@ -26,14 +27,14 @@ FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 class Span(NamedTuple):
     """Tokens [start, end) of a sample were made by this version, which carries this optimizer step."""
 
-    version: int
-    step: int
-    start: int
-    end: int
+    version: Count
+    step: Count
+    start: Count
+    end: Count
 
 
 class Sample(NamedTuple):
-    """A row of the body's columns; named tuples, for many are built at a time."""
+    """Named tuples, for many are built at a time; from `mask_runs` to `branches` it is a row of its group's body."""
 
     token_ids: npt.NDArray[np.int32]  # [T] the response alone
     logprobs: npt.NDArray[np.float32]  # [T] of the distribution really sampled from

@@ -12,24 +12,24 @@ import numpy.typing as npt
 
 from streamrl.errors import WireError
 from streamrl.protocol.wire.checks import check_logprobs
-from streamrl.protocol.wire.codec import Fields
+from streamrl.protocol.wire.codec import to_array
 
-_FIELD, _F4 = "teacher_logprobs", np.dtype("<f4")
+_F4 = np.dtype("<f4")
 Taught = npt.NDArray[np.float32] | None  # [T] of a sample
 
 
-def pack_taught(taught: Sequence[Taught], lengths: Sequence[int]) -> dict[str, bytes]:
+def pack_taught(taught: Sequence[Taught], lengths: Sequence[int]) -> bytes | None:
     told = [each for each in taught if each is not None]
     if not told:
-        return {}
+        return None
     if [len(each) for each in told] != list(lengths):
         raise WireError("a sample has not as many log-probs of the teacher as tokens")
-    return {_FIELD: np.concatenate(told).astype(_F4).tobytes()}
+    return np.concatenate(told).astype(_F4).tobytes()
 
 
-def take_taught(f: Fields, lengths: Sequence[int]) -> list[Taught]:
-    if _FIELD not in f:
+def take_taught(told: bytes | None, lengths: Sequence[int]) -> list[Taught]:
+    if told is None:
         return [None] * len(lengths)
-    told = f.array(_FIELD, _F4, count=sum(lengths))
-    check_logprobs(told)
-    return list(np.split(told, np.cumsum(lengths)[:-1]))
+    logprobs = to_array("teacher_logprobs", told, _F4, count=sum(lengths))
+    check_logprobs(logprobs)
+    return list(np.split(logprobs, np.cumsum(lengths)[:-1]))

@@ -6,9 +6,9 @@ workers need neither the dataset nor an opinion on the chat template.
 
 A number alone does not say which ticket it is. Where Redis returns to an older copy of itself, and from there to a
 newer one, two learners have issued the same numbers, one as retries of dead tickets and one as places of the data. So a
-ticket's `identity` is a digest of the run, the purpose, the number and all that is asked for: the row, its pass, prompt
-and fields, how many samples, and what it repeats. The same ticket issued again, after a failure or a loss, has the same
-one. It goes wherever the ticket goes:
+ticket carries in one piece, `asked`, the run, the purpose, the number and all that is asked for: the row, its pass,
+prompt and fields, how many samples, and what it repeats; and its `identity` is the digest of that piece (XXH3-64). The
+same ticket issued again, after a failure or a loss, has the same one. It goes wherever the ticket goes:
 
     ledger, checkpoint ── what this number asks ──┐
     entry of the ticket, beside it ───────────────┤ compared: in reconciling, where a worker leases, in the script that
@@ -28,12 +28,21 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import xxhash
+from msgspec import Meta
 
 from streamrl.errors import WireError
-from streamrl.protocol.wire.codec import MAX_MESSAGE_BYTES, MAX_TEXT_CHARS, fields_of, pack, unpack
+from streamrl.protocol.wire.codec import (
+    MAX_MESSAGE_BYTES,
+    MAX_TEXT_CHARS,
+    Count,
+    Message,
+    Messages,
+    to_array,
+    to_json_object,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,6 +58,7 @@ MAX_REWARD_SOURCES = 32
 # A ticket's prompt and fields, of four bytes a character, its token ids, of four bytes each, and what is small.
 MAX_TICKET_BYTES = 4 * (2 * MAX_TEXT_CHARS + MAX_TOKENS) + (1 << 20)
 
+_ID_BYTES = 4
 _COLUMN_BYTES = 4 << 20  # of a group, besides tokens: rewards, versions and mask runs are some KB a sample
 _BYTES_PER_TOKEN = 8  # its id and its log-prob
 MAX_GROUP_TOKENS = (MAX_MESSAGE_BYTES - _COLUMN_BYTES) // _BYTES_PER_TOKEN  # of its prompt and its samples
@@ -72,56 +82,88 @@ class Ticket:
     retry_of: int | None = None  # the dead ticket that this one repeats
 
     @cached_property
+    def asked(self) -> bytes:
+        """What is asked for, as the ticket carries it; when it was issued, and how often it failed, is no part."""
+        return _ASKED.pack(
+            _Asked(
+                number=self.number,
+                run_uid=self.run_uid,
+                purpose=self.purpose,
+                data_epoch=self.data_epoch,
+                prompt_index=self.prompt_index,
+                prompt=self.prompt,
+                token_ids=self.token_ids.astype("<i4", copy=False).tobytes(),
+                fields=encode_row(self.fields),
+                num_samples=self.num_samples,
+                retry_of=-1 if self.retry_of is None else self.retry_of,
+            )
+        )
+
+    @cached_property
     def identity(self) -> str:
-        """Hex digits that stand for which ticket this is; when it was issued, and how often it failed, is no part."""
-        place = (self.run_uid, self.purpose, self.number, self.data_epoch, self.prompt_index)
-        lengths = (len(self.prompt), len(self.token_ids))
-        digest = xxhash.xxh3_64(f"{place} {self.num_samples} {self.retry_of} {lengths}".encode())
-        digest.update(self.prompt.encode("utf-8", "surrogatepass"))
-        digest.update(self.packed_ids)
-        digest.update(self.packed_fields.encode("utf-8", "surrogatepass"))
-        return digest.hexdigest()
+        """Hex digits that stand for which ticket this is."""
+        return xxhash.xxh3_64_hexdigest(self.asked)
 
-    @cached_property
-    def packed_ids(self) -> bytes:
-        return self.token_ids.astype("<i4", copy=False).tobytes()
 
-    @cached_property
-    def packed_fields(self) -> str:
-        return encode_row(self.fields)
+class _Asked(Message, frozen=True, kw_only=True):
+    number: Count
+    run_uid: Annotated[str, Meta(max_length=64)]
+    purpose: Purpose
+    data_epoch: Count
+    prompt_index: Count
+    prompt: Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+    token_ids: bytes
+    fields: Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+    num_samples: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)]
+    retry_of: Annotated[int, Meta(ge=-1)]
+
+
+class _Issued(Message, frozen=True, kw_only=True):
+    asked: bytes
+    attempt: Annotated[int, Meta(ge=0, le=1 << 20)]
+    issued_step: Count
+    min_version: Count
+
+
+_ASKED = Messages(_Asked, max_bytes=MAX_TICKET_BYTES)
+_ISSUED = Messages(_Issued, max_bytes=MAX_TICKET_BYTES)
 
 
 def encode_ticket(ticket: Ticket) -> bytes:
-    return pack(
-        {
-            **fields_of(ticket),
-            "num_prompt_tokens": len(ticket.token_ids),
-            "token_ids": ticket.packed_ids,
-            "fields": ticket.packed_fields,
-            "retry_of": -1 if ticket.retry_of is None else ticket.retry_of,
-        }
+    return _ISSUED.pack(
+        _Issued(
+            asked=ticket.asked,
+            attempt=ticket.attempt,
+            issued_step=ticket.issued_step,
+            min_version=ticket.min_version,
+        )
     )
 
 
 def decode_ticket(data: bytes) -> Ticket:
     """A ticket or one WireError."""
-    with unpack(data, max_bytes=MAX_TICKET_BYTES) as f:
-        retry_of = f.integer("retry_of", low=-1)
-        return Ticket(
-            number=f.integer("number", low=0),
-            run_uid=f.text("run_uid", max_chars=64),
-            purpose=f.one_of("purpose", PURPOSES),
-            data_epoch=f.integer("data_epoch", low=0),
-            prompt_index=f.integer("prompt_index", low=0),
-            prompt=f.text("prompt"),
-            token_ids=f.array("token_ids", "<i4", count=f.integer("num_prompt_tokens", low=1, high=MAX_TOKENS)),
-            fields=f.json_object("fields"),
-            num_samples=f.integer("num_samples", low=1, high=MAX_SAMPLES),
-            attempt=f.integer("attempt", low=0, high=1 << 20),
-            issued_step=f.integer("issued_step", low=0),
-            min_version=f.integer("min_version", low=0),
-            retry_of=None if retry_of < 0 else retry_of,
-        )
+    issued = _ISSUED.unpack(data)
+    asked = _ASKED.unpack(issued.asked)
+    num_tokens = len(asked.token_ids) // _ID_BYTES
+    if not 1 <= num_tokens <= MAX_TOKENS:
+        raise WireError(f"a prompt of {num_tokens} tokens is not possible")
+    ticket = Ticket(
+        number=asked.number,
+        run_uid=asked.run_uid,
+        purpose=asked.purpose,
+        data_epoch=asked.data_epoch,
+        prompt_index=asked.prompt_index,
+        prompt=asked.prompt,
+        token_ids=to_array("token_ids", asked.token_ids, "<i4", count=num_tokens),
+        fields=to_json_object("fields", asked.fields),
+        num_samples=asked.num_samples,
+        attempt=issued.attempt,
+        issued_step=issued.issued_step,
+        min_version=issued.min_version,
+        retry_of=None if asked.retry_of < 0 else asked.retry_of,
+    )
+    vars(ticket)["asked"] = issued.asked  # its identity is that of the very bytes, which need not be made again
+    return ticket
 
 
 def encode_row(fields: Mapping[str, Any]) -> str:

@@ -67,8 +67,9 @@ def name_of(fields: Fields) -> str:
 
 
 def read_ticket(fields: Fields) -> Asked:
-    found = _unpack(fields.get(b"b", b""))
+    message = _unpack(fields.get(b"b", b""))
     try:
+        found = _unpack(message["asked"])
         ids = np.frombuffer(found["token_ids"], "<i4")
         asked = Asked(
             number=_whole(found["number"]),
@@ -78,11 +79,11 @@ def read_ticket(fields: Fields) -> Asked:
             num_samples=_whole(found["num_samples"]),
             retry_of=None if found["retry_of"] < 0 else _whole(found["retry_of"]),
         )
-        says = (found["purpose"], len(ids))
+        purpose = found["purpose"]
     except (KeyError, TypeError, ValueError) as error:
         raise UnreadableError(f"no ticket: {error!r}") from None
-    if says != ("train", found.get("num_prompt_tokens")):
-        raise UnreadableError(f"a ticket says {says} of itself")
+    if purpose != "train":
+        raise UnreadableError(f"a ticket is for {purpose!r:.40}")
     _must_agree(fields, asked.number, asked.run_uid)
     return asked
 
@@ -101,7 +102,7 @@ def read_header(fields: Fields) -> Answered:
             rewards=tuple(map(float, header["sample_rewards"])),
             spans=(),
             generate_s=float(header["generate_s"]),
-            num_route_bytes=_whole(header.get("routes", [0])[0]),
+            num_route_bytes=_whole((header["routes"] or [0])[0]),
         )
         purpose = header["purpose"]
     except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
@@ -119,7 +120,7 @@ def read_group(fields: Fields) -> Answered:
         return answered
     try:
         prompt_ids, spans = _read_body(fields.get(b"b", b""), answered)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise UnreadableError(f"no body: {error!r}") from None
     return replace(answered, prompt_ids=prompt_ids, spans=spans)
 
@@ -129,20 +130,15 @@ def _read_body(body: bytes, header: Answered) -> tuple[tuple[int, ...], tuple[Sp
     lengths, num_prompt, num_tokens = header.lengths, header.num_prompt_tokens, sum(header.lengths)
     ids = np.frombuffer(body, "<i4", num_prompt + num_tokens)
     logprobs = np.frombuffer(body, "<f4", num_tokens, offset=ids.nbytes)
-    columns = _unpack(body[ids.nbytes + logprobs.nbytes : len(body) - header.num_route_bytes])
-    numbers = np.frombuffer(columns["integers"], "<u8").tolist()
-    totals = np.frombuffer(columns["fractions"], "<f8").tolist()[: len(lengths)]
-    if tuple(totals) != header.rewards:
+    rows = _unpack(body[ids.nbytes + logprobs.nbytes : len(body) - header.num_route_bytes])["rows"]
+    if tuple(float(row[4]) for row in rows) != header.rewards:
         raise UnreadableError("header and body tell different rewards")
     if (ids < 0).any() or not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
         raise UnreadableError("token ids or log-probs that cannot be")
-    num_runs, num_spans = sum(numbers[: len(lengths)]), sum(numbers[len(lengths) : 2 * len(lengths)])
-    begin = 2 * len(lengths) + num_runs
-    rest = numbers[begin + 4 * num_spans :]  # empty, or counts of branches, then three numbers per branch
-    if len(numbers) < begin + 4 * num_spans or len(rest) != bool(rest) * (len(lengths) + 3 * sum(rest[: len(lengths)])):
-        raise UnreadableError("mask runs and spans are not as many as it says")
-    versions, steps, starts, ends = (numbers[begin + at * num_spans :][:num_spans] for at in range(4))
-    spans = tuple(Span(v, s, end - start) for v, s, start, end in zip(versions, steps, starts, ends, strict=True))
+    if tuple(sum(map(_whole, row[0])) for row in rows) != lengths:
+        raise UnreadableError("mask runs are not of as many tokens as the header says")
+    told = ([_whole(number) for number in span] for row in rows for span in row[1])
+    spans = tuple(Span(version, step, end - start) for version, step, start, end in told)
     if sum(span.num_tokens for span in spans) > num_tokens:  # there may be fewer, if an environment gave some tokens
         raise UnreadableError("spans cover more than the tokens")
     return tuple(ids[:num_prompt].tolist()), spans
