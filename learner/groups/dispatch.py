@@ -30,9 +30,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import replace
 
 import structlog
+from msgspec.structs import replace
 
 from streamrl.config import schema
 from streamrl.crashpoints import crashpoint

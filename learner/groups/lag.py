@@ -44,10 +44,12 @@ class LagRule:
         judged = max_version if self.stale == "mask" else min_version
         if judged == 0 or not self._steps:  # no tokens, or nothing published yet
             return False
-        if judged > max(self._steps):  # published, and not noted yet
-            return False
-        # A version before the oldest known one is forgotten, or of an abandoned lineage.
-        made_at = self._steps[max((v for v in self._steps if v <= judged), default=min(self._steps))]
+        made_at = self._steps.get(judged)
+        if made_at is None:
+            if judged > max(self._steps):  # published, and not noted yet
+                return False
+            # A version before the oldest known one is forgotten, or of an abandoned lineage.
+            made_at = self._steps[max((v for v in self._steps if v <= judged), default=min(self._steps))]
         return step - made_at > self._limit
 
     def batches_ahead(self, step: int) -> int:

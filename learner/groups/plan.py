@@ -303,7 +303,7 @@ def _open(planned: PlanEntry, entry: Entry | None) -> tuple[GroupHeader, bytes] 
 
 def mask_before(group: Group, oldest_step: int) -> tuple[Group, int]:
     """(the group without loss on tokens of versions before `oldest_step`, how many tokens lost theirs)"""
-    if all(span.step >= oldest_step for sample in group.samples for span in sample.spans):
+    if oldest_step <= 0 or all(span.step >= oldest_step for sample in group.samples for span in sample.spans):
         return group, 0
     samples = tuple(_mask_sample(sample, oldest_step) for sample in group.samples)
     return replace(group, samples=samples), num_trained(group.samples) - num_trained(samples)

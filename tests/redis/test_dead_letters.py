@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +102,7 @@ def test_a_listed_letter_tells_what_failed_and_what_its_prompt_asks() -> None:
         number=7,
         run_uid=UID,
         purpose="train",
-        ticket=replace(make_ticket(7), prompt=prompt),
+        ticket=make_ticket(7, prompt=prompt),
         error=error,
         at=1.0,
         retry_requested=False,

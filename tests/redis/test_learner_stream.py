@@ -163,7 +163,7 @@ def test_tickets_that_cannot_be_read_or_are_of_another_run_are_told_apart(
     assert [ticket.flaw for ticket in present[:3]] == [
         None,
         "the ticket and its entry do not agree on number, purpose, run or what is asked",
-        "not a message: a map was expected, got int",
+        "not a message: Expected `object`, got `int`",
     ]
 
 

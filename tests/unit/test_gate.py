@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from streamrl.learner.groups.plan import GroupCheck
 from streamrl.protocol.wire.ticket import Ticket

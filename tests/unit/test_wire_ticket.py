@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -11,9 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import asdict, replace
 
 from streamrl.errors import WireError
-from streamrl.protocol.wire.codec import MAX_TEXT_CHARS, fields_of
+from streamrl.protocol.wire.codec import MAX_TEXT_CHARS
 from streamrl.protocol.wire.ticket import (
     IDENTITY_CHARS,
     MAX_SAMPLES,
@@ -35,7 +35,7 @@ JSON_ROWS = st.dictionaries(
     max_size=4,
 )
 TICKETS = st.builds(
-    Ticket,
+    lambda **fields: Ticket(**fields),
     number=st.integers(0, 2**63),
     run_uid=st.text(max_size=64),
     purpose=st.sampled_from(["train", "eval"]),
@@ -53,8 +53,7 @@ TICKETS = st.builds(
 
 
 def as_plain(ticket: Ticket) -> dict[str, Any]:
-    plain = {name: getattr(ticket, name) for name in fields_of(ticket)}
-    return {**plain, "identity": ticket.identity, "token_ids": ticket.token_ids.tolist()}
+    return {**asdict(ticket), "identity": ticket.identity, "token_ids": ticket.token_ids.tolist()}
 
 
 def test_a_ticket_issued_again_is_the_same_and_one_that_asks_for_anything_else_is_another() -> None:
@@ -75,7 +74,7 @@ def test_a_ticket_issued_again_is_the_same_and_one_that_asks_for_anything_else_i
     }
     identities = {replace(ticket, **{name: value}).identity for name, value in others.items()}
     assert len(identities | {ticket.identity}) == 1 + len(others)
-    assert set(again) | set(others) == set(fields_of(ticket))
+    assert set(again) | set(others) == set(asdict(ticket))
     assert len(ticket.identity) == IDENTITY_CHARS
 
 

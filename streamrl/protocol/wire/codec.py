@@ -54,7 +54,7 @@ class Messages(Generic[M]):
 
     def __init__(self, kind: type[M], *, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._num_fields = 1 + len(kind.__struct_fields__)
+        self._begin = _begin_of_map(1 + len(kind.__struct_fields__))
         self._decode = msgspec.msgpack.Decoder(kind).decode
         self._encode = msgspec.msgpack.Encoder(enc_hook=_plain_number).encode
 
@@ -73,7 +73,7 @@ class Messages(Generic[M]):
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             _check_schema(data)
             raise WireError(f"not a message: {error}") from None
-        if _num_pairs(data) != self._num_fields:
+        if data[: len(self._begin)] != self._begin:
             raise WireError("a field is missing, or comes twice")
         return message
 
@@ -96,10 +96,9 @@ def _of_schema(schema: int) -> WireError:
     return WireError(f"message of schema {schema}; this program speaks schema {SCHEMA}: update the older side")
 
 
-def _num_pairs(data: bytes | memoryview) -> int:
-    """Of a map that has been read."""
-    width = {0xDE: 2, 0xDF: 4}.get(data[0])
-    return data[0] & 0x0F if width is None else int.from_bytes(data[1 : 1 + width], "big")
+def _begin_of_map(num_fields: int) -> bytes:
+    """As it is written; so a reader sees at once that no field is missing, or comes twice."""
+    return bytes([0x80 | num_fields]) if num_fields < 16 else b"\xde" + num_fields.to_bytes(2, "big")
 
 
 def _plain_number(value: Any) -> int | float:

@@ -107,7 +107,7 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
     counts, routes = pack_routes(group.prompt_routes, [s.routes for s in samples], num_prompt, lengths)
     token_ids = _raw(_I4, [group.prompt_ids, *[s.token_ids for s in samples]])
     logprobs = _raw(_F4, [s.logprobs for s in samples])
-    body = b"".join([*token_ids, *logprobs, pack_rows(samples), routes])
+    body = b"".join([*token_ids, *logprobs, pack_rows(samples, lengths), routes])
     versions = [span.version for s in samples for span in s.spans]
     header = replace(
         group.header,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, TypeAlias, cast
 
@@ -51,21 +51,21 @@ class _Rows(Message, frozen=True, kw_only=True):
 
 
 _MESSAGES = Messages(_Rows)
+_TURN_REWARDS = attrgetter("turn_rewards")
 
 
-def pack_rows(samples: Sequence[Sample]) -> bytes:
+def pack_rows(samples: Sequence[Sample], lengths: Sequence[int]) -> bytes:
     """All that is not an item a token."""
-    lengths = [len(s.token_ids) for s in samples]
-    if lengths != [len(s.logprobs) for s in samples]:  # laid end to end, the samples behind it would get wrong ones
+    if list(lengths) != [len(s.logprobs) for s in samples]:  # laid end to end, those behind it would get wrong ones
         raise WireError("a sample has not as many log-probs as tokens")
     if not all(map(math.isfinite, chain.from_iterable([s.rewards.values() for s in samples]))):
         raise WireError("a reward is not a finite number")
-    _check_turns(samples)
     rows = _Rows(
         rows=cast(list[_Row], [s[_IN_ROW] for s in samples]),
         token_rewards=pack_earned([s.token_rewards for s in samples], lengths),
         teacher_logprobs=pack_taught([s.teacher_logprobs for s in samples], lengths),
     )
+    _check_turns(samples)
     return _MESSAGES.pack(rows)
 
 
@@ -77,28 +77,16 @@ def unpack_samples(
     routes: Sequence[Routes | None],
 ) -> tuple[Sample, ...]:
     found, lengths = _MESSAGES.unpack(message), header.sample_lengths
-    rows = found.rows
-    if len(rows) != len(lengths):
-        raise WireError(f"{len(rows)} samples where the header says {len(lengths)}")
-    earned, taught = take_earned(found.token_rewards, lengths), take_taught(found.teacher_logprobs, lengths)
-    places = pairwise(accumulate(lengths, initial=0))
-    samples = tuple(
-        [
-            Sample(token_ids[start:end], logprobs[start:end], *row, *of_tokens)
-            for (start, end), row, of_tokens in zip(places, rows, zip(earned, taught, routes, strict=True), strict=True)
-        ]
+    if len(found.rows) != len(lengths):
+        raise WireError(f"{len(found.rows)} samples where the header says {len(lengths)}")
+    of_tokens = zip(
+        take_earned(found.token_rewards, lengths), take_taught(found.teacher_logprobs, lengths), routes, strict=True
     )
-    _check(samples, header)
-    return samples
-
-
-def _check(samples: Sequence[Sample], header: GroupHeader) -> None:
-    if tuple([s.reward for s in samples]) != header.sample_rewards:
-        raise WireError("rewards of header and body differ")
-    if tuple([s.finish_reason == "stop" for s in samples]) != header.sample_finished:
-        raise WireError("finish reasons of header and body differ")
-    num_kept = 0
-    for sample, length in zip(samples, header.sample_lengths, strict=True):
+    samples: list[Sample] = []
+    end = num_kept = 0
+    for length, row, others in zip(lengths, found.rows, of_tokens, strict=True):
+        start, end = end, end + length
+        sample = Sample(token_ids[start:end], logprobs[start:end], *row, *others)
         if sum(sample.mask_runs) != length:
             raise WireError(f"a loss mask covers {sum(sample.mask_runs)} tokens of {length}")
         check_cover(sample.mask_runs, sample.spans, length)
@@ -106,13 +94,19 @@ def _check(samples: Sequence[Sample], header: GroupHeader) -> None:
             spans = [(span.start, span.end) for span in sample.spans]
             check_branches(sample.branches, num_prompt=header.num_prompt_tokens, num_tokens=length, spans=spans)
             num_kept += sum([branch.keep for branch in sample.branches])
+        samples.append(sample)
     if num_kept != header.num_kept_tokens:
         raise WireError(f"branches keep {num_kept} tokens, not the {header.num_kept_tokens} that the header says")
+    if tuple([s.reward for s in samples]) != header.sample_rewards:
+        raise WireError("rewards of header and body differ")
+    if tuple([s.finish_reason == "stop" for s in samples]) != header.sample_finished:
+        raise WireError("finish reasons of header and body differ")
     _check_turns(samples)
+    return tuple(samples)
 
 
 def _check_turns(samples: Sequence[Sample]) -> None:
     """Where turns earn, each of each sample does."""
-    earning = any(map(attrgetter("turn_rewards"), samples))
+    earning = any(map(_TURN_REWARDS, samples))
     if earning and any(len(s.turn_rewards) != len(turns_of(s.spans, s.branches)) for s in samples):
         raise WireError("a sample has not as many rewards of turns as turns")

@@ -26,10 +26,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 import xxhash
 from msgspec import Meta
 
@@ -65,8 +65,7 @@ MAX_GROUP_TOKENS = (MAX_MESSAGE_BYTES - _COLUMN_BYTES) // _BYTES_PER_TOKEN  # of
 _encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: that takes its time
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ticket:
+class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     number: int  # counts from 0 within its stream; training and evaluation count apart
     run_uid: str  # entries of a deleted run of the same name are not ours
     purpose: Purpose
@@ -74,7 +73,7 @@ class Ticket:
     prompt_index: int  # row of the dataset
     prompt: str  # as text, for rewards and for people
     token_ids: npt.NDArray[np.int32]  # [P]
-    fields: Mapping[str, Any] = field(default_factory=dict)  # the row's further fields, handed to rewards
+    fields: Mapping[str, Any] = msgspec.field(default_factory=dict)  # the row's further fields, handed to rewards
     num_samples: int
     attempt: int = 0  # failures that workers reported for it so far
     issued_step: int = 0  # the learner's step when it was issued
