@@ -1,7 +1,11 @@
 """The weights as they will be served, copied to the host: what is encoded while the optimizer goes on.
 
 The loop waits for this copy, and for little else of a publish. It comes in parts, so that the first is encoded while
-the next is copied. The memory is used again for the next version, so a copy is to be encoded before the next is taken.
+the next is copied. There is memory for two copies: the one that was announced last stays as it is, for the next is
+encoded against it, and the other is written over.
+
+    take ─► one half ─► encoded against the other ─► announced: keep ─► take ─► the other half ─► ...
+                                                 └─► failed ─► take ─► the same half again
 
 Are the bytes that go out the cast of this step's masters? Asked at every version, without a forward pass.
 
@@ -48,8 +52,9 @@ class HostCopy:
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._integers = torch.int32 if self._dtype == torch.float32 else torch.int16
         self._copier = copier
-        self._buffer = torch.empty(0, dtype=self._dtype)  # [num_elements] all runs of this rank, one after another
-        self._slots: list[torch.Tensor] = []  # in it
+        self._buffer = torch.empty(0, dtype=self._dtype)  # [2 * num_elements] two halves, with all runs of this rank
+        self._slots: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # in each of them, one after another
+        self._taken = 0  # the half that is written to
 
     def take(self, model: nn.Module) -> Iterator[Part]:
         """All that this rank tells of, some tensors at a time."""
@@ -65,14 +70,22 @@ class HostCopy:
             ready()
             yield Part(ranges=[self._range(name, run.start, slot) for name, run, slot in part], check=check)
 
+    def keep(self) -> None:
+        """What was taken last is announced: it stays until this is said of the next."""
+        self._taken = 1 - self._taken
+
     def _places(self, lengths: list[int]) -> list[torch.Tensor]:
         """For runs of these lengths, each on a border of 64 bytes; the same ones as long as the lengths are."""
-        if [len(slot) for slot in self._slots] != lengths:
+        if [len(slot) for slot in self._slots[0]] != lengths:
             step = _ALIGN // self._dtype.itemsize
             begins = [0, *accumulate(-(-length // step) * step for length in lengths)]
-            self._buffer = torch.empty(begins[-1], dtype=self._dtype)
-            self._slots = [self._buffer[begin : begin + n] for begin, n in zip(begins, lengths, strict=False)]
-        return self._slots
+            self._buffer = torch.empty(2 * begins[-1], dtype=self._dtype)
+            first, second = (
+                [half[begin : begin + n] for begin, n in zip(begins, lengths, strict=False)]
+                for half in (self._buffer[: begins[-1]], self._buffer[begins[-1] :])
+            )
+            self._slots = (first, second)
+        return self._slots[self._taken]
 
     def _parts(self, runs: Sequence[_Run]) -> Iterator[list[_Run]]:
         part: list[_Run] = []

@@ -7,6 +7,7 @@ rank has all of them, rank 0 tells.
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from streamrl.learner.model.lora import base_name
@@ -29,7 +30,9 @@ class Kept:
             return None
         held = []
         for name, buffer in kept_in(self._model):
-            values = buffer.detach().float().cpu().contiguous().view(-1)
+            values = (
+                torch.empty(buffer.shape, dtype=torch.float32).copy_(buffer.detach()).view(-1)
+            )  # never its own memory
             held.append(HeldRange(tensor=base_name(name), start=0, bits=values.numpy().view("<u4")))
         return Part(ranges=held, check=lambda: None)
 

@@ -198,6 +198,7 @@ class Publisher:
             self._give_up_in_time(self._trying_since, "weights")
             return None
         self._under_way, self._failed, self._trying_since = None, False, None
+        self._copy.keep()
         if published.base:
             self._pace.announced(delta_bytes=published.num_bytes)
         else:

@@ -121,6 +121,26 @@ def test_a_large_tensor_is_handed_out_in_the_ranges_that_are_encoded() -> None:
     assert digests == cast_digests(large, "bfloat16")
 
 
+def test_the_copy_that_was_announced_stays_as_it_is_until_the_next_one_is() -> None:
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.zeros(1000), requires_grad=False)
+    copy = HostCopy("bfloat16", AtOnce())
+
+    def taken(value: float) -> np.ndarray:
+        model.weight.fill_(value)
+        [part] = copy.take(model)
+        return part.ranges[0].bits
+
+    first = taken(1.0)
+    copy.keep()
+    failed = taken(2.0)
+    second = taken(3.0)
+
+    assert np.shares_memory(failed, second), "what was not announced is written over"
+    assert set(first.tolist()) == {0x3F80}, "what was announced is what the next is encoded against"
+    assert set(second.tolist()) == {0x4040}
+
+
 @pytest.mark.parametrize("bits", [torch.int16, torch.int32])
 @pytest.mark.parametrize("length", [1, 3, 4, 4097])
 def test_each_bit_counts_in_the_sum_of_words(bits: torch.dtype, length: int) -> None:

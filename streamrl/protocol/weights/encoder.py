@@ -1,8 +1,9 @@
 """The learner's side: one rank encodes the ranges that it holds against what was last published.
 
-The encoder keeps a host copy of the last *announced* state. `encode` only reads it; `advance`, called once the version
-is announced, moves it on. So a publish that fails is simply encoded again from the same base, and what workers hold and
-what deltas are made against cannot drift apart.
+The encoder's base is the last *announced* state, in the arrays that the caller gave for it. `encode` only reads it;
+`advance`, called once the version is announced, takes the arrays of that version instead, so nothing is copied, and the
+caller must leave them as they are until the next one is announced. So a publish that fails is simply encoded again from
+the same base, and what workers hold and what deltas are made against cannot drift apart.
 
     encode_part, ... ─► join ─► put blob ─► gather records, announce ─► advance ─► now and then, encode_base: an anchor
        ▲                                        │                                                            beside it
@@ -15,14 +16,13 @@ time, so it can run beside a training step, and part by part beside the copy of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import zstandard
 
 from streamrl.errors import WeightsError
-from streamrl.protocol.weights.delta import encode_sparse, scan
+from streamrl.protocol.weights.codecs import Codecs
 from streamrl.protocol.weights.format import (
     MAX_RANGE_ELEMENTS,
     Bits,
@@ -63,16 +63,16 @@ class CodedPart:
 
     said: RangeDigest
     payload: bytes | memoryview
-    positions: npt.NDArray[np.int32] | None  # [n] what `advance` has to write over in the base; None: all of it
-    bits: Bits  # [n] or [length], the new bits there
+    bits: Bits  # [length] the caller's own
 
 
 class ShardEncoder:
-    """One per rank; keeps the host copy of what was last published."""
+    """One per rank."""
 
     def __init__(self) -> None:
         self._base: dict[tuple[str, int], Bits] = {}  # by tensor and start of each part
-        self._pending: list[CodedPart] | None = None
+        self._pending: dict[tuple[str, int], Bits] | None = None
+        self._codecs = Codecs()
         self._compressor = zstandard.ZstdCompressor(level=1)
 
     def encode(self, ranges: Sequence[HeldRange], *, anchor: bool) -> EncodedShard:
@@ -83,7 +83,7 @@ class ShardEncoder:
         return self.join(self.encode_part(ranges, anchor=anchor), anchor=anchor)
 
     def encode_part(self, ranges: Sequence[HeldRange], *, anchor: bool) -> list[CodedPart]:
-        """Some of the ranges, for `join`; the parts look at the caller's arrays until then."""
+        """Some of the ranges, for `join`."""
         pieces = _split(ranges)
         if anchor:
             return [_encode_whole(tensor, start, bits) for tensor, start, bits in pieces]
@@ -92,26 +92,19 @@ class ShardEncoder:
     def join(self, parts: Sequence[CodedPart], *, anchor: bool) -> EncodedShard:
         """All that this rank holds."""
         self._pending = None
-        keys = {(part.said.tensor, part.said.start) for part in parts}
-        assert len(keys) == len(parts), "a range comes twice"
-        if not anchor and keys != self._base.keys():
+        pending = {(part.said.tensor, part.said.start): part.bits for part in parts}
+        assert len(pending) == len(parts), "a range comes twice"
+        if not anchor and pending.keys() != self._base.keys():
             raise _no_base()
         shard = _joined(parts)
-        self._pending = list(_detached(parts, shard.blob))
+        self._pending = pending
         return shard
 
     def advance(self) -> None:
         """The version is announced: what was encoded last is now the base."""
         assert self._pending is not None, "nothing was encoded since the base last moved"
-        old, self._base = self._base, {}
-        for part in self._pending:
-            key = part.said.tensor, part.said.start
-            if part.positions is None:
-                self._base[key] = part.bits.copy()
-            else:
-                self._base[key] = old[key]
-                self._base[key][part.positions] = part.bits
-        self._pending = None
+        self._base, self._pending = self._pending, None
+        self._codecs.expect(sum(bits.nbytes for bits in self._base.values()))
 
     def encode_base(self) -> EncodedShard:
         """All bits of the version announced last, to lie beside its delta as an anchor. The digests are made anew, so a
@@ -122,16 +115,13 @@ class ShardEncoder:
         old = self._base.get((tensor, start))
         if old is None or (len(old), old.dtype) != (len(bits), bits.dtype):
             raise _no_base()
-        changes, digest = scan(bits, old)
-        num_changed = len(changes.positions)
-        coded = encode_sparse(changes.positions, changes.differences, self._compressor) if num_changed else b""
+        found = self._codecs.get().changes(bits, old)
+        coded = self._compressor.compress(found.plain.data) if found.num_changed else b""
         if len(coded) >= bits.nbytes:
-            return _raw(tensor, start, bits, num_changed=num_changed, digest=digest)
-        coding = Coding.SPARSE if num_changed else Coding.SAME
-        said = RangeDigest(tensor, start, len(bits), coding, num_changed, len(coded), digest)
-        if 2 * num_changed > len(bits):
-            return CodedPart(said=said, payload=coded, positions=None, bits=bits.copy())
-        return CodedPart(said=said, payload=coded, positions=changes.positions, bits=changes.bits)
+            return _raw(tensor, start, bits, num_changed=found.num_changed, digest=found.digest)
+        coding = Coding.SPARSE if found.num_changed else Coding.SAME
+        said = RangeDigest(tensor, start, len(bits), coding, found.num_changed, len(coded), found.digest)
+        return CodedPart(said=said, payload=coded, bits=bits)
 
 
 def _no_base() -> WeightsError:
@@ -158,15 +148,4 @@ def _encode_whole(tensor: str, start: int, bits: Bits) -> CodedPart:
 
 def _raw(tensor: str, start: int, bits: Bits, *, num_changed: int, digest: bytes) -> CodedPart:
     said = RangeDigest(tensor, start, len(bits), Coding.RAW, num_changed, bits.nbytes, digest)
-    return CodedPart(said=said, payload=bits.data.cast("B"), positions=None, bits=bits)
-
-
-def _detached(parts: Sequence[CodedPart], blob: bytes) -> Iterator[CodedPart]:
-    """The parts with nothing left of the caller's arrays: those may change before `advance`, the blob does not."""
-    begin = 0
-    for part in parts:
-        end = begin + part.said.num_bytes
-        payload = memoryview(blob)[begin:end]
-        raw = part.said.coding is Coding.RAW
-        yield replace(part, payload=payload, bits=np.frombuffer(payload, dtype=part.bits.dtype) if raw else part.bits)
-        begin = end
+    return CodedPart(said=said, payload=bits.data.cast("B"), bits=bits)

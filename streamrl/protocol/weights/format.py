@@ -156,7 +156,9 @@ class HeldRange:
 
     tensor: str
     start: int
-    bits: Bits  # [length] contiguous; a copy or cast of the parameter: nobody may write to it while it is encoded
+    # [length] contiguous; a copy or cast of the parameter: nobody may write to it before a later version is announced,
+    # whose base it is.
+    bits: Bits
 
 
 class RangeDigest(NamedTuple):

@@ -44,6 +44,7 @@ import numpy as np
 
 from streamrl.errors import ResourceError, TransportError, WeightsError
 from streamrl.protocol.weights.changes import Changed, ChangeLog
+from streamrl.protocol.weights.codecs import Codecs
 from streamrl.protocol.weights.delta import batches, patch, side_by_side, threads_for
 from streamrl.protocol.weights.fetching import AHEAD_BYTES, fetch_ahead
 from streamrl.protocol.weights.format import BITS, Bits, Coding, DType, RangeDigest, TensorMeta, digest_of
@@ -80,6 +81,7 @@ class Mirror:
         self.path = folder / "mirror.safetensors"
         self.version = 0
         self._changes = ChangeLog()
+        self._codecs = Codecs()
         self._run_uid, self._ahead_bytes, self._make_room = run_uid, ahead_bytes, make_room
         self._merging = Merging(pretrained)
         self._layout: Layout = {}
@@ -158,7 +160,10 @@ class Mirror:
                 if whole:
                     self.version = 0  # until it is proved again
                     num_threads = threads_for(len(whole))
-                    touched |= patch(self._views, whole, blobs, num_threads=num_threads, changes=self._changes)
+                    codec = self._codecs.get()
+                    touched |= patch(
+                        self._views, whole, blobs, num_threads=num_threads, codec=codec, changes=self._changes
+                    )
                     reached = whole[-1]
                 if trouble is not None:
                     return reached, trouble
@@ -189,6 +194,7 @@ class Mirror:
             }
             self._views = {**views, **others}
             self._layout = layout
+            self._codecs.expect(sum(tensor.num_bytes for tensor in manifest.tensors))
 
     def _prove(self, manifest: Manifest, touched: set[str], *, num_threads: int) -> None:
         proved: dict[tuple[str, int], tuple[int, bytes]] = {}

@@ -1,0 +1,207 @@
+"""The sparse coding of one range against its base, as `format` specifies it: what changed, as bytes, and back again.
+
+    new, base ─► `Codec.changes` ─► plain bytes ─► zstd ─► blob ─► `expand` ─► plain bytes ─► `Codec.add` ─► the tensor
+
+Here in passes of numpy, which are enough for small models and need nothing else; `kernels` has the same in one pass,
+and `codecs` says who takes which. Nothing here waits. The work is bound by memory: the new state and the base are each
+read once from memory, in pieces that stay in the cache, and compared and digested while they are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+import zstandard
+
+from streamrl.errors import WeightsError
+from streamrl.protocol.weights.changes import Positions
+from streamrl.protocol.weights.format import Bits, RangeDigest
+
+Places = npt.NDArray[np.int32]  # [n] strictly increasing; enough within a range
+Bytes = npt.NDArray[np.uint8]
+
+CHUNK = 1 << 19  # elements compared at a time: 1 MB of bf16 on each side
+WIDE = 0xFFFF
+_GROUP = 8  # flags in a machine word
+_DENSE = 0.5  # above this share of touched groups, looking at every flag is faster
+WIDE_GAPS_DISAGREE = "a delta's wide gaps do not agree with its gaps"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Where a range differs from its base, and how."""
+
+    num_changed: int
+    plain: Bytes  # what a blob has compressed; empty where nothing changed
+    digest: bytes  # of the new state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What a manifest says of a range, and the coding that a blob has of it."""
+
+    said: RangeDigest
+    coded: memoryview
+
+
+class Codec(Protocol):
+    def changes(self, new: Bits, old: Bits) -> Found:
+        """At most MAX_RANGE_ELEMENTS. One thread at a time."""
+        ...
+
+    def add(self, pieces: Sequence[Piece], plains: Sequence[Bytes], tensor: Bits) -> Positions:
+        """Patch the tensor by these deltas, one after another, and say where; or WeightsError, and nobody knows what
+        their ranges hold. Several threads may, each in ranges of its own."""
+        ...
+
+
+class InPasses:
+    """Of numpy."""
+
+    def changes(self, new: Bits, old: Bits) -> Found:
+        changes, digest = scan(new, old)
+        plain = plain_of(changes.positions, changes.differences)
+        return Found(num_changed=len(changes.positions), plain=plain, digest=digest)
+
+    def add(self, pieces: Sequence[Piece], plains: Sequence[Bytes], tensor: Bits) -> Positions:
+        positions, differences = decode(pieces, plains, dtype=tensor.dtype)
+        # A position may come more than once, and sums do not mind; twice as fast as reading and writing.
+        np.add.at(tensor, positions, differences)
+        return positions
+
+
+def beyond_range() -> WeightsError:
+    return WeightsError("a delta points beyond its range")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """Where a range differs from its base."""
+
+    positions: Places  # [n] from the range's start
+    differences: Bits  # [n] of the bit patterns: new - old, modulo their width
+
+
+def scan(new: Bits, old: Bits) -> tuple[Changes, bytes]:
+    """What differs, and the digest of `new`. Less than 2^31 elements."""
+    state = xxhash.xxh3_128()
+    differs = np.zeros(min(CHUNK, len(new) + _GROUP), dtype=np.bool_)
+    found: list[tuple[Places, Bits]] = []
+    for begin in range(0, len(new), CHUNK):
+        piece, base = new[begin : begin + CHUNK], old[begin : begin + CHUNK]
+        state.update(piece.data)
+        np.not_equal(piece, base, out=differs[: len(piece)])
+        padded = -(-len(piece) // _GROUP) * _GROUP
+        differs[len(piece) : padded] = False
+        where = _nonzero(differs[:padded])
+        if len(where):  # values are read while they are in the cache
+            found.append(((where + begin).astype(np.int32), piece[where] - base[where]))
+    none = np.empty(0, dtype=np.int32), new[:0]
+    positions, differences = (np.concatenate(parts) for parts in zip(none, *found, strict=True))
+    return Changes(positions=positions, differences=differences), state.digest()
+
+
+def _nonzero(flags: npt.NDArray[np.bool_]) -> Positions:
+    """np.flatnonzero, about twice as fast where few are set: eight flags are first looked at as one integer."""
+    groups = flags.view(np.uint64)
+    touched = np.flatnonzero(groups != 0)
+    if len(touched) > _DENSE * len(groups):
+        return np.flatnonzero(flags)
+    lanes = np.flatnonzero(groups[touched].view(np.bool_))
+    positions: Positions = (touched[lanes >> 3] << 3) | (lanes & 7)
+    return positions
+
+
+def plain_of(positions: Places, differences: Bits) -> Bytes:
+    """What a blob has compressed, of the differences of the bit patterns at these positions."""
+    num_changed = len(positions)
+    gaps = np.diff(positions, prepend=-1).astype(np.uint32) - np.uint32(1)
+    wide = gaps[gaps >= WIDE]
+    if len(wide):
+        gaps = np.minimum(gaps, np.uint32(WIDE))
+    width = 2 + differences.itemsize
+    plain = np.empty(num_changed * width + wide.nbytes, dtype=np.uint8)
+    planes = plain[: num_changed * width].reshape(width, num_changed)
+    _split_planes(gaps, planes[:2])
+    _split_planes(_zigzag(differences), planes[2:])
+    plain[num_changed * width :] = wide.view(np.uint8)
+    return plain
+
+
+def expand(piece: Piece, *, dtype: np.dtype[Any], decompressor: zstandard.ZstdDecompressor) -> Bytes:
+    """Decompress, having checked that no more is built than the range can need."""
+    said, fixed = piece.said, piece.said.num_changed * (2 + dtype.itemsize)
+    try:
+        size = zstandard.frame_content_size(piece.coded)
+        if not fixed <= size <= fixed + 4 * (said.length // WIDE) or (size - fixed) % 4:
+            raise WeightsError(f"a delta of {said.num_changed} elements claims to expand to {size} bytes")
+        plain = decompressor.decompress(piece.coded, max_output_size=size, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise WeightsError(f"a delta does not decompress: {error}") from None
+    if len(plain) != size:
+        raise WeightsError(f"a delta expands to {len(plain)} bytes instead of {size}")
+    return np.frombuffer(plain, dtype=np.uint8)
+
+
+def decode(pieces: Sequence[Piece], plains: Sequence[Bytes], *, dtype: np.dtype[Any]) -> tuple[Positions, Bits]:
+    """Where to add what, for deltas one after another: positions in the whole tensor, each within its own range, and
+    one position as often as it is changed. Or WeightsError.
+
+    Together, since most of what a small range costs is the calls and not the elements.
+    """
+    counts = [piece.said.num_changed for piece in pieces]
+    steps = _join_planes(plains, counts, (0, 1), np.dtype("<u2"))
+    steps += 1  # from gaps to the distance between positions; an escape becomes 0
+    wide = [plain[count * (2 + dtype.itemsize) :].view("<u4") for plain, count in zip(plains, counts, strict=True)]
+    bounds = [0, *accumulate(counts)]
+    escaped = np.flatnonzero(steps == 0)
+    if np.diff(np.searchsorted(escaped, bounds)).tolist() != [len(gaps) for gaps in wide]:
+        raise WeightsError(WIDE_GAPS_DISAGREE)
+    positions: Positions = steps.astype(np.int64)
+    positions[escaped] = np.concatenate(wide) + np.int64(1)
+    for piece, begin, end in zip(pieces, bounds, bounds[1:], strict=False):
+        own = positions[begin:end]
+        own[0] += piece.said.start - 1
+        np.cumsum(own, out=own)
+        if own[-1] >= piece.said.start + piece.said.length:
+            raise beyond_range()
+    folded = _join_planes(plains, counts, range(2, 2 + dtype.itemsize), dtype)
+    return positions, _unzigzag(folded)
+
+
+def _split_planes(values: Bits, planes: Bytes) -> None:
+    """[itemsize, n]: the values' bytes by significance, lowest first."""
+    for number, plane in enumerate(planes):
+        np.right_shift(values, 8 * number, out=plane, casting="unsafe")
+
+
+def _join_planes(plains: Sequence[Bytes], counts: Sequence[int], numbers: Iterable[int], dtype: np.dtype[Any]) -> Bits:
+    """The values of all, one after another, of which these planes have the bytes, lowest first. By shifts: to
+    transpose bytes takes ten times as long."""
+    planes = [
+        np.concatenate([plain[number * n : (number + 1) * n] for plain, n in zip(plains, counts, strict=True)])
+        for number in numbers
+    ]
+    values: Bits = planes[-1].astype(dtype)
+    for plane in planes[-2::-1]:
+        values <<= 8
+        values |= plane
+    return values
+
+
+def _zigzag(difference: Bits) -> Bits:
+    signed = difference.view(f"<i{difference.itemsize}")
+    folded: Bits = ((signed << 1) ^ (signed >> (8 * difference.itemsize - 1))).view(difference.dtype)
+    return folded
+
+
+def _unzigzag(folded: Bits) -> Bits:
+    one = folded.dtype.type(1)
+    difference: Bits = (folded >> one) ^ (~(folded & one) + one)
+    return difference
