@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -26,7 +27,9 @@ from streamrl.learner.packing.micro_batches import Piece
 
 _EXPECTED = '{"prompt": text, "completion": text}, or {"messages": [{"role": ..., "content": text}, ...]}'
 _BEFORE = "\n"  # never merges into a token with the text after it
+_BATCH = 1024  # rows per tokenizer call; one by one they take twice as long
 Messages = list[dict[str, str]]
+_Tokens = tuple[list[int], list[bool]]  # ids, and which of them have a loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +45,13 @@ def read_rows(
     reader = _Reader(tokenizer, tuple(end_ids))
     pieces: list[Piece] = []
     num_overlong = 0
-    for place, row in read_texts(path, what="demonstrations", expected=_EXPECTED):
-        ids, trained = reader.tokens(place, row, chat=chat)
-        if len(ids) > max_tokens:
-            num_overlong += 1
-            continue
-        pieces.append(_piece(len(pieces), ids, trained))
+    rows = read_texts(path, what="demonstrations", expected=_EXPECTED)
+    while batch := list(islice(rows, _BATCH)):
+        for ids, trained in reader.tokens(batch, chat=chat):
+            if len(ids) > max_tokens:
+                num_overlong += 1
+                continue
+            pieces.append(_piece(len(pieces), ids, trained))
     if not pieces:
         why = f": all {num_overlong} are longer than --max-tokens {max_tokens}" if num_overlong else ""
         raise DataError(f"{path} holds no demonstrations to learn from{why}")
@@ -73,29 +77,25 @@ class _Reader:
         self._tokenizer, self._end_ids = tokenizer, end_ids
         own = tokenizer.eos_token_id
         self._end = own if own is not None else end_ids[0]
-        self._begins_with_space = self._within("a") != self._encode("a")
+        self._begins_with_space = self._within(["a"]) != self._encode(["a"])
 
-    def tokens(self, place: str, row: dict[str, Any], *, chat: bool) -> tuple[list[int], list[bool]]:
-        """(ids, which of them have a loss)"""
-        prompt, completion = row.get("prompt"), row.get("completion")
-        is_text = isinstance(prompt, str) and isinstance(completion, str)
-        if is_text and not chat:
-            return self._text(place, str(prompt), str(completion))
-        said = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-        messages: Any = said if is_text else row.get("messages")
-        if not _is_dialogue(messages):
-            told = json.dumps(row, ensure_ascii=False)
-            raise DataError(f"{place}: expected {_EXPECTED}, with an assistant's message among them, got {told:.80}")
-        return self._dialogue(place, messages)
+    def tokens(self, rows: Sequence[tuple[str, dict[str, Any]]], *, chat: bool) -> Iterator[_Tokens]:
+        """(ids, which of them have a loss) of each row; rows come with their places."""
+        said = [_said(place, row, chat=chat) for place, row in rows]
+        texts = [one for one in said if isinstance(one, tuple)]
+        prompts = self._encode([prompt for prompt, _ in texts], add_special_tokens=True)
+        completions = self._encode_behind([completion for _, completion in texts])
+        encoded = zip(prompts, completions, strict=True)
+        for (place, _), one in zip(rows, said, strict=True):
+            yield self._text(place, *next(encoded)) if isinstance(one, tuple) else self._dialogue(place, one)
 
-    def _text(self, place: str, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
-        asked = list(self._tokenizer(prompt)["input_ids"])
-        answered = [*self._encode_behind(completion), self._end]
-        if not asked:
+    def _text(self, place: str, prompt: list[int], completion: list[int]) -> _Tokens:
+        if not prompt:
             raise DataError(f"{place}: the prompt has no tokens")
-        return asked + answered, [False] * len(asked) + [True] * len(answered)
+        answered = [*completion, self._end]
+        return prompt + answered, [False] * len(prompt) + [True] * len(answered)
 
-    def _dialogue(self, place: str, messages: Messages) -> tuple[list[int], list[bool]]:
+    def _dialogue(self, place: str, messages: Messages) -> _Tokens:
         ids: list[int] = []
         trained: list[bool] = []
         so_far = ""
@@ -105,8 +105,9 @@ class _Reader:
                     f"{place}: the chat template writes earlier turns anew, so that answers cannot be told from it; "
                     "make a row of each turn, whose last message is its answer"
                 )
-            given = self._encode_behind(before[len(so_far) :]) if so_far else self._encode(before)
-            answer, tail = self._cut(self._encode_behind(after[len(before) :]))
+            [given] = self._encode_behind([before[len(so_far) :]]) if so_far else self._encode([before])
+            [said] = self._encode_behind([after[len(before) :]])
+            answer, tail = self._cut(said)
             ids += given + answer + tail
             trained += [False] * len(given) + [True] * len(answer) + [False] * len(tail)
             so_far = after
@@ -134,17 +135,34 @@ class _Reader:
         ends = [at for at, token in enumerate(said) if token in self._end_ids]
         return (said[: ends[-1] + 1], said[ends[-1] + 1 :]) if ends else ([*said, self._end], [])
 
-    def _encode_behind(self, text: str) -> list[int]:
-        """Encode the text as a continuation, without the space that sentencepiece tokenizers put before any input."""
-        return self._within(text) if self._begins_with_space else self._encode(text)
+    def _encode_behind(self, texts: list[str]) -> list[list[int]]:
+        """Encode texts as continuations, without the space that sentencepiece tokenizers put before any input."""
+        return self._within(texts) if self._begins_with_space else self._encode(texts)
 
-    def _within(self, text: str) -> list[int]:
-        before = self._encode(_BEFORE)
-        ids = self._encode(_BEFORE + text)
-        return ids[len(before) :] if ids[: len(before)] == before else self._encode(text)
+    def _within(self, texts: list[str]) -> list[list[int]]:
+        [before] = self._encode([_BEFORE])
+        behind = self._encode([_BEFORE + text for text in texts])
+        return [
+            ids[len(before) :] if ids[: len(before)] == before else self._encode([text])[0]
+            for text, ids in zip(texts, behind, strict=True)
+        ]
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+    def _encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[list[int]]:
+        return list(self._tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]) if texts else []
+
+
+def _said(place: str, row: dict[str, Any], *, chat: bool) -> tuple[str, str] | Messages:
+    """A prompt and its completion, or a dialogue."""
+    prompt, completion = row.get("prompt"), row.get("completion")
+    is_text = isinstance(prompt, str) and isinstance(completion, str)
+    if is_text and not chat:
+        return str(prompt), str(completion)
+    said = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    messages: Any = said if is_text else row.get("messages")
+    if not _is_dialogue(messages):
+        told = json.dumps(row, ensure_ascii=False)
+        raise DataError(f"{place}: expected {_EXPECTED}, with an assistant's message among them, got {told:.80}")
+    return messages
 
 
 def _is_dialogue(value: object) -> TypeGuard[Messages]:

@@ -69,6 +69,22 @@ def test_the_answer_and_what_ends_it_have_a_loss_and_the_prompt_has_none(tmp_pat
     assert trained_parts(path) == [("2+2=", "4<eos>")]
 
 
+def test_rows_of_several_batches_come_in_their_order_and_a_bad_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamrl.learner.sft.rows._BATCH", 2)
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    rows = [{"prompt": "1", "completion": "a"}, {"messages": said}, *({"prompt": p, "completion": "b"} for p in "234")]
+
+    found = trained_parts(write_rows(tmp_path / "data.jsonl", *rows))
+
+    assert [told[0] for _, told in found] == ["a", "y", "b", "b", "b"]
+    assert [given for given, _ in found if len(given) == 1] == ["1", "2", "3", "4"]
+    path = write_rows(tmp_path / "bad.jsonl", *rows, {"prompt": "", "completion": "b"})
+    with pytest.raises(DataError, match=r"bad.jsonl:6: the prompt has no tokens"):
+        trained_parts(path)
+
+
 @pytest.mark.parametrize("chat", [False, True])
 def test_an_answer_has_no_space_that_a_tokenizer_puts_before_every_text(tmp_path: Path, chat: bool) -> None:
     """As those of sentencepiece do, Llama 2's and Mistral's: within a text there is none."""
