@@ -17,11 +17,17 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TextIO
 
 from streamrl.errors import ConfigError, ResourceError
+
+# torch's own format imports its compiler to show an exception, for ten seconds and more. Read as torch is imported.
+TORCH_LOG_FORMAT: Mapping[str, str] = MappingProxyType(
+    {"TORCH_LOGS_FORMAT": "%(asctime)s %(levelname)s %(name)s: %(message)s"}
+)
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 0.2

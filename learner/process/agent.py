@@ -19,17 +19,20 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from multiprocessing.util import Finalize
 from pathlib import Path
 
+from streamrl.forked_server import forking_server, has_one_thread
 from streamrl.held_folders import scratch_folder
 from streamrl.learner.process.ending import Ending
 from streamrl.learner.process.job import EXIT_TOLD, listen, note_job_began
+from streamrl.process import TORCH_LOG_FORMAT
 
 _RANK = Path(__file__).parents[1] / "__main__.py"
 # Everything a rank needs, then the server's own setup.
@@ -37,8 +40,6 @@ PRELOADED = ["streamrl.learner.main", "streamrl.learner.process.fork_server"]
 _SEPARATOR = "--"
 _AFTER_MULTIPROCESSING = -200  # multiprocessing removes its own files at -100
 _GRACE_S = 30  # torchrun's default
-# torch's own format imports its compiler to print an exception: ten seconds and more at each death of a rank.
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 # Micro-batches allocate ever-changing sizes; without expandable segments they fragment GPU memory.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -60,11 +61,20 @@ def main(arguments: Sequence[str], *, torchrun: Callable[[list[str]], object] | 
     # torchrun insists on handling some signal; this agent handles those that ask it to end.
     own = ["--start-method=forkserver", "--run-path", "--signals-to-handle=SIGQUIT"]
     with ending.heeding():
-        os.environ.setdefault("TORCH_LOGS_FORMAT", _LOG_FORMAT)
+        for name, value in TORCH_LOG_FORMAT.items():  # it is read at each import of torch, and used at each death of a rank
+            os.environ.setdefault(name, value)
         if _ALLOCATOR_OF_OLD not in os.environ:
             os.environ.setdefault(*_ALLOCATOR)
-        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+        _start_fork_server()
         (torchrun or _torchrun)([*own, *options, str(_RANK), *ranks])
+
+
+def _start_fork_server() -> None:
+    """It imports beside what torchrun itself imports. An agent that was itself forked, from a process that has imported
+    for ranks, forks the server too."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    with forking_server() if PRELOADED[0] in sys.modules and has_one_thread() else nullcontext():
+        multiprocessing.forkserver.ensure_running()
 
 
 def _torchrun(words: list[str]) -> None:
