@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.weights_world import RUN_UID
@@ -23,10 +24,19 @@ class Workers:
         self.name = f"test-{os.getpid()}-{run}"  # unique: mirrors are shared with other test suites on this machine
         self.temporary = tempfile.mkdtemp(prefix="workers-", dir="/tmp")  # a short path, for sockets
 
-    def start(self, *arguments: str, number: int = 0) -> subprocess.Popen[bytes]:
+    def start(
+        self, *arguments: str, number: int = 0, program: Sequence[str] = ("-m", "workers"), **variables: str
+    ) -> subprocess.Popen[bytes]:
+        """`program`: what Python runs; `variables`: of its environment."""
         worker_id = f"{self.name}-{number}"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": self.temporary}
-        command = [sys.executable, "-m", "workers", "--redis", self._url, "--run", self._run]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TMPDIR": self.temporary,
+            **variables,
+        }
+        command = [sys.executable, *program, "--redis", self._url, "--run", self._run]
         command += ["--worker-id", worker_id, "--log-file", str(self._folder / f"worker-{number}.log"), *arguments]
         with self.stderr(number).open("ab") as stderr:
             process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stderr, stderr=stderr)

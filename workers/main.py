@@ -12,6 +12,7 @@ import socket
 import sys
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -117,8 +118,19 @@ def main(
         ),
         **others,
     )
-    configure_logging(f"worker/{options.worker}", log_file)
-    _leave(_run(options))
+    with _engines_ahead(options):
+        configure_logging(f"worker/{options.worker}", log_file)
+        code = _run(options)
+    _leave(code)
+
+
+def _engines_ahead(options: Options) -> AbstractContextManager[None]:
+    """Entered before anything else, as they may be forked: from one thread, without a log or a handler of signals."""
+    if not options.import_vllm:
+        return nullcontext()
+    from streamrl.workers.engines.vllm_start import engines_ahead
+
+    return engines_ahead()
 
 
 def _run(options: Options) -> int:

@@ -24,7 +24,6 @@ from streamrl.config import schema
 from streamrl.config.load import config_from_json
 from streamrl.errors import RunGone
 from streamrl.extras import need
-from streamrl.held_folders import scratch_folder
 from streamrl.permissions import Permissions
 from streamrl.process import parse_address
 from streamrl.protocol.transport.connection import check_server, connect, connect_async
@@ -141,18 +140,17 @@ async def _serve(options: Options, stop: asyncio.Event, grace: _Grace) -> None:
 @contextlib.asynccontextmanager
 async def _importing(options: Options) -> AsyncIterator[asyncio.Task[None]]:
     """One import at a time: what two threads import of the same packages, each may find half made."""
-    with contextlib.ExitStack() as stack:
-        if options.import_vllm:
-            from streamrl.workers.engines.vllm_start import import_vllm_ahead
+    if options.import_vllm:
+        from streamrl.workers.engines.vllm_start import import_front_end
 
-            ahead = import_vllm_ahead(stack.enter_context(scratch_folder()))
-        else:
-            ahead = asyncio.sleep(0)
-        task = asyncio.create_task(ahead, name="import vLLM")
-        try:
-            yield task
-        finally:
-            await cancel_all([task])
+        ahead = import_front_end()
+    else:
+        ahead = asyncio.sleep(0)
+    task = asyncio.create_task(ahead, name="import vLLM")
+    try:
+        yield task
+    finally:
+        await cancel_all([task])
 
 
 class _ToldToStop(Exception):

@@ -17,6 +17,7 @@ import pytest
 import redis
 
 from streamrl.config import schema
+from streamrl.cpu_vllm import environment_of_import
 from streamrl.held_folders import remove_those_of_the_dead
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis
@@ -256,18 +257,29 @@ def test_a_mistake_of_the_operators_is_one_line_and_exit_code_2(
     assert remedy in errors[0]
 
 
+_OF_ONE_IMPORT = """
+import streamrl.workers.engines.vllm_ahead
+from streamrl.workers.main import main
+main()
+"""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("options", [(), ("--import-vllm",)], ids=["spawned", "forked"])
+@pytest.mark.parametrize("how", ["spawned", "forked", "forked from the worker's own import"])
 def test_a_vllm_that_dies_is_replaced_and_dies_with_its_worker_of_which_nothing_stays(
     make_learner: MakeLearner,
     workers: Workers,
     models: list[Path],
     monkeypatch: pytest.MonkeyPatch,
-    options: tuple[str, ...],
+    how: str,
 ) -> None:
     learner = make_learner(engine="vllm", engine_args={"kv_cache_memory_bytes": 64 << 20})
     version = learner.publish(models[1]).version
-    process = workers.start("--model", str(models[0]), *options)
+    words = ["--model", str(models[0])] + (["--import-vllm"] if how != "spawned" else [])
+    if how.endswith("import"):
+        process = workers.start(*words, program=("-c", _OF_ONE_IMPORT), **environment_of_import())
+    else:
+        process = workers.start(*words)
     learner.issue(PROMPTS[0], num_samples=2)
     assert_true_to(models[1], learner.groups(1, timeout_s=240)[0], version=version)
 

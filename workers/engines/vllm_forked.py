@@ -5,6 +5,9 @@
                          ├──► EngineCore
                          └──► EngineCore        after a death: in tenths of a second instead of many
 
+A worker that was itself forked, from a process that has imported vLLM, forks that server too: of one thread still, and
+so before anything else that it does.
+
 On CPUs vLLM itself spawns: a second import of all that its front end has imported, and the one begins when the other
 has ended. Builds for GPUs are left as they are, and so is whoever has not called `import_ahead`.
 """
@@ -14,26 +17,24 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+from contextlib import contextmanager, nullcontext
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.process import current_process
 from pathlib import Path
 
-from streamrl.workers.engines.vllm_plugin import OWNER_VARIABLE
+from streamrl.cpu_vllm import environment_of_import, is_cpu_build
+from streamrl.forked_server import forking_server, has_one_thread
+from streamrl.workers.engines.vllm_plugin import OWNER_VARIABLE, WORKER_EXTENSION
 
+ENGINE = (
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "streamrl.workers.engines.vllm_weights",
+    WORKER_EXTENSION.rpartition(".")[0],
+)
 _IMPORTED = "streamrl.workers.engines.vllm_imported"
-_PRELOAD = "LD_PRELOAD"
-
-
-def is_cpu_build() -> bool:
-    """As vLLM finds it out, without an import of vLLM."""
-    try:
-        return "cpu" in version("vllm")
-    except PackageNotFoundError:
-        return find_spec("vllm") is not None
 
 
 def import_ahead(scratch: Path) -> None:
@@ -49,7 +50,9 @@ def import_ahead(scratch: Path) -> None:
 def look_after_server() -> None:
     """Start it again if it has died; nothing where nobody imports ahead."""
     if is_ahead():
-        with _environment_of_server():
+        is_imported = all(module in sys.modules for module in ENGINE)
+        as_it_begins = forking_server() if is_imported and has_one_thread() else nullcontext()
+        with _environment_of_server(), as_it_begins:
             multiprocessing.forkserver.ensure_running()
 
 
@@ -61,10 +64,7 @@ def is_ahead() -> bool:
 @contextmanager
 def _environment_of_server() -> Iterator[None]:
     before = dict(os.environ)
-    # What is read as torch and vLLM are imported must stand here: that is over when an engine is forked.
-    wanted = {OWNER_VARIABLE: str(os.getpid()), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    if (library := _openmp()) is not None and "gomp" not in before.get(_PRELOAD, ""):
-        wanted[_PRELOAD] = ":".join(filter(None, [before.get(_PRELOAD), str(library)]))
+    wanted = {OWNER_VARIABLE: str(os.getpid()), **environment_of_import(before)}
     os.environ.update(wanted)
     try:
         yield
@@ -72,16 +72,6 @@ def _environment_of_server() -> Iterator[None]:
         for name in wanted:
             os.environ.pop(name)
         os.environ.update(before)
-
-
-def _openmp() -> Path | None:
-    """torch's, which vLLM loads before anything else, so that threads which are bound to cores find theirs."""
-    torch = find_spec("torch")
-    roots = [Path(root) for root in (torch.submodule_search_locations or ())] if torch else []
-    found = [
-        path for root in roots for at in (root.parent / "torch.libs", root / "lib") for path in at.glob("libgomp*")
-    ]
-    return found[0] if found else None
 
 
 @contextmanager

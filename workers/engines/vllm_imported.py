@@ -12,19 +12,13 @@ import signal
 from importlib import import_module
 
 from streamrl import process
-from streamrl.workers.engines.vllm_plugin import OWNER_VARIABLE, WORKER_EXTENSION
-
-_ENGINE = (
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker",
-    "streamrl.workers.engines.vllm_weights",
-    WORKER_EXTENSION.rpartition(".")[0],
-)
+from streamrl.workers.engines.vllm_forked import ENGINE
+from streamrl.workers.engines.vllm_plugin import OWNER_VARIABLE
 
 process.die_with_parent()
 if os.getppid() != int(os.environ[OWNER_VARIABLE]):  # it died before we asked
     os.kill(os.getpid(), signal.SIGKILL)
-for module in _ENGINE:
+for module in ENGINE:
     import_module(module)
 import_module("vllm.utils.system_utils").set_process_title("ForkServer")  # as `ps` shows it: VLLM::ForkServer
 gc.collect()

@@ -14,10 +14,11 @@ import asyncio
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from difflib import get_close_matches
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +32,7 @@ from streamrl.config.placement import parallel_in
 from streamrl.config.routers import refuse_large, wants_routes
 from streamrl.errors import ConfigError, EngineError, ResourceError
 from streamrl.extras import install
+from streamrl.held_folders import scratch_folder
 from streamrl.interface import gloo_from
 from streamrl.misfits import misfits
 from streamrl.workers.engines.base import EngineSettings, Meeting
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 
 CPU_KV_CACHE_BYTES = 1 << 30  # vLLM's own default on a CPU is nearly all memory
 _MAX_SEQUENCES = 1024
+FRONT_END = "vllm.v1.engine.async_llm"
 _MODELS = "vllm.model_executor.models.registry"
 # vLLM looks at a model's class in a process of its own. It may be started by another command, and with this one it too
 # does without the packages that do not fit.
@@ -76,19 +79,24 @@ def check_installed(
         )
 
 
-async def import_vllm_ahead(scratch: Path) -> None:
-    """While the run is still waited for: in a thread here, and in a process that engines are forked from."""
+@contextmanager
+def engines_ahead() -> Iterator[None]:
+    """Inside, vLLM is imported for engines to come, in a process that they are forked from. In the main thread, before
+    there are others."""
     if find_spec("vllm") is None:
-        return  # said when the run is known, and needs it
-    os.environ.update(_quiet())
-    import_ahead(scratch)
+        yield  # said when the run is known, and needs it
+        return
+    os.environ.update(quiet())
+    with scratch_folder() as scratch:
+        import_ahead(scratch)
+        yield
+
+
+async def import_front_end() -> None:
+    """In a thread, while the run is still waited for."""
     beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="imports vllm")  # not asyncio's, which is waited for
     with suppress(ImportError):  # said when an engine is built
-        await asyncio.get_running_loop().run_in_executor(beside, _import_front_end)
-
-
-def _import_front_end() -> None:
-    import vllm.v1.engine.async_llm  # noqa: F401
+        await asyncio.get_running_loop().run_in_executor(beside, import_module, FRONT_END)
 
 
 def build_llm(settings: EngineSettings, scratch: Path, meeting: Meeting | None = None) -> tuple[AsyncLLM, StepWatch]:
@@ -181,14 +189,14 @@ def _environment(worker: schema.Worker, scratch: Path) -> dict[str, str]:
         # Forked, as is vLLM's default on GPUs, an engine takes the plugin for loaded: no signal tells it that this
         # worker has died, and it keeps the GPU. The locks of this worker's threads it would inherit, too.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        **_quiet(),
+        **quiet(),
     }
     if worker.threads:
         wanted["OMP_NUM_THREADS"] = str(worker.threads)
     return wanted
 
 
-def _quiet() -> dict[str, str]:
+def quiet() -> dict[str, str]:
     """Read as vLLM is imported."""
     return {
         "VLLM_NO_USAGE_STATS": "1",
