@@ -11,7 +11,8 @@ _OTHERS = "others"
 _TICKS = os.sysconf("SC_CLK_TCK")
 # By a word of the command line; the first that fits.
 _PARTS = {
-    "models": "demos.fork_server",
+    "imports for workers": "vllm_ahead",
+    "models and imports": "demos.fork_server",
     "warm-up": "cli.main sft",
     "reward model": "reward train",
     "checks": "preflight",
@@ -24,6 +25,9 @@ _PARTS = {
     "launcher": "cli.main quickstart",
     "Redis": "-server unix",  # or Valkey
 }
+# Of processes that are forked from imports, whose command line they have, by the name that they have got.
+_FORKED = {"warm-up": "warm-up", "reward model": "reward model", "reward/0": "reward server", "learner": "learner"}
+_FORKED |= {"rank-0": "learner", "worker/0": "worker"}
 
 
 class Spent:
@@ -66,6 +70,8 @@ def part_of(pid: int, *, before: str) -> str:
         return before
     if "VLLM::" in words:
         return "engine"
+    if "demos.fork_server" in words and (name := Path(f"/proc/{pid}/comm").read_text().strip()) in _FORKED:
+        return _FORKED[name]
     return next((part for part, word in _PARTS.items() if word in words), _OTHERS)
 
 

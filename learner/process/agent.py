@@ -61,7 +61,7 @@ def main(arguments: Sequence[str], *, torchrun: Callable[[list[str]], object] | 
     # torchrun insists on handling some signal; this agent handles those that ask it to end.
     own = ["--start-method=forkserver", "--run-path", "--signals-to-handle=SIGQUIT"]
     with ending.heeding():
-        for name, value in TORCH_LOG_FORMAT.items():  # it is read at each import of torch, and used at each death of a rank
+        for name, value in TORCH_LOG_FORMAT.items():  # used at each death of a rank
             os.environ.setdefault(name, value)
         if _ALLOCATOR_OF_OLD not in os.environ:
             os.environ.setdefault(*_ALLOCATOR)

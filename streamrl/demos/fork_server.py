@@ -2,8 +2,13 @@
 
     python -m streamrl.demos.fork_server MODULE ...
 
-On stdin [{"arguments": ["-m", "package.module", ...], "log": PATH}, ...], on stdout `NUMBER CODE` of each that has
-ended. Blocks on its stdin, and then on its children.
+On stdin it is told of programs, one a line, and of further modules for those to come:
+
+    {"number": 0, "name": NAME, "arguments": ["-m", "package.module", ...], "log": PATH, "environment": {...}}
+    {"modules": [...]}
+
+On stdout it says `began NUMBER PID` of each program, and `ended NUMBER CODE`. Blocks on its stdin and on its children,
+and ends when its stdin and they have.
 """
 
 from __future__ import annotations
@@ -12,44 +17,105 @@ import gc
 import json
 import os
 import runpy
+import select
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 from streamrl.process import die_with_parent
 
 
 def main() -> None:
-    for module in sys.argv[1:]:
-        with suppress(ImportError):  # the program that needs it says so
+    _import(sys.argv[1:])
+    if (become := _serve()) is not None:
+        become()
+
+
+def _import(modules: Sequence[str]) -> None:
+    for module in modules:
+        try:
             import_module(module)
+        except Exception:  # noqa: BLE001 - others may be running: the program that needs it says so
+            traceback.print_exc()
     gc.collect()
     gc.freeze()  # or the first collection in a program would copy every page that they share
+
+
+def _serve() -> Callable[[], None] | None:
+    """Returns in each program, with what it is to do; here with None, at the end."""
+    woken, wake = os.pipe()
+    for end in (woken, wake):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(wake)  # by the end of a child
+    signal.signal(signal.SIGCHLD, lambda *_: None)
     numbers: dict[int, int] = {}
-    us = os.getpid()
-    for number, program in enumerate(json.load(sys.stdin)):
-        pid = os.fork()
-        if pid == 0:
-            _become(program["arguments"], program["log"], parent=us)
-            return
-        numbers[pid] = number
+    us, asked, is_open = os.getpid(), b"", True
+    while is_open or numbers:
+        ready, _, _ = select.select([woken, *([sys.stdin.fileno()] if is_open else [])], [], [])
+        if woken in ready:
+            os.read(woken, 512)
+            _tell_ended(numbers)
+            continue
+        read = os.read(sys.stdin.fileno(), 1 << 16)
+        is_open = bool(read)
+        *lines, asked = (asked + read).split(b"\n")
+        for told in map(json.loads, lines):
+            if "modules" in told:
+                _import(told["modules"])
+                continue
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                os.close(woken)
+                os.close(wake)
+                return partial(_become, told, parent=us)
+            numbers[pid] = told["number"]
+            print("began", told["number"], pid, flush=True)
+    return None
+
+
+def _tell_ended(numbers: dict[int, int]) -> None:
     while numbers:
-        pid, status = os.wait()
-        print(numbers.pop(pid), os.waitstatus_to_exitcode(status), flush=True)
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        print("ended", numbers.pop(pid), os.waitstatus_to_exitcode(status), flush=True)
 
 
-def _become(arguments: Sequence[str], log: str, *, parent: int) -> None:
+def _become(program: Mapping[str, Any], *, parent: int) -> None:
     die_with_parent()
     if os.getppid() != parent:
         sys.exit("the process that wanted this one has ended")
+    os.setsid()
+    if sys.platform == "linux":
+        Path("/proc/self/comm").write_text(program["name"])  # in `ps`, where all of them have our command line
+    log = program["log"]
     nothing, said = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for descriptor, instead in ((0, nothing), (1, said), (2, said)):
         os.dup2(instead, descriptor)
-    option, module, *words = arguments
+    os.close(nothing)
+    os.close(said)
+    _change_environment(program["environment"])
+    option, module, *words = program["arguments"]
     assert option == "-m", "programs are modules"
     sys.argv = [module, *words]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _change_environment(wanted: Mapping[str, str]) -> None:
+    """What is as it should be is not touched: who moves the whole environment loses the place of the process' title,
+    which vLLM sets."""
+    for name in set(os.environ) - set(wanted):
+        del os.environ[name]
+    for name, value in wanted.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 if __name__ == "__main__":

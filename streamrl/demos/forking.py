@@ -1,40 +1,54 @@
-"""Programs that are forked from a process which has imported what they all need: once, while their data are written.
+"""Programs that are forked from a process which has imported what they need, once, while others still work.
 
     launcher ──exec──► a process that imports ──fork──► streamrl sft
              ──programs──►       │            ──fork──► streamrl reward train
-             ◄──who has ended─── │
+             ◄──who has ended─── │            ──fork──► later, reward server and learner
 
-Each import of torch and transformers takes a core for seconds. Whoever is forked has a log of its own, and is otherwise
-as if it had been started. All of them end with the process that they were forked from, and that one with the launcher.
+Each import of torch and transformers takes a core for seconds, and of vLLM some more. Whoever is forked has a log, an
+environment and a session of its own, and is otherwise as if it had been started. All of them end with the process that
+they were forked from, and that one with the launcher.
 
-Here is the launcher's side; `fork_server` is that process. Blocks nowhere.
+Here is the launcher's side; `fork_server` is that process. Blocks in waiting for a program's end, for as long as asked.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
+from streamrl.config.schema import Config
+from streamrl.cpu_vllm import environment_of_import, is_cpu_build
 from streamrl.ops.launch.processes import Command, Process
-from streamrl.process import dying_with_us
+from streamrl.process import TORCH_LOG_FORMAT, dying_with_us
 
 _SERVER = "streamrl.demos.fork_server"
+_WORKERS = "worker/"  # begins the names of these parts
+_OF_LEARNER = ("streamrl.learner.main", "torch.distributed.run")
+_OF_WORKERS = ("streamrl.workers.engines.vllm_ahead", "streamrl.ops.cli.main", "streamrl.workers.main")
 
 
 class Forking:
-    """Inside the context modules are imported for programs to come: from one call of `start`."""
+    """Inside the context modules are imported for programs to come. `environment`: of the process that imports, beside
+    the launcher's own."""
 
-    def __init__(self, modules: Sequence[str], *, log: Path) -> None:
-        self._modules, self._log = modules, log
-        self._said = b""  # a line for each program that has ended
+    def __init__(
+        self, modules: Sequence[str], *, log: Path, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self._modules, self._log, self._environment = modules, log, environment
+        self._said = b""  # an unfinished line
+        self._num_programs = 0
+        self._pids: dict[int, int] = {}
+        self._codes: dict[int, int] = {}
 
     def __enter__(self) -> Self:
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -45,6 +59,7 @@ class Forking:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
+                env={**os.environ, **self._environment},
             )
         assert self._server.stdout is not None
         os.set_blocking(self._server.stdout.fileno(), False)
@@ -58,38 +73,124 @@ class Forking:
             with suppress(BrokenPipeError):
                 pipe.close()
 
-    def start(self, commands: Sequence[Command]) -> list[Process]:
-        """All at once, as soon as the modules are imported."""
-        programs = [{"arguments": command.arguments[1:], "log": str(command.log)} for command in commands]
-        assert self._server.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended, as its exit code will tell
-            self._server.stdin.write(json.dumps(programs).encode())
-            self._server.stdin.close()
-        return [Process(command, begin=_Forked(self, number).begin) for number, command in enumerate(commands)]
+    @property
+    def is_over(self) -> bool:
+        """It starts nothing any more."""
+        return self._server.poll() is not None
 
     @property
     def server(self) -> subprocess.Popen[bytes]:
         return self._server
 
+    def import_also(self, modules: Sequence[str]) -> None:
+        """For the programs that are started from now on."""
+        self._tell({"modules": modules})
+
+    def start(self, command: Command) -> Process:
+        """As soon as the modules are imported."""
+        return Process(command, begin=self._begin)
+
+    def _begin(self, command: Command) -> _Forked:
+        number, self._num_programs = self._num_programs, self._num_programs + 1
+        program = {
+            "number": number,
+            "name": command.name,
+            "arguments": command.arguments[1:],
+            "log": str(command.log),
+            "environment": {**os.environ, **command.environment},
+        }
+        self._tell(program)
+        return _Forked(self, number)
+
+    def _tell(self, what: Mapping[str, object]) -> None:
+        assert self._server.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended, as its exit code will tell
+            self._server.stdin.write(json.dumps(what).encode() + b"\n")
+            self._server.stdin.flush()
+
     def exit_code(self, number: int) -> int | None:
         """Of a program, by its place among those that were started; None while it runs."""
         is_over = self._server.poll()  # before what it said last is read
+        self._hear()
+        return self._codes.get(number, is_over)
+
+    def pid(self, number: int) -> int | None:
+        """Of a program, once it has begun."""
+        self._hear()
+        return self._pids.get(number)
+
+    def wait_for_news(self, timeout_s: float) -> None:
         assert self._server.stdout is not None
-        self._said += self._server.stdout.read() or b""
-        ended = dict(line.split() for line in self._said.decode().splitlines(keepends=True) if line.endswith("\n"))
-        return int(ended[str(number)]) if str(number) in ended else is_over
+        select.select([self._server.stdout], [], [], timeout_s)
+
+    def _hear(self) -> None:
+        assert self._server.stdout is not None
+        *lines, self._said = (self._said + (self._server.stdout.read() or b"")).split(b"\n")
+        for what, number, found in map(bytes.split, lines):
+            (self._pids if what == b"began" else self._codes)[int(number)] = int(found)
+
+
+class PartsAhead:
+    """The parts of a run, forked from processes that have imported what they need while the run's model was still made.
+
+    Workers of engines other than vLLM's build for CPUs begin as they always do; and so does each part whose process has
+    died. No GPU has run this.
+    """
+
+    def __init__(self, stack: ExitStack) -> None:
+        """Those processes end with the stack."""
+        self._stack = stack
+        self._workers: Forking | None = None
+        self._others: Forking | None = None
+
+    def importing(self, modules: Sequence[str], *, log: Path) -> Forking:
+        """For programs that make the model, and then for learner and reward server."""
+        environment = {**TORCH_LOG_FORMAT, **os.environ}
+        self._others = self._stack.enter_context(Forking(modules, log=log, environment=environment))
+        return self._others
+
+    def begin(self, config: Config) -> None:
+        """To be called when a core is free."""
+        if self._others is not None:
+            self._others.import_also(_OF_LEARNER)
+        if config.worker.engine == "vllm" and config.worker.count and is_cpu_build():
+            log, environment = config.folder / "logs" / "worker-imports.log", environment_of_import()
+            self._workers = self._stack.enter_context(Forking(_OF_WORKERS, log=log, environment=environment))
+
+    def start(self, command: Command) -> Process:
+        forking = self._workers if command.name.startswith(_WORKERS) else self._others
+        return Process(command) if forking is None or forking.is_over else forking.start(command)
 
 
 class _Forked:
-    """As `subprocess.Popen`, of one of several programs, which end together if they are made to."""
+    """As `subprocess.Popen`."""
 
     def __init__(self, forking: Forking, number: int) -> None:
         self._forking, self._number = forking, number
-        self.pid = forking.server.pid
-        self.terminate, self.kill, self.wait = forking.server.terminate, forking.server.kill, forking.server.wait
 
-    def begin(self, _: Command) -> _Forked:
-        return self
+    @property
+    def pid(self) -> int:
+        """While it has not begun, that of the process which would fork it."""
+        return self._forking.pid(self._number) or self._forking.server.pid
 
     def poll(self) -> int | None:
         return self._forking.exit_code(self._number)
+
+    def terminate(self) -> None:
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if (left_s := deadline - time.monotonic()) <= 0:
+                raise subprocess.TimeoutExpired(f"program {self._number}", timeout)
+            self._forking.wait_for_news(left_s)
+        return code

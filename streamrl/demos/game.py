@@ -23,6 +23,7 @@ from typing import Any
 
 from streamrl.config.load import as_overrides
 from streamrl.config.schema import Config
+from streamrl.demos.forking import PartsAhead
 from streamrl.demos.quickstart import END, FALLING, RISING, warm_up, write_base_model
 from streamrl.demos.report import Showcase, Trial
 from streamrl.demos.run import run_all, write_rows
@@ -89,7 +90,7 @@ def right(prompt: str, completion: str, token_ids: Sequence[int], fields: Mappin
     return float(found(completion, fields))
 
 
-def prepare(config: Config, say: Callable[[str], None], trial: Trial) -> list[str]:
+def prepare(config: Config, say: Callable[[str], None], trial: Trial, ahead: PartsAhead) -> list[str]:
     folder, seed = config.folder, config.seed
     say("writing the numbers and an untrained model")
     rng = random.Random(seed)
@@ -98,7 +99,12 @@ def prepare(config: Config, say: Callable[[str], None], trial: Trial) -> list[st
     write_rows(folder / "data" / "train.jsonl", map(_row, [*numbers] * _REPEATS))
     write_rows(folder / "data" / "demonstrations.jsonl", _demonstrations(rng))
     write_base_model(folder / "base", seed=seed)
-    run_all([warm_up(folder, seed)], say, meanwhile=lambda: trial(_overrides(folder, model="base")))
+
+    def meanwhile() -> None:
+        ahead.begin(config)
+        trial(_overrides(folder, model="base"))
+
+    run_all([warm_up(folder, seed)], say, meanwhile=meanwhile)
     return _overrides(folder, model="sft")
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from streamrl.config.load import as_overrides
 from streamrl.config.schema import Config
 from streamrl.demos import sums
+from streamrl.demos.forking import PartsAhead
 from streamrl.demos.report import Showcase, Trial
 from streamrl.demos.run import program, run_all, write_rows
 from streamrl.errors import ResourceError
@@ -107,9 +108,10 @@ def check(_: Config) -> None:
     check_gguf(find_gguf())
 
 
-def prepare(config: Config, say: Callable[[str], None], trial: Trial) -> list[str]:
+def prepare(config: Config, say: Callable[[str], None], trial: Trial, ahead: PartsAhead) -> list[str]:
     """Says again and again what is going on. The settings of the run that follow from where things were made."""
     folder = config.folder
+    ahead.begin(config)
     say("writing the data")
     write_data(folder / "data", sums.entries(config.seed))
     made = make_model(find_gguf(), config.dir / "models", converter(folder / "logs", say))

@@ -2,7 +2,9 @@
 
     data ─► base model ─┬─► streamrl sft            ─► sft/           the start of the run, "before"
                         ├─► streamrl reward train   ─► reward-model/  at the same time, on the other core
-                        └─► the rewards of the run are tried                   (both of one import: `forking`)
+                        │                                                        (both of one import: `forking`)
+                        └─► the rewards of the run are tried
+        the other core, once the reward model is there: what learner and worker import (`forking`)
 
 Everything is made in the run's folder, from the seed. Takes some twenty seconds; blocks on these processes, whose last
 line is shown while they work.
@@ -26,6 +28,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,7 +37,7 @@ import numpy as np
 
 from streamrl.config.load import as_overrides
 from streamrl.config.schema import Config
-from streamrl.demos.forking import Forking
+from streamrl.demos.forking import PartsAhead
 from streamrl.demos.report import Showcase, Trial
 from streamrl.demos.run import program, run_all, write_rows
 from streamrl.ops.launch.processes import Command
@@ -195,16 +198,21 @@ _IMPORTED = (
 )
 
 
-def prepare(config: Config, say: Callable[[str], None], trial: Trial) -> list[str]:
+def prepare(config: Config, say: Callable[[str], None], trial: Trial, ahead: PartsAhead) -> list[str]:
     """`say` is told, again and again, what is going on. Returns the settings of the run that follow from where things
     were made, and from what the reward model turned out."""
     folder, seed = config.folder, config.seed
     say("writing the data and an untrained model")
-    with Forking(_IMPORTED, log=folder / "logs" / "imports.log") as forking:
-        write_data(folder / "data", seed=seed)
-        write_base_model(folder / "base", seed=seed)
-        programs = [warm_up(folder, seed), _train_reward_model(folder, seed)]
-        run_all(programs, say, meanwhile=lambda: trial(overrides(folder, model="base")), start=forking.start)
+    forking = ahead.importing(_IMPORTED, log=folder / "logs" / "imports.log")
+    write_data(folder / "data", seed=seed)
+    write_base_model(folder / "base", seed=seed)
+    run_all(
+        [warm_up(folder, seed), _train_reward_model(folder, seed)],
+        say,
+        meanwhile=partial(trial, overrides(folder, model="base")),
+        when_one_has_ended=partial(ahead.begin, config),
+        start=forking.start,
+    )
     return overrides(folder)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from streamrl.config.schema import Config, Dataset
 from streamrl.data.prompts import read_prompts
+from streamrl.demos.forking import PartsAhead
 from streamrl.ops.launch.summary import Summary, summary_lines
 from streamrl.ops.monitor.charts import Chart, running_mean, save_report
 from streamrl.ops.monitor.history import History, read_lines
@@ -38,7 +39,7 @@ class Showcase:
     # What comes before the run.
     check: Callable[[Config], None]  # that what it needs is here
     # Makes what the run needs, telling again and again what is going on; the settings that follow from that.
-    prepare: Callable[[Config, Callable[[str], None], Trial], list[str]]
+    prepare: Callable[[Config, Callable[[str], None], Trial, PartsAhead], list[str]]
     prepared: str  # what that was, as people call it
 
 

@@ -17,6 +17,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from rich.console import Console
 from streamrl.config.check import check_config
 from streamrl.config.load import Loaded, load_config
 from streamrl.config.shipped import shipped_config
+from streamrl.demos.forking import PartsAhead
 from streamrl.demos.report import Showcase, make_report, report_lines
 from streamrl.errors import ConfigError, PartError
 from streamrl.extras import need
@@ -48,9 +50,11 @@ def run_showcase(case: Showcase, overrides: Sequence[str], *, as_json: bool) -> 
     console = Console(stderr=as_json, highlight=False)
     for line in case.explanation:
         console.print(line, markup=False)
-    loaded, is_tried = _prepare(case, overrides, console)
-    prepare_s = time.monotonic() - began
-    outcome = up(loaded, display=Display(console), is_tried=is_tried)
+    with ExitStack() as stack:
+        ahead = PartsAhead(stack)
+        loaded, is_tried = _prepare(case, overrides, console, ahead)
+        prepare_s = time.monotonic() - began
+        outcome = up(loaded, display=Display(console), is_tried=is_tried, start=ahead.start)
     summary = outcome.summary
     if summary is None or summary.state != "finished":
         console.print(f"The {case.name} was ended before it had finished; it begins anew next time.")
@@ -65,7 +69,7 @@ def run_showcase(case: Showcase, overrides: Sequence[str], *, as_json: bool) -> 
     return outcome.exit_code
 
 
-def _prepare(case: Showcase, overrides: Sequence[str], console: Console) -> tuple[Loaded, bool]:
+def _prepare(case: Showcase, overrides: Sequence[str], console: Console, ahead: PartsAhead) -> tuple[Loaded, bool]:
     """The configuration, with everything made that it names; and whether it was tried."""
     file = shipped_config(f"{case.name}.yaml")
     loaded = load_config(file, overrides)
@@ -79,7 +83,7 @@ def _prepare(case: Showcase, overrides: Sequence[str], console: Console) -> tupl
             console.print(f"Starting afresh: what was in {config.folder} is removed.")
         trials = Trials(file, overrides, console=console)
         with spinner(console) as say:
-            settings = case.prepare(config, say, trials.undergo)
+            settings = case.prepare(config, say, trials.undergo, ahead)
     return load_config(file, (*settings, *overrides)), trials.are_made
 
 
@@ -137,29 +141,28 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def _start(commands: Sequence[Command]) -> list[Process]:
-    return [Process(command) for command in commands]
-
-
 def run_all(
     commands: Sequence[Command],
     say: Callable[[str], None],
     *,
     meanwhile: Callable[[], None] = lambda: None,
-    start: Callable[[Sequence[Command]], list[Process]] = _start,
+    when_one_has_ended: Callable[[], None] = lambda: None,
+    start: Callable[[Command], Process] = Process,
 ) -> None:
-    """`meanwhile` is called once they have begun. UserError or PartError when one fails. None is left running."""
+    """`meanwhile` is called once they have begun, `when_one_has_ended` when there is a core for something else.
+    UserError or PartError when one fails. None is left running."""
     processes: list[Process] = []
     try:
-        processes = start(commands)
+        processes += map(start, commands)
         meanwhile()
-        _wait(processes, say)
+        _wait(processes, say, when_one_has_ended)
     finally:
         end_all(processes, within_s=0.0)
 
 
-def _wait(processes: Sequence[Process], say: Callable[[str], None]) -> None:
+def _wait(processes: Sequence[Process], say: Callable[[str], None], when_one_has_ended: Callable[[], None]) -> None:
     deadline = time.monotonic() + _TIMEOUT_S
+    has_one_ended = False
     while True:
         codes = [process.poll() for process in processes]
         for process, code in zip(processes, codes, strict=True):
@@ -167,6 +170,9 @@ def _wait(processes: Sequence[Process], say: Callable[[str], None]) -> None:
                 raise part_error(process)
         if all(code == 0 for code in codes):
             return
+        if 0 in codes and not has_one_ended:
+            has_one_ended = True
+            when_one_has_ended()
         if time.monotonic() > deadline:
             raise PartError(f"the preparation took more than {_TIMEOUT_S:g} s; see {processes[0].command.log.parent}")
         say("   ".join(f"{process.command.name}: {_step(process)}" for process in processes))

@@ -7,25 +7,31 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from streamrl.demos.forking import Forking
+from streamrl.demos.forking import Forking, PartsAhead
 from streamrl.demos.run import program, run_all
 from streamrl.errors import PartError, UserError
 from streamrl.ops.launch.processes import Command, Process
+from tests.helpers import wait_until
 
 _IMPORTED = "import os\nPID = os.getpid()\n"
 _PROGRAM = """
 import os, sys, time
 import imported
 print("words", *sys.argv[1:], "of one import" if imported.PID == os.getppid() else "", flush=True)
+if sys.argv[1] == "tell":
+    print(*(os.environ.get(name) for name in ("OF_IMPORT", "OF_LAUNCHER", "OF_PROGRAM")), os.getsid(0) == os.getpid())
+    print("more" in sys.modules, open("/proc/self/comm").read())
 if sys.argv[1] == "wait":
     time.sleep(600)
 if sys.argv[1] == "refuse":
     print("error: no such thing")
-sys.exit({"end": 0, "fail": 3, "refuse": 2}[sys.argv[1]])
+sys.exit({"end": 0, "tell": 0, "fail": 3, "refuse": 2}[sys.argv[1]])
 """
 
 
@@ -62,7 +68,8 @@ def test_a_program_that_fails_has_its_own_exit_code_and_the_others_end(modules: 
         programs = [asked(modules, "waiting", "wait"), asked(modules, "failing", "fail")]
         with pytest.raises(PartError, match="failing ended with exit code 3"):
             run_all(programs, lambda _: None, start=forking.start)
-        assert forking.server.poll() is not None
+        children = Path(f"/proc/{forking.server.pid}/task/{forking.server.pid}/children")
+        wait_until(lambda: not children.read_text(), description="the other has ended")
 
 
 def test_a_program_that_refuses_is_a_mistake_of_the_users(modules: Path) -> None:
@@ -71,9 +78,75 @@ def test_a_program_that_refuses_is_a_mistake_of_the_users(modules: Path) -> None
         run_all([asked(modules, "a", "refuse")], lambda _: None, start=forking.start)
 
 
+def test_a_program_has_a_name_an_environment_and_a_session_of_its_own(
+    modules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OF_LAUNCHER", "now")
+    environment = {"OF_IMPORT": "1", "OF_LAUNCHER": "before"}
+    with Forking(["imported"], log=modules / "imports.log", environment=environment) as forking:
+        process = forking.start(replace(asked(modules, "a", "tell"), environment={"OF_PROGRAM": "2"}))
+        assert process.wait(60)
+
+    assert (modules / "a.log").read_text().splitlines()[1:3] == ["None now 2 True", "False a"]
+
+
+def test_what_is_imported_later_is_there_for_later_programs(modules: Path) -> None:
+    (modules / "more.py").touch()
+    (modules / "broken.py").write_text("raise RuntimeError('it cannot be imported here')\n")
+    with Forking(["imported"], log=modules / "imports.log") as forking:
+        early = forking.start(asked(modules, "a", "tell"))
+        forking.import_also(["broken", "more"])
+        late = forking.start(asked(modules, "b", "tell"))
+        assert early.wait(60)
+        assert late.wait(60)
+
+    assert [(modules / f"{name}.log").read_text().splitlines()[2] for name in "ab"] == ["False a", "True b"]
+    assert "it cannot be imported here" in (modules / "imports.log").read_text()
+
+
+def test_a_program_that_is_told_to_end_ends_alone(modules: Path) -> None:
+    with Forking(["imported"], log=modules / "imports.log") as forking:
+        stays, goes = (forking.start(asked(modules, name, "wait")) for name in ("stays", "goes"))
+        for process in (stays, goes):
+            until_said(process, "words")
+        goes.terminate()
+
+        assert goes.wait(30)
+        assert goes.poll() == -signal.SIGTERM
+        assert stays.poll() is None
+        assert not stays.wait(0.01)
+        assert stays.pid != goes.pid
+
+
+def test_a_program_that_is_ended_before_its_modules_are_imported_never_begins(modules: Path) -> None:
+    (modules / "endless.py").write_text("import time\ntime.sleep(600)\n")
+    with Forking(["endless"], log=modules / "imports.log") as forking:
+        process = forking.start(asked(modules, "a", "end"))
+        process.kill()
+        assert process.poll() == -signal.SIGKILL
+    assert (modules / "a.log").read_text() == ""
+
+
+def test_parts_begin_by_themselves_where_nothing_is_imported_or_what_imported_has_died(modules: Path) -> None:
+    command = asked(modules, "learner", "end")
+    with ExitStack() as stack:
+        ahead = PartsAhead(stack)
+        words = []
+        for step in ("nothing is imported", "forked", "it has died"):
+            if step == "forked":
+                forking = ahead.importing(["imported"], log=modules / "imports.log")
+            if step == "it has died":
+                forking.server.kill()
+                forking.server.wait()
+            process = ahead.start(command)
+            assert process.wait(60)
+            words.append(process.last_words()[-1].endswith("of one import"))
+    assert words == [False, True, False]
+
+
 def test_a_program_whose_import_was_killed_counts_as_ended(modules: Path) -> None:
     with Forking(["imported"], log=modules / "imports.log") as forking:
-        [process] = forking.start([asked(modules, "a", "wait")])
+        process = forking.start(asked(modules, "a", "wait"))
         until_said(process, "words")
         forking.server.kill()
         assert process.wait(30)
@@ -83,11 +156,11 @@ def test_a_program_whose_import_was_killed_counts_as_ended(modules: Path) -> Non
 def test_nothing_is_left_of_a_launcher_that_is_killed(modules: Path) -> None:
     code = f"""
 import pathlib, time
-from streamrl.demos.forking import Forking
+from streamrl.demos.forking import Forking, PartsAhead
 from streamrl.demos.run import program
 folder = pathlib.Path({str(modules)!r})
 with Forking(["imported"], log=folder / "imports.log") as forking:
-    forking.start([program("a", ["-m", "a_program", "wait"], {{}}, logs=folder)])
+    forking.start(program("a", ["-m", "a_program", "wait"], {{}}, logs=folder))
     while "words" not in (folder / "a.log").read_text():
         time.sleep(0.01)
     children = pathlib.Path(f"/proc/{{forking.server.pid}}/task/{{forking.server.pid}}/children").read_text()

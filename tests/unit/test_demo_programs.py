@@ -33,6 +33,21 @@ def test_what_is_tried_meanwhile_is_tried_while_the_programs_run(tmp_path: Path)
     assert made.exists()
 
 
+def test_a_core_is_free_once_one_of_the_programs_has_ended(tmp_path: Path) -> None:
+    free, called = tmp_path / "free", []
+
+    def has_ended() -> None:
+        called.append("b" if (tmp_path / "b").exists() else "a")
+        free.touch()
+
+    first = python(tmp_path, "first", f"open({str(tmp_path / 'a')!r}, 'w')")
+    second = python(tmp_path, "second", f"{until(free)}; open({str(tmp_path / 'b')!r}, 'w')")
+    run_all([first, second], lambda _: None, when_one_has_ended=has_ended)
+
+    assert called == ["a"]
+    assert (tmp_path / "b").exists()
+
+
 def test_a_mistake_that_is_found_meanwhile_ends_the_programs(tmp_path: Path) -> None:
     def find() -> None:
         raise UserError("no such reward")

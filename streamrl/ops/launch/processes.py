@@ -43,7 +43,8 @@ class Command:
 class Begun(Protocol):
     """The part of `subprocess.Popen` used here."""
 
-    pid: int  # also its process group
+    @property
+    def pid(self) -> int: ...  # also its process group
 
     def poll(self) -> int | None: ...
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ from streamrl.gpus import gpus_here
 from streamrl.ops.audit import audit_folder
 from streamrl.ops.launch.display import Audience
 from streamrl.ops.launch.parts import RedisPart, RunFolder, check_redis
-from streamrl.ops.launch.processes import Interrupts
+from streamrl.ops.launch.processes import Command, Interrupts, Process
 from streamrl.ops.launch.summary import Summary, summarise
 from streamrl.ops.launch.supervisor import Supervisor
 from streamrl.ops.monitor.doctor.musts import MUSTS
@@ -40,10 +41,17 @@ class Outcome:
     exit_code: int  # 0, or that of the signal that ended it
 
 
-def up(loaded: Loaded, *, display: Audience, takeover: bool = False, is_tried: bool = False) -> Outcome:
-    """Run it. `takeover` replaces a learner elsewhere that holds the run; `is_tried`: the trials have been run before.
-    Raises UserError if something must be fixed, PartError if a part of the run cannot go on, and KeyboardInterrupt at
-    the second request to end."""
+def up(
+    loaded: Loaded,
+    *,
+    display: Audience,
+    takeover: bool = False,
+    is_tried: bool = False,
+    start: Callable[[Command], Process] = Process,
+) -> Outcome:
+    """Run it. `takeover` replaces a learner elsewhere that holds the run; `is_tried`: the trials have been run before;
+    `start` starts its parts. Raises UserError if something must be fixed, PartError if a part of the run cannot go on,
+    and KeyboardInterrupt at the second request to end."""
     _check(loaded, display, is_tried=is_tried)
     config, folder = loaded.config, RunFolder(loaded.config.folder)
     placement = place(config, gpus_here())
@@ -67,6 +75,7 @@ def up(loaded: Loaded, *, display: Audience, takeover: bool = False, is_tried: b
             interrupts=interrupts,
             takeover=takeover,
             placement=placement,
+            start=start,
         )
         stack.callback(supervisor.close)
         supervisor.run()
