@@ -1,10 +1,10 @@
-"""Adapters (LoRA) and what becomes of the tensors that they change; the formula is specified in `format`.
+"""Adapters (LoRA), and how they are merged into the tensors they change; `format` specifies the formula.
 
     pretrained W ─┐
-    A, B, scale ──┴─► W + scale (B A), to the bit what the learner says of it
+    A, B, scale ──┴─► W + scale (B A), bit for bit what the learner computes
 
-The learner computes the same with torch, of what it trains (`learner.model.lora`); the two share the formula and no
-code, so that equal digests mean something. Blocks on nothing but the processor: about as long as ten copies of W.
+The learner computes the same with torch, from the parameters it trains (`learner.model.lora`). The two share the
+formula and no code, so that equal digests are evidence. Blocks on the CPU only: about as long as ten copies of W.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from streamrl.errors import WeightsError
 from streamrl.protocol.weights.format import Bits, DType, TensorMeta
 from streamrl.protocol.wire.codec import Fields
 
-_AT_ONCE = 1 << 17  # elements: 1 MB in float64 stays in the processor's cache
+_AT_ONCE = 1 << 17  # elements: 1 MB in float64 stays in the CPU's cache
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """Names of tensors, and how they are merged."""
+    """The tensors of one adapter, by name, and how to merge them."""
 
     tensor: str
     a: str  # [r, k]
@@ -39,7 +39,7 @@ class Adapter:
 def merge(
     adapter: Adapter, tensors: Mapping[str, TensorMeta], *, pretrained: Bits, a: Bits, b: Bits, out: Bits
 ) -> None:
-    """Write the merged tensor to `out`; all of these are flat."""
+    """Write the merged tensor to `out`; all arrays are flat."""
     meta = tensors[adapter.tensor]
     left = floats(b, meta.dtype).reshape(tensors[adapter.b].shape)
     right = floats(a, meta.dtype).reshape(tensors[adapter.a].shape)
@@ -56,7 +56,9 @@ def merge(
 
 
 def _product(left: Floats, right: Floats, dtype: DType) -> Floats:
-    """Sums of which each is exact, but for values a millionth of their neighbours: in whatever order they are made."""
+    """Multiply such that every sum is exact in any order of addition, except for values a millionth of their
+    neighbours.
+    """
     if dtype != "float32":
         return left @ right
     (left_high, left_low), (right_high, right_low) = _halves(left), _halves(right)
@@ -79,7 +81,7 @@ def floats(bits: Bits, dtype: DType) -> Floats:
 
 
 def bits_of(values: Floats, dtype: DType) -> Bits:
-    """To nearest even, by way of float32, as torch casts."""
+    """Cast to the dtype's bit patterns, to nearest even by way of float32, as torch casts."""
     narrow = values.astype(np.float32)
     if dtype == "float32":
         return narrow.view("<u4")
@@ -92,7 +94,7 @@ def bits_of(values: Floats, dtype: DType) -> Bits:
 
 
 def check_adapters(adapters: tuple[Adapter, ...], tensors: Mapping[str, TensorMeta]) -> None:
-    """Nothing, or one WeightsError: each changes a tensor of its own, with factors of its own that fit."""
+    """Raise WeightsError unless each adapter changes a tensor of its own, with factors of its own that fit."""
     named = [name for adapter in adapters for name in (adapter.tensor, adapter.a, adapter.b)]
     if len(set(named)) != len(named):
         raise WeightsError("a tensor belongs to two adapters")
@@ -105,7 +107,7 @@ def check_adapters(adapters: tuple[Adapter, ...], tensors: Mapping[str, TensorMe
 
 
 def read_adapters(f: Fields, names: Sequence[str]) -> tuple[Adapter, ...]:
-    """Of a manifest whose tensors have these names."""
+    """Read the adapters of a manifest whose tensors have these names."""
     if "num_adapters" not in f:
         return ()
     count = f.integer("num_adapters", low=1, high=len(names))
@@ -121,7 +123,7 @@ def read_adapters(f: Fields, names: Sequence[str]) -> tuple[Adapter, ...]:
 
 
 def pack_adapters(adapters: tuple[Adapter, ...], places: Mapping[str, int]) -> dict[str, Any]:
-    """Fields of a manifest; none where there are no adapters. `places`: of the tensors, by name."""
+    """Return the manifest's fields, none if there are no adapters; `places` maps a tensor's name to its index."""
     if not adapters:
         return {}
     triples = [(places[one.tensor], places[one.a], places[one.b]) for one in adapters]

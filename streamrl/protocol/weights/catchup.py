@@ -1,12 +1,12 @@
-"""Which manifests lead a worker from the version it has to the one it wants: the cheapest way, by bytes.
+"""Find the cheapest chain of manifests, by bytes, from the version that a worker has to the one it wants.
 
     anchor 6.48 ◄── 6.49 ◄── 6.50 ◄── 6.51 ◄── 6.52      have 6.51: 6.52
                            + anchor                      have 6.12, or none: the anchor of 6.50, 6.51, 6.52
 
-A byte of a delta counts as DELTA_WEIGHT bytes of an anchor, for so much longer it takes to apply. Over a slow network
-all bytes take alike, so there a way may be taken that has up to so many times the bytes of another, but no more.
+A byte of a delta counts as DELTA_WEIGHT bytes of an anchor, because it takes that much longer to apply. Over a slow
+network all bytes cost the same, so the chosen path may have up to DELTA_WEIGHT times the bytes of another, not more.
 
-Blocks on nothing: who follows looks the manifests up (`CatchUp.wants`), in whatever way it waits.
+Blocks on nothing: the caller looks manifests up (`CatchUp.wants`) and waits in its own way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _MAX_PATH = 4096  # versions; far above any sensible distance between anchors
 
 
 class CatchUp:
-    """From `have` (0: nothing) to the target; tell it each manifest that it wants, until it wants no more."""
+    """A search from `have` (0: nothing) to the target: pass each manifest that `wants` names to `tell` until it is
+    None.
+    """
 
     def __init__(self, have: int, target: Manifest) -> None:
         self._have, self._target = have, target
@@ -30,12 +32,12 @@ class CatchUp:
         self._walked_cost = 0
         self._best: list[Manifest] | None = None
         self._best_cost = 0
-        self.wants: int | None = None  # the version whose manifest is looked for next
+        self.wants: int | None = None  # the version whose manifest is needed next
         if have < target.version:
             self.tell(target)
 
     def tell(self, manifest: Manifest | None) -> None:
-        """None: it is not there any more."""
+        """Take the manifest that `wants` named; None: it no longer exists."""
         if manifest is None or (self._walked and manifest.version != self.wants):
             self.wants = None
             return
@@ -51,10 +53,10 @@ class CatchUp:
             raise WeightsError(f"more than {_MAX_PATH} versions lead to {show(self._target.version)} without an anchor")
 
     def path(self) -> list[Manifest]:
-        """In the order to apply them, an anchor first or not at all; empty when `have` is the target or newer.
+        """Return the manifests in the order to apply them, with at most one anchor, which comes first.
 
-        A hole in the chain is a WeightsError: try again with the newest announcement, since an anchor starts a chain
-        without holes.
+        The path is empty when `have` is the target or newer. A gap in the chain raises WeightsError: try again with the
+        newest announcement, since an anchor starts a chain without gaps.
         """
         if self._best is None and self._walked:
             missing = show(self._walked[-1].base)
@@ -66,15 +68,15 @@ class CatchUp:
             self._best, self._best_cost = path, cost
 
     def _may_be_shorter_by(self, base: int) -> bool:
-        """Whether looking further back can still find a way, or a shorter one."""
+        """Whether looking further back can still find a path, or a cheaper one."""
         if base in (0, self._have):
             return False
-        # An older anchor is no smaller; only deltas all the way from what we have may be.
+        # An older anchor is no smaller; only a chain of deltas from `have` can be cheaper.
         return self._best is None or (base > self._have > 0 and self._walked_cost < self._best_cost)
 
 
 def catch_up(have: int, target: Manifest, manifests: Callable[[int], Manifest | None]) -> list[Manifest]:
-    """`CatchUp` for who need not wait to look a manifest up."""
+    """Run `CatchUp` with a synchronous lookup."""
     way = CatchUp(have, target)
     while way.wants is not None:
         way.tell(manifests(way.wants))
@@ -82,7 +84,7 @@ def catch_up(have: int, target: Manifest, manifests: Callable[[int], Manifest | 
 
 
 async def way_to(target: Manifest, look_up: Callable[[int], Awaitable[bytes | None]], *, have: int) -> list[Manifest]:
-    """`look_up`: the manifest of a version, as it is published."""
+    """Run `CatchUp` with an asynchronous lookup of encoded manifests."""
     way = CatchUp(have, target)
     while way.wants is not None:
         encoded = await look_up(way.wants)

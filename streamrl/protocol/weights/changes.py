@@ -1,10 +1,10 @@
-"""Which elements of a mirror have changed since a version: what an engine that serves it has to write, and no more.
+"""The elements of a mirror that changed since a version, so that an engine writes only those.
 
     patch ─► positions, tensor by tensor ─► Changed: positions, and the bits that are there now ─► engine
 
-It says where, and never what: the bits are read out of the mirror, stretch by stretch as each is proved, so a position
-too many does no harm. Nothing is known after an anchor, after a failure and of merged adapters: then all of it may have
-changed.
+The log records positions, not values: the bits are read from the mirror, stretch by stretch as each is verified, so a
+superfluous position does no harm. After an anchor, after a failure, and for merged adapters nothing is known: then any
+element may have changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from streamrl.protocol.weights.format import Bits
 
-# Of a tensor's elements: beyond it is faster written as a whole (one element costs as much as some forty in a row).
+# Share of a tensor's elements above which writing the whole tensor is faster (one scattered element costs as much as
+# some forty in a row).
 _MOST = 1 / 32
 
 Positions = npt.NDArray[np.int64]
@@ -26,29 +27,29 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elements:
-    positions: Positions  # [n] in the flat tensor; one may come more than once
-    bits: Bits  # [n] what is there now
+    positions: Positions  # [n] in the flat tensor; may contain duplicates
+    bits: Bits  # [n] the current bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
     since: int  # the version
     elements: Mapping[str, Elements]  # by tensor
-    whole: tuple[str, ...]  # tensors much of which may have changed
+    whole: tuple[str, ...]  # tensors of which a large share may have changed
 
 
 class ChangeLog:
-    """One per mirror. Several threads may note at once, and read, each of stretches of its own."""
+    """The changes of one mirror. Several threads may call `note` and `read` at once, each for stretches of its own."""
 
     def __init__(self) -> None:
         self._since = 0  # 0: nothing is known
         self._positions: dict[str, dict[int, list[Positions]]] = {}  # by tensor and the stretch that was patched
         self._num_noted: dict[str, int] = {}
-        self._bits: dict[tuple[str, int], Bits] = {}  # likewise, of stretches that were read since the last patch
+        self._bits: dict[tuple[str, int], Bits] = {}  # likewise, of stretches read since the last patch
         self._whole: set[str] = set()
 
     def begin(self, version: int) -> None:
-        """Somebody has all of this version."""
+        """Start logging: an engine holds all of this version."""
         self._since, self._positions, self._whole = version, {}, set()
         self._num_noted, self._bits = {}, {}
 
@@ -56,11 +57,11 @@ class ChangeLog:
         self.begin(0)
 
     def going_on(self) -> None:
-        """The mirror is patched further: what was read is old."""
+        """Drop the bits that were read: the mirror is about to be patched further."""
         self._bits = {}
 
     def note(self, tensor: str, positions: Positions, *, start: int, num_elements: int) -> None:
-        """`start`: of the stretch that was patched."""
+        """Record changed positions of the stretch that starts at `start`."""
         if not self._since or tensor in self._whole:
             return
         self._positions.setdefault(tensor, {}).setdefault(start, []).append(positions)
@@ -73,13 +74,13 @@ class ChangeLog:
         self._positions.pop(tensor, None)
 
     def read(self, tensor: str, start: int, elements: Bits) -> None:
-        """A stretch of this tensor, which holds `elements`, was proved: it is read while the cache has it."""
+        """Read the changed bits of a stretch that was just verified, while they are in the cache."""
         noted = self._positions.get(tensor, {}).get(start)
         if noted:
             self._bits[tensor, start] = elements[_joined(noted)]
 
     def changed(self, views: Mapping[str, Bits], *, since: int) -> Changed | None:
-        """None: all of it may have."""
+        """Return what changed since that version; None: anything may have."""
         if not since or since != self._since:
             return None
         elements = {}

@@ -1,8 +1,8 @@
-"""Who codes deltas: passes of numpy, or, where a model is large, kernels that are compiled before the first delta.
+"""Chooses the delta codec: numpy passes or, for a large model, kernels compiled before the first delta.
 
-Half a second of imports and, the first time on a machine, some seconds of compiling are more than a small model's
-deltas ever cost. Of a large model deltas are to be expected when there is an anchor: from then on a thread compiles,
-beside whatever is done with the anchor. Who needs the kernels first waits for it.
+The kernels cost half a second of imports and, the first time on a machine, some seconds of compiling: more than a small
+model's deltas ever cost. A large model's first anchor announces that deltas will follow: from then on a thread compiles
+beside whatever is done with the anchor. The first caller that needs the kernels blocks until they are ready.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import structlog
 
 from streamrl.protocol.weights.sparse import Codec, InPasses
 
-_WORTH_BYTES = 64 << 20  # of tensors: a delta of so many costs some 30 ms less
+_WORTH_BYTES = 64 << 20  # of tensors: a delta of this size becomes some 30 ms cheaper
 
 log = structlog.get_logger(__name__)
 
 
 class Codecs:
-    """Of one encoder or mirror."""
+    """The codec of one encoder or mirror."""
 
     def __init__(self) -> None:
         self._passes = InPasses()
         self._compiled: Future[Codec] | None = None
 
     def expect(self, num_bytes: int) -> None:
-        """There will be deltas of so many bytes of tensors."""
+        """Prepare for deltas of tensors with this many bytes."""
         if self._compiled is None and num_bytes >= _WORTH_BYTES:
             thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kernels")
             self._compiled = thread.submit(_compiled)
@@ -39,7 +39,7 @@ class Codecs:
 def _compiled() -> Codec:
     try:
         from streamrl.protocol.weights.kernels import Compiled  # numba
-    except ImportError as error:  # not installed, or not for this numpy
+    except ImportError as error:  # not installed, or not compatible with this numpy
         log.info("deltas_without_kernels", reason=str(error))
         return InPasses()
     return Compiled()

@@ -1,20 +1,20 @@
-"""Deltas patched into tensors. What a delta has of one range, and how that is added, is in `sparse`; nothing waits.
+"""Patches tensors with deltas; `sparse` has the coding of one range. Blocks on nothing.
 
-Tensors are patched by stretches, each with all of its deltas at once, side by side:
+Tensors are patched by stretches, each with all of its deltas at once, in parallel:
 
-    columns ─► thread: decode a column's deltas together ─► add them where they belong ─► next column
+    columns ─► thread: decode a column's deltas together ─► add them to the tensor ─► next column
               thread: ...
 
-Columns share no element, so threads need not know of each other. One delta is patched by one thread, because a worker
-generates meanwhile; who is far behind generates nothing of use, and takes the cores that there are.
+Columns share no element, so threads need no synchronization. A single delta is patched by one thread, because the
+worker generates meanwhile; a worker far behind generates nothing useful, so it uses the cores there are.
 
-So memory is read once, and not once for each of many deltas:
+Memory is read once, instead of once per delta:
 
     delta 6.51   | a  | b  | c  |          column 1: a of 6.51, a of 6.52, ...      fits the cache
     delta 6.52   | a  | b  | c  |    ─►    column 2: b of 6.51, b of 6.52, ...
     ...
 
-Deltas may be cut differently (another number of ranks made them): a column ends where all of them have a cut.
+Deltas may be cut differently (by another number of ranks): a column ends where all of them have a cut.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from streamrl.protocol.weights.sparse import Codec, InPasses, Piece, expand
 
 T = TypeVar("T")
 
-_MOST_THREADS = 4  # the memory is busy with so many
-_AT_ONCE = 1 << 16  # changed elements: what is decoded of them stays in the cache
+_MOST_THREADS = 4  # enough to saturate the memory bandwidth
+_AT_ONCE = 1 << 16  # changed elements: their decoded form stays in the cache
 
 
 def threads_for(num_versions: int) -> int:
@@ -45,7 +45,7 @@ def threads_for(num_versions: int) -> int:
 
 
 def side_by_side(work: Callable[[T], None], items: Iterable[T], *, num_threads: int) -> None:
-    """The first error ends it, once what is under way has ended."""
+    """Run `work` on all items; raise the first error once the work in progress has ended."""
     if num_threads == 1:
         for item in items:
             work(item)
@@ -65,11 +65,11 @@ def patch(
     *,
     num_threads: int,
     codec: Codec | None = None,  # None: numpy
-    changes: ChangeLog | None = None,  # notes where
+    changes: ChangeLog | None = None,  # records the positions
 ) -> set[str]:
-    """Deltas, each on the one before, with all of their blobs; gives the tensors that they changed.
+    """Apply deltas, each on the one before, and return the names of the tensors that they changed.
 
-    WeightsError: something does not decode, and nobody knows what the tensors hold now.
+    `blobs` holds all of their blobs. WeightsError: a delta does not decode, and the tensors' contents are undefined.
     """
     noting = ChangeLog() if changes is None else changes
     noting.going_on()
@@ -82,7 +82,7 @@ def patch(
 def _patch_column(tensors: Mapping[str, Bits], column: Sequence[Piece], codec: Codec, changes: ChangeLog) -> None:
     first = column[0].said
     tensor = tensors[first.tensor]
-    decompressor = zstandard.ZstdDecompressor()  # one of its own: they serve a single thread, and cost little to make
+    decompressor = zstandard.ZstdDecompressor()  # one per thread: it is not thread-safe, and cheap to create
     for pieces in batches(column, alone=_is_raw, size=lambda piece: piece.said.num_changed, at_most=_AT_ONCE):
         said = pieces[0].said
         if _is_raw(pieces[0]):
@@ -97,7 +97,7 @@ def _patch_column(tensors: Mapping[str, Bits], column: Sequence[Piece], codec: C
 def batches(
     items: Iterable[T], *, alone: Callable[[T], bool], size: Callable[[T], int], at_most: int
 ) -> Iterator[list[T]]:
-    """In order: what goes alone, by itself; all else together, up to this size where one alone is not larger."""
+    """Batch the items in order: an `alone` item by itself, others up to `at_most` in sum (a larger one by itself)."""
     batch: list[T] = []
     total = 0
     for item in items:
@@ -115,9 +115,9 @@ def _is_raw(piece: Piece) -> bool:
 
 
 def columns(manifests: Sequence[Manifest], blobs: Mapping[str, bytes]) -> Iterator[list[Piece]]:
-    """What changes in each stretch, in the order of the manifests, which are deltas, each on the one before."""
+    """Yield the pieces of each stretch in the order of the manifests, which are deltas, each on the one before."""
     pieces: dict[str, list[Piece]] = defaultdict(list)
-    starts: dict[str, set[int]] = {}  # where all so far have a cut
+    starts: dict[str, set[int]] = {}  # cuts that all manifests so far share
     for manifest in manifests:
         own: dict[str, set[int]] = defaultdict(set)
         for shard in manifest.shards:

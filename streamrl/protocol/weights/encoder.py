@@ -1,16 +1,16 @@
-"""The learner's side: one rank encodes the ranges that it holds against what was last published.
+"""The learner's side: one rank encodes the ranges it holds against the version last published.
 
-The encoder's base is the last *announced* state, in the arrays that the caller gave for it. `encode` only reads it;
-`advance`, called once the version is announced, takes the arrays of that version instead, so nothing is copied, and the
-caller must leave them as they are until the next one is announced. So a publish that fails is simply encoded again from
-the same base, and what workers hold and what deltas are made against cannot drift apart.
+The encoder's base is the last *announced* state, in the arrays that the caller passed. `encode` only reads it;
+`advance`, called once the version is announced, switches to that version's arrays. Nothing is copied, so the caller
+must not write to them until the next version is announced. A publish that fails is encoded again from the same base, so
+the workers' state and the base of deltas cannot drift apart.
 
     encode_part, ... ─► join ─► put blob ─► gather records, announce ─► advance ─► now and then, encode_base: an anchor
        ▲                                        │                                                            beside it
        └────────── failed: again ◄──────────────┘
 
-Nothing here waits. One thread at a time may use an encoder; encoding lets go of the interpreter's lock for most of its
-time, so it can run beside a training step, and part by part beside the copy of what is encoded.
+Blocks on nothing. One thread at a time may use an encoder. Encoding releases the GIL most of the time, so it can run
+beside a training step, and part by part beside the copy of the parameters.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class EncodedShard:
     ranges: tuple[RangeDigest, ...]
 
     def record(self, *, run_uid: str, version: int, rank: int) -> ShardRecord:
-        """What the manifest says of this shard; `blob` is to be put under the record's `blob_name`."""
+        """Return this shard's entry in the manifest; store `blob` under the record's `blob_name`."""
         digest, piece_bytes = digest_of(self.blob), piece_bytes_of(len(self.blob))
         return ShardRecord(
             blob_name=blob_name(run_uid=run_uid, version=version, rank=rank, digest=digest),
@@ -63,11 +63,11 @@ class CodedPart:
 
     said: RangeDigest
     payload: bytes | memoryview
-    bits: Bits  # [length] the caller's own
+    bits: Bits  # [length] the caller's array
 
 
 class ShardEncoder:
-    """One per rank."""
+    """The encoder of one rank."""
 
     def __init__(self) -> None:
         self._base: dict[tuple[str, int], Bits] = {}  # by tensor and start of each part
@@ -76,21 +76,21 @@ class ShardEncoder:
         self._compressor = zstandard.ZstdCompressor(level=1)
 
     def encode(self, ranges: Sequence[HeldRange], *, anchor: bool) -> EncodedShard:
-        """Encode the new state: all of it, or what differs from the base. Nothing is remembered until `advance`.
+        """Encode the new state: all of it (an anchor), or what differs from the base. `advance` makes it the base.
 
-        From an anchor to the next a rank must hold the same ranges, else WeightsError: publish an anchor.
+        From one anchor to the next a rank must hold the same ranges, else WeightsError: publish an anchor.
         """
         return self.join(self.encode_part(ranges, anchor=anchor), anchor=anchor)
 
     def encode_part(self, ranges: Sequence[HeldRange], *, anchor: bool) -> list[CodedPart]:
-        """Some of the ranges, for `join`."""
+        """Encode some of the ranges, for `join`."""
         pieces = _split(ranges)
         if anchor:
             return [_encode_whole(tensor, start, bits) for tensor, start, bits in pieces]
         return [self._encode_change(tensor, start, bits) for tensor, start, bits in pieces]
 
     def join(self, parts: Sequence[CodedPart], *, anchor: bool) -> EncodedShard:
-        """All that this rank holds."""
+        """Join the parts of all ranges that this rank holds."""
         self._pending = None
         pending = {(part.said.tensor, part.said.start): part.bits for part in parts}
         assert len(pending) == len(parts), "a range comes twice"
@@ -101,14 +101,16 @@ class ShardEncoder:
         return shard
 
     def advance(self) -> None:
-        """The version is announced: what was encoded last is now the base."""
+        """Make the last encoded state the base, once its version is announced."""
         assert self._pending is not None, "nothing was encoded since the base last moved"
         self._base, self._pending = self._pending, None
         self._codecs.expect(sum(bits.nbytes for bits in self._base.values()))
 
     def encode_base(self) -> EncodedShard:
-        """All bits of the version announced last, to lie beside its delta as an anchor. The digests are made anew, so a
-        base that is not what was announced shows in the manifest."""
+        """Encode all bits of the version announced last, as an anchor beside its delta.
+
+        The digests are computed again, so a base that is not what was announced shows in the manifest.
+        """
         return _joined([_encode_whole(tensor, start, bits) for (tensor, start), bits in self._base.items()])
 
     def _encode_change(self, tensor: str, start: int, bits: Bits) -> CodedPart:
@@ -133,7 +135,7 @@ def _joined(parts: Sequence[CodedPart]) -> EncodedShard:
 
 
 def _split(ranges: Sequence[HeldRange]) -> Iterator[tuple[str, int, Bits]]:
-    """Tensor, start and bits of each part; what is empty is left out."""
+    """Yield tensor, start and bits of each part; skip empty ranges."""
     for held in ranges:
         assert held.bits.dtype in (np.dtype("<u2"), np.dtype("<u4")), f"{held.tensor}: bits must be uint16 or uint32"
         assert held.bits.ndim == 1, f"{held.tensor}: bits must be flat"

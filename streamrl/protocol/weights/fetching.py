@@ -1,10 +1,10 @@
-"""Blobs are fetched ahead of whoever uses them, in the order in which they are wanted:
+"""Fetches blobs ahead of their use, in the order in which they are needed:
 
-    wanted ─► up to NUM_THREADS at a time, so many bytes ahead ─► digest checked ─► used, one after another
-          └─► by who will use it, where nothing is under way ───────────┘
+    wanted ─► up to NUM_THREADS at a time, ahead_bytes ahead ─► digest checked ─► used, one after another
+          └─► by the consumer itself, when no fetch is in progress ─────────────┘
 
-So the latency of a store is paid about once and not for each of a hundred deltas, and memory stays bounded. Blocks on
-the store, within the store's own bounds. A store must bear calls from several threads.
+The latency of a store is paid about once instead of for each of a hundred deltas, and memory stays bounded. Blocks on
+the store, within the store's own timeouts. The store must be thread-safe.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from streamrl.protocol.weights.stores import Blobs
 
 AHEAD_BYTES = 512 << 20
 NUM_THREADS = 4
-_FETCHES = 2  # a flip on the wire is gone with the second; one in the store is not
+_FETCHES = 2  # a second fetch repairs a bit flip on the wire, not one in the store
 
 
 def fetch(shard: ShardRecord, store: Blobs) -> bytes:
-    """A blob that agrees with its digest, or WeightsError; TransportError: not just now."""
+    """Fetch a blob and check its digest, or raise WeightsError; TransportError: the store is unreachable."""
     for _ in range(_FETCHES):
         blob = store.get(shard.blob_name)
         if len(blob) == shard.num_bytes and digest_of(blob) == shard.digest:
@@ -35,7 +35,7 @@ def fetch(shard: ShardRecord, store: Blobs) -> bytes:
 def fetch_ahead(
     shards: Iterable[ShardRecord], store: Blobs, *, ahead_bytes: int = AHEAD_BYTES
 ) -> Generator[tuple[ShardRecord, bytes]]:
-    """Each with its blob; to be closed (`contextlib.closing`) by who may stop early."""
+    """Yield each shard with its blob; a caller that may stop early must close it (`contextlib.closing`)."""
     left = deque(shards)
     pool = ThreadPoolExecutor(max_workers=NUM_THREADS, thread_name_prefix="blobs")
     under_way: deque[tuple[ShardRecord, Future[bytes]]] = deque()
@@ -45,8 +45,8 @@ def fetch_ahead(
             if under_way:
                 shard, coming = under_way.popleft()
             else:
-                # Its user can only wait for it. An anchor of 272 MB came in 0.25 s this way, and in 0.4 to 1.1 s to a
-                # thread of the pool, whose memory is new to it and comes page by page.
+                # The consumer would only wait. An anchor of 272 MB took 0.25 s this way, and 0.4 to 1.1 s in a thread
+                # of the pool, whose memory is new to it and is faulted in page by page.
                 shard, coming = left.popleft(), None
                 asked_bytes += shard.num_bytes
             while left and asked_bytes + left[0].num_bytes <= ahead_bytes:

@@ -1,8 +1,8 @@
-"""Blobs in a directory that all parts share: local, or a network file system.
+"""Blobs in a directory that all processes share: local, or a network file system.
 
     put:  NAME.part ─► fsync ─► rename ─► fsync of the folder
 
-Blocks on the file system; TransportError says what it could not do.
+Blocks on the file system; TransportError names the operation that failed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from streamrl.errors import TransportError, WeightsError
 from streamrl.files import fsync_folder
 from streamrl.protocol.weights.format import check_blob_name
 
-_UNFINISHED = ".part"  # ends the name of what is being written
+_UNFINISHED = ".part"  # suffix of a file that is being written
 
 
 class FileStore:
@@ -76,7 +76,7 @@ class FileStore:
             fsync_folder(folder.parent)
 
     def _write(self, path: Path, data: bytes) -> None:
-        # Not a random name: what a crash leaves is then found by `list` and deleted like a blob.
+        # Not a random name: `list` finds what a crash leaves, and it is deleted like a blob.
         aside = path.with_name(path.name + _UNFINISHED)
         try:
             with aside.open("wb") as file:
@@ -101,7 +101,7 @@ class FileStore:
 
 
 def _size(path: Path) -> int | None:
-    """None for a folder, and for what was deleted while it was listed."""
+    """None for a folder, and for a file deleted during the listing."""
     try:
         return path.stat().st_size if path.is_file() else None
     except FileNotFoundError:

@@ -117,10 +117,10 @@ MAGIC = b"SRLWGT02"
 DIGEST_BYTES = 16
 PIECE_DIGEST_BYTES = 32
 LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 1 << 10, 8 << 20
-_USUAL_PIECE_BYTES = 256 << 10  # at least so many, for each costs a request; more where there would be too many pieces
+_USUAL_PIECE_BYTES = 256 << 10  # at least this, since each costs a request; more if there would be too many pieces
 _USUAL_PIECES = 256
 MAX_MANIFEST_BYTES = 64 << 20
-MAX_RANGE_ELEMENTS = 1 << 22  # 8 MB of bf16: fits the last-level cache, so that several passes cost one
+MAX_RANGE_ELEMENTS = 1 << 22  # 8 MB of bf16: fits the last-level cache, so that several passes cost as much as one
 MAX_TENSOR_ELEMENTS = 1 << 40
 BLOB_NAME = re.compile(r"[a-z0-9][a-z0-9._/-]{0,200}")
 
@@ -156,13 +156,13 @@ class HeldRange:
 
     tensor: str
     start: int
-    # [length] contiguous; a copy or cast of the parameter: nobody may write to it before a later version is announced,
-    # whose base it is.
+    # [length] contiguous; a copy or cast of the parameter. It is the base of the next version: do not write to it
+    # before that version is announced.
     bits: Bits
 
 
 class RangeDigest(NamedTuple):
-    """What the manifest says of one range; named tuples, for many are read at a time."""
+    """The manifest's entry for one range; a named tuple, because many are read at a time."""
 
     tensor: str
     start: int
@@ -178,7 +178,7 @@ def digest_of(data: bytes | memoryview) -> bytes:
 
 
 def piece_bytes_of(num_bytes: int) -> int:
-    """How long a blob's pieces are, of one that is published here; readers go by the record."""
+    """Return the piece size of a blob that is published here; readers use the size in the record."""
     piece_bytes = _USUAL_PIECE_BYTES
     while piece_bytes < MOST_PIECE_BYTES and piece_bytes * _USUAL_PIECES < num_bytes:
         piece_bytes *= 2
@@ -198,7 +198,7 @@ def blob_name(*, run_uid: str, version: int, rank: int, digest: bytes) -> str:
 
 
 def check_blob_name(name: str) -> None:
-    """What is in a message must never lead outside the store's own folder or keys."""
+    """Reject names from a message that lead outside the store's folder or keys."""
     hidden = any(part == "" or part.startswith(".") for part in name.split("/"))
     if hidden or not BLOB_NAME.fullmatch(name):
         raise WeightsError(f"not the name of a blob: {name!r:.250}")

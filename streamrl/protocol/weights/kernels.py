@@ -1,10 +1,10 @@
-"""The sparse coding in one pass over memory, compiled by numba: the same bytes as the passes of numpy in `sparse`.
+"""The sparse coding in one pass over memory, compiled by numba: the same bytes as the numpy passes in `sparse`.
 
     new, base ─► 64 elements of each compared at once ─► a bit for each that differs ─► gaps and values, as bytes
 
-It lets go of the interpreter's lock while it works. Importing this imports numba (half a second, 70 MB). Compiling
-takes some seconds, and nearly nothing where numba finds on disk what it compiled before: where NUMBA_CACHE_DIR says,
-beside this file, or in the user's folder for caches. Where none of them can be written to it is compiled each time.
+The kernels release the GIL. Importing this module imports numba (half a second, 70 MB). Compiling takes some seconds,
+and almost nothing when numba finds its cache on disk: in NUMBA_CACHE_DIR, beside this file, or in the user's cache
+folder. If none of these is writable, it compiles each time.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from streamrl.protocol.weights.changes import Positions
 from streamrl.protocol.weights.format import MAX_RANGE_ELEMENTS, Bits
 from streamrl.protocol.weights.sparse import CHUNK, WIDE, WIDE_GAPS_DISAGREE, Bytes, Found, Piece, beyond_range
 
-_LANES = 64  # elements that are compared at once: their flags are a machine word
+_LANES = 64  # elements compared at once: their flags fill a machine word
 _AGREES, _WIDE_DISAGREES, _BEYOND = range(3)
 
 
 class Compiled:
-    """One thread at a time may use it."""
+    """Not thread-safe."""
 
     def __init__(self) -> None:
         self._find, self._add = _kernels()
-        # By itemsize. Kept, for memory that is made anew comes page by page; what is not used takes none.
+        # By itemsize. Kept, because new memory is faulted in page by page; unused parts take none.
         self._planes: dict[int, Bytes] = {}
 
     def changes(self, new: Bits, old: Bits) -> Found:
@@ -45,7 +45,7 @@ class Compiled:
         last, num, num_wide = -1, 0, 0
         for begin in range(0, len(new), CHUNK):
             piece = new[begin : begin + CHUNK]
-            digest.update(piece.data)  # and the kernel finds it in the cache
+            digest.update(piece.data)  # leaves the piece in the cache for the kernel
             base = old[begin : begin + CHUNK]
             last, num, num_wide = self._find(piece, base, begin, last, num, num_wide, planes, wide)
         fixed = planes[:, :num]
@@ -73,7 +73,7 @@ class Compiled:
 
 @cache
 def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Once for all encoders and mirrors of a process."""
+    """Compile once for all encoders and mirrors of a process."""
     words = types.uint16, types.uint32
     find = compiled(_find, [_find_signature(word) for word in words])
     return find, compiled(_add, [_add_signature(word) for word in words])
@@ -82,7 +82,7 @@ def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
 def compiled(function: Callable[..., Any], signatures: list[Any]) -> Callable[..., Any]:
     try:
         return numba.njit(signatures, nogil=True, cache=True)(function)  # type: ignore[no-any-return]
-    except (RuntimeError, OSError):  # there is no folder to keep it in, or it is full
+    except (RuntimeError, OSError):  # no folder for the cache, or it is full
         return numba.njit(signatures, nogil=True)(function)  # type: ignore[no-any-return]
 
 
@@ -104,7 +104,9 @@ def _add_signature(word: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _differing(typing: Any, new: Any, old: Any, at: Any) -> Any:
-    """Bit i is set where the elements `at + i` differ. In the compiler's own words: it makes no such loop of ours."""
+    """Set bit i where the elements `at + i` differ. LLVM IR, because the compiler does not vectorize such a Python
+    loop.
+    """
     del typing
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -122,7 +124,7 @@ def _differing(typing: Any, new: Any, old: Any, at: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _lowest(typing: Any, flags: Any) -> Any:
-    """The number of the lowest bit that is set; one is."""
+    """Return the index of the lowest set bit; at least one must be set."""
     del typing, flags
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -134,7 +136,7 @@ def _lowest(typing: Any, flags: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _itemsize(typing: Any, array: Any) -> Any:
-    """Known when a loop over bytes is compiled, other than `array.itemsize`."""
+    """Return the itemsize as a compile-time constant, which `array.itemsize` is not in a loop over bytes."""
     del typing
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -147,7 +149,7 @@ def _itemsize(typing: Any, array: Any) -> Any:
 def _find(
     new: Bits, old: Bits, begin: int, last: int, num: int, num_wide: int, planes: Bytes, wide: Bits
 ) -> tuple[int, int, int]:
-    """Of elements from `begin` on, going on from the last one that changed, and so many before."""
+    """Find the changes in a chunk that begins at `begin`, after `num` earlier ones, of which the last is at `last`."""
     itemsize = _itemsize(new)
     for block in range(0, len(new), _LANES):
         if block + _LANES <= len(new):
@@ -178,7 +180,7 @@ def _find(
 
 
 def _add(plain: Bytes, num: int, start: int, length: int, tensor: Bits, positions: Positions) -> int:
-    """What changed in a range of this tensor, and where; nothing is touched where it points beyond the range."""
+    """Patch one range of the tensor and write its positions; change nothing if a position lies beyond the range."""
     itemsize = _itemsize(tensor)
     wide_at = num * (2 + itemsize)
     at = start - 1
@@ -198,7 +200,7 @@ def _add(plain: Bytes, num: int, start: int, length: int, tensor: Bits, position
         positions[i] = at
     if wide_at != len(plain):
         return _WIDE_DISAGREES
-    # By itself: the less there is between them, the more elements are waited for at once.
+    # A loop of its own: with less work per element, more memory accesses overlap.
     values = plain[2 * num :]
     for i in range(num):
         folded = np.int64(values[i])

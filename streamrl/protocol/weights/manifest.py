@@ -1,9 +1,9 @@
-"""What one version consists of, as data and as bytes. The layout is specified in `format`.
+"""The contents of one version, as data and as bytes. `format` specifies the layout.
 
-A manifest that was encoded or decoded here is coherent, and whoever holds one need not check again: its ranges cover
-every element of every tensor exactly once, their sizes agree with their codings and add up to their blobs, its base is
-older than itself, and its canary is one. So a rank's forgotten record is found by the learner before it announces, and
-a worker never patches beside a tensor.
+A manifest that was encoded or decoded here is coherent, so no caller checks again: its ranges cover every element of
+every tensor exactly once, their sizes agree with their codings and add up to their blobs, its base is older than
+itself, and its canary is valid. The learner therefore notices a rank's missing record before it announces, and a worker
+never patches outside a tensor.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MAX_NAMES_CHARS = 16 << 20
 _MAX_TENSORS = 1 << 20
 _MAX_RANGES = 1 << 22
 _MAX_CANARY_TOKENS = 1 << 16
-# Of a shard's record, a number for each range, in the order of `RangeDigest`.
+# Columns of a shard's record: one number per range, in the order of `RangeDigest`.
 _COLUMNS = {
     "tensors": "<u4",
     "starts": "<u8",
@@ -69,7 +69,7 @@ class ShardRecord:
         return -(-self.num_bytes // self.piece_bytes)
 
     def piece(self, number: int) -> slice:
-        """Its place in the blob."""
+        """The piece's slice of the blob."""
         return slice(number * self.piece_bytes, min((number + 1) * self.piece_bytes, self.num_bytes))
 
     def is_piece(self, number: int, data: bytes | bytearray | memoryview) -> bool:
@@ -77,7 +77,7 @@ class ShardRecord:
         return hashlib.sha256(data).digest() == self.pieces[begin : begin + PIECE_DIGEST_BYTES]
 
     def parts(self) -> Iterator[tuple[RangeDigest, slice]]:
-        """Each range with its place in the blob."""
+        """Yield each range with its slice of the blob."""
         begin = 0
         for part in self.ranges:
             yield part, slice(begin, begin + part.num_bytes)
@@ -92,9 +92,9 @@ class Manifest:
     run_uid: str
     tensors: tuple[TensorMeta, ...]
     shards: tuple[ShardRecord, ...]
-    anchor: tuple[ShardRecord, ...] = ()  # of a delta: all bits of the same state beside it, for who comes from afar
-    canary_ids: tuple[int, ...] = ()  # [T] tokens as the model meets them, for workers to try their engine on
-    adapters: tuple[Adapter, ...] = ()  # what is served is the model with these merged
+    anchor: tuple[ShardRecord, ...] = ()  # of a delta: all bits of the same state, for readers far behind
+    canary_ids: tuple[int, ...] = ()  # [T] token IDs with which workers test their engine
+    adapters: tuple[Adapter, ...] = ()  # workers serve the model with these merged
 
     @property
     def num_bytes(self) -> int:
@@ -106,19 +106,19 @@ class Manifest:
 
     @property
     def served(self) -> tuple[TensorMeta, ...]:
-        """The model's own tensors: all but the adapters'."""
+        """The model's own tensors, without the adapters' factors."""
         factors = {name for adapter in self.adapters for name in (adapter.a, adapter.b)}
         return tuple(tensor for tensor in self.tensors if tensor.name not in factors)
 
     def as_anchor(self) -> Manifest | None:
-        """The same version without a base, where all its bits are there."""
+        """Return the same version without a base; None if it has no anchor."""
         if self.base == 0:
             return self
         return replace(self, base=0, shards=self.anchor, anchor=()) if self.anchor else None
 
 
 def encode_record(record: ShardRecord) -> bytes:
-    """One rank's record as plain bytes, for rank 0 to gather."""
+    """Encode one rank's record, for rank 0 to gather."""
     names = {name: index for index, name in enumerate(dict.fromkeys(part.tensor for part in record.ranges))}
     rows = [(names[tensor], *numbers) for tensor, *numbers, _ in record.ranges]
     return pack(
@@ -140,7 +140,7 @@ def encode_record(record: ShardRecord) -> bytes:
 
 
 def decode_record(data: bytes) -> ShardRecord:
-    """The inverse of `encode_record`; any bytes give a record or one WeightsError."""
+    """Decode a record; any malformed input raises WeightsError."""
     try:
         with unpack(data, max_bytes=MAX_MANIFEST_BYTES) as f:
             return _read_record(f)
@@ -170,7 +170,7 @@ def _read_record(f: Fields) -> ShardRecord:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Bytes for Redis; WeightsError when the shards do not make up the tensors (a rank's record is missing, say)."""
+    """Encode for Redis; WeightsError if the shards do not cover the tensors (a rank's record is missing, say)."""
     check_coherent(manifest)
     dims = [size for tensor in manifest.tensors for size in tensor.shape]
     body = pack(
@@ -197,7 +197,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """The inverse of `encode_manifest`; any bytes give a coherent manifest or one WeightsError."""
+    """Decode a coherent manifest; any other input raises WeightsError."""
     head = len(MAGIC) + DIGEST_BYTES
     if data[: len(MAGIC)] != MAGIC:
         raise WeightsError("not a manifest of weights that this program can read")
@@ -254,11 +254,11 @@ def _names(f: Fields) -> list[str]:
 
 
 _MAX_NAME_CHARS = 1024
-_RESERVED_NAME = "__metadata__"  # means something else in a safetensors header
+_RESERVED_NAME = "__metadata__"  # has a special meaning in a safetensors header
 
 
 def check_coherent(manifest: Manifest) -> None:
-    """Nothing, or one WeightsError that says what is wrong."""
+    """Raise WeightsError, with the reason, unless the manifest is coherent."""
     if not 0 <= manifest.base < manifest.version or term_of(manifest.version) < 1:
         raise WeightsError(f"version {manifest.version} cannot build on {manifest.base}")
     if manifest.anchor and not manifest.base:
@@ -277,7 +277,7 @@ def check_coherent(manifest: Manifest) -> None:
 def _check_shards(
     manifest: Manifest, shards: tuple[ShardRecord, ...], tensors: Mapping[str, TensorMeta], *, anchor: bool
 ) -> dict[tuple[str, int, int], bytes]:
-    """The digest of the state of each range (tensor, start, length)."""
+    """Check the shards; return the digest of each range's state by (tensor, start, length)."""
     by_tensor: dict[str, list[RangeDigest]] = defaultdict(list)
     merged = {adapter.tensor for adapter in manifest.adapters}
     for shard in shards:

@@ -1,11 +1,11 @@
-"""A mirror of a model with adapters: what is served is the pretrained model with the newest adapters merged.
+"""A mirror of a model with adapters: serves the pretrained model with the newest adapters merged.
 
-    pretrained files ─► the same as the learner's, by digest? ─► once: the tensors without adapters
-                                      adapters of a version  ─► the tensors with them, where theirs changed
-                                                                  └─► the learner's own digests of some of them
+    pretrained files ─► digests equal the learner's? ─► once: the tensors without adapters
+                             adapters of a version   ─► the tensors with adapters, where the adapters changed
+                                                         └─► compared with the learner's digests of some of them
 
-Each version brings digests of other ranges, so that all are compared in some versions' time, and all at once with
-the first version of a learner. Blocks on the processor and on the pretrained model's files.
+Each version carries digests of other ranges, so that all are compared within some versions; the first version of a
+learner carries all. Blocks on the CPU and on the pretrained model's files.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ from streamrl.protocol.weights.manifest import Manifest
 from streamrl.protocol.weights.pretrained import Pretrained
 from streamrl.versions import show
 
-_NUM_THREADS = threads_for(2)  # of as many as there are processors
+_NUM_THREADS = threads_for(2)  # as for several versions: as many as there are cores, up to the maximum
 
 
 class Merging:
-    """One per mirror."""
+    """The merging of one mirror."""
 
     def __init__(self, pretrained: Pretrained | None) -> None:
         self._pretrained = pretrained
-        self._proved: dict[tuple[str, int], tuple[int, bytes]] = {}  # of the pretrained model, by tensor and start
-        self._merged: dict[str, Adapter] = {}  # by tensor: the adapter that is merged into it
+        self._proved: dict[tuple[str, int], tuple[int, bytes]] = {}  # of the pretrained model, by (tensor, start)
+        self._merged: dict[str, Adapter] = {}  # by tensor: the adapter merged into it
 
     def forget(self) -> None:
-        """The file is another."""
+        """Forget what was merged: the mirror has a new file."""
         self._proved, self._merged = {}, {}
 
     def bring(self, manifest: Manifest, views: Mapping[str, Bits], touched: set[str]) -> None:
-        """Take the served tensors to this version, whose adapters are in `views`, those in `touched` not merged yet.
+        """Bring the served tensors to this version, whose adapters are in `views`; those in `touched` are not merged
+        yet.
 
-        DataError: the pretrained model is not the learner's. WeightsError: what came of it is not what it says.
+        DataError: the pretrained model is not the learner's. WeightsError: the merged bits differ from the learner's
+        digests.
         """
         if self._pretrained is None:
             raise DataError(f"version {show(manifest.version)} is adapters alone: name the model that they are for")

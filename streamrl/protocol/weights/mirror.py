@@ -1,33 +1,33 @@
-"""The worker's side: a host copy of the weights, as a safetensors file in shared memory that is patched in place.
+"""The worker's side: a host copy of the weights, in a safetensors file in shared memory that is patched in place.
 
     manifests ─► fetch blobs ahead, check their digests ─► patch the file ─► check the state's digests ─► version
-                          (generation goes on all the while; pausing it is for the load alone)
+                          (generation continues all the while; only the engine's load pauses it)
 
-A worker far behind has many deltas to apply. All of them go to one stretch of a tensor, and then to the next
-(`delta`), so that memory is read once; the states in between never exist as a whole, and nobody could serve them.
+A worker far behind has many deltas to apply. It applies all of them to one stretch of a tensor, then to the next
+(`delta`), so that memory is read once. The intermediate states never exist as a whole, and nothing could serve them.
 
-What is proved: each blob is the one that its manifest names; and after the last patch, every range of every tensor that
-was touched is digested again from the file and compared with the last manifest. A range of an untouched tensor was
-proved by an earlier manifest; if its digest is not the same still, it is digested again too. So `version` other than 0
-means: these bits are the learner's, all of them, whatever way they came.
+Verification: each blob matches the digest in its manifest; after the last patch, every range of every touched tensor is
+digested again from the file and compared with the last manifest. A range of an untouched tensor was verified against an
+earlier manifest; if its digest changed since, it is digested again too. So a `version` other than 0 means that all bits
+are the learner's, whatever path led there.
 
-Where a version is adapters of a pretrained model, the file has that model with these merged (`merging`), and the
-adapters are in memory.
+Where a version consists of adapters for a pretrained model, the file has that model with the adapters merged
+(`merging`), and the adapters themselves are in memory.
 
-The engine that loads the file must not read it while `apply` runs: that is for the caller to arrange. One thread at a
-time may use a mirror.
+The engine that loads the file must not read it while `apply` runs; the caller ensures that. One thread at a time may
+use a mirror.
 
-A worker that died leaves its file in the folder. Give a worker that replaces it the same folder: the file goes when the
-first anchor comes. Blocks on the store, and on nothing else but the file system.
+A worker that died leaves its file in the folder. Give its replacement the same folder: the first anchor replaces the
+file. Blocks on the store and the file system, on nothing else.
 
-The file is made for patching in place: laid out once, at full size, and mapped into memory.
+The file is laid out for patching in place: created once, at full size, and mapped into memory.
 
     8 bytes   length of the header, little-endian
     header    JSON: tensor name -> dtype, shape, begin and end of its bytes in the data; padded with spaces
     data      the tensors, wide elements first, without holes
 
-Room is checked and reserved before anything is written: a memory file system that runs full later would kill the
-process at its first touch of a missing page.
+Room is checked and reserved before anything is written: on a memory file system that fills up later, touching a missing
+page would kill the process.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ Fetched = Generator[tuple[ShardRecord, bytes]]
 Layout = Mapping[str, TensorMeta]
 
 _LENGTH_BYTES = 8
-_ALIGN = 64  # of the data's begin: vector loads of whoever maps the file
+_ALIGN = 64  # of the data's start: for vector loads by processes that map the file
 _SAFETENSORS: Mapping[DType, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 class Mirror:
-    """One per worker. `path` is the safetensors file; it holds `version` whenever that is not 0."""
+    """The mirror of one worker. `path` is the safetensors file; it holds `version` whenever that is not 0."""
 
     def __init__(
         self,
         folder: Path,  # on a memory file system, such as /dev/shm
         *,
         run_uid: str | None = None,  # manifests of another run are refused
-        pretrained: Pretrained | None = None,  # the model that adapters are merged into, should there be any
-        ahead_bytes: int = AHEAD_BYTES,  # of blobs that may be held in memory, besides the one that is wanted next
-        make_room: Callable[[int], None] = lambda num_bytes: None,  # in the folder's file system, for so many
+        pretrained: Pretrained | None = None,  # the model that adapters are merged into, if any
+        ahead_bytes: int = AHEAD_BYTES,  # of blobs held in memory, besides the one needed next
+        make_room: Callable[[int], None] = lambda num_bytes: None,  # given the bytes needed in the folder's file system
     ) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -89,15 +89,15 @@ class Mirror:
         self._proved: dict[tuple[str, int], tuple[int, bytes]] = {}  # (tensor, start) -> (length, digest)
 
     def apply(self, manifest: Manifest, store: Blobs) -> None:
-        """Take the mirror to this version: any newer anchor, or a delta on the version it holds.
+        """Bring the mirror to this version: any newer anchor, or a delta on the version it holds.
 
         WeightsError: something is missing or wrong; `version` is 0 and only an anchor helps. ResourceError: no room.
-        TransportError: the store could not be reached; the mirror keeps the version that it has whole, if there is one.
+        TransportError: the store is unreachable; the mirror keeps the version that it holds completely, if any.
         """
         self.apply_path([manifest], store)
 
     def apply_path(self, manifests: Sequence[Manifest], store: Blobs) -> None:
-        """As `apply` for each in turn (see `catch_up`), but only the state at the end is proved: much faster."""
+        """Apply each in turn (see `catch_up`), but verify only the final state, which is much faster."""
         touched: set[str] = set()
         try:
             self._refuse_unfit(manifests)
@@ -112,15 +112,15 @@ class Mirror:
             raise trouble
 
     def loaded(self) -> None:
-        """An engine has all of this version: from now on it is noted what changes."""
+        """Start logging changes: an engine holds all of this version."""
         self._changes.begin(self.version)
 
     def changed(self, *, since: int) -> Changed | None:
-        """What has changed since an engine had all of this version; None: nobody knows."""
+        """Return what changed since an engine held all of that version; None: unknown."""
         return self._changes.changed(self._views, since=since) if self.version else None
 
     def close(self) -> None:
-        """Remove the file. Who has it mapped keeps what is in it."""
+        """Remove the file. Processes that have it mapped keep its contents."""
         self.version = 0
         self._changes.lose()
         self._layout, self._views = {}, {}
@@ -128,7 +128,7 @@ class Mirror:
         self.path.unlink(missing_ok=True)
 
     def _refuse_unfit(self, manifests: Sequence[Manifest]) -> None:
-        """Before anything is fetched or written."""
+        """Reject manifests that do not fit, before anything is fetched or written."""
         have, layout = self.version, self._layout
         for number, manifest in enumerate(manifests):
             name = f"version {show(manifest.version)}"
@@ -147,7 +147,9 @@ class Mirror:
     def _follow(
         self, manifests: Sequence[Manifest], store: Blobs, touched: set[str]
     ) -> tuple[Manifest | None, TransportError | None]:
-        """Patch the file: (the version that is in it then, not yet proved; why not the last one)."""
+        """Patch the file; return (the version now in it, not verified yet; the error that stopped it before the last
+        one).
+        """
         shards = (shard for manifest in manifests for shard in manifest.shards)
         reached, at_most = None, self._ahead_bytes
         with closing(fetch_ahead(shards, store, ahead_bytes=at_most)) as fetched:
@@ -158,7 +160,7 @@ class Mirror:
                     continue
                 whole, blobs, trouble = _collect(batch, fetched)
                 if whole:
-                    self.version = 0  # until it is proved again
+                    self.version = 0  # until it is verified again
                     num_threads = threads_for(len(whole))
                     codec = self._codecs.get()
                     touched |= patch(
@@ -172,7 +174,7 @@ class Mirror:
     def _write_anchor(self, manifest: Manifest, fetched: Fetched, touched: set[str]) -> None:
         self._changes.lose()
         for shard, blob in islice(fetched, len(manifest.shards)):
-            self.version = 0  # until it is proved again
+            self.version = 0  # until it is verified again
             self._prepare(manifest)
             for part, place in shard.parts():
                 if part.coding is not Coding.RAW:
@@ -215,7 +217,7 @@ class Mirror:
 
         side_by_side(check, doubtful, num_threads=num_threads)
         if manifest.adapters:
-            self._changes.lose()  # merging writes what it likes
+            self._changes.lose()  # merging does not log what it writes
             self._merging.bring(manifest, self._views, touched)
         self._proved = proved
         self.version = manifest.version
@@ -243,7 +245,9 @@ def _first_difference(given: Layout, wanted: Layout) -> str:
 def _collect(
     batch: Sequence[Manifest], fetched: Fetched
 ) -> tuple[list[Manifest], dict[str, bytes], TransportError | None]:
-    """(those of which all is here, blobs by name, why not all are): no trouble of the store can leave half a delta."""
+    """Return (the manifests with all blobs present, blobs by name, the store's error), so that an error never leaves
+    half a delta.
+    """
     blobs: dict[str, bytes] = {}
     whole: list[Manifest] = []
     try:
@@ -256,9 +260,9 @@ def _collect(
 
 
 def create_file(path: Path, tensors: Sequence[TensorMeta]) -> Mapping[str, Bits]:
-    """Replace the file by one that has room for these tensors; their elements as flat views to write to.
+    """Replace the file by one with room for these tensors; return their elements as flat writable views.
 
-    Views stay valid as long as anybody holds one, also after the file was removed.
+    Views stay valid as long as they are referenced, even after the file is removed.
     """
     laid_out = sorted(tensors, key=lambda tensor: -BITS[tensor.dtype].itemsize)  # stable; keeps all elements aligned
     header = _header(laid_out)
@@ -281,7 +285,7 @@ def create_file(path: Path, tensors: Sequence[TensorMeta]) -> Mapping[str, Bits]
 
 
 def _header(tensors: Sequence[TensorMeta]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # what transformers asks for
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     begin = 0
     for tensor in tensors:
         end = begin + tensor.num_bytes
@@ -297,7 +301,7 @@ def _header(tensors: Sequence[TensorMeta]) -> bytes:
 
 
 def _reserve(path: Path, num_bytes: int) -> None:
-    """A new file with all its blocks, or one ResourceError."""
+    """Create a file with all its blocks allocated, or raise ResourceError."""
     stats = os.statvfs(path.parent)
     free = stats.f_bavail * stats.f_frsize
     if num_bytes > free:

@@ -1,13 +1,13 @@
-"""Blobs in an object store: whatever fsspec reaches, `s3://bucket/folder`, `gs://bucket/folder`, and the like.
+"""Blobs in an object store: any that fsspec reaches, such as `s3://bucket/folder` or `gs://bucket/folder`.
 
-Where credentials and endpoints come from is for the library of that scheme: the environment of each part of the run
-(AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, FSSPEC_S3_ANON, ...), never the configuration, which everybody may read.
+The scheme's library finds credentials and endpoints: in the environment of each process of the run (AWS_ACCESS_KEY_ID,
+AWS_ENDPOINT_URL, FSSPEC_S3_ANON, ...), never in the configuration, which anyone may read.
 
-A put is one call. Object stores show an object whole or not at all, also when the writer dies. Another kind of file
-system may keep a part of it; that is never given out, since what a reader fetches must agree with the manifest's
-digest, and it is deleted like any blob that nobody needs.
+A put is one call. Object stores show an object whole or not at all, even when the writer dies. Another kind of file
+system may keep part of it; that is never accepted, since what a reader fetches must match the manifest's digest, and it
+is deleted like any unused blob.
 
-Blocks on the store: each call is tried NUM_TRIES times, besides what the library does by itself, then TransportError.
+Blocks on the store: each call is tried NUM_TRIES times, besides the library's own retries, then raises TransportError.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 NUM_TRIES = 4
 _FIRST_PAUSE_S = 0.2
-_OPTIONS = {"local": {"auto_mkdir": True}}  # by scheme; makedirs would do for all, but makes buckets too
-_EXTRAS = {"s3": "s3", "s3a": "s3"}  # by scheme, the extra that brings its library
+_OPTIONS = {"local": {"auto_mkdir": True}}  # by scheme; makedirs would work for all, but also creates buckets
+_EXTRAS = {"s3": "s3", "s3a": "s3"}  # by scheme: the extra that installs its library
 
 
 class ObjectStore:
@@ -36,13 +36,13 @@ class ObjectStore:
 
     @classmethod
     def open(cls, url: str) -> ObjectStore:
-        """Nothing is asked of the store yet."""
+        """Open the store without a request to it."""
         scheme = url.partition("://")[0]
         extra = _EXTRAS.get(scheme, "objectstore")
         try:
             from fsspec.core import url_to_fs
 
-            # What others wrote must be seen: no listings out of a cache.
+            # Other processes write too: no cached listings.
             file_system, root = url_to_fs(
                 url, use_listings_cache=False, skip_instance_cache=True, **_OPTIONS.get(scheme, {})
             )

@@ -1,7 +1,7 @@
-"""The pretrained model's own tensors, out of its files: what adapters are merged into.
+"""The pretrained model's own tensors, read from its files: adapters are merged into them.
 
-Read from the mapped files whenever they are asked for, so that they take no memory but the system's cache. No code of a
-model runs, and neither torch nor transformers is needed. Blocks on the file system.
+Read from the mapped files on each access, so that they take no memory besides the page cache. No model code runs, and
+neither torch nor transformers is needed. Blocks on the file system.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _DTYPES: Mapping[str, DType] = {"F32": "float32", "BF16": "bfloat16", "F16": "fl
 
 
 class Pretrained(Protocol):
-    """Doubles: any files that `create_file` of the mirror writes."""
+    """Source of pretrained tensors. As a double, use any file that the mirror's `create_file` writes."""
 
     def bits(self, tensor: TensorMeta) -> Bits:
-        """[num_elements] in the tensor's dtype; nobody may write to it. DataError: the model has no such tensor."""
+        """Return [num_elements] in the tensor's dtype, read-only. DataError: the model has no such tensor."""
         ...
 
 
 class PretrainedFiles:
     def __init__(self, files: Iterable[Path], *, name: str) -> None:
-        """`name`: of the model, for people. DataError for a file that is none of safetensors."""
+        """`name` is the model's, for messages. DataError: a file is not safetensors."""
         self._name = name
-        self._tensors: dict[str, tuple[DType, tuple[int, ...], Bits]] = {}  # by name: flat, as the file has it
+        self._tensors: dict[str, tuple[DType, tuple[int, ...], Bits]] = {}  # by name: flat, in the file's dtype
         for file in files:
             self._open(file)
 

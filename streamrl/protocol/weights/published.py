@@ -1,7 +1,7 @@
-"""What a run has published, for people: read, checked against its digests, and written as a model's folder.
+"""Published versions of a run, for people: read, checked against their digests, and written as a model folder.
 
-Nothing here writes to the run or needs its learner. A run goes on meanwhile: a version may be collected while it is
-looked at, which is then an error that says so. Blocks on Redis and on the store, within their bounds.
+Nothing here writes to the run or needs its learner. The run continues meanwhile: a version may be deleted while it is
+read, which raises an error that says so. Blocks on Redis and on the store, within their timeouts.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
     from streamrl.protocol.transport.keys import Keys
 
 _PATIENCE_S = 5.0
-_DIGITS = 20  # of the largest version, and one more
+_DIGITS = 20  # one more than the largest version has
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", "consolidated*", "original")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifests:
     by_version: dict[int, Manifest]  # the oldest first
-    unreadable: tuple[str, ...]  # versions, or what stands in their place
+    unreadable: tuple[str, ...]  # versions, or the keys in their place
 
 
 def read_manifests(client: redis.Redis, keys: Keys) -> Manifests:
-    """One that cannot be read, of another program or version, hides no other."""
+    """Read all manifests; an unreadable one (of another program or version) does not hide the others."""
     read = partial(client.hgetall, keys.manifests)
     found: Any = repeat(client, "list versions", read, give_up_after_s=_PATIENCE_S)
     manifests, unreadable = {}, []
@@ -55,12 +55,12 @@ def read_manifests(client: redis.Redis, keys: Keys) -> Manifests:
 
 
 def full_bytes(manifest: Manifest) -> int:
-    """Of the model, as it is served."""
+    """Size of the model as it is served."""
     return sum(tensor.num_bytes for tensor in manifest.served)
 
 
 def changed_by_tensor(manifest: Manifest) -> dict[TensorMeta, int]:
-    """Elements that differ from the base, the most changed tensor first."""
+    """Count the elements that differ from the base, the most changed tensor first."""
     changed = {tensor.name: 0 for tensor in manifest.tensors}
     for shard in manifest.shards:
         for part in shard.ranges:
@@ -69,7 +69,7 @@ def changed_by_tensor(manifest: Manifest) -> dict[TensorMeta, int]:
 
 
 def check_blobs(manifest: Manifest, store: BlobStore) -> Iterator[tuple[ShardRecord, str | None]]:
-    """Fetch each blob of the version and digest it again: with what is wrong, None where it is as the manifest says."""
+    """Fetch and verify each blob of the version; yield it with the error, or None if it matches the manifest."""
     for shard in (*manifest.shards, *manifest.anchor):
         try:
             fetch(shard, store)
@@ -80,10 +80,10 @@ def check_blobs(manifest: Manifest, store: BlobStore) -> Iterator[tuple[ShardRec
 
 
 def pull(version: int, manifests: dict[int, Manifest], store: BlobStore, *, model: Path, folder: Path) -> None:
-    """Write the version as a folder that transformers loads: weights from the store, all else from `model`; of
-    adapters, which are merged, the weights that they are for, too.
+    """Write the version as a folder that transformers loads: weights from the store, all other files from `model`.
 
-    The folder appears whole: it is written beside and renamed. DataError when it is there already, or `model` is none.
+    Adapters are merged into the weights of `model`. The folder appears whole: it is written under another name and
+    renamed. DataError when it exists already, or `model` is not a model folder.
     """
     if folder.exists():
         raise DataError(f"{folder} is there already: name a new folder")
@@ -106,7 +106,7 @@ def pull(version: int, manifests: dict[int, Manifest], store: BlobStore, *, mode
 
 
 def _say_dtype(path: Path, manifest: Manifest) -> None:
-    """The base model's configuration names the dtype in which it was published itself."""
+    """Set the published dtype: the base model's config.json names the dtype of its own release."""
     told = json.loads(path.read_text())
     [dtype, *others] = {tensor.dtype for tensor in manifest.tensors}
     if not others:

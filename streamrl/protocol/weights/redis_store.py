@@ -1,12 +1,12 @@
-"""Blobs in the run's own Redis: nothing else is needed, good for small and middle-sized models.
+"""Blobs in the run's own Redis: needs no other service, good for small and medium-sized models.
 
     put:  index "begun" ─► chunks ─► index "whole"          get: index ─► chunks, counted
     delete:                chunks ─► index
 
-The index is there from the first chunk to the last, so that whatever a crash leaves is listed and can be deleted.
+The index exists from the first chunk to the last, so that whatever a crash leaves is listed and can be deleted.
 
-Blocks on Redis for a few seconds at most, then TransportError; every command may be repeated, since a name stands for
-the same bytes for ever.
+Blocks on Redis for a few seconds at most, then raises TransportError. Every command may be retried, since a name always
+stands for the same bytes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
     from streamrl.protocol.transport.keys import Keys
 
-_CHUNK_BYTES = 8 << 20  # one large value would hold up the server for all others
-_PATIENCE_S = 5.0  # for a lost connection; callers have longer bounds of their own
+_CHUNK_BYTES = 8 << 20  # one large value would block the server for all other clients
+_PATIENCE_S = 5.0  # for a lost connection; callers have longer timeouts of their own
 _MAX_BLOB_BYTES = 1 << 40
-_MAX_CHUNKS = 1 << 20  # each is asked for by itself
+_MAX_CHUNKS = 1 << 20  # each is requested separately
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class RedisStore:
             raise WeightsError(f"blob {name} is there already, with other bytes")
         if there is not None and there.whole:
             return
-        # An unfinished one keeps its chunk size: another would leave chunks that nobody counts.
+        # An unfinished blob keeps its chunk size: another would leave chunks that the index does not count.
         chunk_bytes = self._chunk_bytes if there is None else there.chunk_bytes
         index = _Index(num_bytes=len(data), chunk_bytes=chunk_bytes, digest=digest, whole=False)
         self._note(name, index)
@@ -130,7 +130,7 @@ class RedisStore:
     def _size(self, name: str, packed: bytes) -> int:
         try:
             return self._read(name, packed).num_bytes
-        except WeightsError:  # to be listed all the same
+        except WeightsError:  # list it all the same
             return 0
 
     def _read(self, name: str, packed: bytes) -> _Index:

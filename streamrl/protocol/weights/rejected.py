@@ -1,19 +1,19 @@
-"""A version that workers reject: how long that is borne, and what to do about it. With g = `weights.give_up_after_s`:
+"""A version that workers reject: how long the run tolerates it, and the remedy. With g = `weights.give_up_after_s`:
 
-    worker    rejected ─► fetched anew ─► rejected ─► within g/5, at a moment of its own: another engine ─► rejected
-                          ─► nothing is delivered; without a version that it proves within g, the worker ends
-    learner   nobody serves the newest version for 3/5 g: the run ends; for 9/10 g where some workers still start
+    worker    rejected ─► fetched again ─► rejected ─► within g/5, at a random moment: another engine ─► rejected
+                          ─► delivers nothing; ends unless it verifies a version within g
+    learner   no worker serves the newest version for 3/5 g: the run ends; for 9/10 g while some workers still start
 
-A worker's report tells it: `rejected` is what its engine failed at, "" or absent when all is well, `rejected_version`
-the version as people write it. Both go when a version is proved.
+A worker's report carries `rejected`, the reason ("" or absent when all is well), and `rejected_version`, the version in
+its display form. Both are removed when a version is verified.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# An engine takes 10 to 60 s to start, and all of a fleet reject a bad version within moments: were they to start their
-# engines together, they would ask the same disk for the same model, and none would be there while it loads.
+# An engine takes 10 to 60 s to start, and the whole fleet rejects a bad version within moments. If all restarted their
+# engines at once, they would read the same model from the same disk, and no worker would be left while it loads.
 _LONGEST_SPREAD_S = 60.0
 
 REMEDY_OF_ALL = (
@@ -24,16 +24,19 @@ REMEDY_OF_ALL = (
 
 
 def spread_s(give_up_after_s: float) -> float:
-    """A worker starts another engine at some moment of so long."""
+    """Return the interval within which a worker picks a random moment to restart its engine."""
     return min(_LONGEST_SPREAD_S, give_up_after_s / 5)
 
 
 def borne_s(give_up_after_s: float, *, some_start: bool) -> float:
-    """So long a version that nobody serves may be rejected, before the run ends. By default 3 minutes: one for the
-    spread, one for the engine's start, and one for two loads; and it is over before the first worker gives up."""
+    """Return how long a version that no worker serves may be rejected before the run ends.
+
+    By default 3 minutes: one for the spread, one for the engine's start, and one for two loads. It is over before the
+    first worker gives up.
+    """
     return give_up_after_s * (0.9 if some_start else 0.6)
 
 
 def rejects(detail: Mapping[str, int | float | str]) -> tuple[str, str]:
-    """(what for, which version), of a worker's report; "" where there is nothing."""
+    """Return (reason, version) of the rejection in a worker's report; "" if there is none."""
     return str(detail.get("rejected", "")), str(detail.get("rejected_version", ""))

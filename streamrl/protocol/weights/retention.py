@@ -1,7 +1,7 @@
-"""Which versions get an anchor, and which versions and blobs are kept: pure decisions; the publisher acts on them.
+"""Which versions get an anchor, and which versions and blobs are kept: pure decisions, which the publisher executes.
 
-Nobody pins a version. A worker that finds a hole takes the newest anchor, so the last two anchors and what builds on
-them are enough: the second for those who are in the middle of reading it.
+Workers pin no versions. A worker that finds a gap takes the newest anchor, so the last two anchors and the deltas on
+them are enough: the second for workers that are still reading it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ _NUM_ANCHORS = 2
 
 
 class AnchorPace:
-    """An anchor when so many versions have passed since the last, or when their deltas sum up to a share of it.
+    """Makes an anchor due after `every` versions, or when the deltas since the last exceed `share` of its bytes.
 
-    The share bounds what a late worker does: an anchor, and deltas of that share of its bytes. Applying a byte of a
-    delta takes some ten times as long as copying a byte of an anchor, from a store as fast as memory. An anchor comes
-    beside a delta, unless deltas are so large that it had better come alone.
+    The share bounds the work of a worker that joins late: an anchor, and deltas of that share of its bytes. Applying a
+    byte of a delta takes some ten times as long as copying a byte of an anchor from a store as fast as memory. An
+    anchor is published beside a delta, unless deltas are so large that it should replace the delta.
     """
 
     def __init__(self, *, every: int, share: float) -> None:
@@ -25,13 +25,13 @@ class AnchorPace:
 
     @property
     def due(self) -> bool:
-        """The next version should have one."""
+        """Whether the next version should have an anchor."""
         too_many = self._num_deltas + 1 >= self._every
         return too_many or self._delta_bytes > self._share * self._anchor_bytes
 
     @property
     def alone(self) -> bool:
-        """The next version should be an anchor and nothing else: a delta beside it would save workers little."""
+        """Whether the next version should be an anchor only: a delta beside it would save workers little."""
         return self.due and 2 * self._last_delta_bytes > self._anchor_bytes
 
     def announced(self, *, delta_bytes: int) -> None:
@@ -40,18 +40,18 @@ class AnchorPace:
         self._last_delta_bytes = delta_bytes
 
     def anchored(self, *, anchor_bytes: int) -> None:
-        """The version announced last, or one that is an anchor by itself."""
+        """Note an anchor of the last announced version, or a version that is an anchor by itself."""
         self._anchor_bytes, self._num_deltas, self._delta_bytes = anchor_bytes, 0, 0
 
 
 def retained(anchors: Mapping[int, bool]) -> frozenset[int]:
-    """Of the announced versions (version -> whether it has an anchor) those to keep: from the last anchor but one."""
+    """Return the versions to keep, from the last anchor but one on; `anchors` maps a version to whether it has one."""
     oldest = sorted(version for version, anchor in anchors.items() if anchor)[-_NUM_ANCHORS:][:1]
     return frozenset(version for version in anchors if version >= max(oldest, default=0))
 
 
 def collectable(names: Iterable[str], *, keep: Iterable[str], run_uid: str, term: int) -> list[str]:
-    """Of the names in a store, those of this run that no kept manifest uses. Never a newer term's: it is at work."""
+    """Return this run's blobs that no kept manifest uses, except those of a newer term: that learner is writing."""
     kept = set(keep)
     return [name for name in names if name not in kept and _is_ours(name, run_uid=run_uid, term=term)]
 

@@ -1,10 +1,10 @@
-"""The sparse coding of one range against its base, as `format` specifies it: what changed, as bytes, and back again.
+"""The sparse coding of one range against its base, as `format` specifies it, in both directions.
 
     new, base ─► `Codec.changes` ─► plain bytes ─► zstd ─► blob ─► `expand` ─► plain bytes ─► `Codec.add` ─► the tensor
 
-Here in passes of numpy, which are enough for small models and need nothing else; `kernels` has the same in one pass,
-and `codecs` says who takes which. Nothing here waits. The work is bound by memory: the new state and the base are each
-read once from memory, in pieces that stay in the cache, and compared and digested while they are there.
+This module uses numpy passes, which are enough for small models and need no other package. `kernels` does the same in
+one pass, and `codecs` chooses between them. Blocks on nothing. The work is bound by memory: the new state and the base
+are each read once from memory, in chunks that stay in the cache, and compared and digested while they are there.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from streamrl.errors import WeightsError
 from streamrl.protocol.weights.changes import Positions
 from streamrl.protocol.weights.format import Bits, RangeDigest
 
-Places = npt.NDArray[np.int32]  # [n] strictly increasing; enough within a range
+Places = npt.NDArray[np.int32]  # [n] strictly increasing; int32 is enough within a range
 Bytes = npt.NDArray[np.uint8]
 
 CHUNK = 1 << 19  # elements compared at a time: 1 MB of bf16 on each side
 WIDE = 0xFFFF
-_GROUP = 8  # flags in a machine word
+_GROUP = 8  # flags per machine word
 _DENSE = 0.5  # above this share of touched groups, looking at every flag is faster
 WIDE_GAPS_DISAGREE = "a delta's wide gaps do not agree with its gaps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Where a range differs from its base, and how."""
+    """Where and how a range differs from its base."""
 
     num_changed: int
-    plain: Bytes  # what a blob has compressed; empty where nothing changed
+    plain: Bytes  # the blob holds it compressed; empty if nothing changed
     digest: bytes  # of the new state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What a manifest says of a range, and the coding that a blob has of it."""
+    """A range's entry in the manifest, with its coded bytes in the blob."""
 
     said: RangeDigest
     coded: memoryview
@@ -52,17 +52,19 @@ class Piece:
 
 class Codec(Protocol):
     def changes(self, new: Bits, old: Bits) -> Found:
-        """At most MAX_RANGE_ELEMENTS. One thread at a time."""
+        """Find the changes of at most MAX_RANGE_ELEMENTS. Not thread-safe."""
         ...
 
     def add(self, pieces: Sequence[Piece], plains: Sequence[Bytes], tensor: Bits) -> Positions:
-        """Patch the tensor by these deltas, one after another, and say where; or WeightsError, and nobody knows what
-        their ranges hold. Several threads may, each in ranges of its own."""
+        """Patch the tensor with these deltas in order and return the positions.
+
+        WeightsError: the contents of their ranges are undefined. Thread-safe for separate ranges.
+        """
         ...
 
 
 class InPasses:
-    """Of numpy."""
+    """The codec in numpy passes."""
 
     def changes(self, new: Bits, old: Bits) -> Found:
         changes, digest = scan(new, old)
@@ -71,7 +73,7 @@ class InPasses:
 
     def add(self, pieces: Sequence[Piece], plains: Sequence[Bytes], tensor: Bits) -> Positions:
         positions, differences = decode(pieces, plains, dtype=tensor.dtype)
-        # A position may come more than once, and sums do not mind; twice as fast as reading and writing.
+        # Sums allow duplicate positions, and this is twice as fast as reading and writing.
         np.add.at(tensor, positions, differences)
         return positions
 
@@ -89,7 +91,7 @@ class Changes:
 
 
 def scan(new: Bits, old: Bits) -> tuple[Changes, bytes]:
-    """What differs, and the digest of `new`. Less than 2^31 elements."""
+    """Return the changes and the digest of `new`, which has less than 2^31 elements."""
     state = xxhash.xxh3_128()
     differs = np.zeros(min(CHUNK, len(new) + _GROUP), dtype=np.bool_)
     found: list[tuple[Places, Bits]] = []
@@ -100,7 +102,7 @@ def scan(new: Bits, old: Bits) -> tuple[Changes, bytes]:
         padded = -(-len(piece) // _GROUP) * _GROUP
         differs[len(piece) : padded] = False
         where = _nonzero(differs[:padded])
-        if len(where):  # values are read while they are in the cache
+        if len(where):  # read the values while they are in the cache
             found.append(((where + begin).astype(np.int32), piece[where] - base[where]))
     none = np.empty(0, dtype=np.int32), new[:0]
     positions, differences = (np.concatenate(parts) for parts in zip(none, *found, strict=True))
@@ -108,7 +110,7 @@ def scan(new: Bits, old: Bits) -> tuple[Changes, bytes]:
 
 
 def _nonzero(flags: npt.NDArray[np.bool_]) -> Positions:
-    """np.flatnonzero, about twice as fast where few are set: eight flags are first looked at as one integer."""
+    """np.flatnonzero, about twice as fast where few are set: it first tests eight flags as one integer."""
     groups = flags.view(np.uint64)
     touched = np.flatnonzero(groups != 0)
     if len(touched) > _DENSE * len(groups):
@@ -119,7 +121,7 @@ def _nonzero(flags: npt.NDArray[np.bool_]) -> Positions:
 
 
 def plain_of(positions: Places, differences: Bits) -> Bytes:
-    """What a blob has compressed, of the differences of the bit patterns at these positions."""
+    """Return the plain bytes (before compression) of these differences at these positions."""
     num_changed = len(positions)
     gaps = np.diff(positions, prepend=-1).astype(np.uint32) - np.uint32(1)
     wide = gaps[gaps >= WIDE]
@@ -135,7 +137,7 @@ def plain_of(positions: Places, differences: Bits) -> Bytes:
 
 
 def expand(piece: Piece, *, dtype: np.dtype[Any], decompressor: zstandard.ZstdDecompressor) -> Bytes:
-    """Decompress, having checked that no more is built than the range can need."""
+    """Decompress, after checking that the size is at most what the range can need."""
     said, fixed = piece.said, piece.said.num_changed * (2 + dtype.itemsize)
     try:
         size = zstandard.frame_content_size(piece.coded)
@@ -150,10 +152,10 @@ def expand(piece: Piece, *, dtype: np.dtype[Any], decompressor: zstandard.ZstdDe
 
 
 def decode(pieces: Sequence[Piece], plains: Sequence[Bytes], *, dtype: np.dtype[Any]) -> tuple[Positions, Bits]:
-    """Where to add what, for deltas one after another: positions in the whole tensor, each within its own range, and
-    one position as often as it is changed. Or WeightsError.
+    """Decode consecutive deltas into positions in the whole tensor and what to add there, or raise WeightsError.
 
-    Together, since most of what a small range costs is the calls and not the elements.
+    A position occurs as often as it is changed. All deltas are decoded together, since the calls cost most for small
+    ranges.
     """
     counts = [piece.said.num_changed for piece in pieces]
     steps = _join_planes(plains, counts, (0, 1), np.dtype("<u2"))
@@ -176,14 +178,16 @@ def decode(pieces: Sequence[Piece], plains: Sequence[Bytes], *, dtype: np.dtype[
 
 
 def _split_planes(values: Bits, planes: Bytes) -> None:
-    """[itemsize, n]: the values' bytes by significance, lowest first."""
+    """Write the values' bytes by significance to `planes` [itemsize, n], lowest first."""
     for number, plane in enumerate(planes):
         np.right_shift(values, 8 * number, out=plane, casting="unsafe")
 
 
 def _join_planes(plains: Sequence[Bytes], counts: Sequence[int], numbers: Iterable[int], dtype: np.dtype[Any]) -> Bits:
-    """The values of all, one after another, of which these planes have the bytes, lowest first. By shifts: to
-    transpose bytes takes ten times as long."""
+    """Join byte planes, lowest first, into the values of all deltas, concatenated.
+
+    Uses shifts: transposing bytes takes ten times as long.
+    """
     planes = [
         np.concatenate([plain[number * n : (number + 1) * n] for plain, n in zip(plains, counts, strict=True)])
         for number in numbers

@@ -1,10 +1,10 @@
-"""Where blobs lie: Redis, a shared directory, an object store, or memory. Selected by `weights.store`.
+"""Where blobs are stored: Redis, a shared directory, an object store, or memory. `weights.store` selects.
 
-A blob is there whole or not at all. What a crash in the middle of a `put` leaves behind is never given out, but listed,
-so that it is collected like any other blob that nobody needs.
+A blob exists whole or not at all. What an interrupted `put` leaves is never returned, but listed, so that it is
+collected like any unused blob.
 
-Blocks on Redis (within its bounds, see `transport.connection`), on the file system or on the object store. All calls
-may be repeated, and made from several threads.
+Blocks on Redis (within its timeouts, see `transport.connection`), on the file system or on the object store. All calls
+are idempotent and thread-safe.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ REDIS_URL = "redis:"
 
 
 class Blobs(Protocol):
-    """Bytes by name. WeightsError: not there, not whole, or there with other bytes. TransportError: not just now."""
+    """Bytes by name. WeightsError: missing, incomplete, or with other bytes. TransportError: store unreachable."""
 
     def get(self, name: str) -> bytes: ...
 
 
 class BlobStore(Blobs, Protocol):
     def put(self, name: str, data: bytes) -> None:
-        """Durable when it returns. Nothing is overwritten: the same bytes again change nothing, others are refused."""
+        """Store durably before returning. Storing the same bytes again is a no-op; other bytes are refused."""
 
     def part(self, name: str, place: slice) -> bytes:
-        """From `place.start` to `place.stop`, or fewer bytes where the blob has no more."""
+        """Return the bytes from `place.start` to `place.stop`, or fewer at the blob's end."""
         ...
 
     def delete(self, name: str) -> None:
-        """What is not there is deleted already."""
+        """Delete a blob; a missing one is no error."""
 
     def list(self, prefix: str = "") -> dict[str, int]:
-        """Names that begin so, in order, with their bytes; those of unfinished writes too."""
+        """Return names with this prefix, sorted, with their sizes; includes unfinished writes."""
 
 
 def open_store(url: str, client: redis.Redis, keys: Keys) -> BlobStore:
-    """The store that `weights.store` names. Only the file system is touched, and that not yet."""
+    """Open the store that `weights.store` names, without any I/O."""
     if url == REDIS_URL:
         return RedisStore(client, keys)
     if url.startswith("file:"):
@@ -67,13 +67,16 @@ def open_store(url: str, client: redis.Redis, keys: Keys) -> BlobStore:
 
 
 def budget_in_redis(settings: schema.Weights) -> int:
-    """Bytes that blobs may take there; 0: they lie elsewhere."""
+    """Return the bytes that blobs may take in Redis; 0: they are stored elsewhere."""
     return settings.max_store_bytes if settings.store == REDIS_URL else 0
 
 
 def refuse_too_large(model_bytes: int, settings: schema.Weights) -> None:
-    """The newest anchor with its deltas, of which the last may be as large, and the next one, which must be there
-    before the other may go."""
+    """Raise ResourceError if Redis may not hold the weights of this model.
+
+    It must hold the newest anchor with its deltas, of which the last may be as large, and the next anchor, which must
+    be complete before the old one is deleted.
+    """
     needed = math.ceil(model_bytes * (3 + settings.anchor_share))
     if needed > settings.max_store_bytes:
         raise ResourceError(
@@ -84,7 +87,7 @@ def refuse_too_large(model_bytes: int, settings: schema.Weights) -> None:
 
 
 class MemoryStore:
-    """The double: as strict as the others."""
+    """The double, as strict as the real stores."""
 
     def __init__(self) -> None:
         self.blobs: dict[str, bytes] = {}
