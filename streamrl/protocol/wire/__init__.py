@@ -1,1 +1,1 @@
-"""What crosses between processes: msgpack maps with a schema and limits, arrays as raw bytes. Nothing executable."""
+"""Messages between processes: msgpack maps with a schema and limits, arrays as raw bytes. Nothing executable."""

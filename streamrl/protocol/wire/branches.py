@@ -1,11 +1,11 @@
-"""Rows of a sample: one sequence for most; several where a turn did not go on behind the tokens so far.
+"""Rows of a sample: one sequence for most; several where a turn did not continue after the tokens so far.
 
-    prompt | a a | b b | c c        row 0: what lies behind the prompt, up to where the first branch starts
+    prompt | a a | b b | c c        row 0: the tokens after the prompt, up to where the first branch starts
                  |
                  └─ keep ─ d d | e e    row 1: the first `keep` tokens of row 0, its prompt included, then its own
 
-A sample's tokens lie end to end, row by row: each stands there once, however many rows it is in, and so has one loss at
-most. A branch that keeps nothing has a context of its own, of which not even the prompt is a part.
+A sample's tokens are stored end to end, row by row. Each is stored once, however many rows contain it, and so has at
+most one loss. A branch that keeps nothing has a context of its own, without even the prompt.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import numpy.typing as npt
 from streamrl.errors import WireError
 from streamrl.protocol.wire.codec import Count
 
-MAX_BRANCHES = 256  # of a sample
-MAX_KEPT_TOKENS = 1 << 24  # of a group, by all its branches: what a learner may have to compute again
+MAX_BRANCHES = 256  # per sample
+MAX_KEPT_TOKENS = 1 << 24  # per group, over all branches: tokens that a learner may have to compute again
 
 
 class Branch(NamedTuple):
-    start: Count  # of its own tokens among the sample's; they end where those of the next begin
-    row: Count  # that it leaves, an earlier one
-    keep: Count  # so many tokens of that row, prompt included, stand before its own
+    start: Count  # of its own tokens among the sample's; they end where the next branch's begin
+    row: Count  # the earlier row that it leaves
+    keep: Count  # number of that row's tokens, prompt included, before its own
 
 
 def rows_of(num_prompt: int, num_tokens: int, branches: Sequence[Branch]) -> list[npt.NDArray[np.int64]]:
-    """Of each row the places of its tokens, in prompt and sample laid end to end."""
+    """Return the positions of each row's tokens in prompt and sample, concatenated."""
     ends = [*(branch.start for branch in branches[1:]), num_tokens]
     rows = [np.arange(num_prompt + (branches[0].start if branches else num_tokens))]
     for branch, end in zip(branches, ends, strict=False):
@@ -42,7 +42,7 @@ def rows_of(num_prompt: int, num_tokens: int, branches: Sequence[Branch]) -> lis
 def check_branches(
     branches: Sequence[Branch], *, num_prompt: int, num_tokens: int, spans: Sequence[tuple[int, int]]
 ) -> None:
-    """`spans`: where tokens were sampled, in order."""
+    """Raise WireError unless the branches are valid; `spans` are the sampled ranges, in order."""
     if not branches:
         return
     starts = [branch.start for branch in branches]

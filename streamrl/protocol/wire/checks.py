@@ -1,4 +1,4 @@
-"""What must hold of a group's arrays, whoever has sent them."""
+"""Checks of a group's arrays, whoever sent them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import numpy.typing as npt
 from streamrl.errors import WireError
 
 _UNSIGNED = np.dtype("<u4")
-_largest, _least = np.maximum.reduce, np.minimum.reduce  # an array's own methods take some microseconds to get there
+_largest, _least = np.maximum.reduce, np.minimum.reduce  # an array's own methods add some microseconds of overhead
 
 
 def check_tokens(token_ids: npt.NDArray[np.int32], vocabulary: int) -> None:
-    # As an unsigned number a negative one is beyond every vocabulary.
+    # As an unsigned number, a negative id is beyond every vocabulary.
     if len(token_ids) and _largest(token_ids.view(_UNSIGNED)) >= vocabulary:
         raise WireError(f"token ids are not all from 0 to {vocabulary - 1}, as the vocabulary has them")
 
 
 def check_logprobs(logprobs: npt.NDArray[np.float32]) -> None:
-    # A NaN is the result of both, and fails both comparisons.
+    # A NaN propagates through both reductions and fails both comparisons.
     if len(logprobs) and not (_least(logprobs) > -math.inf and _largest(logprobs) <= 1e-3):
         raise WireError("log-probs must be finite and at most 0")
 
 
 def check_cover(runs: Sequence[int], spans: Sequence[tuple[int, int, int, int]], length: int) -> None:
-    """That the spans of a sample of this length are in order, and have all that has a loss."""
-    if length and len(spans) == 1 and spans[0][2:] == (0, length):  # whatever the runs are, they lie in it
+    """Raise WireError unless the spans are ordered, lie in the sample, and cover all tokens that have a loss."""
+    if length and len(spans) == 1 and spans[0][2:] == (0, length):  # covers any runs
         return
     covered: list[tuple[int, int]] = []
     reached = 0

@@ -1,11 +1,11 @@
-"""msgpack with limits, in two ways.
+"""msgpack with limits, in two forms.
 
-What there is of by the thousand a second, tickets and groups, has a struct each: `Messages` reads and writes it in C
-(msgspec), which holds every field to its type and bounds while it builds it. All else is packed as a map, unpacked
-strictly, and its `Fields` are taken out one by one.
+Messages sent by the thousand per second, tickets and groups, have a struct each: `Messages` reads and writes it in C
+(msgspec), which checks every field's type and bounds while it builds the struct. All others are packed as a map,
+unpacked strictly, and read field by field from `Fields`.
 
-Hostile bytes are the normal case here: 8 MB of empty maps unpack to 593 MB, duplicate keys silently overwrite, and
-extension types run hooks. So sizes are bounded before anything is built, and whatever is not in the schema is refused.
+Hostile bytes are the normal case: 8 MB of empty maps unpack to 593 MB, duplicate keys silently overwrite, and extension
+types run hooks. So sizes are bounded before anything is built, and anything outside the schema is refused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAX_CONTAINER = 4096  # samples in a group, spans in a sample, fields in a map:
 _MAX_ITEMS_PER_BYTE_BUDGET = 1 << 16
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
-Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]  # no NaN passes either bound
+Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]  # NaN fails both bounds
 
 T = TypeVar("T")
 M = TypeVar("M", bound="Message")
@@ -45,12 +45,14 @@ Word = TypeVar("Word", bound=str)
 class Message(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag_field="schema", tag=SCHEMA
 ):
-    """What its subclasses, frozen and by keyword like this one, have as fields is a map on the wire, the schema's
-    number in front."""
+    """A map on the wire: the schema's number, then the subclass's fields.
+
+    Subclasses must be frozen and keyword-only, like this class.
+    """
 
 
 class Messages(Generic[M]):
-    """Messages of one kind. A value that is no plain number, as numpy's, is written as one."""
+    """Encodes and decodes messages of one kind; numpy scalars are written as plain numbers."""
 
     def __init__(self, kind: type[M], *, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -65,7 +67,7 @@ class Messages(Generic[M]):
             raise WireError(f"cannot be sent: {error}") from None
 
     def unpack(self, data: bytes | memoryview) -> M:
-        """Any bytes give a message or one WireError."""
+        """Decode a message; any malformed input raises WireError."""
         if len(data) > self._max_bytes:
             raise WireError(f"message of {len(data)} bytes exceeds the limit of {self._max_bytes}")
         try:
@@ -83,7 +85,7 @@ class _Any(msgspec.Struct):
 
 
 def _check_schema(data: bytes | memoryview) -> None:
-    """Where it is another one, that is what is wrong."""
+    """Raise the error of a different schema, if that is the cause."""
     try:
         schema = msgspec.msgpack.decode(data, type=_Any).schema
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -97,7 +99,7 @@ def _of_schema(schema: int) -> WireError:
 
 
 def _begin_of_map(num_fields: int) -> bytes:
-    """As it is written; so a reader sees at once that no field is missing, or comes twice."""
+    """Return the map header that `pack` writes, so that a reader notices at once a missing or duplicate field."""
     return bytes([0x80 | num_fields]) if num_fields < 16 else b"\xde" + num_fields.to_bytes(2, "big")
 
 
@@ -109,13 +111,13 @@ def _plain_number(value: Any) -> int | float:
 
 
 def pack(values: Mapping[str, object]) -> bytes:
-    """One message: the schema's number and the fields."""
+    """Pack one message: the schema's number and the fields."""
     message: bytes = msgpack.packb({"schema": SCHEMA, **values}, use_bin_type=True)
     return message
 
 
 def fields_of(data: DataclassInstance) -> dict[str, Any]:
-    """As they are, under their names."""
+    """Return the fields by name, without conversion."""
     names, values_of = _reader(type(data))
     return dict(zip(names, values_of(data), strict=True))
 
@@ -127,7 +129,7 @@ def _reader(kind: type[DataclassInstance]) -> tuple[Sequence[str], Callable[[Dat
 
 
 def unpack(data: bytes | memoryview, *, max_bytes: int = MAX_MESSAGE_BYTES) -> Fields:
-    """The inverse of `pack`; any bytes give fields or one WireError."""
+    """Unpack the fields of a message; any malformed input raises WireError."""
     if len(data) > max_bytes:
         raise WireError(f"message of {len(data)} bytes exceeds the limit of {max_bytes}")
     budget = _ItemBudget(_MAX_ITEMS_PER_BYTE_BUDGET)
@@ -158,7 +160,7 @@ def unpack(data: bytes | memoryview, *, max_bytes: int = MAX_MESSAGE_BYTES) -> F
 
 
 class _ItemBudget:
-    """Bounds how many containers one message may build, and refuses a key that comes twice."""
+    """Bounds how many containers one message may build, and refuses duplicate keys."""
 
     def __init__(self, limit: int) -> None:
         self._left = limit
@@ -181,7 +183,7 @@ class _ItemBudget:
 
 
 def to_json_object(name: str, text: str) -> dict[str, Any]:
-    """What is in a text may nest, and the limits on containers stay small."""
+    """Parse a JSON text, which may nest while the limits on containers stay small."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -192,8 +194,8 @@ def to_json_object(name: str, text: str) -> dict[str, Any]:
 
 
 def to_array(name: str, data: bytes, dtype: npt.DTypeLike, *, count: int) -> npt.NDArray[Any]:
-    """Raw little-endian items; their number is known beforehand and must agree."""
-    import numpy as np  # messages without arrays are read without it
+    """View raw little-endian items; their number is known in advance and must agree."""
+    import numpy as np  # messages without arrays need no numpy
 
     kind = np.dtype(dtype)
     if len(data) != count * kind.itemsize:
@@ -206,7 +208,7 @@ def _refuse_extension(code: int, data: bytes) -> object:
 
 
 class Fields:
-    """A map whose entries are taken out one by one, each checked. What is left at the end of a `with` is refused."""
+    """A map whose entries are taken one by one, each checked. Entries left at the end of a `with` are refused."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._left = values
@@ -271,6 +273,6 @@ class Fields:
         return value
 
     def done(self) -> None:
-        """Everything must have been taken: an unknown field means another program or an attack."""
+        """Raise WireError for entries left: an unknown field means another program or an attack."""
         if self._left:
             raise WireError(f"unknown fields: {', '.join(sorted(map(repr, self._left)))[:200]}")

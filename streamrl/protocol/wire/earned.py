@@ -1,4 +1,4 @@
-"""What each token of a group's samples earned by itself, where any did: in a body's message, f4 a token."""
+"""Rewards of single tokens in a group's samples, if any: in the body's message, f4 per token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from streamrl.errors import WireError
 from streamrl.protocol.wire.codec import to_array
 
 _F4 = np.dtype("<f4")
-Earned = npt.NDArray[np.float32] | None  # [T] of a sample; None: no token earns by itself
+Earned = npt.NDArray[np.float32] | None  # [T] of a sample; None: no rewards per token
 
 
 def pack_earned(earned: Sequence[Earned], lengths: Sequence[int]) -> bytes | None:

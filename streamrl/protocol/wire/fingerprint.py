@@ -1,7 +1,7 @@
-"""What a model and its tokenizer must have in common for tokens to mean the same.
+"""What a model and its tokenizer must share for tokens to mean the same.
 
-A worker compares the fingerprint of its model and tokenizer with the run's before it takes a ticket, and every group
-carries it, so that tokens of another tokenizer or another end token are never trained.
+A worker compares the fingerprint of its model and tokenizer with the run's before it takes a ticket. Every group
+carries it, so that tokens of another tokenizer or another end token are never trained on.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 
-# What tokenizers of one vocabulary may still cut differently: spaces, digits, capitals, other scripts, code, marks.
+# Texts that tokenizers of one vocabulary may split differently: spaces, digits, capitals, other scripts, code, marks.
 PROBE_TEXTS = (
     "The quick brown fox jumps over the lazy dog.",
     "  two  spaces,\ttab\nand\n\nlines ",
@@ -22,20 +22,20 @@ PROBE_TEXTS = (
 
 
 def stop_ids(*, tokenizer_eos: int | None, generation_eos: int | Iterable[int] | None) -> tuple[int, ...]:
-    """The tokens that end a response, sorted: the tokenizer's end token and those of the generation configuration.
+    """Return the tokens that end a response, sorted: the tokenizer's end token and those of the generation config.
 
-    Exactly these have probability zero before `min_tokens`, in the engine as in the learner.
+    Exactly these have probability zero before `min_tokens`, in the engine and in the learner.
     """
     further = (generation_eos,) if isinstance(generation_eos, int) else tuple(generation_eos or ())
     return tuple(sorted({*further, *(() if tokenizer_eos is None else (tokenizer_eos,))}))
 
 
 def fingerprint(*, vocab: Mapping[str, int], stop_ids: Iterable[int], vocab_size: int) -> str:
-    """16 hex digits of the tokenizer's words, the end tokens, and the (perhaps padded) size of the model's output."""
+    """Hash the vocabulary, the end tokens, and the (possibly padded) size of the model's output to 16 hex digits."""
     digest = hashlib.sha256()
     digest.update(f"{vocab_size};{sorted(stop_ids)};".encode())
     for token, token_id in sorted(vocab.items(), key=lambda item: (item[1], item[0])):
-        # Lengths keep two vocabularies apart whose concatenations are equal.
+        # Lengths distinguish vocabularies whose concatenations are equal.
         encoded = token.encode("utf-8", "surrogatepass")
         digest.update(f"{token_id}:{len(encoded)}:".encode() + encoded)
     return digest.hexdigest()[:16]

@@ -1,14 +1,14 @@
-"""A group: the n scored samples of one ticket, or the word that the ticket failed.
+"""A group: the n scored samples of one ticket, or the error with which the ticket failed.
 
-Header and body go apart. The header, a message, is small and has what planning needs (lengths, versions, rewards); the
-body has the arrays and is decoded only by the rank that trains on it. The header carries the body's digest.
+Header and body are sent apart. The header, a small message, has what planning needs (lengths, versions, rewards). The
+body has the arrays; only the rank that trains on it decodes it. The header carries the body's digest.
 
-The body has what samples are made of (`wire.sample`). What is large lies in front, raw and in this order, and is used
-where it lies; the rest is a message with a row for each sample (`wire.rows`):
+The body holds the samples (`wire.sample`). The large arrays come first, raw and in this order, and are used in place;
+the rest is a message with a row per sample (`wire.rows`):
 
     prompt_ids, token_ids, logprobs      one item a token         lengths are the header's
 
-Behind that message lie the routes of mixtures of experts, where the engine was asked for them (`wire.routes`).
+After that message come the routes of mixture-of-experts models, if the engine was asked for them (`wire.routes`).
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ _OfEach: TypeAlias = Annotated[tuple[T, ...], Meta(max_length=MAX_SAMPLES)]
 
 class GroupHeader(Message, frozen=True, kw_only=True):
     ticket: Count
-    identity: Annotated[str, Meta(max_length=IDENTITY_CHARS)]  # of the ticket, as `wire.ticket` says
+    identity: Annotated[str, Meta(max_length=IDENTITY_CHARS)]  # of the ticket, see `wire.ticket`
     run_uid: Annotated[str, Meta(max_length=64)]
     purpose: Purpose
     attempt: Count
     worker: Annotated[str, Meta(max_length=200)]
-    # Of model shape and tokenizer: groups of another one are dropped.
+    # Of model shape and tokenizer: groups with another fingerprint are dropped.
     fingerprint: Annotated[str, Meta(max_length=64)]
-    # These, and the digest, are computed from the samples when the group is encoded.
+    # `encode_group` computes these, `min_version`, `max_version`, `digest` and `routes` from the samples.
     num_prompt_tokens: _NumTokens = 0
     sample_lengths: _OfEach[_NumTokens] = ()  # [n]; empty when the ticket failed
     sample_rewards: _OfEach[Finite] = ()  # [n] weighted totals
-    sample_finished: _OfEach[bool] = ()  # [n] ended by themselves
-    # That branches of all samples repeat, prompts included.
+    sample_finished: _OfEach[bool] = ()  # [n] finish reason is "stop"
+    # Tokens that the branches of all samples repeat, prompts included.
     num_kept_tokens: Annotated[int, Meta(ge=0, le=MAX_KEPT_TOKENS)] = 0
     min_version: Count = 0  # over all spans; 0 when there are none
     max_version: Count = 0
@@ -68,11 +68,11 @@ class GroupHeader(Message, frozen=True, kw_only=True):
     error: Annotated[str, Meta(max_length=_MAX_ERROR_CHARS)] = ""  # why the ticket failed; empty for a group
     generate_s: Finite = 0.0
     reward_s: Finite = 0.0
-    model_s: Finite = 0.0  # that a rollout waited for its turns, and for its environment: means over the samples
+    model_s: Finite = 0.0  # time a rollout waited for its turns, and for its environment: means over the samples
     environment_s: Finite = 0.0
-    num_tool_calls: Annotated[int, Meta(ge=0, le=1 << 32)] = 0  # of all samples
+    num_tool_calls: Annotated[int, Meta(ge=0, le=1 << 32)] = 0  # over all samples
     digest: Count = 0  # xxh3_64 of the body
-    routes: RouteCounts | None = None  # at its end
+    routes: RouteCounts | None = None  # if any, at the body's end
 
     @property
     def failed(self) -> bool:
@@ -80,11 +80,11 @@ class GroupHeader(Message, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Of all rows."""
+        """Tokens of all rows."""
         return sum(self.sample_lengths) + len(self.sample_lengths) * self.num_prompt_tokens + self.num_kept_tokens
 
     def facts(self) -> dict[str, Any]:
-        """What JSON tells of a group beside its id, time, texts and tokens."""
+        """Return what JSON output shows of a group besides its id, time, texts and tokens."""
         told = ("ticket", "run_uid", "worker", "attempt", "error", "num_failed_samples", "num_tool_calls")
         return {name: getattr(self, name) for name in (*told, "generate_s", "reward_s", "model_s", "environment_s")}
 
@@ -97,11 +97,11 @@ class Group:
     header: GroupHeader
     prompt_ids: npt.NDArray[np.int32]  # [P]
     samples: tuple[Sample, ...] = field(default=())
-    prompt_routes: Routes | None = None  # [P, layers, experts a token], where samples have theirs
+    prompt_routes: Routes | None = None  # [P, layers, experts a token], if the samples have routes
 
 
 def encode_group(group: Group) -> tuple[bytes, bytes]:
-    """(header, body); the header's digest, lengths and versions are computed here, from the body."""
+    """Encode to (header, body); computes the header's digest, lengths and versions from the body."""
     samples = group.samples
     num_prompt, lengths = len(group.prompt_ids), [len(s.token_ids) for s in samples]
     counts, routes = pack_routes(group.prompt_routes, [s.routes for s in samples], num_prompt, lengths)
@@ -126,7 +126,7 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
 
 
 def decode_header(data: bytes) -> GroupHeader:
-    """A header or one WireError."""
+    """Decode a header, or raise WireError."""
     header = _HEADERS.unpack(data)
     if not len(header.sample_lengths) == len(header.sample_rewards) == len(header.sample_finished):
         raise WireError("lengths, rewards and ends are of different numbers of samples")
@@ -140,8 +140,11 @@ def decode_header(data: bytes) -> GroupHeader:
 def decode_body(
     header: GroupHeader, body: bytes, *, vocabulary: int = _ANY_VOCABULARY, routes: RouteShape | None = None
 ) -> Group:
-    """The arrays of a group whose header is known; verifies the digest, every count against the header, that all token
-    ids are below `vocabulary`, and that routes are of such a model."""
+    """Decode the arrays of a group whose header is known.
+
+    Verifies the digest, every count against the header, that all token ids are below `vocabulary`, and that the routes
+    fit the model's shape.
+    """
     if xxhash.xxh3_64_intdigest(body) != header.digest:
         raise WireError(f"body of ticket {header.ticket} does not match its digest")
     num_prompt, num_tokens = header.num_prompt_tokens, sum(header.sample_lengths)
@@ -161,5 +164,5 @@ def decode_body(
 
 
 def _raw(dtype: np.dtype[Any], arrays: Sequence[npt.NDArray[Any]]) -> list[Any]:
-    """As they lie in a body, which is joined from them."""
+    """Convert the arrays to the body's dtype and layout."""
     return [array.astype(dtype, order="C", casting="same_kind", copy=False) for array in arrays]

@@ -1,15 +1,15 @@
-"""Which experts the engine's routers chose: [tokens, layers, experts a token] of a group's prompt and its samples.
+"""The experts that the engine's routers chose: [tokens, layers, experts a token] of a group's prompt and samples.
 
-What a token was routed by is known once it was read, so the last token of an answer has no route unless something goes
-on behind it: it is MISSING, and the learner routes it by itself. Layers without experts hold zeros. Ids are a byte each
-while there are at most 255 experts, else two; the largest number that fits says that a token's route is missing.
+A token's route is known once the engine has processed the token, so the last token of an answer has none unless
+something follows it: it is MISSING, and the learner routes it itself. Layers without experts hold zeros. An id takes
+one byte for up to 255 experts, else two; the largest number that fits marks a missing route.
 
     a body     ... its message | one zstd frame: the low bytes of all ids, then the high ones where they have any
     its header routes: [bytes of that frame, layers, experts a token, bytes an id]
 
-The ids are those of the prompt's tokens, once a group, then of all samples' tokens, end to end. A group without them
-says so by a nil. They may be many: a model of 48 layers and 8 experts a token has 384 a token,
-where its id and log-prob are 8 bytes; so a group's are bounded apart from the rest of its body.
+The ids are those of the prompt's tokens, once per group, then of all samples' tokens, end to end. A group without
+routes has nil instead. Routes can be large: a model of 48 layers and 8 experts a token has 384 ids per token, where
+token id and logprob take 8 bytes. So they have a size limit of their own.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import zstandard
 from streamrl.errors import WireError
 
 Routes: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]  # [T, layers, experts a token] of one byte or two
-MAX_ROUTE_BYTES = 256 << 20  # of a group, as they lie in memory
+MAX_ROUTE_BYTES = 256 << 20  # per group, uncompressed
 _DTYPES: Mapping[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2")}
 _MAX_LAYERS, _MAX_CHOSEN = 1024, 256
 
 
 class RouteCounts(NamedTuple):
-    """What a header says of them."""
+    """The header's description of a group's routes."""
 
     num_bytes: int  # at the end of the body
     num_layers: int
@@ -43,16 +43,16 @@ class RouteCounts(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """What a body has."""
+    """The routes of a group."""
 
     of_prompt: Routes | None
     of_samples: list[Routes | None]
 
 
 class RouteShape(NamedTuple):
-    """What a model's routes are like."""
+    """The shape of a model's routes."""
 
-    num_layers: int  # those without experts count, too
+    num_layers: int  # including layers without experts
     num_chosen: int
     num_experts: int
 
@@ -78,7 +78,7 @@ def all_missing(num_tokens: int, like: Routes) -> Routes:
 
 
 def ending(routes: Routes) -> Routes:
-    """Of tokens the last of which has none yet."""
+    """Append a missing route for the last token."""
     return np.concatenate([routes, all_missing(1, routes)])
 
 
@@ -89,8 +89,10 @@ def joined(prompt: Routes | None, sample: Routes | None) -> Routes | None:
 def pack_routes(
     prompt: Routes | None, samples: Sequence[Routes | None], num_prompt: int, lengths: Sequence[int]
 ) -> tuple[RouteCounts | None, bytes]:
-    """Of a group whose samples all have them, or none: as its header says, and as they lie in its body. A prompt that
-    no sample went on behind has none."""
+    """Return the header's counts and the compressed routes of a group in which all samples have routes, or none.
+
+    A prompt that no sample continues has missing routes.
+    """
     routed = [each for each in samples if each is not None]
     if not routed:
         return None, b""
@@ -109,7 +111,7 @@ REMEDY = "make sampling.num_samples or sampling.max_tokens smaller, or set algor
 
 
 def check_counts(counts: RouteCounts) -> None:
-    """As a header has them, as far as it can be."""
+    """Check a header's counts, as far as possible without the body."""
     if counts.id_bytes not in _DTYPES or not (0 < counts.num_layers <= _MAX_LAYERS):
         raise WireError(f"routes of {counts.num_layers} layers and {counts.id_bytes} bytes an id are not possible")
     if not 0 < counts.num_chosen <= _MAX_CHOSEN or not 0 < counts.num_bytes <= MAX_ROUTE_BYTES:
@@ -119,7 +121,9 @@ def check_counts(counts: RouteCounts) -> None:
 def take_routes(
     counts: RouteCounts | None, frame: memoryview, num_prompt: int, lengths: Sequence[int], shape: RouteShape | None
 ) -> Routed:
-    """Held to `shape` where it is known: a route to an expert that is not there would end the learner's step."""
+    """Decode routes and check them against `shape`, if known: a route to a missing expert would crash the learner's
+    step.
+    """
     if counts is None:
         return Routed(None, [None] * len(lengths))
     num_tokens = num_prompt + sum(lengths)
@@ -136,7 +140,7 @@ def take_routes(
 
 
 def _expand(frame: memoryview, size: int) -> bytes:
-    """Having checked that no more is built than the tokens need."""
+    """Decompress, after checking that the size is what the tokens need."""
     try:
         told = zstandard.frame_content_size(frame)
         if told != size:

@@ -1,9 +1,9 @@
-"""What samples have beside tokens and log-probs: the message in a group's body, a row for each sample.
+"""The samples' data besides tokens and logprobs: the message in a group's body, with a row per sample.
 
-rows               [mask runs, spans, finish reason, rewards by source, total, rewards of turns, branches], as
-                   `wire.sample` has them; total and finish reason are the header's, but under the digest
-token_rewards      f4 a token of all samples, where tokens earn (`wire.earned`), else nothing; likewise
-teacher_logprobs   (`wire.taught`)
+rows               [mask runs, spans, finish reason, rewards by source, total, rewards of turns, branches], as in
+                   `wire.sample`; total and finish reason repeat the header's, here covered by the digest
+token_rewards      f4 per token of all samples, if tokens have rewards (`wire.earned`), else nil
+teacher_logprobs   f4 per token of all samples, if the run has a teacher (`wire.taught`), else nil
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _TURN_REWARDS = attrgetter("turn_rewards")
 
 
 def pack_rows(samples: Sequence[Sample], lengths: Sequence[int]) -> bytes:
-    """All that is not an item a token."""
-    if list(lengths) != [len(s.logprobs) for s in samples]:  # laid end to end, those behind it would get wrong ones
+    """Pack everything that is not one item per token."""
+    if list(lengths) != [len(s.logprobs) for s in samples]:  # concatenated, they would shift those of later samples
         raise WireError("a sample has not as many log-probs as tokens")
     if not all(map(math.isfinite, chain.from_iterable([s.rewards.values() for s in samples]))):
         raise WireError("a reward is not a finite number")
@@ -106,7 +106,7 @@ def unpack_samples(
 
 
 def _check_turns(samples: Sequence[Sample]) -> None:
-    """Where turns earn, each of each sample does."""
+    """Raise WireError unless all turns of all samples have a reward, or none has."""
     earning = any(map(_TURN_REWARDS, samples))
     if earning and any(len(s.turn_rewards) != len(turns_of(s.spans, s.branches)) for s in samples):
         raise WireError("a sample has not as many rewards of turns as turns")

@@ -1,9 +1,9 @@
-"""A scored sample of a ticket, as the worker made it and the learner trains it.
+"""A scored sample of a ticket, as the worker produced it and the learner trains on it.
 
-Token ids, a loss mask in runs (alternating lengths, trained tokens first), the behaviour's log-probs, version spans,
-rewards by source, what each turn earned, finish reason. Tokens within a span were sampled; what lies between spans was
-given, by an environment between two turns of the model, and never has a loss. Its log-probs are 0. A rollout whose
-turns do not all go on behind one another has branches (`wire.branches`): several rows of one sample.
+It has token ids, a loss mask in runs (alternating lengths, trained tokens first), the behaviour policy's logprobs,
+version spans, rewards by source and by turn, and a finish reason. Tokens within a span were sampled; tokens between
+spans came from an environment between two turns of the model, and never have a loss; their logprobs are 0. A rollout
+whose turns do not all continue one another has branches (`wire.branches`): several rows of one sample.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 
 
 class Span(NamedTuple):
-    """Tokens [start, end) of a sample were made by this version, which carries this optimizer step."""
+    """The version that sampled tokens [start, end), and its optimizer step."""
 
     version: Count
     step: Count
@@ -34,32 +34,32 @@ class Span(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Named tuples, for many are built at a time; from `mask_runs` to `branches` it is a row of its group's body."""
+    """A named tuple, because many are built at a time; `mask_runs` to `branches` form its row in the group's body."""
 
-    token_ids: npt.NDArray[np.int32]  # [T] the response alone
-    logprobs: npt.NDArray[np.float32]  # [T] of the distribution really sampled from
+    token_ids: npt.NDArray[np.int32]  # [T] the response only
+    logprobs: npt.NDArray[np.float32]  # [T] of the distribution that was sampled from
     mask_runs: tuple[int, ...]  # lengths, alternating trained / not trained, summing to T
-    spans: tuple[Span, ...]  # in order; all that has a loss lies in one
+    spans: tuple[Span, ...]  # in order; every token with a loss lies in one
     finish_reason: FinishReason
     rewards: Mapping[str, float]  # by source, before weights
     reward: float  # the weighted sum
-    turn_rewards: tuple[float, ...] = ()  # what each of `turns()` has in it, after weights; none: only the whole earns
+    turn_rewards: tuple[float, ...] = ()  # the share of each of `turns()`, after weights; empty: no rewards by turn
     branches: tuple[Branch, ...] = ()  # rows beside the first, in order
-    token_rewards: Earned = None  # [T] likewise
-    teacher_logprobs: Taught = None  # [T] of a teacher that the worker has asked
-    routes: Routes | None = None  # [T, layers, experts a token] by which the engine made them
+    token_rewards: Earned = None  # [T] the share of each token, after weights
+    teacher_logprobs: Taught = None  # [T] if the worker asked a teacher
+    routes: Routes | None = None  # [T, layers, experts a token] chosen by the engine
 
     def loss_mask(self) -> npt.NDArray[np.bool_]:  # [T]
         values = np.arange(len(self.mask_runs)) % 2 == 0
         return np.repeat(values, self.mask_runs)
 
     def num_context_tokens(self, num_prompt: int) -> int:
-        """Of all rows, that were not sampled there."""
+        """Tokens of all rows that were context there, not sampled."""
         sampled = sum(span.end - span.start for span in self.spans)
         return num_prompt + len(self.token_ids) - sampled + sum(branch.keep for branch in self.branches)
 
     def turns(self) -> list[tuple[int, int]]:
-        """Where the model spoke: [start, end) of each turn, given tokens between them."""
+        """Return [start, end) of each turn of the model; given tokens separate them."""
         return turns_of(self.spans, self.branches)
 
 

@@ -1,6 +1,6 @@
-"""What a teacher, whom a worker has asked, says of a group's tokens: a log-prob each, 0 of those that were given.
+"""A teacher's logprobs of a group's tokens, if the worker asked one: 0 for tokens that were not sampled.
 
-In a body's message, one item a token of all samples, where a run has such a teacher; else there is no such field.
+Part of the body's message, one item per token of all samples, if the run has such a teacher; else nil.
 """
 
 from __future__ import annotations

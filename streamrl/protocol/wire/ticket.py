@@ -1,25 +1,25 @@
 """A ticket: the request to sample one prompt n times.
 
-Ticket t = 0, 1, 2, ... is a function of t, the seed and the dataset, or of the draws that a curriculum has on the disk
-(`learner.groups.curriculum`), so the learner can always issue it again. It carries the prompt already tokenised:
-workers need neither the dataset nor an opinion on the chat template.
+Ticket t = 0, 1, 2, ... is a function of t, the seed and the dataset, or of a curriculum's draws on disk
+(`learner.groups.curriculum`), so the learner can always issue it again. It carries the prompt already tokenized:
+workers need neither the dataset nor the chat template.
 
-A number alone does not say which ticket it is. Where Redis returns to an older copy of itself, and from there to a
-newer one, two learners have issued the same numbers, one as retries of dead tickets and one as places of the data. So a
-ticket carries in one piece, `asked`, the run, the purpose, the number and all that is asked for: the row, its pass,
-prompt and fields, how many samples, and what it repeats; and its `identity` is the digest of that piece (XXH3-64). The
-same ticket issued again, after a failure or a loss, has the same one. It goes wherever the ticket goes:
+A number alone does not identify a ticket. When Redis falls back to an older copy of itself, and from there to a newer
+one, two learners have issued the same numbers, one as retries of dead tickets and one as positions in the data. So a
+ticket carries all that is requested in one piece, `asked`: the run, the purpose, the number, the row, its pass, prompt
+and fields, the number of samples, and the ticket it repeats. Its `identity` is the digest of that piece (XXH3-64),
+which stays the same when the ticket is issued again after a failure or a loss. It accompanies the ticket everywhere:
 
-    ledger, checkpoint ── what this number asks ──┐
+    ledger, checkpoint ── identity by number ─────┐
     entry of the ticket, beside it ───────────────┤ compared: in reconciling, where a worker leases, in the script that
     header and entry of the group ────────────────┤ delivers, when the group is read
-    journal ── what the ended ticket had asked ───┘ and once more by the audit, with the group that ended it
+    journal ── identity of the ended ticket ──────┘ and once more by the audit, with the group that ended it
 
-The further fields of a prompt's row, which it carries to the rewards, are JSON inside msgpack: rows may nest, and the
-wire's limits on containers stay small.
+The further fields of a prompt's row, which the ticket carries to the rewards, are JSON inside msgpack: rows may nest,
+and the wire's limits on containers stay small.
 
-Settings and prompts are held to the limits before a run begins: what nobody could read is never asked for. Importing
-this loads little, for those who only check settings or count tickets.
+Settings and prompts are checked against the limits before a run begins, so no ticket is issued that cannot be read.
+Importing this module loads little, for callers that only check settings or count tickets.
 """
 
 from __future__ import annotations
@@ -55,34 +55,34 @@ MAX_TOKENS = 1 << 20  # of a prompt, and of a sample
 IDENTITY_CHARS = 16  # hex digits
 MAX_SAMPLES = 1024  # of a ticket, and of the group that answers it
 MAX_REWARD_SOURCES = 32
-# A ticket's prompt and fields, of four bytes a character, its token ids, of four bytes each, and what is small.
+# A ticket's prompt and fields, at four bytes a character, its token ids, at four bytes each, and small fields.
 MAX_TICKET_BYTES = 4 * (2 * MAX_TEXT_CHARS + MAX_TOKENS) + (1 << 20)
 
 _ID_BYTES = 4
-_COLUMN_BYTES = 4 << 20  # of a group, besides tokens: rewards, versions and mask runs are some KB a sample
-_BYTES_PER_TOKEN = 8  # its id and its log-prob
-MAX_GROUP_TOKENS = (MAX_MESSAGE_BYTES - _COLUMN_BYTES) // _BYTES_PER_TOKEN  # of its prompt and its samples
-_encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: that takes its time
+_COLUMN_BYTES = 4 << 20  # of a group, besides tokens: rewards, versions and mask runs take some KB per sample
+_BYTES_PER_TOKEN = 8  # id and logprob
+MAX_GROUP_TOKENS = (MAX_MESSAGE_BYTES - _COLUMN_BYTES) // _BYTES_PER_TOKEN  # prompt and samples
+_encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # created once, because that is slow
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    number: int  # counts from 0 within its stream; training and evaluation count apart
-    run_uid: str  # entries of a deleted run of the same name are not ours
+    number: int  # counts from 0; training and evaluation count separately
+    run_uid: str  # distinguishes a deleted run of the same name
     purpose: Purpose
     data_epoch: int  # passes over the dataset before this one
     prompt_index: int  # row of the dataset
-    prompt: str  # as text, for rewards and for people
+    prompt: str  # as text, for rewards and for display
     token_ids: npt.NDArray[np.int32]  # [P]
-    fields: Mapping[str, Any] = msgspec.field(default_factory=dict)  # the row's further fields, handed to rewards
+    fields: Mapping[str, Any] = msgspec.field(default_factory=dict)  # the row's further fields, for rewards
     num_samples: int
-    attempt: int = 0  # failures that workers reported for it so far
+    attempt: int = 0  # failures reported by workers so far
     issued_step: int = 0  # the learner's step when it was issued
-    min_version: int = 0  # a worker serves at least this version before it begins
-    retry_of: int | None = None  # the dead ticket that this one repeats
+    min_version: int = 0  # a worker must serve at least this version before it begins
+    retry_of: int | None = None  # the dead ticket that this one retries
 
     @cached_property
     def asked(self) -> bytes:
-        """What is asked for, as the ticket carries it; when it was issued, and how often it failed, is no part."""
+        """The encoded request; excludes when it was issued and how often it failed."""
         return _ASKED.pack(
             _Asked(
                 number=self.number,
@@ -100,7 +100,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def identity(self) -> str:
-        """Hex digits that stand for which ticket this is."""
+        """The request's digest in hex, which identifies the ticket."""
         return xxhash.xxh3_64_hexdigest(self.asked)
 
 
@@ -140,7 +140,7 @@ def encode_ticket(ticket: Ticket) -> bytes:
 
 
 def decode_ticket(data: bytes) -> Ticket:
-    """A ticket or one WireError."""
+    """Decode a ticket, or raise WireError."""
     issued = _ISSUED.unpack(data)
     asked = _ASKED.unpack(issued.asked)
     num_tokens = len(asked.token_ids) // _ID_BYTES
@@ -161,12 +161,12 @@ def decode_ticket(data: bytes) -> Ticket:
         min_version=issued.min_version,
         retry_of=None if asked.retry_of < 0 else asked.retry_of,
     )
-    vars(ticket)["asked"] = issued.asked  # its identity is that of the very bytes, which need not be made again
+    vars(ticket)["asked"] = issued.asked  # the identity is that of these bytes; saves encoding again
     return ticket
 
 
 def encode_row(fields: Mapping[str, Any]) -> str:
-    """WireError when no ticket can carry it."""
+    """Encode a row's further fields; WireError if they exceed what a ticket can carry."""
     text = _encode_json(dict(fields))
     if len(text) > MAX_TEXT_CHARS:
         raise WireError(f"the further fields are {len(text)} characters of JSON; a ticket carries {MAX_TEXT_CHARS}")

@@ -1,4 +1,4 @@
-"""A rollout as a conversation: what the model said, what it was given, in which row, and which versions said it."""
+"""A rollout as a conversation: the model's turns, the text given to it, the row of each, and the versions."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 from streamrl.protocol.wire.sample import Sample, Span
 from streamrl.versions import show
 
-# As most templates that know tools have a call written; of other forms the text alone is shown.
+# The form in which most chat templates with tools write a call; calls in other forms appear as text only.
 _CALL = re.compile(r'<tool_call>\s*\{.{0,200}?"name"\s*:\s*"([^"]{1,100})"', re.DOTALL)
 
 
 class Part(NamedTuple):
-    """A turn, or what was given before one: tokens [start, end) of the sample, all in one row."""
+    """A turn, or the tokens given before one: tokens [start, end) of the sample, all in one row."""
 
     start: int
     end: int
     row: int
-    behind: tuple[int, int] | None  # (a row, how many of its tokens), where this begins a row beside the first
-    spans: tuple[Span, ...]  # of a turn; none, where it was given
+    behind: tuple[int, int] | None  # (row, number of its tokens) that a branch continues, on its first part
+    spans: tuple[Span, ...]  # of a turn; empty for given tokens
 
     @property
     def versions(self) -> list[str]:
@@ -45,8 +45,10 @@ def parts_of(sample: Sample) -> list[Part]:
 
 
 def told_of(sample: Sample, decode: Callable[[Any], str] | None) -> list[dict[str, Any]]:
-    """As JSON tells it; texts where there is a tokenizer. A tokenizer may decode a piece otherwise than the whole, so
-    each text is what it adds to those before it."""
+    """Return the parts for JSON output, with texts if there is a tokenizer.
+
+    A tokenizer may decode a piece differently than the whole, so each text is what the part adds to those before it.
+    """
     told: list[dict[str, Any]] = []
     before = ""
     earned = iter(sample.turn_rewards)
@@ -67,7 +69,7 @@ def told_of(sample: Sample, decode: Callable[[Any], str] | None) -> list[dict[st
 
 
 def heading_of(told: dict[str, Any], number: int) -> str:
-    """Of one of these, the turn of this number or what was given before it."""
+    """Format the heading of a part: the turn of this number, or the tokens given before it."""
     words = f"turn {number} by {' then '.join(told['versions'])}" if told["by"] == "model" else "given"
     if calls := told.get("tool_calls"):
         words += f", calls {', '.join(calls)}"
