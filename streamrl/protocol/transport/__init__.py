@@ -1,1 +1,1 @@
-"""Redis: every key, every script, and the stream's two halves, the learner's and the worker's."""
+"""Redis: all keys, all scripts, and the two halves of the stream, the learner's and the worker's."""

@@ -1,12 +1,12 @@
-"""What each part of a run may do in Redis: the least that it needs, from the real names of the keys.
+"""The Redis permissions of each role in a run: the least that it needs, by the actual names of the keys.
 
     worker ── takes tickets, adds groups, reads weights       monitor ── reads, but no weights
-    learner ── issues, commits, announces, stores weights     operator ── monitor, and the words of control
+    learner ── issues, commits, announces, stores weights     operator ── monitor, and the control commands
 
-A script runs with its caller's rights: the right to run one (`eval`) is a right to any text on the keys of a run, and
-each command in it is checked for itself. From Redis 7 on a grant is a selector: these commands on these keys. 6.2 knows
-one list of commands and one of keys, so there any command of a role goes with any of its keys; `WEAKER_BEFORE_7` says
-what follows from that. Blocks nothing: this is text.
+A script runs with its caller's permissions: permission for `eval` allows any script on a run's keys, and each command
+in it is checked separately. From Redis 7 on a grant is a selector: these commands on these keys. Redis 6.2 has one list
+of commands and one of keys, so there any command of a role may use any of its keys; `WEAKER_BEFORE_7` states the
+consequences. Blocks on nothing: this is text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from streamrl.protocol.wire.ticket import PURPOSES
 Role = Literal["worker", "learner", "monitor", "operator"]
 ROLES: tuple[Role, ...] = ("worker", "learner", "monitor", "operator")
 ANY_RUN = "*"
-# Users of servers, which reach no key: who follows a master, and who watches it and makes another one the master.
+# Users for servers, without access to keys: a replica, and a sentinel, which watches a master and fails over.
 Server = Literal["replica", "sentinel"]
 SERVERS: Mapping[Server, str] = {
     "replica": "resetchannels -@all +psync +replconf +ping",
@@ -36,17 +36,17 @@ WEAKER_BEFORE_7: Mapping[Role, str] = {
 }
 
 
-# Commands, and the patterns of the keys that they may name; none for commands that name no keys.
+# Commands, and patterns of the keys that they may use; empty for commands without keys.
 Grant = tuple[str, tuple[str, ...]]
 
 
 def grants(role: Role, *, run: str = ANY_RUN) -> Iterator[Grant]:
-    """Of one run, or of any."""
+    """Yield the grants of a role for one run, or for any."""
     return {"worker": _worker, "learner": _learner, "monitor": _monitor, "operator": _operator}[role](Keys(run))
 
 
 def rules(role: Role, *, run: str = ANY_RUN, selectors: bool = True) -> str:
-    """As `ACL SETUSER` and a file of users take them; `selectors` for Redis 7 and newer, and for Valkey."""
+    """Return rules for `ACL SETUSER` and ACL files; `selectors` for Redis 7 and newer, and for Valkey."""
     granted = [
         ([f"+{command}" for command in commands.split()], [f"~{key}" for key in keys])
         for commands, keys in grants(role, run=run)
@@ -83,7 +83,7 @@ def _learner(keys: Keys) -> Iterator[Grant]:
     yield "get", (keys.tombstone, keys.lease)
     yield "set", (keys.lease,)
     yield "hget", (keys.control,)
-    # One selector must allow all keys of one call: the lease and the word of control go together.
+    # One selector must allow all keys of a call: scripts delete the lease together with the control command.
     yield "del", (keys.tombstone, keys.lease, keys.control)
     issuing = "xadd xack xdel xrange xpending xgroup|create xgroup|delconsumer xinfo|consumers"
     yield issuing, _tickets(keys)
@@ -99,7 +99,7 @@ def _learner(keys: Keys) -> Iterator[Grant]:
     yield "hget hgetall hset hdel", (keys.blobs,)
     yield "get set unlink", (_chunks(keys),)
     yield "xadd", (*_metrics(keys), keys.events)
-    yield "hgetall", (keys.progress,)  # do workers reject the weights, all of them?
+    yield "hgetall", (keys.progress,)  # whether all workers reject the weights
     yield from _reports(keys)
 
 
@@ -121,7 +121,7 @@ def _operator(keys: Keys) -> Iterator[Grant]:
     yield "xdel", (keys.dead,)
     yield "hsetnx hdel", (keys.retry_requests,)
     yield "sadd", (keys.purged,)
-    # To remove a run: the tombstone in the place of what is alive, then the rest.
+    # To remove a run: replace its main keys by the tombstone, then delete the rest.
     yield "set", (keys.tombstone,)
     yield "del", (keys.meta, keys.lease, keys.control, *_tickets(keys), *_groups(keys))
     yield "unlink", (f"{keys.prefix}*",)

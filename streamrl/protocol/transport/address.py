@@ -1,11 +1,11 @@
-"""The address of a Redis as text: its forms, and how it is written down without its password.
+"""Redis addresses as text: their forms, and how to write them without the password.
 
 redis://USER@HOST:6379/0                             rediss://... with TLS: ?ssl_ca_certs=FILE&ssl_certfile=...
 unix:///PATH                                         redis+sentinel://USER@HOST:26379,HOST:26379/SERVICE[/DB]
                                                      rediss+sentinel://... with TLS, to the sentinels too
 
-A URL is written down in configurations, command lines and logs; the password is not. Pure, and without the library:
-who only reads a configuration needs none.
+URLs appear in configurations, command lines and logs; passwords must not. Pure functions that need no Redis library, so
+that reading a configuration needs none.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from __future__ import annotations
 import re
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-# A file that holds the password is named by NAME_FILE, or the password stands in NAME.
+# NAME_FILE names a file that holds the password, or NAME holds it.
 PASSWORD = "STREAMRL_REDIS_PASSWORD"
 SENTINEL_PASSWORD = "STREAMRL_SENTINEL_PASSWORD"
-# Where people give it. What a configuration says is checked with the configuration; this is for all else.
+# The source of the address in errors. The configuration's URL is checked with the configuration; this is for others.
 GIVEN_BY = "--redis (or STREAMRL_REDIS, or redis.url)"
 SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel")
 FORMS = (
@@ -24,12 +24,12 @@ FORMS = (
     "with a user: redis://user@host:port"
 )
 
-_OF_URLS = re.compile(r"""(//[^/@:\s]*):[^\s'"]*@""")  # a password may have any of / : @ in it
+_OF_URLS = re.compile(r"""(//[^/@:\s]*):[^\s'"]*@""")  # a password may contain any of / : @
 _OF_QUERIES = re.compile(r"""([?&](?:\w*(?:password|secret|token)\w*|sig|api_?key)=)[^&\s'"]*""", re.IGNORECASE)
 
 
 def split_password(url: str) -> tuple[str, str | None]:
-    """The URL without its password, and the password."""
+    """Split a URL into the URL without its password, and the password."""
     parts = urlsplit(url)
     userinfo, _, place = parts.netloc.rpartition("@")
     user, colon, password = userinfo.partition(":")
@@ -47,5 +47,5 @@ def has_secret(url: str) -> bool:
 
 
 def masked(text: str) -> str:
-    """For people and logs: stars in the place of every password in a URL, in its query too."""
+    """Replace every password in URLs in the text with stars, in query strings too."""
     return _OF_QUERIES.sub(r"\1***", _OF_URLS.sub(r"\1:***@", text))

@@ -1,9 +1,9 @@
-"""Clients for an address: its URL, and a password that need not stand in it.
+"""Redis clients for an address: a URL, and a password that need not be part of it.
 
-The URL is `address`'s matter. A password comes from the environment: STREAMRL_REDIS_PASSWORD_FILE names a file that
-holds it, STREAMRL_REDIS_PASSWORD is it. One in the URL itself is used too, but no configuration may carry it. Nothing
-here speaks to a server: clients connect with their first call. The file is read again for each connection, so that a
-password may be changed under a run.
+`address` defines the URL's forms. The password comes from the environment: STREAMRL_REDIS_PASSWORD_FILE names a file
+that holds it, or STREAMRL_REDIS_PASSWORD holds it. A password in the URL is used too, but a configuration may not
+contain one. Blocks on nothing: clients connect with their first call. The file is read again for each connection, so
+that the password can change during a run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SERVICE = re.compile(r"/([A-Za-z0-9._-]+)(?:/(\d+))?/?")
 
 
 class _SentinelClient(redis.Redis):
-    """Its sentinels' connections end with it."""
+    """Closes the connections to its sentinels too."""
 
     def close(self) -> None:
         super().close()
@@ -68,7 +68,7 @@ class _AsyncSentinelClient(redis.asyncio.Redis):
 
 
 def open_client(url: str, *, environment: Mapping[str, str] = os.environ, **options: Any) -> redis.Redis:
-    """ConfigError when the URL is none, or a password's file cannot be read."""
+    """Open a client; ConfigError when the URL is invalid, or the password's file cannot be read."""
     if not _by_sentinel(url):
         options |= _secret(_checked(url), environment)
         return redis.Redis.from_url(_of_library(url, options), **options)
@@ -89,7 +89,7 @@ def open_async_client(url: str, *, environment: Mapping[str, str] = os.environ, 
         options |= _secret(_checked(url), environment)
         found: redis.asyncio.Redis = redis.asyncio.Redis.from_url(_of_library(url, options), **options)
         if _with_tls(url):
-            found.connection_pool.connection_class = AsyncSslConnection  # an option is overruled by the URL
+            found.connection_pool.connection_class = AsyncSslConnection  # the URL overrides this as an option
         return found
     options |= _secret(url, environment)
     client: redis.asyncio.Redis = _watched(
@@ -104,7 +104,7 @@ def open_async_client(url: str, *, environment: Mapping[str, str] = os.environ, 
 
 
 def server_name(client: AnyClient) -> str:
-    """The server as people know it, without secrets."""
+    """Return the server's name for messages, without secrets."""
     pool, options = client.connection_pool, client.get_connection_kwargs()
     if isinstance(pool, SentinelConnectionPool | AsyncSentinelConnectionPool):
         return f"service {pool.service_name} of its sentinels"
@@ -119,11 +119,11 @@ def _checked(url: str) -> str:
         raise ConfigError(f"{GIVEN_BY}: {masked(url)!r}: {told}")
     try:
         parse_url(url)  # type: ignore[no-untyped-call]
-        # The client's own parser takes any other path for database 0.
+        # The client's own parser reads any other path as database 0.
         if not url.startswith("unix:") and not _DATABASE.fullmatch(urlsplit(url).path):
             raise ValueError("its path is no number of a database")
     except ValueError:
-        # Without what may be a password, wherever the URL is wrong.
+        # Remove anything that may be a password, wherever the URL is wrong.
         shown = re.sub("//.*@", "//", url.partition("?")[0])
         raise ConfigError(f"{GIVEN_BY}: {shown!r} is no address of a server; write {FORMS}") from None
     return url
@@ -138,7 +138,7 @@ def _with_tls(url: str) -> bool:
 
 
 def _secret(url: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    """A private socket without a user is the embedded server's, which asks for no password."""
+    """Return options for the password; none for a Unix socket without a user: the embedded server has no password."""
     if (url.startswith("unix:") and "@" not in url) or split_password(url)[1] is not None:
         return {}
     if file := environment.get(f"{PASSWORD}_FILE"):
@@ -150,7 +150,7 @@ def _secret(url: str, environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _of_library(url: str, options: Mapping[str, Any]) -> str:
-    """Without its user, where that comes with the password."""
+    """Remove the user if the credential provider supplies it."""
     if "credential_provider" not in options:
         return url
     parts = urlsplit(url)
@@ -167,14 +167,14 @@ def _from_environment(name: str, environment: Mapping[str, str]) -> str | None:
 def _watched(
     url: str, environment: Mapping[str, str], options: Mapping[str, Any], *, by: Any, **classes: type[Any]
 ) -> Any:
-    """A client of the server that sentinels know by the name of a service."""
+    """Create a client of the server that sentinels know under a service name."""
     parts = urlsplit(url)
     userinfo, at, hosts = parts.netloc.rpartition("@")
     service = _SERVICE.fullmatch(parts.path)
     if service is None or not hosts:
         raise ConfigError(f"{GIVEN_BY}: {masked(url)!r} names no service; write {FORMS}")
     scheme = parts.scheme.removesuffix("+sentinel")
-    # The same words as of any other URL, for user, database and TLS.
+    # Parse user, database and TLS as in any other URL.
     plain = urlunsplit((scheme, f"{userinfo}{at}{hosts.partition(',')[0]}", f"/{service[2] or 0}", parts.query, ""))
     found: dict[str, Any] = dict(parse_url(_checked(plain)))  # type: ignore[no-untyped-call]
     given = ("username",) if "credential_provider" in options else ()
@@ -187,7 +187,7 @@ def _watched(
         "password",
         "credential_provider",
         "command_packer",
-    )  # alone: sentinels have other users, and hear little
+    )  # not for sentinels: they have other users, and get short commands
     shared = {name: value for name, value in options.items() if name not in masters}
     asking = of_sentinels({**shared, **tls, **({"password": password} if password else {})})
     sentinels = by([_host(text, url) for text in hosts.split(",")], sentinel_kwargs=asking)

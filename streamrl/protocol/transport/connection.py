@@ -1,8 +1,8 @@
-"""Connections to Redis, and how often a call may be repeated.
+"""Connections to Redis, and retries of calls.
 
-Clients come without retries of their own: a library that repeats a write whose reply was lost writes twice and tells
-nobody. Here the caller says what is safe to repeat, through `repeat`; each repetition is paced, jittered and bounded.
-Blocks at most `give_up_after_s`, then raises TransportError with the server's name (never its password).
+Clients have no retries of their own: a library that repeats a write whose reply was lost writes twice, silently. Here
+the caller states what is safe to repeat, through `repeat`; retries have backoff, jitter and a deadline. Blocks at most
+`give_up_after_s`, then raises TransportError with the server's name (never its password).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _UNIX_SEND_BYTES = 1 << 20
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _ROLES = "the user of another role? `streamrl redis acl` prints what each may do"
-# Where hiredis reads the replies, redis would have it write the commands too, and it copies all that is large into one
-# piece, some times over. This one hands bodies and weights to the socket as they are.
+# When hiredis parses the replies, redis-py lets it pack the commands too, and it copies large values into one buffer,
+# several times over. This packer passes bodies and weights to the socket without a copy.
 _LARGE_BYTES = 6000
 _ENCODER = Encoder("utf-8", "strict", decode_responses=False)  # type: ignore[no-untyped-call]
 _PACKER = PythonRespSerializer(_LARGE_BYTES, _ENCODER.encode)
 _TLS_MISTAKES = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
-_FULL_ANSWERS = ("OOM", "MISCONF")  # memory or disk; what asks for it has written nothing before
-# Answers of a server that is starting, full, busy or changing its role: the same call may succeed in a moment. The
-# library takes the word away from those that it knows, but not from a script's.
+_FULL_ANSWERS = ("OOM", "MISCONF")  # memory or disk; a script that fails with these has written nothing before
+# Errors of a server that is starting, full, busy or changing its role: the same call may soon succeed. The library
+# strips the code from errors that it knows, but not from a script's.
 _PASSING_ERRORS = (
     redis.ConnectionError,
     redis.TimeoutError,
@@ -55,7 +55,7 @@ _PASSING_ANSWERS = (*_FULL_ANSWERS, "LOADING", "READONLY", "MASTERDOWN", "NOREPL
 
 
 class Timeouts(Protocol):
-    """What is used of the setting `redis`, so that who only looks at a run need not load the whole schema."""
+    """The part of the setting `redis` that is used here, so that monitors need not load the whole schema."""
 
     @property
     def connect_timeout_s(self) -> float: ...
@@ -71,9 +71,12 @@ def connect(
     patience_s: float | None = None,
     on_trouble: Callable[[str], None] = lambda why: None,
 ) -> redis.Redis:
-    """A client whose server answered. Where none does within `connect_timeout_s`, the user has to mend something. With
-    `patience_s` the server was there before, or comes: it is tried for so long, and then it is away (TransportError);
-    what it answers that no waiting changes is for the user, at once. `on_trouble` hears of each try that failed."""
+    """Return a client whose server has answered.
+
+    Without `patience_s`, ResourceError if no server answers within `connect_timeout_s`: the user must fix something.
+    With `patience_s` the server was up before, or is starting: retry for that long, then raise TransportError; an error
+    that waiting cannot change is raised at once. `on_trouble` is called with each failed attempt.
+    """
     client = open_client(url, retry=Retry(NoBackoff(), 0), command_packer=_PACKER, **_options(url, settings))
     server = server_name(client)
 
@@ -96,7 +99,7 @@ def connect(
 
 
 def connect_async(url: str, settings: Timeouts) -> redis.asyncio.Redis:
-    """A client that connects with its first call."""
+    """Return a client that connects with its first call."""
     options = _options(url, settings)
     if url.startswith("unix:"):
         options["redis_connect_func"] = _connect_with_room
@@ -104,8 +107,11 @@ def connect_async(url: str, settings: Timeouts) -> redis.asyncio.Redis:
 
 
 async def _connect_with_room(connection: Any) -> None:
-    """What a Unix socket does not take at once, asyncio copies, keeps, and sends in pieces as the server reads, which
-    was a sixth of what a group cost its worker. So the socket takes a whole delivery, as far as the system allows."""
+    """Enlarge the Unix socket's send buffer to take a whole delivery, as far as the system allows.
+
+    asyncio copies and keeps what the socket does not take at once, and sends it in pieces as the server reads. That was
+    a sixth of a worker's cost per group.
+    """
     await connection.on_connect()
     connection._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BYTES)
 
@@ -146,7 +152,7 @@ def _remedy(url: str, error: BaseException | None) -> str:
 
 
 def bounded_block_ms(client: AnyClient, wanted_ms: int) -> int:
-    """How long a command may block: well below the reply timeout, or silence would look like a lost connection."""
+    """Return how long a command may block: well below the reply timeout, or silence would look like a lost link."""
     timeout_s = client.get_connection_kwargs().get("socket_timeout")
     longest = _LONGEST_BLOCK_MS if timeout_s is None else min(_LONGEST_BLOCK_MS, int(timeout_s * 500))
     return max(1, min(wanted_ms, longest))
@@ -155,7 +161,7 @@ def bounded_block_ms(client: AnyClient, wanted_ms: int) -> int:
 def check_server(
     client: redis.Redis, *, max_backlog_bytes: int = 0, max_store_bytes: int = 0, give_up_after_s: float = 0.0
 ) -> None:
-    """ResourceError when the server is too old, would evict keys of a run, or may not hold what the settings allow."""
+    """Raise ResourceError if the server is too old, would evict a run's keys, or lacks memory for the settings."""
     info = repeat(client, "say what it is", client.info, give_up_after_s=give_up_after_s)
     for fault in server_faults(server_name(client), info, max_backlog_bytes, max_store_bytes).values():
         raise ResourceError(fault)
@@ -164,7 +170,7 @@ def check_server(
 def server_faults(
     server: str, info: Mapping[str, Any], max_backlog_bytes: int = 0, max_store_bytes: int = 0
 ) -> dict[str, str]:
-    """What no run can be on: by version, policy and memory, with the remedy."""
+    """Return the faults that exclude any run, by version, policy and memory, each with its remedy."""
     faults = {}
     version = str(info["redis_version"])
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_SERVER:
@@ -187,12 +193,12 @@ def server_faults(
 
 
 def needed_memory(max_backlog_bytes: int, max_store_bytes: int = 0) -> int:
-    """Bytes of a server's memory that hold so many of groups and of weights."""
+    """Return the server memory needed to hold this many bytes of groups and of weights."""
     return (max_backlog_bytes + max_store_bytes) * 5 // 4
 
 
 class Patience(TypedDict, total=False):
-    """How long `repeat` goes on, and whether for room on a full server too."""
+    """How long `repeat` retries, and whether it also waits for room on a full server."""
 
     give_up_after_s: float
     wait_for_room: bool
@@ -201,7 +207,7 @@ class Patience(TypedDict, total=False):
 def pacing(
     client: AnyClient, what: str, *, give_up_after_s: float, wait_for_room: bool = True
 ) -> Callable[[redis.RedisError], float]:
-    """How one call is repeated: seconds until the next try after this error; TransportError when there is none."""
+    """Return the backoff of one call: from an error to the seconds until the next try, or TransportError to give up."""
     server, longest_s = server_name(client), _FIRST_PAUSE_S
     deadline = time.monotonic() + give_up_after_s
 
@@ -233,7 +239,7 @@ def _is_full(error: redis.RedisError) -> bool:
 
 
 def _says(error: redis.RedisError, answers: Sequence[str]) -> bool:
-    """As a word of the server's: the name of a user or of a run may hold any of them."""
+    """Whether a word of the error is one of these codes; names of users and runs may contain them as parts."""
     words = (word.lstrip("-") for word in str(error).split())
     return any(word in answers for word in words)
 
@@ -247,7 +253,7 @@ def repeat(
     wait_for_room: bool = True,
     on_trouble: Callable[[redis.RedisError], None] = lambda error: None,
 ) -> T:
-    """Call until it answers. Only for calls that do the same thing when their first reply was lost."""
+    """Retry the call until it succeeds. Only for calls that are safe to repeat when the first reply was lost."""
     pause_after = pacing(client, what, give_up_after_s=give_up_after_s, wait_for_room=wait_for_room)
     while True:
         try:
@@ -272,7 +278,7 @@ async def repeat_async(
 
 
 def in_one_trip(client: redis.Redis, fill: Callable[[Pipeline], object]) -> list[Any]:
-    """Commands that change nothing. No transaction, which a full Redis refuses."""
+    """Run read-only commands in a pipeline. Not in a transaction, which a full Redis refuses."""
     with client.pipeline(transaction=False) as pipe:
         fill(pipe)
         return pipe.execute()

@@ -1,8 +1,8 @@
-"""The learner's half of the stream in memory: what tests and dry runs use instead of Redis.
+"""The learner's half of the stream in memory: tests and dry runs use it instead of Redis.
 
-`MemoryServer` outlives its users as Redis does, so that a learner can "crash" and another go on; `LearnerStreamDouble`
-is one learner's connection. The worker's side is the server's own `deliver` and `append`. A `fault` may raise at any
-write, before or after it took effect: a lost command, or a lost reply.
+`MemoryServer` outlives its users as Redis does, so that one learner can "crash" and another resume.
+`LearnerStreamDouble` is one learner's connection. The worker's side is the server's own `deliver` and `append`. A
+`fault` may raise at any write, before or after it took effect: a lost command, or a lost reply.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from streamrl.protocol.wire.ticket import Purpose, Ticket
 
 @dataclass(slots=True, kw_only=True)
 class MemoryServer:
-    """Streams, and what else of Redis the learner's feed touches."""
+    """The streams, and everything else in Redis that the learner's feed uses."""
 
     tickets: dict[Purpose, dict[str, Ticket]] = field(default_factory=lambda: {"train": {}, "eval": {}})
     groups: dict[Purpose, dict[str, Entry]] = field(default_factory=lambda: {"train": {}, "eval": {}})
-    rotten: set[str] = field(default_factory=set)  # ids of tickets that nobody can read
-    dead: list[tuple[Ticket, str]] = field(default_factory=list)  # the letters
-    purged: set[int] = field(default_factory=set)  # numbers of tickets whose letters were thrown away
+    rotten: set[str] = field(default_factory=set)  # ids of unreadable tickets
+    dead: list[tuple[Ticket, str]] = field(default_factory=list)  # the dead letters
+    purged: set[int] = field(default_factory=set)  # numbers of tickets whose letters were purged
     retry_requests: set[int] = field(default_factory=set)
     retried: dict[int, int] = field(default_factory=dict)
     term: int = 0
     control: Control = "run"
     disturbed: bool = False
-    full: bool = False  # takes no more tickets
+    full: bool = False  # accepts no more tickets
     last_id: int = 0
-    # Called when a read finds nothing, with the seconds it may wait: the place to move a fake clock on.
+    # Called when a read finds nothing, with the seconds it may wait: advance a fake clock here.
     wait: Callable[[float], None] = lambda seconds: None
-    # Called with "issue:before", "issue:after" and so on; what it raises reaches the learner.
+    # Called with "issue:before", "issue:after" and so on; its exceptions reach the learner.
     fault: Callable[[str], None] = lambda point: None
 
     def next_id(self) -> str:
@@ -52,7 +52,9 @@ class MemoryServer:
         return f"{self.last_id}-0"
 
     def deliver(self, purpose: Purpose, ticket_id: str, header: bytes, body: bytes) -> bool:
-        """As the worker's script: the ticket becomes a group in one step, or somebody was faster."""
+        """Replace the ticket by its group in one step, as the worker's script does; False if another delivered it
+        first.
+        """
         ticket = self.tickets[purpose].pop(ticket_id, None)
         if ticket is None:
             return False
@@ -63,18 +65,18 @@ class MemoryServer:
         return True
 
     def append(self, purpose: Purpose, **fields: Any) -> str:
-        """An entry among the groups, with these fields of one, asked for or not."""
+        """Append an entry with these fields to the groups, whether or not a ticket asks for it."""
         entry_id = self.next_id()
         self.groups[purpose][entry_id] = Entry(id=entry_id, **fields)
         return entry_id
 
     def ask_for_retry(self, number: int) -> None:
-        """As the operator's script: only a ticket whose letter is there."""
+        """Request a retry, as the operator's script does: only for a ticket that has a dead letter."""
         if any(ticket.number == number for ticket, _ in self.dead):
             self.retry_requests.add(number)
 
     def flush(self) -> None:
-        """Everything is gone, as after FLUSHALL."""
+        """Delete everything, as FLUSHALL does."""
         for streams in (self.tickets, self.groups):
             for purpose in streams:
                 streams[purpose].clear()
@@ -95,7 +97,7 @@ class LearnerStreamDouble:
         return self._server.disturbed
 
     def restore(self, *, cursor: str, retried: Mapping[int, int | None] | None = None) -> None:
-        self._server.disturbed = False  # as on Redis: by what comes from here on it is set again
+        self._server.disturbed = False  # as with Redis: later disturbances set it again
         with self.writing("restore"):
             self._server.last_id = max(self._server.last_id, entry_order(cursor)[0])
             for number, dead in (retried or {}).items():
@@ -117,7 +119,7 @@ class LearnerStreamDouble:
 
     def count_issued(self, issued: int) -> None:
         with self.writing("count_issued"):
-            pass  # nobody audits what is in memory
+            pass  # the audit does not read memory
 
     def _note_retry(self, number: int, repeats: int | None) -> None:
         server = self._server
@@ -199,7 +201,7 @@ class LearnerStreamDouble:
 
 
 class LettersDouble:
-    """A letter's entry id is its place, counted from 1."""
+    """Dead letters; a letter's entry id is its position, counted from 1."""
 
     def __init__(self, server: MemoryServer, writing: Callable[[str], AbstractContextManager[None]]) -> None:
         self._server, self._writing = server, writing

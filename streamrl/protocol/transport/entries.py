@@ -1,26 +1,26 @@
-"""What lies in Redis, from bytes and back; and how a stream's entries are read and written, several a call.
+"""Encoding and decoding of Redis data, paged stream reads, and batched deliveries.
 
-Whoever has the rights may have written what lies there: all of it is checked, by `read_ticket` and `decode_reports`
-here, by a group's readers later (`wire.group`).
+Any client with the permissions may have written the data, so all of it is checked: by `read_ticket` and
+`decode_reports` here, and by a group's readers later (`wire.group`).
 
-A stream is read in pages, one of them ahead: the server makes it ready while its reader looks at the one before.
+A stream is read in pages, one of them ahead: the server prepares it while the reader processes the one before.
 
-    read ──► page ──► the reader is busy with it ──► read ──► page ──► ...
-                └ the next one is asked for ──── it comes ────┘
+    read ──► page ──► the reader processes it ─────► read ──► page ──► ...
+                └ the next one is requested ──── it arrives ──┘
 
-What was asked for ahead is what a read at that moment would have given, and is handed out only to a reader who goes on
-from where it stopped. Reading changes nothing, so any call may be repeated. Blocks at most `block_ms`, or until the
-reply times out; errors come out as they are.
+A page that was read ahead has what a read at that moment would have returned, and is used only if the reader continues
+where it stopped. Reading changes nothing, so any call may be retried. Blocks at most `block_ms`, or until the reply
+times out; errors propagate.
 
-Groups go into the stream together: those that are ready at about the same time share a call.
+Deliveries that are ready at about the same time share a call.
 
-    one call is under way ─────────────────────────────► outcomes
-    what is delivered meanwhile gathers ───────────────────► goes together, in the order in which it came
-                                     └ already as much as one call takes ─► goes at once, beside the first
+    one call is in progress ───────────────────────────► outcomes
+    deliveries meanwhile are queued ───────────────────────► sent together, in order
+                                     └ as soon as they fill a call ─► sent at once, beside the first
 
-A round trip costs a worker more than the group itself, and groups are often finished in bursts. Each call goes in a
-lane, and each lane has one call under way at most, its repetitions included: so the server needs to remember no more
-of a worker than the last one of each lane. Blocks as long as the call does.
+A round trip costs a worker more than the group itself, and groups often finish in bursts. Each call uses a lane, and a
+lane has at most one call in progress, including its retries. So the server need only remember the last call of each
+lane of a worker. Blocks as long as the call does.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from streamrl.telemetry.progress import Report, Role, State
 
 Word = TypeVar("Word", bound=str)
 
-LARGEST = 1e200  # what is beyond is no number to reckon with: a few of them added up would be none
+LARGEST = 1e200  # limit for values: the sum of a few larger ones would be infinite
 _MAX_REPORT_BYTES = 64 << 10
-_ID_CHARS = 41  # of an entry
-_NUM_LANES = 2  # so that one call is written while the server works on the other
-# Of one call. Larger ones gain nothing, and keep the server from its other clients.
+_ID_CHARS = 41  # longest entry id
+_NUM_LANES = 2  # one call is written while the server processes the other
+# Per call. Larger calls gain nothing, and keep other clients of the server waiting.
 _MOST_GROUPS = 64
 _MOST_BYTES = 1 << 20
 
 
 def read_ticket(body: bytes, *, purpose: Purpose, number: bytes, uid: bytes, identity: bytes) -> Ticket:
-    """The ticket, if it is what its entry says; else WireError. Delivering compares the entry's own fields."""
+    """Decode the ticket; WireError unless it matches its entry's fields, which the delivery script compares."""
     ticket = decode_ticket(body)
     told = (ticket.purpose, str(ticket.number).encode(), ticket.run_uid.encode(), ticket.identity.encode())
     if told != (purpose, number, uid, identity):
@@ -64,12 +64,12 @@ def read_ticket(body: bytes, *, purpose: Purpose, number: bytes, uid: bytes, ide
 
 
 def to_number(text: bytes) -> int:
-    """Of a ticket, as an entry tells it; -1 where it is none."""
+    """Parse a ticket number from an entry; -1 if it is none."""
     return int(text) if text.isdigit() and len(text) < 19 else -1
 
 
 def one_of(choices: tuple[Word, ...], word: bytes | None, otherwise: Word) -> Word:
-    """The choice that lies in Redis; no word, or one of another program's version, falls back."""
+    """Return the choice stored in Redis; the default for a missing or unknown value (of another program version)."""
     return next((choice for choice in choices if choice.encode() == word), otherwise)
 
 
@@ -104,8 +104,11 @@ def _identity(fields: Mapping[bytes, bytes]) -> str:
 
 
 def to_run_info(name: str, meta: Mapping[bytes, bytes]) -> RunInfo | None:
-    """What `meta` says; None where no run is. What lacks or cannot be read is empty, and is of no run that works:
-    a configuration and a fingerprint are compared before anything is done by them."""
+    """Decode `meta`; None if there is no run.
+
+    Missing or unreadable values become empty, which no working run has: configuration and fingerprint are compared
+    before anything uses them.
+    """
     if b"uid" not in meta:
         return None
 
@@ -127,7 +130,7 @@ def encode_report(report: Report) -> bytes:
 
 
 def decode_report(data: bytes) -> Report:
-    """A report or one WireError."""
+    """Decode a report, or raise WireError."""
     with unpack(data, max_bytes=_MAX_REPORT_BYTES) as f:
         return Report(
             part=f.text("part", max_chars=200),
@@ -152,7 +155,7 @@ def _flat(detail: Mapping[str, Any]) -> dict[str, int | float | str]:
 def decode_reports(packed: Mapping[Any, Any]) -> list[Report]:
     reports: list[Report] = []
     for data in packed.values():
-        with suppress(WireError):  # another program's, or an attack: it hides no other
+        with suppress(WireError):  # from another program, or an attack: it must not hide other reports
             reports.append(decode_report(data))
     return sorted(reports, key=attrgetter("part"))
 
@@ -161,16 +164,16 @@ class PagedReader:
     def __init__(self, client: redis.Redis, stream: str) -> None:
         self._client = client
         self._stream = stream
-        # None of the pool's: a reader that is left in the midst of a page would not give it back.
+        # Not from the pool: a reader abandoned within a page would not return it.
         pool = client.connection_pool
         self._connection = pool.connection_class(**pool.connection_kwargs)
-        weakref.finalize(self, self._connection.disconnect)  # or the collector finds its socket open, and complains
-        self._reached = ""  # id of the last entry handed out
-        self._page: list[Any] = []  # what is behind it, and has come
-        self._asked = False  # for the page behind that
+        weakref.finalize(self, self._connection.disconnect)  # avoids a warning about an open socket
+        self._reached = ""  # id of the last entry returned
+        self._page: list[Any] = []  # entries after it that have arrived
+        self._asked = False  # whether the page after those is requested
 
     def read(self, *, after: str, count: int, block_ms: int | None) -> list[Any]:
-        """Up to `count` entries behind this id, as the client gives them."""
+        """Return up to `count` entries after this id, as the client returns them."""
         if after != self._reached:
             self.forget()
         if self._asked:
@@ -181,17 +184,17 @@ class PagedReader:
         handed_out, self._page = self._page[:count], self._page[count:]
         if handed_out:
             self._reached = handed_out[-1][0].decode()
-        if len(handed_out) == count and not self._page:  # or else the reader is faster, and nothing lies there yet
+        if len(handed_out) == count and not self._page:  # otherwise there is nothing to read ahead
             self._ask(self._reached, count)
         return handed_out
 
     def forget(self) -> None:
-        """What was read ahead may be of another time, or of another server."""
+        """Drop what was read ahead: it may be outdated, or from another server."""
         self._reached, self._page, self._asked = "", [], False
         self._connection.disconnect()
 
     def _ask(self, after: str, count: int, *block: str | int) -> None:
-        self._connection.connect()  # a sentinel's finds the master in this alone
+        self._connection.connect()  # a sentinel connection finds the master only in this call
         self._connection.send_command("XREAD", "COUNT", count, *block, "STREAMS", self._stream, after)
         self._asked = True
 
@@ -212,24 +215,26 @@ class Delivery:
         return len(self.header) + len(self.body)
 
 
-Deliver = Callable[[int, Sequence[Delivery]], Awaitable[Sequence[bool]]]  # in a lane: whether each took its place
+Deliver = Callable[[int, Sequence[Delivery]], Awaitable[Sequence[bool]]]  # whether each replaced its ticket
 
 
 class Deliveries:
     def __init__(self, deliver: Deliver) -> None:
         self._deliver = deliver
         self._waiting: deque[tuple[Delivery, asyncio.Future[bool]]] = deque()
-        self._num_bytes = 0  # of those
-        self._lanes: dict[int, asyncio.Task[None]] = {}  # in which something is under way
+        self._num_bytes = 0  # of the waiting deliveries
+        self._lanes: dict[int, asyncio.Task[None]] = {}  # lanes with a call in progress
 
     async def add(self, delivery: Delivery) -> bool:
-        """Its outcome, or what its call raised. Who is cancelled here may have delivered all the same."""
+        """Queue a delivery and return its outcome, or raise its call's error. A cancelled caller may have delivered all
+        the same.
+        """
         outcome: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.append((delivery, outcome))
         self._num_bytes += delivery.num_bytes
         if not self._lanes or (self._enough_for_a_call and len(self._lanes) < _NUM_LANES):
             lane = next(lane for lane in range(_NUM_LANES) if lane not in self._lanes)
-            # It begins in the event loop's next turn: all that is ready in this one goes along.
+            # It starts in the event loop's next iteration, so everything ready in this one goes along.
             self._lanes[lane] = asyncio.create_task(self._drain(lane), name=f"deliver groups {lane}")
         return await outcome
 
@@ -238,7 +243,7 @@ class Deliveries:
         return len(self._waiting) >= _MOST_GROUPS or self._num_bytes >= _MOST_BYTES
 
     async def _drain(self, lane: int) -> None:
-        """One call after the other, while anything waits."""
+        """Send one call after another while deliveries wait."""
         try:
             while self._waiting:
                 await self._send(lane, self._take())
@@ -257,9 +262,9 @@ class Deliveries:
     async def _send(self, lane: int, batch: Sequence[tuple[Delivery, asyncio.Future[bool]]]) -> None:
         try:
             outcomes = await self._deliver(lane, [delivery for delivery, _ in batch])
-        except BaseException as error:  # whatever it is: who waits for this call would else do so for ever
+        except BaseException as error:  # of any kind: the callers would otherwise wait for ever
             for _, waiter in batch:
-                if not waiter.done():  # nobody waits where it was cancelled
+                if not waiter.done():  # skip cancelled callers
                     waiter.set_exception(error)
             if not isinstance(error, Exception):
                 raise

@@ -1,17 +1,17 @@
-"""Every Redis key of a run, in one place.
+"""All Redis keys of a run, in one place.
 
 All keys of a run begin with `streamrl:{name}:`. The braces are a hash tag: a clustered server keeps the run on one
-node, so that scripts may touch several of its keys.
+node, so that scripts may use several of its keys.
 
-Which records of a run's metrics stay in Redis: the recent ones in full, of the older ones ever fewer.
+Redis keeps recent records of a run's metrics in full, and fewer of the older ones:
 
     metrics                 every step                the last 2,000 or so
     metrics:1 ... :5        every 4th ... 1024th      the last 1,000 or so of each
     metrics:validation      every validation          the last 1,000 or so
 
-So a curve of any length is there at once, from its first step to its last, in at most some thousand points, and the
-writer need not look at what it wrote before. A step that is made again after a crash is recorded again; whoever reads
-lets the later term count. Pure.
+So a curve of any length can be read at once, from first to last step, in at most some thousand points, and the writer
+need not read what it wrote before. A step that is repeated after a crash is recorded again; readers take the record of
+the later term. Pure.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from collections.abc import Collection
 from streamrl.protocol.wire.ticket import Purpose
 
 WORKERS = "workers"  # the consumer group of the ticket streams
-HANDED_BACK = "(handed back)"  # the consumer who has what no worker holds: anybody may claim it at once
-LEADER = "learner/0"  # the rank that speaks, and hears the operator, for all; so it is called in reports
-LONGEST_EVENTS = 10_000  # about so many lines of the journal are kept
+HANDED_BACK = "(handed back)"  # the consumer of tickets that no worker holds: any worker may claim them at once
+LEADER = "learner/0"  # the rank that writes for all and obeys the operator, as named in reports
+LONGEST_EVENTS = 10_000  # lines of the journal to keep, approximately
 NUM_LEVELS = 5
 LONGEST_RECENT = 2_000
 LONGEST_THINNED = 1_000
@@ -36,85 +36,91 @@ class Keys:
         self.prefix = prefix = f"streamrl:{{{name}}}:"
 
         # Hash: uid, term, config (JSON), fingerprint, state, created_at, cursor, step; issued: the number of the next
-        # training ticket, for the audit; once a learner has looked what Redis holds.
+        # training ticket, for the audit, set once a learner has reconciled.
         self.meta = f"{prefix}meta"
-        # String that expires: the uid of the run that was removed from here.
+        # String that expires: the uid of the run that was removed.
         self.tombstone = f"{prefix}tombstone"
-        # String that expires: who the learner is.
+        # String that expires: the learner's holder name.
         self.lease = f"{prefix}lease"
-        # Hash: `mode`, the operator's word to all parts.
+        # Hash: `mode`, the operator's command to all processes.
         self.control = f"{prefix}control"
 
-        # Of all entries: n a ticket's number, u the run's uid, d the ticket's identity, b a body, h a group's header.
-        # Stream: tickets given up after too many failures. Fields p, n, u, d, b, error, at.
+        # Fields of all entries: n the ticket's number, u the run's uid, d the ticket's identity, b a body, h a group's
+        # header. Stream: tickets given up after too many failures. Fields p, n, u, d, b, error, at.
         self.dead = f"{prefix}dead"
-        # Hash: number of a dead ticket that the learner shall issue anew -> the id of its letter.
+        # Hash: number of a dead ticket that the learner should retry -> the id of its letter.
         self.retry_requests = f"{prefix}retry-requests"
-        # Hash: number of a ticket that repeats a dead one -> the dead one's; written with the ticket itself.
+        # Hash: number of a ticket that retries a dead one -> the dead one's; written together with the ticket.
         self.retried = f"{prefix}retried"
-        # Set: numbers of dead tickets whose letters were thrown away; they are not listed again.
+        # Set: numbers of dead tickets whose letters were purged; they are not listed again.
         self.purged = f"{prefix}purged"
-        # Hash: what happened how often, for people.
+        # Hash: event counts, for display.
         self.counters = f"{prefix}counters"
-        # Hash: by stream, the token of the learner's last append; a repeated call finds its own and does nothing.
+        # Hash: stream -> token of the learner's last append; a retried call finds its token and does nothing.
         self.appends = f"{prefix}appends"
 
         # Hash: weight version -> manifest.
         self.manifests = f"{prefix}manifests"
         # Hash: latest, base, step, at.
         self.weights = f"{prefix}weights"
-        # Stream of one entry, whose id is the newest version: what wakes the workers that wait for it. Field u.
+        # Stream of one entry, whose id is the newest version: wakes waiting workers. Field u.
         self.announced = f"{prefix}announced"
-        # Hash: blob name -> its size, chunks and digest, and whether it is whole.
+        # Hash: blob name -> its size, chunks, digest, and whether it is complete.
         self.blobs = f"{prefix}blobs"
 
-        # String: what workers of different hosts prove to each other that they are of this run.
+        # String: the secret with which workers on different hosts authenticate to each other.
         self.peers_secret = f"{prefix}peers-secret"
 
         # Hash: part -> its report.
         self.progress = f"{prefix}progress"
         # Sorted set: part -> when it last reported, by the server's clock.
         self.reported = f"{prefix}reported"
-        # Bounded stream: one record a step, of the recent ones. Fields step, term, at, values (JSON).
+        # Bounded stream: one record per step, recent steps only. Fields step, term, at, values (JSON).
         self.metrics = f"{prefix}metrics"
-        # Bounded stream: the same records of validations, which come too seldom to be thinned.
+        # Bounded stream: the same records of validations, which are too rare to thin out.
         self.validations = f"{prefix}metrics:validation"
         # Bounded stream: the journal. Fields kind, term, at, detail (JSON).
         self.events = f"{prefix}events"
 
     def tickets(self, purpose: Purpose) -> str:
-        """Stream with the group `workers`: what is asked for and not yet delivered. Fields n, u, d, b."""
+        """Stream with the consumer group `workers`: tickets not yet delivered. Fields n, u, d, b."""
         return f"{self.prefix}tickets:{purpose}"
 
     def groups(self, purpose: Purpose) -> str:
-        """Stream: what was delivered and not yet committed. Fields n, u, d, h, b, and t: the id of the ticket's entry,
-        whose place the group took. Only who held its lease could write it so; what lacks a t came by another road."""
+        """Stream: groups delivered and not yet committed. Fields n, u, d, h, b and t.
+
+        t is the id of the ticket's entry, which the group replaced. Only the delivery script of the lease's holder
+        writes it; an entry without t was written in another way.
+        """
         return f"{self.prefix}groups:{purpose}"
 
     def receipt(self, worker: str, lane: int | str) -> str:
-        """String that expires: the last call that delivered in this lane of the worker, and its outcomes, so that the
-        same call repeated learns them."""
+        """String that expires: the last delivery call in this lane of the worker, with its outcomes, for a retried
+        call.
+        """
         return f"{self.prefix}receipt:{worker}:{lane}"
 
     def blob(self, name: str, chunk: int) -> str:
         return f"{self.prefix}blob:{name}:{chunk}"
 
     def peers(self, digest: str) -> str:
-        """Hash that expires: address of a host -> which pieces of this blob it has, a bit each."""
+        """Hash that expires: address of a host -> bitmap of the pieces of this blob that it has."""
         return f"{self.prefix}peers:{digest}"
 
     def claims(self, digest: str) -> str:
-        """Hash that expires: piece of this blob -> until when (ms) and by whom it is fetched from the store; `next`:
-        the first that nobody was given yet."""
+        """Hash that expires: piece of this blob -> until when (ms) and by whom it is fetched from the store.
+
+        `next` is the first piece that was not assigned yet.
+        """
         return f"{self.prefix}claims:{digest}"
 
     def thinned(self, level: int) -> str:
-        """Bounded stream: of the same records as `metrics`, every 4^level-th."""
+        """Bounded stream: every 4^level-th record of `metrics`."""
         return f"{self.prefix}metrics:{level}"
 
 
 def history_streams(keys: Keys, step: int, *, is_validation: bool) -> dict[str, int]:
-    """The streams that get the record of this step, and how many records each keeps."""
+    """Return the streams that get the record of this step, and how many records each keeps."""
     if is_validation:
         return {keys.metrics: LONGEST_RECENT, keys.validations: LONGEST_THINNED}
     levels = (level for level in range(1, NUM_LEVELS + 1) if step % _FACTOR**level == 0)

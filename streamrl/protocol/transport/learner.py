@@ -1,8 +1,9 @@
-"""The learner's half of the stream: tickets out, groups in, weights announced. Rank 0 writes; other ranks only `fetch`.
+"""The learner's half of the stream: issues tickets, reads groups, announces weights.
 
-Every writing script carries the term and raises Fenced once another learner is there. Every call may block while Redis
-is away or full, at most `give_up_after_s`, and is safe to repeat: appends carry a token that the server remembers, all
-else sets what it sets. `read` blocks at most `block_ms` for groups; `issue` does not wait for room.
+Rank 0 writes; other ranks only `fetch`. Every writing script carries the term and raises Fenced once another learner
+holds the run. Every call may block while Redis is down or full, at most `give_up_after_s`, and is safe to retry:
+appends carry a token that the server remembers, all others are idempotent. `read` blocks at most `block_ms` for groups;
+`issue` does not wait for room.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from streamrl.versions import show, term_of
 T = TypeVar("T")
 
 _TICKETS_A_CALL = 256
-_IDS_A_CALL = 1000  # Lua's stack ends at some thousands of arguments
+_IDS_A_CALL = 1000  # Lua's stack is limited to some thousands of arguments
 _TELEMETRY_PATIENCE_S = 2.0
 
 
@@ -62,28 +63,30 @@ class LearnerStream:
         lease_s: float,
         give_up_after_s: float = 120.0,
     ) -> None:
-        """`holder` names this job to others; who comes with the same name (a restarted torchrun) takes over at once."""
+        """`holder` names this job to others; a process with the same name (a restarted torchrun) takes over at once."""
         self._client = client
         self._keys = keys
         self._fence = Fence(run_uid=run_uid, term=term, holder=holder)
         self._lease_ms = int(1000 * lease_s)
-        # Redis was away, replaced or emptied since the last `restore`: what is in it may be older than we think.
+        # Redis was down, replaced or emptied since the last `restore`: its data may be older than the learner's.
         self.disturbed = False
-        # Anything that may be repeated.
+        # Retries any idempotent call.
         self._ask = partial(repeat, client, give_up_after_s=give_up_after_s, on_trouble=self._note_trouble)
         self._present = Present(client, keys, run_uid=run_uid, ask=self._ask)
-        self._claimed: tuple[str, str] | None = None  # configuration and fingerprint
+        self._claimed: tuple[str, str] | None = None  # (configuration, fingerprint)
         self._server_run_id = ""
         self.letters = LetterBox(client, keys, ask=self._ask, write=self._write, listed=self._present.letters)
         self._readers = {purpose: PagedReader(client, keys.groups(purpose)) for purpose in PURPOSES}
 
-    # The run, and who learns it
+    # The run, and its learner
 
     def claim(self, *, config_json: str, fingerprint: str, takeover: bool = False, wait_s: float) -> None:
-        """Become the learner of the run, before any other write, and after `lease.await_lease`: a term that is newer
-        than the one Redis knows does not wait. Where Redis knows none, a stranger waits up to `wait_s` for the lease to
-        end; TransportError then names its holder. ResourceError: the name belongs to another run. RunGone: the run was
-        removed; `takeover` begins it anew."""
+        """Become the learner of the run, before any other write and after `lease.await_lease`.
+
+        A term newer than the one in Redis does not wait. Where Redis has none, another holder waits up to `wait_s` for
+        the lease to end. Refused then names its holder. ResourceError: the name belongs to another run. RunGone: the
+        run was removed; `takeover` starts it again.
+        """
         if takeover:
             holder, lease_s = self._fence.holder, self._lease_ms / 1000
             await_lease(self._client, self._keys, holder=holder, lease_s=lease_s, wait_s=wait_s, takeover=True)
@@ -93,18 +96,18 @@ class LearnerStream:
         crashpoint("claim.written")
 
     def renew(self) -> None:
-        """Keep the lease; several times per `lease_s`, from any thread. Notices a replaced server, too."""
+        """Renew the lease; call several times per `lease_s`, from any thread. Also notices a replaced server."""
         self._write("renew the learner's lease", scripts.RENEW, [], self._lease_ms)
         self._note_server()
 
     def forget_end(self, *, began: float) -> None:
-        """A drain or a stop from before this learner began (`time.monotonic`) is not for it: it would end at once."""
+        """Clear a drain or stop from before this learner began (`time.monotonic`), which would end it at once."""
         what, age_ms = "forget what an earlier learner was told", int(1000 * (time.monotonic() - began))
         for word in self._write(what, scripts.FORGET_END, [self._keys.control], age_ms):
             self.event("forgets", control=word.decode())
 
     def release(self, state: RunState) -> None:
-        """Last act: the run is finished, stopped or failed, and another learner may begin at once."""
+        """Set the run's final state (finished, stopped or failed) and free the lease: the last call."""
         self._write("release the run", scripts.RELEASE, [self._keys.control], state)
         crashpoint("release.written")
 
@@ -116,11 +119,14 @@ class LearnerStream:
         retries = sorted(number for text in requested if (number := to_number(text)) >= 0)
         return Orders(control=one_of(CONTROLS, word, "run"), retries=tuple(retries))
 
-    # Tickets out, groups in
+    # Tickets and groups
 
     def restore(self, *, cursor: str, retried: Mapping[int, int | None] | None = None) -> None:
-        """First act after `claim` and of every reconcile: streams exist, new groups land beyond the cursor, and of
-        tickets that repeat a dead one (by number) Redis knows which, and of others (None) that they do not."""
+        """Restore the streams, first after `claim` and in every reconcile.
+
+        Creates missing streams, makes new groups land beyond the cursor, and records which tickets retry a dead one (by
+        number) and which do not (None).
+        """
         self.disturbed = False
         for reader in self._readers.values():
             reader.forget()
@@ -131,8 +137,11 @@ class LearnerStream:
         crashpoint("restore.written")
 
     def issue(self, tickets: Sequence[Ticket]) -> list[Ticket]:
-        """A ticket with `retry_of` answers the request for it. Returns those that a full server refused: they are not
-        waited for, since to train what is there, and to commit it, is what makes room."""
+        """Issue tickets; a ticket with `retry_of` fulfills the retry request.
+
+        Returns the tickets that a full server refused. It does not wait for room, since training on and committing the
+        groups that are there is what makes room.
+        """
         refused: list[Ticket] = []
         for purpose in PURPOSES:
             for chunk in _chunks([ticket for ticket in tickets if ticket.purpose == purpose], _TICKETS_A_CALL):
@@ -155,44 +164,47 @@ class LearnerStream:
         return True
 
     def count_issued(self, issued: int) -> None:
-        """What the audit goes by from here on: training tickets up to this number, exclusive, have been issued."""
+        """Set the count of issued training tickets (exclusive upper bound), which the audit uses."""
         self._write("count the tickets", scripts.COUNT_ISSUED, [], issued)
         crashpoint("reconcile.counted")
 
     def read(self, purpose: Purpose, *, after: str, count: int, block_ms: int) -> list[Entry]:
-        """Groups beyond the entry id `after`; empty when none came within `block_ms` (at most some seconds)."""
+        """Return groups after the entry id `after`; empty if none arrive within `block_ms` (at most some seconds)."""
         block = bounded_block_ms(self._client, block_ms) if block_ms > 0 else None
         reader = self._readers[purpose]
         found = self._ask("read groups", lambda: reader.read(after=after, count=count, block_ms=block))
         return [to_entry(*entry) for entry in found]
 
     def fetch(self, purpose: Purpose, ids: Sequence[str]) -> list[Entry | None]:
-        """These entries; None for one that is not there. Any rank may call it."""
+        """Return these entries, None for a missing one. Any rank may call this."""
         stream = self._keys.groups(purpose)
         found = self._ask_all("fetch groups", lambda pipe: [pipe.xrange(stream, one, one) for one in ids])
         return [to_entry(*entries[0]) if entries else None for entries in found]
 
     def commit(self, *, step: int, cursor: str, trim_below: str, ended: Sequence[str] = ()) -> None:
-        """After the checkpoint's rename: groups before `trim_below`, and the `ended` ones beyond it, are no longer
-        needed by anybody."""
+        """Record the commit, after the checkpoint's rename, and delete groups before `trim_below` and the `ended` ones
+        beyond it.
+        """
         self._write("commit a step", scripts.COMMIT, [self._keys.groups("train")], step, cursor, trim_below, *ended)
         crashpoint("commit.written")
 
     def trim_eval(self, *, below: str) -> None:
-        """Evaluation is outside the audit: its groups go when validation has read them."""
+        """Delete evaluation groups once validation has read them; the audit does not cover evaluation."""
         self._write("trim evaluation groups", scripts.TRIM, [self._keys.groups("eval")], below)
 
     def present_tickets(self, purpose: Purpose) -> list[PresentTicket]:
-        """All that wait or are leased, and whatever else lies among them. Scan these before the groups: a delivery
-        moves a ticket from here to there, never back."""
+        """List all entries among the tickets, leased or not.
+
+        Scan these before the groups: a delivery moves a ticket from here to there, never back.
+        """
         return self._present.tickets(purpose)
 
     def present_groups(self, purpose: Purpose, *, after: str) -> list[PresentGroup]:
-        """All groups beyond `after`, without their bodies."""
+        """List all groups after `after`, without their bodies."""
         return self._present.groups(purpose, after=after)
 
     def waiting(self, purpose: Purpose) -> set[tuple[int, str]]:
-        """Number and identity of the tickets that wait or are leased; a millisecond or two for a thousand."""
+        """Return number and identity of waiting and leased tickets; takes a millisecond or two for a thousand."""
         return self._present.waiting(purpose)
 
     def delete_tickets(self, purpose: Purpose, entry_ids: Sequence[str]) -> None:
@@ -201,7 +213,7 @@ class LearnerStream:
             self._write("delete tickets", scripts.DELETE_TICKETS, keys, WORKERS, *chunk)
 
     def retried(self) -> dict[int, int]:
-        """By the number of a ticket that repeats a dead one, the dead one's."""
+        """Map the number of each retry ticket to the dead ticket's."""
         found: Any = self._ask("read the retries", lambda: self._client.hgetall(self._keys.retried))
         pairs = ((to_number(number), to_number(dead)) for number, dead in found.items())
         return {number: dead for number, dead in pairs if 0 <= dead < number}
@@ -209,7 +221,7 @@ class LearnerStream:
     # Weights and telemetry
 
     def reports(self) -> tuple[float, list[Report]]:
-        """(the server's time, what the parts of the run say of themselves); waited for as briefly as telemetry."""
+        """Return (the server's time, the reports of all processes); waits as briefly as telemetry does."""
         (seconds, microseconds), packed = self._ask_all(
             "read the reports",
             lambda pipe: (pipe.time(), pipe.hgetall(self._keys.progress)),
@@ -218,7 +230,7 @@ class LearnerStream:
         return seconds + microseconds / 1e6, decode_reports(packed)
 
     def announce(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
-        """The blobs are stored: from here on workers see the version. Manifests of versions not in `keep` go."""
+        """Announce a version whose blobs are stored, and delete manifests of versions not in `keep`."""
         a, k = announcement, self._keys
         assert term_of(a.version) == self._fence.term, f"version {show(a.version)} is of another term"
         what, keys = f"announce version {show(a.version)}", [k.manifests, k.weights, k.announced]
@@ -227,30 +239,34 @@ class LearnerStream:
         crashpoint("announce.written")
 
     def amend(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
-        """What followed the version, in its manifest: its anchor is stored beside it, and late workers begin with that.
-        Manifests not in `keep` go, as those of what only led to older anchors."""
+        """Replace the manifest of an announced version, now that its anchor is stored beside it for late workers.
+
+        Deletes manifests not in `keep`, such as those that only led to older anchors.
+        """
         what, said = f"amend version {show(announcement.version)}", (announcement.version, announcement.manifest)
         self._write(what, scripts.AMEND, [self._keys.manifests], *said, *keep)
         crashpoint("amended.written")
 
     def has_manifests(self, versions: Sequence[int]) -> bool:
-        """Whether Redis has those of all these versions."""
+        """Whether Redis has the manifests of all these versions."""
         names = [str(version) for version in versions]
         found: Any = self._ask("look for manifests", lambda: self._client.hmget(self._keys.manifests, names))
         return all(manifest is not None for manifest in found)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step's metrics, and where history keeps them; values that are no numbers are left out."""
+        """Record a step's metrics in the streams that keep them; omits values that are not finite."""
         values = {name: value for name, value in metrics.items() if math.isfinite(value)}
         streams = history_streams(self._keys, step, is_validation=is_validation(values))
         self._tell("record metrics", streams, {"step": step, "values": json.dumps(values)})
 
     def event(self, kind: str, **detail: str | int | float) -> None:
-        """One line of the journal."""
+        """Append one line to the journal."""
         self._tell("note an event", {self._keys.events: LONGEST_EVENTS}, {"kind": kind, "detail": json.dumps(detail)})
 
     def _tell(self, what: str, streams: Mapping[str, int], fields: Mapping[str, Argument]) -> None:
-        """The same at the end of each stream, which keeps about so many. Worth a short wait, and never the run."""
+        """Append the same entry to each stream, which is trimmed to about its length; waits briefly and never fails the
+        run.
+        """
         keys, once = [self._keys.appends, *streams], (next(iter(streams)), uuid.uuid4().hex)
         stamped = _flat({**fields, "term": self._fence.term, "at": time.time()}.items())
         args = (*once, *streams.values(), *stamped)
@@ -261,7 +277,7 @@ class LearnerStream:
         except TransportError as error:
             structlog.get_logger().warning("telemetry_lost", what=what, error=str(error))
 
-    # Asking and writing
+    # Calls
 
     def _ask_all(self, what: str, fill: Callable[[Pipeline], object], **patience: Unpack[Patience]) -> list[Any]:
         return self._ask(what, partial(in_one_trip, self._client, fill), **patience)
@@ -269,7 +285,9 @@ class LearnerStream:
     def _write(
         self, what: str, script: Script, keys: Sequence[str], *args: Argument, **patience: Unpack[Patience]
     ) -> list[Any]:
-        """What a fenced script, safe to repeat, says beside OK. ServerFull at once unless it shall wait for room."""
+        """Run a fenced, idempotent script and return its reply after OK; ServerFull at once unless it may wait for
+        room.
+        """
         ask = partial(self._ask, what, partial(run, self._client, self._fence.call(script, self._keys, keys, *args)))
         reply = ask(**patience)
         if reply[0] == b"LOST":
@@ -280,7 +298,7 @@ class LearnerStream:
         return list(reply[1:])
 
     def _try_claim(self, *, takeover: bool = False) -> str | None:
-        """None: it is ours. Otherwise who holds it."""
+        """Try to claim the run; return None on success, else the holder."""
         assert self._claimed is not None, "claim the run before anything is written"
         keys = (self._keys.meta, self._keys.tombstone, self._keys.lease)
         call = Call(scripts.CLAIM, keys, (*self._fence, self._lease_ms, int(takeover), *self._claimed, time.time()))
@@ -290,7 +308,7 @@ class LearnerStream:
         return other_holder(reply)
 
     def _claim_again(self) -> None:
-        """Redis knows nothing of our claim: it was emptied, or came back from an older copy."""
+        """Claim again, because Redis has lost our claim: it was emptied, or restored from an older copy."""
         self.disturbed = True
         if (other := self._try_claim()) is not None:
             raise Replaced(f"run {self._keys.name!r} was lost from Redis, and {other} has taken its lease")
@@ -303,12 +321,12 @@ class LearnerStream:
         self.disturbed |= isinstance(error, redis.ConnectionError | redis.TimeoutError | redis.ReadOnlyError)
 
     def _note_server(self) -> None:
-        """A server that was replaced while nobody spoke to it shows by its run id alone."""
+        """Detect a server that was replaced between calls, which only its run id shows."""
         try:
             run_id = str(self._ask("say what it is", lambda: self._client.info("server"))["run_id"])
         except TransportError as error:
             if isinstance(error.__cause__, redis.exceptions.NoPermissionError):
-                return  # INFO is not granted everywhere; lost connections and the fence still tell most
+                return  # INFO may be forbidden; lost connections and the fence still detect most replacements
             raise
         self.disturbed |= self._server_run_id not in ("", run_id)
         self._server_run_id = run_id

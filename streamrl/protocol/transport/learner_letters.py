@@ -1,7 +1,7 @@
-"""The dead letters, as the learner keeps them in Redis: a part of its half of the stream, with the same fence.
+"""The dead letters in Redis: a part of the learner's half of the stream, with the same fence.
 
-The learner's ledger says which letters there are, and a checkpoint keeps them with their errors; what lies here is a
-copy for operators (`transport.operator`), which `Dispatch.reconcile` puts right. So nothing here is the only one.
+The learner's ledger is the record of letters, and checkpoints store them with their errors. Redis holds a copy for
+operators (`transport.operator`), which `Dispatch.reconcile` repairs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from streamrl.protocol.transport.script import Argument
 from streamrl.protocol.transport.types import Letter, PresentGroup
 from streamrl.protocol.wire.ticket import Ticket, encode_ticket
 
-_LETTERS_A_CALL = 64  # each has its whole ticket
-_IDS_A_CALL = 1000  # Lua's stack ends at some thousands of arguments
+_LETTERS_A_CALL = 64  # each contains its whole ticket
+_IDS_A_CALL = 1000  # Lua's stack is limited to some thousands of arguments
 _ERROR_CHARS = 2000
 
 
@@ -37,7 +37,7 @@ class LetterBox:
         write: Callable[..., Any],
         listed: Callable[[], list[PresentGroup]],
     ) -> None:
-        """`ask`, `write` and what is `listed` are those of the stream that this is a part of."""
+        """`ask`, `write` and `listed` belong to the stream that owns this."""
         self._client, self._keys = client, keys
         self._ask, self._write, self._listed = ask, write, listed
 

@@ -1,19 +1,19 @@
-"""The learner's scripts: tickets out, groups in, weights announced; becoming, staying and ceasing to be the learner.
+"""The learner's scripts: tickets, groups, weights, and the lease.
 
-The methods of `LearnerStream` say what each is for. All pass the fence and answer as `connection`
-says, but NUMBERS, which only reads, and TAKE_LEASE and CLAIM, which come before there is anything to be fenced by.
+The methods of `LearnerStream` document each. All pass the fence and reply as `script` describes, except NUMBERS, which
+only reads, and TAKE_LEASE and CLAIM, which run before there is a claim to fence.
 
-A lease is deleted before it is set: a full server takes the next write only after one like this, and to keep the
-learner is the way to have it free memory.
+A lease is deleted before it is set: a full server accepts a write only after a delete in the same script, and only a
+learner that keeps its lease can free memory.
 """
 
 from __future__ import annotations
 
 from streamrl.protocol.transport.script import Script, fenced
 
-# All streams are there, without the names of workers that left long ago, and every group still to come gets an id
-# beyond the cursor: after a failover to a server with a slower clock, or to an empty one, it would not, and nobody
-# would read it.
+# Creates all streams, removes consumers of workers that left long ago, and makes every future group's id larger than
+# the cursor. Otherwise, after a failover to a server with a slower clock or to an empty one, new groups would not be
+# read.
 RESTORE = fenced("""
 local group = ARGV[1]
 local function parts(id)
@@ -52,13 +52,14 @@ end
 return {'OK'}
 """)
 
-# Tickets as number, identity, body, and the number of the dead one that it repeats or nothing. Once per token: neither
-# number nor identity can say whether a ticket was issued already, for a failed one comes again under its own.
+# Tickets as number, identity, body, and the number of the dead ticket that it retries, or empty. Once per token:
+# neither number nor identity shows whether a ticket was issued already, since a failed one is issued again under its
+# own.
 #
-# With a retry goes the request for it, and the letter of the dead ticket: so a request is answered by one ticket, and
-# whoever learns after a crash that the ticket is there learns what it repeats.
+# A retry deletes the request for it and the dead ticket's letter in the same step: so one ticket fulfills a request,
+# and after a crash the ticket's presence implies the record of what it retries.
 #
-# The counter that COUNT_ISSUED has written goes along with them.
+# It also advances the counter that COUNT_ISSUED has written.
 ISSUE = fenced("""
 local tickets, appends, counters, dead, requests, retried = unpack(KEYS)
 local group, token, purpose = unpack(ARGV, 1, 3)
@@ -98,7 +99,7 @@ return {'OK'}
 """)
 
 # One page of tickets, groups or dead letters without their bodies: [id of its last entry, [[id, ticket number,
-# identity, id of the ticket's entry, bytes], ...]]. The number is empty where the entry is not of this run.
+# identity, id of the ticket's entry, bytes], ...]]. The number is empty if the entry is not of this run.
 NUMBERS = Script("""
 local entries = redis.call('XRANGE', KEYS[1], '(' .. ARGV[2], '+', 'COUNT', ARGV[3])
 local found = {}
@@ -112,8 +113,8 @@ end
 return {#entries > 0 and entries[#entries][1], found}
 """)
 
-# Letters as number, identity, body, error and time, once per token. A request to repeat the ticket, from before it was
-# lost or came to life again, is for this letter now. The first word lets a full server take them.
+# Letters as number, identity, body, error and time, once per token. A retry request from before the letter was lost and
+# written again now refers to the new letter. The first argument after the token lets a full server accept them.
 PUT_LETTERS = fenced("""
 local appends, dead, requests, purged = unpack(KEYS)
 local token, takes_room = unpack(ARGV, 1, 2)
@@ -130,7 +131,7 @@ redis.call('HSET', appends, dead, token)
 return {'OK'}
 """)
 
-# So many entry ids, and behind them the tickets that nobody has to repeat any more.
+# The number of entry ids, the ids, and then the tickets whose retry requests are obsolete.
 REMOVE_LETTERS = fenced("""
 local dead, requests = unpack(KEYS)
 local num_ids = tonumber(table.remove(ARGV, 1))
@@ -140,7 +141,7 @@ end
 return {'OK'}
 """)
 
-# A copy of what the checkpoint already says, and the end of the groups that it no longer needs.
+# Copies what the checkpoint records, and deletes the groups that it no longer needs.
 COMMIT = fenced("""
 local step, cursor, trim_below = unpack(ARGV, 1, 3)
 redis.call('XTRIM', KEYS[1], 'MINID', '=', trim_below)
@@ -154,15 +155,14 @@ redis.call('XTRIM', KEYS[1], 'MINID', '=', ARGV[1])
 return {'OK'}
 """)
 
-# Acknowledged too: a deleted entry that is still pending would come back as nothing, for ever.
+# Acknowledged too: a deleted entry that is still pending would be returned as nil for ever.
 DELETE_TICKETS = fenced("""
 redis.pcall('XACK', KEYS[1], unpack(ARGV))
 redis.call('XDEL', KEYS[1], unpack(ARGV, 2))
 return {'OK'}
 """)
 
-# The same entry at the end of each stream, bounded to about as many as it says (0: keep all), unless the slot holds
-# this token already.
+# Appends one entry to each stream, trimmed to about its given length (0: keep all), once per token and slot.
 APPEND = fenced("""
 local appends = table.remove(KEYS, 1)
 local slot = table.remove(ARGV, 1)
@@ -192,8 +192,8 @@ local function write_manifest(manifests, version, manifest, first_kept)
 end
 """
 
-# STALE unless the version grows. The same version and manifest again is the same call repeated. Workers that wait for a
-# version beyond an older one wake when all of it is written, as the server serves nobody before a script's end.
+# STALE unless the version increases. The same version and manifest again is a retried call. Workers that wait for a
+# version beyond an older one wake when all of it is written, because the server serves no one before a script ends.
 ANNOUNCE = fenced(
     _WRITE_MANIFEST
     + """
@@ -209,7 +209,7 @@ return {'OK'}
 """
 )
 
-# The manifest of a version that was announced, now with more in it; UNKNOWN when Redis has lost it.
+# Replaces the manifest of an announced version; UNKNOWN when Redis has lost it.
 AMEND = fenced(
     _WRITE_MANIFEST
     + """
@@ -220,8 +220,8 @@ return {'OK'}
 """
 )
 
-# An order to end carries when it was given, by the server's clock. It is for every learner that had begun by then: its
-# age is compared, so that no other clock matters. Obeyed, it leaves that time beside the run's state.
+# A drain or stop carries its time by the server's clock. It applies to every learner that had begun by then: the
+# learner passes its age, so no other clock matters. Once obeyed, the time is kept beside the run's state.
 _ORDERS = """
 local function is_end(word) return word == 'drain' or word == 'stop' end
 local function ended_since(meta, control, age_ms)
@@ -236,8 +236,8 @@ local function take_word_away(meta, control)
 end
 """
 
-# OK, HELD by another holder, or ENDED: a learner so old was told to end. One that holds the run obeys in good order,
-# and so does, where nobody is left who does, whoever comes first.
+# OK, HELD by another holder, or ENDED: learners of this age were told to end. The learner that holds the run obeys in
+# order; if none is left to obey, the next learner that comes obeys in its place.
 TAKE_LEASE = Script(
     _ORDERS
     + """
@@ -253,11 +253,11 @@ return {'OK'}
 """
 )
 
-# From here on this term learns the run: OK, HELD by another holder, TAKEN by another run's uid, FENCED, GONE. Only a
-# takeover begins a removed run anew.
+# Makes this term the run's learner: OK, HELD by another holder, TAKEN by another run's uid, FENCED, GONE. Only a
+# takeover starts a removed run again.
 #
-# A term is durable before it is claimed here, and cuts off what older ones still write. So it wins over an older one
-# that Redis knows, whoever holds the lease: after a fail-over that may be a learner which was replaced.
+# A term is durable before it is claimed here, and cuts off what older ones still write. So it wins over an older one in
+# Redis, whoever holds the lease: after a failover that may be a learner that was replaced.
 CLAIM = Script("""
 local meta, tombstone, lease = unpack(KEYS)
 local uid, term, holder, lease_ms, takeover, config, fingerprint, now = unpack(ARGV)
@@ -277,15 +277,15 @@ redis.call('HSETNX', meta, 'created_at', now)
 return {'OK'}
 """)
 
-# Past the fence the lease is ours, or has run out and nobody took it.
+# Past the fence the lease is ours, or has expired and nobody took it.
 RENEW = fenced("""
 redis.call('DEL', lease)
 redis.call('SET', lease, holder, 'PX', ARGV[1])
 return {'OK'}
 """)
 
-# A word that ends a run is not for the learner that begins after it; a pause is for whoever comes. The word goes along
-# where there was one.
+# Clears a drain or stop that predates this learner; a pause applies to any learner. Returns the cleared command, if
+# any.
 FORGET_END = fenced(
     _ORDERS
     + """
@@ -297,8 +297,7 @@ return {'OK', word}
 """
 )
 
-# A word that ends a run ends with the learner that obeyed it, so a stopped run can be resumed; a pause is for whoever
-# comes.
+# Clears a drain or stop once obeyed, so that a stopped run can be resumed; a pause applies to any learner.
 RELEASE = fenced(
     _ORDERS
     + """

@@ -1,11 +1,11 @@
-"""Becoming the learner of a run: the lease that keeps others out; and why the fence refuses what is written.
+"""Becoming the learner of a run: the lease that keeps others out, and the errors of the fence.
 
     await_lease ─► the durable term, in the checkpoint root ─► claim (term known to Redis) ─► writes, renew ─► release
 
-The lease comes before the term, so that a learner that is not admitted leaves no trace in the run's history. Others
-wait for the lease; what protects the data is the fence: once another has the lease or a newer term, every script of
-this learner is refused, however long it slept. Blocks in `await_lease` and `claim` (at most `wait_s`) and in every call
-while Redis is away (at most `give_up_after_s`).
+The lease comes before the term, so that a learner that is not admitted leaves no trace in the run's history. The lease
+makes others wait; the fence protects the data: once another learner has the lease or a newer term, every script of this
+one is refused, however long it slept. Blocks in `await_lease` and `claim` (at most `wait_s`) and in every call while
+Redis is down (at most `give_up_after_s`).
 """
 
 from __future__ import annotations
@@ -40,9 +40,12 @@ def await_lease(
     give_up_after_s: float = 120.0,
     go_on: Callable[[], bool] = lambda: True,
 ) -> bool:
-    """Take the run's lease, now if nobody or this very holder has it, or with `takeover`; else wait for its end, as
-    long as it is to `go_on`. Whether it was taken. Refused names the holder who still renews it after `wait_s`. Ended:
-    an operator has said so since this learner `began`, on the clock of `time.monotonic`; by default now."""
+    """Take the run's lease at once if it is free, held by this holder, or on `takeover`; else wait while `go_on()` is
+    true.
+
+    Returns whether it was taken. Refused names the holder that still renews it after `wait_s`. Ended: an operator ended
+    the run since this learner `began` (`time.monotonic`; default: now).
+    """
 
     def try_once() -> str | None:
         age_ms = 0 if began is None else int(1000 * (time.monotonic() - began))
@@ -60,15 +63,17 @@ def await_lease(
 
 
 def lease_holder(client: redis.Redis, keys: Keys, *, give_up_after_s: float) -> str | None:
-    """Who the learner is; None when nobody is."""
+    """Return the learner's holder name, or None."""
     get = partial(client.get, keys.lease)
     holder: Any = repeat(client, "say who learns the run", get, give_up_after_s=give_up_after_s)
     return None if holder is None else str(holder.decode(errors="replace"))
 
 
 def known_term(client: redis.Redis, keys: Keys, run_uid: str, *, takeover: bool = False, give_up_after_s: float) -> int:
-    """The newest term of this run that Redis has seen; 0 when it has seen none. RunGone where the run was removed, but
-    for a `takeover`, which begins it anew there."""
+    """Return the newest term of this run in Redis, or 0.
+
+    RunGone if the run was removed, except on `takeover`, which starts it again there.
+    """
 
     def read() -> Any:
         return *client.hmget(keys.meta, "uid", "term"), client.get(keys.tombstone)
@@ -85,7 +90,7 @@ def known_term(client: redis.Redis, keys: Keys, run_uid: str, *, takeover: bool 
 def wait_out(
     try_once: Callable[[], str | None], keys: Keys, wait_s: float, *, go_on: Callable[[], bool] = lambda: True
 ) -> bool:
-    """Whether nobody else holds the lease any more; `try_once` says who does."""
+    """Retry until nobody else holds the lease; `try_once` returns the holder, or None."""
     deadline = time.monotonic() + wait_s
     while (other := try_once()) is not None:
         if time.monotonic() >= deadline:
@@ -104,7 +109,7 @@ def other_holder(reply: list[Any]) -> str | None:
 
 
 def refusal(client: redis.Redis, keys: Keys, fence: Fence, *, what: str, reply: list[Any]) -> StreamrlError:
-    """Why a script of the learner with this fence did not do `what`."""
+    """Return the error for a refused script of the learner with this fence."""
     status, *rest = reply
     name = keys.name
     match status:

@@ -1,16 +1,16 @@
-"""What an operator may do to a run from outside: say how it shall go on and hear who follows, or remove it.
+"""Operators' access to a run from outside: control it and watch who follows, handle dead letters, or remove the run.
 
-The word lies in Redis and stays until another is said or the learner that obeyed it ends the run, so parts that join
-later, or come back, follow it too. A drain or a stop is for every learner that had begun by then: those that wait for
-the run end by themselves, and one that is started anew forgets it. Each part shows in its reports which word it
-follows; that is the acknowledgement.
+The control command stays in Redis until another replaces it or the learner that obeyed it ends the run, so processes
+that join later, or return, follow it too. A drain or a stop applies to every learner that had begun by then: learners
+that wait for the run end by themselves, and one that starts later clears it. Each process's report shows the command it
+follows, as acknowledgement.
 
-The dead letters, as an operator has them: tickets that failed too often, with the error of the last attempt.
+Dead letters are tickets that failed too often, with the last attempt's error:
 
-    ls, show ── read            purge ── removed; the tickets have ended, and that stays so
-    retry ── a request, which the learner answers with a new ticket; the same step takes the letter away
+    ls, show ── read            purge ── deletes them; the tickets remain ended
+    retry ── a request, which the learner fulfills with a new ticket; the same step deletes the letter
 
-Each call may block for some seconds while Redis is away, then TransportError; all are safe to repeat.
+Each call may block for some seconds while Redis is down, then raises TransportError; all are safe to repeat.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _TOMBSTONE_S = 86_400
 _KEYS_A_CALL = 500
 _LETTERS_A_CALL = 500
 _LOOK_EVERY_S = 0.2
-_ALIVE_S = 15.0  # a part that has not reported for so long is not waited for
+_ALIVE_S = 15.0  # processes without a report for this long are not waited for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Obedience:
-    state: RunState | None  # of the run; None: it is gone
-    obeying: tuple[str, ...]  # parts that follow the word
-    waiting_for: Mapping[str, str]  # parts that do not yet, and what they do instead
+    state: RunState | None  # of the run; None: it was removed
+    obeying: tuple[str, ...]  # processes that follow the command
+    waiting_for: Mapping[str, str]  # processes that do not follow it yet, and what they do
 
     @property
     def complete(self) -> bool:
@@ -59,24 +59,28 @@ class Obedience:
 
 
 def operator() -> str:
-    """Who speaks, for the journal."""
+    """The operator's name, for the journal."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container may run as a number that has no name
+    except (KeyError, OSError):  # a container may run under a uid without a name
         user = str(os.getuid())
     return f"{user}@{socket.gethostname()}"
 
 
 def set_control(client: redis.Redis, keys: Keys, mode: Control, *, by: str) -> bool:
-    """All parts follow: run, pause (no new tickets), drain (finish what is out, then stop) or stop. False: that was
-    the word already. A change is noted in the journal."""
+    """Set the control command: run, pause (no new tickets), drain (finish issued tickets, then stop) or stop.
+
+    False if it was set already. A change is recorded in the journal.
+    """
     call = Call(scripts.SET_CONTROL, (keys.meta, keys.events, keys.control), (time.time(), by, mode))
     return bool(_ask(client, "set the control word", partial(run, client, call)))
 
 
 def await_obedience(client: redis.Redis, keys: Keys, mode: Control, *, timeout_s: float) -> Obedience:
-    """Until everybody concerned follows the word, or time is up: the learner, and of a pause and its end the workers
-    that are there. A run that has ended has stopped and drained."""
+    """Wait until the learner follows the command, for run and pause also the live workers, or until the timeout.
+
+    A run that has ended counts as stopped and drained.
+    """
     deadline = time.monotonic() + timeout_s
     while not (found := _look(client, keys, mode)).complete and time.monotonic() < deadline:
         time.sleep(_LOOK_EVERY_S)
@@ -108,8 +112,10 @@ def _activity(report: Report) -> str:
 
 
 def remove_run(client: redis.Redis, keys: Keys) -> bool:
-    """Remove every key of the run and leave a tombstone, so that its workers and its learner leave. False: no run was
-    there; whatever lay under its name is removed all the same."""
+    """Remove every key of the run and leave a tombstone, so that its workers and learner exit.
+
+    False if there was no run; any keys under its name are removed all the same.
+    """
     streams = [key for purpose in PURPOSES for key in (keys.tickets(purpose), keys.groups(purpose))]
     bury = Call(scripts.BURY, (keys.meta, keys.tombstone, keys.lease, keys.control, *streams), (1000 * _TOMBSTONE_S,))
     there = _ask(client, "remove the run", partial(run, client, bury))
@@ -118,7 +124,7 @@ def remove_run(client: redis.Redis, keys: Keys) -> bool:
 
 
 def _sweep(client: redis.Redis, keys: Keys) -> None:
-    """What the burial left: blobs, receipts and telemetry, too many for one script, and nobody reads them any more."""
+    """Delete the remaining keys: blobs, receipts and telemetry, too many for one script and no longer read."""
     for key in client.scan_iter(match=f"{keys.prefix}*", count=_KEYS_A_CALL):
         if key != keys.tombstone.encode():
             client.unlink(key)
@@ -127,28 +133,28 @@ def _sweep(client: redis.Redis, keys: Keys) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
     entry_id: str
-    number: int  # of the ticket; -1 where the entry has none
+    number: int  # of the ticket; -1 if the entry has none
     run_uid: str  # by the entry
     purpose: str
-    ticket: Ticket | None  # None: it cannot be read
+    ticket: Ticket | None  # None: unreadable
     error: str
     at: float  # when it was given up (unix time)
     retry_requested: bool
 
 
 def read_letters(client: redis.Redis, keys: Keys) -> Iterator[DeadLetter]:
-    """All of them, the oldest first, page by page: there may be more than fit into memory."""
+    """Yield all letters, oldest first, page by page: there may be more than fit into memory."""
     requested = _requests(client, keys)
     return (_to_letter(entry_id, fields, requested) for entry_id, fields in _entries(client, keys))
 
 
 def read_requests(client: redis.Redis, keys: Keys) -> set[int]:
-    """Numbers of the dead tickets that the learner has yet to issue anew."""
+    """Return the numbers of dead tickets whose retry is requested and not issued yet."""
     return {to_number(number) for number in _requests(client, keys)}
 
 
 def read_retried(client: redis.Redis, keys: Keys) -> dict[int, list[int]]:
-    """By the number of a dead ticket, those that were issued in its place."""
+    """Map the number of each dead ticket to those issued as its retries."""
     found: dict[int, list[int]] = {}
     for number, dead in _ask(client, "read the retries", lambda: client.hgetall(keys.retried)).items():
         found.setdefault(to_number(dead), []).append(to_number(number))
@@ -156,12 +162,12 @@ def read_retried(client: redis.Redis, keys: Keys) -> dict[int, list[int]]:
 
 
 def request_retries(client: redis.Redis, keys: Keys, letters: Iterable[DeadLetter], *, by: str) -> int:
-    """Ask for a new ticket in the place of each; how many had not been asked for yet."""
+    """Request a retry of each; return how many requests are new."""
     return _for_each(client, keys, "ask for retries", scripts.REQUEST_RETRIES, letters, by)
 
 
 def purge(client: redis.Redis, keys: Keys, letters: Iterable[DeadLetter], *, by: str) -> int:
-    """Throw them away; how many were there."""
+    """Delete them; return how many existed."""
     return _for_each(client, keys, "purge dead letters", scripts.PURGE, letters, by)
 
 
@@ -210,7 +216,7 @@ def _to_letter(entry_id: bytes, fields: Mapping[bytes, bytes], requested: Mappin
 
 
 def _to_time(text: bytes) -> float:
-    """0 where it is none: whoever has the rights may have written it."""
+    """Parse a time; 0 if invalid, since any client may have written it."""
     try:
         at = float(text)
     except ValueError:

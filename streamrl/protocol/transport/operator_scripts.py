@@ -1,7 +1,7 @@
-"""The scripts of operators. What one changes, it notes in the journal in the same step; what changes nothing is silent,
-so that saying something twice is saying it once.
+"""The operators' scripts, and those of reports.
 
-The scripts of reports. They pass no fence: a monitor must see a zombie too.
+An operator's change is recorded in the journal in the same step; a call that changes nothing records nothing, so that
+repeating it is harmless. The scripts of reports pass no fence: a monitor must see a zombie too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from streamrl.protocol.transport.keys import LONGEST_EVENTS, Keys
 from streamrl.protocol.transport.script import Call, Script
 
-# The tombstone takes the place of meta and streams in one step: nothing of the run is accepted after it.
+# The tombstone replaces meta and streams in one step: nothing of the run is accepted after it.
 BURY = Script("""
 local uid = redis.call('HGET', KEYS[1], 'uid')
 redis.call('DEL', unpack(KEYS, 3))
@@ -19,7 +19,7 @@ redis.call('SET', KEYS[2], uid, 'PX', ARGV[1])
 return 1
 """)
 
-# KEYS begin with meta and events, ARGV with the time and the name of who speaks. What follows sees its own only.
+# KEYS begin with meta and events, ARGV with the time and the operator. The rest sees only its own.
 _NOTE = f"""
 local meta, events = unpack(KEYS, 1, 2)
 local now, by = unpack(ARGV, 1, 2)
@@ -31,8 +31,8 @@ local function note(kind, detail)
 end
 """
 
-# 1: the word has changed. What ends a run carries when it was last said, for learners that had begun by then; to a run
-# that has ended nothing but that time is told, or the learner that takes it up would end at once.
+# 1: the command has changed. A drain or stop carries the time of its last call, for learners that had begun by then. If
+# the run has ended only that time is set, or the next learner would end at once.
 SET_CONTROL = Script(
     _NOTE
     + """
@@ -53,8 +53,8 @@ return 1
 """
 )
 
-# Letters as number and entry id; how many requests are new. A letter is taken by its entry id only if the entry is
-# still about that ticket.
+# Letters as number and entry id; returns the number of new requests. A letter is accepted only if its entry still holds
+# that ticket.
 REQUEST_RETRIES = Script(
     _NOTE
     + """
@@ -76,8 +76,8 @@ return #added
 """
 )
 
-# Letters as number and entry id, and the requests to repeat their tickets; how many letters were there. The learner,
-# who puts back what Redis has lost, hears of it by their numbers.
+# Letters as number and entry id, deleted along with their retry requests; returns how many letters existed. Their
+# numbers are recorded, because the learner restores letters that Redis has lost.
 PURGE = Script(
     _NOTE
     + """
@@ -98,9 +98,9 @@ return #removed
 )
 
 
-# Parts come and go under new names, and one that was killed stays to be seen. Where there are many, a new one clears
-# away those that have long been silent, some at a time: Lua's stack ends at some thousands of arguments. The report
-# comes first: users of Redis may not be allowed the rest yet.
+# Processes come and go under new names, and one that was killed remains visible. When there are many, a new one deletes
+# those that have long been silent, a batch at a time: Lua's stack is limited to some thousands of arguments. The report
+# is written first: Redis users may lack the permissions for the rest.
 _REPORT = Script("""
 local progress, reported = unpack(KEYS)
 local part, packed = unpack(ARGV)
@@ -132,5 +132,5 @@ redis.call('ZREM', KEYS[2], ARGV[1])
 
 
 def withdraw(keys: Keys, part: str) -> Call:
-    """The part ended in order; one that was killed stays to be seen."""
+    """Remove the report of a process that ended in order; one that was killed remains visible."""
     return Call(_WITHDRAW, (keys.progress, keys.reported), (part,))

@@ -1,12 +1,12 @@
-"""Who has which pieces of a blob, and who fetches which from the store: what hosts tell each other through Redis.
+"""Coordination of hosts through Redis: who has which pieces of a blob, and who fetches which from the store.
 
     host ── its address, the pieces it has ─► Redis ─► some other hosts and theirs, and pieces to fetch from the store
     host ◄──────────────────── a piece, from one of these ────────────────────► host
 
-Each piece is given to one host to fetch, for `CLAIM_S`; who died over it is taken for slow, and the piece given to the
-next. All of it is a hint: keys expire, addresses may be anybody's (`address_of_peer` says which are asked at all), and
-what comes is checked against the manifest. So a lie here costs time and no bits. Blocks on Redis for `_PATIENCE_S`,
-then TransportError.
+Each piece is assigned to one host for `CLAIM_S`; after that the host counts as slow or dead, and the piece goes to the
+next. All of it is a hint: keys expire, an address may be forged (`address_of_peer` decides which are used at all), and
+data is checked against the manifest. So a false entry costs time and never corrupts weights. Blocks on Redis for
+`_PATIENCE_S`, then raises TransportError.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.script import Call, run
 from streamrl.protocol.transport.worker_scripts import guarded
 
-HAVE = "x-have"  # header of an answer: which pieces there are, a bitmap in hex
+HAVE = "x-have"  # response header: bitmap, in hex, of the pieces that the peer has
 CLAIM_S = 5.0
-KEPT_S = 900.0  # after the last word of anybody
-MOST_PEERS = 4096  # of a blob, that are remembered
-_NUM_TOLD = 12  # chosen at random
+KEPT_S = 900.0  # after the last update by any host
+MOST_PEERS = 4096  # remembered per blob
+_NUM_TOLD = 12  # peers per reply, chosen at random
 _LOWEST_PORT = 1024
 _PATIENCE_S = 2.0
 
-# `have` is a bitmap, the lowest bit first. What the host was given and has by now is settled, what it is at is its own
-# for longer; then it is given up to `most` others: what nobody was given yet, then what was given too long ago.
+# `have` is a bitmap, lowest bit first. Assigned pieces that the host has by now are released, those it still fetches
+# are extended. Then it is assigned up to `most` others: first those never assigned, then those whose assignment
+# expired.
 TELL = guarded("""
 local peers, claims, secret = unpack(KEYS)
 local me, have, num, most, claim_ms, kept_ms, num_told, longest, fresh = unpack(ARGV, 1, 9)
@@ -89,8 +90,8 @@ class Told:
     secret: bytes
     num_peers: int
     peers: Mapping[str, bytes]  # some of them: address -> bitmap
-    given: Sequence[int]  # pieces that are for this host to fetch from the store
-    busy: Collection[int]  # pieces that others are fetching from there
+    given: Sequence[int]  # pieces that this host is to fetch from the store
+    busy: Collection[int]  # pieces that other hosts are fetching from the store
 
 
 class Peers:
@@ -99,8 +100,10 @@ class Peers:
         self._client, self._keys = client, keys
 
     def tell(self, digest: str, *, have: bytes, num_pieces: int, taken: Collection[int], most: int) -> Told:
-        """Of one blob: we have these pieces, had taken these on, and take so many more. May be repeated: what was given
-        twice expires."""
+        """Report, for one blob, the pieces this host has and those in progress, and take up to `most` more.
+
+        Safe to retry: an assignment whose reply was lost expires.
+        """
         keys = self._keys
         args = (self.address, have, num_pieces, most, int(1000 * CLAIM_S), int(1000 * KEPT_S), _NUM_TOLD, MOST_PEERS)
         call = Call(
@@ -125,7 +128,7 @@ class Peers:
 
 
 def token(secret: bytes, run_uid: str, address: str, path: str) -> str:
-    """What a peer lets in: of no use for another address or another piece."""
+    """Return the token that a peer accepts; valid for one address and one piece only."""
     return hmac.new(secret, f"{run_uid}\n{address}\n{path}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -141,8 +144,11 @@ def pieces_of(bitmap: bytes, num_pieces: int) -> set[int]:
 
 
 def address_of_peer(text: str, *, own: str) -> tuple[str, int] | None:
-    """Host and port; None where no worker of ours can be, so that a word in Redis leads nowhere else: not to this host
-    by its inner address, to metadata services, to well-known ports, or from a private network to the world."""
+    """Parse a peer's host and port; None if none of our workers can be there.
+
+    An address from Redis must lead nowhere else: not to this host's loopback, to metadata services, to well-known
+    ports, or from a private network to a public one.
+    """
     try:
         host, port = parse_address(text, what="peer")
         ip = ipaddress.ip_address(host)

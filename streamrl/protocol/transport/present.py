@@ -1,6 +1,6 @@
-"""What lies in a run's streams at this moment, page by page: all of it, or numbers and identities alone.
+"""The entries in a run's streams at this moment, page by page: in full, or numbers and identities only.
 
-Only reads, so any call may be repeated; each blocks while Redis is away, as long as its caller has patience.
+Only reads, so any call may be retried. Blocks while Redis is down, as long as the caller's `ask` retries.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from streamrl.protocol.transport.script import Call, run
 from streamrl.protocol.transport.types import START, PresentGroup, PresentTicket
 from streamrl.protocol.wire.ticket import Purpose
 
-_A_PAGE = 100  # the server reads whole groups to tell their numbers
-_TICKETS_A_PAGE = 1000  # which are small
+_A_PAGE = 100  # the server reads whole groups to return their numbers
+_TICKETS_A_PAGE = 1000  # tickets are small
 
 
 class Ask(Protocol):
-    """What may be repeated."""
+    """Runs a call that may be retried."""
 
     def __call__(self, what: str, call: Callable[[], Any], /) -> Any: ...
 

@@ -1,8 +1,8 @@
-"""Reports: what each part says of itself, written to Redis once a second by somebody other than the work.
+"""Reports: the state of each process, written to Redis once a second beside its work.
 
 Owns one thread (`write_reports`, for the learner and the launcher) or one task (`report_progress`, for workers) per
-part. A failure is logged once, until a report is written again, and never reaches the work; nor does it end the
-reports, without which a part that is well is taken for gone.
+process. A failure is logged once, until a report is written again. It never affects the work, and does not end the
+reports, since a process without reports is considered gone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from streamrl.telemetry.progress import Progress
 
 @contextlib.contextmanager
 def write_reports(client: redis.Redis, keys: Keys, progress: Progress, *, period_s: float = 1.0) -> Iterator[None]:
-    """Inside, the part's reports are written by a thread that ends with the context."""
+    """Write the process's reports in a thread that ends with the context."""
     outcome, stop = _Outcome(progress.part), threading.Event()
 
     def write_until_stopped() -> None:
@@ -50,7 +50,7 @@ def write_reports(client: redis.Redis, keys: Keys, progress: Progress, *, period
 async def report_progress(
     client: redis.asyncio.Redis, keys: Keys, progress: Progress, *, period_s: float = 1.0
 ) -> AsyncIterator[None]:
-    """Inside, the part's reports are written by a task that ends with the context."""
+    """Write the process's reports in a task that ends with the context."""
     outcome = _Outcome(progress.part)
 
     async def write_for_ever() -> None:
@@ -69,7 +69,7 @@ async def report_progress(
 
 
 class _Outcome:
-    """Logs the first of a row of failures, and the end of the row."""
+    """Logs the first of consecutive failures, and the recovery."""
 
     def __init__(self, part: str) -> None:
         self._part = part

@@ -1,10 +1,9 @@
-"""How a script is run on Redis, and the fence that those of the learner pass.
+"""How a script runs on Redis, and the fence that the learner's scripts pass.
 
-A script runs by its digest, and by its text when the server does not know it (yet, or any more). It answers
-[status, ...]: OK; of a script of the learner, past the fence, also FENCED: another learner is there, and who; LOST:
-Redis knows of no claim of ours: it was emptied, went back in time, or the run was removed, and claiming again tells
-which; GONE: another run has the name, or the tombstone is ours. Blocks as long as the client does; errors come out as
-they are.
+A script runs by its digest, or by its text when the server does not have it cached. It replies [status, ...]. OK, and
+for the learner's scripts also FENCED: another learner holds the run, and which; LOST: Redis has no claim of ours,
+because it was emptied, went back in time, or the run was removed, which claiming again shows; GONE: another run has the
+name, or our run has a tombstone. Blocks as long as the client does; errors propagate.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def run(client: redis.Redis, call: Call) -> Any:
     script = call.script
     try:
         return client.evalsha(script.sha, len(call.keys), *call.keys, *call.args)
-    except redis.exceptions.NoScriptError:  # it did not run, so running it now is no repetition
+    except redis.exceptions.NoScriptError:  # it did not run, so this is not a repetition
         return client.eval(script.text, len(call.keys), *call.keys, *call.args)
 
 
@@ -56,7 +55,7 @@ async def run_async(client: redis.asyncio.Redis, call: Call) -> Any:
 
 
 class Fence(NamedTuple):
-    """What every learner script carries: who it is, of which run, and since which term."""
+    """The first arguments of every learner script: run, term and holder."""
 
     run_uid: str
     term: int
@@ -70,9 +69,9 @@ def fenced(text: str) -> Script:
     return Script(_FENCE + text)
 
 
-# The term tells two lives of one holder apart; the lease refuses a stalled learner from the moment that another has
-# it, which is before that one's term is known here. Terms and versions stay far below 2^53, where Lua's numbers end
-# to be exact. What follows the fence sees its own KEYS and ARGV only.
+# The term distinguishes two lives of one holder; the lease refuses a stalled learner as soon as another holds it, which
+# is before that one's term is known here. Terms and versions stay far below 2^53, the limit of exact Lua numbers. The
+# text after the fence sees only its own KEYS and ARGV.
 _FENCE = """
 local meta, lease = unpack(KEYS, 1, 2)
 local uid, term, holder = unpack(ARGV, 1, 3)

@@ -1,7 +1,8 @@
-"""Files that hold secrets, read for each connection, so that what they hold may change under a run.
+"""Files that hold secrets, read for each connection, so that their contents can change during a run.
 
-The library reads a certificate's authority once for all connections that asyncio has, and passwords never. Where a file
-of a password cannot be read, as while it is written, the password is what it was. Blocks for a small file.
+For asyncio, the library reads a certificate authority once for all connections; it never reads passwords from files. If
+a password file cannot be read, for example while it is written, the last password stays in use. Blocks on reading a
+small file.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from streamrl.errors import ConfigError
 
 
 def read_passwords(file: Path, *, key: str) -> list[str]:
-    """One a line: the first is given, all are accepted, so that another may take its place."""
+    """Read passwords, one per line: clients use the first, servers accept all, so that it can be rotated."""
     try:
         lines = [line.strip() for line in file.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -43,7 +44,7 @@ class PasswordFile(CredentialProvider):
 
 
 class AuthorityReadAnew:
-    """Of a connection of asyncio with TLS."""
+    """Makes an asyncio TLS connection read its certificate authority again."""
 
     ssl_context: Any
 

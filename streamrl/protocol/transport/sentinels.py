@@ -1,11 +1,12 @@
-"""Connections to the server that sentinels call the master: each asks them again now and then, and moves when it moved.
+"""Connections to the server that sentinels call the master: each asks them periodically, and moves when the master
+moves.
 
-    connect (before each command) ─► asked a second ago? ─► the master is elsewhere: leave this server, go there
+    connect (before each command) ─► last asked over a second ago? ─► the master moved: disconnect, connect there
 
-The library asks when a connection is made, and never again while it holds. A master that slept, or was cut off, wakes
-up as one and takes writes until the sentinels make it a replica: ten seconds as a rule, and for as long as a busy
-machine makes them doubt that it is well. Who stays there waits for tickets that lie elsewhere. Where no sentinel
-answers, what is connected stays so: a run must not end for their sake.
+The library asks when a connection is made, and never again while it lasts. A master that stalled, or was partitioned,
+comes back as a master and accepts writes until the sentinels demote it: usually ten seconds, and longer while a busy
+machine makes them doubt its health. A client that stays there waits for tickets that are elsewhere. If no sentinel
+answers, existing connections stay: a run must not end because of the sentinels.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from redis.sentinel import SentinelManagedConnection, SentinelManagedSSLConnecti
 from streamrl.protocol.transport.secret_files import AuthorityReadAnew
 
 _ASK_EVERY_S = 1.0
-_AWAY_S = 30.0  # they are not asked again for so long: to find out that they are away may take seconds
+_AWAY_S = 30.0  # pause before asking again: detecting that they are down may take seconds
 _REPLY_S = 2.0
 
 
 def of_sentinels(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of connections to the sentinels themselves, whose answers are short: nobody waits for them for long."""
+    """Return options of connections to the sentinels, with short timeouts, since their replies are short."""
     times = ("socket_timeout", "socket_connect_timeout")
     return {**options, **{name: min(_REPLY_S, options.get(name) or _REPLY_S) for name in times}}
 
 
 class _Following:
-    """What a connection knows of its sentinels."""
+    """A connection's state towards its sentinels."""
 
     host: Any
     port: Any
@@ -47,7 +48,7 @@ class _Following:
         self._ask_at = time.monotonic() + (_ASK_EVERY_S if answered else _AWAY_S)
 
     def _is_at_the_master(self) -> bool:
-        """As this client's connections know it."""
+        """Whether it is connected to the master, as far as this client's pool knows."""
         return bool((self.host, self.port) == self.connection_pool.master_address)
 
 

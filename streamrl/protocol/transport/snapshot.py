@@ -1,8 +1,8 @@
 """A run at a glance: everything that monitors, the launcher's display and `--json` show, read in one round trip.
 
-Only reads, by plain commands that the rights of a reader cover. Any program with the rights may have written there, of
-another version, or not ours at all: what is not as it should be is noted, and hides nothing else. What learners and
-workers act on is checked by them, and strictly. Blocks at most some seconds while Redis is away, then TransportError.
+Only reads, with plain commands that a monitor's permissions allow. Any client with write access may have written the
+data, in another version or by another program: an invalid value is noted, and does not hide the rest. Learners and
+workers check strictly what they act on. Blocks some seconds at most while Redis is down, then raises TransportError.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ Fields = Mapping[bytes, bytes]
 Entries = Iterable[tuple[bytes, Fields]]
 
 _PATIENCE_S = 5.0
-_SHOWN = 40  # characters of a value that cannot be read
+_SHOWN = 40  # characters shown of an invalid value
 _LARGEST_INTEGER = 1 << 63
 _NUM_LETTERS = 5
-_NUM_OLDEST = 20  # pending tickets, among which the oldest that a worker holds is looked for
+_NUM_OLDEST = 20  # pending tickets searched for the oldest one that a worker holds
 _PER_STREAM = 5  # replies
 _ANOTHER_TYPE = "WRONGTYPE"
-# What a server says to a reader without the right, or before there is anything to tell: not worth the whole look.
+# Errors for a reader without permission, or before the key exists: they do not fail the whole snapshot.
 _PASSED_OVER = ("NOGROUP", "NOPERM", "no such key", "unknown command", _ANOTHER_TYPE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldestLease:
-    """The ticket that was issued first, of those that workers hold."""
+    """Of the tickets that workers hold, the one issued first."""
 
     worker: str
     issued_s: float  # ago
     silent_s: float  # since its worker last renewed the lease
-    times_leased: int  # more than once: workers died with it, or lost it; those that handed it back do not count
+    times_leased: int  # more than once: workers died with it, or lost it; tickets handed back do not count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class StreamCounts:
     leased_by: Mapping[str, int]  # worker -> its leases
     num_groups: int  # delivered and not yet committed
     oldest_lease: OldestLease | None = None
-    num_group_bytes: int = 0  # memory that the groups take, about
+    num_group_bytes: int = 0  # approximate memory of the groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,16 +63,16 @@ class Server:
     version: str = ""
     max_memory_policy: str = "noeviction"
     role: str = "master"
-    save_error: str = ""  # why it may refuse writes: the last save or append to disk failed
+    save_error: str = ""  # the last save or append to disk failed: the server may refuse writes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     at: float  # by the server's clock
-    run: RunInfo | None  # None: no run of this name is there
+    run: RunInfo | None  # None: there is no run of this name
     created_at: float | None
     step: int  # of the last commit
-    holder: str | None  # who the learner is; None: nobody holds the lease
+    holder: str | None  # the learner's; None: nobody holds the lease
     control: Control
     streams: Mapping[Purpose, StreamCounts]
     num_dead: int
@@ -91,10 +91,10 @@ class Snapshot:
     letters: tuple[Mapping[str, str], ...] = ()  # the newest dead letters, newest first: {ticket, error}
     server: Server = Server()
     reported: Mapping[str, float] = field(default_factory=dict)  # part -> when it last reported, by the server's clock
-    unreadable: tuple[str, ...] = ()  # what is there and is not what it should be; all else is told without it
+    unreadable: tuple[str, ...] = ()  # invalid values, which are left out above
 
     def age_s(self, report: Report) -> float:
-        """Since it was written; by the clock of its part, which may go wrong, where the server does not tell."""
+        """Seconds since it was written; by its process's clock, which may be wrong, if the server has no time."""
         return max(0.0, self.at - self.reported.get(report.part, report.at))
 
 
@@ -108,7 +108,7 @@ def snapshot(
     (num_dead, letters, num_requests, num_versions, records, events, info), replies = replies[:7], replies[7:]
     reported, *streams = replies
     at = time[0] + time[1] / 1e6
-    seen.value(_to_int, "meta", meta, "term")  # to be noted where it is none
+    seen.value(_to_int, "meta", meta, "term")  # only to note an invalid value
     return Snapshot(
         at=at,
         run=to_run_info(keys.name, meta),
@@ -141,8 +141,10 @@ def snapshot(
 
 
 def _look(client: redis.Redis, keys: Keys, num_records: int, num_events: int) -> tuple[list[Any], list[str]]:
-    """Everything in one round trip, in the order in which `snapshot` takes it apart; and the keys that are not of the
-    type they should be."""
+    """Read everything in one round trip, in the order in which `snapshot` unpacks it.
+
+    Also returns the keys whose type is wrong.
+    """
     with client.pipeline(transaction=False) as pipe:
         pipe.time()
         pipe.hgetall(keys.meta)
@@ -177,8 +179,11 @@ def _is_of_another_type(reply: Any) -> bool:
 
 
 def _tolerate(reply: Any) -> Any:
-    """Before the first ticket there is no group of workers, a reader may not ask for everything, and others may have
-    written under a run's keys; any other error is one. Whatever is asked for is then nothing: empty, and 0."""
+    """Replace tolerable errors by an empty reply; raise all others.
+
+    Before the first ticket there is no consumer group, a reader may lack permissions, and others may have written under
+    the run's keys.
+    """
     if not isinstance(reply, Exception):
         return reply
     if isinstance(reply, redis.ResponseError) and any(word in str(reply) for word in _PASSED_OVER):
@@ -228,12 +233,12 @@ def _to_server(info: Mapping[str, Any]) -> Server:
 
 @dataclass(frozen=True, slots=True)
 class _Lenient:
-    """Takes what can be read, and notes what cannot."""
+    """Reads the valid values, and notes the invalid ones."""
 
     unreadable: list[str]
 
     def value(self, read: Callable[[bytes], T], hash_name: str, fields: Fields, name: str) -> T | None:
-        """None where it is not there either."""
+        """Read a value; None if it is missing or invalid."""
         raw = fields.get(name.encode())
         try:
             return None if raw is None else read(raw)
@@ -248,7 +253,7 @@ class _Lenient:
 
 
 def to_records(entries: Entries) -> list[Record]:
-    """Those entries of a stream of metrics that can be read."""
+    """Decode the valid entries of a metrics stream."""
     return _readable(entries, _to_record)
 
 
@@ -288,7 +293,7 @@ def _mapping(raw: bytes) -> dict[str, Any]:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """The learner leaves out what is none."""
+    """Check that all values are numbers; the learner writes no others."""
     if not all(isinstance(value, int | float) for value in values.values()):
         raise ValueError("not numbers")
     return {name: _finite(value) for name, value in values.items()}

@@ -1,7 +1,7 @@
-"""What the transport hands out, and the seam between the stream and the learner's feed: tickets and groups, as rank 0
+"""The transport's data types, and the seam between the stream and the learner's feed: tickets and groups, as rank 0
 sees them.
 
-`transport.learner.LearnerStream` is it on Redis, `transport.double.LearnerStreamDouble` in memory.
+`transport.learner.LearnerStream` implements it on Redis, `transport.double.LearnerStreamDouble` in memory.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ START = "0-0"  # the cursor before the first entry of a stream
 
 
 def entry_order(entry_id: str) -> tuple[int, int]:
-    """Entry ids compare by this: milliseconds, sequence."""
+    """Sort key of entry ids: (milliseconds, sequence)."""
     milliseconds, _, sequence = entry_id.partition("-")
     return int(milliseconds), int(sequence)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """What the operator wants."""
+    """The operator's requests."""
 
     control: Control = "run"
-    retries: tuple[int, ...] = ()  # dead tickets that are to be repeated; issuing with `retry_of` answers one
+    retries: tuple[int, ...] = ()  # dead tickets to retry; issuing a ticket with `retry_of` fulfills one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A delivered group as it lies in the stream; whoever may deliver wrote it, so nothing in it is trusted yet."""
+    """A delivered group as stored in the stream. Untrusted: anyone with permission to deliver wrote it."""
 
     id: str
     number: int  # ticket number; -1 when the entry has none
@@ -53,17 +53,17 @@ class Entry:
     header: bytes
     body: bytes
     identity: str = ""  # of the ticket
-    ticket_entry: str = ""  # id of the ticket's entry, whose place it took; empty: no holder of a lease delivered it
+    ticket_entry: str = ""  # id of the ticket's entry, which it replaced; empty: not delivered by the holder of a lease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresentTicket:
-    """An entry among the tickets, leased or not."""
+    """An entry of the ticket stream, leased or not."""
 
     entry_id: str
-    number: int  # -1: of no ticket of this run
+    number: int  # -1: not a ticket of this run
     identity: str
-    flaw: str | None  # why no worker can take it up: it cannot be read, or does not say what its entry says
+    flaw: str | None  # why no worker can use it: it is unreadable, or contradicts its entry's fields
 
     @property
     def sound(self) -> bool:
@@ -72,17 +72,17 @@ class PresentTicket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresentGroup:
-    """An entry among the groups, or among the dead letters."""
+    """An entry of the group stream, or of the dead letters."""
 
     entry_id: str
-    number: int  # of the ticket; -1: of none of this run, or delivered by no holder of a lease
+    number: int  # of the ticket; -1: not of this run, or not delivered by the holder of a lease
     identity: str
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leased:
-    """A ticket this worker holds, until it delivers it, hands it back, or stops renewing it."""
+    """A ticket this worker holds until it delivers it, hands it back, or stops renewing it."""
 
     entry_id: str
     ticket: Ticket
@@ -120,75 +120,80 @@ class Event:
 
 
 class Letter(NamedTuple):
-    """What is told of a dead ticket."""
+    """The record of a dead ticket."""
 
     error: str  # of its last attempt
     at: float  # when it was given up (unix time)
-    identity: str = ""  # of the ticket, as the ledger knows it; empty: an older version did not note it
+    identity: str = ""  # of the ticket, from the ledger; empty: an older version did not record it
 
 
 class Letters(Protocol):
-    """The dead letters: tickets that were given up, for people, and to be repeated."""
+    """The dead letters: tickets that were given up, for operators to inspect and retry."""
 
     def put(self, letters: Iterable[tuple[Ticket, Letter]], *, wait_for_room: bool = True) -> bool:
-        """Put these at the end, a letter a ticket. False: the server has no room for all, and is not waited for."""
+        """Append one letter per ticket. False: the server has no room for all, and `wait_for_room` is false."""
 
     def present(self) -> Sequence[PresentGroup]:
-        """What lies there, without the tickets themselves."""
+        """List the letters, without their tickets."""
 
     def purged(self) -> Set[int]:
-        """Tickets whose letters an operator threw away."""
+        """Return the tickets whose letters an operator purged."""
 
     def remove(self, entry_ids: Sequence[str], *, requests: Sequence[int] = ()) -> None:
-        """And requests to repeat these tickets."""
+        """Delete these letters, and the requests to retry these tickets."""
 
 
 class GroupStream(Protocol):
-    """Tickets out, groups in. Every method that writes raises Fenced once a newer learner has taken over."""
+    """Issues tickets and reads groups. Every method that writes raises Fenced once a newer learner has taken over."""
 
     @property
     def letters(self) -> Letters: ...
 
     @property
     def disturbed(self) -> bool:
-        """The server was away, replaced or emptied since the last `restore`: something may be missing."""
+        """Whether the server was down, replaced or emptied since the last `restore`: data may be missing."""
 
     def restore(self, *, cursor: str, retried: Mapping[int, int | None] | None = None) -> None:
-        """Make the streams exist, let no new group land at or behind the cursor, and note which tickets repeat which
-        dead ones; None: none, whatever was noted."""
+        """Create missing streams, keep new groups beyond the cursor, and record which tickets retry which dead ones.
+
+        None as a value: the ticket is no retry, whatever was recorded.
+        """
 
     def orders(self) -> Orders:
-        """The operator's."""
+        """Return the operator's requests."""
 
     def issue(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
-        """A ticket with `retry_of` also ends the request for it, and is noted among the retried: all in one step.
-        Returns those for which the server has no room, so that they are not written."""
+        """Issue tickets; one with `retry_of` also ends the request for it and is recorded as a retry, in the same step.
+
+        Returns the tickets for which the server has no room; they are not written.
+        """
 
     def count_issued(self, issued: int) -> None:
-        """The number of the next training ticket, for whoever audits: `issue` carries it on."""
+        """Set the number of the next training ticket, for the audit; `issue` advances it."""
 
     def read(self, purpose: Purpose, *, after: str, count: int, block_ms: int) -> list[Entry]:
-        """Groups after this id in the stream's order; waits for the first one at most so long, 0: not at all."""
+        """Return groups after this id in stream order; waits at most `block_ms` for the first one, 0: not at all."""
 
     def fetch(self, purpose: Purpose, ids: Sequence[str]) -> list[Entry | None]: ...
 
     def commit(self, *, step: int, cursor: str, trim_below: str, ended: Sequence[str] = ()) -> None:
-        """The checkpoint of this step is there: remove training groups with ids smaller than `trim_below`, and those
-        that have ended among the others."""
+        """Record the checkpoint of this step: delete training groups before `trim_below`, and the `ended` ones after
+        it.
+        """
 
     def waiting(self, purpose: Purpose) -> set[tuple[int, str]]:
-        """Number and identity of what nobody has delivered: for those who need to know no more than that."""
+        """Return number and identity of undelivered tickets, cheaper than `present_tickets`."""
 
     def present_tickets(self, purpose: Purpose) -> list[PresentTicket]:
-        """What nobody has delivered, in the stream's order."""
+        """List the undelivered tickets in stream order."""
 
     def present_groups(self, purpose: Purpose, *, after: str) -> list[PresentGroup]:
-        """The groups after this id."""
+        """List the groups after this id."""
 
     def delete_tickets(self, purpose: Purpose, entry_ids: Sequence[str]) -> None: ...
 
     def retried(self) -> Mapping[int, int]:
-        """By the number of a ticket that repeats a dead one, the dead one's, as far as the server knows."""
+        """Map the number of each retry ticket to the dead ticket's, as far as the server knows."""
 
     def trim_eval(self, *, below: str) -> None:
-        """Remove evaluation groups with smaller ids."""
+        """Delete evaluation groups with smaller ids."""

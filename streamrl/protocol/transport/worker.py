@@ -1,8 +1,8 @@
-"""The worker's half of the stream: tickets in, groups out, weights watched.
+"""The worker's half of the stream: leases tickets, delivers groups, watches weights.
 
-Every call may block while Redis is away, at most `give_up_after_s`, and is safe to repeat: a delivery leaves a
-receipt, a lost reply to a lease is made good by reading what is pending under our name. `lease` blocks at most
-`block_ms` for tickets. RunGone: the run was removed, or another took its name; there is nothing left to do here.
+Every call may block while Redis is down, at most `give_up_after_s`, and is safe to retry: a delivery leaves a receipt,
+and after a lost reply to a lease the tickets pending under our name are read again. `lease` blocks at most `block_ms`
+for tickets. RunGone: the run was removed, or another took its name; the worker has nothing left to do here.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from streamrl.protocol.transport.script import Argument, Call, Script, run_async
 from streamrl.protocol.transport.types import CONTROLS, Announcement, Control, Leased, RunInfo
 from streamrl.protocol.wire.ticket import PURPOSES, Purpose
 
-# A lease that was neither renewed nor ended for so many of its lengths is forgotten, and may be handed out anew.
+# A lease neither renewed nor ended for this many lease lengths is forgotten; its ticket may be leased again.
 _FORGET_AFTER_LEASES = 3
-# Leases that ran out are looked for so often, in parts of a lease: what a dead worker held is taken up soon after.
+# Interval between searches for expired leases, in lease lengths: a dead worker's tickets are taken up soon.
 _LOOK_FOR_EXPIRED_EVERY = 1 / 16
 _LEASING_ORDER: tuple[Purpose, ...] = ("eval", "train")  # evaluation is short, and people wait for it
-_POLL_S = 0.05  # between two looks for a version where announcements cannot be heard
-_HANDED_BACK_IDLE_MS = 86_400_000  # longer than any lease, and not before the epoch of clocks
+_POLL_S = 0.05  # between two looks for a version when announcements cannot be read
+_HANDED_BACK_IDLE_MS = 86_400_000  # longer than any lease, and not before the Unix epoch
 assert set(_LEASING_ORDER) == set(PURPOSES)
 
 
@@ -50,7 +50,7 @@ class WorkerStream:
         lease_s: float,
         give_up_after_s: float = 120.0,
     ) -> None:
-        """`worker` must be this worker's alone; one that died and comes again under its name gets its leases back."""
+        """`worker` must be unique; a worker that died and restarts under its name gets its leases back."""
         self._client = client
         self._keys = keys
         self._tickets = [keys.tickets(purpose) for purpose in _LEASING_ORDER]
@@ -61,20 +61,20 @@ class WorkerStream:
         self._give_up_after_s = give_up_after_s
         self._run_uid: str | None = None
         self._held: dict[tuple[Purpose, str], float] = {}  # when each was last leased or renewed
-        self._recover = True  # something may be pending under our name that we do not know of
+        self._recover = True  # tickets we do not know of may be pending under our name
         self._look_for_expired_at = 0.0
-        self._can_wait = True  # all streams are there, as far as we know
+        self._can_wait = True  # all streams exist, as far as we know
         self._latest: Announcement | None = None
-        self._heard = 0  # the newest version that we were woken for
-        self._is_deaf = False  # announcements cannot be heard, and that was said
+        self._heard = 0  # the newest version that woke us
+        self._is_deaf = False  # announcements cannot be read, and that was logged
         self._ask = partial(repeat_async, client, give_up_after_s=give_up_after_s)
 
     async def run_info(self) -> RunInfo | None:
-        """None: nothing is there (yet, or any more: the server was emptied, and the learner restores it)."""
+        """Return the run, or None (not yet, or no longer: the server was emptied, and the learner will restore it)."""
 
         async def read() -> list[Any]:
-            # No transaction, which a full Redis refuses even when it only reads. The order is enough: who removes a run
-            # puts the tombstone in the place of meta in one step.
+            # Not a transaction, which a full Redis refuses even for reads. The order suffices: removal replaces meta by
+            # the tombstone in one step.
             async with self._client.pipeline(transaction=False) as pipe:
                 pipe.hgetall(self._keys.meta)
                 pipe.get(self._keys.tombstone)
@@ -90,13 +90,16 @@ class WorkerStream:
         return info
 
     async def learner_report(self) -> bytes | None:
-        """What the learner says of itself, as it lies there: that it changes shows that one lives."""
+        """Return the learner's report, undecoded: a changing report shows that a learner is alive."""
         found: Any = await self._ask("look for a learner", lambda: self._client.hget(self._keys.progress, LEADER))
         return found if found is None else bytes(found)
 
     async def lease(self, *, max_tickets: int, block_ms: int) -> list[Leased]:
-        """Up to `max_tickets` tickets, evaluation first; none when there were none within `block_ms` (at most some
-        seconds, and a small part of a lease). Never one that the caller still holds and renews. One call at a time."""
+        """Lease up to `max_tickets` tickets, evaluation first; none if none arrive within `block_ms`.
+
+        Blocks at most some seconds, and a small part of a lease. Never returns a ticket that the caller still holds and
+        renews. One call at a time.
+        """
         assert max_tickets >= 1, f"asked to lease {max_tickets} tickets"
         looks = self._recover or not self._can_wait or time.monotonic() >= self._look_for_expired_at
         if block_ms <= 0 or looks:
@@ -105,27 +108,29 @@ class WorkerStream:
                 await asyncio.sleep(bounded_block_ms(self._client, block_ms) / 1000)
                 return []
             if taken[1] and len(taken[0]) >= max_tickets:
-                self._look_for_expired_at = 0.0  # some had run out, and there may be more of them
+                self._look_for_expired_at = 0.0  # some had expired, and there may be more
             if (leased := self._adopt(taken[0], max_tickets)) or block_ms <= 0:
                 return leased
         came = await self._ask("wait for tickets", lambda: self._wait(max_tickets, block_ms))
         if self._recover:
             return await self.lease(max_tickets=max_tickets, block_ms=0)
         leased = self._adopt(came, len(came))
-        if surplus := leased[max_tickets:]:  # the bound on a blocking read holds for each stream by itself
+        if surplus := leased[max_tickets:]:  # a blocking read's count applies to each stream separately
             await self.hand_back(surplus)
-            self._look_for_expired_at = 0.0  # where they are found next time
+            self._look_for_expired_at = 0.0  # finds them in the next call
         return leased[:max_tickets]
 
     async def renew(self, leased: Sequence[Leased]) -> list[Leased]:
-        """Call it several times per `lease_s` for all that is at work. Returns those that are not ours any more:
-        somebody else has them, or the learner took them back."""
+        """Renew the leases of all tickets in progress; call it several times per `lease_s`.
+
+        Returns those no longer ours: another worker has them, or the learner took them back.
+        """
         if not leased:
             return []
         args = (WORKERS, self._worker, *_places(leased))
         reply = await self._call("renew leases", scripts.RENEW, self._tickets, *args)
         crashpoint("ticket.renewed")
-        if reply is None:  # the server was emptied: the learner issues again what it still wants
+        if reply is None:  # the server was emptied: the learner issues again what it still needs
             lost = list(leased)
         else:
             gone = {(_LEASING_ORDER[stream - 1], entry_id.decode()) for stream, entry_id in reply[0]}
@@ -135,8 +140,11 @@ class WorkerStream:
         return lost
 
     async def deliver(self, leased: Leased, header: bytes, body: bytes) -> bool:
-        """Put the group in the ticket's place. False: the ticket is not there any more, for somebody else delivered it
-        or the learner took it back, or its lease ran out and is another's now; drop the group."""
+        """Replace the ticket by its group.
+
+        False: the ticket is gone, because another worker delivered it, the learner took it back, or its lease expired
+        and another worker holds it; drop the group.
+        """
         crashpoint("group.ready")
         delivered = await self._deliveries.add(Delivery(leased, header, body))
         crashpoint("group.delivered")
@@ -144,7 +152,7 @@ class WorkerStream:
         return delivered
 
     async def hand_back(self, leased: Sequence[Leased]) -> None:
-        """Others may lease these at once."""
+        """Return these tickets, so that others may lease them at once."""
         if leased:
             args = (*self._to_nobody, *_places(leased))
             await self._call("hand tickets back", scripts.HAND_BACK, self._tickets, *args)
@@ -152,14 +160,16 @@ class WorkerStream:
             self._let_go(leased)
 
     async def leave(self) -> None:
-        """Last act: hand back whatever is pending under our name, also what a lost reply gave us. Who is in a hurry
-        bounds it: while Redis is away it waits like every call."""
+        """Hand back everything pending under our name, including what a lost reply assigned to us: the last call.
+
+        While Redis is down it waits like every call, so a caller in a hurry must set a timeout.
+        """
         await self._call("leave the run", scripts.LEAVE, self._tickets, *self._to_nobody)
         crashpoint("worker.left")
         self._held.clear()
 
     async def latest(self, *, anew: bool = False) -> Announcement | None:
-        """The newest version and its manifest, which is read again only if `anew`: an anchor may lie beside it now."""
+        """Return the newest version and its manifest, read again only if `anew`: an anchor may have been added."""
         known = self._latest.version if self._latest and not anew else 0
         keys = [self._keys.weights, self._keys.manifests]
         reply = await self._call("read the latest version", scripts.LATEST, keys, known)
@@ -167,28 +177,30 @@ class WorkerStream:
             case [version, base, step, manifest]:
                 self._latest = Announcement(version=int(version), base=int(base), step=int(step), manifest=manifest)
             case [_]:
-                pass  # still the one we know
+                pass  # unchanged
             case _:
                 return None
         return self._latest
 
     async def beyond(self, version: int, *, within_s: float) -> bool:
-        """Wait until a newer version is announced, and was not heard before. False: none was heard; `latest` tells
-        whether there is one.
+        """Wait until a version newer than `version` is announced that has not woken this worker before.
 
-            worker: latest ─► nothing new ─► XREAD BLOCK beyond what it knows ─► an entry, or time is up ─► latest ...
+        False: no announcement arrived; `latest` shows whether there is a version all the same.
+
+            worker: latest ─► nothing new ─► XREAD BLOCK beyond what it knows ─► an entry, or timeout ─► latest ...
             learner: the script that announces adds the entry, whose id is the version
 
-        The entry is a bell and nothing else: what is announced is for `latest` to say. So a bell that is lost, or whose
-        server cannot be heard, costs a wait and no version: the caller looks again all the same. Versions only grow,
-        over the loss of Redis too, so nothing need be remembered to hear the next one; each wakes a worker once, so
-        that one whose manifest was lost is not asked for in a circle. Blocks for the time that the caller gives (some
-        seconds at most), on a connection that the client's pool gives to no other call meanwhile."""
+        The entry is only a wake-up; `latest` reads what was announced. So a lost entry, or one that cannot be read,
+        costs a wait and no version: the caller looks again anyway. Versions only grow, even when Redis is lost, so
+        nothing need be remembered to get the next one. Each version wakes a worker once, so that one whose manifest was
+        lost causes no busy loop. Blocks for the given time (some seconds at most), on a connection of its own from the
+        client's pool.
+        """
         since = max(version, self._heard)
         block = bounded_block_ms(self._client, int(1000 * within_s))
         try:
             reply: Any = await self._client.xread({self._keys.announced: f"{since}-0"}, count=1, block=block)
-        except redis.RedisError as error:  # the caller's next look finds out whether Redis is away
+        except redis.RedisError as error:  # the caller's next look finds out whether Redis is down
             if not self._is_deaf and not isinstance(error, redis.ConnectionError | redis.TimeoutError):
                 self._is_deaf = True
                 structlog.get_logger().warning("announcements_not_heard", error=str(error), looks_every_s=_POLL_S)
@@ -211,7 +223,7 @@ class WorkerStream:
     # Leasing
 
     async def _take(self, uid: str, most: int) -> Any:
-        recover, self._recover = self._recover, True  # until the reply is here, we may hold what we do not know of
+        recover, self._recover = self._recover, True  # until the reply arrives, unknown tickets may be ours
         args = (WORKERS, self._worker, int(self._lease_s * 1000), most, int(recover))
         reply = await self._run(uid, scripts.TAKE, self._tickets, *args)
         crashpoint("ticket.leased")
@@ -220,19 +232,21 @@ class WorkerStream:
         return reply
 
     async def _wait(self, most: int, block_ms: int) -> list[Any]:
-        """New tickets as soon as there are some, in the form in which `_take` has them. With `_recover` left set they
-        are pending under our name, or may be, and `_take` finds out."""
+        """Return new tickets as soon as there are some, in the form that `_take` returns.
+
+        With `_recover` left set, tickets are or may be pending under our name, and `_take` finds out.
+        """
         self._recover = True
         streams: dict[Any, Any] = dict.fromkeys(self._tickets, ">")
         block = bounded_block_ms(self._client, min(block_ms, int(_LOOK_FOR_EXPIRED_EVERY * self._lease_s * 1000)))
         try:
             reply: Any = await self._client.xreadgroup(WORKERS, self._worker, streams, count=most, block=block)
         except (redis.ConnectionError, redis.TimeoutError):
-            return []  # waiting again would wait for other ones
+            return []  # waiting again would wait for other tickets
         except redis.ResponseError as error:
             if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
                 raise
-            # One of the streams is not there yet, or is made again; what lies in the other one is for the script.
+            # One of the streams does not exist yet, or was recreated; the script reads the other one.
             self._can_wait = False
             await asyncio.sleep(block / 1000)
             return []
@@ -244,7 +258,7 @@ class WorkerStream:
         ]
         if came:
             crashpoint("ticket.leased")
-        # Of another run: only the script can tell whether ours is gone.
+        # A ticket of another run: only the script can tell whether ours is gone.
         self._recover = self._run_uid is None or any(uid != self._run_uid.encode() for *_, uid, _, _ in came)
         return came
 
@@ -257,13 +271,13 @@ class WorkerStream:
             if (purpose, entry_id.decode()) in self._held:
                 continue
             if len(adopted) == most:
-                self._recover = True  # the rest stays pending, and comes next time
+                self._recover = True  # the rest stays pending, and is returned next time
                 break
             try:
                 ticket = read_ticket(body, purpose=purpose, number=number, uid=uid, identity=identity)
             except WireError as error:
-                # Left pending: a worker of another version may know how to read it, and the learner looks through
-                # the tickets now and then, and issues again what nobody can read.
+                # Left pending: a worker of another version may be able to read it, and the learner scans the tickets
+                # periodically and issues again those that nobody can read.
                 structlog.get_logger().warning("unreadable_ticket", entry=entry_id.decode(), error=str(error))
             else:
                 adopted.append(Leased(entry_id=entry_id.decode(), ticket=ticket, purpose=purpose))
@@ -278,13 +292,15 @@ class WorkerStream:
             self._held.pop((one.purpose, one.entry_id), None)
 
     async def spend(self, what: str, num: int) -> int:
-        """Count what this worker has spent of something; returns what all workers of the run have, as far as this Redis
-        knows. Where a reply is lost the call is repeated, and may count twice."""
+        """Count what this worker has spent; return the total of all workers of the run, as far as this Redis knows.
+
+        A call whose reply was lost is retried, and may count twice.
+        """
         reply = await self._call("count what is spent", scripts.SPEND, [self._keys.counters], f"spent:{what}", num)
         return num if reply is None else int(reply[0])
 
     async def secret(self) -> bytes | None:
-        """What hosts of this run prove to each other that they know; None while no run is there."""
+        """Return the secret that authenticates hosts of this run to each other; None if there is no run."""
         fresh = secrets.token_hex(32)
         reply = await self._call("read the hosts' secret", scripts.SECRET, [self._keys.peers_secret], fresh)
         return None if reply is None else bytes(reply[0])
@@ -316,7 +332,7 @@ class WorkerStream:
         return await run_async(self._client, call)
 
     async def _do(self, what: str, call: Callable[[str], Awaitable[Any]]) -> list[Any] | None:
-        """Run a script of this run; None when no run is there."""
+        """Run a script of this run; return its reply after OK, or None if there is no run."""
         if self._run_uid is None and await self.run_info() is None:
             return None
         uid = self._run_uid
@@ -331,5 +347,5 @@ class WorkerStream:
 
 
 def _places(leased: Sequence[Leased]) -> list[Argument]:
-    """For scripts: the number of the stream, and the entry."""
+    """Script arguments: the stream's number and the entry, per ticket."""
     return [part for one in leased for part in (_LEASING_ORDER.index(one.purpose) + 1, one.entry_id)]

@@ -1,16 +1,17 @@
-"""The worker's scripts; the methods of `WorkerStream` say what each is for. Each answers [status, ...].
+"""The worker's scripts; the methods of `WorkerStream` document each. Each replies [status, ...].
 
 OK; LOST: Redis knows no run here; GONE: the run was removed, or another took its name.
 
-A lease is a pending entry of the group `workers` whose idle time stays below `lease_ms`. What is handed back is pending
-under a name that is no worker's. The delivery count says to how many workers a ticket went that did not hand it back.
+A lease is a pending entry of the consumer group `workers` whose idle time stays below `lease_ms`. A ticket handed back
+is pending under a name that no worker has. The delivery count is the number of workers that got the ticket and did not
+hand it back.
 """
 
 from __future__ import annotations
 
 from streamrl.protocol.transport.script import Script
 
-# What follows the guard sees its own KEYS and ARGV only.
+# The text after the guard sees only its own KEYS and ARGV.
 _GUARD = """
 local meta, tombstone = unpack(KEYS, 1, 2)
 local uid = table.remove(ARGV, 1)
@@ -27,16 +28,16 @@ def guarded(text: str) -> Script:
     return Script(_GUARD + text)
 
 
-# What hosts of this run prove to each other that they know; the first who asks makes it.
+# The secret with which hosts of this run authenticate to each other; the first caller creates it.
 SECRET = guarded("""
 redis.call('SET', KEYS[1], ARGV[1], 'NX')
 return {'OK', redis.call('GET', KEYS[1])}
 """)
 
 
-# Lease up to `most` tickets, without waiting: per stream first those whose lease ran out, then new ones. With `recover`
-# also all that this worker already holds, some of which it may not know of: a reply was lost. Answers the tickets
-# as [key of the stream, id, number, run, identity, body], and how many of them had run out.
+# Leases up to `most` tickets without waiting: per stream first those whose lease expired, then new ones. With `recover`
+# also all tickets that this worker already holds, some of which it may not know of because a reply was lost. Returns
+# the tickets as [key of the stream, id, number, run, identity, body], and how many of them had expired.
 TAKE = guarded("""
 local group, worker, lease_ms, most, recover = unpack(ARGV)
 most = tonumber(most)
@@ -89,8 +90,8 @@ end
 return {'OK', taken, num_reclaimed}
 """)
 
-# Leases begin anew, and no delivery count rises; answers the [stream, id] that are not ours any more. Whoever claimed
-# an entry meanwhile keeps it: only what is pending under our name is touched.
+# Restarts the leases without raising delivery counts; returns the [stream, id] no longer ours. Only entries pending
+# under our name are touched, so a worker that claimed one meanwhile keeps it.
 RENEW = guarded("""
 local group, worker = unpack(ARGV, 1, 2)
 local lost = {}
@@ -107,7 +108,7 @@ end
 return {'OK', lost}
 """)
 
-# The time that it was here does not count.
+# This worker's delivery does not count.
 _HAND_BACK = """
 local group, worker, nobody, idle_ms = unpack(ARGV, 1, 4)
 local function hand_back(key, lease)
@@ -116,7 +117,7 @@ local function hand_back(key, lease)
 end
 """
 
-# What is still pending under our name.
+# Returns those that are still pending under our name.
 HAND_BACK = guarded(
     _HAND_BACK
     + """
@@ -129,10 +130,10 @@ return {'OK'}
 """
 )
 
-# Count what the run's workers have spent of something; answers what all of them have.
+# Counts what the run's workers have spent of something; returns the total.
 SPEND = guarded("return {'OK', redis.call('HINCRBY', KEYS[1], ARGV[1], ARGV[2])}")
 
-# Give back whatever is pending under this name, known to the worker or not, and forget the name.
+# Hands back everything pending under this name, known to the worker or not, and deletes the consumer.
 LEAVE = guarded(
     _HAND_BACK
     + """
@@ -147,16 +148,16 @@ return {'OK'}
 """
 )
 
-# Each ticket becomes its group, given with header and body, if it is still there and with this worker: the same entry,
-# number, run and identity, pending under the worker's name. A server that lost its tail may give an entry id again, so
-# the id alone proves nothing; and whose lease has run out and gone to another is refused, for only the holder of a
-# lease ends its ticket. The entry of the group names that of the ticket: so the learner sees that it came by this road.
-# Answers a text with a 1 or a 0 for each.
+# Replaces each ticket by its group, passed as header and body, if the ticket is still there and leased by this worker:
+# the same entry, number, run and identity, pending under the worker's name. A server that lost its latest writes may
+# assign an entry id again, so the id alone proves nothing. A worker whose lease expired and went to another is refused,
+# since only the holder of a lease ends its ticket. The group's entry names the ticket's: so the learner sees that this
+# script wrote it. Returns a string with a 1 or a 0 for each.
 #
-# The receipt makes the call repeatable: when the reply was lost, the second call with this token finds the tickets gone
-# and its own receipt instead. For that a lane must not begin its next call while it may repeat this one.
+# The receipt makes the call safe to retry: when the reply was lost, the second call with this token finds the tickets
+# gone and its own receipt instead. So a lane must not begin its next call while it may retry this one.
 #
-# Whatever is delivered, XACK is the first write: at maxmemory the script goes through all the same.
+# If anything is delivered, XACK is the first write: so the script succeeds even at maxmemory.
 DELIVER = guarded("""
 local receipt, counters = unpack(KEYS, 1, 2)
 local group, worker, token, receipt_ms = unpack(ARGV, 1, 4)
