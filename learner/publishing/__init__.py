@@ -1,1 +1,1 @@
-"""Weights out: what is published when, how it is encoded beside the loop, and what may be deleted."""
+"""Publishing: when weights are published, how they are encoded beside the loop, and what may be deleted."""

@@ -1,10 +1,10 @@
-"""What a version of adapters says of the model that they are for: digests, and no bytes.
+"""The digests that a version of adapters carries for the model they belong to, without bytes.
 
     at start       each tensor of the frozen model: a worker takes it from its own files, and compares
-    each version   some of the merged tensors, computed here from what is trained: a worker merges, and compares
+    each version   some of the merged tensors, computed here from the trained parameters: a worker merges, and compares
 
-The first version of a learner says all merged tensors, each later one its share, in turn: the loop waits for these. On
-a GPU they are merged there. No GPU has run this.
+A learner's first version carries digests of all merged tensors, each later one its share, in turn. The loop waits for
+these; on a GPU they are merged there. No GPU has run this.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from streamrl.learner.model.lora import adapter_parameters, adapters_of, base_pa
 from streamrl.learner.publishing.host_copy import digests_of
 from streamrl.protocol.weights.format import Coding, DType, RangeDigest, TensorMeta
 
-_NUM_TURNS = 16  # versions until each merged tensor was told again
+_NUM_TURNS = 16  # number of versions that cover all merged tensors
 
 
 class AdapterWords:
@@ -27,11 +27,11 @@ class AdapterWords:
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
         self.adapters = adapters_of(model)
         self.pretrained = metas_of(base_parameters(model), dtype) if self.adapters else ()
-        self._digests: tuple[RangeDigest, ...] | None = None  # of the frozen model, once they were asked for
+        self._digests: tuple[RangeDigest, ...] | None = None  # of the frozen model, once computed
         self._turn = 0
 
     def take(self) -> list[RangeDigest]:
-        """For the version that is made now. A collective."""
+        """Return the digests for the next version. A collective."""
         if not self.adapters:
             return []
         base = dict(base_parameters(self._model))

@@ -1,11 +1,11 @@
-"""How tensors come to the host, cast on the way: at once on a processor, or by a GPU's own stream.
+"""Copies tensors to the host with a cast: synchronously on a CPU, or in a stream of a GPU.
 
-    GPU   masters ─► cast on the GPU ─► pinned memory ─► event ─► handed out ─► encoded
-                 └─► cast once more ─► a sum of its words ──────────────────────┴─ equal?
+    GPU   masters ─► cast on the GPU ─► pinned memory ─► event ─► returned ─► encoded
+                 └─► cast once more ─► a sum of its words ──────────────────┴─ equal?
 
-The copies of a version are all asked for before the first is awaited, so that the bus does not idle; the loop waits
-for the last one's event. There the second cast, which shows that what goes out is this step's, is not brought to the
-host: it is summed where it is, and the copy is summed beside the loop. No GPU has run this.
+All copies of a version are queued before the first is awaited, so that the bus does not idle; the loop waits for the
+last one's event. On a GPU the second cast, which proves that the published bytes are this step's, is not copied to the
+host: it is summed on the GPU, and the copy is summed beside the loop. No GPU has run this.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ import torch
 from streamrl.errors import WeightsError
 from streamrl.pinning import CudaRuntime, CudaRuntimeDouble, Pinned
 
-_PIECE_ELEMENTS = 1 << 24  # that a GPU casts at a time
+_PIECE_ELEMENTS = 1 << 24  # cast by a GPU at a time
 _WORD_BYTES = 8
 
-Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # to where, from where: flat, of one length
-Ready = Callable[[], None]  # returns when copies are on the host
-Check = Callable[[], None]  # WeightsError where what is on the host is not the cast of what was copied
+Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (target, source): flat, of equal length
+Ready = Callable[[], None]  # blocks until the copies are on the host
+Check = Callable[[], None]  # WeightsError unless the host's bytes are the cast of their source
 
 
 class Copier(Protocol):
-    checks: bool  # whether it shows by itself that copies are casts
+    checks: bool  # whether it verifies itself that copies are casts
 
     def begin(self, host: torch.Tensor) -> None:
-        """What the model has computed by now is to be copied, into this memory, which begins with words of 8 bytes."""
+        """Prepare to copy what the model has computed by now into this memory, which is 8-byte aligned."""
 
     def copy(self, copies: Copies) -> tuple[Ready, Check]:
-        """To be read once the first was called; the second may be called later and elsewhere."""
+        """Queue copies: read them after `Ready` returns; `Check` may be called later, in another thread."""
         ...
 
 
 class AtOnce:
-    """The host's own: what is not asked for yet is not copied."""
+    """Copies on the host, when the copy is awaited."""
 
     checks = False
 
@@ -55,23 +55,23 @@ class AtOnce:
 
 
 class Stream(Protocol):
-    """A GPU's queue of work, beside that of the model."""
+    """A GPU stream, separate from the model's."""
 
     def follow_model(self) -> None:
-        """What comes now begins after what the model was told so far."""
+        """Make later work wait for the model's work queued so far."""
 
     def __call__(self) -> AbstractContextManager[object]:
-        """Inside, work goes into this queue."""
+        """Return a context whose work goes into this stream."""
         ...
 
     def mark(self) -> Ready:
-        """Returns when all that is in the queue by now is done."""
+        """Return a function that blocks until all work queued so far is done."""
         ...
 
     def runtime(self) -> CudaRuntime: ...
 
     def launch(self) -> None:
-        """Run any kernel."""
+        """Launch any kernel."""
         ...
 
 
@@ -90,7 +90,7 @@ class OnStream:
         self._stream.follow_model()
 
     def copy(self, copies: Copies) -> tuple[Ready, Check]:
-        sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # (what is on the host, the sum of its words)
+        sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # (copy on the host, sum of its words)
         with self._stream():
             for target, source in copies:
                 for to, values in zip(target.split(_PIECE_ELEMENTS), source.split(_PIECE_ELEMENTS), strict=True):
@@ -132,7 +132,7 @@ class CudaStream:
 
 
 class StreamDouble:
-    """A queue that works when it is waited for, or not at all."""
+    """A stream that only records its calls; `mark` works when it is awaited."""
 
     def __init__(self, runtime: CudaRuntimeDouble) -> None:
         self.told: list[str] = []
@@ -160,7 +160,9 @@ def copier_for(device: torch.device) -> Copier:
 
 
 def sum_of_words(values: torch.Tensor) -> torch.Tensor:
-    """Of its bytes as numbers of 8 bytes, each times an odd number of its own, mod 2^64: one bit that differs shows."""
+    """Sum the bytes as 64-bit integers, each times its own odd factor, mod 2^64: any single differing bit changes the
+    sum.
+    """
     num_left = -values.nbytes % _WORD_BYTES // values.element_size()
     words = torch.nn.functional.pad(values, (0, num_left)).view(torch.int64)
     odd = torch.arange(1, 2 * len(words), 2, device=words.device)

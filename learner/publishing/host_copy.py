@@ -1,20 +1,20 @@
-"""The weights as they will be served, copied to the host: what is encoded while the optimizer goes on.
+"""A host copy of the weights in their published dtype, which is encoded while the optimizer continues.
 
-The loop waits for this copy, and for little else of a publish. It comes in parts, so that the first is encoded while
-the next is copied. There is memory for two copies: the one that was announced last stays as it is, for the next is
-encoded against it, and the other is written over.
+Of a publish the loop waits for this copy, and for little else. It is made in parts, so that the first is encoded while
+the next is copied. There is memory for two copies: the last announced one stays, since the next is encoded against it,
+and the other is overwritten.
 
     take ─► one half ─► encoded against the other ─► announced: keep ─► take ─► the other half ─► ...
                                                  └─► failed ─► take ─► the same half again
 
-Are the bytes that go out the cast of this step's masters? Asked at every version, without a forward pass.
+Every version is checked, without a forward pass: its bytes must be the cast of this step's masters.
 
     masters ─┬─► the host copy ─► encoded: a digest of each range ─┐ beside the loop
              └─► cast once more, by itself ─► digests ─────────────┴─ equal, or nothing is announced
 
-A copy that was not refreshed, or is of another step, would be served faithfully by every worker: their proofs begin at
-what was published. The loop waits for this second cast, for about as long as for the copy (135M parameters in bf16:
-45 ms on one core). On a GPU the second cast stays there, and its sum is compared (`copiers`).
+Workers would faithfully serve a copy that was not refreshed or is of another step, since their checks begin with the
+published bytes. The loop waits for this second cast about as long as for the copy (135M parameters in bf16: 45 ms on
+one core). On a GPU the second cast stays there, and its sum is compared (`copiers`).
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from streamrl.learner.parallel.dtensors import LocalRows, told
 from streamrl.learner.publishing.copiers import Check, Copier
 from streamrl.protocol.weights.format import MAX_RANGE_ELEMENTS, Coding, DType, HeldRange, RangeDigest
 
-_PART_BYTES = 8 << 20  # or a range that is larger
+_PART_BYTES = 8 << 20  # or one range, if larger
 _ALIGN = 64
 
-_Run = tuple[str, LocalRows, torch.Tensor]  # name, what this rank holds, where it goes
+_Run = tuple[str, LocalRows, torch.Tensor]  # name, this rank's rows, their place in the buffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Some of what this rank holds, on the host."""
+    """Some of this rank's ranges, on the host."""
 
     ranges: list[HeldRange]
-    check: Check  # that they are the cast of what was copied, where the copier can say so
+    check: Check  # verifies that they are the cast of their source, if the copier can
 
 
 class HostCopy:
@@ -53,11 +53,11 @@ class HostCopy:
         self._integers = torch.int32 if self._dtype == torch.float32 else torch.int16
         self._copier = copier
         self._buffer = torch.empty(0, dtype=self._dtype)  # [2 * num_elements] two halves, with all runs of this rank
-        self._slots: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # in each of them, one after another
+        self._slots: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # per half: its slots, one per run
         self._taken = 0  # the half that is written to
 
     def take(self, model: nn.Module) -> Iterator[Part]:
-        """All that this rank tells of, some tensors at a time."""
+        """Yield everything that this rank publishes, some tensors at a time."""
         runs = [(name, told(tensor, shape=tensor.shape)) for name, tensor in published_parameters(model)]
         runs = [(name, run) for name, run in runs if len(run.values)]
         slots = self._places([len(run.values) for _, run in runs])
@@ -71,11 +71,11 @@ class HostCopy:
             yield Part(ranges=[self._range(name, run.start, slot) for name, run, slot in part], check=check)
 
     def keep(self) -> None:
-        """What was taken last is announced: it stays until this is said of the next."""
+        """Keep the last copy, which was announced, until the next call."""
         self._taken = 1 - self._taken
 
     def _places(self, lengths: list[int]) -> list[torch.Tensor]:
-        """For runs of these lengths, each on a border of 64 bytes; the same ones as long as the lengths are."""
+        """Return slots for runs of these lengths, aligned to 64 bytes; the same slots while the lengths stay equal."""
         if [len(slot) for slot in self._slots[0]] != lengths:
             step = _ALIGN // self._dtype.itemsize
             begins = [0, *accumulate(-(-length // step) * step for length in lengths)]
@@ -102,26 +102,26 @@ class HostCopy:
 
 
 def _ranges(run: _Run) -> Iterator[_Run]:
-    """Cut as the encoder cuts it: it is not to wait for all of a large tensor."""
+    """Cut as the encoder does, so that it need not wait for all of a large tensor."""
     name, rows, slot = run
     for begin in range(0, len(slot), MAX_RANGE_ELEMENTS):
         values = rows.values[begin : begin + MAX_RANGE_ELEMENTS]
         yield name, LocalRows(start=rows.start + begin, values=values), slot[begin : begin + MAX_RANGE_ELEMENTS]
 
 
-_CAST_ELEMENTS = 1 << 19  # at a time: they are digested while the processor has them in its cache
+_CAST_ELEMENTS = 1 << 19  # at a time: digested while they are in the CPU's cache
 
-CastDigests = Mapping[tuple[str, int], bytes]  # by tensor and start of each range that this rank holds
+CastDigests = Mapping[tuple[str, int], bytes]  # by (tensor, start) of each range that this rank holds
 
 
 def cast_digests(model: nn.Module, dtype: DType) -> CastDigests:
-    """Of all that this rank holds and publishes, cut into ranges as the encoder cuts them."""
+    """Digest a separate cast of all that this rank publishes, in the encoder's ranges."""
     parts = digests_of(published_parameters(model), dtype, Coding.RAW)
     return {(part.tensor, part.start): part.digest for part in parts}
 
 
 def digests_of(tensors: Iterable[tuple[str, torch.Tensor]], dtype: DType, coding: Coding) -> Iterator[RangeDigest]:
-    """Of what this rank holds of them, as ranges without bytes."""
+    """Digest what this rank holds of the tensors, as ranges without bytes."""
     for name, tensor in tensors:
         run = told(tensor, shape=tensor.shape)
         for begin in range(0, len(run.values), MAX_RANGE_ELEMENTS):
@@ -138,7 +138,7 @@ def _digest(values: torch.Tensor, dtype: torch.dtype) -> bytes:
 
 
 def refuse_other_bytes(encoded: Iterable[RangeDigest], cast: CastDigests) -> None:
-    """WeightsError where a range that was encoded is not what the masters cast to."""
+    """Raise WeightsError for encoded ranges that differ from the cast of the masters."""
     others = [part for part in encoded if cast.get((part.tensor, part.start)) != part.digest]
     if others:
         raise WeightsError(

@@ -1,8 +1,8 @@
-"""What the files of a model hold beside its parameters: buffers, such as the biases by which some routers choose.
+"""The buffers in a model's files beside its parameters, such as the bias with which some routers choose experts.
 
-Training never changes them, and engines have no other source of weights than versions, so each version has them. In
-float32, whatever parameters are served in: what such a bias is added to differs by less than bfloat16 can tell. Each
-rank has all of them, rank 0 tells.
+Training never changes them, but engines have no source of weights other than versions, so each version has them. They
+are float32 whatever the parameters' dtype: such a bias is compared with values that differ by less than bfloat16
+resolves. Each rank holds all of them; rank 0 publishes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ class Kept:
         )
 
     def take(self) -> Part | None:
-        """None: this rank has nothing to tell."""
+        """Return the buffers; None if this rank publishes none."""
         if not (self._tells and self.metas):
             return None
         held = []
         for name, buffer in kept_in(self._model):
-            values = (
-                torch.empty(buffer.shape, dtype=torch.float32).copy_(buffer.detach()).view(-1)
-            )  # never its own memory
+            values = torch.empty(buffer.shape, dtype=torch.float32).copy_(buffer.detach()).view(-1)  # always a copy
             held.append(HeldRange(tensor=base_name(name), start=0, bits=values.numpy().view("<u4")))
         return Part(ranges=held, check=lambda: None)
 

@@ -1,16 +1,15 @@
-"""Weights out: every rank encodes what it holds, rank 0 announces the whole, and training goes on meanwhile.
+"""Publishing: every rank encodes what it holds, rank 0 announces the version, and training continues meanwhile.
 
     loop      begin: copy ─► cast ───────► next step ──────► settle: the base has moved, or not ─► settle ─► begin ...
                       └─┐        └──────┐                      ▲                                    ▲
     thread              └─► encode ─ same digests? ─ put ─ gather ─ announce ─► now and then: an anchor beside it
 
-The loop itself waits for a copy of the weights on the host and for the digests of a cast by itself (`host_copy`). One
-version is on its way at a time (`shipping`), with the anchor that may follow it. A publish that fails anywhere changes
-nothing anywhere: the base stays, the number is never used again, and the next attempt is made against the same base
-with whatever the weights are by then. An anchor that fails leaves its version as it is, and the next version tries to
-have one.
+The loop itself waits for a host copy of the weights and for the digests of a separate cast (`host_copy`). One version
+is in flight at a time (`shipping`), with the anchor that may follow it. A publish that fails anywhere changes nothing
+anywhere: the base stays, its number is never used again, and the next attempt encodes the then current weights against
+the same base. An anchor that fails leaves its version as it is, and the next version tries to have one.
 
-Whatever the thread waits for, `give_up_after_s` bounds how long the run goes on without a version getting out, or
+Whatever the thread waits for, `give_up_after_s` bounds how long the run continues without publishing a version, or
 without an anchor that is due.
 """
 
@@ -43,49 +42,51 @@ from streamrl.protocol.weights.retention import AnchorPace
 from streamrl.protocol.weights.stores import BlobStore, budget_in_redis, refuse_too_large
 from streamrl.versions import make_version
 
-_SPARE_S = 60.0  # the loop, which says why it gives up, comes before the timeout of a collective, which does not
-_LAST_S = 10.0  # for a version that is on its way when the loop ends early
+_SPARE_S = 60.0  # the loop, which reports the cause, must give up before the collective's timeout, which does not
+_LAST_S = 10.0  # for a version in flight when the loop ends early
 
 
 class Publishing(Protocol):
-    """What the loop asks of a publisher, on every rank; all of it is collective."""
+    """The publisher's interface for the loop, on every rank; all methods are collective."""
 
     @property
     def latest(self) -> Published | None:
-        """The newest version that is out."""
+        """The newest published version."""
         ...
 
     @property
     def busy(self) -> bool:
-        """A version or what follows it is on its way: `settle` before the next."""
+        """Whether a version or its anchor is in flight: `settle` before the next."""
         ...
 
     @property
     def announcing(self) -> bool:
-        """A version is on its way that workers cannot have yet."""
+        """Whether a version is in flight that workers cannot have yet."""
         ...
 
     @property
     def failing(self) -> bool:
-        """The last attempt failed: try again soon."""
+        """Whether the last attempt failed: retry soon."""
         ...
 
     def working(self) -> AbstractContextManager[None]:
-        """What works beside the loop does so inside."""
+        """Run the background jobs within this context."""
         ...
 
     def begin(self, step: int, *, whole: bool = False) -> None:
-        """Send the weights as they are on their way; `whole`: as an anchor, for what they would change may be lost."""
+        """Start publishing the current weights; `whole`: as an anchor, because the base may be lost."""
         ...
 
     def settle(self, *, wait_s: float = 0.0) -> Published | None:
-        """What came of the version on its way: published, or None: not yet (`announcing`), or failed (`failing`), or it
-        was before. What came of its anchor is settled too."""
+        """Settle the version in flight and return it once published.
+
+        None: not yet (`announcing`), failed (`failing`), or settled before. Settles its anchor too.
+        """
         ...
 
 
 class Publisher:
-    """To the workers, through a store and the run's stream."""
+    """Publishes to workers through a store and the run's stream."""
 
     def __init__(
         self,
@@ -97,9 +98,9 @@ class Publisher:
         term: int,
         store: BlobStore,
         announcer: Announcer,
-        canary_ids: tuple[int, ...],  # tokens as the model meets them, for workers to try their engine on
+        canary_ids: tuple[int, ...],  # token IDs with which workers test their engine
         beside: Jobs,
-        copier: Copier | None = None,  # None: as the device has it
+        copier: Copier | None = None,  # None: the device's default
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy, self._settings, self._world = policy, config.weights, world
@@ -123,10 +124,10 @@ class Publisher:
         self._pace = AnchorPace(every=config.weights.anchor_every, share=config.weights.anchor_share)
         self._next_n = 0
         self._under_way: Future[Published | None] | None = None
-        self._anchor: Future[int | None] | None = None  # of what is, or was, under way
+        self._anchor: Future[int | None] | None = None  # of the version that is, or was, in flight
         self._failed = False
-        self._trying_since: float | None = None  # since the first attempt after the last success
-        self._anchorless_since: float | None = None  # likewise, of anchors beside
+        self._trying_since: float | None = None  # the first attempt after the last success
+        self._anchorless_since: float | None = None  # likewise, for anchors beside a delta
         self.latest: Published | None = None
 
     def working(self) -> AbstractContextManager[None]:
@@ -153,7 +154,7 @@ class Publisher:
             step=step,
             run_uid=self._run_uid,
             tensors=self._tensors,
-            shards=(),  # they are yet to be encoded
+            shards=(),  # not encoded yet
             canary_ids=self._canary_ids,
             adapters=self._words.adapters,
         )
@@ -165,7 +166,7 @@ class Publisher:
         ]
         if (kept := self._kept.take()) is not None:
             encoded.append(self._beside.submit(partial(self._encode, pending, kept)))
-        # While the copy is encoded.
+        # The copy is encoded meanwhile.
         cast = None if self._copier.checks else self._cast()
         words = self._words.take()
         shipped = self._under_way = self._beside.submit(lambda: self._shipper.ship(pending, encoded, cast, words))
@@ -219,8 +220,11 @@ class Publisher:
             self._note_anchor(num_bytes)
 
     def _is_done_everywhere(self, mine: Future[Any], *, wait_s: float) -> bool:
-        """A collective. What this rank's thread has raised ends the rank at once: those of the others wait for its
-        words, and are not done before they give up, with an error that says nothing of it."""
+        """Whether the job is done on all ranks. A collective.
+
+        An error of this rank's thread is raised at once: the other ranks' threads wait for its messages, and would only
+        fail by timeout, with an error that does not name the cause.
+        """
         wait([mine], timeout=wait_s)
         if mine.done():
             mine.result()

@@ -1,10 +1,10 @@
-"""Do workers reject the newest version, all of them? Then no group will come, no step, and no version to mend it.
+"""Detects that all workers reject the newest version: then no group, no step and no better version would ever come.
 
-Rank 0 asks while it waits for groups or for a validation: it reads the workers' reports every few seconds, and ends the
-run where nobody serves the version for as long as `weights.rejected` says. Workers that are silent do not
-count. Those that have not come so far as to serve or to reject anything delay the end, but not for ever. One that
-serves is enough to go on: then the others' machines are at fault, which `streamrl why` says. Blocks on Redis for two
-seconds at most.
+Rank 0 checks while it waits for groups or for a validation: it reads the workers' reports every few seconds, and ends
+the run if no worker serves the version for as long as `weights.rejected` defines. Workers without recent reports do not
+count. Those that have neither served nor rejected anything yet delay the end, with a limit. One worker that serves is
+enough to continue: then the other machines are at fault, which `streamrl why` reports. Blocks on Redis for two seconds
+at most.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOOK_EVERY_S = 5.0
 
 log = structlog.get_logger(__name__)
 
-ReadReports = Callable[[], tuple[float, Sequence[Report]]]  # (the time, by whoever keeps the reports; the reports)
+ReadReports = Callable[[], tuple[float, Sequence[Report]]]  # (server time, reports)
 
 
 class Rejections:
@@ -33,12 +33,12 @@ class Rejections:
         self._read, self._give_up_after_s, self._clock = read, give_up_after_s, clock
         self._liveness = Liveness(clock)
         self._look_at = 0.0
-        self._version = 0  # the newest, when last looked
-        self._since: float | None = None  # it is rejected, and nobody serves anything
-        self._is_blind = False  # the reports could not be read
+        self._version = 0  # the newest, at the last look
+        self._since: float | None = None  # when it was first rejected while no worker serves
+        self._is_blind = False  # the reports are unreadable
 
     def check(self, newest: int) -> None:
-        """TrainingError when no worker serves this version, and none will."""
+        """Raise TrainingError when no worker serves this version, and none will."""
         if self._clock() < self._look_at:
             return
         self._look_at = self._clock() + _LOOK_EVERY_S
@@ -47,7 +47,7 @@ class Rejections:
         except (Fenced, RunGone):
             raise
         except TransportError as error:
-            if not self._is_blind:  # once in a row: the rules of a user printed long ago may not allow it
+            if not self._is_blind:  # once in a row: the user's ACL may be too old to allow it
                 log.warning("reports_unread", error=str(error), hint="rejections by all workers go unnoticed")
             self._is_blind = True
             return
@@ -64,7 +64,7 @@ class Rejections:
             self._version, self._since = newest, None
         rejecting = [worker for worker in workers if rejects(worker.detail)[1] == show(newest)]
         if not rejecting or any(_serves(worker) for worker in workers):
-            return  # those that rejected it may have ended, and come again: the time goes on
+            return  # workers that rejected it may have exited to restart: keep the time running
         if self._since is None:
             self._since = self._clock()
             log.warning("version_rejected", version=show(newest), workers=len(rejecting))
@@ -74,7 +74,7 @@ class Rejections:
 
 
 def _serves(worker: Report) -> bool:
-    """A version is among what it reports once it has proved one."""
+    """Whether it serves: it reports a version once it has verified one."""
     return "version" in worker.detail and not rejects(worker.detail)[0]
 
 

@@ -1,14 +1,14 @@
-"""When the loop's weights go out, and how far training may run ahead of them.
+"""When the loop publishes weights, and how far training may run ahead of them.
 
-    step made ──► on its way yet? ── no ──► send ──┐
-                       │ yes                       ├─► ahead of the workers by more than lag.max_steps? ─ yes ─► wait
-                       └── left alone ─────────────┘                                                    failed: no step
+    step made ──► in flight? ──── no ──► send ──┐
+                       │ yes                    ├─► ahead of the workers by more than lag.max_steps? ─ yes ─► wait
+                       └── left alone ──────────┘                                                    failed: no step
 
-What workers wait for is the version; its anchor may still be on its way when training goes on. Where a version failed
-that training must not run further ahead of, the loop makes rounds without a step, and sends again in each.
+Training waits for the version only; its anchor may still be in flight. If a version fails and training may not run
+further ahead, the loop makes rounds without a step, and retries in each.
 
-Waits in slices of a second for the publisher's thread, all ranks alike, and asks before each whether to stop: whoever
-ends the learner need not wait for a store that hangs. `weights.give_up_after_s` ends what nobody else ends.
+Waits for the publisher's thread in slices of a second, on all ranks alike, and checks before each whether to stop:
+ending the learner need not wait for a store that hangs. `weights.give_up_after_s` ends all other waits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SLICE_S = 1.0
 
 
 class Director(Protocol):
-    """What publishing needs of the loop's conductor."""
+    """The conductor's interface for publishing."""
 
     def note_published(self, published: Published) -> None: ...
 
@@ -52,14 +52,14 @@ class PublishSchedule:
         return self._publisher.latest
 
     def settle(self, *, wait_s: float = 0.0) -> None:
-        """Note what got out since the last look."""
+        """Record what was published since the last call."""
         published = self._publisher.settle(wait_s=wait_s)
         if published is not None:
             self._conductor.note_published(published)
             self._progress.note(version=show(published.version))
 
     def retry(self, step: int) -> None:
-        """What failed is tried again, with the weights as they are now."""
+        """Retry a failed publish with the current weights."""
         if self._publisher.failing:
             self._publisher.begin(step)
 
@@ -68,15 +68,16 @@ class PublishSchedule:
             self._publisher.begin(step, whole=True)
 
     def send(self, step: int) -> bool:
-        """Now, and wait for it; False when it failed, or when told to stop before."""
+        """Publish now and wait for it; False if it failed, or on a stop before."""
         with self._publishing():
             self._publisher.begin(step)
             return self.wait() and not self._publisher.failing
 
     def send_beside(self, step: int) -> None:
-        """While training goes on, unless that would take it further ahead of the workers' weights than lag.max_steps.
+        """Publish while training continues, unless that would take it more than lag.max_steps ahead of the workers'
+        weights.
 
-        A version that is still on its way is not waited for either: the next step's weights go out instead.
+        A version still in flight is not waited for either: the next step's weights are published instead.
         """
         with self._publishing():
             self.settle()
@@ -88,18 +89,20 @@ class PublishSchedule:
                 self._wait_while(lambda: self._publisher.announcing)
 
     def keeps_up(self, step: int) -> bool:
-        """Whether the next step may be made, once the version on its way is out. False when it failed, or when told
-        to stop before: training would run too far ahead."""
+        """Whether the next step may be made, once the version in flight is published.
+
+        False if that failed, or on a stop before: training would run too far ahead.
+        """
         if not self._is_far_ahead(step):
             return True
         with self._publishing():
             if not (self._publisher.announcing or self._publisher.failing) and self.wait():
-                self._publisher.begin(step)  # none was sent since, as the anchor of an older one was on its way
+                self._publisher.begin(step)  # nothing was sent since, because an older version's anchor was in flight
             self._wait_while(lambda: self._publisher.announcing)
         return not self._is_far_ahead(step)
 
     def wait(self) -> bool:
-        """Until nothing is on its way; False when told to stop before."""
+        """Wait until nothing is in flight; False on a stop before."""
         return self._wait_while(lambda: self._publisher.busy)
 
     def _publishing(self) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""One version on its way out, beside the loop: on every rank, in the publisher's thread.
+"""Ships one version beside the loop: on every rank, in the publisher's thread.
 
     copy ─ encode against the base ─ room in the store ─ put blobs ─┐ every rank, its own runs only
                                                                     ▼
@@ -8,14 +8,14 @@
                   │
     now and then ─┴► the whole base ─ room ─ put blobs ─ gather ─ the same manifest with an anchor ─ one fenced script
 
-What is announced is the cast of this step's masters: the digests of what was encoded must be those of a cast by itself
-(`host_copy.cast_digests`), else nothing is announced.
+Only a cast of this step's masters is announced: the digests of the encoded ranges must equal those of a separate cast
+(`host_copy.cast_digests`).
 
-Workers take in the delta while its anchor is still stored. Whoever comes late meanwhile, or after a crash in
-between, goes the way over the anchor before, which is kept until the last one but it has a successor.
+Workers load the delta while its anchor is still being stored. A worker that joins meanwhile, or after a crash in
+between, starts from the previous anchor, which is kept until there are two newer ones.
 
-The collectives here go through a group of their own, so that they never meet those of the loop. Blocks on the store, on
-Redis and on the other ranks' threads, each within its own bounds.
+The collectives here use a process group of their own, so that they never mix with the loop's. Blocks on the store, on
+Redis and on the other ranks' threads, each within its own timeout.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = structlog.get_logger(__name__)
 
 
 class Announcer(Protocol):
-    """What publishing needs of rank 0's stream."""
+    """The part of rank 0's stream that publishing uses."""
 
     def announce(self, announcement: Announcement, *, keep: list[int]) -> None: ...
 
@@ -52,17 +52,17 @@ class Announcer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What all ranks know of an announced version."""
+    """What all ranks know about an announced version."""
 
     version: int
     step: int
-    base: int = 0  # 0: an anchor by itself
-    num_bytes: int  # of the delta, or of the anchor by itself
+    base: int = 0  # 0: an anchor without a delta
+    num_bytes: int  # of the delta, or of the anchor without one
     changed_fraction: float
 
     @property
     def needs(self) -> tuple[int, ...]:
-        """The versions without whose manifests nobody could be served this one."""
+        """The versions whose manifests a worker needs to reach this one."""
         return (self.version, self.base) if self.base else (self.version,)
 
 
@@ -70,29 +70,31 @@ class Shipper:
     def __init__(
         self,
         *,
-        world: World,  # with a group that nobody else uses
+        world: World,  # with a process group of its own
         store: BlobStore,
-        sweeper: Sweeper,  # rank 0's, and so is the announcer
+        sweeper: Sweeper,  # only rank 0's is used, as with the announcer
         announcer: Announcer,
     ) -> None:
         self._world, self._store, self._sweeper, self._announcer = world, store, sweeper, announcer
         self._encoder = ShardEncoder()
         self._announced: Manifest | None = None  # the newest
-        self._words: Sequence[RangeDigest] = ()  # of the version shipped last
+        self._words: Sequence[RangeDigest] = ()  # ranges without bytes of the version shipped last
 
     def encode(self, pending: Manifest, ranges: Sequence[HeldRange]) -> list[CodedPart]:
-        """Some of what this rank holds. Here and below `pending` lacks its blobs yet, and nothing else."""
+        """Encode some of this rank's ranges. Here and below `pending` is the manifest without its blobs."""
         return self._encoder.encode_part(ranges, anchor=pending.base == 0)
 
     def ship(
         self,
         pending: Manifest,
         encoded: Sequence[Future[list[CodedPart]]],
-        cast: CastDigests | None,  # None: the parts were checked before they were encoded
+        cast: CastDigests | None,  # None: the parts were verified before they were encoded
         words: Sequence[RangeDigest] = (),
     ) -> Published | None:
-        """All of it, with `words` beside it that have no bytes. A collective; None when it failed somewhere, which all
-        ranks then know."""
+        """Store and announce a version, with `words`, ranges that have no bytes. A collective.
+
+        None if it failed on any rank, which all ranks then know.
+        """
         self._words = words
         records = self._gathered(pending, self._joined(pending, encoded, cast))
         if records is None:
@@ -111,8 +113,10 @@ class Shipper:
         )
 
     def lay_anchor(self) -> int | None:
-        """Beside the version announced last. A collective; the anchor's bytes, or None when it failed somewhere: then a
-        later version is to have one."""
+        """Store an anchor beside the version announced last. A collective.
+
+        Returns the anchor's bytes; None if it failed on any rank: a later version then gets one.
+        """
         assert self._announced is not None, "an anchor lies beside a version"
         records = self._gathered(self._announced, self._with_words(self._encoder.encode_base()))
         if records is None:
@@ -123,7 +127,7 @@ class Shipper:
     def _joined(
         self, pending: Manifest, encoded: Sequence[Future[list[CodedPart]]], cast: CastDigests | None
     ) -> EncodedShard | None:
-        """This rank's part; None when that did not work."""
+        """Join this rank's parts; None on an error."""
         try:
             parts = [part for some in encoded for part in some.result()]
             shard = self._encoder.join(parts, anchor=pending.base == 0)
@@ -138,13 +142,13 @@ class Shipper:
         return replace(shard, ranges=(*shard.ranges, *self._words))
 
     def _gathered(self, manifest: Manifest, shard: EncodedShard | None) -> tuple[ShardRecord, ...] | None:
-        """All ranks' records of blobs that are in the store; None when some are not."""
+        """Gather all ranks' records of stored blobs; None if any rank failed."""
         mine = self._stored(manifest, shard)
         packed = self._world.gather_bytes(b"" if mine is None else encode_record(mine))
         return tuple(decode_record(record) for record in packed) if all(packed) else None
 
     def _stored(self, manifest: Manifest, shard: EncodedShard | None) -> ShardRecord | None:
-        """This rank's record of a blob that is in the store; None when that did not work this time."""
+        """Store this rank's blob and return its record; None on an error."""
         if not self._found_room(shard) or shard is None:
             return None
         record = shard.record(run_uid=manifest.run_uid, version=manifest.version, rank=self._world.rank)
@@ -156,13 +160,13 @@ class Shipper:
         return record
 
     def _found_room(self, shard: EncodedShard | None) -> bool:
-        """Rank 0 makes room for the blobs of all; False also when a rank has none."""
+        """Make room on rank 0 for the blobs of all; False also if a rank has none."""
         num_bytes = self._world.total(np.array([0 if shard is None else len(shard.blob)], dtype=np.float64))
         room = not self._world.is_main or self._sweeper.make_room(int(num_bytes[0]))
         return self._world.all_agree(room and shard is not None)
 
     def _all_told(self, manifest: Manifest, *, amended: bool = False) -> bool:
-        """Rank 0 tells the workers; the others must hear of a refusal, and not wait for ever."""
+        """Announce on rank 0; the other ranks must learn of a refusal instead of waiting for ever."""
         refusal: StreamrlError | None = None
         if self._world.is_main:
             try:

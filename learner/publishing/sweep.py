@@ -1,11 +1,11 @@
-"""Which published versions are still needed, and the deletion of what is not.
+"""Which published versions are still needed, and the deletion of the others.
 
-Nobody pins a version: the last two anchors and what builds on them are kept, the rest goes after a grace, for workers
-that are in the middle of reading it. What failed attempts and earlier terms left in the store goes the same way.
+Workers pin no versions: the last two anchors and the deltas on them are kept; others are deleted after a grace period,
+for workers that are still reading them. Blobs of failed attempts and earlier terms are deleted in the same way.
 
-A store with a budget comes first: without room for the next version, what is not needed goes without a grace, the
-oldest first, and then the older of the two anchors with its deltas. A worker in the middle of those finds a hole and
-takes the newest. Blocks on the store; a deletion that fails is tried again at the next sweep.
+A store with a budget has stricter rules: without room for the next version, unneeded blobs are deleted without a grace
+period, oldest first, and then the older of the two anchors with its deltas. A worker that reads those finds a gap and
+takes the newest anchor. Blocks on the store; a failed deletion is retried at the next sweep.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Sweeper:
         store: BlobStore,
         run_uid: str,
         term: int,
-        max_bytes: int = 0,  # in the store, of this run; 0: no limit
+        max_bytes: int = 0,  # of this run in the store; 0: no limit
         clock: Callable[[], float],
     ) -> None:
         self._store, self._run_uid, self._term, self._clock = store, run_uid, term, clock
@@ -43,7 +43,7 @@ class Sweeper:
         self._next_sweep = clock()
 
     def kept_with(self, manifest: Manifest) -> frozenset[int]:
-        """The versions that stay when this one is announced, itself among them."""
+        """Return the versions to keep when this one is announced, itself among them."""
         return retained({**self._anchors, manifest.version: manifest.as_anchor() is not None})
 
     def announced(self, manifest: Manifest) -> None:
@@ -57,7 +57,7 @@ class Sweeper:
             self._sweep()
 
     def make_room(self, num_bytes: int) -> bool:
-        """For blobs of this size; False when the budget has none, whatever is deleted."""
+        """Make room for blobs of this size; False if the budget is too small even after deletions."""
         if not self._max_bytes:
             return True
         try:
@@ -75,7 +75,7 @@ class Sweeper:
         return excess <= 0
 
     def _delete(self, names: list[str], sizes: Mapping[str, int], excess: int) -> int:
-        """Bytes that were freed: of blobs in order, until the excess is gone."""
+        """Delete blobs, oldest first, until the excess is gone; return the bytes freed."""
         freed = 0
         for name in sorted(names, key=_age):
             if freed >= excess:
@@ -107,7 +107,7 @@ class Sweeper:
 
 
 def _age(name: str) -> tuple[str, int]:
-    """Oldest first: the term, the number within it."""
+    """Sort key, oldest first: the term, then the number within it."""
     _, term, rest = name.split("/", 2)
     number = rest.partition("-")[0]
     return term, int(number) if number.isdigit() else -1
