@@ -1,10 +1,10 @@
-"""A tool for a pretrained model: an agent of the openai package that gives it a calculator, for the sums of the demo.
+"""A tool for a pretrained model: an agent that uses the openai package and offers a calculator for the demo's sums.
 
     Calculate 12 + 35.  ──► <tool_call>{"name": "calculate", ...}</tool_call>  ──► 47  ──► The answer is 47.
 
-The model's own chat template knows no tools, as those of small models do not: so a message tells of the calculator, two
-examples show its use (with one the model never calls it, with two every other time), and the call is read off the
-answer. With a template that knows tools, `tools=[...]` does all of that (docs/environments.md).
+The model's own chat template has no tools, as is common with small models. So a system message describes the
+calculator, two examples show its use (with one the model never calls it, with two every other time), and the call is
+parsed from the answer. With a template that has tools, `tools=[...]` does all of that (docs/environments.md).
 
 `streamrl demo` makes the model and the questions; `streamrl up conf/calculator.yaml` trains this agent on them.
 """
@@ -23,7 +23,7 @@ _EXAMPLES = {"51 + 8": "59", "6 + 27": "33"}
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _SUM = re.compile(r"\s*(\d{1,6})\s*([-+*])\s*(\d{1,6})\s*")
 _NO_CALL = "error: calculate takes an expression of two numbers, such as 51 + 8"
-_FOR_A_CALL = 0.1  # for one that the calculator can answer: less than whatever is right
+_FOR_A_CALL = 0.1  # for a valid call: less than for any right answer
 
 
 class _Session(Protocol):

@@ -1,14 +1,14 @@
-"""A process that imports modules, and then becomes the programs that it is told of (`streamrl.demos.forking`).
+"""A process that imports modules, then forks into the programs requested on its stdin (`streamrl.demos.forking`).
 
     python -m streamrl.demos.fork_server MODULE ...
 
-On stdin it is told of programs, one a line, and of further modules for those to come:
+It reads programs from stdin, one per line, and further modules for later programs:
 
     {"number": 0, "name": NAME, "arguments": ["-m", "package.module", ...], "log": PATH, "environment": {...}}
     {"modules": [...]}
 
-On stdout it says `began NUMBER PID` of each program, and `ended NUMBER CODE`. Blocks on its stdin and on its children,
-and ends when its stdin and they have.
+It writes `began NUMBER PID` for each program to stdout, and `ended NUMBER CODE`. Blocks on its stdin and on its
+children, and ends when stdin is closed and they have ended.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def _import(modules: Sequence[str]) -> None:
         except Exception:  # noqa: BLE001 - others may be running: the program that needs it says so
             traceback.print_exc()
     gc.collect()
-    gc.freeze()  # or the first collection in a program would copy every page that they share
+    gc.freeze()  # otherwise the first garbage collection in a program would copy every shared page
 
 
 def _serve() -> Callable[[], None] | None:
-    """Returns in each program, with what it is to do; here with None, at the end."""
+    """Return in each forked program the function to run; in the server None, at the end."""
     woken, wake = os.pipe()
     for end in (woken, wake):
         os.set_blocking(end, False)
-    signal.set_wakeup_fd(wake)  # by the end of a child
+    signal.set_wakeup_fd(wake)  # wakes `select` when a child ends
     signal.signal(signal.SIGCHLD, lambda *_: None)
     numbers: dict[int, int] = {}
     us, asked, is_open = os.getpid(), b"", True
@@ -94,7 +94,7 @@ def _become(program: Mapping[str, Any], *, parent: int) -> None:
         sys.exit("the process that wanted this one has ended")
     os.setsid()
     if sys.platform == "linux":
-        Path("/proc/self/comm").write_text(program["name"])  # in `ps`, where all of them have our command line
+        Path("/proc/self/comm").write_text(program["name"])  # for `ps`, where all of them show our command line
     log = program["log"]
     nothing, said = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for descriptor, instead in ((0, nothing), (1, said), (2, said)):
@@ -109,8 +109,9 @@ def _become(program: Mapping[str, Any], *, parent: int) -> None:
 
 
 def _change_environment(wanted: Mapping[str, str]) -> None:
-    """What is as it should be is not touched: who moves the whole environment loses the place of the process' title,
-    which vLLM sets."""
+    """Change only the variables that differ: replacing the whole environment would move it, and vLLM writes the process
+    title there.
+    """
     for name in set(os.environ) - set(wanted):
         del os.environ[name]
     for name, value in wanted.items():

@@ -1,14 +1,15 @@
-"""Programs that are forked from a process which has imported what they need, once, while others still work.
+"""Forks programs from a process that has imported what they need, once, while others still work.
 
     launcher ──exec──► a process that imports ──fork──► streamrl sft
              ──programs──►       │            ──fork──► streamrl reward train
-             ◄──who has ended─── │            ──fork──► later, reward server and learner
+             ◄──exit codes────── │            ──fork──► later, reward server and learner
 
-Each import of torch and transformers takes a core for seconds, and of vLLM some more. Whoever is forked has a log, an
-environment and a session of its own, and is otherwise as if it had been started. All of them end with the process that
-they were forked from, and that one with the launcher.
+Each import of torch and transformers takes a core for seconds, and of vLLM some more. A forked program has a log, an
+environment and a session of its own, and otherwise behaves as if it had been started. All of them end with the process
+that forked them, and that one with the launcher.
 
-Here is the launcher's side; `fork_server` is that process. Blocks in waiting for a program's end, for as long as asked.
+This module is the launcher's side; `fork_server` is that process. Blocks in waiting for a program's end, up to the
+caller's timeout.
 """
 
 from __future__ import annotations
@@ -32,20 +33,22 @@ from streamrl.ops.launch.processes import Command, Process
 from streamrl.process import TORCH_LOG_FORMAT, dying_with_us
 
 _SERVER = "streamrl.demos.fork_server"
-_WORKERS = "worker/"  # begins the names of these parts
+_WORKERS = "worker/"  # prefix of these processes' names
 _OF_LEARNER = ("streamrl.learner.main", "torch.distributed.run")
 _OF_WORKERS = ("streamrl.workers.engines.vllm_ahead", "streamrl.ops.cli.main", "streamrl.workers.main")
 
 
 class Forking:
-    """Inside the context modules are imported for programs to come. `environment`: of the process that imports, beside
-    the launcher's own."""
+    """A fork server that imports modules and forks programs, within its context.
+
+    `environment` is the server's, in addition to the launcher's own.
+    """
 
     def __init__(
         self, modules: Sequence[str], *, log: Path, environment: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         self._modules, self._log, self._environment = modules, log, environment
-        self._said = b""  # an unfinished line
+        self._said = b""  # an incomplete line of its output
         self._num_programs = 0
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
@@ -75,7 +78,7 @@ class Forking:
 
     @property
     def is_over(self) -> bool:
-        """It starts nothing any more."""
+        """Whether the server has ended, so that it starts no more programs."""
         return self._server.poll() is not None
 
     @property
@@ -83,11 +86,11 @@ class Forking:
         return self._server
 
     def import_also(self, modules: Sequence[str]) -> None:
-        """For the programs that are started from now on."""
+        """Import modules for the programs started from now on."""
         self._tell({"modules": modules})
 
     def start(self, command: Command) -> Process:
-        """As soon as the modules are imported."""
+        """Start a program as soon as the modules are imported."""
         return Process(command, begin=self._begin)
 
     def _begin(self, command: Command) -> _Forked:
@@ -104,18 +107,18 @@ class Forking:
 
     def _tell(self, what: Mapping[str, object]) -> None:
         assert self._server.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended, as its exit code will tell
+        with suppress(BrokenPipeError):  # it has ended, which its exit code will show
             self._server.stdin.write(json.dumps(what).encode() + b"\n")
             self._server.stdin.flush()
 
     def exit_code(self, number: int) -> int | None:
-        """Of a program, by its place among those that were started; None while it runs."""
-        is_over = self._server.poll()  # before what it said last is read
+        """Return a program's exit code by its number in starting order; None while it runs."""
+        is_over = self._server.poll()  # polled before its last output is read
         self._hear()
         return self._codes.get(number, is_over)
 
     def pid(self, number: int) -> int | None:
-        """Of a program, once it has begun."""
+        """Return a program's pid once it has begun."""
         self._hear()
         return self._pids.get(number)
 
@@ -131,26 +134,26 @@ class Forking:
 
 
 class PartsAhead:
-    """The parts of a run, forked from processes that have imported what they need while the run's model was still made.
+    """The processes of a run, forked from servers that import their modules while the run's model is still being made.
 
-    Workers of engines other than vLLM's build for CPUs begin as they always do; and so does each part whose process has
-    died. No GPU has run this.
+    Workers of engines other than vLLM's CPU build start normally, as does any process whose server has died. No GPU has
+    run this.
     """
 
     def __init__(self, stack: ExitStack) -> None:
-        """Those processes end with the stack."""
+        """The servers end with the stack."""
         self._stack = stack
         self._workers: Forking | None = None
         self._others: Forking | None = None
 
     def importing(self, modules: Sequence[str], *, log: Path) -> Forking:
-        """For programs that make the model, and then for learner and reward server."""
+        """Import modules for the programs that make the model, and later for learner and reward server."""
         environment = {**TORCH_LOG_FORMAT, **os.environ}
         self._others = self._stack.enter_context(Forking(modules, log=log, environment=environment))
         return self._others
 
     def begin(self, config: Config) -> None:
-        """To be called when a core is free."""
+        """Start importing for learner and workers; call it when a core is free."""
         if self._others is not None:
             self._others.import_also(_OF_LEARNER)
         if config.worker.engine == "vllm" and config.worker.count and is_cpu_build():
@@ -163,14 +166,14 @@ class PartsAhead:
 
 
 class _Forked:
-    """As `subprocess.Popen`."""
+    """A forked program, with the interface of `subprocess.Popen`."""
 
     def __init__(self, forking: Forking, number: int) -> None:
         self._forking, self._number = forking, number
 
     @property
     def pid(self) -> int:
-        """While it has not begun, that of the process which would fork it."""
+        """The program's pid; before it has begun, its server's."""
         return self._forking.pid(self._number) or self._forking.server.pid
 
     def poll(self) -> int | None:

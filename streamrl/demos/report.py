@@ -1,6 +1,6 @@
-"""What a demonstration says in the end: how much was learnt, how that looks, and that nothing got lost.
+"""A demonstration's final report: how much was learned, examples, and that nothing was lost.
 
-The curve of a run as text, for the terminal.
+Also plots a run's curve as text, for the terminal.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from streamrl.ops.monitor.history import History, read_lines
 from streamrl.terminal import printable
 
 _NUM_SHOWN = 3
-_MAX_CELL = 40  # characters of a text in the table
+_MAX_CELL = 40  # characters per text in the table
 _SPACES = 4
 
 
-# Tries what of a run with these settings needs no model; UserError for what it could not go on with.
+# Tries everything in a run with these settings that needs no model; UserError for anything that would fail.
 Trial = Callable[[Sequence[str]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Showcase:
-    name: str  # of the command
+    name: str  # the command's
     explanation: Sequence[str]
-    # How answers are judged and shown.
-    source: str  # the reward source that says whether an answer is right
-    question: Callable[[str, Mapping[str, Any]], str]  # of a prompt and its further fields, as people read it
-    is_right: Callable[[str, Mapping[str, Any]], bool]  # a completion, and the further fields of its prompt
-    # What comes before the run.
-    check: Callable[[Config], None]  # that what it needs is here
-    # Makes what the run needs, telling again and again what is going on; the settings that follow from that.
+    # Judging and showing answers.
+    source: str  # the reward source that decides whether an answer is right
+    question: Callable[[str, Mapping[str, Any]], str]  # (prompt, its further fields) -> the question for display
+    is_right: Callable[[str, Mapping[str, Any]], bool]  # (completion, the prompt's further fields)
+    # Preparation.
+    check: Callable[[Config], None]  # raises if a requirement is missing
+    # Makes what the run needs, with frequent progress messages; returns the settings that depend on it.
     prepare: Callable[[Config, Callable[[str], None], Trial, PartsAhead], list[str]]
-    prepared: str  # what that was, as people call it
+    prepared: str  # what it made, for display
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """Counted in the files that the run has read, each text once."""
+    """Distinct prompts in the files that the run has read."""
 
     to_train: int
     held_out: int
@@ -91,7 +91,7 @@ class Report:
 
 
 def make_report(config: Config, case: Showcase, summary: Summary, *, prepare_s: float, total_s: float) -> Report:
-    """Of a run that has finished; draws the PNG."""
+    """Report on a finished run; draws the PNG."""
     history = History.read(config.folder)
     curves = {
         "trained groups, sampled (all alike: dropped)": f"train_rollouts/rewards/{case.source}",
@@ -118,7 +118,7 @@ def make_report(config: Config, case: Showcase, summary: Summary, *, prepare_s: 
 
 
 def count_prompts(config: Config) -> Prompts:
-    [validation] = config.data.validation_sets()  # which a demonstration has
+    [validation] = config.data.validation_sets()  # a demonstration has exactly one
     train = {text for one in config.data.train_sets() for text in _texts(one.dataset)}
     held_out = _texts(validation.dataset, at_most=config.validation.max_prompts)
     return Prompts(to_train=len(train), held_out=len(held_out), in_both=len(train & held_out))
@@ -130,7 +130,7 @@ def _texts(dataset: Dataset, *, at_most: int | None = None) -> set[str]:
 
 
 def _completions(folder: Path, case: Showcase) -> tuple[Completion, ...]:
-    """Held-out prompts as the first and the last validation answered them; those that changed come first."""
+    """Return held-out prompts with the answers of the first and the last validation; changed answers come first."""
     validations = list(read_lines(folder / "validation.jsonl"))
     after = {_asked(sample): sample["completion"] for sample in validations[-1]["samples"]}
     pairs = [
@@ -149,7 +149,7 @@ def _completions(folder: Path, case: Showcase) -> tuple[Completion, ...]:
 
 
 def _asked(sample: Mapping[str, Any]) -> tuple[str, str]:
-    """Prompts of one text may ask for different things."""
+    """The prompt with its fields: prompts with the same text may ask different things."""
     return sample["prompt"], json.dumps(sample["fields"], sort_keys=True)
 
 
@@ -186,7 +186,7 @@ def _table(completions: tuple[Completion, ...]) -> Iterator[str]:
 
 
 def _cell(text: str) -> str:
-    """On one line, and not too long for it."""
+    """Fit a text on one line of limited length."""
     words = printable(" ".join(text.split()))
     return words if len(words) <= _MAX_CELL else words[: _MAX_CELL - 1] + "…"
 
@@ -197,7 +197,7 @@ _WIDTH, _HEIGHT = 66, 11
 
 
 def terminal_plot(train: Points, held_out: Points, *, width: int = _WIDTH, height: int = _HEIGHT) -> list[str]:
-    """Lines of text; the axes go from 0 to the last step and from 0 to 1."""
+    """Return lines of text; the axes go from 0 to the last step and from 0 to 1."""
     last = max((step for step, _ in (*train, *held_out)), default=0) or 1
     field = [[" "] * width for _ in range(height)]
     smoothed = zip((step for step, _ in train), running_mean([value for _, value in train]), strict=True)

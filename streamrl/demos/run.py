@@ -1,12 +1,10 @@
-"""A demonstration from its first line to its last: what it is about, preparation, the run, the report.
+"""A demonstration from start to end: explanation, preparation, the run, the report.
 
-It begins anew each time: its run's folder is cleared, if it is its own. Ctrl-C ends it at any moment, with all that it
-has started.
+It starts afresh each time: it clears its run's folder, if the folder is its own. Ctrl-C ends it at any moment, with all
+processes that it has started.
 
-What a demonstration needs is made here: files, and programs that run side by side, each with a log. Blocks until all
-have ended. What of the run needs no model is tried beside them (`Trials`).
-
-The last line that each has written about its steps is shown while they work.
+Preparation writes files and runs programs side by side, each with a log. Blocks until all have ended, and shows the
+last line that each has logged about its steps. Whatever in the run needs no model is tried meanwhile (`Trials`).
 """
 
 from __future__ import annotations
@@ -41,10 +39,10 @@ from streamrl.terminal import printable
 
 
 def run_showcase(case: Showcase, overrides: Sequence[str], *, as_json: bool) -> int:
-    """The exit code. What the user sets by `overrides` wins."""
+    """Run a demonstration and return the exit code. The user's `overrides` win."""
     began = time.monotonic()
-    # One thread a process: there are as many busy processes as cores, and threads would only wait for each other.
-    # Everything that is loaded lies in folders made here.
+    # One thread per process: as many processes are busy as there are cores, and more threads would only wait for each
+    # other. Everything to load is in folders made here.
     for name, value in (("OMP_NUM_THREADS", "1"), ("HF_HUB_OFFLINE", "1")):
         os.environ.setdefault(name, value)
     console = Console(stderr=as_json, highlight=False)
@@ -70,7 +68,7 @@ def run_showcase(case: Showcase, overrides: Sequence[str], *, as_json: bool) -> 
 
 
 def _prepare(case: Showcase, overrides: Sequence[str], console: Console, ahead: PartsAhead) -> tuple[Loaded, bool]:
-    """The configuration, with everything made that it names; and whether it was tried."""
+    """Return the configuration, with everything made that it names; and whether it was tried."""
     file = shipped_config(f"{case.name}.yaml")
     loaded = load_config(file, overrides)
     check_config(loaded.config, loaded.origin)
@@ -88,16 +86,18 @@ def _prepare(case: Showcase, overrides: Sequence[str], console: Console, ahead: 
 
 
 class Trials:
-    """Of a run whose model is still being made: its rewards and its environment, which need none. What its learner
-    cannot go on with, that one says itself, seconds after `up` has begun; another process that imports what it imports
-    would hold up those that make the model."""
+    """Trials of a run whose model is still being made: of its rewards and its environment, which need no model.
+
+    The learner itself reports settings it cannot use, seconds after `up` has begun; another process with its imports
+    would slow down those that make the model.
+    """
 
     def __init__(self, file: Path, overrides: Sequence[str], *, console: Console) -> None:
         self._file, self._overrides, self._console = file, overrides, console
         self.are_made = False
 
     def undergo(self, settings: Sequence[str]) -> None:
-        """What the user sets wins."""
+        """Try the run with these settings; the user's overrides win."""
         self.are_made = True
         undergo(
             load_config(self._file, (*settings, *self._overrides)),
@@ -108,8 +108,8 @@ class Trials:
 
 
 def clear(folder: Path, *, what: str) -> bool:
-    """Remove what an earlier `what` has left; whether there was anything. ConfigError if it is somebody else's."""
-    mark = f".{what}"  # in a folder that this demonstration has made, and so may clear
+    """Remove files of an earlier `what`; return whether there were any. ConfigError if the folder is not ours."""
+    mark = f".{what}"  # marks a folder that this demonstration has made, and so may clear
     left = [path for path in folder.iterdir() if path.name != LOCK] if folder.is_dir() else []
     if left and not (folder / mark).exists():
         raise ConfigError(f"{folder} holds something else than a {what}; choose another name with name=...")
@@ -125,18 +125,18 @@ def clear(folder: Path, *, what: str) -> bool:
 
 _TIMEOUT_S = 600.0
 _LOOK_EVERY_S = 0.2
-_LOOKED_AT = 200  # lines of its log
+_LOOKED_AT = 200  # lines of the log to search
 
 
 def program(name: str, words: Sequence[str], options: Mapping[str, object], *, logs: Path) -> Command:
-    """Python, run with these words and with each option as `--option=value`."""
+    """Return the command for Python with these arguments, and each option as `--option=value`."""
     arguments = [*words, *(f"{option}={value}" for option, value in options.items())]
     log = logs / f"{name.replace(' ', '-')}.log"
     return Command(name=name, arguments=(sys.executable, *arguments), log=log)
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """As JSON Lines."""
+    """Write rows as JSON Lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
@@ -149,8 +149,11 @@ def run_all(
     when_one_has_ended: Callable[[], None] = lambda: None,
     start: Callable[[Command], Process] = Process,
 ) -> None:
-    """`meanwhile` is called once they have begun, `when_one_has_ended` when there is a core for something else.
-    UserError or PartError when one fails. None is left running."""
+    """Run commands side by side until all have ended.
+
+    Calls `meanwhile` once they have started, and `when_one_has_ended` when a core becomes free. UserError or PartError
+    when one fails; none is left running.
+    """
     processes: list[Process] = []
     try:
         processes += map(start, commands)
@@ -180,7 +183,7 @@ def _wait(processes: Sequence[Process], say: Callable[[str], None], when_one_has
 
 
 def _step(process: Process) -> str:
-    """What it has said last of its steps; others in it may say more, such as a progress bar."""
+    """Return the last step that it has logged; libraries in it may log more, such as a progress bar."""
     if process.poll() == 0:
         return "done"
     steps = [line for line in process.last_words(num_lines=_LOOKED_AT) if line.startswith("step")]

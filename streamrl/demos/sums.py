@@ -1,11 +1,11 @@
-"""The task: sums of two numbers up to 100. Questions and judgement are those of reasoning-gym's `basic_arithmetic`.
+"""The task: sums of two numbers up to 100, with questions and scoring from reasoning-gym's `basic_arithmetic`.
 
     Calculate 12 + 35.
 
-`import reasoning_gym` imports its hundred tasks, which takes four seconds and nine packages more, one of which must be
-compiled. This one task needs none of them and is imported past the two `__init__.py` that do so.
+`import reasoning_gym` imports its hundred tasks, which takes four seconds and nine more packages, one of which must be
+compiled. This task needs none of them, so it is imported past the two `__init__.py` that import them.
 
-The demo's reward function, as anybody's: `target: streamrl.demos.sums:right`, run in a limited process.
+The demo's reward is an ordinary reward function: `target: streamrl.demos.sums:right`, run in a limited process.
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ from typing import Any
 _PACKAGES = ("reasoning_gym", "reasoning_gym.arithmetic")
 _MODULE = "reasoning_gym.arithmetic.basic_arithmetic"
 _SETTINGS: Mapping[str, Any] = {
-    **{"min_terms": 2, "max_terms": 2},  # of three, this model gets one in twenty right even in the right form
+    **{"min_terms": 2, "max_terms": 2},  # with three, it gets one in twenty right even in the right format
     **{"min_digits": 1, "max_digits": 2},
     **{"operators": ["+"], "allow_parentheses": False},
 }
-# Item i is made from seed + i: seeds side by side would give the same sums, moved by one.
+# Item i is made from seed + i, so neighbouring seeds would give the same sums, shifted by one.
 _BETWEEN_SEEDS = 1_000_003
-_NUMBER = re.compile(r"(?<![\d.,])-?\d+(?:,\d{3})*(?:\.\d+)?")  # a minus after a digit is a subtraction and no sign
+_NUMBER = re.compile(r"(?<![\d.,])-?\d+(?:,\d{3})*(?:\.\d+)?")  # a minus after a digit is a subtraction, not a sign
 
 
 def entries(seed: int) -> Iterator[dict[str, Any]]:
-    """`question`, `answer` and `metadata` of one sum after the other; the same sum may come again."""
+    """Yield `question`, `answer` and `metadata` of one sum after another; sums may repeat."""
     yield from _dataset(seed=seed * _BETWEEN_SEEDS, size=_BETWEEN_SEEDS)
 
 
 def is_right(completion: str, entry: Mapping[str, Any]) -> bool:
-    """Whether the last number of the completion gets full marks. A part of one it gives to whatever contains the
-    answer, such as 14 where 4 is right."""
+    """Whether the last number in the completion gets full marks.
+
+    reasoning-gym gives part of a mark to anything that contains the answer, such as 14 where 4 is right.
+    """
     found = _NUMBER.findall(completion)
     return bool(found) and _dataset().score_answer(found[-1], entry) == 1.0
 
@@ -63,5 +65,5 @@ def _basic_arithmetic() -> ModuleType:
 
 
 def right(prompt: str, completion: str, token_ids: Sequence[int], fields: Mapping[str, Any]) -> float:
-    """1 when the answer is right, by reasoning-gym; else 0. The fields of a prompt are its entry there."""
+    """Reward 1 if reasoning-gym scores the answer as right, else 0. A prompt's fields are its entry there."""
     return float(is_right(completion, fields))
