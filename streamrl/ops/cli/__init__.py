@@ -1,1 +1,1 @@
-"""The command line: commands that are imported when they are called (`commands`)."""
+"""The command line: commands are imported when they are called (`commands`)."""

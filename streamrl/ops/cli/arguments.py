@@ -1,8 +1,8 @@
-"""What several commands share: their arguments, and how they tell what they have found.
+"""Shared by several commands: their arguments, how to find the run, and how to print results.
 
-Which run a command is about: a run's folder, or a server and a name.
+A command finds its run by the run's folder, or by a server and a name:
 
-streamrl pause runs/big                              the folder's configuration says where its Redis is
+streamrl pause runs/big                              the folder's configuration names its Redis
 streamrl pause --redis redis://host:6379 --run big   from anywhere; STREAMRL_REDIS stands in for --redis
 """
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from streamrl.config.load import Loaded
     from streamrl.config.schema import Config
 
-# The command is called with `overrides`, `as_json` and `timeout_s`.
+# These pass `overrides`, `as_json` and `timeout_s` to the command.
 takes_overrides = click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
 takes_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def takes_config(command: Callable[..., Any]) -> Callable[..., Any]:
-    """FILE [KEY.SUB=VALUE]...: the command is called with `file` and `overrides`, for `load_config`."""
+    """Add FILE [KEY.SUB=VALUE]..., passed as `file` and `overrides`, for `load_config`."""
     return click.argument("file", type=click.Path())(takes_overrides(command))
 
 
@@ -51,13 +51,13 @@ def takes_timeout(what: str) -> Callable[..., Any]:
 
 
 def tell(told: Any, lines: Iterable[str], *, as_json: bool, indent: int | None = 2) -> None:
-    """The one as JSON, or the others for people, to whose terminals other machines' names and errors may come."""
+    """Print the data as JSON, or the lines for people, with control characters from other machines escaped."""
     for line in [json.dumps(told, indent=indent)] if as_json else map(printable, lines):
         click.echo(line)
 
 
 class MovingLine:
-    """A line on stderr that is written again and again; nothing where that is no terminal."""
+    """A line on stderr that is overwritten repeatedly; prints nothing if stderr is not a terminal."""
 
     def __init__(self) -> None:
         self._is_shown = False
@@ -74,7 +74,7 @@ class MovingLine:
 
 
 def try_out(loaded: Loaded, *, workers_are_here: bool = True) -> None:
-    """UserError for what would not work in the run; what is only doubtful is a line on stderr."""
+    """Run the trials: UserError for anything that would fail in the run; doubts are printed to stderr."""
     from streamrl.ops.monitor.doctor.trials import undergo
 
     line = MovingLine()
@@ -90,7 +90,7 @@ def try_out(loaded: Loaded, *, workers_are_here: bool = True) -> None:
 
 
 class OutputFile(click.Path):
-    """A file to be written, as a Path; asked for before the work whose outcome it shall hold."""
+    """An output file, as a Path; checked before the work whose result it will hold."""
 
     def __init__(self, *, suffix: str = "") -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)
@@ -111,7 +111,7 @@ class OpenRun:
     client: redis.Redis
     keys: Keys
     info: RunInfo
-    reports: tuple[Report, ...]  # of its parts
+    reports: tuple[Report, ...]  # of its processes
 
     @property
     def config(self) -> Config:
@@ -121,7 +121,7 @@ class OpenRun:
 
 
 def takes_place(command: Callable[..., Any]) -> Callable[..., Any]:
-    """[RUN_FOLDER] --redis URL --run NAME: the command is called with `folder`, `url` and `run`."""
+    """Add [RUN_FOLDER] --redis URL --run NAME, passed as `folder`, `url` and `run`."""
     folder = click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[RUN_FOLDER]")
     return folder(takes_server(command))
 
@@ -134,7 +134,7 @@ def takes_server(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def takes_run(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The same: the command is called with `target`."""
+    """Add the same arguments, passed as one `target`."""
 
     @takes_place
     @functools.wraps(command)
@@ -146,9 +146,12 @@ def takes_run(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def open_run(target: Target, *, instead: str) -> Iterator[OpenRun]:
-    """With the patience of a part, for who changes the run or reads much of it; `monitor.runs.opened` is for a look.
-    ResourceError when the server does not answer, or knows nothing of the run; of a run that has ended and whose Redis
-    is not there, it says what may be done `instead`."""
+    """Open the run with full retries, for commands that change the run or read much of it; else use
+    `monitor.runs.opened`.
+
+    ResourceError when the server does not answer, or has no such run; for a run that has ended and whose Redis is gone,
+    the error says what to do `instead`.
+    """
     with open_run_or_remains(target) as found:
         if isinstance(found, Remains):
             raise gone(found, instead=instead)
@@ -156,7 +159,7 @@ def open_run(target: Target, *, instead: str) -> Iterator[OpenRun]:
 
 
 def gone(left: Remains, *, instead: str) -> ResourceError:
-    """That its Redis is not there, and what may be done."""
+    """Return the error that the run's Redis is gone, and what to do."""
     if not left.has_ended:
         return ResourceError(f"run {left.name!r} {left.words}; `streamrl up {left.folder}/asked.yaml` starts it")
     todo = instead.format(folder=left.folder)
@@ -165,7 +168,7 @@ def gone(left: Remains, *, instead: str) -> ResourceError:
 
 @contextmanager
 def open_run_or_remains(target: Target) -> Iterator[OpenRun | Remains]:
-    from streamrl.config import schema  # with pydantic, which who only looks starts faster without
+    from streamrl.config import schema  # imports pydantic, which read-only commands avoid to start faster
 
     with ExitStack() as stack:
         try:

@@ -1,4 +1,4 @@
-"""`streamrl audit`: account for every ticket of a run, from its streams, checkpoints and journal. Only reads."""
+"""`streamrl audit`: account for every ticket of a run, from its streams, checkpoints and journal. Reads only."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def audit(folder: Path | None, url: str | None, run: str | None, folder_only: bo
 
 
 def _folder_of(url: str, run: str) -> Path:
-    """Where the run's configuration, in Redis, says that its folder is."""
+    """Return the run's folder according to its configuration in Redis."""
     with open_server(url) as client:
         config = read_meta(client, Keys(run)).get(b"config", b"")
     try:
@@ -105,7 +105,7 @@ def _examples(found: Audit, kind: str) -> str:
 
 
 def _asides(found: Audit) -> Iterator[str]:
-    """What is worth a line only when it is there."""
+    """Yield the lines that appear only if there is something to report."""
     if found.wasted_steps:
         yield f"wasted: {found.wasted_steps} steps ({found.wasted_tickets} tickets) of replaced learners"
     if found.malformed:

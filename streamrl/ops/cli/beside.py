@@ -1,7 +1,7 @@
-"""`streamrl up` beside a program that has asked for the run and is told how it gets on (`ops.python.launcher`).
+"""`streamrl up` as a child of a program that requested the run and follows its progress (`ops.python.launcher`).
 
-The request comes by stdin, what is told goes out as JSON lines. Functions that come along are in the run's folder
-before anything is tried; where the run does not begin, it is left as it was.
+The request arrives on stdin; progress is written as JSON lines. Functions in the request are written to the run's
+folder before anything is tried; if the run does not begin, the folder is restored.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from streamrl.ops.monitor.remains import Remains
 from streamrl.ops.python.request import Request, pickle_of
 from streamrl.process import ask_to_end_with, take_stdout
 
-_MODULE = "streamrl.ops.cli.beside"  # as it stands in a command line; the program's pid is the last word of it
+_MODULE = "streamrl.ops.cli.beside"  # as in its command line, whose last argument is the program's pid
 _LOOK_EVERY_S = 0.5
-Tell = Callable[..., None]  # a kind, and what belongs to it
+Tell = Callable[..., None]  # the kind of message, and its fields
 
 
 def main() -> None:
     lines = take_stdout()
 
     def tell(kind: str, **told: Any) -> None:
-        with suppress(BrokenPipeError):  # the program is gone, and the run ends in good order all the same
+        with suppress(BrokenPipeError):  # the program is gone; the run still ends in order
             lines.write(json.dumps({"kind": kind, **told}) + "\n")
             lines.flush()
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def run(request: Request, tell: Tell) -> None:
-    """Raises what `streamrl up` would tell as an error."""
+    """Run the request; raises the errors that `streamrl up` would print."""
     folder = load_config(request.config, request.overrides).config.folder
     loaded = load_config(request.config, (*request.overrides, *request.targets(folder)))
     while (ending := orphan_in(folder)) is not None:
@@ -78,9 +78,11 @@ def run(request: Request, tell: Tell) -> None:
 
 
 def orphan_in(folder: Path) -> int | None:
-    """The launcher that has this folder and ends, since the program that asked for it is gone: a notebook's kernel that
-    was restarted, most often. Its end has a limit."""
-    with suppress(OSError, ValueError):  # there is no folder, nobody in it, or nobody any more
+    """Return the pid of a launcher in this folder that is ending because its program is gone, or None.
+
+    Most often the program is a notebook kernel that was restarted. The launcher ends within a time limit.
+    """
+    with suppress(OSError, ValueError):  # no folder, no launcher, or it has just ended
         pid = int((folder / LOCK).read_text())
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
         parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
@@ -89,11 +91,11 @@ def orphan_in(folder: Path) -> int | None:
 
 
 class Teller:
-    """The launcher's audience, beyond a pipe."""
+    """The launcher's audience, at the other end of a pipe."""
 
     def __init__(self, config: schema.Config, tell: Tell, *, on_begun: Callable[[], object]) -> None:
         self._config, self._tell, self._on_begun = config, tell, on_begun
-        self._phase: str | None = None  # None: the parts do not run yet
+        self._phase: str | None = None  # None: the processes do not run yet
 
     def show(self, shown: Shown) -> None:
         if self._phase is None:
@@ -121,7 +123,7 @@ class Teller:
 
 
 def _place(request: Request, config: schema.Config, undo: ExitStack) -> None:
-    """Write the functions down, where no other launcher has the folder."""
+    """Write the functions to the run's folder, unless another launcher holds it."""
     if not request.functions:
         return
     if (config.folder / LOCK).exists():
@@ -139,7 +141,7 @@ def _put_back(path: Path, before: bytes | None, folder: Path) -> None:
         write_durably(path, before)
         return
     path.unlink()
-    with suppress(OSError):  # there is more in it
+    with suppress(OSError):  # not empty
         path.parent.rmdir()
         folder.rmdir()
 

@@ -1,4 +1,4 @@
-"""`streamrl chat RUN|CHECKPOINT|MODEL`: what does it say?"""
+"""`streamrl chat RUN|CHECKPOINT|MODEL`: talk to a model."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ def chat(
 
 
 class Conversation:
-    """What was said, and what the next words are an answer to."""
+    """The messages so far, which the next answer continues."""
 
     def __init__(self, speaker: Speaker, sampling: Sampling, *, first: Sequence[Message] | None) -> None:
         self._speaker, self._sampling = speaker, sampling
-        self._first = first  # None: there is no template, and each text stands by itself
+        self._first = first  # None: no template; each text stands alone
         self.begin()
 
     @property
@@ -103,7 +103,9 @@ class Conversation:
         self._messages: list[Message] = list(self._first or ())
 
     def answer(self, text: str, answer: Answer) -> Iterator[str]:
-        """The pieces of it; what is given up in between was said all the same. DataError leaves nothing said."""
+        """Yield the pieces of the answer; an interrupted answer is kept in the conversation. DataError leaves it
+        unchanged.
+        """
         asked: list[Message] = [*self._messages, {"role": "user", "content": text}]
         prompt_ids = self._speaker.read(asked if self.is_templated else text)
         try:
@@ -114,7 +116,7 @@ class Conversation:
 
 
 def converse(conversation: Conversation, *, ask: Callable[[], str], say: Callable[[str], None]) -> None:
-    """Until `ask` raises EOFError or KeyboardInterrupt; the latter ends an answer before that."""
+    """Loop until `ask` raises EOFError or KeyboardInterrupt; the latter first ends an answer in progress."""
     from streamrl.workers.talk import Answer
 
     while True:
@@ -193,6 +195,6 @@ def _ask() -> str:
 
 
 def _say(text: str) -> None:
-    """As it comes; a model may write what a terminal would obey."""
+    """Print at once, with control characters escaped: a model may emit terminal commands."""
     click.echo("\n".join(map(printable, text.split("\n"))), nl=False)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The commands of `streamrl`, by name; each is imported only when it is called, so that `--help` answers at once."""
+"""The commands of `streamrl`, by name; each is imported only when called, so that `--help` answers at once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""`streamrl config init|show|check`: one to begin with, what it amounts to, whether it can run; without Redis.
-`streamrl doctor`: whether it can run here, and what would make it slow."""
+"""`streamrl config init|show|check`: write a first configuration, show the resolved one, check it; without Redis.
+
+`streamrl doctor`: check whether it can run on this machine, and what would slow it down.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,7 @@ def check(file: str, overrides: tuple[str, ...], no_files: bool) -> None:
     check_config(loaded.config, loaded.origin)
     if not no_files:
         check_files(loaded.config)
-        if is_installed("torch", "transformers"):  # else the learner is elsewhere, and what it needs too
+        if is_installed("torch", "transformers"):  # otherwise the learner, and what it needs, is on another machine
             from streamrl.ops.monitor.doctor.musts import check_learning
 
             check_learning(loaded.config)
@@ -111,7 +113,7 @@ def check(file: str, overrides: tuple[str, ...], no_files: bool) -> None:
     click.echo(f"{file}: good" + (" (files were not looked at)" if no_files else ""))
 
 
-_MAKERS_GB = 1019 << 20  # bytes: of an H100 with 80 GB, nvidia-smi tells 81,559 MiB
+_MAKERS_GB = 1019 << 20  # bytes per advertised GB: for an 80 GB H100, nvidia-smi reports 81,559 MiB
 _LEVELS = {"ok": ("ok     ", 0), "warning": ("warning", 3), "error": ("ERROR  ", 2)}  # mark, exit code
 
 

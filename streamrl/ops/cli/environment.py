@@ -1,4 +1,4 @@
-"""`streamrl environment`: serve one over HTTP, make prompts of a taskset. The server loads inside the command."""
+"""`streamrl environment`: serve one over HTTP, print a taskset's prompts. The server is imported in the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`streamrl eval CHECKPOINT...`: how good is it, on a file of prompts, or on several?"""
+"""`streamrl eval CHECKPOINT...`: score checkpoints or models on one or more files of prompts."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 _LOOK_EVERY_S = 0.2
-_GRACE_S = 5.0  # beside the time that a reward has for a request
+_GRACE_S = 5.0  # in addition to the reward's request timeout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subject:
-    """What is scored, and by which settings."""
+    """A model to score, with its settings."""
 
     name: str
     config: schema.Config
@@ -139,8 +139,10 @@ def evaluate(
 def _evaluate_all(
     subjects: Sequence[_Subject], local_reward_url: str | None, patience_s: float
 ) -> tuple[list[Evaluated], list[dict[str, Any]], StreamrlError | KeyboardInterrupt | None]:
-    """What each is worth, a line for each prompt of each, and what ended it: what is known by then is not lost. All are
-    checked before the first is loaded."""
+    """Evaluate all subjects; return the results, a line per prompt of each, and the error that ended it, if any.
+
+    An error keeps the results so far. All subjects are checked before the first is loaded.
+    """
     done: list[Evaluated] = []
     lines: list[dict[str, Any]] = []
     for subject, config in [(one, _checked(one.config, local_reward_url)) for one in subjects]:
@@ -168,7 +170,7 @@ def _tell(done: Sequence[Evaluated], config: schema.Config, engine: str, *, seve
 
 
 def _find_all(words: Sequence[str], file: Path | None, chosen: Sequence[str]) -> list[_Subject]:
-    """`chosen`: settings by options, over those among the words."""
+    """Find the subjects; `chosen` are settings from options, which override those among the words."""
     overrides = [word for word in words if _OVERRIDE.match(word)]
     checkpoints = [each for word in words if word not in overrides for each in checkpoints_of(word)]
     if not checkpoints:
@@ -177,7 +179,7 @@ def _find_all(words: Sequence[str], file: Path | None, chosen: Sequence[str]) ->
 
 
 def _find(text: str, file: Path | None, overrides: Sequence[str]) -> _Subject:
-    """The configuration is that of the run which it belongs to, or the one given."""
+    """Find one subject, with the configuration of its run, or the given one."""
     found = find_subject(text)
     path = file or found.config_file
     if file is None and not path.is_file():
@@ -187,8 +189,10 @@ def _find(text: str, file: Path | None, overrides: Sequence[str]) -> _Subject:
 
 
 def _checked(config: schema.Config, local_reward_url: str | None) -> schema.Config:
-    """With a reward server only where one is to be started here. Raises UserError for what would fail later, and
-    imports neither torch nor transformers."""
+    """Check the configuration; keep its reward server only if it must be started here.
+
+    Raises UserError for anything that would fail later. Imports neither torch nor transformers.
+    """
     if not config.data.validation_sets():
         raise ConfigError(
             "there are no prompts to score it on; name a file with --prompts FILE, or set data.validation"
@@ -237,7 +241,7 @@ def _evaluate(
 
 
 class _Line:
-    """How far it is, on a terminal; and what anybody must hear, once."""
+    """Progress on a terminal, and notices that are printed once."""
 
     def __init__(self) -> None:
         self._line = MovingLine()
@@ -245,7 +249,7 @@ class _Line:
         self.show, self.end = self._line.show, self._line.end
 
     def notice(self, text: str, *, about: str = "") -> None:
-        """`about`: what it stands for, where its words may change."""
+        """Print a notice once; `about` identifies it if its text may vary."""
         if (about or text) not in self._noticed:
             self._noticed.add(about or text)
             self.end()
@@ -261,17 +265,17 @@ class _Line:
 
 
 def _try_rewards(config: schema.Config, rewards: Rewards, patience_s: float, line: _Line) -> None:
-    """A first request to each, about the first of the prompts."""
+    """Send a first request to each reward, with the first prompt."""
     from streamrl.workers.evaluate import try_rewards
     from streamrl.workers.rewards.base import ScoreItem
 
-    if not config.rewards:  # an environment gives them
+    if not config.rewards:  # the environment provides them
         return
     named = config.data.validation_sets()[0]
     row = read_prompts(named.dataset, malformed=config.data.malformed, key=named.key).rows[0]
-    # Some services refuse an empty completion, and a prompt is a text as well.
+    # Some services refuse an empty completion; the prompt's text serves as one.
     item = ScoreItem(prompt=row.plain, completion=row.plain, token_ids=np.zeros(1, dtype=np.int32), fields=row.fields)
-    # A function whose process dies is tried once more.
+    # A function whose process dies is retried once.
     limits = [one.timeout_s * (1 + (not isinstance(one, schema.HttpReward))) for one in config.rewards.values()]
     trying = try_rewards(
         rewards,

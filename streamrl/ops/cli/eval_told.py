@@ -1,4 +1,4 @@
-"""What an evaluation tells: of one checkpoint a table, of several one row each, and a plot."""
+"""An evaluation's output: a table for one checkpoint, one row each for several, and a plot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NARROW = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """One checkpoint, or model."""
+    """The result of one checkpoint or model."""
 
     name: str
     step: int | None  # None: a model
@@ -64,7 +64,7 @@ def _share(share: Share) -> str:
 
 
 def comparison(several: Sequence[Evaluated], prompts: str) -> Iterator[str]:
-    """A row a checkpoint; of several datasets their rewards, and their pass@1 where passing is known."""
+    """Yield a row per checkpoint; for several datasets also each one's pass@1 if known, else its reward."""
     yield f"{len(several)} checkpoints on {prompts}"
     columns = [_columns(one.result) for one in several]
     heads = list(dict.fromkeys(head for one in columns for head in one))
@@ -87,8 +87,9 @@ def _columns(result: Result) -> dict[str, str]:
 
 
 def save_plot(path: Path, several: Sequence[Evaluated]) -> None:
-    """By step, where every one has another; else one beside the other. Shares with their intervals, else rewards with
-    two standard errors."""
+    """Plot by step if all steps differ, else side by side: shares with their intervals, else rewards with two standard
+    errors.
+    """
     need("a plot", "matplotlib", extra="monitor")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -117,7 +118,7 @@ def save_plot(path: Path, several: Sequence[Evaluated]) -> None:
 
 
 def _lines(several: Sequence[Evaluated]) -> dict[str, dict[int, tuple[float, float, float]]]:
-    """By label: of each checkpoint, by its place, a figure and the ends of its interval."""
+    """Map each label to {checkpoint's index: (value, low, high)}."""
     lines: dict[str, dict[int, tuple[float, float, float]]] = {}
     for i, one in enumerate(several):
         for label, figure in _figures(one.result).items():
@@ -140,7 +141,7 @@ def _figures(result: Result) -> dict[str, tuple[float, float, float]]:
 def answers(
     prompts: Sequence[EvalPrompt], result: Result, model: ModelFacts, stop: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """A line of --output for each prompt."""
+    """Yield a line of --output for each prompt."""
     for prompt, group in zip(prompts, result.groups, strict=True):
         samples = [
             {
@@ -159,7 +160,7 @@ def answers(
 
 
 def _without_stop(text: str, stop: Sequence[str]) -> str:
-    """As rewards were given it."""
+    """Cut the text at the stop string, as it was passed to rewards."""
     return text[: min((text.index(one) for one in stop if one in text), default=len(text))]
 
 

@@ -1,4 +1,4 @@
-"""`streamrl groups tail|show`: rollouts as people read them, of a live run or of a recording. Only reads."""
+"""`streamrl groups tail|show`: readable rollouts of a live run or of a recording. Reads only."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ _LOOK = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What to look at besides a folder, and how to show it: the options `_LOOK`."""
+    """What to show besides the folder, and how: the options `_LOOK`."""
 
     url: str | None
     run: str | None
     evaluation: bool
     tokenizer: str | None
-    colour: bool | None  # None: where the terminal has it
+    colour: bool | None  # None: if the terminal supports it
     as_json: bool
 
 
 def _takes_look(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What becomes a `Look`."""
+    """Add the options of `Look`."""
     for option in reversed(_LOOK):
         command = option(command)
     return command
@@ -111,7 +111,7 @@ def show(words: tuple[str, ...], **options: Any) -> None:
     if len(words) > 2:
         raise ConfigError(f"{len(words)} words given: write the folder of a run or a recording, and one ticket or id")
     look = Look(**options)
-    is_entry_id(words[-1])  # a mistake shows before anything is opened
+    is_entry_id(words[-1])  # shows a mistake before anything is opened
     with _opened(Path(words[0]) if len(words) == 2 else None, look) as (source, decoder):
         if isinstance(source, KeptGroups):
             _print_kept([source.find(words[-1])], look, max_lines=None)
@@ -171,7 +171,7 @@ def _print_kept(records: Sequence[Mapping[str, Any]], look: Look, *, max_lines: 
 
 
 def _console(colour: bool | None) -> Console:
-    """As wide as the terminal, and 80 columns where there is none."""
+    """A console as wide as the terminal, or 80 columns without one."""
     plain = Console(no_color=True, color_system=None)
     if colour is False or (colour is None and not plain.is_terminal):
         return plain

@@ -1,5 +1,6 @@
-"""A configuration to begin with, for one's own case: short, every line explained. What is not set has its default.
-It stands alone rather than extending what is installed here, so that it may go to any machine.
+"""Writes a first configuration for the user's case: short, every line explained. Other settings keep their defaults.
+
+It does not extend an installed file, so that it can be copied to any machine.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from streamrl.config.source import parse
 from streamrl.recipe.rewards import REWARDS
 
-_COLUMN = 33  # of the comments
+_COLUMN = 33  # where comments begin
 _REDIS = "redis://127.0.0.1:6379/0"
 _WIDEST = 120
 _STOP = r'["\n"]'
@@ -39,7 +40,7 @@ class Case:
 
 
 def is_chat_model(model: str) -> bool:
-    """Whether the folder has a chat template; a hub's model is taken for one that has, since most do."""
+    """Whether the folder has a chat template; assumed for a hub's model, since most have one."""
     folder = Path(model)
     if not folder.is_dir():
         return True
@@ -48,7 +49,7 @@ def is_chat_model(model: str) -> bool:
 
 
 def starter(case: Case, *, reference: Path) -> str:
-    """The file's text; `reference` is conf/reinforce.yaml."""
+    """Return the file's text; `reference` is conf/reinforce.yaml."""
     return "".join(f"{line}\n" for line in (*_head(case, reference), *_experiment(case), *_running(case)))
 
 
@@ -144,7 +145,7 @@ def _section(text: str, comment: str) -> Iterator[str]:
 
 
 def _line(text: str, comment: str) -> str:
-    """With the comment beside it, or above where there is no room."""
+    """Put the comment beside the line, or above it if there is no room."""
     if not comment:
         return text
     beside = f"{text:<{_COLUMN - 2}}  # {comment}"
@@ -153,7 +154,7 @@ def _line(text: str, comment: str) -> str:
 
 
 def _text(value: str) -> str:
-    """Bare where YAML reads the same text again; else as JSON, which is YAML too."""
+    """Return the value bare if YAML reads it back unchanged; else as JSON, which is YAML too."""
     is_plain = re.fullmatch(r"[\w./:-]+", value) and parse(value, name="", numbered=False).value == value
     return value if is_plain else json.dumps(value, ensure_ascii=False)
 

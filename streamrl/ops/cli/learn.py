@@ -1,8 +1,8 @@
 """`streamrl learn`: the learner alone, under torchrun, on one machine or as one of several.
 
-The torchrun line is all there is to it: what is printed is what runs, in place of this process, so that signals and
-exit codes are those of the agent (`learner/process/agent.py`). Before that, whatever can be seen to be wrong is.
-Several machines run the same command, each for itself, with the run's folder on a disk that all of them see.
+It prints the torchrun command and replaces this process by it, so signals and exit codes are those of the agent
+(`learner/process/agent.py`). Before that it checks everything that can be checked. Several machines run the same
+command, each for itself, with the run's folder on a disk that all of them share.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def learn(
 
 
 def _begin(loaded: Loaded, command: Command) -> NoReturn:
-    """This process becomes torchrun's agent."""
+    """Replace this process by torchrun's agent."""
     try_out(loaded, workers_are_here=False)
     _prepare(loaded.config)
     click.echo(_shown(command))
@@ -131,7 +131,7 @@ def _begin(loaded: Loaded, command: Command) -> NoReturn:
 def _check_options(
     redis_url: str | None, replay: Path | None, source: str | None, *, takeover: bool, standby: bool, new_data: bool
 ) -> None:
-    """ConfigError for two that contradict each other."""
+    """Raise ConfigError for contradictory options."""
     if replay is not None and redis_url is not None:
         raise ConfigError("--replay needs no Redis: give one of --replay and --redis")
     if replay is not None and source is not None:
@@ -145,13 +145,13 @@ def _check_options(
 
 
 def _check_resume(config: Config, cluster: Cluster | None, server: str | None) -> None:
-    """A machine that joins others does not start the run."""
+    """Check whether the run may start; a machine that joins others does not start it."""
     if not config.checkpoint.resume and not (cluster and server and _joins(config, cluster, server)):
         resume.check_resume(config)
 
 
 def _show_changes(config: Config) -> None:
-    """Against the checkpoint that the run would go on from; refused ones end it here, before anything starts."""
+    """Print changes since the checkpoint that the run resumes from; refused ones raise before anything starts."""
     for change in resume.changed_since_checkpoint(config):
         click.echo(printable(f"changed since the checkpoint: {change}"), err=True)
 
@@ -168,7 +168,7 @@ def _fork(config: Config, source: str, *, new_data: bool, dry_run: bool) -> None
 
 
 def _reach(url: str, config: Config, *, dry_run: bool) -> str | None:
-    """Where the run's Redis is, which must be one that the run can be on; a dry run goes on without (None)."""
+    """Return the URL of the run's Redis, after checking it; None if a dry run cannot reach it."""
     try:
         server = _serving(config) if url == EMBEDDED_REDIS else url
         connect(server, config.redis).close()
@@ -191,8 +191,10 @@ def _build(
     takeover: bool,
     standby: bool,
 ) -> Command:
-    """The line, after everything else that can be looked at was; UserError for the first thing that is not right. The
-    groups come from `replay`, a recording, or from `redis_url`."""
+    """Build the command, after all other checks; UserError for the first fault.
+
+    Groups come from `replay`, a recording, or from `redis_url`.
+    """
     address, password = (None, None) if redis_url is None else split_password(redis_url)
     check_learning(config)
     check_files(config)
@@ -205,30 +207,30 @@ def _build(
         standby=standby,
         cluster=cluster,
         placement=placement,
-        # Another one on this machine is a stranger, and waits or is refused; machines of one cluster are one learner.
+        # A second learner on this machine must wait or be refused; machines of one cluster are one learner.
         holder=None if cluster else f"learn-{uuid.uuid4().hex[:16]}",
     )
-    # Every user of a machine sees the words of a command, and only its own user its environment.
+    # All users of a machine can read a command line, but only its own user the environment.
     secrets = {} if password is None else {PASSWORD: password}
     return replace(command, environment={**command.environment, **secrets})
 
 
 def _joins(config: Config, cluster: Cluster, server: str) -> bool:
-    """Whether other machines of this cluster are at work on the run."""
+    """Whether other machines of this cluster hold the run."""
     with connect(server, config.redis) as client:
         holder = lease_holder(client, Keys(config.name), give_up_after_s=config.redis.connect_timeout_s)
     return holder == holder_of_all(config, cluster)
 
 
 def _shown(command: Command) -> str:
-    """As a shell would take it, but for a password."""
+    """Format the command for a shell, with the password hidden."""
     values = {name: "***" if name == PASSWORD else shlex.quote(text) for name, text in command.environment.items()}
     variables = [f"{name}={value}" for name, value in values.items()]
     return " ".join([*variables, *(shlex.quote(word) for word in command.arguments)])
 
 
 def _prepare(config: Config) -> None:
-    """What the line refers to."""
+    """Prepare the run's folder for the command."""
     folder = RunFolder(config.folder)
     folder.logs.mkdir(parents=True, exist_ok=True)
     folder.learner_error.unlink(missing_ok=True)
@@ -236,7 +238,7 @@ def _prepare(config: Config) -> None:
 
 
 def _cluster(nodes: str, endpoint: str | None) -> Cluster | None:
-    """Of what the command line says; None: this machine alone."""
+    """Parse --nodes and --rendezvous; None: this machine alone."""
     match = _NODES.fullmatch(nodes)
     if match is None or int(match[2] or match[1]) < int(match[1]):
         raise ConfigError(f"--nodes {nodes}: write how many machines, as 4, or a range, as 1:4")

@@ -1,9 +1,9 @@
 """`streamrl`: finds the command, and turns errors into exit codes.
 
-A user's mistake is one line on stderr and exit code 2, and so is a file that the machine does not let us read or write;
-what else streamrl raises on purpose exits with 1; Ctrl-C with 130, a reader that has gone with 141. Any other exception
-is a defect and keeps its traceback. Commands load when they are called (`commands`), so this module imports nothing
-heavier than click.
+A user's mistake is one line on stderr and exit code 2, as is a file that the system does not let us read or write.
+Other errors that streamrl raises deliberately exit with 1, Ctrl-C with 130, a closed output pipe with 141. Any other
+exception is a bug and keeps its traceback. Commands are imported when called (`commands`), so this module imports
+nothing heavier than click.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from streamrl import __version__
 from streamrl.errors import ResourceError, StreamrlError, UserError
 from streamrl.ops.cli.commands import COMMANDS, Entry
 
-EXIT_INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
-EXIT_UNREAD = 141  # and for one whose reader has gone, as `head` does: 1 means something else to several commands
-# What a disk may answer to any path at any time; a path that is not there is for each command to tell.
+EXIT_INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
+EXIT_UNREAD = 141  # likewise for a closed pipe, as with `head`: 1 means something else in several commands
+# Errors that any path may raise at any time; each command handles missing paths itself.
 _REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOTDIR}
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are known by name and imported when they are called."""
+    """A group whose commands are known by name and imported when called."""
 
     def __init__(self, *, entries: Mapping[str, Entry], **settings: Any) -> None:
         super().__init__(**settings)
@@ -53,7 +53,7 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
         except BrokenPipeError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())  # what is still buffered is written at exit
+            os.dup2(nowhere, sys.stdout.fileno())  # buffered output is flushed at exit
             ctx.exit(EXIT_UNREAD)
 
     def resolve_command(
@@ -70,20 +70,22 @@ class LazyGroup(click.Group):
 
 
 def _print_what_can_be() -> None:
-    """A terminal, or a file, that knows few characters gets a question mark in the place of others, and no error."""
+    """Print a question mark for characters that a terminal or file cannot encode, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
 
 
 def was_interrupted(error: Exception) -> bool:
-    """By Ctrl-C while a command was imported: pydantic-core, which builds schemas then, makes an error of its own of it
-    and tells in its last line what it was."""
+    """Whether Ctrl-C came while a command was imported.
+
+    pydantic-core, which builds schemas then, wraps it in its own error, whose last line names the cause.
+    """
     return str(error).rstrip().endswith("KeyboardInterrupt:")
 
 
 def refusal(error: OSError) -> ResourceError | None:
-    """What the user has to mend of it; None where it is a defect."""
+    """Return the error as one for the user to fix; None if it is a bug."""
     if error.filename is None or error.errno not in _REFUSALS:
         return None
     return ResourceError(f"{error.filename}: {error.strerror}")
@@ -104,7 +106,7 @@ def _broken_off(error: BaseException) -> int:
 
 
 def main(argv: Sequence[str] | None = None, *, commands: Mapping[str, Entry] = COMMANDS) -> int:
-    """Run the command line; the exit code. Raises for defects only."""
+    """Run the command line and return the exit code. Raises only for bugs."""
 
     @click.group("streamrl", cls=LazyGroup, entries=commands, context_settings=_SETTINGS)
     @click.version_option(__version__, prog_name="streamrl")

@@ -1,5 +1,6 @@
-"""Seeing a run: `streamrl status|why|top` in the terminal, `dashboard` in the browser, `plot` as a PNG, `export` for
-other monitoring. They only read."""
+"""Read-only views of a run: `streamrl status|why|top` in the terminal, `dashboard` in the browser, `plot` as a PNG,
+`export` for other monitoring systems.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def why(target: Target, as_json: bool) -> int:
 def _answer(
     target: Target, told: Callable[[View], Any], lines: Callable[[View], Iterable[str]], *, as_json: bool
 ) -> int:
-    """Tell what a look at the run has found; the exit code."""
+    """Look at the run once, print the result, and return the exit code."""
     try:
         with opened(target) as there:
             view = look_once(there)
@@ -110,7 +111,7 @@ def _answer(
 
 
 def _width() -> int:
-    """Of the terminal, where there is a narrower one; sentences are wrapped to it, and not in mid-word by it."""
+    """Return the width to wrap sentences to: the terminal's if narrower, so that it does not break words."""
     return max(_NARROWEST, min(WIDTH, shutil.get_terminal_size((WIDTH, 1)).columns))
 
 
@@ -163,7 +164,7 @@ def dashboard(
     and shows it with the address on a terminal; --token-file reads one. It answers to addresses and to localhost; add
     other names, such as an ingress's, with --allow-host. GET /metrics is for Prometheus.
     """
-    is_seen = sys.stdout.isatty()  # what goes to a log is no place for a token
+    is_seen = sys.stdout.isatty()  # a log is no place for a token
     if makes_token and not token_file and not is_seen:
         raise ConfigError(
             "--token shows a token on a terminal, and here is none; write one to a file: --token-file FILE"
@@ -231,7 +232,7 @@ def _plot_several(folders: Sequence[Path], elsewhere: str | None, output: Path |
 
 
 def _read_history(folder: Path | None, url: str | None, run: str | None) -> tuple[str, History]:
-    """With the run's name."""
+    """Return the run's name and its history."""
     if folder is not None and url is None:
         if not (folder / "metrics.jsonl").is_file():
             raise ConfigError(

@@ -1,5 +1,6 @@
-"""What an operator tells a run, and who follows: `streamrl pause|resume|drain|stop`, and `streamrl dead ls|show|retry|
-purge` for the tickets that failed too often."""
+"""Operators' commands: `streamrl pause|resume|drain|stop`, which report who follows, and `streamrl dead ls|show|retry|
+purge` for tickets that failed too often.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +37,11 @@ _ENDS_A_RUN = ("drain", "stop")
 _TAKE_UP = "nothing is running that could follow; resume the run with `streamrl up CONFIG`"
 _LETTERS = "the dead letters are there again once you resume the run with `streamrl up CONFIG`"
 _LOOK_EVERY_S = 0.2
-_SHOWN_CHARS = 110  # of an error: what failed in a function of the user's stands behind 50 others
+_SHOWN_CHARS = 110  # of an error: the cause in a user's function comes after some 50 other characters
 
 
 def _order_of(command: Callable[..., Any]) -> click.Command:
-    """A command about a run, with how long to listen for those concerned, and --json."""
+    """Make a command about a run, with a confirmation timeout and --json."""
     return click.command(takes_run(takes_timeout("wait for confirmation")(takes_json(command))))
 
 
@@ -162,7 +163,7 @@ def retry(target: Target, numbers: tuple[int, ...], everything: bool, as_json: b
         chosen = letters if everything else _chosen(letters, [n for n in numbers if n not in issued_before])
         wanted: set[int] = set()
         requested = orders.request_retries(opened.client, opened.keys, _noting(chosen, wanted), by=operator())
-        # Nobody takes requests up in a run that has ended, until it is taken up itself.
+        # A run that has ended handles no requests until it is resumed.
         deadline = time.monotonic() + (timeout_s if opened.info.state == "running" else 0.0)
         while wanted & orders.read_requests(opened.client, opened.keys) and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S)
@@ -190,13 +191,13 @@ def _refuse_nothing(numbers: Sequence[int], everything: bool) -> None:
 
 
 def _letters(opened: OpenRun) -> Iterator[DeadLetter]:
-    """This run's, as the audit counts them; an entry without a number is nobody's."""
+    """Yield this run's letters, as the audit counts them; entries without a number belong to no ticket."""
     letters = orders.read_letters(opened.client, opened.keys)
     return (one for one in letters if one.number >= 0 and one.run_uid == opened.info.uid)
 
 
 def _noting(letters: Iterable[DeadLetter], numbers: set[int]) -> Iterator[DeadLetter]:
-    """The same letters, of which only the numbers stay in memory."""
+    """Yield the letters, keeping only their numbers in memory."""
     for letter in letters:
         numbers.add(letter.number)
         yield letter
@@ -242,7 +243,7 @@ def letter_lines(letters: Iterable[DeadLetter]) -> Iterator[str]:
 
 
 def _of_letter(letter: DeadLetter) -> Iterator[str]:
-    """Its error, and below it the prompt: of a long one the end, since the chats of a run begin alike."""
+    """Yield the error, and below it the prompt: the end of a long one, since a run's chats begin alike."""
     asked = "(retry asked for) " if letter.retry_requested else ""
     error = " ".join(f"{asked}{letter.error}".split())
     prompt = " ".join(letter.ticket.prompt.split()) if letter.ticket else "(cannot be read)"

@@ -1,4 +1,4 @@
-"""`streamrl record`: save the groups of a live run; `record export` and `record info` work on what was saved."""
+"""`streamrl record`: save the groups of a live run; `record export` and `record info` read the recording."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from streamrl.terminal import printable, size
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)i?B?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _INSTEAD = "nothing passes; `streamrl groups tail {folder}` shows what its folder keeps"
-_LIVE = "live"  # the command that stands for `streamrl record RUN_FOLDER` itself
+_LIVE = "live"  # the hidden command behind `streamrl record RUN_FOLDER`
 
 
 def _num_bytes(text: str) -> int:
@@ -37,7 +37,7 @@ def _num_bytes(text: str) -> int:
 
 
 class _Record(click.Group):
-    """`record export ...` and `record info ...`; whatever else follows `record` is a run to be recorded."""
+    """The group of `record export` and `record info`; any other first argument is a run to record."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, "-h", "--help"):

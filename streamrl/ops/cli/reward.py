@@ -1,6 +1,6 @@
 """`streamrl reward`: try a function, serve a reward model over HTTP, or train one.
 
-torch and the server load inside the commands.
+torch and the server are imported in the commands.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FILE, _PORT = click.Path(path_type=Path), click.IntRange(0, 65535)
 
 
 def _setting(name: str, kind: Any, meaning: str) -> Callable[..., Any]:
-    """As `reward_server.NAME` of a configuration, with its default."""
+    """Add an option for `reward_server.NAME`, with the configuration's default."""
     default = schema.RewardServer.model_fields[name].default
     return click.option(f"--{name.replace('_', '-')}", type=kind, default=default, help=meaning)
 
@@ -90,7 +90,7 @@ def serve(**options: Any) -> None:
     from streamrl.workers.rewards.http_request import read_token
 
     token = None if options["token_file"] is None else read_token(options["token_file"], key="--token-file")
-    bound = bind(options["host"], options["port"], what="reward server")  # before the model: a taken port shows at once
+    bound = bind(options["host"], options["port"], what="reward server")  # before the model: a taken port fails at once
     with bound:
         url = f"http://{address_of(bound, host=options['host'])}"
         if options["bound_file"] is not None:
@@ -169,12 +169,12 @@ def train(threads: int | None, pairs: Path | None, ratings: Path | None, **optio
 
 
 def _weights_option(num_outputs: int) -> str:
-    """Of several outputs the summary's mean and deviation are those of their mean."""
+    """With several outputs, the summary's mean and deviation are those of the outputs' mean."""
     return f"--attribute-weights {','.join([f'{1 / num_outputs:.4g}'] * num_outputs)} " if num_outputs > 1 else ""
 
 
 def _make_folder(output: Path) -> None:
-    """Before the work whose outcome it shall hold."""
+    """Check the output folder before the work whose result it will hold."""
     try:
         output.mkdir(parents=True, exist_ok=True)
         is_empty = not any(output.iterdir())

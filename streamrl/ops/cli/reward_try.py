@@ -1,5 +1,6 @@
-"""`streamrl reward try`: a reward function on some rows, in the process that workers run it in, and what it says; or a
-source of a configuration, whatever asks it."""
+"""`streamrl reward try`: run a reward function on some rows, in a limited process as workers do; or any reward source
+of a configuration.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
     from streamrl.workers.rewards.code import CodeReward
 
 _CONFIGURATIONS = (".yaml", ".yml")
-_MAX_SHOWN = 300  # characters of a text
+_MAX_SHOWN = 300  # characters per text
 _FILE = click.Path(path_type=Path)
 _DEFAULTS = schema.FunctionReward.model_fields
-_Encode = Callable[[PromptRow, str], tuple[str, list[int]]]  # a row and a completion: the prompt, the completion's ids
+_Encode = Callable[[PromptRow, str], tuple[str, list[int]]]  # (row, completion) -> (prompt, the completion's ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +42,10 @@ class _Tried:
     line: int  # of --data
     prompt: str
     completion: str
-    score: float | None  # None: it does not apply, or there is an error
+    score: float | None  # None: the function does not apply, or failed
     error: str | None
     seconds: float
-    tests: tuple[dict[str, Any], ...] = ()  # of a source of type `code`: what became of each
+    tests: tuple[dict[str, Any], ...] = ()  # for a source of type `code`: each test's result
 
 
 @click.command("try")
@@ -116,14 +117,14 @@ def try_reward(
 
 
 def _dataset(data: Path) -> schema.Dataset:
-    """Of a configuration the first that it trains on."""
+    """Return the dataset; for a configuration, the first that it trains on."""
     if data.suffix not in _CONFIGURATIONS:
         return schema.Dataset(path=str(data))
     return load_config(data).config.data.train_sets()[0].dataset
 
 
 def _reward(target: str, data: Path, options: Sequence[str], limits: Mapping[str, Any]) -> Reward | GroupReward:
-    """Not begun yet."""
+    """Build the reward, without starting it."""
     from streamrl.workers.rewards.functions import FunctionReward, check_target
     from streamrl.workers.rewards.mixing import build_reward
 
@@ -154,7 +155,7 @@ def _sandbox(options: dict[str, Any]) -> CodeReward:
 def _completions(
     rows: Sequence[PromptRow], data: Path, *, completion: str | None, completions: Path | None, field: str | None
 ) -> list[list[str]]:
-    """For each row one or several, or for fewer rows where the file holds fewer."""
+    """Return one or several completions per row; for fewer rows if the file has fewer."""
     if sum(given is not None for given in (completion, completions, field)) != 1:
         raise ConfigError("exactly one of --completion, --completions and --field is needed: what shall be scored?")
     if completion is not None:
@@ -259,7 +260,7 @@ async def _score(reward: Reward | GroupReward, group: Sequence[tuple[PromptRow, 
     tests: list[tuple[dict[str, Any], ...]] = [()] * len(items)
     began = time.monotonic()
     try:
-        if isinstance(reward, CodeReward):  # all tests are run, also behind one that fails
+        if isinstance(reward, CodeReward):  # runs all tests, even after one fails
             judged = [await reward.judge(item) for item in items]
             scores = [reward.score_of(outcomes) for outcomes in judged]
             tests = [tuple(map(asdict, outcomes)) for outcomes in judged]

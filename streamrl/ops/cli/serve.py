@@ -1,4 +1,4 @@
-"""`streamrl serve RUN|CHECKPOINT|MODEL`: what a run has made, by OpenAI's protocol, with vLLM's own server."""
+"""`streamrl serve RUN|CHECKPOINT|MODEL`: serve a run's model over OpenAI's protocol, with vLLM's own server."""
 
 from __future__ import annotations
 

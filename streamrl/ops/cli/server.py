@@ -1,5 +1,4 @@
-"""Runs: those of a Redis and of a folder, `streamrl runs ls|compare|rm`; who may do what in a Redis, `streamrl redis
-acl`."""
+"""`streamrl runs ls|compare|rm`: the runs in a Redis and in a folder; `streamrl redis acl`: permissions in a Redis."""
 
 from __future__ import annotations
 
@@ -145,7 +144,7 @@ def acl(roles: tuple[Role, ...], run: str | None, server: str, passwords: Path |
     for name, granted in SERVERS.items():
         if not roles and passwords is not None and (passwords / name).exists():
             _say_user(name, granted, passwords, form)
-    if not roles:  # last: who set up the others may be it
+    if not roles:  # last: this connection may use it
         click.echo("user default off" if form == "users" else "ACL SETUSER default off")
     if passwords is None:
         click.echo("note: no passwords yet: give --passwords DIR, or ACL SETUSER NAME >PASSWORD", err=True)

@@ -1,4 +1,4 @@
-"""`streamrl sft`: supervised training on prompts with their answers, before a run. torch loads inside the command."""
+"""`streamrl sft`: supervised training on prompts with answers, before a run. torch is imported in the command."""
 
 from __future__ import annotations
 

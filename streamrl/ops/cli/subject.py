@@ -1,4 +1,4 @@
-"""Whose weights a command is about: `RUN`, `RUN@STEP`, `RUN@best`, the folder of a checkpoint, or a model."""
+"""The weights that a command is about: `RUN`, `RUN@STEP`, `RUN@best`, a checkpoint's folder, or a model."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    name: str  # for people
+    name: str  # for display
     checkpoint: Checkpoint | None  # None: the model of this name
-    config_file: Path  # of the run to which it belongs; it need not be there
+    config_file: Path  # its run's; may not exist
 
 
 def find_subject(text: str, *, exported: bool = False) -> Subject:
-    """DataError when there is nothing of this name. A run is its newest checkpoint, or, `exported`, what it has
-    exported where there is such a thing."""
+    """Find the weights of this name, or raise DataError.
+
+    A run stands for its newest checkpoint or, with `exported`, for its export if there is one.
+    """
     from streamrl.learner.checkpoints.resume import find_checkpoint
 
     if exported and (export := Path(text) / "export").is_dir():
         text = str(export)
     if _is_model(text):
-        # runs/mine/export lies beside it
+        # for runs/mine/export, the run's
         return Subject(name=text, checkpoint=None, config_file=Path(text).parent / "config.yaml")
     place = text.rpartition("@")[0] or text
     if not Path(text).exists() and not Path(place).exists():
@@ -41,7 +43,7 @@ def find_subject(text: str, *, exported: bool = False) -> Subject:
 
 
 def checkpoints_of(text: str) -> list[str]:
-    """`RUN@all`: each checkpoint that the run keeps, the oldest first; else what was said."""
+    """Expand `RUN@all` to the checkpoints that the run keeps, oldest first; return other names unchanged."""
     place, _, which = text.rpartition("@")
     if which != "all" or Path(text).is_dir():
         return [text]

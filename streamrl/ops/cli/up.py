@@ -1,5 +1,6 @@
-"""Whole runs on this machine: of a configuration, `streamrl up`; of a model that learns before your eyes, `streamrl
-quickstart` (made on the spot) and `streamrl demo` (pretrained)."""
+"""Whole runs on this machine: `streamrl up` for a configuration, `streamrl quickstart`, `game` and `demo` for
+demonstrations (a model made on the spot, or a pretrained one).
+"""
 
 from __future__ import annotations
 
@@ -52,8 +53,10 @@ def up(file: str, overrides: tuple[str, ...], takeover: bool, as_json: bool) -> 
 
 
 def take_up(loaded: Loaded, display: Audience, *, takeover: bool = False) -> Outcome | Remains:
-    """A run of this configuration, from wherever it stands; what its folder tells where nothing is left to do. It is
-    what the command does, and a program that calls `streamrl.start`."""
+    """Start or resume the run of this configuration; return what its folder records if nothing is left to do.
+
+    Called by the command, and by programs through `streamrl.start`.
+    """
     from streamrl.learner.checkpoints.resume import changed_since_checkpoint, check_resume
     from streamrl.ops.launch.finished import nothing_left_of
     from streamrl.ops.launch.up import up as run_up

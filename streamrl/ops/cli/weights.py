@@ -1,4 +1,4 @@
-"""`streamrl weights ls|show|verify|pull`: the versions that a run has published. Reads only; the run goes on."""
+"""`streamrl weights ls|show|verify|pull`: the published versions of a live run. Reads only."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _store(opened: OpenRun) -> BlobStore:
 
 
 def _served_by(opened: OpenRun) -> Mapping[int, list[str]]:
-    """By version, the workers that serve it."""
+    """Map each version to the workers that serve it."""
     served_by = defaultdict(list)
     for report in opened.reports:
         version = report.detail.get("version")
@@ -202,6 +202,6 @@ def _row(manifest: Manifest, served_by: Mapping[int, list[str]]) -> dict[str, An
 
 
 def _unreadable_row(name: str) -> dict[str, Any]:
-    """With the keys of the others, of which nothing is known."""
+    """Return a row with the others' keys and unknown values."""
     unknown = dict.fromkeys(("step", "base", "bytes", "anchor_bytes", "model_bytes", "ratio"))
     return {"version": name, "kind": "unreadable", **unknown, "served_by": []}
