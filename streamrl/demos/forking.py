@@ -136,8 +136,9 @@ class Forking:
 class PartsAhead:
     """The processes of a run, forked from servers that import their modules while the run's model is still being made.
 
-    Workers of engines other than vLLM's CPU build start normally, as does any process whose server has died. No GPU has
-    run this.
+    Workers of engines other than vLLM's CPU build start normally, as does any process whose server has died.
+
+    No GPU has run this.
     """
 
     def __init__(self, stack: ExitStack) -> None:

@@ -81,11 +81,10 @@ class LearnerStream:
     # The run, and its learner
 
     def claim(self, *, config_json: str, fingerprint: str, takeover: bool = False, wait_s: float) -> None:
-        """Become the learner of the run, before any other write and after `lease.await_lease`.
-
-        A term newer than the one in Redis does not wait. Where Redis has none, another holder waits up to `wait_s` for
-        the lease to end. Refused then names its holder. ResourceError: the name belongs to another run. RunGone: the
-        run was removed; `takeover` starts it again.
+        """Become the learner of the run, before any other write and after `lease.await_lease`. A term newer than the
+        one in Redis does not wait. Where Redis has none, another holder waits up to `wait_s` for the lease to end;
+        Refused then names its holder. ResourceError: the name belongs to another run. RunGone: the run was removed;
+        `takeover` starts it again.
         """
         if takeover:
             holder, lease_s = self._fence.holder, self._lease_ms / 1000
@@ -122,10 +121,8 @@ class LearnerStream:
     # Tickets and groups
 
     def restore(self, *, cursor: str, retried: Mapping[int, int | None] | None = None) -> None:
-        """Restore the streams, first after `claim` and in every reconcile.
-
-        Creates missing streams, makes new groups land beyond the cursor, and records which tickets retry a dead one (by
-        number) and which do not (None).
+        """Restore the streams, first after `claim` and in every reconcile: create missing ones, make new groups land
+        beyond the cursor, and record which tickets retry a dead one (by number) and which do not (None).
         """
         self.disturbed = False
         for reader in self._readers.values():
@@ -137,10 +134,8 @@ class LearnerStream:
         crashpoint("restore.written")
 
     def issue(self, tickets: Sequence[Ticket]) -> list[Ticket]:
-        """Issue tickets; a ticket with `retry_of` fulfills the retry request.
-
-        Returns the tickets that a full server refused. It does not wait for room, since training on and committing the
-        groups that are there is what makes room.
+        """Issue tickets; one with `retry_of` fulfills the retry request. Returns those that a full server refused: it
+        does not wait for room, since training on and committing the groups that are there is what makes room.
         """
         refused: list[Ticket] = []
         for purpose in PURPOSES:
@@ -182,8 +177,8 @@ class LearnerStream:
         return [to_entry(*entries[0]) if entries else None for entries in found]
 
     def commit(self, *, step: int, cursor: str, trim_below: str, ended: Sequence[str] = ()) -> None:
-        """Record the commit, after the checkpoint's rename, and delete groups before `trim_below` and the `ended` ones
-        beyond it.
+        """Record the commit after the checkpoint's rename; delete groups before `trim_below`, and `ended` ones after
+        it.
         """
         self._write("commit a step", scripts.COMMIT, [self._keys.groups("train")], step, cursor, trim_below, *ended)
         crashpoint("commit.written")
@@ -193,9 +188,8 @@ class LearnerStream:
         self._write("trim evaluation groups", scripts.TRIM, [self._keys.groups("eval")], below)
 
     def present_tickets(self, purpose: Purpose) -> list[PresentTicket]:
-        """List all entries among the tickets, leased or not.
-
-        Scan these before the groups: a delivery moves a ticket from here to there, never back.
+        """List all entries among the tickets, leased or not. Scan these before the groups: a delivery moves a ticket
+        from here to there, never back.
         """
         return self._present.tickets(purpose)
 
@@ -240,7 +234,6 @@ class LearnerStream:
 
     def amend(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
         """Replace the manifest of an announced version, now that its anchor is stored beside it for late workers.
-
         Deletes manifests not in `keep`, such as those that only led to older anchors.
         """
         what, said = f"amend version {show(announcement.version)}", (announcement.version, announcement.manifest)
@@ -285,9 +278,7 @@ class LearnerStream:
     def _write(
         self, what: str, script: Script, keys: Sequence[str], *args: Argument, **patience: Unpack[Patience]
     ) -> list[Any]:
-        """Run a fenced, idempotent script and return its reply after OK; ServerFull at once unless it may wait for
-        room.
-        """
+        """Run a fenced, idempotent script and return its reply after OK; ServerFull at once unless it may wait."""
         ask = partial(self._ask, what, partial(run, self._client, self._fence.call(script, self._keys, keys, *args)))
         reply = ask(**patience)
         if reply[0] == b"LOST":

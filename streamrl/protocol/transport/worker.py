@@ -50,7 +50,7 @@ class WorkerStream:
         lease_s: float,
         give_up_after_s: float = 120.0,
     ) -> None:
-        """`worker` must be unique; a worker that died and restarts under its name gets its leases back."""
+        """`worker` must be unique; one that died and restarts under its name gets its leases back."""
         self._client = client
         self._keys = keys
         self._tickets = [keys.tickets(purpose) for purpose in _LEASING_ORDER]
@@ -90,15 +90,14 @@ class WorkerStream:
         return info
 
     async def learner_report(self) -> bytes | None:
-        """Return the learner's report, undecoded: a changing report shows that a learner is alive."""
+        """Return the learner's undecoded report, or None: if it changes, a learner is alive."""
         found: Any = await self._ask("look for a learner", lambda: self._client.hget(self._keys.progress, LEADER))
         return found if found is None else bytes(found)
 
     async def lease(self, *, max_tickets: int, block_ms: int) -> list[Leased]:
-        """Lease up to `max_tickets` tickets, evaluation first; none if none arrive within `block_ms`.
-
-        Blocks at most some seconds, and a small part of a lease. Never returns a ticket that the caller still holds and
-        renews. One call at a time.
+        """Lease up to `max_tickets` tickets, evaluation first; none if none arrive within `block_ms` (at most some
+        seconds, and a small part of a lease). Never returns a ticket that the caller still holds and renews. One call
+        at a time.
         """
         assert max_tickets >= 1, f"asked to lease {max_tickets} tickets"
         looks = self._recover or not self._can_wait or time.monotonic() >= self._look_for_expired_at
@@ -121,9 +120,8 @@ class WorkerStream:
         return leased[:max_tickets]
 
     async def renew(self, leased: Sequence[Leased]) -> list[Leased]:
-        """Renew the leases of all tickets in progress; call it several times per `lease_s`.
-
-        Returns those no longer ours: another worker has them, or the learner took them back.
+        """Renew the leases of all tickets in progress; call it several times per `lease_s`. Returns those no longer
+        ours: another worker has them, or the learner took them back.
         """
         if not leased:
             return []
@@ -140,10 +138,8 @@ class WorkerStream:
         return lost
 
     async def deliver(self, leased: Leased, header: bytes, body: bytes) -> bool:
-        """Replace the ticket by its group.
-
-        False: the ticket is gone, because another worker delivered it, the learner took it back, or its lease expired
-        and another worker holds it; drop the group.
+        """Replace the ticket by its group. False: drop the group, because another worker delivered the ticket, the
+        learner took it back, or its lease expired and another worker holds it.
         """
         crashpoint("group.ready")
         delivered = await self._deliveries.add(Delivery(leased, header, body))
@@ -160,9 +156,8 @@ class WorkerStream:
             self._let_go(leased)
 
     async def leave(self) -> None:
-        """Hand back everything pending under our name, including what a lost reply assigned to us: the last call.
-
-        While Redis is down it waits like every call, so a caller in a hurry must set a timeout.
+        """Hand back everything pending under our name, even what a lost reply assigned to us: the last call. While
+        Redis is down it waits like every call, so a caller in a hurry must set a timeout.
         """
         await self._call("leave the run", scripts.LEAVE, self._tickets, *self._to_nobody)
         crashpoint("worker.left")
@@ -232,9 +227,8 @@ class WorkerStream:
         return reply
 
     async def _wait(self, most: int, block_ms: int) -> list[Any]:
-        """Return new tickets as soon as there are some, in the form that `_take` returns.
-
-        With `_recover` left set, tickets are or may be pending under our name, and `_take` finds out.
+        """Return new tickets as soon as there are some, as `_take` returns them. With `_recover` left set, tickets are
+        or may be pending under our name, and `_take` finds out.
         """
         self._recover = True
         streams: dict[Any, Any] = dict.fromkeys(self._tickets, ">")
@@ -292,9 +286,8 @@ class WorkerStream:
             self._held.pop((one.purpose, one.entry_id), None)
 
     async def spend(self, what: str, num: int) -> int:
-        """Count what this worker has spent; return the total of all workers of the run, as far as this Redis knows.
-
-        A call whose reply was lost is retried, and may count twice.
+        """Count what this worker has spent; return the total of all workers of the run, as far as this Redis knows. A
+        call whose reply was lost is retried, and may count twice.
         """
         reply = await self._call("count what is spent", scripts.SPEND, [self._keys.counters], f"spent:{what}", num)
         return num if reply is None else int(reply[0])

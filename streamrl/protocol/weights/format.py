@@ -1,8 +1,8 @@
-"""The format of published weights: a specification that another program can follow, and the words everyone here uses.
+"""The format of published weights: a specification for other programs, and the vocabulary of this package.
 
 Version 2. All integers are little-endian. A *digest* is the xxh3_128 of some bytes, seed 0, in its canonical form: 16
-bytes, most significant first. It guards against accidents (flips, cuts, mix-ups); against people who may write to the
-store, permissions guard; against a worker that hands a blob on to others, the SHA-256 of each of its pieces.
+bytes, most significant first. It detects accidents (bit flips, truncation, mix-ups). Permissions protect against people
+who could write to the store, and the SHA-256 of each piece against a worker that forwards a blob to others.
 
 **Tensors.** A version is a list of tensors: name, dtype (float32, bfloat16, float16) and shape. Only *bit patterns*
 count, so NaN payloads and negative zeros survive. The elements of a tensor are numbered in row-major order from 0: its
@@ -10,8 +10,8 @@ flat coordinates, which do not depend on how many ranks hold it. A tensor with a
 
 **Versions.** `term << 32 | n`. An *anchor* (base 0) holds all bits. A *delta* holds what changed against the version
 that it names as its base; the base is always smaller, so a chain of deltas ends at an anchor. A delta may have an
-anchor *beside* it: all bits of the very same state, in blobs of their own, for readers that come from afar. Who has the
-base takes the delta. Anchor beside or by itself: what is said of anchors holds for both.
+anchor *beside* it: all bits of the very same state, in blobs of their own, for readers far behind. A reader
+that has the base takes the delta. The rules for anchors hold for both kinds, beside a delta or alone.
 
 **Ranges.** Every rank of the learner holds ranges `[start, start + length)` of tensors, at most MAX_RANGE_ELEMENTS long
 (longer ones are cut, so that memory on both sides is bounded). Together the ranges of a version cover every element of
@@ -34,27 +34,27 @@ elements. Each has one coding:
       Bytes of one significance lie together, because they compress alike. Differences beat xor, since an optimizer's
       step moves most changed values to a neighbour: z is then 1 or 2.
 
-    PRETRAINED (3)  the pretrained model's, cast to the tensor's dtype. No bytes: readers have its files.
-    MERGED (4)  no bytes, and no part of the cover: the digest of what adapters make of the range (see below).
+    PRETRAINED (3)  the pretrained model's elements, cast to the tensor's dtype. No bytes: readers have its files.
+    MERGED (4)  no bytes, and not part of the cover: the digest of the range after merging (see below).
 
-**Adapters** (LoRA). The model's own tensors are PRETRAINED, in deltas too; the adapters' are coded as any other. An
+**Adapters** (LoRA). The model's own tensors are PRETRAINED, in deltas too; the adapters' are coded like any others. An
 adapter names a tensor, its two factors A [r, k] and B [n, r], a scale s, and whether the tensor is laid out as (B A)^T.
-What is served instead of that tensor W is
+Workers serve, instead of that tensor W,
 
     W + s (B A)        computed in float64, cast to float32 and from there to the tensor's dtype, to nearest even
 
 in this order: the product, times s, plus W. With factors in bfloat16 every sum in B A is exact in float64, so all
 programs and processors get the same bits. Factors in float32 are split first, each into its bfloat16 and the rest, and
-their products are added in the order hi hi, hi lo, lo hi, lo lo (B's half first). Each version has the digests of some
-merged ranges, which the learner computed from what it trains: a reader compares.
+their products are added in the order hi hi, hi lo, lo hi, lo lo (B's half first). Each version has the learner's
+digests of some merged ranges, with which readers compare their own.
 
-**Blobs.** What one rank publishes of one version, delta and anchor apart: the codings of its ranges, back to back in
-the order of the manifest. A blob is named `{run_uid}/{term:06d}/{n}-{rank}-{digest of the blob in hex}`. Names follow
-BLOB_NAME and have no empty part and none that begins with a dot. Nobody overwrites a blob: other bytes under its name
-are an error.
+**Blobs.** One rank's part of a version, with delta and anchor in separate blobs: the codings of its ranges, back to
+back in the order of the manifest. A blob is named `{run_uid}/{term:06d}/{n}-{rank}-{digest of the blob in hex}`. Names
+follow BLOB_NAME and have no empty part and none that begins with a dot. Blobs are never overwritten: other bytes under
+its name are an error.
 
-**Pieces.** A blob is cut into pieces of `piece_bytes`, a power of two; the last may be shorter. What a reader has of
-others than the store it checks piece by piece, against the SHA-256 that the record gives.
+**Pieces.** A blob is cut into pieces of `piece_bytes`, a power of two; the last may be shorter. Pieces that a
+reader gets from elsewhere than the store are each checked against the SHA-256 in the record.
 
 **Manifest.** `SRLWGT02`, the digest of what follows, and one zstd frame that states its content size (at most
 MAX_MANIFEST_BYTES) and expands to a msgpack map:
@@ -67,10 +67,10 @@ MAX_MANIFEST_BYTES) and expands to a msgpack map:
     ranks       u8 per tensor: number of dimensions
     num_dims, dims    u64 per dimension, tensor after tensor
     shards      a list of records, one per blob
-    anchor      likewise, of the anchor beside a delta; empty: there is none
-    num_canary_tokens, canary_ids    i32 each: a sequence for readers to try their engines on; 0: there is none
-    num_adapters        left out, with what follows, where there are none; then for each:
-    adapters    u32 x 3: the tensor, A, B, by their places in names
+    anchor      likewise, for the anchor beside a delta; empty: none
+    num_canary_tokens, canary_ids    i32 each: a sequence for readers to test their engines with; 0: none
+    num_adapters        omitted, with the rest, if there are none; else for each:
+    adapters    u32 x 3: the tensor, A, B, as indices into names
     transposed  u8: 0 or 1
     scales      f64
 
@@ -86,7 +86,7 @@ A record is itself such a map, packed into bytes (a rank sends it to rank 0 in t
 **Reading a version.** Take an anchor, of this version or an older one, and the deltas after it. For each, fetch the
 blobs, check their digests, and apply every range, in any order within a version, and in the order of versions within a
 range. Then compare the digests of the ranges with those in the last manifest: if they agree, the bits are those that
-the learner published, whatever way they came.
+the learner published, whatever path led there.
 """
 
 from __future__ import annotations
