@@ -1,7 +1,7 @@
 """The buffers in a model's files beside its parameters, such as the bias with which some routers choose experts.
 
 Training never changes them, but engines have no source of weights other than versions, so each version has them. They
-are float32 whatever the parameters' dtype: such a bias is compared with values that differ by less than bfloat16
+are float32 whatever the parameters' dtype: such a bias is added to values that differ by less than bfloat16
 resolves. Each rank holds all of them; rank 0 publishes.
 """
 

@@ -42,7 +42,7 @@ from streamrl.protocol.weights.retention import AnchorPace
 from streamrl.protocol.weights.stores import BlobStore, budget_in_redis, refuse_too_large
 from streamrl.versions import make_version
 
-_SPARE_S = 60.0  # the loop, which reports the cause, must give up before the collective's timeout, which does not
+_SPARE_S = 60.0  # the loop must give up before the collective's timeout, which would not report the cause
 _LAST_S = 10.0  # for a version in flight when the loop ends early
 
 

@@ -41,7 +41,7 @@ _LARGE_BYTES = 6000
 _ENCODER = Encoder("utf-8", "strict", decode_responses=False)  # type: ignore[no-untyped-call]
 _PACKER = PythonRespSerializer(_LARGE_BYTES, _ENCODER.encode)
 _TLS_MISTAKES = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
-_FULL_ANSWERS = ("OOM", "MISCONF")  # memory or disk; a script that fails with these has written nothing before
+_FULL_ANSWERS = ("OOM", "MISCONF")  # memory or disk; the failed call has written nothing
 # Errors of a server that is starting, full, busy or changing its role: the same call may soon succeed. The library
 # strips the code from errors that it knows, but not from a script's.
 _PASSING_ERRORS = (

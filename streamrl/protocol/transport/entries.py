@@ -45,7 +45,7 @@ from streamrl.telemetry.progress import Report, Role, State
 
 Word = TypeVar("Word", bound=str)
 
-LARGEST = 1e200  # limit for values: the sum of a few larger ones would be infinite
+LARGEST = 1e200  # limit for values: the sum of larger ones may be infinite
 _MAX_REPORT_BYTES = 64 << 10
 _ID_CHARS = 41  # longest entry id
 _NUM_LANES = 2  # one call is written while the server processes the other
