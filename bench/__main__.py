@@ -38,7 +38,7 @@ def make_command(benches: Mapping[str, Entry]) -> click.Command:
     @click.option("--quick", is_flag=True, help="A rough answer within 50 seconds.")
     @click.option("--record", "to_record", is_flag=True, help="Add a dated section to bench/RESULTS.md.")
     def command(name: str, as_json: bool, quick: bool, to_record: bool) -> None:
-        configure_logging("bench", None, level="WARNING")  # to stderr: the last line of stdout is ours
+        configure_logging("bench", None, level="WARNING")  # to stderr: the last line of stdout is the result
         try:
             lines = benches[name].load()(quick=quick, say=Say(name))
         except StreamrlError as error:

@@ -1,9 +1,9 @@
-"""Adapters published alone, against the same run with all weights published: bytes, and processor time on both sides.
+"""Publishing adapters only, against the same run publishing all weights: bytes, and CPU time on both sides.
 
-    train ─► begin: what the loop waits for ─► stored ─► a mirror takes it: patches, or merges
+    train ─► begin: what the loop waits for ─► stored ─► a mirror applies it: patches, or merges
 
-Every version that the mirror holds is compared with what the learner merges by itself, bit by bit. Times are of the
-processor, all threads together, so that what else runs on the machine matters little.
+Each version in the mirror is compared bit by bit with the learner's own merge. Times are CPU times over all threads, so
+other load on the machine matters little.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from streamrl.protocol.weights.stores import MemoryStore
 
 _ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _LORA = schema.Lora(rank=32, alpha=64.0, targets=_ALL)
-_TRAINED = {"adapters": (_LORA, 2e-4), "all weights": (None, 1e-6)}  # with the learning rates that they want
+_TRAINED = {"adapters": (_LORA, 2e-4), "all weights": (None, 1e-6)}  # with the learning rates that suit them
 _NUM_TOKENS = 256
 
 

@@ -1,8 +1,7 @@
-"""Workers without engines, in a process of their own: they answer each ticket at once, through all that a group
-really passes on its way (lease, encode, deliver script). Also what they are compared with, and a worker that never
-answers, to be killed.
+"""Workers without engines, in their own process: they answer each ticket at once, through a group's real path (lease,
+encode, deliver script). Also the comparison for them, and a worker that never answers, to be killed.
 
-Everything here runs until its process is ended by `in_background`.
+Everything here runs until `in_background` ends its process.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from streamrl.protocol.wire.sample import Sample, Span
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.versions import make_version
 
-MODEL = "bench"  # the fingerprint that groups carry
+MODEL = "bench"  # model fingerprint of the groups
 VOCABULARY = 32_000
 PLAIN_STREAM = "plain"
-_PLAIN_AHEAD = 1024  # groups that the plain writer may be ahead of its reader
-_SPREAD = 0.8  # of the logarithm of what a group takes
+_PLAIN_AHEAD = 1024  # how many groups the plain writer may be ahead of its reader
+_SPREAD = 0.8  # sigma of the log-normal time per group
 _LEASE_BLOCK_MS = 500  # as in workers.rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Of a group."""
+    """The size of a group."""
 
     num_samples: int
-    num_tokens: int  # of each sample
+    num_tokens: int  # per sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Team:
-    """Workers of one run; each has connections of its own."""
+    """Workers of one run; each has its own connections."""
 
     url: str
     run: str
@@ -53,13 +52,13 @@ class Team:
     num_workers: int = 1
     lease_s: float = 60.0
     give_up_after_s: float = 120.0
-    max_groups_in_flight: int = 32  # each
-    generate_s: float = 0.0  # what a group takes in the mean, long-tailed; 0: no time at all
+    max_groups_in_flight: int = 32  # per worker
+    generate_s: float = 0.0  # mean time per group, long-tailed; 0: none
 
 
 @contextmanager
 def in_background(work: Callable[..., None], *args: object) -> Iterator[int]:
-    """Run this in another process while the context lasts; its pid."""
+    """Run `work` in another process inside this context; yields its pid."""
     process = multiprocessing.get_context("spawn").Process(target=work, args=args, daemon=True)
     process.start()
     try:
@@ -79,12 +78,12 @@ def answer_tickets(team: Team) -> None:
 
 
 def hold_tickets(team: Team) -> None:
-    """Lease what is there, renew it in time, and never answer."""
+    """Lease the available tickets, renew them in time, and never answer."""
     asyncio.run(_hold(team))
 
 
 def write_plainly(url: str, header: bytes, body: bytes, batch: int) -> None:
-    """The least that Redis and its client can do with the same bytes: pipelined XADDs and nothing else."""
+    """Write the same bytes with the least work for Redis and its client: pipelined XADDs and nothing else."""
     with connect(url, schema.Redis()) as client, client.pipeline(transaction=False) as pipe:
         while True:
             for _ in range(batch):
@@ -104,7 +103,7 @@ def encode_answer(ticket: Ticket, samples: tuple[Sample, ...], *, worker: str = 
         worker=worker,
         fingerprint=MODEL,
         num_prompt_tokens=len(ticket.token_ids),
-        # What follows is computed from the body.
+        # The remaining fields are computed from the body.
         sample_lengths=(),
         sample_rewards=(),
         sample_finished=(),
@@ -149,11 +148,11 @@ def make_samples(shape: Shape, *, version: int, step: int = 0) -> tuple[Sample, 
 
 
 class _Made:
-    """The samples of the newest step, shared by all: making them is no part of the path."""
+    """The samples of the latest step, shared by all workers, since creating them is not part of the measured path."""
 
     def __init__(self, shape: Shape) -> None:
         self._length = shape.num_tokens
-        self._of = (0, 0)  # version and step
+        self._of = (0, 0)  # (version, step)
         self._samples = make_samples(shape, version=0)
 
     def samples(self, *, version: int, step: int) -> tuple[Sample, ...]:
@@ -164,7 +163,7 @@ class _Made:
 
 
 class _Worker:
-    """Takes tickets as workers.rollout does: its hands full, and a task for each ticket."""
+    """Takes tickets as workers.rollout does: up to its bound, with one task per ticket."""
 
     def __init__(self, team: Team, number: int, made: _Made) -> None:
         self._team = team

@@ -1,11 +1,11 @@
-"""What asynchrony gains on simulated latencies: samples per second by lag and number of GPUs, against two ways of
-going in turns, and beside what others have published.
+"""The gain of asynchrony with simulated latencies: samples per second by lag and number of GPUs, against two
+synchronous schedules, and next to published figures.
 
-    together   all GPUs generate, then all train, with a switch between them
-    apart      some generate while the others wait, then the other way round: lag 0
+    together   all GPUs generate, then all train, with a switch in between
+    apart      some generate while the others wait, then the reverse: lag 0
     lag n      the same GPUs as `apart`, n batches ahead
 
-How many of the GPUs generate is chosen for each way and number by trying eighths.
+The share of GPUs that generate is chosen for each schedule and number of GPUs by trying eighths.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from bench.report import Fact, Line
 
 LAGS = (0, 1, 2, 4, 8)
 _GPUS = (16, 64, 256)
-_GROUPS_A_GPU = 8  # of a step
+_GROUPS_A_GPU = 8  # per step
 _EIGHTHS = (3, 4, 5, 6, 7)
 _PICTURE = Path("runs/bench/async.png")
 
-# As their authors give them, each against a synchronous baseline of their own choice.
+# As published, each against a synchronous baseline of its authors' choice.
 PUBLISHED: Mapping[str, float] = {
     "AReaL, 1.5B": 2.77,
     "verl fully async, 7B, 128 GPUs, least": 2.35,

@@ -1,10 +1,10 @@
-"""A run on simulated time: generation, reward and learner take what is drawn for them; no clock passes.
+"""Simulates a run: generation, rewards and learner take randomly drawn times; nothing waits for a real clock.
 
-    issue (lag + 1 batches are out) ─► slots of the generating GPUs, first come first served, a slot a sample
-          ▲                                └─► group done: its longest sample, and the reward
-          └── step: the batch that is done first, trained ◄──┘
+    issue (lag + 1 batches are out) ─► slots of the generating GPUs, FIFO, one slot per sample
+          ▲                                └─► group done: after its longest sample, and the reward
+          └── step: train the batch that finished first ◄──┘
 
-With lag 0 nothing is generated while the learner trains. Samples go on across new weights, as the workers' do.
+With lag 0 nothing is generated while the learner trains. Samples in flight continue under new weights, as in workers.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ _WARM_UP = 5  # steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What there is to do, and how long it takes; the defaults are assumed, in the manner of published runs that teach
-    to reason."""
+    """The workload and its latencies. The defaults are assumptions, modelled on published reasoning-RL runs."""
 
     groups_per_step: int
-    num_samples: int = 8  # of a group
-    median_tokens: float = 3_000.0  # of a response: lognormal, cut at the longest
-    spread: float = 0.8  # of the logarithm: one response in a hundred is six times as long as the median
+    num_samples: int = 8  # per group
+    median_tokens: float = 3_000.0  # of a response: log-normal, truncated at the longest
+    spread: float = 0.8  # sigma of the log-normal: one response in a hundred is six times as long as the median
     longest_tokens: float = 16_384.0
-    reward_median_s: float = 1.0  # lognormal: code to be run, a model to be asked
+    reward_median_s: float = 1.0  # log-normal: running code, or asking a model
     reward_spread: float = 1.0
-    tokens_per_s: float = 50.0  # of one response, however many a GPU makes at a time
-    slots_a_gpu: int = 64  # responses that a GPU makes at a time
-    trained_per_s: float = 3_400.0  # tokens of a GPU that trains
+    tokens_per_s: float = 50.0  # decoding speed of one response, independent of the batch
+    slots_a_gpu: int = 64  # concurrent responses per GPU
+    trained_per_s: float = 3_400.0  # tokens per training GPU
     publish_s: float = 2.0  # before the next step
-    switch_s: float = 10.0  # from generating to training and back, where the same GPUs do both
+    switch_s: float = 10.0  # between generating and training, if the same GPUs do both
 
     def tokens(self, chance: random.Random) -> float:
         return min(self.longest_tokens, chance.lognormvariate(math.log(self.median_tokens), self.spread))
@@ -45,14 +44,14 @@ class Load:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
     samples_per_s: float
-    generating: float  # share of the slots' time
-    training: float  # share of the learner's time
+    generating: float  # busy fraction of the slots
+    training: float  # busy fraction of the learner
     lag_mean: float  # steps from issue to training
     lag_max: int
 
 
 def apart(load: Load, *, generating: int, training: int, lag: int, num_steps: int, seed: int = 1) -> Pace:
-    """Some GPUs generate, others train."""
+    """Simulate some GPUs generating and others training."""
     run = _Run(load, slots=generating * load.slots_a_gpu, seed=seed)
     trained_per_s = training * load.trained_per_s
     for step in range(num_steps + _WARM_UP):
@@ -64,7 +63,7 @@ def apart(load: Load, *, generating: int, training: int, lag: int, num_steps: in
 
 
 def together(load: Load, *, gpus: int, num_steps: int, seed: int = 1) -> Pace:
-    """All generate, then all train."""
+    """Simulate all GPUs generating, then all training."""
     run = _Run(load, slots=gpus * load.slots_a_gpu, seed=seed)
     for step in range(num_steps + _WARM_UP):
         if step == _WARM_UP:
@@ -78,7 +77,7 @@ class _Run:
     def __init__(self, load: Load, *, slots: int, seed: int) -> None:
         self._load, self._chance = load, random.Random(seed)
         self._free_at = [0.0] * slots  # a heap
-        self.out: list[tuple[float, int, float]] = []  # a heap: when a group is done, its step of issue, its tokens
+        self.out: list[tuple[float, int, float]] = []  # heap of groups: (finish time, issue step, tokens)
         self._now = self._begun_at = self._busy_s = self._trained_s = 0.0
         self._lags: list[int] = []
 
@@ -110,7 +109,7 @@ class _Run:
         elapsed_s = self._now - self._begun_at
         return Pace(
             samples_per_s=num_steps * self._load.groups_per_step * self._load.num_samples / elapsed_s,
-            # What was begun before the count and what goes on after it are about as much.
+            # Work that started before the window and work that continues after it roughly cancel out.
             generating=min(1.0, self._busy_s / (len(self._free_at) * elapsed_s)),
             training=self._trained_s / elapsed_s,
             lag_mean=sum(self._lags) / len(self._lags),

@@ -1,4 +1,4 @@
-"""The benches by name; each is imported only when it is run, so that `--help` answers at once."""
+"""The benches by name. Each is imported only when it runs, so that `--help` answers at once."""
 
 from __future__ import annotations
 

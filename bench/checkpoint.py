@@ -1,11 +1,11 @@
-"""A checkpoint of a model of 136M parameters, beside real steps: what the loop waits for, against one bare copy.
+"""A checkpoint of a 136M-parameter model during real steps: what the loop waits for, against one bare copy.
 
-    bare copy      weights and moments into memory that is there                            ─┐
-    checkpoint     begin ─► step ─► settle ─► step ─► settle ...: begin and settles alone   ─┼─ by turns
-    all at once    begin, and wait until it is on the disk and older ones are gone          ─┘
+    bare copy      weights and moments into allocated memory                                ─┐
+    checkpoint     begin ─► step ─► settle ─► step ─► settle ...: begin and settles alone   ─┼─ interleaved
+    all at once    begin, and wait until it is on disk and older ones are pruned            ─┘
 
-On one rank, with all that a run does on its disk: shard, digest, journal, manifest, rename, prune. Redis is not asked,
-and no other rank has anything to say. The loop and the thread beside it have two cores, where the machine has two.
+On one rank, with all disk work of a run: shard, digest, journal, manifest, rename, prune. No Redis, no other ranks. The
+loop and its background thread have two cores, if the machine has two.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from streamrl.learner.metrics.record import Timers
 from streamrl.learner.process.background import BackgroundThread
 from streamrl.learner.process.ranks import World
 
-_NUM_TOKENS = 64  # of a step
+_NUM_TOKENS = 64  # per step
 
 
 class _Commit:
@@ -40,7 +40,7 @@ class _Commit:
         self._root.commit(self._name, self._state, files=files)
 
     def announce(self) -> None:
-        """Nobody listens."""
+        """Do nothing: there are no subscribers."""
 
     def prune(self) -> None:
         self._root.prune(ancestry(self._root.root), term=self._name.term, keep_last=1, keep_best=0)
@@ -58,7 +58,7 @@ class _Learner:
     def __init__(self, folder: Path, *, beside: BackgroundThread, quick: bool) -> None:
         self._model = make_model(quick=quick)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6)
-        self.train()  # AdamW's moments are made in the first step
+        self.train()  # AdamW allocates its moments in the first step
         root = CheckpointRoot(folder)
         self._timers, self._step = Timers(), 0
         world = World(rank=0, size=1, device=torch.device("cpu"))
@@ -76,7 +76,7 @@ class _Learner:
         self._room = [torch.zeros_like(tensor) for tensor in self._state]
         self.num_bytes = sum(tensor.nbytes for tensor in self._state)
         self.written_s: list[float] = []
-        self.beside_s: list[float] = []  # a step, while one is written
+        self.beside_s: list[float] = []  # step times while a checkpoint is being written
 
     def train(self) -> float:
         return seconds(lambda: train_once(self._model, self._optimizer, num_tokens=_NUM_TOKENS))
@@ -85,7 +85,7 @@ class _Learner:
         return seconds(self._copy)
 
     def checkpoint(self) -> float:
-        """What the loop waits for."""
+        """Save a checkpoint; return how long the loop waits for it."""
         waited_s = self._begin()
         while self._saver.busy:
             self.beside_s.append(self.train())

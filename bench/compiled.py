@@ -1,8 +1,8 @@
-"""The learner's step with compiled layers (`model.compile`) and without, by turns, on the same samples.
+"""The learner's step with compiled layers (`model.compile`) and without, interleaved on the same samples.
 
-A model of 20M parameters on one thread, responses of very different lengths, whole steps as the loop makes them. The
-first step of each is from the same weights: the norm of its gradient says how far apart the two are. (Its loss does
-not: a small sum of large terms.)
+A 20M-parameter model on one thread, responses of very different lengths, whole steps as the loop runs them. The first
+step of both starts from the same weights, and the norms of its gradients are compared. (Not the losses: these are small
+sums of large terms.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bench.stepping import Stepping
 from streamrl.learner.objective.optimizer import Update
 from streamrl.protocol.wire.group import Group
 
-_APART = {"float32": 1e-5, "bfloat16": 2**-8}  # of a first step's gradient; the second is one rounding
+_APART = {"float32": 1e-5, "bfloat16": 2**-8}  # relative, of the first gradient's norm; one bf16 rounding
 _AS_FAST = 1.0
 
 

@@ -1,12 +1,11 @@
-"""What a curriculum saves: tokens generated until the quickstart's model is right on 0.9 of held-out prompts.
+"""What a curriculum saves: tokens generated until the quickstart's model answers 0.9 of held-out prompts correctly.
 
-    runs (data x curriculum x seed, kept in runs/bench as they come) ─► ratios, seed by seed ─► bars
+    runs (data x curriculum x seed, saved in runs/bench as they finish) ─► ratios per seed ─► bars
 
-Of three datasets in equal parts one fits, one is easy from the beginning, and one has wrong answers; or all rows lie in
-one file, unnamed. With one seed all runs have the same prompts and the same first weights. The order of the prompts and
-what is said of them are the learner's own; the loop around them is bench.curriculum_task's. A run that was broken off
-goes on with the cells that are missing. Nothing here is a time, so it may run beside others. The first run makes the
-model.
+Of three equal datasets one is learnable, one is already easy, and one has wrong answers; or all rows are in one unnamed
+file. All runs of a seed share the prompts and the initial weights. The learner's own code orders the prompts and keeps
+their statistics; the loop around it is bench.curriculum_task's. An interrupted bench resumes with the missing runs.
+Nothing is timed, so it may run beside other load. The first run creates the model.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ Found = Mapping[tuple[str, bool], Sequence[Run]]
 
 
 def bench(*, quick: bool, say: Say) -> list[Line]:
-    torch.set_num_threads(1)  # the matrices are too small for more
+    torch.set_num_threads(1)  # the matrices are too small for more threads
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     task, seeds = (_QUICK, range(1)) if quick else (Task(), range(5))
@@ -67,7 +66,7 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
 
 
 def cells(seeds: range) -> Iterator[tuple[tuple[str, bool], int]]:
-    """All of a seed together, so that what is there compares something."""
+    """Yield the runs seed by seed, so that a partial result already compares complete pairs."""
     yield from ((cell, seed) for seed, cell in product(seeds, _CELLS))
     yield from (((UNNAMED, True), seed) for seed in seeds)
 
@@ -101,7 +100,7 @@ def lines(found: Found, task: Task) -> Iterator[Line]:
 
 
 def _ratio(found: Found, kind: str, *, to: str = "") -> Estimate:
-    """`to`: another kind's runs without, of the same rows."""
+    """Return the ratio of tokens to the goal. `to`: compare to another kind's runs without, on the same rows."""
     pairs = zip(found[kind, True], found[to or kind, False], strict=True)
     return Estimate.of(np.array([ours.tokens_to_goal / theirs.tokens_to_goal for ours, theirs in pairs]))
 

@@ -1,11 +1,11 @@
-"""The quickstart's task and model in a loop of their own, with as little around them as possible.
+"""The quickstart's task and model in a minimal training loop.
 
-    prompts ─► the learner's own order, with a curriculum or without ─► groups, sampled by today's weights
-                         ▲ groups that ended                                     │ in a queue, (lag + 1) steps long
-                         └───────────── alike: dropped; else trained ◄───────────┘ recipe: advantages, loss
+    prompts ─► the learner's order, with a curriculum or without ─► groups, sampled with the current weights
+                         ▲ finished groups                                       │ in a queue, (lag + 1) steps long
+                         └─ equal rewards: dropped; others: trained ◄────────────┘ recipe: advantages, loss
 
-A pass over the data holds prompts that the model can do from the beginning, that it has to learn, and that nobody can
-do, for their answers are wrong; or those to learn alone.
+An epoch holds prompts that the model can answer from the start, prompts it has to learn, and impossible prompts, whose
+expected answers are wrong; or only those to learn.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MIXED, UNNAMED, FITTING = "mixed", "mixed in one file", "all fit"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    num_prompts: int = 1000  # of each kind
+    num_prompts: int = 1000  # per kind
     num_held_out: int = 500
     num_digits: tuple[int, int] = (3, 5)
     num_demonstrations: int = 16_000
@@ -55,24 +55,24 @@ class Task:
     num_samples: int = 8
     lag: int = 1  # steps
     max_steps: int = 120
-    steps_beyond: int = 10  # after the goal was reached
-    max_groups: int = 10_000  # where hardly any teaches
-    lr: float = 5e-5  # so the goal lies on the slope: with 2e-4, or fewer prompts, on a plateau that noise crosses
-    look_every: int = 5  # steps
-    goal: float = 0.9  # of the held-out prompts
+    steps_beyond: int = 10  # after reaching the goal
+    max_groups: int = 10_000  # limit, if hardly any group gives a gradient
+    lr: float = 5e-5  # keeps the goal on the slope: at 2e-4, or with fewer prompts, it is on a noisy plateau
+    look_every: int = 5  # evaluation interval in steps
+    goal: float = 0.9  # accuracy on held-out prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    tokens_to_goal: float  # generated until then; where it was not reached, all there were
+    tokens_to_goal: float  # generated until the goal; all tokens, if it was not reached
     reached: bool
-    alike_to_goal: float  # share of the groups until then
-    final: float  # right answers at the end, that many steps beyond the goal, over three looks
-    tokens: int  # generated in all
+    alike_to_goal: float  # fraction of groups with equal rewards until the goal
+    final: float  # accuracy at the end, `steps_beyond` after the goal, mean of three evaluations
+    tokens: int  # generated in total
 
 
 def make_model(task: Task, folder: Path) -> Path:
-    """Warmed up as the quickstart's is, once."""
+    """Create the model, warmed up like the quickstart's, unless it exists."""
     made = folder / f"model-{task.num_demonstrations}"
     if not (made / "config.json").exists():
         rng = random.Random(1)
@@ -91,7 +91,7 @@ def make_model(task: Task, folder: Path) -> Path:
 
 
 def make_prompts(task: Task, kind: str, seed: int) -> tuple[PromptSet, list[Prompt]]:
-    """(to train on, held out)"""
+    """Return (training prompts, held-out prompts)."""
     rng = random.Random(seed)
 
     def digits() -> str:
@@ -123,10 +123,10 @@ def _encode(text: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """Of some prompts, a row each."""
+    """Answers to some prompts, one per row."""
 
-    prompts: torch.Tensor  # [n, P] padded on the left
-    tokens: torch.Tensor  # [n, T] padded behind the end
+    prompts: torch.Tensor  # [n, P] left-padded
+    tokens: torch.Tensor  # [n, T] right-padded
     logprobs: torch.Tensor  # [n, T]
 
     @property
@@ -147,7 +147,7 @@ class Trainer:
         )
         self._algorithm: Algorithm = make_algorithm(schema.Algorithm())
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=task.lr, betas=(0.9, 0.98), weight_decay=0.0)
-        self._queue: deque[tuple[int, Answers, tuple[float, ...]]] = deque()  # place, samples, rewards
+        self._queue: deque[tuple[int, Answers, tuple[float, ...]]] = deque()  # (place, samples, rewards)
         self._num_issued = 0
         self.num_tokens = self.num_ended = self.num_alike = 0
 
@@ -176,7 +176,7 @@ class Trainer:
         )
 
     def look(self) -> float:
-        """The share of right answers to held-out prompts."""
+        """Return the accuracy on held-out prompts."""
         answers = self._respond(self._held_out, greedy=True)
         return float(np.mean(_rewards(self._held_out, answers)))
 
@@ -194,7 +194,7 @@ class Trainer:
             self._train(batch)
 
     def _ask(self, room: int) -> None:
-        """Workers answer at once, with the weights of now; many at a time, for that is fast."""
+        """Answer prompts with the current weights. Answers many at once, for speed."""
         task = self._task
         if room < task.groups_per_step and self._queue:
             return
@@ -268,7 +268,7 @@ def _left_padded(rows: Sequence[Prompt]) -> torch.Tensor:
 
 
 def _rewards(rows: Sequence[Prompt], answers: Answers) -> list[float]:
-    """Right and ended, or not."""
+    """Return 1 for each correct, finished answer, else 0."""
     wanted = [[*_encode(row.fields["answer"]), END] for row in rows]
     given = zip(answers.tokens.tolist(), answers.lengths.tolist(), wanted, strict=True)
     return [float(tokens[:length] == right) for tokens, length, right in given]

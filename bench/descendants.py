@@ -1,4 +1,4 @@
-"""What the processes of a command have used of the cores, by what they are for."""
+"""CPU time used by the processes of a command, by role."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 _OTHERS = "others"
 _TICKS = os.sysconf("SC_CLK_TCK")
-# By a word of the command line; the first that fits.
+# By a word of the command line; the first match wins.
 _PARTS = {
     "imports for workers": "vllm_ahead",
     "models and imports": "demos.fork_server",
@@ -25,25 +25,25 @@ _PARTS = {
     "launcher": "cli.main quickstart",
     "Redis": "-server unix",  # or Valkey
 }
-# Of processes that are forked from imports, whose command line they have, by the name that they have got.
+# Processes forked from importers share their command line, so they are identified by process name.
 _FORKED = {"warm-up": "warm-up", "reward model": "reward model", "reward/0": "reward server", "learner": "learner"}
 _FORKED |= {"rank-0": "learner", "worker/0": "worker"}
 
 
 class Spent:
-    """Core-seconds of a process's descendants, as last seen: those that have ended count on."""
+    """Core-seconds of a process's descendants, as last seen; those that have ended still count."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._seen: dict[int, tuple[str, float]] = {}
 
     def look(self) -> Counter[str]:
-        """By part, since each began."""
+        """Return core-seconds by role since each process started."""
         for pid in descendants(self._pid):
             before, _ = self._seen.get(pid, (_OTHERS, 0.0))
             try:
                 self._seen[pid] = part_of(pid, before=before), cpu_s(pid)
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 continue
         found: Counter[str] = Counter()
         for part, seconds in self._seen.values():
@@ -63,8 +63,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def part_of(pid: int, *, before: str) -> str:
-    """`before`: what it was when it was looked at last. One that has ended, and that nobody has waited for yet, has no
-    command line."""
+    """Return the role of a process. `before`: its role when last seen, since a zombie has no command line."""
     words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     if not words:
         return before

@@ -1,9 +1,9 @@
-"""On-policy distillation: does a small student reach its teacher, on the quickstart's task, within three minutes?
+"""On-policy distillation: does a small student match its teacher on the quickstart's task within three minutes?
 
-    right answers ─► streamrl sft ─► teacher, 0.7M ──────────┐
-    careless ones ─► streamrl sft ─► student, 0.3M ─► streamrl up ─► both judged alike, greedily, on held-out prompts
+    correct answers ─► streamrl sft ─► teacher, 0.7M ────────┐
+    careless ones ───► streamrl sft ─► student, 0.3M ─► streamrl up ─► both graded greedily on held-out prompts
 
-No reward teaches: they are only watched. The time is that of the whole run, start and export too. Blocks on processes.
+Rewards are monitored, not trained on. The time is the whole run's, including start and export. Blocks on processes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
 
 
 def _write_right_answers(folder: Path, count: int) -> None:
-    """None of a prompt that is held out."""
+    """Write correct demonstrations of prompts that are not held out."""
     held_out = {json.loads(line)["prompt"] for line in (folder / "validation.jsonl").open()}
     shown = (one for one in examples(random.Random(_SEED + 1)) if one.prompt not in held_out)
     write_rows(
@@ -101,7 +101,7 @@ def _distil(folder: Path, *, steps: int) -> Command:
 
 
 def accuracy(model_folder: Path, data: Path) -> float:
-    """Of greedy answers on held-out prompts, by plain transformers."""
+    """Return the accuracy of greedy answers on held-out prompts, using plain transformers."""
     import torch
     import transformers
 

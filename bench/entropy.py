@@ -1,8 +1,8 @@
-"""How small a delta could be: the entropy of which elements changed, and of by how much, in bits.
+"""A lower bound on the size of a delta: the entropy in bits of which elements changed, and by how much.
 
-Where: of n elements k changed, and nothing is known of their places, so n * H(k / n) for each tensor. By how much: the
-empirical entropy of the differences over all tensors. A coder that knew more, such as that small weights change more
-often, could do better; `knowing_exponents` is the same bound for one that knows each old exponent.
+Which: if k of n elements changed, at unknown positions, n * H(k / n) per tensor. By how much: the empirical entropy of
+the differences over all tensors. A coder that knew more, such as that small weights change more often, could do better;
+`knowing_exponents` is the same bound for a coder that knows each old exponent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from bench.publishing import State
 from streamrl.protocol.weights.format import Bits
 
-_EXPONENTS = 256  # of bf16, whose bits are sign, 8 of exponent, 7 of mantissa
+_EXPONENTS = 256  # of bf16: sign, 8 exponent bits, 7 mantissa bits
 
 
 def delta_entropy_bits(new: State, old: State) -> float:
@@ -55,6 +55,6 @@ def _binary_entropy(p: npt.ArrayLike) -> npt.NDArray[np.float64]:
 
 
 def _entropy(counts: Counter[int]) -> float:
-    """Bits for all of them together."""
+    """Return the bits needed to encode all of them."""
     n = np.array(list(counts.values()), dtype=np.float64)
     return float((n * np.log2(n.sum() / n)).sum())

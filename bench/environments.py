@@ -1,10 +1,10 @@
-"""Rollouts of several turns: what a session endpoint costs, what of earlier turns the cache still has, and how busy the
-engine is kept by environments that take their time.
+"""Multi-turn rollouts: the cost of the session endpoint, the cache hit rate on earlier turns, and how busy the engine
+stays when environments are slow.
 
-    agents   an agent of the openai package in its child process ─► HTTP ─► session ─► vLLM, many at once
-    direct   the same turns, of the same lengths, asked of the same engine without any of that
+    agents   an agent on the openai package, in its child process ─► HTTP ─► session ─► vLLM, many at once
+    direct   the same turns, of the same lengths, requested from the same engine directly
 
-One vLLM serves all, with a model of 25 million parameters. Blocks on its start.
+One vLLM serves both, with a 25M-parameter model. Blocks on its start.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from streamrl.workers.environments.playing import Plays, playing
 _AGENT = "bench.environments_agent:talk"
 _TURNS = 4
 _AT_ONCE, _SLEEPING, _WITH_LONG_CONTEXTS = 48, 160, 12
-_SHORT, _LONG = 32, 1500  # tokens of a prompt
+_SHORT, _LONG = 32, 1500  # prompt tokens
 _LOOK_EVERY_S = 0.01
 _TEMPLATE = (
     "{% for m in messages %}{{ 'U:' if m['role'] == 'user' else 'A:' }}{{ m['content'] }}<end>{% endfor %}"
@@ -51,9 +51,9 @@ _TEMPLATE = (
 class _Size:
     turn_tokens: int
     num_rounds: int
-    num_rollouts: int  # of a round, on each side
+    num_rollouts: int  # per round and side
     num_long: int  # rollouts with long contexts
-    seconds: float  # with pauses
+    seconds: float  # of the measurement with pauses
 
 
 _WHOLE = _Size(turn_tokens=64, num_rounds=4, num_rollouts=72, num_long=24, seconds=30.0)
@@ -70,7 +70,7 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
 async def _measure(folder: Path, *, size: _Size, say: Say) -> list[Line]:
     say("starting vLLM with 25 million parameters")
     async with _opened(folder, size.turn_tokens) as scene:
-        await scene.agents(8)  # until the code is warm, and connections are open
+        await scene.agents(8)  # warm up code and connections
         rounds = []
         for number in range(size.num_rounds):
             rounds.append(await _round(scene, size.num_rollouts, direct_first=number % 2 == 0))
@@ -96,7 +96,7 @@ async def _measure(folder: Path, *, size: _Size, say: Say) -> list[Line]:
 
 
 async def _round(scene: _Scene, num_rollouts: int, *, direct_first: bool) -> tuple[float, float]:
-    """(direct, through sessions): each side goes first as often as the other, since a machine's pace drifts."""
+    """Return (direct, through sessions). The sides take turns going first, since the machine's speed drifts."""
     if direct_first:
         return await scene.direct(num_rollouts), await scene.agents(num_rollouts)
     through = await scene.agents(num_rollouts)
@@ -104,11 +104,11 @@ async def _round(scene: _Scene, num_rollouts: int, *, direct_first: bool) -> tup
 
 
 class _Engine(VllmEngine):
-    """Remembers what of each context came from the cache."""
+    """Records how much of each context came from the cache."""
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
-        self.contexts: dict[str, tuple[int, int, int]] = {}  # by request: tokens of it, cached ones, sampled ones
+        self.contexts: dict[str, tuple[int, int, int]] = {}  # by request: tokens in total, cached, sampled
 
     async def _final(self, token_ids: Any, params: Any, request_id: str, *more: Any, **how: Any) -> Any:
         final = await super()._final(token_ids, params, request_id, *more, **how)
@@ -123,14 +123,14 @@ class _Scene:
         self._num_rollouts = 0
 
     async def agents(self, num_rollouts: int) -> float:
-        """Tokens a second."""
+        """Return tokens per second."""
         return await self._tokens_per_s([self._play(_SHORT) for _ in range(num_rollouts)])
 
     async def direct(self, num_rollouts: int) -> float:
         return await self._tokens_per_s([self._ask() for _ in range(num_rollouts)])
 
     async def cached(self, num_rollouts: int) -> float:
-        """Share of the whole blocks of earlier turns."""
+        """Return the fraction of full blocks of earlier turns that the cache still held."""
         self._engine.contexts.clear()
         places = asyncio.Semaphore(_WITH_LONG_CONTEXTS)
         await asyncio.gather(*(self._play(_LONG, places=places) for _ in range(num_rollouts)))
@@ -139,12 +139,12 @@ class _Scene:
         for request_id, (_, cached, _) in self._engine.contexts.items():
             rollout, _, turn = request_id.rpartition("-")
             if (before := self._engine.contexts.get(f"{rollout}-{int(turn) - 1}")) is not None:
-                whole = (before[0] + before[2] - 1) // block * block  # its last token was never computed with
+                whole = (before[0] + before[2] - 1) // block * block  # the last token was never an input
                 found, reusable = found + min(cached, whole), reusable + whole
         return found / reusable
 
     async def sleeping(self, seconds: float) -> tuple[float, float]:
-        """(share of the time in which the engine had something to do, tokens a second) once rollouts are spread."""
+        """Return (fraction of time in which the engine was busy, tokens per second), once rollouts are spread out."""
 
         async def on_and_on() -> None:
             while True:
@@ -234,8 +234,8 @@ async def _opened(folder: Path, turn_tokens: int) -> AsyncIterator[_Scene]:
 
 
 def _make_model(folder: Path) -> ModelFacts:
-    """With positions for long contexts, and a chat template."""
-    from bench.worker_model import MIDDLE, write_model  # torch: only when it is asked
+    """Create the model, with positions for long contexts and a chat template."""
+    from bench.worker_model import MIDDLE, write_model  # imports torch
 
     write_model(folder, MIDDLE)
     place = folder / "config.json"

@@ -1,4 +1,4 @@
-"""The agent that the bench of sessions plays: so many turns of a conversation, with a pause after each."""
+"""The agent of the sessions bench: a given number of turns of a conversation, with a pause after each."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ async def talk(session: Any, row: Mapping[str, Any]) -> float:
 
 @cache
 def _connections() -> httpx.AsyncClient:
-    """The same for all rollouts of a process: to make one takes as long as a turn does."""
+    """Return a client shared by all rollouts of a process: creating one takes as long as a turn."""
     return httpx.AsyncClient(timeout=600.0)

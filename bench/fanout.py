@@ -1,12 +1,12 @@
-"""One version of the weights to 64 workers on 8 hosts: what leaves Redis for it, and how late they have it.
+"""One version of the weights to 64 workers on 8 hosts: bytes that leave Redis, and how late the workers have it.
 
     [one worker, from the store] ─► [64 workers, 8 hosts] ─► [one] ─► ...       a new version each time
 
-Workers are processes with all of a worker that fetches (the stream that wakes them, the ways to a version, the share
-of a host, peers), without engine and mirror, which cost each what they cost one alone. A host is an address of the
-loopback device, a folder of shared memory, and a link each way, as Redis has one: all equally fast (`links`), so slow
-that two cores can carry all of it. Lateness is counted from the announcement to the last blob that agrees with its
-digest; bytes are those that Redis itself counts, whatever they are.
+Workers are processes with all of a worker that fetches (the stream that wakes them, paths to a version, sharing within
+a host, peers), but without engine and mirror, whose cost is the same as for a single worker. A host is a loopback
+address, a folder in shared memory, and a link each way; Redis has one too. All links are equally fast (`links`), and
+slow enough for two cores to carry the traffic. Lateness counts from the announcement to the last blob that matches its
+digest; bytes are those that Redis counts itself, of any kind.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    num_bytes: int  # of the version
-    bytes_per_s: float  # of every link
+    num_bytes: int  # per version
+    bytes_per_s: float  # per link
 
 
 def bench(*, quick: bool, say: Say) -> list[Line]:
@@ -84,17 +84,17 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
 class _Round:
     blob_bytes: int
     alone_s: float
-    late_s: Sequence[float]  # of each worker of the fleet
+    late_s: Sequence[float]  # per worker of the fleet
     redis_bytes: int
-    store_bytes: int  # of these, blobs
+    store_bytes: int  # part of them that is blobs
     peer_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Came:
-    """What a worker says of a version."""
+    """A worker's report on a version."""
 
-    at: float  # by the clock that all processes have
+    at: float  # on a clock shared by all processes
     store: int
     peers: int
 
@@ -119,7 +119,7 @@ def _round(learner: _Learner, fleet: Sequence[Connection], number: int, say: Say
 
 
 def _version(learner: _Learner, workers: Sequence[Connection], *, shared: bool) -> tuple[list[Came], int, float, int]:
-    """A new one, for these workers."""
+    """Publish a new version to these workers."""
     version, manifest = learner.store()
     for worker in workers:
         worker.send((version, shared))
@@ -150,7 +150,7 @@ class _Learner:
         self._stored: list[str] = []
 
     def store(self) -> tuple[int, Manifest]:
-        """All bits of a new version; the one before goes."""
+        """Store a new version with all bits changed, and delete the previous one."""
         for name in self._stored:
             self._store.delete(name)
         held = [
@@ -177,7 +177,7 @@ class _Learner:
 
 @contextmanager
 def _fleet(folder: Path, network: Network, redis_socket: str) -> Iterator[list[Connection]]:
-    """A pipe to each worker, host by host."""
+    """Yield a pipe to each worker, grouped by host."""
     redis_link = Link(network.bytes_per_s)
     processes, pipes = [], []
     try:
@@ -202,7 +202,7 @@ def _fleet(folder: Path, network: Network, redis_socket: str) -> Iterator[list[C
 
 
 def work(pipe: Connection, url: str, host: str, root: Path) -> None:
-    """A worker, until its process is ended."""
+    """Run a worker until its process is ended."""
     keys, settings = Keys(_RUN), schema.Redis()
     bound = free_socket(host)
     pipe.send(bound.getsockname())

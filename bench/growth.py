@@ -1,8 +1,8 @@
-"""Whether a run becomes dearer as it grows: the CPU time of a group, and Redis' memory, from 1e3 to 1e6 tickets.
+"""Does the cost of a run grow with its length? CPU time per group and Redis memory, from 1e3 to 1e6 tickets.
 
-With small groups, for what could grow is what is kept per ticket. The cost is CPU time of all three processes (workers,
-Redis, learner), so that a busy machine does not show as growth. A busy neighbour on the same core still does; so each
-window is measured in units of a fixed piece of work that is done between its steps.
+Groups are small, since only per-ticket state could grow. The cost is the CPU time of all three processes (workers,
+Redis, learner), so that other load on the machine does not look like growth. Load on the same core still would, so each
+window is measured in units of a fixed piece of work done between its steps.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from streamrl.protocol.wire.group import decode_body, decode_header
 _SMALL = Shape(num_samples=2, num_tokens=4)
 _GROUPS_PER_STEP = 64
 _COMMIT_EVERY = 100  # steps
-_FIRST_TICKETS = 1_000  # before anything is looked at
-_LONGEST_S = 400.0  # on a machine that is too slow for all of it
+_FIRST_TICKETS = 1_000  # before the first window
+_LONGEST_S = 400.0  # limit for slow machines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Window:
-    """Some thousand tickets of the run."""
+    """A window of some thousand tickets of the run."""
 
-    cost: float  # CPU time of a group in units of the fixed work
-    cpu_us: float  # a group, all processes together
+    cost: float  # CPU time per group in units of the fixed work
+    cpu_us: float  # per group, all processes together
     wall_us: float
     redis_bytes: int  # after a commit
 
@@ -98,7 +98,7 @@ class _Watch:
         )
 
     def _fixed_work(self) -> float:
-        """Seconds of CPU time that it took, about half a millisecond."""
+        """Return the CPU seconds of the fixed work, about half a millisecond."""
         began = time.process_time()
         for _ in range(20):
             decode_body(decode_header(self._header), self._body)
@@ -106,7 +106,7 @@ class _Watch:
 
 
 def _cpu_s(pids: tuple[int, ...]) -> float:
-    """What these processes have used so far."""
+    """Return the CPU time these processes have used so far."""
     stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
     ticks = sum(int(fields[11]) + int(fields[12]) for fields in stats)  # user and system time
     return ticks / os.sysconf("SC_CLK_TCK")

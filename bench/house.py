@@ -1,7 +1,7 @@
-"""The house in figures: how far it is from a ticket to its gradient, and how large its rooms, files and functions are.
+"""The code base in figures: the distance from a ticket to its gradient, and the sizes of folders, files and functions.
 
-trace    a run of one step on this machine; its processes write down whom the ticket visits (`bench.steps`)
-sources  folders that import one another, files at the learner's root, sizes, the share of docstrings
+trace    a run of one step on this machine, whose processes record which modules a ticket visits (`bench.steps`)
+sources  cyclic imports between folders, files at the learner's root, sizes, the share of docstrings
 types    strict mypy over all packages
 """
 
@@ -27,7 +27,7 @@ from streamrl.demos.quickstart import write_base_model, write_data
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("streamrl", "workers", "learner")
-_CODE_BEFORE = 26_542  # lines, before the house was rebuilt
+_CODE_BEFORE = 26_542  # lines, before the restructuring
 _DOCSTRINGS_BEFORE = 9.99  # % of all lines, at that time
 _TRACE_LIMIT_S = 400
 _CONFIG = """
@@ -67,7 +67,7 @@ class Source:
         return len(self.text.splitlines())
 
     def functions(self) -> Iterator[int]:
-        """The lines of each."""
+        """Yield the number of lines of each function."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield (node.end_lineno or node.lineno) - node.lineno + 1
@@ -83,7 +83,7 @@ class Source:
         return found
 
     def num_code_lines(self) -> int:
-        """Without blank lines, comments and docstrings."""
+        """Count lines, without blank lines, comments and docstrings."""
         silent = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
         lines: set[int] = set()
         for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
@@ -92,7 +92,7 @@ class Source:
         return len(lines - self.docstring_lines)
 
     def imported(self) -> Iterator[str]:
-        """Modules of ours, imports inside of functions included."""
+        """Yield our modules that this one imports, including imports inside functions."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names if alias.name.startswith("streamrl"))
@@ -139,8 +139,8 @@ def _sizes(sources: list[Source]) -> Iterator[Line]:
 
 
 def folder_cycles(sources: list[Source]) -> list[list[str]]:
-    """Folders each of which imports, by way of others, itself. The entries, `__main__` and the package that people
-    import, are none of the house's rooms."""
+    """Return folders that import themselves through other folders. Entry points are left out: `__main__` and the
+    package that users import."""
     folders = {source.folder for source in sources}
     known: dict[str, set[str]] = {folder: set() for folder in folders}
     for source in sources:
@@ -163,7 +163,7 @@ def _folder_of(module: str, folders: set[str]) -> str:
 
 
 def _at_top(parts: list[str]) -> list[str]:
-    """`streamrl.learner` is a link to `learner`."""
+    """Strip the prefix of a linked package: `streamrl.learner` is a link to `learner`."""
     return parts[1:] if parts[1:2] in (["learner"], ["workers"]) else parts
 
 

@@ -1,10 +1,10 @@
-"""A delta in an engine's own places against vLLM's own reload of all weights, inside the engine's process.
+"""Writing a delta in place against vLLM's own reload of all weights, inside the engine's process.
 
-    mirror ─► patch file ─► elements written, as they are packed for us             } against, by turns:
-                        └─► layers made anew, as vLLM packs them by itself (oneDNN) } vLLM's own reload from memory
+    mirror ─► patch file ─► elements written into our packed layout        } interleaved with
+                        └─► layers rebuilt in vLLM's own layout (oneDNN)   } vLLM's own reload from memory
 
-136M parameters in bf16, of which about 1 % of the elements change in all tensors. One engine, and one process, for each
-of both; messages and what the worker does beside generation are left out (`serving` has both).
+136M parameters in bf16, with about 1 % of elements changed in all tensors. Each of the two has its own engine and
+process; messages and the worker's work beside generation are left out (`serving` includes both).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.workers.engines.base import Load
 
-_SHARE = 0.01  # of the elements that change
+_SHARE = 0.01  # fraction of elements that change
 _NUM_ROUNDS = 7
 _SPAWN = multiprocessing.get_context("spawn")
 _GOALS = {"elements in their places": 0.2, "layers made anew": 0.6}
@@ -57,7 +57,7 @@ def _save(folder: Path) -> None:
 
 
 def _measure(folder: Path, name: str) -> tuple[list[float], list[float]]:
-    """In a process of its own."""
+    """Run in a process of its own."""
     from bench.proofs_engine import import_vllm
 
     import_vllm()
@@ -94,7 +94,7 @@ async def _rounds(folder: Path, *, as_vllm_packs: bool) -> tuple[list[float], li
         patch_s.append(engine.took_s)
         own_s.append(engine.own_reload(mirror.path))
     mirror.close()
-    return patch_s[1:], own_s[1:]  # memory was used for the first time
+    return patch_s[1:], own_s[1:]  # the first round touches memory for the first time
 
 
 def _moved(bits: Any, rng: np.random.Generator) -> Any:

@@ -1,4 +1,4 @@
-"""vLLM in this very process, whose loads are timed."""
+"""vLLM in this process, with timed loads."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from streamrl.workers.engines.vllm_linears import as_vllm_packs
 
 
 class TimedEngine(EngineHere):
-    took_s = 0.0  # the last load, once the patch was there
+    took_s = 0.0  # seconds of the last load, without writing the patch
 
     def own_reload(self, path: Path) -> float:
-        """vLLM's own, of tensors in its memory that are served already."""
+        """Time vLLM's own reload of tensors from memory; they are already being served."""
         held = {name: tensor.clone() for name, tensor in load_file(path).items()}
         with as_vllm_packs(self.model):
             took_s = seconds(lambda: self._worker.reload_weights(weights_iterator=iter(held.items())))
-        self._worker.reload_weights(weights_iterator=iter(held.items()))  # as ours are packed
+        self._worker.reload_weights(weights_iterator=iter(held.items()))  # restore our packed layout
         return took_s
 
     def _update(self, info: dict[str, Any]) -> None:
@@ -29,5 +29,5 @@ class TimedEngine(EngineHere):
 
 
 def leave_packing_to_vllm() -> None:
-    """As on processors where no kernel's packed weights can be written to. For engines to come."""
+    """Make later engines behave as on processors where no kernel has writable packed weights."""
     vllm_linears.is_as_fast = lambda: False

@@ -1,11 +1,11 @@
-"""The learner's step on a CPU: a model of 20M parameters, and responses of very different lengths.
+"""The learner's step on a CPU: a 20M-parameter model, and responses of very different lengths.
 
     bare forward and backward ─┐
-    the learner's whole step  ─┼─ by turns, on the same samples      useful tokens a second, as ratios
+    the learner's whole step  ─┼─ interleaved, on the same samples      useful tokens per second, as ratios
     TRL's RLOO learning step  ─┘
 
-Beside that: the memory of log-probs at a vocabulary of 131,072, each way in a process of its own; and the share of its
-time that a learner waits, fetches and verifies when groups are plentiful, with the real stream and its workers' half.
+Also: the memory of logprobs at a vocabulary of 131,072, each implementation in its own process; and the fraction of its
+time that a learner waits, fetches and verifies when groups are plentiful, with the real stream and simulated workers.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _step(groups: Sequence[Group], *, quick: bool, say: Say) -> list[Line]:
         "bare": lambda: seconds(lambda: stepping.bare(packed)),
         "learner": lambda: seconds(lambda: stepping.learn(groups)),
     }
-    stepping.learn(groups)  # AdamW's moments are made in the first step
+    stepping.learn(groups)  # AdamW allocates its moments in the first step
     with ExitStack() as stack:
         if not quick:
             folder = stack.enter_context(scratch_folder())
@@ -133,7 +133,7 @@ def _waiting(*, num_steps: int) -> Line:
         in_background(answer_tickets, Team(url=server.url, run="bench", shape=_ANSWERS)),
     ):
         learning = Learning(client, "bench", shape=_ANSWERS, groups_per_step=4, commit_every=10)
-        learning.step(learn)  # fills the queues
+        learning.step(learn)  # fill the queues
         learning_s, began = 0.0, time.perf_counter()
         for _ in range(num_steps):
             learning.step(learn)

@@ -1,8 +1,8 @@
 """The learner's step on a GPU: random models of 0.5 and 1.5 billion parameters in bf16, and long-tailed lengths.
 
-Needs torch with CUDA and transformers, and neither vLLM nor a network. MFU counts useful operations only (see
-`learner.model.policy`) against what the maker states for dense bf16. The bare step is forward and backward of the same
-model on the same packed tokens, with the same attention and its own cross-entropy.
+Needs torch with CUDA and transformers, but neither vLLM nor a network. MFU counts useful operations only (see
+`learner.model.policy`), relative to the vendor's figure for dense bf16. The bare step is forward and backward of the
+same model on the same packed tokens, with the same attention and its own cross-entropy.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _of_size(name: str, size: Size, plan: Plan, *, device: torch.device, dtype: 
     stepping = Stepping(size, config, max_length=longest, device=device)
     say(f"{name}: {num_tokens(groups):,} tokens a step")
     packed = stepping.pack(groups)
-    for _ in range(2):  # kernels are chosen, memory is laid out, AdamW's moments are made
+    for _ in range(2):  # kernel selection, memory layout, and AdamW's moments
         stepping.learn(groups)
     peak_gib = _peak_gib(stepping, groups, device)
     stepping.bare(packed)

@@ -1,4 +1,4 @@
-"""A learner of one rank with a real model: its steps, and its versions on their way out."""
+"""A learner of one rank with a real model: training steps, and publishing versions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CANARY_TOKENS = 16
 
 
 class Announced:
-    """What was announced, for a mirror beside it."""
+    """Collects announcements for a mirror in the same process."""
 
     def __init__(self) -> None:
         self.manifests: list[Manifest] = []
@@ -38,7 +38,7 @@ class Announced:
         self.manifests.append(decode_manifest(announcement.manifest))
 
     def amend(self, announcement: Announcement, *, keep: list[int]) -> None:
-        """Nobody comes late."""
+        """Do nothing: there are no late joiners."""
 
 
 class LearnerSide:
@@ -70,26 +70,26 @@ class LearnerSide:
         )
 
     def train(self) -> None:
-        """One real step."""
+        """Run one real step."""
         train_once(self._policy.model, self._optimizer, num_tokens=self._num_tokens)
         self._step += 1
 
     def measure_step(self, *, rows: int, length: int) -> float:
-        """Seconds of one on so many sequences in bf16, gradients and optimizer."""
+        """Time one step on this many sequences in bf16, including gradients and optimizer."""
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return seconds(lambda: train_once(self._policy.model, self._optimizer, num_tokens=length, num_rows=rows))
 
     def cast_digests(self, dtype: DType) -> CastDigests:
-        """What a publish asks of the loop for the sake of proof."""
+        """Compute the digests that a publish needs from the loop for its proof."""
         return cast_digests(self._policy.model, dtype)
 
     def served(self) -> dict[str, torch.Tensor]:
-        """What workers shall serve: with adapters, merged."""
+        """Return the tensors workers should serve; adapters are merged."""
         named = merged_parameters(self._policy.model, torch.bfloat16)
         return {name: tensor.detach().to(torch.bfloat16) for name, tensor in named}
 
     def begin(self) -> None:
-        """What it has learned, on its way."""
+        """Start publishing the current weights."""
         self.publisher.begin(self._step)
 
     def finish(self) -> Published:
@@ -100,12 +100,12 @@ class LearnerSide:
         return published
 
     def publish(self) -> Published:
-        """Both."""
+        """Start and finish publishing."""
         self.begin()
         return self.finish()
 
     def save(self, path: Path) -> int:
-        """All of it, as whoever knows no versions would publish it: a file of so many bytes, left to the page cache."""
+        """Write all weights to a file, as a trainer without versions would; return its size. No fsync."""
         named = self._policy.model.named_parameters()
         save_file({name: p.detach().to(torch.bfloat16).contiguous() for name, p in named}, path)
         return path.stat().st_size

@@ -1,7 +1,7 @@
-"""A learner without a model: the real stream, feed and checkpoints; what it trains are counts.
+"""A learner without a model: real stream, feed and checkpoints; "training" only counts.
 
-Learning.step:  plan (tickets out, headers in, judged) ─► fetch bodies, verify, decode ─► settle ─► next version
-                and every so many steps: commit (the stream is trimmed)
+Learning.step:  plan (issue tickets, read and check headers) ─► fetch bodies, verify, decode ─► settle ─► next version
+                and every few steps: commit (the stream is trimmed)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PATIENCE_S = 30.0
 
 
 class Learning:
-    """One run, from its first ticket on. With a folder each commit is a checkpoint in it; else only Redis is told."""
+    """One run, from its first ticket. With a folder, each commit writes a checkpoint; else it only updates Redis."""
 
     def __init__(
         self,
@@ -44,12 +44,12 @@ class Learning:
         groups_per_step: int,
         commit_every: int,  # steps
         folder: Path | None = None,
-        observe: Callable[[int, Sequence[Group]], None] = lambda step, groups: None,  # what each step trains
+        observe: Callable[[int, Sequence[Group]], None] = lambda step, groups: None,  # sees each step's groups
     ) -> None:
         self.keys = Keys(run)
         self.num_trained = 0
-        self.plan_cpu_s = 0.0  # what rank 0 alone does
-        self.fetch_cpu_s = 0.0  # what all ranks share
+        self.plan_cpu_s = 0.0  # done by rank 0 only
+        self.fetch_cpu_s = 0.0  # shared by all ranks
         self._observe = observe
         self._commit_every = commit_every
         self._step = 0
@@ -68,10 +68,10 @@ class Learning:
         )
         self._feed.note_version(make_version(1, 0), 0)
         gc.collect()
-        gc.freeze()  # as learner.rank does
+        gc.freeze()  # as in learner.rank
 
     def step(self, train: Callable[[Sequence[Group]], None] | None = None) -> int:
-        """The number of groups in it. Without `train` nothing is learnt from them."""
+        """Run one step; return the number of its groups. Without `train` they are only counted."""
         deadline = time.monotonic() + _PATIENCE_S
         cpu_s = time.process_time()
         while True:
@@ -121,7 +121,7 @@ class Learning:
 
 
 def groups_per_second(step: Callable[[], int], *, warm_up: int, for_s: float) -> float:
-    """How many groups pass, once so many steps have filled all queues."""
+    """Return groups per second, after `warm_up` steps have filled all queues."""
     for _ in range(warm_up):
         step()
     began = time.perf_counter()
@@ -145,7 +145,7 @@ def _make_prompts() -> PromptSet:
 
 
 def _make_config(shape: Shape, groups_per_step: int) -> schema.Config:
-    """The defaults, as far as they matter here."""
+    """Return the defaults, as far as they matter here."""
     return schema.Config.model_validate(
         {
             "model": {"path": "none"},

@@ -1,9 +1,9 @@
-"""Links of a bandwidth, simulated: proxies on loopback addresses that let bytes pass no faster than a link would.
+"""Simulated links: proxies on loopback addresses that limit bandwidth.
 
-    client at 127.0.0.HOST ─► proxy ─► server          what the server sends passes its own link and the client's host's
+    client at 127.0.0.HOST ─► proxy ─► server          replies pass the server's link and the link of the client's host
                       ◄── link of that host ◄── link of the server ◄──
 
-One thread with an event loop carries all of them. All connections that pass a link share it, in turns of a block.
+One thread with an event loop runs all of them. Connections on the same link share it, taking turns block by block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ENDS_WITHIN_S = 10.0
 
 
 class Link:
-    """One direction of a network card."""
+    """One direction of a network interface."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
@@ -29,23 +29,23 @@ class Link:
         self.num_bytes = 0
 
     def pass_at(self, num_bytes: int) -> float:
-        """When the last of these bytes is through."""
+        """Return when the last of these bytes gets through."""
         self.num_bytes += num_bytes
         self._free_at = max(self._free_at, time.monotonic()) + num_bytes / self._bytes_per_s
         return self._free_at
 
 
 class Network:
-    """Hosts are numbered as their addresses, 127.0.0.NUMBER."""
+    """Hosts are numbered by their addresses, 127.0.0.NUMBER."""
 
     def __init__(self, *, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
-        self._into: dict[str, Link] = {}  # by host
+        self._into: dict[str, Link] = {}  # one per receiving host
         self._loop = asyncio.new_event_loop()
         self._servers: list[asyncio.Server] = []
 
     def add(self, host: str, upstream: str | tuple[str, int], link: Link) -> int:
-        """The port at which this server is found at the host; `link`: what it sends passes it."""
+        """Return the port of a proxy on this host to the server, whose replies pass `link`."""
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             peer = writer.get_extra_info("peername")[0]

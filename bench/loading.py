@@ -1,10 +1,10 @@
-"""What a rank's memory comes to while it loads a mixture of experts, against its shard and the largest layer.
+"""A rank's peak memory while loading a mixture of experts, against its shard and the largest layer.
 
-    counted    models by their published numbers, with files that have headers and no bytes; the learner's own code
-               reads them into tensors without memory, over ranks that are not there
-    real       one of 200 MB on the disk, as one of eight ranks reads it: what the process grew by
+    counted    models of published sizes, in files with headers and no data; the learner's own code reads them into
+               tensors without memory, with ranks that do not exist
+    real       a model of 200 MB on disk, as one of eight ranks reads it: growth of the process
 
-The bar of both: 1.2 x the shard + the largest layer, in fp32, as masters are. With `quick` models of four layers.
+The bar of both: 1.2 x the shard + the largest layer, in fp32, like the masters. With `quick`, models of four layers.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _WithoutBytes(Files):
 
 
 def count(folder: Path, world: World) -> tuple[Sizes, int, int]:
-    """(sizes, bytes of the shard, the most that there were) of a rank that loads what lies there."""
+    """Return (sizes, shard bytes, peak bytes) of a rank that loads the model in this folder."""
     model, sources = begin_model(str(folder), attention="eager", world=world)
     assert sources, "it is not loaded whole"
     sizes, policy = Sizes.of(model), shard(make_policy(model, config_for(folder), (1,), world), world)
@@ -105,7 +105,7 @@ def config_for(folder: Path) -> schema.Config:
 
 
 def write_empty(folder: Path, case: Case) -> None:
-    """Configuration, and files whose headers say all and which are holes behind them."""
+    """Write the configuration, and sparse files with full headers."""
     config = case.config
     config.save_pretrained(folder)
     with torch.device("meta"):
@@ -148,7 +148,7 @@ def _bytes_of(one: tuple[str, tuple[int, ...]]) -> int:
 
 
 def _packed(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
-    """As its publisher has gpt-oss's experts: two numbers a byte, and an exponent for each 32."""
+    """Return gpt-oss's experts in their published format: two numbers per byte, and an exponent for each 32."""
     if not name.endswith(("gate_up_proj", "down_proj")):
         yield name, ("BF16", shape)
         return
@@ -158,7 +158,7 @@ def _packed(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[str,
 
 
 def _real(folder: Path, *, quick: bool) -> Iterator[Line]:
-    """In a process of its own, whose memory nothing else has grown."""
+    """Measure in a separate process, whose memory nothing else has grown."""
     case = REAL.short if quick else REAL
     with torch.random.fork_rng():
         model = transformers.AutoModelForCausalLM.from_config(case.config, dtype=torch.bfloat16)

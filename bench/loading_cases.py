@@ -1,4 +1,4 @@
-"""What `bench loading` loads: two mixtures of experts by their published numbers, and a small one with weights."""
+"""The models of `bench loading`: two mixtures of experts of published sizes, and a small one with real weights."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Case:
     family: str
     settings: Mapping[str, Any]
     ranks: int
-    packed: bool = False  # its experts as four-bit numbers
+    packed: bool = False  # experts stored as four-bit numbers
 
     @property
     def short(self) -> Case:
-        """With four layers."""
+        """Return the case with four layers."""
         return replace(self, settings={**self.settings, "num_hidden_layers": 4})
 
     @property

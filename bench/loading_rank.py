@@ -1,7 +1,7 @@
-"""One of many ranks loads its shard with real bytes: `python -m bench.loading_rank FOLDER RANKS`.
+"""Loads one rank's shard from real files: `python -m bench.loading_rank FOLDER RANKS`.
 
-The others are not there; nothing is said to anybody while a model is loaded. One JSON line: bytes of the shard, and
-what the process grew by, at most.
+The other ranks do not exist; loading needs no communication. Prints one JSON line: shard bytes, and the process's peak
+growth.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(folder: Path, ranks: int) -> dict[str, int]:
     world = World(rank=1, size=ranks, device=torch.device("cpu"))
     model, sources = begin_model(str(folder), attention="eager", world=world)
     policy = shard(make_policy(model, config_for(folder), (1,), world), world)
-    Path("/proc/self/clear_refs").write_text("5")  # the most so far is what is there now
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current size
     before = status("VmRSS")
     fill(policy, sources, world.device)
     shard_bytes = sum(held_rows(parameter)[1].nbytes for parameter in policy.parameters())

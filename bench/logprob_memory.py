@@ -1,9 +1,9 @@
-"""What log-probs cost in memory at a large vocabulary: `python -m bench.logprob_memory naive|ours`, a process each.
+"""Memory of logprobs at a large vocabulary: `python -m bench.logprob_memory naive|ours`, one process each.
 
     naive    logits = hidden @ head, log_softmax, gather; forward and backward in fp32
     ours     learner.model.logprobs
 
-Prints the bytes by which the process grew beyond its inputs at its peak.
+Prints the peak growth of the process in bytes, beyond its inputs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VOCABULARY, _HIDDEN, NUM_TOKENS = 131_072, 64, 2048
 
 
 def measure(way: str) -> int:
-    """In a process of its own."""
+    """Measure in a separate process."""
     done = subprocess.run(
         [sys.executable, "-m", "bench.logprob_memory", way],
         cwd=Path(__file__).resolve().parents[1],
@@ -33,7 +33,7 @@ def measure(way: str) -> int:
 
 
 def run(way: str, *, num_tokens: int, device: torch.device) -> int:
-    """Peak bytes beyond the inputs and their gradients; here, of this process or its GPU."""
+    """Return the peak bytes beyond inputs and their gradients, in this process or on its GPU."""
     torch.manual_seed(0)
     hidden = torch.randn(num_tokens, _HIDDEN, device=device, requires_grad=True)
     weight = torch.randn(VOCABULARY, _HIDDEN, device=device, requires_grad=True)
@@ -49,11 +49,11 @@ def run(way: str, *, num_tokens: int, device: torch.device) -> int:
 
 
 def _reset_peak(device: torch.device) -> int:
-    """What is held now."""
+    """Reset the peak; return the bytes in use."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the peak
     return _status("VmRSS")
 
 

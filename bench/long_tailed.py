@@ -1,4 +1,4 @@
-"""Samples as a reasoning model makes them, most responses short and a few very long; and random models to train."""
+"""Samples with the long-tailed lengths of a reasoning model, and random models to train on them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ END = 1  # the token that ends a response
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Responses are log-normal, cut at `longest`; prompts uniform."""
+    """Response lengths are log-normal, truncated at `longest`; prompt lengths uniform."""
 
     prompt: tuple[int, int]
     median: int
-    spread: float  # of the logarithm
+    spread: float  # sigma of the log-normal
     longest: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Of a Qwen2-shaped model with tied embeddings."""
+    """The size of a Qwen2-shaped model with tied embeddings."""
 
     vocabulary: int
     hidden: int
@@ -55,7 +55,7 @@ class Size:
         )
 
     def model(self, *, max_length: int, device: torch.device, attention: str = MASKED) -> transformers.PreTrainedModel:
-        """With random weights, fp32."""
+        """Return a model with random fp32 weights."""
         torch.manual_seed(0)
         with device:
             return transformers.AutoModelForCausalLM.from_config(
@@ -86,7 +86,7 @@ def _group(rng: np.random.Generator, ticket: int, num_samples: int, lengths: Len
         max_version=0,
     )
     prompt = rng.integers(2, vocabulary, rng.integers(*lengths.prompt)).astype(np.int32)
-    # Once over the wire, which fills in what the header says of the samples.
+    # Encode and decode once: encoding completes the header's sample fields.
     encoded, body = encode_group(Group(header=header, prompt_ids=prompt, samples=samples))
     return decode_body(decode_header(encoded), body)
 
@@ -109,7 +109,7 @@ def _sample(rng: np.random.Generator, lengths: Lengths, vocabulary: int) -> Samp
 
 
 def num_tokens(groups: Sequence[Group]) -> int:
-    """Of all samples with their prompts."""
+    """Count the tokens of all samples, each with its prompt."""
     return sum(
         header.num_prompt_tokens * len(header.sample_lengths) + sum(header.sample_lengths)
         for header in (group.header for group in groups)
@@ -117,7 +117,7 @@ def num_tokens(groups: Sequence[Group]) -> int:
 
 
 def make_config(*, micro_batch_tokens: int, dtype: str, attention: str = "auto") -> schema.Config:
-    """Defaults without a KL, so that what is compared with has no reference either."""
+    """Return the defaults without KL, so that, like the peers, the learner has no reference model."""
     return schema.Config.model_validate(
         {
             "model": {"path": "bench", "dtype": dtype, "attention": attention},

@@ -1,4 +1,4 @@
-"""Medians of interleaved rounds, progress on stderr, and an environment that is left as it was."""
+"""Medians of interleaved rounds, progress on stderr, and restoring the environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from statistics import median
 
 
 class Say:
-    """Tells whoever waits what is being measured, and since when the bench runs."""
+    """Prints what is being measured, with the time since the bench started."""
 
     def __init__(self, bench: str) -> None:
         self._bench = bench
@@ -23,7 +23,7 @@ class Say:
 
 
 class Rounds:
-    """Several ways of doing something, measured by turns: what disturbs the machine disturbs all of them."""
+    """Alternatives measured in turns, so that disturbances of the machine affect all of them."""
 
     def __init__(self, ways: Mapping[str, Callable[[], float]], *, num_rounds: int, say: Say | None = None) -> None:
         self._rounds: list[dict[str, float]] = []
@@ -37,18 +37,18 @@ class Rounds:
         return median(one[name] for one in self._rounds)
 
     def ratio(self, name: str, to: str) -> float:
-        """The median of the rounds' ratios: each compares what was measured within seconds."""
+        """Return the median of the ratios per round, each of values measured within seconds."""
         return median(one[name] / one[to] for one in self._rounds)
 
 
 def cpu_s(pid: int) -> float:
-    """What a process has used so far, to the nanosecond: /proc/PID/stat counts in hundredths of a second."""
+    """Return the CPU time of a process in nanosecond resolution; /proc/PID/stat counts hundredths of a second."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """How long one call takes."""
+    """Time one call."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
@@ -56,7 +56,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 @contextmanager
 def environment_as_it_was() -> Iterator[None]:
-    """vLLM is told, and tells its processes, through the environment."""
+    """Restore environment variables on exit: vLLM is configured through them."""
     before = dict(os.environ)
     try:
         yield

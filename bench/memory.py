@@ -1,11 +1,11 @@
-"""What a rank takes of its GPU: the closed form that refuses a run, against the learner's own code without memory.
+"""A rank's GPU memory: the planner's closed form, which rejects runs, against the learner's own code without memory.
 
-Learners as they are meant for GPUs of 80 GB, at their full depth, and one that keeps all activations; none of it on a
-GPU. The two share no code: the one counts, the other runs the learner's passes on tensors that have no memory. With
-`quick` models of four layers.
+Learners as intended for 80 GB GPUs, at full depth, and one without activation checkpointing; none on a GPU. The two
+share no code: one adds up sizes, the other runs the learner's passes on tensors without memory. With `quick`, models of
+four layers.
 
-What sharing samples among ranks saves of activations is measured on four layers of 8B: what a pass over 128k tokens
-holds at its peak beyond one over 64, by each of four ranks that share them, and by one of four that has them whole.
+The activations saved by sharing samples among ranks are measured on four layers of 8B: the peak of a pass over 128k
+tokens minus that of one over 64, on each of four ranks that share samples, and on one of four that holds them whole.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _of_sharing(say: Say) -> Iterator[Line]:
 
 
 def _activations(context: int, *, checkpointing: bool) -> int:
-    """What of the peak of a pass is there for its tokens."""
+    """Return the part of a pass's peak that depends on its tokens."""
     few = Case(
         size="8B",
         ranks=_SHARED_AMONG,
@@ -100,5 +100,5 @@ def counted(case: Case) -> dict[str, int]:
     try:
         return run(case)
     finally:
-        if dist.is_initialized():  # with as many ranks as this case has
+        if dist.is_initialized():  # with the rank count of this case
             dist.destroy_process_group()

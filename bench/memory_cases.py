@@ -1,4 +1,4 @@
-"""What `bench memory` compares: learners of models whose shapes are written down here."""
+"""The cases of `bench memory`: learners of models whose shapes are listed here."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from streamrl.config import schema
 class Case:
     size: str
     ranks: int
-    layers: int | None = None  # None: all that this size has
+    layers: int | None = None  # None: all layers of this size
     tokens: int = 16_384
     checkpointing: bool = True
     lora: bool = False
     context: int = 1  # ranks that share each sample
     experts: int = 1  # ranks that share each layer's experts
     tensor: int = 1  # ranks that share each layer
-    longest: int | None = None  # tokens of a sample; None: as many as a micro-batch has
+    longest: int | None = None  # longest sample in tokens; None: as long as a micro-batch
     reference: bool = True
 
     @property
     def length(self) -> int:
-        """Tokens of a row."""
+        """Return the tokens of a row."""
         return self.longest or self.tokens
 
     @property
@@ -64,17 +64,17 @@ CASES: dict[str, Case] = {
     "32B at 16k, 16 GPUs, tensor over 8": Case(size="32B", ranks=16, tensor=8),
     "32B at 32k, 32 GPUs": Case(size="32B", ranks=32, tokens=32_768),
     "32B at 32k, 32 GPUs, context over 2": Case(size="32B", ranks=32, tokens=32_768, context=2),
-    # FSDP alone; what the reference would take beside it, no rank has.
+    # FSDP alone; a reference would not fit beside it on any rank.
     "30B-A3B full, 8 GPUs": Case(size="30B-A3B", ranks=8, tokens=8192, reference=False),
     "30B-A3B full, 8 GPUs, experts over 8": Case(size="30B-A3B", ranks=8, tokens=8192, reference=False, experts=8),
-    # It attends by its own plain attention, which holds the square of a sample's length.
+    # Uses its own eager attention, whose memory is quadratic in the sample's length.
     "gpt-oss-120b at 8k, 32 GPUs, experts over 32, context over 8": Case(
         size="gpt-oss-120b", ranks=32, tokens=8192, reference=False, experts=32, context=8
     ),
 }
 CASES = {**CASES, **{f"{name}, short": replace(case, layers=4) for name, case in CASES.items()}}
 _MIXTURES: Mapping[str, str] = {"30B-A3B": "Qwen3-30B-A3B, 8 ranks", "gpt-oss-120b": "gpt-oss-120b, 32 ranks"}
-# hidden, intermediate, layers, heads, heads of keys and values, vocabulary
+# hidden, intermediate, layers, heads, KV heads, vocabulary
 _SHAPES: Mapping[str, tuple[int, ...]] = {
     "1.5B": (1536, 8960, 28, 12, 2, 151_936),
     "7B": (3584, 18_944, 28, 28, 4, 152_064),
@@ -85,7 +85,7 @@ _SHAPES: Mapping[str, tuple[int, ...]] = {
 
 
 def model_config(size: str, layers: int | None = None) -> transformers.PretrainedConfig:
-    """As Qwen2.5 has it, and of 8B and 405B as Llama 3 has; the smallest ties its head to its embeddings."""
+    """Return Qwen2.5's configuration; for 8B and 405B, Llama 3's. The smallest ties head and embeddings."""
     if size in _MIXTURES:
         case = loading_cases.CASES[_MIXTURES[size]]
         fewer = {} if layers is None else {"num_hidden_layers": layers}

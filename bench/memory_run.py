@@ -1,9 +1,9 @@
-"""What the learner's own code takes of a GPU at its peak, on no GPU at all.
+"""Peak GPU memory of the learner's own code, computed without a GPU.
 
-The policy, its reference and AdamW are made of tensors without memory (FakeTensor), over ranks that are not there
-(torch's fake process group), and go through a step of two micro-batches; what lives is added up. Attention is a
-double that holds what flash attention holds, or the model's own where it attends by itself; of divided experts each
-rank gets as many tokens.
+Policy, reference and AdamW consist of tensors without memory (FakeTensor), sharded over ranks that do not exist
+(torch's fake process group). They run a step of two micro-batches, and live storages are added up. Attention is a
+double that holds what flash attention holds, or the model's own where it has its own. Sharded experts get equally many
+tokens on each rank.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _AS_FLASH = "streamrl_held"
 
 
 class Even(GroupExchange):
-    """As if each rank of the group had as many tokens for each: FakeTensors have no numbers."""
+    """An exchange where every rank sends equally many tokens to each other, since FakeTensors have no values."""
 
     def __init__(self, group: dist.ProcessGroup, *, rows: int) -> None:
         super().__init__(group)
@@ -51,7 +51,7 @@ class Even(GroupExchange):
 
 
 def tell_evenly(model: nn.Module, *, rows: int) -> None:
-    """`rows`: for experts, that a rank has."""
+    """Use `Even` for all sharded experts. `rows`: routed tokens per rank."""
     for _, module in experts_of(model):
         divided: Divided | None = vars(module).get("divided")
         if divided is not None:
@@ -75,22 +75,22 @@ class _AsFlash(torch.autograd.Function):
 def attend(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """As `ways.attend` calls its kernel."""
+    """Replace the kernel that `ways.attend` calls."""
     parts = (x.to(torch.bfloat16).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out: torch.Tensor = _AsFlash.apply(*parts)  # type: ignore[no-untyped-call]
     return out.view(query.shape[0], query.shape[2], query.shape[1], query.shape[3]), None
 
 
 def run(case: Case) -> dict[str, int]:
-    """The most bytes in each phase."""
-    if case.ranks > 1:  # of one, nothing is said to anybody
+    """Return the peak bytes of each phase."""
+    if case.ranks > 1:  # one rank does not communicate
         dist.init_process_group("fake", rank=0, world_size=case.ranks, store=FakeStore())
     world = World(rank=0, size=case.ranks, device=torch.device("cpu")).under(case.config.learner.layout)
     transformers.AttentionInterface.register(_AS_FLASH, attend)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         policy = _policy(case, world, trains=True)
         frozen = _reference(case, policy, world)
-        # By their own parts: of whole ones DTensor first tries each operation at full size, to know its shape.
+        # Local shards only: for whole parameters, DTensor first runs each operation at full size to find its shape.
         trained = {p: nn.Parameter(_mine(p.detach())) for p in policy.parameters() if p.requires_grad}
         optimizer = torch.optim.AdamW(trained.values(), lr=1e-6, fused=True)
         batch = _batch(case)
@@ -100,7 +100,7 @@ def run(case: Case) -> dict[str, int]:
             if frozen is not None:
                 with held.phase("reference"), evaluating(frozen), without_adapters(frozen):
                     frozen(batch)
-            for _ in range(2):  # the second one beside the gradients of the first
+            for _ in range(2):  # the second has the first one's gradients in memory
                 with held.phase("forward"):
                     logp = policy(batch).logp
                 with held.phase("backward"):
@@ -133,7 +133,7 @@ def _mine(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Held(TorchDispatchMode):
-    """Bytes of all storages that live, and the most that there were in each phase."""
+    """Adds up the bytes of live storages, and their peak in each phase."""
 
     def __init__(self, mode: FakeTensorMode, there: Iterable[torch.Tensor]) -> None:
         super().__init__()
@@ -152,10 +152,10 @@ class Held(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local parts come by in a moment
+            return NotImplemented  # its local parts are dispatched next
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
-            # What DTensor tries at full size, in a mode of its own, to know a shape is no memory.
+            # DTensor's shape propagation at full size, under its own mode, uses no memory.
             if isinstance(tensor, FakeTensor) and tensor.fake_mode is self._mode:
                 self._see(tensor)
         return out
@@ -178,7 +178,7 @@ class Held(TorchDispatchMode):
 
     @contextmanager
     def _watching_resizes(self) -> Iterator[None]:
-        """FSDP gathers into storages that it makes larger and smaller again, which no operator tells."""
+        """Track FSDP's gathers, which resize storages without any operator."""
         resize: Callable[[torch.UntypedStorage, int], Any] = torch.UntypedStorage.resize_
 
         def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
@@ -196,7 +196,7 @@ class Held(TorchDispatchMode):
 def _policy(case: Case, world: World, *, trains: bool) -> Policy:
     config, about = case.config, model_config(case.size, case.layers)
     attention = EAGER if attention_of(about, VARLEN) == EAGER else _AS_FLASH
-    with unset_fake_temporarily():  # numbers of ranks are read
+    with unset_fake_temporarily():  # rank numbers are read as values
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(
                 about, dtype=torch.float32, attn_implementation=attention
@@ -209,7 +209,7 @@ def _policy(case: Case, world: World, *, trains: bool) -> Policy:
             if not parameter.requires_grad or not trains:
                 parameter.requires_grad_(False).data = parameter.data.to(torch.bfloat16)
         policy = shard(make_policy(model, config, (1,), world).train(trains), world, in_half=trains)
-    if world.size == 1 and not trains:  # it is not sharded
+    if world.size == 1 and not trains:  # not sharded
         _materialise(policy.model)
     for module in model.modules():
         module._buffers.update({name: torch.empty(b.shape, dtype=b.dtype) for name, b in module._buffers.items()})
@@ -223,7 +223,7 @@ def _policy(case: Case, world: World, *, trains: bool) -> Policy:
 
 
 def _materialise(model: nn.Module) -> None:
-    """Without values, and tied weights as one."""
+    """Replace meta parameters by parameters without values; tied weights stay one parameter."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module._parameters.items():

@@ -1,7 +1,7 @@
-"""What watching costs: a run of a thousand workers, with as many points of metrics as Redis keeps of a long one.
+"""The cost of monitoring: a run of a thousand workers, with as many metrics in Redis as it keeps of a long run.
 
-status     a whole process, beside a process that imports the Redis client and nothing else
-top        one refresh: look at Redis, build the view, draw the frame, at 200 x 50
+status     a whole process, next to a process that only imports the Redis client
+top        one refresh: query Redis, build the view, draw the frame, at 200 x 50
 page       from the first request to the first data: the view and all curves
 Redis      CPU time of the server per second of one `top`, at 200 workers
 """
@@ -40,8 +40,8 @@ from streamrl.telemetry.progress import Report
 from streamrl.versions import make_version
 
 _WORKERS, _WORKERS_OF_LOAD = 1_000, 200
-_STEPS = 100_000  # of the run; Redis keeps some thousand records of them
-_METRICS = 60  # of a step
+_STEPS = 100_000  # of the run; Redis keeps some thousand of their records
+_METRICS = 60  # per step
 _PERIOD_S = 0.5  # of `top`
 _STEPS_A_PIPELINE = 5_000
 
@@ -65,7 +65,7 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
 
 
 def _make_run(client: redis.Redis, keys: Keys, *, num_steps: int) -> int:
-    """How many points of metrics lie in Redis then."""
+    """Create the run; return the number of metric points then in Redis."""
     config = {"training": {"max_steps": 2 * num_steps, "groups_per_step": 16}, "lag": {"max_steps": 4}}
     learner = LearnerStream(client, keys, run_uid="bench", term=1, holder="bench", lease_s=600.0)
     learner.claim(config_json=json.dumps(config), fingerprint="model", wait_s=0.0)
@@ -90,7 +90,7 @@ def _values(step: int) -> str:
 
 
 def _report_all(client: redis.Redis, keys: Keys, count: int) -> None:
-    """As all parts do every second."""
+    """Report progress for all workers, as they do every second."""
     now = time.time()
     reports = {
         f"worker/host-{number:04}": _report(f"worker/host-{number:04}", "worker", now) for number in range(count)
@@ -136,7 +136,7 @@ def _refresh(watcher: Watcher, console: Console) -> None:
 
 
 def _page(url: str, keys: Keys, say: Say, *, num_rounds: int) -> Iterator[Line]:
-    """The server has just started, so nothing has been prepared for the first reader."""
+    """Time the first load of the page from a fresh server, without any caches."""
     times = []
     for _ in range(num_rounds):
         with _dashboard(url, keys) as page:
@@ -185,7 +185,7 @@ def _process(command: list[str]) -> Callable[[], float]:
 
 
 def _load(server: EmbeddedRedis, there: Opened, say: Say, *, for_s: float) -> Iterator[Line]:
-    """Against what the same server uses when nobody looks."""
+    """Compare the server's CPU use with and without a viewer."""
     there.client.delete(there.keys.progress)
     _report_all(there.client, there.keys, _WORKERS_OF_LOAD)
     watcher = Watcher(there.client, there.keys, server=there.server)
@@ -199,7 +199,7 @@ def _load(server: EmbeddedRedis, there: Opened, say: Say, *, for_s: float) -> It
 
 
 def _server_cpu(server: EmbeddedRedis, look: Callable[[], object], *, for_s: float) -> float:
-    """Its share of a core while somebody looks as often as `top` does."""
+    """Return the server's share of a core while `look` runs as often as `top` does."""
     began, before = time.perf_counter(), cpu_s(server.pid)
     while (passed := time.perf_counter() - began) < for_s:
         look()

@@ -1,8 +1,8 @@
-"""Thousands of ways in which blobs and manifests may be wrong, and what a mirror makes of each.
+"""Thousands of ways to corrupt blobs and manifests, and how a mirror reacts to each.
 
-A worker that holds a version is told of the next one, by a path of manifests and blobs of which something was changed:
-flipped, cut, swapped, of another version, base, run or term. Whatever the mirror then claims to hold must be, bit by
-bit, what was published under that version.
+A worker that holds one version is led to the next by a path of manifests and blobs, part of which is corrupted: bits
+flipped, truncated, swapped, or from another version, base, run or term. Whatever the mirror then claims to hold must be
+bit-identical to what was published under that version.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ REFUSED, HARMLESS, WRONG = "refused", "harmless", "wrong"
 
 
 class World(MemoryStore):
-    """What the worker sees: everything as it was published, until a mutation changes something of the path."""
+    """What the worker sees: everything as published, until a mutation changes part of the path."""
 
     def __init__(self, chain: Publishing, other_run: Publishing, path: Sequence[Manifest], rng: random.Random) -> None:
         super().__init__()
         self.manifests = {version: encode_manifest(manifest) for version, manifest in chain.manifests.items()}
         self.blobs = {name: chain.store.get(name) for name in chain.store.list()}
-        self.unsteady: dict[str, bytes] = {}  # what the first reading of a blob gives
+        self.unsteady: dict[str, bytes] = {}  # returned by a blob's first read only
         self.rng, self._other_run = rng, other_run
-        self.victim = rng.choice(path)  # the version that something happens to
+        self.victim = rng.choice(path)  # the version to corrupt
         [self.blob] = (shard.blob_name for shard in self.victim.shards)
 
     def get(self, name: str) -> bytes:
@@ -138,14 +138,14 @@ def _other_run(world: World) -> None:
 
 
 def _blob_name_of_another(world: World) -> None:
-    """The manifest points to another version's blob."""
+    """Point the manifest to another version's blob."""
     [shard] = world.victim.shards
     _replace(world, shards=(replace(shard, blob_name=world.blob_of(world.another_version())),))
 
 
 def _replace(world: World, **changes: Any) -> None:
     changed = replace(world.victim, **changes)
-    world.manifests[world.victim.version] = encode_manifest(changed)  # WeightsError: the learner would find it first
+    world.manifests[world.victim.version] = encode_manifest(changed)  # WeightsError if a learner could not publish it
 
 
 MUTATIONS: Mapping[str, Callable[[World], None]] = {
@@ -168,7 +168,7 @@ MUTATIONS: Mapping[str, Callable[[World], None]] = {
 
 
 class Trial:
-    """A chain of versions, another run's with the same numbers, and a mirror (of TENSORS and RUN_UID) to mislead."""
+    """A chain of versions, another run's with the same numbers, and a mirror (of TENSORS and RUN_UID) to attack."""
 
     def __init__(self, mirror: Mirror, *, seed: int) -> None:
         self._random, self._rng = random.Random(seed), np.random.default_rng(seed)
@@ -186,7 +186,7 @@ class Trial:
             self.outcomes[self._mislead(self._random.choice(list(MUTATIONS.values())))] += 1
 
     def _mislead(self, mutate: Callable[[World], None]) -> str:
-        """What becomes of a mirror that holds one version and is led to a later one."""
+        """Lead a mirror from one version to a later one, with the mutation applied; return the outcome."""
         have, wanted = sorted(self._random.sample(list(self._states), 2))
         self._settle(have)
         path = catch_up(have, self._chain.manifests[wanted], self._chain.manifests.get)
@@ -201,14 +201,14 @@ class Trial:
         return REFUSED if version in (0, have) else HARMLESS
 
     def _settle(self, version: int) -> None:
-        """The mirror, unharmed, at this version."""
+        """Bring the mirror to this version, without corruption."""
         if self._mirror.version != version:
             self._mirror.close()
             path = catch_up(0, self._chain.manifests[version], self._chain.manifests.get)
             self._mirror.apply_path(path, self._chain.store)
 
     def _holds(self, version: int) -> bool:
-        """Read as an engine reads it, and compared with what was published."""
+        """Read the mirror as an engine does, and compare it with what was published."""
         held = {name: bytes(tensor["data"]) for name, tensor in deserialize(self._mirror.path.read_bytes())}
         return held == {name: bits.tobytes() for name, bits in self._states[version].items()}
 

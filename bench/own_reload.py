@@ -1,6 +1,6 @@
-"""vLLM's own way of taking new weights, inside its worker process, which `worker_extension_cls` mixes this into.
+"""vLLM's own way to take new weights, as a mix-in for its worker process (`worker_extension_cls`).
 
-The clock is read there too, so that neither messages nor the step that is under way count.
+It is timed there, so that neither messages nor the step in progress count.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from streamrl.workers.proofs.read_back import ReadBackExtension
 
 
 class OwnReload(ReadBackExtension):
-    """Each method is a call to every worker process."""
+    """Each method is called in every worker process."""
 
     def hold_tensors(self, path: str) -> None:
-        """Keep a copy of what this file has."""
-        # Its reload warns of tied heads as of weights that are missing.
+        """Keep a copy of this file's tensors."""
+        # vLLM's reload warns of tied heads as missing weights.
         logging.getLogger("vllm.model_executor.model_loader.reload.inplace").setLevel(logging.ERROR)
         self._held = {name: tensor.clone() for name, tensor in load_file(path).items()}
 
     def reload_held(self) -> float:
-        """How long it takes with tensors that lie in memory."""
+        """Return the seconds of a reload from the tensors in memory."""
         return self._own_reload(self._held.items())
 
     def reload_file(self, path: str) -> float:
         return self._own_reload(safetensors_weights_iterator([path], use_tqdm_on_load=False))
 
     def restore_held(self) -> None:
-        """As ours has them, whose deltas go on from there."""
+        """Load the held tensors in our layout, which later deltas apply to."""
         worker: Any = self
         worker.reload_weights(weights_iterator=iter(self._held.items()))
 

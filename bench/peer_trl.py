@@ -1,7 +1,7 @@
-"""TRL's RLOO trainer on the same samples: its learning step, in an environment of its own.
+"""TRL's RLOO trainer on the same samples: its learning step, in its own environment.
 
-The environment lies in the user's cache folder and is made once; it sees this one's torch and transformers, and adds
-TRL and what else it needs from PyPI. In it runs `bench/trl_steps.py`, which makes a step for each line that it is sent.
+The environment is created once, in the user's cache folder. It sees this environment's torch and transformers, and adds
+TRL and its other dependencies from PyPI. It runs `bench/trl_steps.py`, which makes one step for each line on stdin.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _STAMP = "made"
 
 
 class Trl:
-    """A running process."""
+    """A running TRL process."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         self.version = self._read()["trl"]
 
     def step(self) -> float:
-        """Seconds of one learning step over all samples."""
+        """Return the seconds of one learning step over all samples."""
         assert self._process.stdin is not None, "it was opened"
         self._process.stdin.write("step\n")
         self._process.stdin.flush()
@@ -81,10 +81,10 @@ def running(groups: Sequence[Group], size: Size, *, max_length: int, folder: Pat
 
 
 def environment(say: Say) -> Path:
-    """Its interpreter."""
+    """Return the environment's interpreter; create the environment if needed."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "streamrl" / "bench-trl"
     python, stamp, beside = cache / "bin" / "python", cache / _STAMP, os.path.realpath(sysconfig.get_path("purelib"))
-    if stamp.exists() and stamp.read_text() == beside:  # another checkout's environment may be gone by now
+    if stamp.exists() and stamp.read_text() == beside:  # another checkout's packages may be gone
         return python
     say(f"making an environment with TRL in {cache}")
     venv.create(cache, clear=True, with_pip=True)

@@ -1,24 +1,24 @@
-"""streamrl against TRL's RLOO trainer: the same model, prompts, reward, samples a step, learning rate, and two cores.
+"""streamrl against TRL's RLOO trainer: same model, prompts, reward, samples per step, learning rate, and two cores.
 
-    model, warmed up once ─┬─► TRL: generate ─► reward ─► learn, by turns     ─┐
-    prompts of the round  ─┴─► streamrl up: Redis, one vLLM worker, a learner ─┴─► by turns, until the reward is reached
+    model, warmed up once ─┬─► TRL: generate ─► reward ─► learn, sequentially ─┐
+    prompts of the round  ─┴─► streamrl up: Redis, one vLLM worker, a learner ─┴─► in turns, until the reward is reached
 
-Answers are of long-tailed lengths (bench.peers_task). Both start from the same folder, see the same prompts in the
-same order, ask the same function for rewards, sample at temperature 1 up to the same length, and follow the same
-objective: RLOO, log-probs summed over an answer, no KL, no scaling by the standard deviation, nothing masked, groups
-of equal rewards kept, AdamW at a constant rate, gradients not clipped, fp32. The reward of a step is the mean over its
-samples as they were when it was made; the target is a mean over several steps. A run that does not reach it counts
-with all its time and misses a bar of its own, for then times compare nothing.
+Answer lengths are long-tailed (bench.peers_task). Both start from the same folder, see the same prompts in the same
+order, use the same reward function, sample at temperature 1 up to the same length, and optimise the same objective:
+RLOO, logprobs summed over an answer, no KL, no scaling by the standard deviation, nothing masked, groups of equal
+rewards kept, AdamW at a constant rate, no gradient clipping, fp32. The reward of a step is the mean over its samples
+when they were generated; the target is a mean over several steps. A run that does not reach it counts with its whole
+time and misses a bar of its own, since comparing times is meaningless then.
 
-TRL has the settings that are fastest for it here (bench.peers_trl_side says which and why, `python -m bench peers-trl`
-measures them), and makes no checkpoints. streamrl: one worker and one learner with a thread each, `lag.max_steps` 1, a
-checkpoint every 50 steps, no validation.
+TRL has its fastest settings for this machine (bench.peers_trl_side lists and explains them, `python -m bench peers-trl`
+measures them), and writes no checkpoints. streamrl: one worker and one learner with one thread each, `lag.max_steps` 1,
+a checkpoint every 50 steps, no validation.
 
-Time counts from when the first sample may be asked for, on both sides: starting Python and loading are facts of their
-own. Rates leave the first steps out. Memory is the most that a side's whole tree of processes took, shared pages once.
-The first run of each is short and discarded. Finished runs are kept in runs/bench/peers, so that a bench that was
-broken off goes on; the last runs' logs lie there too. --quick compares the rates of a few steps, without a target; the
-first time it makes TRL's environment and the model, which takes minutes.
+On both sides time counts from the moment the first sample can be requested; starting Python and loading are reported
+separately. Rates leave the first steps out. Memory is the peak of a side's whole process tree, counting shared pages
+once. The first run of each side is short and discarded. Finished runs are kept in runs/bench/peers, so that an
+interrupted bench resumes; the logs of the last runs are there too. --quick compares the rates of a few steps, without a
+target; its first run creates TRL's environment and the model, which takes minutes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from bench.report import Bar, Fact, Line
 from bench.resume import Done, commit_of
 
 _FOLDER = Path("runs/bench/peers")
-_FILLING = 2  # steps that rates leave out
-_WINDOW = 20  # steps, over whose mean a reward is told: that of one step varies by 0.13
+_FILLING = 2  # steps excluded from rates
+_WINDOW = 20  # rewards are means over this many steps: a single step's varies by 0.13
 _WARM_UP = Limits(target=None, num_steps=2, seconds=120.0)
 
 
@@ -48,7 +48,7 @@ _WARM_UP = Limits(target=None, num_steps=2, seconds=120.0)
 class Plan:
     limits: Limits
     num_rounds: int
-    warm_up: bool  # a first run of each side, which is discarded
+    warm_up: bool  # each side's first run is discarded
 
 
 _FULL = Plan(
@@ -59,16 +59,16 @@ _QUICK = Plan(limits=Limits(target=None, num_steps=_FILLING + 4, seconds=120.0),
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Of one run."""
+    """The result of one run."""
 
     samples_per_s: float
     tokens_per_s: float
     reached: bool
-    target_s: float  # until the target; where it was not reached, all the time there was
+    target_s: float  # time to the target; the whole time, if it was not reached
     num_steps: int  # in that time
     ready_s: float
     peak_bytes: int
-    points: Sequence[Sequence[float]]  # (seconds, reward) of each of these steps
+    points: Sequence[Sequence[float]]  # (seconds, reward) per step
 
     @staticmethod
     def of(watched: Watched, target: Target | None) -> Outcome:
@@ -109,7 +109,7 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
 
 
 def measure(plan: Plan, terms: Terms, peers: Sequence[Side], *, folder: Path, done: Done, say: Say) -> None:
-    """What is not done yet."""
+    """Run what is not done yet."""
 
     def run_once(side: Side, number: int, limits: Limits) -> Watched:
         prompts = folder / f"prompts-{number}.jsonl"
@@ -135,14 +135,14 @@ def _name(side: Side, number: int) -> str:
 
 def lines(found: Mapping[str, Sequence[Outcome]], *, ours: str, theirs: str, with_target: bool) -> Iterator[Line]:
     def ratio(what: str) -> float:
-        """The median over the rounds."""
+        """Return the median of the ratios per round."""
         pairs = zip(found[ours], found[theirs], strict=True)
         return median(getattr(our, what) / getattr(their, what) for our, their in pairs)
 
     yield Bar(name="samples/s / TRL's", value=ratio("samples_per_s"), unit="x", goal=2.0, better="higher")
     if with_target:
         yield Bar(name="time to the target / TRL's", value=ratio("target_s"), unit="x", goal=0.5, better="lower")
-        for name in (theirs, ours):  # where one does not learn, times compare nothing
+        for name in (theirs, ours):  # if one does not learn, comparing times is meaningless
             reached, num_runs = sum(outcome.reached for outcome in found[name]), len(found[name])
             yield Bar(name=f"{name}: runs that learned it", value=reached, unit="", goal=num_runs, better="higher")
         yield Fact(name="time to the target, with starting / TRL's", value=ratio("with_start_s"), unit="x")
@@ -167,7 +167,7 @@ def _facts(name: str, outcomes: Sequence[Outcome], *, with_target: bool) -> Iter
 
 
 def _curve(name: str, runs: Sequence[Sequence[Sequence[float]]]) -> Iterator[Fact]:
-    """The reward after 20, 40, 80, ... steps, in the mean over the runs that made so many."""
+    """Yield the reward after 20, 40, 80, ... steps, averaged over the runs that got that far."""
     last = _WINDOW
     while any(len(points) >= last for points in runs):
         windows = [points[last - _WINDOW : last] for points in runs if len(points) >= last]

@@ -1,7 +1,7 @@
-"""What a run of either peer came to, step by step, and the figures that follow. Files in, numbers out; nothing waits.
+"""Learning curves of both peers, and the figures derived from them. Reads files; blocks on nothing.
 
 TRL        steps.jsonl, which `peers_trl.py` writes
-streamrl   metrics.jsonl of the learner, and the worker's log for the moment when it could generate
+streamrl   the learner's metrics.jsonl, and the worker's log for the moment it could generate
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from statistics import mean
 from streamrl.ops.monitor.history import History, read_lines
 
 TRL_STEPS = "steps.jsonl"
-_READY = "version_loaded"  # the worker's first word that it has weights
+_READY = "version_loaded"  # the log event of the worker's first weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     reward: float  # mean reward of a step's samples ...
-    window: int  # ... over so many steps
+    window: int  # ... over this many steps
 
     def __str__(self) -> str:
         return f"a mean reward of {self.reward:g} over {self.window} steps"
@@ -30,19 +30,19 @@ class Target:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     number: int
-    at: float  # unix time of its end
-    reward: float  # mean over its samples, as they were when it was made
+    at: float  # unix time of the step's end
+    reward: float  # mean over its samples when they were generated
     num_samples: int
-    num_tokens: int  # of their answers, padding left out
+    num_tokens: int  # of their answers, without padding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    began: float | None  # unix time: the model is loaded, and the first sample may be asked for
+    began: float | None  # unix time: the model is loaded, and the first sample can be requested
     steps: tuple[Step, ...]
 
     def until(self, target: Target) -> Curve | None:
-        """Up to the step that reaches it; None when none does."""
+        """Return the curve up to the step that reaches the target; None if no step does."""
         for end in range(target.window, len(self.steps) + 1):
             if mean(step.reward for step in self.steps[end - target.window : end]) >= target.reward:
                 return Curve(began=self.began, steps=self.steps[:end])
@@ -50,17 +50,17 @@ class Curve:
 
     @property
     def seconds(self) -> float:
-        """From the beginning to the end of the last step."""
+        """Return the seconds from the beginning to the end of the last step."""
         assert self.began is not None, "a step was made, so it has begun"
         return self.steps[-1].at - self.began
 
     def points(self) -> list[tuple[float, float]]:
-        """(seconds since the beginning, reward) of each step."""
+        """Return (seconds since the beginning, reward) of each step."""
         assert self.began is not None, "a step was made, so it has begun"
         return [(round(step.at - self.began, 3), round(step.reward, 4)) for step in self.steps]
 
     def rates(self, *, after: int) -> tuple[float, float]:
-        """(samples, useful tokens) a second, without so many first steps."""
+        """Return (samples, useful tokens) per second, excluding the first `after` steps."""
         assert len(self.steps) > after >= 1, "there is a step to count, and one before it to count from"
         counted = self.steps[after:]
         took_s = counted[-1].at - self.steps[after - 1].at
@@ -84,7 +84,7 @@ def read_trl(folder: Path) -> Curve:
 
 
 def read_streamrl(folder: Path) -> Curve:
-    """`folder`: the run's own."""
+    """`folder`: of the run."""
     return Curve(began=next(_times_of(_READY, folder / "logs" / "worker-0.log"), None), steps=tuple(_steps(folder)))
 
 

@@ -1,6 +1,6 @@
-"""The model of the peers: the quickstart's untrained one, warmed up on careless demonstrations; made once.
+"""The peers' model: the quickstart's untrained model, warmed up on careless demonstrations.
 
-It lies in a folder that says of what it was made, and is made again only when that changes. Takes about a minute.
+Its folder records what it was made from; it is made again only if that changes. Takes about a minute.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from streamrl.demos.quickstart import write_base_model
 
 _SEED = 7
 _NUM_DEMONSTRATIONS = 10_000
-_BATCH_TOKENS = 600  # few, for it takes many steps to learn the rule at all
+_BATCH_TOKENS = 600  # small batches: learning the rule takes many steps
 _LR = 3e-3
 _POSITIONS = 256
 _STAMP = "made.json"  # written last
@@ -31,7 +31,7 @@ def write_prompts(path: Path, *, seed: int, num_prompts: int) -> None:
 
 
 def make_model(folder: Path, say: Say) -> Path:
-    """The folder of the warmed-up model, with its tokenizer."""
+    """Return the folder of the warmed-up model and its tokenizer, creating them if needed."""
     made_of = {"demonstrations": _NUM_DEMONSTRATIONS, "batch_tokens": _BATCH_TOKENS, "lr": _LR, "seed": _SEED}
     made_of["task"] = inspect.getsource(peers_task)
     stamp, model = folder / _STAMP, folder / "model"
@@ -45,7 +45,7 @@ def make_model(folder: Path, say: Say) -> Path:
     base, demonstrations = folder / "base", folder / "demonstrations.jsonl"
     _write(demonstrations, [{"prompt": one.prompt, "completion": demonstrate(one, rng)} for one in shown])
     write_base_model(base, seed=_SEED, num_positions=_POSITIONS)
-    from bench.peers_warm_up import warm_up  # torch: seconds that a made model need not cost
+    from bench.peers_warm_up import warm_up  # imports torch, which takes seconds
 
     say(f"made: loss {warm_up(base, demonstrations, model, batch_tokens=_BATCH_TOKENS, lr=_LR, seed=_SEED):.3f}")
     stamp.write_text(json.dumps(made_of))

@@ -1,9 +1,9 @@
-"""The two peers as processes: what each is told, and one run of either, watched from outside.
+"""The two peers as processes: their inputs, and one monitored run of either.
 
-    told: model, prompts, reward, samples a step, learning rate, 2 cores ──► process ──► its steps, its memory
+    inputs: model, prompts, reward, samples per step, learning rate, 2 cores ──► process ──► its steps, its memory
 
-Blocks until the run has reached the target, or its steps, or its time; then the process is ended. What it wrote stays
-in the run's folder.
+Blocks until the run has reached the target or a limit on steps or time; then the process is ended. Its output stays in
+the run's folder.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from streamrl.errors import ResourceError
 from streamrl.ops.launch.processes import Command, Process, end_all, ending
 
 _LOOK_EVERY_S = 1.0
-_FEWEST = 3  # steps, for there to be a rate
+_FEWEST = 3  # steps needed to compute a rate
 _LEAVE_S = 60.0  # for a checkpoint and the workers' last groups
-_KV_CACHE_BYTES = 256 << 20  # for all that a worker has under way at once, were every answer as long as may be
-_RUN = "run"  # streamrl's name of it, and its folder
+_KV_CACHE_BYTES = 256 << 20  # room for all samples in flight at maximum length
+_RUN = "run"  # streamrl's run name, and its folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
     name: str
     prepare: Callable[[Terms, Path, Path, int], Command]  # (terms, prompts, folder of the run, seed)
-    read: Callable[[Path], Curve]  # of that folder
+    read: Callable[[Path], Curve]  # of the run's folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     target: Target | None
     num_steps: int
-    seconds: float  # since the start of the process
+    seconds: float  # since the process started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
     curve: Curve
-    ready_s: float  # from the start of the process to the first sample
+    ready_s: float  # from process start to the first sample
     peak_bytes: int  # of all its processes together
 
 
 def sides(say: Say) -> tuple[Side, Side]:
-    """(TRL, streamrl); TRL's environment is made when it is not there."""
+    """Return (TRL, streamrl), creating TRL's environment if needed."""
     return (
         trl_side(environment(say), BEST),
         Side(name="streamrl", prepare=streamrl_command, read=lambda folder: read_streamrl(folder / _RUN)),
@@ -80,7 +80,7 @@ def run(side: Side, terms: Terms, *, prompts: Path, folder: Path, seed: int, lim
     peak_bytes, num_said = 0, 0
     try:
         while True:
-            code = process.poll()  # before its files are read: what it wrote before it ended counts
+            code = process.poll()  # before reading its files, to include what it wrote last
             peak_bytes = max(peak_bytes, memory_of(process.pid))
             curve = side.read(folder)
             num_steps = len(curve.steps)
@@ -100,7 +100,7 @@ def run(side: Side, terms: Terms, *, prompts: Path, folder: Path, seed: int, lim
 
 @contextmanager
 def on_two_cores() -> Iterator[None]:
-    """This process and all that it starts meanwhile."""
+    """Restrict this process, and all that it starts inside, to two cores."""
     before = os.sched_getaffinity(0)
     if len(before) < NUM_CORES:
         raise ResourceError(f"the peers are compared on {NUM_CORES} cores; this process may use {len(before)}")
@@ -112,12 +112,12 @@ def on_two_cores() -> Iterator[None]:
 
 
 def memory_of(pid: int) -> int:
-    """Bytes of a process and of all below it; pages that several share count once."""
+    """Return the memory of a process tree in bytes; shared pages count once."""
     parents: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
         parents.setdefault(parent, []).append(int(stat.parent.name))
     found, todo = 0, [pid]
@@ -160,7 +160,7 @@ def streamrl_command(terms: Terms, prompts: Path, folder: Path, seed: int) -> Co
 
 
 def _config(terms: Terms, prompts: Path, folder: Path, seed: int) -> dict[str, Any]:
-    """What differs from the defaults: TRL's objective and optimizer, and a small model's settings on two cores."""
+    """Return the changed settings: TRL's objective and optimizer, and those for a small model on two cores."""
     return {
         "name": _RUN,
         "dir": str(folder),
@@ -169,7 +169,7 @@ def _config(terms: Terms, prompts: Path, folder: Path, seed: int) -> dict[str, A
         "data": {"train": str(prompts), "max_prompt_tokens": 16, "shuffle": False},
         "sampling": {"num_samples": terms.num_samples, "max_tokens": terms.longest},
         "rewards": {"right": {"type": "function", "target": f"{terms.reward}:reward"}},
-        # TRL sums the log-probs of an answer, and trains cut answers and groups whose rewards are all equal.
+        # TRL sums the logprobs of an answer, and trains on truncated answers and groups of equal rewards.
         "algorithm": {
             "loss_mean": "token",
             "drop_zero_variance": False,
@@ -189,7 +189,7 @@ def _config(terms: Terms, prompts: Path, folder: Path, seed: int) -> dict[str, A
             "max_steps": terms.max_steps,
             "micro_batch_tokens": 4096,
         },
-        "lag": {"max_steps": 1},  # the worker is the faster one: more would only lie in the queue
+        "lag": {"max_steps": 1},  # the worker is faster than the learner: more lag would only fill the queue
         "weights": {"dtype": "float32"},
         "checkpoint": {"every_steps": 50},
         "validation": {"every_steps": 0, "at_start": False, "at_end": False},

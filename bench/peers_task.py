@@ -1,12 +1,12 @@
-"""The task of the peers: count down to zero, by ones when `<` follows the number, by twos when `>` does.
+"""The peers' task: count down to zero, by ones if `<` follows the number, by twos if `>` does.
 
     prompt 07<  answer 06050403020100        prompt 07>  answer 050301
 
-Where one starts is log-normal, so answers are of long-tailed lengths: half have less than a dozen digits, a few more
-than a hundred, and the longest of a step has four times the mean. The demonstrations that the model is warmed up with
-are careless: they answer most prompts with `>` by ones. So it can count both ways, from everywhere, and has to learn
-when: what one prompt teaches holds for all. The reward is the share of numbers that are right. Python's own library
-alone: both peers import this file.
+The starting number is log-normal, so answer lengths are long-tailed: half have less than a dozen digits, a few more
+than a hundred, and the longest in a step has four times the mean. The warm-up demonstrations are careless: they answer
+most prompts with `>` by ones. So the model can count both ways from any number, and has to learn when to do which: what
+it learns on one prompt applies to all. The reward is the fraction of correct numbers. Only uses the standard library,
+since both peers import this file.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-LONGEST = 199  # tokens: all numbers below 99, of two digits each, and the end
+LONGEST = 199  # tokens: all numbers below 99, two digits each, and the end token
 _BY_ONES, _BY_TWOS = "<", ">"
-_LEAST, _MEDIAN, _SPREAD, _MOST = 2, 8, 1.2, 99  # the spread is that of the logarithm
+_LEAST, _MEDIAN, _SPREAD, _MOST = 2, 8, 1.2, 99  # the spread is the sigma of the log-normal
 _WIDTH = 2
 _SHARE_BY_TWOS = 0.8
-_CARELESSNESS = 0.7  # share of demonstrations by twos that go by ones
+_CARELESSNESS = 0.7  # fraction of `>` demonstrations that count by ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,27 +33,27 @@ class Example:
 
 
 def examples(rng: random.Random) -> Iterator[Example]:
-    """Without end."""
+    """Yield random examples endlessly."""
     while True:
         drawn = _MEDIAN * math.exp(rng.gauss(0.0, _SPREAD))
         yield _example(min(_MOST, max(_LEAST, round(drawn))), rng)
 
 
 def lessons(rng: random.Random) -> Iterator[Example]:
-    """Without end: every other one starts anywhere, for large numbers are too rare to learn from examples alone."""
+    """Yield examples endlessly, every other one from a uniform start: large numbers are too rare otherwise."""
     for example in examples(rng):
         yield example
         yield _example(rng.randint(_LEAST, _MOST), rng)
 
 
 def demonstrate(example: Example, rng: random.Random) -> str:
-    """What a careless teacher writes."""
+    """Return a careless teacher's answer."""
     careless = example.prompt.endswith(_BY_TWOS) and rng.random() < _CARELESSNESS
     return _count_down(int(example.prompt[:-1]), _BY_ONES) if careless else example.answer
 
 
 def reward(prompt: str, completion: str, token_ids: Sequence[int], fields: Mapping[str, Any]) -> float:
-    """The share of numbers that stand where they should; what is missing or too much is wrong."""
+    """Return the fraction of numbers in the right place; missing and extra numbers are wrong."""
     pairs = list(zip_longest(_numbers(completion), _numbers(fields["answer"])))
     return sum(given == right for given, right in pairs) / len(pairs)
 

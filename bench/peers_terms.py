@@ -1,4 +1,4 @@
-"""What the peers have in common."""
+"""The settings that the peers share."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _TASK = Path(peers_task.__file__).resolve()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """The same for both."""
+    """Identical for both peers."""
 
     model: Path
     groups_per_step: int = 16
     num_samples: int = 8
-    lr: float = 2e-4  # at 5e-4 the reward goes up and down without rising for hundreds of steps
+    lr: float = 2e-4  # at 5e-4 the reward oscillates for hundreds of steps without rising
     betas: tuple[float, float] = (0.9, 0.999)
-    clip_norm: float = 0.0  # off: losses that differ by a factor would be clipped differently
+    clip_norm: float = 0.0  # off: it would affect losses that differ by a factor differently
     max_steps: int = 400
-    longest: int = peers_task.LONGEST  # tokens of an answer
-    reward: Path = _TASK  # a module with a function of this name, which imports nothing of ours
+    longest: int = peers_task.LONGEST  # tokens per answer
+    reward: Path = _TASK  # a module with a function `reward`, which imports nothing of ours
 
     @property
     def num_prompts(self) -> int:

@@ -1,7 +1,7 @@
-"""TRL's side of the peers: `python peers_trl.py TASK.json`, in TRL's own environment, by itself or under torchrun.
+"""TRL's side of the peers: `python peers_trl.py TASK.json`, in TRL's own environment, alone or under torchrun.
 
-Its RLOO trainer as anybody would call it. Each step leaves a line in the task's file of steps, before them one that
-says when training began. Nothing here imports streamrl; the reward comes as a plain module.
+Calls its RLOO trainer as any user would. Appends one line per step to the task's steps file, after a first line with
+the time at which training began. Imports nothing of streamrl; the reward is a plain module.
 """
 
 import json
@@ -18,7 +18,7 @@ import trl
 
 
 class Steps(transformers.TrainerCallback):
-    """Writes down what each step came to, for whoever watches."""
+    """Records the result of each step for the observing process."""
 
     def __init__(self, path: str, *, num_samples: int) -> None:
         self._path, self._num_samples = path, num_samples
@@ -39,7 +39,7 @@ class Steps(transformers.TrainerCallback):
 
 
 def scored_by(module: str) -> Callable[..., list[float]]:
-    """TRL gives the columns of the prompts by their names; `answer` is the only one that these tasks have."""
+    """Wrap the reward function for TRL, which passes prompt columns by name; these tasks only have `answer`."""
     reward = runpy.run_path(module)["reward"]
 
     def rewards(

@@ -1,16 +1,15 @@
-"""TRL as a process: which of its settings are chosen for two cores, and the command that follows.
+"""TRL as a process: its settings for two cores, and the resulting command.
 
-    python -m bench peers-trl    what each other choice costs, measured
+    python -m bench peers-trl    measures the cost of each alternative
 
-Chosen: two processes of one thread each (TRL's own data parallelism, over gloo), each with its whole half of a step as
-one micro-batch, fp32. Two threads of one process meet at every operation of a small model, and wait long where the
-machine has anything else to do; two processes meet once a step, and each pads only to the longest of its own half.
+Chosen: two processes of one thread each (TRL's own data parallelism, over gloo), each with its half of a step as one
+micro-batch, fp32. Two threads of one process synchronise at every operation of a small model, and wait long when the
+machine has other load; two processes synchronise once per step, and each pads only to the longest answer in its half.
 
-Not for choice: no gradient checkpointing, no reference model (`beta` 0), no evaluation and no checkpoints, one pass
-over what was generated (`num_iterations` 1, `steps_per_generation` as many as make a step), transformers' KV cache.
-Its trainer has no padding-free mode and turns the compilation of generate off. With TRL 1.16 and vLLM 0.32 its
-`use_vllm` starts on a CPU and fails at the first update of weights, for vLLM has packed its layers by then and takes
-no more.
+Fixed: no gradient checkpointing, no reference model (`beta` 0), no evaluation and no checkpoints, one pass over the
+generated samples (`num_iterations` 1, `steps_per_generation` as many as make a step), transformers' KV cache. Its
+trainer has no padding-free mode and disables compiling generate. With TRL 1.16 and vLLM 0.32, `use_vllm` starts on a
+CPU but fails at the first weight update, because vLLM has packed its layers by then and cannot load into them.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ _SCRIPT = Path(__file__).with_name("peers_trl.py")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """TRL's, as far as they change its speed and not what it computes."""
+    """TRL's settings that affect its speed but not its results."""
 
     processes: int = NUM_CORES
-    threads: int = 1  # of a process
-    micro_batches: int = 1  # that a process makes of its share of a step
+    threads: int = 1  # per process
+    micro_batches: int = 1  # per process and step
     bf16: bool = False
     continuous_batching: bool = False  # transformers' own
 

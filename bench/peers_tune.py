@@ -1,8 +1,8 @@
-"""What TRL's settings make of its speed on two cores: why those of `bench.peers_trl_side.BEST` are chosen.
+"""The effect of TRL's settings on its speed on two cores, to justify `bench.peers_trl_side.BEST`.
 
-Each is changed alone; a run is a few steps on the same prompts, of which the first are left out. A setting with which
-TRL does not run is told and left out of the table. A change that is faster than what is chosen misses its bar. Takes
-about four minutes; --quick tries one change.
+One setting is changed at a time; a run is a few steps on the same prompts, the first of which are excluded. A setting
+with which TRL fails is reported and left out of the table. An alternative faster than the chosen settings misses its
+bar. Takes about four minutes; --quick tries one alternative.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bench.report import Bar, Fact, Line
 from streamrl.errors import ResourceError
 
 _FOLDER = Path("runs/bench/peers")
-_FILLING = 2  # steps that rates leave out
+_FILLING = 2  # steps excluded from rates
 _BEST = "chosen: two processes, whole micro-batches, fp32"
 _OTHERS: Mapping[str, Settings] = {
     "one process of two threads": replace(BEST, processes=1, threads=NUM_CORES),

@@ -1,4 +1,4 @@
-"""The warm-up of the peers' model: supervised training on careless demonstrations. Blocks for as long as that takes."""
+"""Warms up the peers' model: supervised training on careless demonstrations. Blocks until it is done."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.nn.utils.rnn import pad_sequence
 from streamrl.learner.packing.micro_batches import Piece
 from streamrl.learner.sft.rows import read_rows
 
-_IGNORED = -100  # the label of tokens without a loss
+_IGNORED = -100  # label of tokens without a loss
 
 
 def warm_up(base: Path, demonstrations: Path, output: Path, *, batch_tokens: int, lr: float, seed: int) -> float:
-    """The mean loss of the last batches."""
-    torch.set_num_threads(1)  # the matrices are too small for more
+    """Train and save the model; return the mean loss of the last batches."""
+    torch.set_num_threads(1)  # the matrices are too small for more threads
     torch.manual_seed(seed)
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).train()
@@ -55,7 +55,7 @@ def _collate(
 
 
 def _batches(pieces: Sequence[Piece], batch_tokens: int) -> Iterator[list[Piece]]:
-    """Of rows about as long as each other: with these lengths padding would be most of the work."""
+    """Batch rows of similar lengths; otherwise most of the work would be padding."""
     batch: list[Piece] = []
     for piece in sorted(pieces, key=_length):
         if batch and _length(piece) * (len(batch) + 1) > batch_tokens:

@@ -1,4 +1,4 @@
-"""Curves as a picture, where the package for that is installed."""
+"""Plots curves to a file, if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def draw_curves(path: Path, curves: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: str) -> str:
-    """What came of it, for people."""
+    """Draw the curves; return a message about the result."""
     if importlib.util.find_spec("matplotlib") is None:
         return "no picture: it takes matplotlib, of the extra `monitor`"
-    from matplotlib.figure import Figure  # without pyplot, nothing global changes
+    from matplotlib.figure import Figure  # not pyplot, which changes global state
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()

@@ -1,10 +1,10 @@
-"""Do the worker's proofs cry wolf, and do they find what is wrong? Families, depths and dtypes; and a pretrained model.
+"""Do the worker's proofs raise false alarms, and do they find faults? Families, depths and dtypes; a pretrained model.
 
     families     15 of them x 4 depths x 2 dtypes, and FP8, small, of trained scale, on real vLLM (`proofs_family`)
-    pretrained   SmolLM2-135M in bfloat16: 500 versions on real vLLM, and what the proofs cost (`proofs_pretrained`)
+    pretrained   SmolLM2-135M in bfloat16: 500 versions on real vLLM, and the cost of the proofs (`proofs_pretrained`)
 
-Half an hour to an hour on two cores. What the families gave is kept in `build/`, by the digest of what was tried, so
-that a bench which was broken off goes on.
+Half an hour to an hour on two cores. Results of families are kept in `build/`, by the digest of the tested sources, so
+that an interrupted bench resumes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""vLLM in this very process behind the worker's seam: an engine within seconds, one for each process.
+"""vLLM in this process behind the worker's engine interface: an engine within seconds, one per process.
 
-What is proved here is what a worker proves: the loads, the read-back and the canary's log-probs are those of
-`vllm_weights` and `read_back` on vLLM's own model; its front end and its processes are left out.
+It runs the same proofs as a worker: loads, read-back and canary logprobs are those of `vllm_weights` and `read_back` on
+vLLM's own model; vLLM's front end and processes are left out.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _ENVIRONMENT = {
 
 
 def import_vllm() -> None:
-    """Before the processes are forked that have an engine each."""
+    """Import vLLM before forking processes that each have an engine."""
     os.environ.update(_ENVIRONMENT)
-    importlib.import_module("vllm").LLM  # noqa: B018 - imported when it is asked for
+    importlib.import_module("vllm").LLM  # noqa: B018 - accessing the attribute imports it
 
 
 class EngineHere:
-    """Generates nothing."""
+    """An engine that cannot generate."""
 
-    reason = ""  # why all of the last version was loaded
+    reason = ""  # why the last version was loaded in full
 
     def __init__(self, model: Path, dtype: str, form: Form | None = None) -> None:
         from vllm import LLM
@@ -66,7 +66,7 @@ class EngineHere:
         return self._worker.get_model()
 
     async def start(self) -> None:
-        """It is."""
+        """Do nothing: it is ready."""
 
     async def load(self, load: Load) -> None:
         changed = load.changed
@@ -108,10 +108,10 @@ class EngineHere:
         raise NotImplementedError("this engine is for proofs")
 
     async def check_alive(self) -> None:
-        """It does."""
+        """Do nothing: it shares this process."""
 
     async def stop(self) -> None:
-        """With the process."""
+        """Do nothing: it ends with the process."""
 
     def stats(self) -> EngineStats:
         return EngineStats(in_flight=0, num_made=0, num_waiting=0, kv_used=0.0)

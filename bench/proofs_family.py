@@ -1,8 +1,8 @@
-"""Families of models through the worker's proofs, at all depths and dtypes, each in a forked process of its own.
+"""Runs model families through the worker's proofs, at all depths and dtypes, each in a forked process.
 
-For each depth and dtype a vLLM engine takes in a decoy and six versions, each of which is checked as a worker does,
-canary included; then faults of each kind of tensor, which reading back must find; and, at one depth, what the canary
-alone would have found. What was found is kept, a JSON line each, and passed over the next time.
+For each depth and dtype a vLLM engine loads a decoy and six versions, each checked as in a worker, canary included;
+then faults in each kind of tensor, which read-back must find; and, at one depth, the faults that the canary alone would
+find. Results are appended as JSON lines, and finished cases are skipped in the next run.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from streamrl.workers.engines.base import Load
 from streamrl.workers.engines.model import read_model
 from streamrl.workers.proofs.proving import Prover
 
-_FORK = multiprocessing.get_context("fork")  # vLLM is imported once
+_FORK = multiprocessing.get_context("fork")  # so that vLLM is imported once
 _TIMEOUT_S = 300.0
 _NUM_VERSIONS = 6
-_ALONE_AT = 12  # the depth at which the canary is tried by itself
+_ALONE_AT = 12  # depth at which the canary is tested alone
 _NUM_TOKENS = 64
 
 Row = dict[str, Any]
@@ -55,7 +55,7 @@ class _Case:
     progress: Progress
     result: dict[str, Any]
     token_ids: tuple[int, ...]
-    versions: list[Tensors] = field(default_factory=list)  # as served, the newest last
+    versions: list[Tensors] = field(default_factory=list)  # as served, oldest first
     masters: list[Tensors] = field(default_factory=list)
 
     def manifest(self) -> Manifest:
@@ -81,7 +81,7 @@ async def _try(family: str, depth: int, served_in: str, folder: Path) -> dict[st
         dtype=dtype,
         form=form,
         progress=progress,
-        clock=lambda: 0.0,  # by which a canary takes no time, so that each version has one
+        clock=lambda: 0.0,  # makes a canary take no time, so that each version gets one
     )
     ids = np.random.default_rng(depth).integers(2, VOCABULARY, _NUM_TOKENS)
     case = _Case(
@@ -103,7 +103,7 @@ async def _try(family: str, depth: int, served_in: str, folder: Path) -> dict[st
 
 
 async def _serve_versions(case: _Case) -> None:
-    """False alarms, and how far the engine is from the truth, in roundings."""
+    """Count false alarms, and measure the engine's distance from the truth, in roundings."""
     mirror, ratios, alarms = case.folder / "mirror.safetensors", [], []
     for number in range(_NUM_VERSIONS):
         if number:
@@ -131,7 +131,7 @@ async def _serve_versions(case: _Case) -> None:
 
 
 async def _find_faults(case: _Case) -> None:
-    """Loaded for real, then read back against the mirror, as at an engine's first load."""
+    """Load each fault for real, then read back against the mirror, as at an engine's first load."""
     mirror, spoilt = case.folder / "mirror.safetensors", case.folder / "spoilt.safetensors"
     rows = []
     for number, fault in enumerate(faults(case.versions[-1], case.versions[-2], case.versions[0])):
@@ -144,7 +144,7 @@ async def _find_faults(case: _Case) -> None:
 
 
 async def _canary_alone(case: _Case) -> None:
-    """One tensor of each kind, in the middle of the net: would the canary have seen it?"""
+    """For one tensor of each kind, in the middle layer: would the canary have found the fault?"""
     mirror, spoilt = case.folder / "mirror.safetensors", case.folder / "spoilt.safetensors"
     truth = case.prover._reference.judge(mirror, case.token_ids)
     rows = []
@@ -159,7 +159,7 @@ async def _canary_alone(case: _Case) -> None:
 
 
 def _stale_casts(case: _Case) -> None:
-    """A cast that is one step old, of each tensor in turn, against the digests of this step's masters."""
+    """Compare a cast that is one step old, of each tensor in turn, with the digests of this step's masters."""
     dtype = str(case.dtype).removeprefix("torch.")
     was, is_ = (cast_digests(_module(masters), dtype) for masters in case.masters[-2:])
     differing = [
@@ -177,9 +177,9 @@ def _module(masters: Tensors) -> torch.nn.Module:
 
 
 def try_families(names: Iterable[str], kept: Path, *, quick: bool, say: Say) -> list[Row]:
-    """All rows, those that were kept too; a row of a case that broke says why."""
+    """Return all rows, including kept ones; the row of a failed case contains the error."""
     lines = kept.read_text().splitlines() if kept.exists() else []
-    rows: list[Row] = [row for row in map(json.loads, lines) if "failed" not in row]  # those are tried again
+    rows: list[Row] = [row for row in map(json.loads, lines) if "failed" not in row]  # failed cases are retried
     done = {(row["family"], row["depth"], row["dtype"]) for row in rows}
     import_vllm()
     torch.set_num_threads(1)
@@ -212,6 +212,6 @@ def _work(family: str, depth: int, dtype: str, sender: Connection) -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
             row = asyncio.run(_try(family, depth, dtype, Path(folder)))
-        except Exception as error:  # noqa: BLE001 - of vLLM, whose errors share no base: the row says it
+        except Exception as error:  # noqa: BLE001 - vLLM's errors have no common base; the row contains the error
             row = {"family": family, "depth": depth, "dtype": dtype, "failed": f"{type(error).__name__}: {error}"[:500]}
     sender.send(row)

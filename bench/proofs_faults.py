@@ -1,6 +1,6 @@
-"""What may be wrong with a tensor once an engine has loaded it, as files that differ from the mirror.
+"""Possible faults of a tensor after an engine has loaded it, as files that differ from the mirror.
 
-One kind of tensor at a time, in all layers at once: each is read back by itself, so company neither helps nor hides.
+One kind of tensor at a time, in all layers at once: each is read back separately, so one fault cannot affect another.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ LR = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    name: str  # what is done
+    name: str  # the fault
     kind: str  # of tensor
-    tensors: Tensors  # those that are wrong
+    tensors: Tensors  # the faulty ones
 
 
 def updated(masters: Tensors, *, seed: int) -> dict[str, torch.Tensor]:
-    """As a step of AdamW leaves them early on: everything moves by about the learning rate."""
+    """Return the masters after an early AdamW step: every element moves by about the learning rate."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: master + LR * torch.randn(master.shape, generator=generator).clamp(-2, 2)
@@ -39,7 +39,7 @@ def served(masters: Tensors, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def faults(now: Tensors, before: Tensors, long_before: Tensors) -> Iterator[Fault]:
-    """Of the weights that are served now, those of the version before, and those of five versions before."""
+    """Yield faults from the served weights, those one version older, and those five versions older."""
     for kind, names in kinds(now).items():
         for what, wrong in _of_kind(names, now, before).items():
             differing = {name: tensor for name, tensor in wrong.items() if not torch.equal(tensor, now[name])}
@@ -62,7 +62,7 @@ def _of_kind(names: list[str], now: Tensors, before: Tensors) -> dict[str, dict[
 
 
 def kinds(tensors: Tensors) -> dict[str, list[str]]:
-    """Names that differ in the number of their layer only."""
+    """Group names that differ only in the layer number."""
     found: dict[str, list[str]] = defaultdict(list)
     for name in tensors:
         found[_LAYER.sub(".*.", name, count=1)].append(name)
@@ -70,6 +70,6 @@ def kinds(tensors: Tensors) -> dict[str, list[str]]:
 
 
 def place(name: str) -> str:
-    """The layer that a tensor belongs to, by whatever name an engine gives it."""
+    """Return the layer that a tensor belongs to, under any engine's names."""
     match = _LAYER.search(name)
     return match[1] if match else "outside"

@@ -1,9 +1,8 @@
-"""Small models of many families, as deep as real ones, with weights of the scale that training left in a real one.
+"""Small models of many families, as deep as real ones, with weights on the scale of a trained model.
 
-Standard deviations and means are those of SmolLM2-135M-Instruct by kind of tensor, medians over its 30 layers;
-matrices are scaled up with the square root of the ratio of widths, so that what a layer adds to the residual stream
-keeps its size. Tensors that SmolLM2 has none of (biases, norms of queries and keys) have the scale of their likeliest
-relative.
+Standard deviations and means are SmolLM2-135M-Instruct's by kind of tensor, medians over its 30 layers; matrices are
+scaled up with the square root of the ratio of widths, so that a layer's contribution to the residual stream keeps its
+size. Tensors that SmolLM2 lacks (biases, query and key norms) take the scale of the most similar kind.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from streamrl.demos.quickstart import write_base_model
 VOCABULARY = 512
 WIDTH = 128
 DEPTHS = (2, 12, 30, 64)
-DTYPES = ("float32", "bfloat16", "fp8_per_channel")  # in which an engine serves; the last is made of bfloat16
+DTYPES = ("float32", "bfloat16", "fp8_per_channel")  # of the engine; FP8 is made from bfloat16
 _REAL_WIDTH = 576
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _COMMON = {
@@ -34,8 +33,8 @@ _COMMON = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
-# By transformers' names of their configurations. Families that vLLM runs by transformers' own classes are left out: it
-# changes these classes, and where engine and plain model share a process, as in this bench, the latter breaks.
+# By transformers' names of their configurations. Families that vLLM runs through its transformers backend are left out:
+# vLLM patches these classes, which breaks the plain model when it shares a process with the engine, as in this bench.
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {**_COMMON, **_HEADS, "tie_word_embeddings": True},
     "mistral": {**_COMMON, **_HEADS, "sliding_window": None, "head_dim": 32},
@@ -54,7 +53,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "glm4": {**_COMMON, **_HEADS, "head_dim": 32},
 }
 
-# (mean, standard deviation) in SmolLM2-135M-Instruct, by the end of a tensor's name.
+# (mean, standard deviation) in SmolLM2-135M-Instruct, by suffix of the tensor's name.
 _SCALES: Mapping[str, tuple[float, float]] = {
     "embed": (0.0, 0.136),
     "q_proj": (0.0, 0.197),
@@ -71,7 +70,7 @@ _SCALES: Mapping[str, tuple[float, float]] = {
 
 
 def write_model(family: str, depth: int, dtype: str, folder: Path) -> Path:
-    """A folder that transformers and vLLM load, with the quickstart's tokenizer."""
+    """Write a folder that transformers and vLLM can load, with the quickstart's tokenizer."""
     write_base_model(folder, seed=0)  # for its tokenizer
     config = transformers.AutoConfig.for_model(family, **{**FAMILIES[family], "num_hidden_layers": depth})
     torch.manual_seed(depth)
@@ -86,7 +85,7 @@ def write_model(family: str, depth: int, dtype: str, folder: Path) -> Path:
 
 
 def _drawn(name: str, parameter: torch.Tensor, *, less: float) -> torch.Tensor:
-    """`less`: what the family's norms add to their weights."""
+    """Return random values. `less`: the offset that the family's norms add to their weights."""
     kind = _kind(name, parameter)
     mean, std = _SCALES[kind]
     if parameter.ndim >= 2:

@@ -1,10 +1,10 @@
-"""A pretrained model through the worker's proofs: hundreds of versions on real vLLM, and what the proofs cost.
+"""A pretrained model through the worker's proofs: hundreds of versions on real vLLM, and the cost of the proofs.
 
     AdamW at lr 1e-5 ─► Publisher, its cast proved ─► mirror ─► vLLM: loaded, read back, canary ─► again
 
-The model is the one that `make demo` makes out of a package. Every version has its canary here; a worker leaves some
-out, so as to spend 2 % of its time at most. The tokens of the steps are random, so the model gets worse; what counts is
-that its weights move as far as training moves them.
+The model is the one that `make demo` extracts from a package. Here every version has its canary; a worker skips some,
+to spend at most 2 % of its time on them. The training tokens are random, so the model gets worse; what matters is that
+its weights move as far as in real training.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from streamrl.workers.proofs.proving import Prover
 
 MODEL = Path("runs/models/SmolLM2-135M-Instruct")
 _NUM_VERSIONS = 500
-_STEP_ROWS, _STEP_LENGTH = 48, 56  # tokens of a step of the demo: samples with their prompts
+_STEP_ROWS, _STEP_LENGTH = 48, 56  # tokens of a step of the demo, prompts included
 _UPDATE_TOKENS = 32  # of the steps between versions
 _NUM_CANARY_TOKENS = 64
 
 
 @dataclass(slots=True)
 class _Found:
-    start_s: float = math.nan  # of an engine, to its first version
-    proofs_s: float = math.nan  # of the same
+    start_s: float = math.nan  # from an engine's start to its first version
+    proofs_s: float = math.nan  # the proofs' part of it
     step_s: float = math.nan  # of the learner, in bf16
     cast_s: list[float] = field(default_factory=list)
     load_s: list[float] = field(default_factory=list)
     check_s: list[float] = field(default_factory=list)
-    ratios: list[float] = field(default_factory=list)  # of the engine's distance from the truth to the rounding
+    ratios: list[float] = field(default_factory=list)  # the engine's distance from the truth, relative to the rounding
     alarms: list[str] = field(default_factory=list)
 
 
 def bench_pretrained(kept: Path, *, quick: bool, say: Say) -> list[Line]:
-    """What was found is kept as a whole, and not measured again."""
+    """Measure, or return the kept result."""
     num_versions = 5 if quick else _NUM_VERSIONS
     found = _Found()
     if kept.exists():
@@ -108,7 +108,7 @@ async def _prove_versions(num_versions: int, found: _Found, say: Say) -> None:
         model=facts,
         dtype=config.weights.dtype,
         progress=progress,
-        clock=lambda: 0.0,  # by which a canary takes no time, so that each version has one
+        clock=lambda: 0.0,  # makes a canary take no time, so that each version gets one
     )
     engine = VllmEngine(EngineSettings(model=facts, config=config, seed=1))
     with scratch_folder() as folder:
@@ -135,7 +135,7 @@ async def _prove_versions(num_versions: int, found: _Found, say: Say) -> None:
 async def _start(
     engine: VllmEngine, prover: Prover, mirror: Mirror, manifest: Manifest, found: _Found, say: Say
 ) -> None:
-    """An engine to its first version; the proofs' share apart."""
+    """Time an engine's start to its first version, with the proofs' share."""
     say("starting vLLM")
     began = time.perf_counter()
     await engine.start()
@@ -162,7 +162,7 @@ async def _prove(engine: VllmEngine, prover: Prover, mirror: Mirror, manifest: M
 
 
 def _with_canary(manifest: Manifest, facts: ModelFacts) -> Manifest:
-    """The bench's learner knows no prompts: these are the model's own words."""
+    """Add canary tokens, since the bench's learner has no prompts: a text in the model's chat format."""
     text = "What is 3 + 4 - 5? Think of the numbers one after the other, and then say what comes out. " * 4
     chat = facts.tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
     return replace(manifest, canary_ids=tuple(facts.tokenizer.encode(chat))[:_NUM_CANARY_TOKENS])

@@ -1,10 +1,10 @@
-"""What publishing costs the learner: its steps with a version published after each, and without.
+"""What publishing costs the learner: steps with a version published after each, against steps without.
 
     step ─► step ─► ...                                     without
-    step ─► copy, cast ─► step ─► copy, cast ─► ...         with: encode, store and announce are beside, on another core
+    step ─► copy, cast ─► step ─► copy, cast ─► ...         with: encode, store and announce run on another core
 
-The step is a real one of AdamW on 512 tokens, which is little: the more a step does, the smaller the share of what the
-loop waits for. The loop has a core of its own; the other one has the publisher's thread, and Redis.
+A step is a real AdamW step on only 512 tokens: the larger the step, the smaller the share of the loop's wait. The loop
+has its own core; the other one runs the publisher's thread and Redis.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _NUM_TOKENS = 512
 
 class _Announced:
     def announce(self, announcement: Announcement, *, keep: list[int]) -> None:
-        """Nobody listens."""
+        """Do nothing: there are no subscribers."""
 
     def amend(self, announcement: Announcement, *, keep: list[int]) -> None:
-        """Nobody comes late."""
+        """Do nothing: there are no late joiners."""
 
 
 class _Stepping:
@@ -49,11 +49,11 @@ class _Stepping:
         return seconds(self._learner.train)
 
     def publishing(self) -> float:
-        """From a step's end to the next one's, with what is published meanwhile."""
+        """Time from the end of one step to the end of the next, with publishing in between."""
         return seconds(self._train_and_publish)
 
     def warm_up(self) -> None:
-        """The anchor, and memory that is used for the first time."""
+        """Publish the anchor, and touch all memory once."""
         self._learner.train()
         self._learner.publish()
         self._train_and_publish()
@@ -68,7 +68,7 @@ def bench_steps(*, quick: bool, say: Say) -> list[Line]:
     own, other = _two_cores()
     with (
         scratch_folder() as folder,
-        _on(other),  # whatever begins in here
+        _on(other),  # for threads and processes that start inside
         EmbeddedRedis.start(folder / "redis") as server,
         connect(server.url, schema.Redis()) as client,
     ):
@@ -112,14 +112,14 @@ def _config(model: Path) -> schema.Config:
 
 
 def _two_cores() -> tuple[set[int], set[int]]:
-    """The loop's, and everybody else's; the same on a machine that has only one."""
+    """Return (the loop's core, the core of everything else); the same one on a single-core machine."""
     cores = sorted(os.sched_getaffinity(0))
     return set(cores[:1]), set(cores[1:] or cores)
 
 
 @contextmanager
 def _on(cores: set[int]) -> Iterator[None]:
-    """This thread, and the threads and processes that it starts."""
+    """Pin this thread, and all threads and processes it starts, to these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:

@@ -1,4 +1,4 @@
-"""A learner of one rank that publishes states into a store, and the versions that it announced."""
+"""A learner of one rank that publishes states into a store, and keeps the manifests of its versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamrl.protocol.weights.stores import BlobStore
 from streamrl.versions import make_version
 
 RUN_UID = "bench"
-State = Mapping[str, Bits]  # the flat bits of each tensor
+State = Mapping[str, Bits]  # flat bits of each tensor
 
 
 class Publishing:
@@ -29,7 +29,7 @@ class Publishing:
         return self._encoder.encode(self._ranges(state), anchor=anchor)
 
     def announce(self, shard: EncodedShard, *, anchor: bool) -> Manifest:
-        """Store and announce what was encoded last."""
+        """Store and announce the last encoded state."""
         version = make_version(1, len(self.manifests))
         manifest = Manifest(
             version=version,
@@ -47,7 +47,7 @@ class Publishing:
         return self.announce(self.encode(state, anchor=anchor), anchor=anchor)
 
     def publish_at_pace(self, state: State, pace: AnchorPace) -> Manifest:
-        """As a learner does it: an anchor first, deltas, and an anchor beside one when it is due."""
+        """Publish like a learner: an anchor first, then deltas, with an anchor beside a delta when one is due."""
         due = pace.due
         manifest = self.publish(state, anchor=not self.manifests)
         if manifest.base:

@@ -1,4 +1,4 @@
-"""What a bench says, and how it is shown: a table for people, JSON for programs, a dated section for the record."""
+"""A bench's results, and their formats: a table for people, JSON for programs, a dated section for RESULTS.md."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """A figure that helps to read the bars; "THING: FIGURE" where several things have the same figures."""
+    """A figure that helps to interpret the bars; named "THING: FIGURE" if several things share the same figures."""
 
     name: str
     value: float
@@ -46,7 +46,7 @@ Line = Bar | Fact
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     cpu: str
-    cores: int  # that this process may use
+    cores: int  # available to this process
     memory_gb: float
     system: str
     python: str
@@ -72,7 +72,7 @@ class Report:
 
 
 def describe_machine() -> Machine:
-    """What a reader of the figures must know of it, and nothing that says whose it is."""
+    """Describe the machine as far as figures depend on it, without identifying it."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine(
         cpu=_cpu_model(),
@@ -93,7 +93,7 @@ def _cpu_model() -> str:
 
 
 def to_json(report: Report) -> str:
-    """One line."""
+    """Return the report as one line."""
     return json.dumps(
         {
             "bench": report.bench,
@@ -127,7 +127,7 @@ def _rows(report: Report, width: int) -> Iterator[str]:
 
 
 def _measured_alike(facts: Sequence[Fact]) -> Mapping[str, Mapping[str, Fact]]:
-    """Things that have the same figures, and these by their names; nothing where there are few such things."""
+    """Group facts by thing, if several things have the same figures; otherwise return nothing."""
     things: dict[str, dict[str, Fact]] = {}
     for fact in facts:
         thing, colon, figure = fact.name.partition(": ")
@@ -140,7 +140,7 @@ def _measured_alike(facts: Sequence[Fact]) -> Mapping[str, Mapping[str, Fact]]:
 
 
 def _grid(things: Mapping[str, Mapping[str, Fact]]) -> list[str]:
-    """Whichever way round is narrower."""
+    """Return the table, transposed if that is narrower."""
     figures = next(iter(things.values()))
     heads = ["", *(f"{figure} ({fact.unit})" if fact.unit else figure for figure, fact in figures.items())]
     rows = [[thing, *(_show(fact.value) for fact in facts.values())] for thing, facts in things.items()]
@@ -161,7 +161,7 @@ def _show(value: float) -> str:
 
 
 def record(report: Report, path: Path = RESULTS, *, now: datetime | None = None) -> None:
-    """Write the report into the record with its date and its command, in the place of what that command gave before."""
+    """Write the report to the record with its date and command, replacing the previous one of that command."""
     date = (now or datetime.now(UTC)).date().isoformat()
     command = f"python -m bench {report.bench}{' --quick' if report.quick else ''}"
     shown = [line.rstrip() for line in table(report).splitlines()]

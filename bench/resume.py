@@ -1,4 +1,4 @@
-"""Results of a long measurement, kept as they come, so that one that was broken off goes on where it was."""
+"""Saves the results of a long measurement as they finish, so that an interrupted one resumes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _COMPLETE = "complete"
 
 
 class Done:
-    """A file of JSON lines: what it is of, then results by name. One that is of something else, or that is complete, is
-    begun anew."""
+    """A file of JSON lines: what was measured, then results by name. A file about something else, or a complete one, is
+    started over."""
 
     def __init__(self, path: Path, *, of: str, fresh: bool = False) -> None:
         self._path = path
@@ -23,7 +23,7 @@ class Done:
             self._results = {line["name"]: line["result"] for line in lines[1:]}
         else:
             lines = [{"of": of}]
-        # Written anew even when it goes on: a line that was cut short would spoil the next.
+        # Rewrite the file even when resuming: a truncated last line would corrupt the next.
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -38,7 +38,7 @@ class Done:
         self._append({"name": name, "result": result})
 
     def complete(self) -> None:
-        """Nothing is missing."""
+        """Mark the measurement as complete."""
         self._append({_COMPLETE: True})
 
     def _append(self, line: Mapping[str, Any]) -> None:
@@ -47,11 +47,11 @@ class Done:
 
 
 def commit_of(folder: Path) -> str:
-    """Of the sources there; those that no commit holds are not told apart."""
+    """Return the commit of the sources; uncommitted changes are ignored."""
     words = ["git", "-C", str(folder), "rev-parse", "HEAD"]
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() or "no commit"
 
 
 def _whole_lines(path: Path) -> list[Mapping[str, Any]]:
-    """All but a last one that was cut short."""
+    """Return all lines but a truncated last one."""
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -1,14 +1,14 @@
-"""The reward server against its own model, asked directly: how much of the hardware's speed reaches the callers.
+"""The reward server against direct calls of its model: how much of the hardware's speed reaches callers.
 
-    texts ─► the workers' HTTP client ─► server, in a process of its own: tokenise, batch, forward ─► scores
-    token ids, batched as well as can be ─► forward, in a process of its own                     (the comparison)
+    texts ─► the workers' HTTP client ─► server, in its own process: tokenise, batch, forward ─► scores
+    token ids, batched optimally ─► forward, in its own process                                 (the comparison)
 
-Both have one thread for their forward passes, and prepare their process alike. The comparison is the best of several
-sizes of batches, with rows sorted by length, so that hardly anything is padding; tokenising and building tensors are
-not in its time.
+Both use one thread for forward passes and prepare their process alike. The comparison is the best of several batch
+sizes, with rows sorted by length, so that there is hardly any padding; tokenising and building tensors are excluded
+from its time.
 
-Processes differ in speed from start to start, so both are started anew for every round, and the figures are medians
-over the rounds. Which of them is measured first changes from round to round.
+Speed differs between process starts, so both are restarted for every round, and figures are medians over the rounds.
+They take turns being measured first.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from bench.reward_sides import Bare, Server, running_bare, running_server
 from streamrl.config import schema
 from streamrl.held_folders import scratch_folder
 
-_SHORTEST, _LONGEST = 16, 512  # characters, a token each
+_SHORTEST, _LONGEST = 16, 512  # characters, one token each
 _SERVED_BATCH_TOKENS = 4096
 _BARE_BATCH_TOKENS = (256, 512, 1024, 2048)
-_NUM_WARMING = 16  # texts; a full batch of the server
+_NUM_WARMING = 16  # texts; one full batch of the server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class _Round:
 
 
 def bench(*, quick: bool, say: Say) -> list[Line]:
-    from bench.reward_model import ALPHABET, write_reward_model  # torch: only when it is asked
+    from bench.reward_model import ALPHABET, write_reward_model  # imports torch
 
     rng = random.Random(0)
     lengths = [rng.randint(_SHORTEST, _LONGEST) for _ in range(48 if quick else 512)]
@@ -74,7 +74,7 @@ def _running_server(folder: Path) -> AbstractContextManager[Server]:
 
 
 def _best_size(bare: Bare, texts: Sequence[str], say: Say) -> int:
-    """The tokens of a batch with which the bare model is fastest."""
+    """Return the tokens per batch at which the bare model is fastest."""
     bare.forward(texts[:_NUM_WARMING], batch_tokens=max(_BARE_BATCH_TOKENS))
     speeds = {size: len(texts) / bare.forward(texts, batch_tokens=size) for size in _BARE_BATCH_TOKENS}
     say("bare, by tokens of a batch: " + ", ".join(f"{size}: {speed:.3g} texts/s" for size, speed in speeds.items()))
@@ -84,12 +84,12 @@ def _best_size(bare: Bare, texts: Sequence[str], say: Say) -> int:
 def _measure(
     server: Server, bare: Bare, texts: Sequence[str], *, batch_tokens: int, num_lone: int, server_first: bool
 ) -> _Round:
-    """All texts at once, then one text at a time, by turns."""
+    """Measure all texts at once, then one text at a time, in turns."""
     ways = {
         "bare": lambda: len(texts) / bare.forward(texts, batch_tokens=batch_tokens),
         "server": lambda: len(texts) / server.score(texts),
     }
-    server.score(texts[:_NUM_WARMING])  # connections are open, the models are warm
+    server.score(texts[:_NUM_WARMING])  # opens connections, warms up the models
     bare.forward(texts[:_NUM_WARMING], batch_tokens=batch_tokens)
     order = ("server", "bare") if server_first else ("bare", "server")
     speeds = {name: ways[name]() for name in order}

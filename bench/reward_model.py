@@ -1,7 +1,7 @@
-"""A random reward model of 3 million parameters that reads characters, and its bare forward passes.
+"""A random character-level reward model of 3 million parameters, and its bare forward passes.
 
 As a program, `python -m bench.reward_model FOLDER`, it answers each line {"texts": [...], "batch_tokens": 1024} with
-the seconds that the forward passes took, until its input ends.
+the seconds of the forward passes, until its input ends.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _PAD = "<pad>"
 
 class Batch(NamedTuple):
     ids: torch.Tensor  # [rows, longest] int64
-    mask: torch.Tensor  # [rows, longest] int64; 1 where there is a token
+    mask: torch.Tensor  # [rows, longest] int64; 0: padding
 
 
 def write_reward_model(folder: Path) -> None:
-    """As a folder that the server loads."""
+    """Write a folder that the server can load."""
     prepare_process(1)
     tokenizer = _make_tokenizer()
     config = transformers.Qwen2Config(
@@ -51,7 +51,7 @@ def write_reward_model(folder: Path) -> None:
 
 
 def _make_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """One token a character. A byte-level BPE without merges: AutoTokenizer keeps this form as it is."""
+    """Return a tokenizer with one token per character: byte-level BPE without merges, which AutoTokenizer keeps."""
     vocabulary = {token: number for number, token in enumerate([_PAD, *ALPHABET])}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -60,7 +60,7 @@ def _make_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 class BareModel:
-    """The same folder, loaded by transformers alone."""
+    """The same folder, loaded by plain transformers."""
 
     def __init__(self, folder: Path) -> None:
         self._model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
@@ -68,7 +68,7 @@ class BareModel:
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 
     def batches(self, texts: Sequence[str], *, max_tokens: int) -> list[Batch]:
-        """Rows of similar lengths together."""
+        """Group rows of similar lengths."""
         rows = sorted(self._tokenizer(list(texts))["input_ids"], key=len, reverse=True)
         return list(self._pack(rows, max_tokens))
 
@@ -88,7 +88,7 @@ class BareModel:
 
 
 def main() -> None:
-    prepare_process(1)  # as the server prepares itself
+    prepare_process(1)  # like the server
     model = BareModel(Path(sys.argv[1]))
     for line in sys.stdin:
         asked = json.loads(line)

@@ -1,7 +1,7 @@
-"""The two sides as processes, each started anew for every round: the server as users start it, and its bare model.
+"""The two sides as processes, restarted for every round: the server as users start it, and its bare model.
 
-Both start side by side and then wait to be asked; whoever measures one leaves the other idle. A side that does not
-start, or ends early, is a ResourceError.
+Both start in parallel and then wait for requests; while one is measured, the other is idle. A side that does not start,
+or ends early, raises ResourceError.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _END_TIMEOUT_S = 15.0
 
 
 class Server:
-    """Asked through the client that workers use, from outside of its loop."""
+    """The server, called through the workers' client from outside its event loop."""
 
     def __init__(self, runner: asyncio.Runner, url: str) -> None:
         self._runner = runner
@@ -37,7 +37,7 @@ class Server:
         self._reward: HttpReward = build_http_reward("bench", source, Permissions(), url)
 
     def score(self, texts: Sequence[str]) -> float:
-        """Seconds for all at once, as many samples that finish together."""
+        """Return the seconds for all texts, requested at once like samples that finish together."""
         began = time.perf_counter()
         self._runner.run(self._score(texts))
         return time.perf_counter() - began
@@ -56,7 +56,7 @@ class Bare:
         self._process = process
 
     def forward(self, texts: Sequence[str], *, batch_tokens: int) -> float:
-        """Seconds of the forward passes alone."""
+        """Return the seconds of the forward passes alone."""
         assert self._process.stdin is not None, "it was opened"
         assert self._process.stdout is not None, "it was opened"
         self._process.stdin.write(json.dumps({"texts": list(texts), "batch_tokens": batch_tokens}) + "\n")
@@ -85,7 +85,7 @@ def running_bare(model: Path) -> Iterator[Bare]:
 
 @contextmanager
 def running_server(model: Path, folder: Path, *, max_batch_tokens: int) -> Iterator[Server]:
-    """The command that users start."""
+    """Run the command that users start."""
     url_file, log = folder / "url", folder / "log"
     url_file.unlink(missing_ok=True)
     options = [f"--model={model}", f"--max-batch-tokens={max_batch_tokens}", f"--url-file={url_file}"]

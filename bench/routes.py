@@ -1,9 +1,9 @@
-"""Routing replay on tiny mixtures of experts in bf16: how far engine and learner are apart without it, and with it.
+"""Routing replay on tiny mixtures of experts in bf16: the difference between engine and learner, without it and with.
 
-The transformers engine samples, a token a step with keys and values of rows that are padded on the left; the learner
-computes the same tokens in packed rows under a mask, experts in grouped products of all of them. Kernels add in another
-order, so last bits differ, and a router whose best experts are nearly even chooses others; the weights are the same.
-What is compared is what each side really routed by: a hook on the learner's routers sees what its experts were given.
+The transformers engine samples token by token with a KV cache of left-padded rows; the learner computes the same tokens
+in packed rows under a mask, with grouped matmuls over all experts. Kernels add in different orders, so the last bits
+differ, and a router whose best experts are nearly equal chooses others; the weights are the same. The comparison uses
+the routes actually taken: a hook on the learner's routers records what its experts receive.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MODEL = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 256,
     "max_position_embeddings": 256,
-    "initializer_range": 0.2,  # far from uniform
+    "initializer_range": 0.2,  # far from uniform routing
     "pad_token_id": 0,
     "eos_token_id": 1,
     "bos_token_id": None,
@@ -55,11 +55,11 @@ _MICRO_BATCH_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apart:
-    """What the learner made of the engine's samples."""
+    """Differences between the learner and the engine on the engine's samples."""
 
     difference: float  # mean over tokens of |log mu - log pi|
-    num_pairs: int  # of a token and a layer
-    num_differing: int  # whose set of experts is another
+    num_pairs: int  # pairs of a token and a layer
+    num_differing: int  # pairs with different sets of experts
 
 
 def bench(*, quick: bool, say: Say) -> list[Line]:
@@ -116,7 +116,7 @@ def _config(model: Path, mode: str) -> schema.Config:
 
 
 def _sampled(folder: Path, *, num_samples: int, seed: int) -> list[Piece]:
-    """Prompts and answers, as the learner gets them."""
+    """Return prompts and answers as the learner receives them."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(3, 40, rng.integers(2, 24), dtype=np.int32) for _ in range(num_samples)]
     samples = asyncio.run(_generate(folder, prompts))
@@ -163,7 +163,7 @@ async def _generate(folder: Path, prompts: Sequence[Any]) -> list[Generated]:
 def _asked(config: schema.Config, pieces: Sequence[Piece]) -> Apart:
     policy = load_policy(config, World(rank=0, size=1, device=torch.device("cpu")), (1,))
     policy.replay = RoutingReplay(policy.model, config)
-    used: dict[int, torch.Tensor] = {}  # [cells, k] of each layer: what its experts were given
+    used: dict[int, torch.Tensor] = {}  # by layer, [cells, k]: what its experts received
     for layer, router in find_routers(policy.model, config).by_layer.items():
         router.register_forward_hook(lambda _module, _args, out, layer=layer: used.update({layer: out[2]}))
     total, num_tokens, num_pairs, num_differing = 0.0, 0, 0, 0
@@ -177,7 +177,7 @@ def _asked(config: schema.Config, pieces: Sequence[Piece]) -> Apart:
 
 
 def _compared(batch: MicroBatch, used: dict[int, torch.Tensor]) -> tuple[int, int]:
-    """(pairs of a token and a layer, how many of them were sent to other experts than the engine's)"""
+    """Return (pairs of a token and a layer, how many of them the learner routed differently from the engine)."""
     assert batch.routes is not None
     told = batch.routes.flatten(0, 1)
     pairs = differing = 0

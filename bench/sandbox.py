@@ -1,11 +1,11 @@
-"""Sandboxes beside work: how many tests a second, and what the work on all cores has left while programs loop.
+"""Sandboxes next to other work: tests per second, and the CPU share that full-load work keeps while programs loop.
 
-    a process a core, hashing without end ──┐
-    as many endless programs, twice ────────┴─► whose is the processor time of a while? the median of several
+    one process per core, hashing endlessly ──┐
+    twice as many endless programs ───────────┴─► who gets the CPU time of a window? median of several windows
 
-The work stands for an engine's computing: it is bound by the processor alone, and has no pauses in which programs could
-run for nothing. What it has is counted as a share of what both had, so that others on the machine do not blur it; how
-fast it is beside programs and without them, in turns, is told as well.
+The work stands for an engine: it is purely CPU-bound and has no pauses in which programs could run for free. Its share
+is relative to the CPU time of both, so that other load on the machine does not matter; its speed with and without the
+programs, measured in turns, is reported too.
 """
 
 from __future__ import annotations
@@ -68,22 +68,22 @@ async def _speed(reward: CodeReward, num_tests: int = 100) -> float:
 
 
 async def _beside(reward: CodeReward, work: _Work, cores: int, turn_s: float) -> tuple[float, float]:
-    """The work's share of the processor time of both, and its speed."""
+    """Return the work's share of the CPU time of both, and its speed."""
     running = [asyncio.create_task(reward.score(_item("while True: pass", ["pass"]))) for _ in range(2 * cores)]
     try:
         while len(programs := _children_of(os.getpid(), but=work.pids)) < 2 * cores:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)  # the kernel tells nobody
+            await asyncio.sleep(0.05)  # the kernel sends no notification
         before = _processor_s(work.pids), _processor_s(programs)
         speed = await _rate(work, turn_s)
         mine, theirs = (_processor_s(pids) - then for pids, then in zip((work.pids, programs), before, strict=True))
         return mine / (mine + theirs), speed
     finally:
-        await reward.close()  # ends them; the next one begins a keeper of its own
+        await reward.close()  # ends them; the next reward starts its own keeper
         await asyncio.gather(*running, return_exceptions=True)
 
 
 async def _rate(work: _Work, turn_s: float) -> float:
-    """Blocks a second of all processes."""
+    """Return blocks per second over all processes."""
     before, began = sum(work.done), time.monotonic()
     await asyncio.sleep(turn_s)
     return float((sum(work.done) - before) / (time.monotonic() - began))
@@ -94,7 +94,7 @@ def _processor_s(pids: Sequence[int]) -> float:
 
 
 def _children_of(pid: int, *, but: Sequence[int] = ()) -> list[int]:
-    """The cells: children of a child that are no part of the work."""
+    """Return the pids of the sandboxes: grandchildren that do not belong to the work."""
     found = []
     for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
         if child not in but:
@@ -104,7 +104,7 @@ def _children_of(pid: int, *, but: Sequence[int] = ()) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    done: Any  # blocks, of each process
+    done: Any  # blocks of each process
     pids: tuple[int, ...]
 
 

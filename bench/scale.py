@@ -1,10 +1,10 @@
-"""How far one Redis and one rank 0 carry: one to two thousand simulated workers, groups of 8 samples of 2,048 tokens.
+"""The limits of one Redis and one rank 0: one to two thousand simulated workers, groups of 8 samples of 2,048 tokens.
 
-    Size.saturated ─► what a group costs whom ─► where it breaks, and what moves the limit
-    Size.paced     ─► starvation, lag and evenness at half of that
+    Size.saturated ─► CPU cost per group and part ─► the bottleneck, and what would move it
+    Size.paced     ─► starvation, lag and evenness at half of that rate
                       └──► on paper: the same costs at ten thousand GPUs (bench.scale_paper)
 
-Workers and learner have no models; the streams, scripts, feed, codec and checks are the real ones.
+Workers and learner have no models; streams, scripts, feed, codec and checks are the real ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from streamrl.protocol.transport.embedded import EmbeddedRedis
 
 _SIZES = (1, 8, 64, 256, 1000, 2000)
 _QUICK_SIZES = (1, 64)
-_PACE = 0.5  # of what was carried at most
+_PACE = 0.5  # fraction of the saturated rate
 _DESCRIPTORS_A_WORKER = 4
 
 
@@ -61,7 +61,7 @@ def _measure(size: Size, *, quick: bool, say: Say) -> tuple[Saturated, Paced]:
 
 
 def _allow_connections(wanted: int) -> None:
-    """For this process and those that it starts."""
+    """Raise the limit for this process and its children."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < wanted:
         raise ResourceError(f"only {hard} files may be open here, and this bench needs {wanted}: raise `ulimit -Hn`")
@@ -87,7 +87,7 @@ def _of_size(num_workers: int, most: Saturated, paced: Paced) -> Iterator[Line]:
 
 
 def _limits(found: Sequence[tuple[int, Saturated]]) -> Iterator[Line]:
-    """Each part alone on a core of its own: the least of these is where it breaks, and that part moves it."""
+    """Yield each part's rate if it had its own core; the lowest is the bottleneck."""
     num_workers, most = found[-1]
     alone = {"Redis": most.costs.redis, "rank 0": most.costs.rank0, "one rank of the learner": most.costs.ranks}
     for part, cost in alone.items():

@@ -1,4 +1,4 @@
-"""What the measured costs say of a cluster that nobody has here: arithmetic, with its inputs."""
+"""Extrapolates the measured costs to a cluster that is not available: arithmetic, with its inputs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from bench.report import Fact, Line
 from bench.scale_run import SHAPE, Saturated
 
-_BYTES_A_TOKEN = 8  # an id and a log-prob; the header is small beside them
+_BYTES_A_TOKEN = 8  # an id and a logprob; headers are negligible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Assumed, not measured."""
+    """Assumptions, not measurements."""
 
     num_gpus: int = 10_000
-    generating: float = 0.75  # share of the GPUs
+    generating: float = 0.75  # fraction of the GPUs
     gpus_a_worker: int = 8
-    tokens_per_s: float = 2_000.0  # of a GPU that generates: a model of about 7B parameters, answers of some thousand
+    tokens_per_s: float = 2_000.0  # per generating GPU: a model of about 7B, answers of some thousand tokens
 
 
 def on_paper(most: Saturated, *, num_workers: int, cluster: Cluster) -> Iterator[Line]:

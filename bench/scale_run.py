@@ -1,12 +1,12 @@
-"""One size of a simulated run: so many workers without engines, the real stream, and a learner that takes its time.
+"""A simulated run of one size: many workers without engines, the real stream, and a learner with simulated step times.
 
-saturated   workers answer at once, the learner trains at once: what the path carries, and what a group costs
-paced       a group takes long-tailed time, and the learner's step too: is it starved, how old are groups, who works
-idle        after the first: no tickets are left, and what workers that wait cost Redis
+saturated   workers answer at once, the learner trains at once: the path's throughput, and the cost of a group
+paced       groups and steps take time, groups long-tailed: is the learner starved, how old are groups, who works
+idle        after saturated: no tickets are left; what waiting workers cost Redis
 
-Starved is a learner that asks for groups while none lies in the stream. Its calls to Redis take time too, on cores that
-Redis and all workers share with it here, and that is told beside it: so much for each group, however long a step takes.
-A step here takes tens of milliseconds, of which that is a large share; of a real step it is a small one.
+The learner is starved while it asks for groups and the stream has none. Its Redis calls also take time, on cores that
+it shares here with Redis and all workers; this is reported separately, as a cost per group that does not depend on the
+step time. A step here takes tens of milliseconds, so this is a large share of it; of a real step it is a small one.
 """
 
 from __future__ import annotations
@@ -28,55 +28,55 @@ from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.wire.group import Group
 
 SHAPE = Shape(num_samples=8, num_tokens=2048)
-_LAG = 4  # steps, the default
-_AHEAD = 1.25  # tickets that are out for each that can be at work
+_LAG = 4  # steps; the default
+_AHEAD = 1.25  # tickets issued per ticket that can be in progress
 _LEAST_A_STEP = 32  # groups
-_AT_WORK = 64  # groups, of few workers together
+_AT_WORK = 64  # groups in progress over all workers, if there are few
 _COMMIT_EVERY = 10  # steps
 _CONNECTED_WITHIN_S = 60.0
-_LONGEST_S = 20.0  # that a group takes in the mean, or nobody would see the end of it
+_LONGEST_S = 20.0  # upper limit of a group's mean time, to keep the bench short
 _IDLE_S = 2.0
 _PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """CPU seconds of a group."""
+    """CPU seconds per group."""
 
     redis: float
     rank0: float  # plan, settle, commit
-    ranks: float  # fetch, verify, decode: shared by all
+    ranks: float  # fetch, verify, decode: shared by all ranks
     workers: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saturated:
     groups_per_s: float
-    redis_load: float  # share of a core
+    redis_load: float  # fraction of a core
     learner_load: float
-    idle_load: float  # of Redis, with nothing to do
+    idle_load: float  # of Redis, while workers wait
     costs: Costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paced:
     groups_per_s: float
-    starved: float  # share of the learner's time during which it wanted groups, and none lay in the stream
-    in_calls: float  # share of it that its calls to Redis took otherwise
-    calls_s: float  # of them, for each group
-    lag_mean: float  # steps from the ticket's issue to its training
+    starved: float  # fraction of the learner's time in which it wanted groups and the stream had none
+    in_calls: float  # fraction that its Redis calls took otherwise
+    calls_s: float  # per group
+    lag_mean: float  # steps from issue to training
     lag_max: int
-    evenness: float  # 1: groups are spread over workers as evenly as chance would
+    evenness: float  # 1: groups are spread over workers as evenly as by chance
     redis_load: float
 
 
 class Size:
-    """So many workers; each run of theirs is a new one on an empty server."""
+    """Runs with this many workers; each is a new run on an empty server."""
 
     def __init__(self, server: EmbeddedRedis, client: redis.Redis, num_workers: int) -> None:
         self._server, self._client = server, client
         self.num_workers = num_workers
-        self.at_work = max(1, _AT_WORK // num_workers)  # groups of each worker
+        self.at_work = max(1, _AT_WORK // num_workers)  # groups per worker
         self.groups_per_step = max(_LEAST_A_STEP, math.ceil(_AHEAD * num_workers * self.at_work / (_LAG + 1)))
 
     def saturated(self, *, for_s: float) -> Saturated:
@@ -104,7 +104,7 @@ class Size:
         )
 
     def paced(self, *, groups_per_s: float, for_s: float, supply: float = _AHEAD) -> Paced:
-        """The learner wants so many; the workers can make `supply` times that, or more."""
+        """Run with a learner that consumes this rate, and workers that can produce at least `supply` times that."""
         learning, seen = self._begin("paced")
         generate_s = min(_LONGEST_S, self.num_workers * self.at_work / (supply * groups_per_s))
         step_s = self.groups_per_step / groups_per_s
@@ -118,7 +118,7 @@ class Size:
                 asked, starved_before_s = time.perf_counter(), stream.starved_s
                 trained += learning.step()
                 busy_s = time.perf_counter() - asked - (stream.starved_s - starved_before_s)
-                time.sleep(max(0.0, step_s - busy_s))  # no more than the rest, or it would not want so many
+                time.sleep(max(0.0, step_s - busy_s))  # only the rest, to keep the learner's rate
             redis_s = cpu_s(self._server.pid) - redis_s
             starved_s, calls_s = stream.starved_s - starved_s, stream.calls_s - calls_s
         return Paced(
@@ -156,7 +156,7 @@ class Size:
         )
 
     def _fill(self, learning: Learning) -> None:
-        """Until all workers have connected, and every queue has been turned over."""
+        """Run until all workers have connected and every queue has turned over."""
         deadline = time.monotonic() + _CONNECTED_WITHIN_S
         for _ in range(_LAG + 1):
             learning.step()
@@ -166,7 +166,7 @@ class Size:
                 raise ResourceError(f"{self.num_workers} workers have not connected in {_CONNECTED_WITHIN_S:g} s")
 
     def _idle_load(self, learning: Learning) -> float:
-        """Redis' share of a core, once all tickets are answered and no more come."""
+        """Return Redis's share of a core, once all tickets are answered and no more are issued."""
         deadline = time.monotonic() + _CONNECTED_WITHIN_S
         while self._client.xlen(learning.keys.tickets("train")) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
@@ -176,7 +176,7 @@ class Size:
 
 
 class Seen:
-    """What was trained: how old, and by whom it was made."""
+    """Lags of trained groups, and the workers they came from."""
 
     def __init__(self) -> None:
         self.lags: list[int] = []
@@ -191,7 +191,7 @@ class Seen:
         self._by_worker.clear()
 
     def evenness(self, num_workers: int) -> float:
-        """Jain's index of groups by worker, over what it is when each group falls to any worker by chance."""
+        """Return Jain's fairness index of groups per worker, relative to random assignment."""
         total, squares = self._by_worker.total(), sum(count**2 for count in self._by_worker.values())
         by_chance = total / (total + num_workers - 1)
         return total**2 / (num_workers * squares) / by_chance

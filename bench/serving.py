@@ -1,18 +1,18 @@
-"""A version's way into a vLLM engine at work: how long it takes, and what it costs the engine.
+"""Updating a running vLLM engine: how long it takes, and what it costs the engine.
 
     learner: step ─► copy ─► cast, encode ─► Redis ─► worker: fetch, patch ─► pause ─► load ─► resume: it serves
-    beside it, by turns:   vLLM's own reload of the same tensors, which lie in its memory: the measure of both bars
+    interleaved with:      vLLM's own reload of the same tensors from its memory: the reference for both bars
                            step ─► safetensors file ─► pause ─► vLLM's own reload of it ─► resume: the usual way
 
-A real engine on a CPU, with the 136M parameters in bf16 and _NUM_IN_FLIGHT samples under way all the time; that is some
-ten steps a second, so what a load costs shows within a second. The engine computes in one thread; learner, worker and
-Redis share the other core with each other, and the engine's while the learner encodes beside its next step. Time runs
-from the end of the learner's step, so copy and cast are in it. What an update costs is tokens of the second that begins
-with the pause, against those of a second in which nothing else is done.
+A real engine on a CPU, with 136M parameters in bf16 and always _NUM_IN_FLIGHT samples in flight, at some ten steps per
+second, so the cost of a load shows within a second. The engine computes in one thread; learner, worker and Redis share
+the other core, and also the engine's while the learner encodes during its next step. Time counts from the end of the
+learner's step, so it includes copy and cast. The cost of an update is the tokens missing from the second that starts
+with the pause, compared to a second without an update.
 
-The usual way's file is written to the local disk's page cache, and not over a network. On a CPU vLLM's own reload
-leaves a tied head with the old embedding (see `vllm_weights`), which costs it nothing. It packs layers as vLLM does by
-itself; then all weights are loaded once more, unmeasured, in the form into which ours are written.
+The usual way's file goes to the local disk's page cache, not over a network. On a CPU vLLM's own reload leaves a tied
+head with the old embedding (see `vllm_weights`), which saves it work. It packs layers in vLLM's own layout; after it
+all weights are loaded again, unmeasured, in our writable layout.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _NUM_IN_FLIGHT = 2 * GROUP_SIZE
 _STEP_TOKENS = 32
 _WARM_UP_S = 4.0
 _SECOND_S = 1.0
-_LAST_STEP_S = 0.2  # until its tokens are here too
+_LAST_STEP_S = 0.2  # until its tokens have arrived
 _TIMEOUT_S = 60.0
 _KV_CACHES: tuple[KvCache, ...] = get_args(KvCache)
 
@@ -73,7 +73,7 @@ def bench_serving(
     say: Say,
     make: Callable[[], transformers.PreTrainedModel] = _middling,
 ) -> list[Line]:
-    """`shared`: a folder in memory for the mirror."""
+    """`shared`: a memory-backed folder for the mirror."""
     with scratch_folder() as folder, environment_as_it_was():
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         return asyncio.run(_measure(folder, shared, num_rounds=num_rounds, say=say, make=make))
@@ -94,15 +94,15 @@ async def _measure(
 class Update:
     served_after_s: float  # since the end of the learner's step
     paused_s: float
-    lost: float  # tokens, in the second that begins with the pause
-    calm: float  # tokens in a second without
-    num_bytes: int  # that left the learner
+    lost: float  # tokens, in the second that starts with the pause
+    calm: float  # tokens in a second without an update
+    num_bytes: int  # sent by the learner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
     ours: Mapping[KvCache, Update]
-    own_s: Mapping[KvCache, float]  # vLLM's own reload, after each of these
+    own_s: Mapping[KvCache, float]  # vLLM's own reload, by preceding cache mode
     checkpoint: Update
 
     def __str__(self) -> str:
@@ -157,7 +157,7 @@ def _median(updates: Sequence[Update], name: str) -> float:
 
 
 class _Scene:
-    """A learner, and a worker's engine at work that follows its versions."""
+    """A learner, and a worker's busy engine that follows its versions."""
 
     def __init__(self, engine: WatchedEngine, learner: LearnerSide, follower: WeightFollower, mirror: Path) -> None:
         self._engine, self._learner, self._follower, self._mirror = engine, learner, follower, mirror
@@ -180,7 +180,7 @@ class _Scene:
             async with asyncio.timeout(_TIMEOUT_S):
                 await self._follower.serving(self._follower.version + 1)
             served_at = time.perf_counter()
-            return (await publishing).num_bytes, served_at  # which may still be at an anchor beside it
+            return (await publishing).num_bytes, served_at  # publishing may still be writing an anchor beside the delta
 
         return await self._update(publish)
 
@@ -193,7 +193,7 @@ class _Scene:
         return await self._update(publish)
 
     async def _update(self, publish: Callable[[], Awaitable[tuple[int, float]]]) -> Update:
-        """What comes of a step; `publish` gives bytes, and when they were served."""
+        """Train a step and measure its update; `publish` returns the bytes, and when they were served."""
         await asyncio.to_thread(self._learner.train)
         await asyncio.sleep(_SECOND_S)
         began = time.perf_counter()
@@ -256,7 +256,7 @@ async def _opened(
         stack.push_async_callback(cancel_all, [asyncio.create_task(busy, name="samples")])
         scene = _Scene(engine, learner, follower, mirror.path)
         await asyncio.sleep(_WARM_UP_S)
-        await scene.round(folder / "checkpoint.safetensors")  # code and memory that are used for the first time
+        await scene.round(folder / "checkpoint.safetensors")  # warms up code and memory
         yield scene
 
 

@@ -1,4 +1,4 @@
-"""A vLLM engine that is watched: when it made how many tokens, when a load began, and what its own reloads take."""
+"""A vLLM engine with timings: tokens per step, the start of each load, and vLLM's own reloads."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS, MAX_TOKENS = 128, 256
 _MIN_TOKENS = 32
-GROUP_SIZE = 8  # samples with the same prompt
+GROUP_SIZE = 8  # samples per prompt
 
 
 class WatchedEngine(VllmEngine):
-    """Its loads do with what is cached what `kv_cache` says here, whatever they are asked."""
+    """Its loads use its own `kv_cache` mode, whatever they request."""
 
     kv_cache: KvCache = "salt"
     load_began = 0.0
-    paused_s = 0.0  # the engine by the last load, from the end of its last step
+    paused_s = 0.0  # engine's pause for the last load, from the end of its last step
 
     def watch(self) -> None:
-        """From the first request on."""
-        self._made: list[tuple[float, int]] = []  # (when, tokens) of each step
+        """Start recording; call before the first request."""
+        self._made: list[tuple[float, int]] = []  # (time, tokens) of each step
         core = self.bare().engine_core
         pass_on, pause, resume = core.get_output_async, core.pause_scheduler_async, core.resume_scheduler_async
         paused_at = 0.0
@@ -45,7 +45,7 @@ class WatchedEngine(VllmEngine):
 
         async def pause_scheduler_async(**how: Any) -> None:
             nonlocal paused_at
-            await pause(**how)  # it answers between two steps
+            await pause(**how)  # returns between two steps
             paused_at = time.perf_counter()
 
         async def resume_scheduler_async() -> None:
@@ -61,7 +61,7 @@ class WatchedEngine(VllmEngine):
         await super().load(replace(load, kv_cache=self.kv_cache))
 
     async def reload_file(self, path: Path) -> None:
-        """As who has a checkpoint and no versions; to be restored before the next version comes."""
+        """Reload from a checkpoint, as without versions. Call `restore` before the next version is loaded."""
         self.load_began = time.perf_counter()
         core = self.bare().engine_core
         await core.pause_scheduler_async(mode="keep", clear_cache=False)
@@ -69,18 +69,18 @@ class WatchedEngine(VllmEngine):
         await self.bare().resume_generation()
 
     async def measure_own_reload(self, path: Path) -> float:
-        """What vLLM's own reload takes of this file's tensors, once they lie in its memory; they are served already."""
+        """Time vLLM's own reload of this file's tensors from memory; they are already being served."""
         await self._own("hold_tensors", str(path))
         [elapsed] = await self._own("reload_held")
         await self.restore()
         return elapsed
 
     async def restore(self) -> None:
-        """What was held last."""
+        """Load the held tensors in our layout."""
         await self._own("restore_held")
 
     def num_made(self, begin: float, end: float) -> int:
-        """Tokens of steps that ended between."""
+        """Count the tokens of steps that ended in this interval."""
         return sum(tokens for at, tokens in self._made if begin <= at < end)
 
     async def _own(self, method: str, *args: str) -> list[float]:
@@ -89,7 +89,7 @@ class WatchedEngine(VllmEngine):
 
 
 async def keep_busy(engine: WatchedEngine, *, num_in_flight: int, vocabulary: int) -> None:
-    """Samples of prompts in groups and of all lengths, so many at a time, until cancelled."""
+    """Keep this many samples in flight, with shared prompts and mixed lengths, until cancelled."""
     numbers = iter(range(1 << 30))
 
     async def one_after_another() -> None:

@@ -1,11 +1,11 @@
-"""What stale samples do to a pretrained model: SmolLM2-135M on the demo's sums, on real vLLM (`make staleness
+"""The effect of stale samples on a pretrained model: SmolLM2-135M on the demo's sums, on real vLLM (`make staleness
 ARGS=--pretrained`).
 
-    cells (seed x loss x lag, kept in runs/bench as they come) ─► right answers to held-out sums, pair by pair ─► bars
+    cells (seed x loss x lag, saved in runs/bench as they finish) ─► accuracy on held-out sums, pair by pair ─► bars
 
-A cell takes six minutes of two quiet cores, so a run that was broken off goes on with those that are missing.
-No figure is a time: it may run beside others. Errors are those of pairs: both cells of a pair answer the same held-out
-sums, and those of both seeds count together. They tell how sure the answers are, and of runs only what two seeds can.
+A cell takes six minutes on two idle cores; an interrupted bench resumes with the missing cells. Nothing is timed, so it
+may run beside other load. Errors are those of pairs: both cells of a pair answer the same held-out sums, pooled over
+the seeds. They measure the uncertainty of the answers, and of runs only what two seeds can show.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from streamrl.workers.engines.vllm_engine import VllmEngine
 
 _DEFAULT = schema.Algorithm().loss
 _CELLS = ((_DEFAULT, 0), (_DEFAULT, 8), (_DEFAULT, 32), (UNCORRECTED, 32))
-_TOLERATED = {8: 0.03, 32: 0.06}  # of on-policy, or two standard errors where those are more
+_TOLERATED = {8: 0.03, 32: 0.06}  # of on-policy accuracy, or two standard errors if larger
 _QUICK = Task(num_steps=2, num_held_out=16)
 _OF = (Path(__file__), Path(__file__).with_name("stale_trial.py"))
 
@@ -105,6 +105,6 @@ def lines(found: Found, task: Task) -> Iterator[Line]:
 
 
 def shortfall(fresh: Sequence[Trial], stale: Sequence[Trial]) -> Estimate:
-    """As a share of what is right on-policy; the error is that of the differences, sum by sum."""
+    """Return the loss of accuracy relative to on-policy; its error is that of the differences per sum."""
     ours, theirs = (np.array([trial.right for trial in trials], dtype=np.float64).ravel() for trials in (fresh, stale))
     return Estimate.of((ours - theirs) / max(ours.mean(), 1e-9))

@@ -1,10 +1,10 @@
-"""A pretrained model that learns sums from samples which are all exactly so many steps old: one trial.
+"""One trial: a pretrained model learns sums from samples that are all exactly `lag` steps old.
 
     weights after step s - lag ─► file ─► vLLM ─► groups, scored by reasoning-gym ─► the learner's own gradients, step s
 
-Log-probs are vLLM's, in bfloat16, and so are the lengths of answers. Model, data, rewards and settings are the demo's,
-but for a learning rate that stays and for KL, which is left out: nothing but staleness is to differ. Until step `lag`
-all samples are those of the first weights.
+Logprobs and answer lengths are vLLM's, in bfloat16. Model, data, rewards and settings are the demo's, except for a
+constant learning rate and no KL, so that only staleness differs. Until step `lag`, all samples come from the initial
+weights.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Of the last weights, and of the way to them."""
+    """Results of the final weights and of training."""
 
-    right: Sequence[int]  # of each held-out sum whether it is
-    rewards: Sequence[float]  # the mean of each step's samples, by the weights that made them
-    clipped: float  # the share of tokens whose ratio was beyond the clamp
-    length: float  # tokens of an answer, on average over all steps
+    right: Sequence[int]  # whether each held-out sum is correct
+    rewards: Sequence[float]  # mean of each step's samples, under the weights that generated them
+    clipped: float  # fraction of tokens whose ratio was clamped
+    length: float  # tokens per answer, mean over all steps
 
 
 def config_of(model: Path, loss: str) -> schema.Config:
-    """The demo's, of which a single process plays all parts."""
+    """Return the demo's configuration, for a single process in all roles."""
     changes = {
         "model.path": model,
         "algorithm.loss": loss,
@@ -76,7 +76,7 @@ def config_of(model: Path, loss: str) -> schema.Config:
 
 
 class Trainer:
-    """`versions` counts what the engine has been given: its numbers grow from trial to trial."""
+    """`versions` numbers the engine's loads across trials, since versions must increase."""
 
     def __init__(
         self, config: schema.Config, task: Task, *, lag: int, seed: int, engine: Engine, versions: Iterator[int]
@@ -95,7 +95,7 @@ class Trainer:
             beat=lambda: None,
         )
         self._answerer = Answerer(rewards=_rewards(config), config=config, worker="bench", fingerprint="")
-        # A seed has the same sums, held out and trained, whatever else differs.
+        # A seed always has the same sums, held-out and trained.
         entries = sums.entries(seed)
         held_out: dict[str, Mapping[str, Any]] = {}
         while len(held_out) < task.num_held_out:
@@ -126,7 +126,7 @@ class Trainer:
         return Trial(right=right, rewards=rewards, clipped=float(np.mean(clipped)), length=float(np.mean(lengths)))
 
     def _save(self, folder: Path, step: int) -> None:
-        """As it is served; what nobody asks for any more goes."""
+        """Save the weights as served, and remove those no longer needed."""
         named = self._policy.model.named_parameters()
         save_file({name: whole(p).to(torch.bfloat16).contiguous() for name, p in named}, _file(folder, step))
         _file(folder, step - self._lag - 1).unlink(missing_ok=True)
@@ -155,7 +155,7 @@ class Trainer:
             num_samples=self._config.sampling.num_samples if purpose == "train" else 1,
         )
         header, body = encode_group(await self._answerer.answer(ticket, self._engine))
-        return decode_body(decode_header(header), body)  # as it comes to a learner
+        return decode_body(decode_header(header), body)  # as a learner receives it
 
     def _learn(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         settings = self._config.optimizer
@@ -171,7 +171,7 @@ def _file(folder: Path, step: int) -> Path:
 
 
 def _rewards(config: schema.Config) -> Rewards:
-    """The demo's, without a process of their own."""
+    """Return the demo's rewards, without their own process."""
 
     def right(item: ScoreItem) -> float:
         return sums.right(item.prompt, item.completion, item.token_ids.tolist(), item.fields)

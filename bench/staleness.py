@@ -1,9 +1,9 @@
-"""What each loss makes of samples that are so many steps old, on a task where plain REINFORCE visibly fails.
+"""How each loss handles samples of a given age, on a task where plain REINFORCE visibly fails.
 
-    trials (loss x lag x seed, kept in runs/bench as they come) ─► differences from on-policy, seed by seed ─► bars
+    trials (loss x lag x seed, saved in runs/bench as they finish) ─► difference from on-policy, seed by seed ─► bars
 
-The losses are the learner's own, in a loop in which every sample is exactly so old (bench.staleness_task). A run that
-was broken off goes on with the trials that are missing.
+The losses are the learner's own, in a loop where every sample has exactly that age (bench.staleness_task). An
+interrupted bench resumes with the missing trials.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from streamrl.config import schema
 UNCORRECTED = "none"
 _LOSSES = ("truncated", "tis", "icepop", UNCORRECTED)
 _LAGS = (0, 4, 8, 32)
-_TOLERATED = {8: 0.02, 32: 0.05}  # of the on-policy reward, or two standard errors where those are more
-_VISIBLY = 0.2  # of the same
+_TOLERATED = {8: 0.02, 32: 0.05}  # of the on-policy reward, or two standard errors if larger
+_VISIBLY = 0.2  # of the on-policy reward
 _FOLDER = Path("runs/bench")
 
 
@@ -55,13 +55,13 @@ class Trials:
         return float(np.mean([getattr(trial, what) for trial in self._found[loss, lag]]))
 
     def shortfall(self, loss: str, lag: int) -> Estimate:
-        """From the same loss on-policy, seed by seed; as a share of what that gets in the mean."""
+        """Return the mean reward lost relative to the same loss on-policy, paired by seed."""
         fresh = self.finals(loss, 0)
         return Estimate.of((fresh - self.finals(loss, lag)) / fresh.mean())
 
 
 def bench(*, quick: bool, say: Say) -> list[Line]:
-    torch.set_num_threads(1)  # the matrices are too small for more
+    torch.set_num_threads(1)  # the matrices are too small for more threads
     task = replace(Task(), num_steps=120) if quick else Task()
     seeds = range(2) if quick else range(5)
     done = Done(_FOLDER / f"staleness{'-quick' if quick else ''}.jsonl", of=f"{commit_of(Path('.'))} {task}")

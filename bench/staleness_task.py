@@ -1,11 +1,11 @@
-"""A policy and a task so small that a run takes seconds, on which stale samples do harm as they do to large ones.
+"""A policy and a task small enough for runs of seconds, which stale samples harm as they harm large ones.
 
-    prompt, place, token before ─► small network ─► logits ─► a response, token by token
-                                    ▲ streamrl.recipe: advantages within the group, the loss by its name
+    prompt, position, previous token ─► small network ─► logits ─► a response, token by token
+                                         ▲ streamrl.recipe: advantages within the group, the loss by its name
 
-At each place of a response one token is worth most, another that the untrained policy likes better is a lure, and
-the rest is worth nothing. Whoever goes on acting on old samples drives the lure up until the best token is never tried
-again. The samples of step s come from the weights after step s - lag, every one of them.
+At each position one token is worth most; a lure, which the untrained policy prefers, is worth less; the rest nothing.
+Training on old samples without correction pushes the lure up until the best token is never sampled again. All samples
+of step s come from the weights after step s - lag.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from streamrl.recipe.losses import TokenBatch
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     num_prompts: int = 16
-    num_tokens: int = 6  # of a response
+    num_tokens: int = 6  # per response
     vocabulary: int = 16
-    lure: float = 0.6  # what it is worth; the best token 1
+    lure: float = 0.6  # its reward; the best token's is 1
     liking: float = 2.0  # logits by which the untrained policy prefers the lure
     groups_per_step: int = 16
     num_samples: int = 8
     lr: float = 0.01
     hidden: int = 64
     num_steps: int = 300
-    look_every: int = 10  # steps
-    num_looked_at: int = 2048  # responses
+    look_every: int = 10  # evaluation interval in steps
+    num_looked_at: int = 2048  # responses per evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run."""
+    """The result of one run."""
 
-    rewards: Sequence[float]  # of today's policy, each `look_every` steps
-    entropy: float  # of the last policy, nats a token
+    rewards: Sequence[float]  # of the current policy, every `look_every` steps
+    entropy: float  # of the final policy, nats per token
 
     @property
     def final(self) -> float:
-        """Over the last fifth."""
+        """Return the mean over the last fifth."""
         return float(np.mean(self._late(5)))
 
     @property
     def unrest(self) -> float:
-        """Standard deviation over the last third."""
+        """Return the standard deviation over the last third."""
         return float(np.std(self._late(3)))
 
     def _late(self, part: int) -> Sequence[float]:
@@ -62,18 +62,18 @@ class Trial:
 
 
 class Policy(torch.nn.Module):
-    """What it likes before it has learnt anything is given; the network adds to that."""
+    """A policy with given initial preferences; the network adds to their logits."""
 
     def __init__(self, task: Task, liked: torch.Tensor) -> None:  # [prompts, places, vocabulary] logits
         super().__init__()
         self._task, self._liked = task, liked
-        width = task.num_prompts + task.num_tokens + task.vocabulary + 1  # and one for: no token before
+        width = task.num_prompts + task.num_tokens + task.vocabulary + 1  # one for: no previous token
         self._net = torch.nn.Sequential(
             torch.nn.Linear(width, task.hidden), torch.nn.Tanh(), torch.nn.Linear(task.hidden, task.vocabulary)
         )
 
     def logprobs(self, prompts: torch.Tensor, place: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """[n, vocabulary]; of each prompt, at its place, after this token."""
+        """Return the next-token logprobs of each prompt at its position, [n, vocabulary]."""
         task, hot = self._task, torch.nn.functional.one_hot
         seen = [hot(prompts, task.num_prompts), hot(place, task.num_tokens), hot(before, task.vocabulary + 1)]
         logits = self._liked[prompts, place] + self._net(torch.cat(seen, dim=1).float())
@@ -81,7 +81,7 @@ class Policy(torch.nn.Module):
 
     @torch.no_grad()
     def respond(self, prompts: torch.Tensor, chance: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """([n, places] tokens, [n, places] their log-probs)"""
+        """Return ([n, places] tokens, [n, places] logprobs)."""
         before = torch.full_like(prompts, self._task.vocabulary)
         tokens, logps = [], []
         for place in range(self._task.num_tokens):
@@ -101,7 +101,7 @@ class Policy(torch.nn.Module):
 
 
 def run_trial(task: Task, *, loss: str, lag: int, seed: int) -> Trial:
-    """The seed decides the task, the first weights and every draw; not the loss, nor the lag."""
+    """Run one trial. The seed determines the task, the initial weights and every draw; loss and lag do not."""
     chance = torch.Generator().manual_seed(seed)
     worth = _worth(task, chance)
     with torch.random.fork_rng():
@@ -175,7 +175,7 @@ def _advantages(rewards: torch.Tensor, task: Task) -> npt.NDArray[np.float64]:  
 
 @torch.no_grad()
 def _look(task: Task, policy: Policy, worth: torch.Tensor, chance: torch.Generator) -> tuple[float, float]:
-    """(mean reward, entropy of a token)"""
+    """Return (mean reward, entropy per token)."""
     prompts = torch.arange(task.num_looked_at) % task.num_prompts
     tokens, _ = policy.respond(prompts, chance)
     logp = policy.logprobs_of(prompts, tokens)

@@ -1,9 +1,9 @@
-"""From the quickstart's command to its first sample: this checkout against another commit, by turns.
+"""From the quickstart's command to its first sample: this checkout against another commit, in turns.
 
-Each round runs the quickstart of both, for two steps, and looks at its processes ten times a second. A sample can be
-made from the moment at which the worker has loaded the first weights, as its log says. Others may work on the machine,
-too; core-seconds are the run's own up to then, by process, and tell what there is to save. The other commit is
-`$STREAMRL_START_AGAINST`, by default HEAD~1; it runs in a work tree of its own, in this environment.
+Each round runs the quickstart of both for two steps, and polls its processes ten times per second. Samples can be
+generated once the worker has loaded the first weights, according to its log. Other load on the machine is fine for the
+core-seconds, which count the run's own processes up to then and show what can be saved. The other commit is
+`$STREAMRL_START_AGAINST`, by default HEAD~1; it runs in its own work tree, with this environment.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from bench.measure import Say
 from bench.report import Bar, Fact, Line
 
 HERE = Path(__file__).parents[1]
-_GOAL = 0.6  # of the other commit's time
+_GOAL = 0.6  # relative to the other commit
 _LIMIT_S = 900.0
-_END_S = 60.0  # for one that is told to end, in order
+_END_S = 60.0  # for an orderly shutdown
 _LOOK_EVERY_S = 0.1
 
 
 @dataclass(slots=True)
 class Start:
     first_sample_s: float = 0.0
-    prepared_s: float = 0.0  # when Redis was started
-    cpu_s: Counter[str] = field(default_factory=Counter)  # by part, up to the first sample
+    prepared_s: float = 0.0  # when Redis started
+    cpu_s: Counter[str] = field(default_factory=Counter)  # by role, up to the first sample
 
 
 def bench(*, quick: bool, say: Say) -> list[Line]:
@@ -45,7 +45,7 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
     with _checkout(against) as other:
         rounds: list[dict[str, Start]] = []
         for number in range(1 if quick else 3):
-            # Who comes first finds colder caches of files, so they take turns in that, too.
+            # The first one finds colder file caches, so they take turns being first.
             ways = {"here": HERE, "there": other}
             order = list(ways) if number % 2 else list(reversed(ways))
             rounds.append({way: _start(ways[way]) for way in order})
@@ -85,7 +85,7 @@ def _start(checkout: Path) -> Start:
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent)
         words = ["-m", "streamrl.ops.cli.main", "quickstart", f"dir={folder}", "training.max_steps=2"]
-        # A script of the installed package would be of this checkout.
+        # The installed script would import this checkout.
         environment = {**os.environ, "PYTHONPATH": str(checkout)}
         began = time.time()
         with (folder / "out").open("wb") as out:
@@ -105,7 +105,7 @@ def _start(checkout: Path) -> Start:
 
 
 def _watch(run: subprocess.Popen[bytes], folder: Path, began: float) -> Start:
-    """Until the first sample can be made."""
+    """Watch the run until the first sample can be generated."""
     found, spent = Start(), Spent(os.getpid())
     while run.poll() is None:
         by_part = spent.look()

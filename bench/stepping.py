@@ -1,6 +1,6 @@
-"""A learner's step without its stream, and the least that any learner has to do with the same packed tokens.
+"""A learner's step without its stream, and the minimum any learner has to do with the same packed tokens.
 
-Stepping.learn    prepare, gradients, guard, clip, AdamW: all of what the loop does between fetching and publishing
+Stepping.learn    prepare, gradients, guard, clip, AdamW: all that the loop does between fetching and publishing
 Stepping.bare     forward and backward of the plain model on the same rows, with its own cross-entropy
 """
 
@@ -32,7 +32,7 @@ class Stepping:
     def __init__(self, size: Size, config: schema.Config, *, max_length: int, device: torch.device) -> None:
         self._world = World(rank=0, size=1, device=device)
         self._config = config
-        self._plain: transformers.PreTrainedModel | None = None  # made for who asks for bare passes
+        self._plain: transformers.PreTrainedModel | None = None  # created at the first bare pass
         self._make_model = partial(
             size.model, max_length=max_length, device=device, attention=choose(config.model, device)
         )
@@ -69,14 +69,14 @@ class Stepping:
         return self._gradients.prepare(groups, self._tally()).micro_batches
 
     def num_tokens(self, groups: Sequence[Group]) -> int:
-        """As they are packed."""
+        """Count tokens as packed."""
         return self._gradients.prepare(groups, self._tally()).num_tokens
 
     def flops(self, groups: Sequence[Group]) -> float:
         return self._gradients.prepare(groups, self._tally()).flops
 
     def bare(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Of a model of its own, which nothing shards: one in bf16 has the learner's casts of weights by autocast."""
+        """Run passes of a separate, unsharded model. In bf16, autocast casts its weights, as in the learner."""
         dtype = getattr(torch, self._config.model.dtype)
         shape = self.policy.shape
         model = self._plain = self._plain or self._model()

@@ -1,8 +1,8 @@
-"""A model of 136M parameters in real training, for the weights that it goes through: bf16 copies of its last steps.
+"""A 136M-parameter model in real training, for its weights: bf16 copies of its last steps.
 
-The shapes are those of a small Llama with tied embeddings, the weights drawn from N(0, 0.02), the gradients those of
-cross-entropy on random tokens, the optimizer AdamW on fp32 masters. Needs torch and transformers, and half a second to
-a second a step.
+The shapes are those of a small Llama with tied embeddings, initial weights are drawn from N(0, 0.02), gradients come
+from cross-entropy on random tokens, the optimizer is AdamW on fp32 masters. Needs torch and transformers, and half a
+second to a second per step.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import transformers
 from bench.publishing import State
 from streamrl.protocol.weights.format import TensorMeta
 
-_LENGTH = 32  # tokens of a step: enough that no weight is without a gradient
+_LENGTH = 32  # tokens per step, enough for every weight to get a gradient
 
 
 def make_model(*, quick: bool) -> transformers.LlamaForCausalLM:
-    """136M parameters; a third of the layers for a quick answer."""
+    """Return the 136M model; with `quick`, a third of its layers."""
     config = transformers.LlamaConfig(
         vocab_size=51_840,
         hidden_size=576,
@@ -31,7 +31,7 @@ def make_model(*, quick: bool) -> transformers.LlamaForCausalLM:
         tie_word_embeddings=True,
         initializer_range=0.02,
     )
-    torch.set_num_threads(1)  # as all that is measured; and threads that wait for each other starve on a busy machine
+    torch.set_num_threads(1)  # as in all measurements; threads that wait for each other are slow on a busy machine
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(config)
 
@@ -41,7 +41,7 @@ def tensors_of(model: torch.nn.Module) -> list[TensorMeta]:
 
 
 def train(model: transformers.LlamaForCausalLM, *, lr: float, num_steps: int) -> Iterator[State]:
-    """The state after each step, as it would be published; a new array each time."""
+    """Yield the state after each step as it would be published, in new arrays."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.1)
     for _ in range(num_steps):
         train_once(model, optimizer, num_tokens=_LENGTH)
@@ -49,7 +49,7 @@ def train(model: transformers.LlamaForCausalLM, *, lr: float, num_steps: int) ->
 
 
 def train_once(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, num_tokens: int, num_rows: int = 1) -> None:
-    """One step on random tokens."""
+    """Run one step on random tokens."""
     ids = torch.randint(model.config.vocab_size, (num_rows, num_tokens))
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()

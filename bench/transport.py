@@ -1,10 +1,10 @@
-"""The stream: what a group costs on its whole way, beside what the same bytes cost Redis and its client at the least.
+"""The stream: the full cost of a group, against the minimum that the same bytes cost Redis and its client.
 
     one process: workers                        Redis                    this process: the learner
     lease ─ encode ─ deliver script ──► tickets become groups ──► plan ─ fetch ─ verify ─ decode ─ settle ─ commit
     pipelined XADD                ──────► a plain stream ──────►  XREAD, XTRIM                    (the comparison)
 
-Then whether that grows with the run (bench.growth), and how soon others have what a killed worker held.
+Then whether that grows with the run (bench.growth), and how soon other workers take over a killed worker's tickets.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from streamrl.protocol.transport.worker import WorkerStream
 
 _LARGE = Shape(num_samples=8, num_tokens=512)  # 33 KB
 _TEAMS = (1, 8, 64)  # workers
-_GROUPS_PER_STEP = 128  # so that 64 workers have some tickets each; the plain commands come in batches of as many
-_COMMIT_EVERY = 10  # steps, the default
+_GROUPS_PER_STEP = 128  # enough tickets for 64 workers; also the batch size of the plain commands
+_COMMIT_EVERY = 10  # steps; the default
 _WARM_UP = 4  # steps
 _RECLAIMED = 8  # tickets
 _LEASE_S = 2.0
@@ -112,12 +112,12 @@ def _plain(server: EmbeddedRedis, client: redis.Redis, for_s: float) -> float:
 
 def _whole_path(server: EmbeddedRedis, client: redis.Redis, num_workers: int, for_s: float) -> float:
     with _learning(server, client, num_workers) as (learning, _):
-        # The more workers, the later the last of them has connected.
+        # With more workers, the last of them connects later.
         return groups_per_second(learning.step, warm_up=_WARM_UP + num_workers // 8, for_s=for_s)
 
 
 def _cpu_ms(server: EmbeddedRedis, client: redis.Redis, for_s: float) -> float:
-    """What a group costs the server, one worker and the learner together."""
+    """Return the CPU time per group of the server, one worker and the learner together."""
     with _learning(server, client, 1) as (learning, worker):
         groups_per_second(learning.step, warm_up=_WARM_UP, for_s=0.0)
         pids, before = (server.pid, worker, os.getpid()), learning.num_trained
@@ -128,10 +128,10 @@ def _cpu_ms(server: EmbeddedRedis, client: redis.Redis, for_s: float) -> float:
 
 @contextmanager
 def _learning(server: EmbeddedRedis, client: redis.Redis, num_workers: int) -> Iterator[tuple[Learning, int]]:
-    """A learner, and the pid of its workers."""
+    """Yield a learner, and the pid of its workers."""
     client.flushall()
     learning = Learning(client, "speed", shape=_LARGE, groups_per_step=_GROUPS_PER_STEP, commit_every=_COMMIT_EVERY)
-    # One worker alone has as many groups at work as the plain writer sends at once, or it would wait for tickets.
+    # A single worker has as many groups in flight as the plain writer's batch, else it would wait for tickets.
     at_work = max(32, _GROUPS_PER_STEP // num_workers)
     team = Team(url=server.url, run="speed", shape=_LARGE, num_workers=num_workers, max_groups_in_flight=at_work)
     with in_background(answer_tickets, team) as pid:
@@ -139,7 +139,7 @@ def _learning(server: EmbeddedRedis, client: redis.Redis, num_workers: int) -> I
 
 
 class _PlainReader:
-    """Reads and trims as seldom as the learner commits."""
+    """Reads, and trims as rarely as the learner commits."""
 
     def __init__(self, client: redis.Redis) -> None:
         self._client = client
@@ -170,7 +170,7 @@ def _reclaiming(server: EmbeddedRedis, client: redis.Redis, *, num_rounds: int) 
 
 
 def _reclaim(server: EmbeddedRedis, client: redis.Redis, run: str) -> float:
-    """Seconds from the death of a worker that renewed its leases until another one has all its tickets."""
+    """Return the seconds from the death of a worker that was renewing its leases until another has all its tickets."""
     keys = Keys(run)
     learner = LearnerStream(client, keys, run_uid="bench", term=1, holder="bench", lease_s=600.0)
     learner.claim(config_json="{}", fingerprint=MODEL, wait_s=0.0)
@@ -179,7 +179,7 @@ def _reclaim(server: EmbeddedRedis, client: redis.Redis, run: str) -> float:
     team = Team(url=server.url, run=run, shape=_LARGE, lease_s=_LEASE_S, max_groups_in_flight=_RECLAIMED)
     with in_background(hold_tickets, team):
         _wait_for_leases(client, keys)
-        time.sleep(_LEASE_S)  # it renews several times, then it is killed
+        time.sleep(_LEASE_S)  # several renewals, then the kill
     return asyncio.run(_take_over(server.url, keys))
 
 

@@ -1,8 +1,8 @@
-"""TRL's RLOO trainer, fed with given samples: `python trl_steps.py TASK.json`, in TRL's own environment.
+"""TRL's RLOO trainer on given samples: `python trl_steps.py TASK.json`, in TRL's own environment.
 
-A line on stdin makes one learning step, whose seconds are a line on stdout: what the trainer does once it has samples
-(log-probs of the policy that sampled, rewards, advantages, loss, backward, clip) for all its micro-batches, and AdamW.
-Only where it would generate is it given the samples instead. Nothing here imports streamrl.
+Each line on stdin runs one learning step and prints its seconds as a line on stdout: all that the trainer does once it
+has samples (logprobs of the sampling policy, rewards, advantages, loss, backward, clip) for all its micro-batches, and
+AdamW. Only generation is replaced by the given samples. Imports nothing of streamrl.
 """
 
 import json
@@ -20,7 +20,7 @@ _MICRO_BATCH = 8  # sequences: TRL's own default
 
 
 class GivenSamples(trl.RLOOTrainer):
-    """The trainer, with samples that were made elsewhere."""
+    """The trainer, with samples generated elsewhere."""
 
     task: Any
 

@@ -1,10 +1,10 @@
-"""Where a learner's time at Redis goes: to groups that are not there yet, or to calls that are under way.
+"""Where a learner's Redis time goes: waiting for groups that do not exist yet, or calls in progress.
 
-    read asked ──── a group comes ──── it is here          nothing lay in the stream: starved until it came
-    came ── read asked ─────────────── it is here          a call like any other
+    read starts ──── a group arrives ──── read returns         the stream was empty: starved until the arrival
+    arrival ── read starts ────────────── read returns         an ordinary call
 
-When a group came, its entry's id says, in milliseconds of the server's clock, which must be ours; of a millisecond that
-is in doubt the learner was starved.
+The id of a group's entry tells when it arrived, in milliseconds of the server's clock, which must be ours; ambiguous
+milliseconds count as starved.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from streamrl.protocol.wire.ticket import Purpose, Ticket
 
 
 class TimedStream(LearnerStream):
-    """Adds up what the calls of a step and its commit take."""
+    """Adds up the time of a step's calls and its commit."""
 
-    calls_s = 0.0  # all of them, but for `starved_s`
-    starved_s = 0.0  # in reads, while nothing lay in the stream
+    calls_s = 0.0  # all but `starved_s`
+    starved_s = 0.0  # in reads, while the stream was empty
 
     def read(self, purpose: Purpose, *, after: str, count: int, block_ms: int) -> list[Entry]:
         asked = time.time()
@@ -57,7 +57,7 @@ class TimedStream(LearnerStream):
 
 
 def starved(asked: float, answered: float, found: Sequence[Entry]) -> float:
-    """Of a read between these times: seconds during which nothing lay in the stream."""
+    """Return the seconds of a read during which the stream was empty. `asked`, `answered`: when it began and ended."""
     if not found:
         return answered - asked
     milliseconds, _ = entry_order(found[0].id)

@@ -1,13 +1,13 @@
-"""What a hundred monitors, and their end by kill -9, do to the steps of a run.
+"""The effect of a hundred monitors, and of their death by kill -9, on a run's steps.
 
-    [first] ─► [second] ─► 100 monitors come ─► [watched] ─► kill -9 of all ─► [after]        a window of steps each
+    [first] ─► [second] ─► 100 monitors start ─► [watched] ─► kill -9 of all ─► [after]        a window of steps each
 
-Many short rounds tell more than a few long ones here: what else a machine does comes and goes within seconds.
-The run is saturated: simulated workers answer at once, and a step is nothing but its stream, so that what Redis does
-for others shows in it. A monitor is a process of its own that looks as `streamrl top` does, as the user that `streamrl
-redis acl` prints. Here they share two cores with the run, which elsewhere they do not: so they are nice, and `watched`
-says as much of this machine as of Redis. `second / first` is what the same windows differ by when nobody comes or goes,
-and the quartiles say how far rounds lie apart.
+Many short rounds are more informative than a few long ones: other load on the machine varies within seconds. The run is
+saturated: simulated workers answer at once, and a step is stream work only, so that it shows what Redis does for
+others. A monitor is a process that polls like `streamrl top`, as the user that `streamrl redis acl` prints. Here they
+share two cores with the run, which they normally do not: so they run at low priority, and `watched` reflects this
+machine as much as Redis. `second / first` is the variation without any monitors, and the quartiles show the spread of
+the rounds.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
         learning = Learning(client, _RUN, shape=_SHAPE, groups_per_step=_GROUPS_PER_STEP, commit_every=_COMMIT_EVERY)
         team = Team(url=server.url, run=_RUN, shape=_SHAPE, num_workers=_WORKERS)
         with in_background(answer_tickets, team):
-            _steps(learning)  # the first of a process are slower
+            _steps(learning)  # a process's first steps are slower
             rounds = [_round(learning, client, server.url, say) for _ in range(3 if quick else 30)]
     return _lines(rounds)
 
 
-Windows = dict[str, list[float]]  # seconds of each step, by window; and `looks` a second
+Windows = dict[str, list[float]]  # seconds of each step, by window; and `looks` per second
 
 
 def _round(learning: Learning, client: redis.Redis, url: str, say: Say) -> Windows:
@@ -84,7 +84,7 @@ def _round(learning: Learning, client: redis.Redis, url: str, say: Say) -> Windo
 
 
 def _steps(learning: Learning) -> list[float]:
-    """A window of them: what each took."""
+    """Return the seconds of each step in one window."""
     times = []
     until = time.perf_counter() + _WINDOW_S
     while (began := time.perf_counter()) < until:
@@ -95,7 +95,7 @@ def _steps(learning: Learning) -> list[float]:
 
 @contextmanager
 def _monitors(client: redis.Redis, url: str, learning: Learning) -> Iterator[list[BaseProcess]]:
-    """All of them, once they look."""
+    """Yield all monitors, once they are polling."""
     address = url.replace("unix://", f"unix://monitor:{_PASSWORD}@")
     processes = [_CONTEXT.Process(target=look_again_and_again, args=(address,), daemon=True) for _ in range(_MONITORS)]
     try:
@@ -114,7 +114,7 @@ def _monitors(client: redis.Redis, url: str, learning: Learning) -> Iterator[lis
 
 
 def look_again_and_again(url: str) -> None:
-    """Until its process is ended."""
+    """Poll until the process is killed."""
     os.nice(_NICEST)
     with connect(url, schema.Redis()) as client:
         watcher = Watcher(client, Keys(_RUN), server="the bench's")
@@ -125,7 +125,7 @@ def look_again_and_again(url: str) -> None:
 
 
 def _num_looks(client: redis.Redis) -> int:
-    """Each asks for the time once, and nobody else does."""
+    """Count polls by Redis's TIME calls: each poll makes one, and nothing else does."""
     return int(client.info("commandstats").get("cmdstat_time", {"calls": 0})["calls"])
 
 

@@ -1,10 +1,10 @@
-"""Versioned weights: how small deltas are, how fast, what they cost learner and engine; and no wrong one is served.
+"""Versioned weights: size and speed of deltas, their cost to learner and engine; and no corrupt version is served.
 
     real Adam steps ─► bf16 states ─► encode ─► store ─► mirror in shared memory: patch, verify
                                                                                  (and on into vLLM: `serving`)
 
-The figures of encode and patch are those of one core, of encoder and mirror alone: the store is in memory. Who comes
-late takes everything out of Redis, with all cores. A quick answer has no engine in it, which alone takes a minute.
+The figures of encode and patch are for one core, with encoder and mirror alone: the store is in memory. The late joiner
+reads everything from Redis, with all cores. A quick run leaves out the engine, which alone takes a minute.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
 
 
 def _trained(lr: float, *, quick: bool, say: Say) -> tuple[list[State], list[TensorMeta]]:
-    """The states after the last steps."""
-    from bench.training import bits_of, make_model, tensors_of, train  # torch: only when it is trained
+    """Return the states after the last steps."""
+    from bench.training import bits_of, make_model, tensors_of, train  # imports torch
 
     num_steps, num_kept = (6, 4) if quick else (30, 8)
     model = make_model(quick=quick)
@@ -73,26 +73,26 @@ def _trained(lr: float, *, quick: bool, say: Say) -> tuple[list[State], list[Ten
 
 
 def _steps(*, quick: bool, say: Say) -> list[Line]:
-    from bench.publish_steps import bench_steps  # torch
+    from bench.publish_steps import bench_steps  # imports torch
 
     return bench_steps(quick=quick, say=say)
 
 
 def _serving(*, say: Say) -> list[Line]:
-    from bench.serving import bench_serving  # vLLM
+    from bench.serving import bench_serving  # imports vLLM
 
     with scratch_folder(in_memory=True) as shared:
         return bench_serving(shared=shared, num_rounds=4, say=say)
 
 
 def _in_place(*, say: Say) -> list[Line]:
-    from bench.in_place import bench_in_place  # vLLM, in processes of its own
+    from bench.in_place import bench_in_place  # runs vLLM in its own processes
 
     return bench_in_place(say=say)
 
 
 def _size(lr: float, states: list[State]) -> list[Line]:
-    """Of the last step's delta."""
+    """Report the size of the last step's delta."""
     old, new = states[-2:]
     tensors = [TensorMeta(name=name, dtype="bfloat16", shape=bits.shape) for name, bits in new.items()]
     publishing = Publishing(tensors, MemoryStore())
@@ -147,14 +147,14 @@ def _speed(states: list[State], tensors: list[TensorMeta], *, say: Say) -> list[
 
 
 class _Turn:
-    """Each step's delta encoded and patched, and as many bytes copied; all in GB of model a second."""
+    """Encodes and patches each step's delta, and copies as many bytes; all in GB of model per second."""
 
     def __init__(self, publishing: Publishing, mirror: Mirror, states: list[State]) -> None:
         self._publishing, self._mirror = publishing, mirror
         self._left = iter(states)
         self._gigabytes = _num_bytes(states[0]) / 1e9
         self._source = np.concatenate(list(states[0].values()))
-        self._target = np.zeros_like(self._source)  # written to once: no page is missing later
+        self._target = np.zeros_like(self._source)  # already written to, so that its pages exist
         self._shard: EncodedShard | None = None
 
     def copy(self) -> float:
@@ -178,8 +178,7 @@ class _Turn:
 
 
 def _late_joiner(states: list[State], tensors: list[TensorMeta], *, quick: bool) -> list[Line]:
-    """Its way, where it is longest, against an anchor of the newest state itself; both through the store that runs
-    have by default."""
+    """Time a late joiner's longest path against an anchor of the newest state; both through the default store."""
     with (
         scratch_folder() as folder,
         EmbeddedRedis.start(folder) as server,
@@ -211,7 +210,7 @@ def _late_joiner(states: list[State], tensors: list[TensorMeta], *, quick: bool)
 
 
 def _publish_many(publishing: Publishing, states: list[State]) -> tuple[Manifest, Manifest, Manifest]:
-    """The oldest version, the last one before an anchor comes, and an anchor with its state."""
+    """Return the oldest version, the last one before a new anchor, and an anchor with its state."""
     settings = schema.Weights()
     pace = AnchorPace(every=settings.anchor_every, share=settings.anchor_share)
     rng = np.random.default_rng(0)
@@ -225,13 +224,13 @@ def _publish_many(publishing: Publishing, states: list[State]) -> tuple[Manifest
 
 
 def _distance(publishing: Publishing) -> float:
-    """Between the last two anchors of the chain."""
+    """Return the number of versions between the last two anchors."""
     anchors = [number for number, one in enumerate(publishing.manifests.values()) if one.as_anchor() is not None]
     return anchors[-2] - anchors[-3]
 
 
 def _nudged(bits: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
-    """About this share of the elements one step up or down, as an optimizer's small step does it."""
+    """Move about this share of the elements one step up or down, like an optimizer's small step."""
     count = rng.poisson(share * len(bits))
     moved = bits.copy()
     moved[rng.integers(0, len(bits), count)] += rng.choice(np.array([1, 0xFFFF], dtype=np.uint16), count)

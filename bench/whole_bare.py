@@ -1,6 +1,6 @@
-"""The least that a run's tokens need: vLLM alone for those that are made, plain passes for those that are trained.
+"""The minimum that a run's tokens need: vLLM alone for generated tokens, plain passes for trained ones.
 
-Both are warm when they are measured, and have as much at once as the run gives them.
+Both are warmed up, and process as much at once as in the run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROUNDS = 3
 
 
 class Cost(NamedTuple):
-    """Of a token."""
+    """Cost per token."""
 
     cpu_s: float
     wall_s: float
@@ -33,7 +33,7 @@ class Bare:
 
 
 def bare(config: schema.Config, size: str, *, answer: float) -> Bare:
-    """Of a model of this size, as this configuration asks for it; `answer`: how long the run's were."""
+    """Measure a model of this size under this configuration; `answer`: the mean answer length of the run."""
     return Bare(made=asyncio.run(_made(config)), trained=_trained(config, size, answer))
 
 
@@ -81,7 +81,7 @@ def _trained(config: schema.Config, size: str, answer: float) -> Cost:
     shape = SIZES[size]
     fixed = shape.vocabulary > 64
     spread = 0.0 if fixed else 0.9
-    middle = int(answer if fixed else answer / 1.5)  # of a log-normal of that spread, by its mean
+    middle = int(answer if fixed else answer / 1.5)  # median of a log-normal of that spread, from its mean
     lengths = Lengths(
         prompt=(PROMPT_TOKENS, PROMPT_TOKENS + 1), median=middle, spread=spread, longest=config.sampling.max_tokens
     )

@@ -1,7 +1,7 @@
-"""Models and prompts for whole runs: random models that learn nothing of use, but cost what real ones cost.
+"""Models and prompts for whole runs: random models that learn nothing useful, but cost as much as real ones.
 
-Of 64 tokens each is about equally likely, the end among them, so answers are some 64 long; of 49,152 none ever is the
-end, and answers are as long as they may be.
+With 64 tokens, end token included, all are about equally likely, so answers average 64 tokens; with 49,152 tokens the
+end token never comes, and answers have maximum length.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUM_PROMPTS = 4000
 SIZES: Mapping[str, Size] = {
     "0.7M": Size(vocabulary=64, hidden=128, intermediate=512, layers=4, heads=2, kv_heads=2),
     "25M": Size(vocabulary=64, hidden=512, intermediate=1408, layers=8, heads=8, kv_heads=8),
-    "136M": Size(vocabulary=49_152, hidden=576, intermediate=1536, layers=30, heads=9, kv_heads=3),  # as SmolLM2's
+    "136M": Size(vocabulary=49_152, hidden=576, intermediate=1536, layers=30, heads=9, kv_heads=3),  # SmolLM2's shape
 }
 
 

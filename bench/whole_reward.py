@@ -1,4 +1,4 @@
-"""The reward of whole runs. Python's own library alone: TRL imports this file in an environment of its own."""
+"""The reward of whole runs. Uses only the standard library, since TRL imports this file in its own environment."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from typing import Any
 
 
 def reward(prompt: str, completion: str, token_ids: Sequence[int], fields: Mapping[str, Any]) -> float:
-    """The share of even tokens: it differs from answer to answer, and costs nothing."""
+    """Return the fraction of even tokens: it varies between answers, and costs nothing."""
     return sum(token % 2 == 0 for token in token_ids) / max(1, len(token_ids))

@@ -1,7 +1,7 @@
-"""TRL's RLOO trainer on the same model and prompts: what a few of its steps took of the cores.
+"""TRL's RLOO trainer on the same model and prompts: core-seconds of a few of its steps.
 
-Its settings are those with which it is fastest on two cores (`bench.peers_trl_side`). Counted as the run is: from the
-moment when its first sample may be asked for to the end of its last step, start-up left out.
+Uses TRL's fastest settings for two cores (`bench.peers_trl_side`). Counted like the run: from the moment the first
+sample can be requested to the end of the last step, without start-up.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class TrlRan:
     seconds: float
     core_s: float
     made: int  # tokens
-    trained: int  # tokens, prompts among them and padding not
+    trained: int  # tokens, prompts included and padding excluded
 
 
 def run_trl(python: Path, terms: Terms, *, bf16: bool, prompt_tokens: int, prompts: Path, folder: Path) -> TrlRan:
-    """`terms.max_steps` of its steps."""
+    """Run `terms.max_steps` steps."""
     folder.mkdir()
     process = Process(trl_command(python, replace(BEST, bf16=bf16), terms, prompts, folder, seed=0))
     try:
@@ -45,11 +45,11 @@ def run_trl(python: Path, terms: Terms, *, bf16: bool, prompt_tokens: int, promp
 
 
 def _watched(process: Process, folder: Path, terms: Terms) -> tuple[float, Curve]:
-    """Core-seconds from its beginning to its last step, and its steps."""
+    """Return the core-seconds from its beginning to its last step, and its steps."""
     spent, ends = Spent(os.getpid()), time.time() + _LIMIT_S
     before: float | None = None
     while time.time() < ends:
-        code = process.poll()  # before its file is read: what it wrote before it ended counts
+        code = process.poll()  # before reading its file, to include what it wrote last
         now, curve = sum(spent.look().values()), read_trl(folder)
         if before is None and curve.began is not None:
             before = now

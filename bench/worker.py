@@ -1,11 +1,11 @@
-"""The whole path of a worker against vLLM itself: tokens a second from tickets to delivered groups, over bare AsyncLLM.
+"""A worker's full path against vLLM itself: tokens per second from tickets to delivered groups, over bare AsyncLLM.
 
     tickets ─► Redis ─► rollout ─► vLLM ─► a reward function, in its child process ─► group ─► Redis
-    prompts ──────────────────────► the same vLLM, all requests at once, nothing done with what comes out
+    prompts ──────────────────────► the same vLLM, all requests at once, outputs discarded
 
-One AsyncLLM serves both, by turns, with the same prompts, sampling and places. With updates, a new version is announced
-every two seconds (encoded beforehand: that is the learner's work), fetched from Redis, patched, loaded and proved.
-Blocks on vLLM's start, once a model.
+One AsyncLLM serves both, in turns, with the same prompts, sampling and slots. With updates, a new version is announced
+every two seconds (encoded beforehand, since that is the learner's work), fetched from Redis, patched, loaded and
+proved. Blocks on vLLM's start, once per model.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _REWARD_OPTIONS: dict[str, str | int | float | bool] = {"free_tokens": 64, "max_
 
 
 def bench(*, quick: bool, say: Say) -> list[Line]:
-    from bench.worker_model import MIDDLE, SMALL  # torch: only when it is asked
+    from bench.worker_model import MIDDLE, SMALL  # imports torch
 
     with scratch_folder() as folder, environment_as_it_was():
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -86,7 +86,7 @@ async def _measure(size: Size, folder: Path, *, num_groups: int, num_rounds: int
     num_parameters = write_model(folder / "model", size)
     say(f"{size.name}: starting vLLM with {num_parameters / 1e6:.2f} million parameters")
     async with _opened(folder) as scene:
-        await scene.bare(num_groups // 4)  # until the connections are open and the code is warm
+        await scene.bare(num_groups // 4)  # warms up connections and code
         await scene.worker(num_groups // 4)
         rounds: list[dict[str, float]] = []
         for number in range(num_rounds):
@@ -160,7 +160,7 @@ def _config(model: Path) -> schema.Config:
 
 
 class _Versions:
-    """An anchor, announced, and deltas that the store holds already and that are announced one by one."""
+    """An announced anchor, and deltas that are already stored and get announced one by one."""
 
     def __init__(self, model: Path, store: BlobStore) -> None:
         from bench.worker_model import after_a_step, read_state
@@ -185,7 +185,7 @@ class _Versions:
 
 
 class _Scene:
-    """A worker at work on a run in Redis, and its engine within reach."""
+    """A worker on a run in Redis, with access to its engine."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class _Scene:
         self._num_requests = self._num_issued = 0
 
     async def bare(self, num_groups: int) -> float:
-        """Tokens a second of vLLM alone."""
+        """Return tokens per second of vLLM alone."""
         llm, params = self._engine.bare(), self._engine.sampling_params(self._sampling)
         prompts = [ticket.token_ids.tolist() for ticket in self._tickets(num_groups) for _ in range(_NUM_SAMPLES)]
 
@@ -217,7 +217,7 @@ class _Scene:
         return num_tokens / (time.perf_counter() - began)
 
     async def worker(self, num_groups: int) -> float:
-        """Tokens a second from the first ticket's issue to the last group's delivery."""
+        """Return tokens per second, from issuing the first ticket to delivering the last group."""
         tickets = self._tickets(num_groups)
         tokens_before = self._engine.stats().num_made
         began = time.perf_counter()
@@ -227,7 +227,7 @@ class _Scene:
         return (self._engine.stats().num_made - tokens_before) / (time.perf_counter() - began)
 
     def _await_groups(self) -> None:
-        """Looks at no more than how many there are: reading them is the learner's work."""
+        """Wait for the groups by counting them: reading them is the learner's work."""
         deadline = time.monotonic() + _DELIVERY_TIMEOUT_S
         while self._client.xlen(self._groups) < self._num_issued:
             assert time.monotonic() < deadline, "the worker did not deliver"

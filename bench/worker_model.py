@@ -1,7 +1,6 @@
-"""Random language models of given sizes, whose answers end by themselves at long-tailed lengths, as a learner publishes
-them.
+"""Random language models of given sizes, published as by a learner, whose answers end at long-tailed lengths.
 
-All 64 tokens are about equally likely, the end token among them: lengths are geometric, about 64 tokens on average.
+All 64 tokens, end token included, are about equally likely: lengths are geometric, about 64 tokens on average.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ MIDDLE = Size(name="25M", hidden=512, layers=8)
 
 
 def write_model(folder: Path, size: Size) -> int:
-    """As a folder that engines load; its number of parameters."""
+    """Write a folder that engines can load; return the number of parameters."""
     tokenizer = make_tokenizer()
     config = transformers.Qwen2Config(
         vocab_size=VOCABULARY,
@@ -63,13 +62,13 @@ def read_state(folder: Path) -> tuple[list[TensorMeta], State]:
 
 
 def after_a_step(state: State, number: int) -> State:
-    """A few of a hundred elements move to a neighbour, others at each step."""
+    """Move a few percent of the elements to a neighbouring value, different ones at each step."""
     rng = np.random.default_rng(number)
     return {name: bits ^ (rng.random(len(bits)) < 0.05).astype(bits.dtype) for name, bits in state.items()}
 
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """A byte-level BPE without merges: AutoTokenizer keeps this form as it is."""
+    """Return a byte-level BPE tokenizer without merges, since AutoTokenizer preserves it."""
     tokens = [_PAD, _END, *(chr(33 + number) for number in range(VOCABULARY - 2))]
     tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -1,5 +1,5 @@
-"""vLLM's build for CPUs: whether it is installed, and in which environment a process imports it from which others, its
-engine too, are forked. Imports neither vLLM nor torch.
+"""Detects vLLM's CPU build, and returns the environment for a process that imports it and forks others, including
+engines. Imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _PRELOAD = "LD_PRELOAD"
 
 
 def is_cpu_build() -> bool:
-    """As vLLM finds it out, without an import of vLLM."""
+    """Decide as vLLM does, without importing it."""
     try:
         return "cpu" in version("vllm")
     except PackageNotFoundError:
@@ -22,7 +22,7 @@ def is_cpu_build() -> bool:
 
 
 def environment_of_import(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What is read as the process begins, and as torch and vLLM are imported: that is over when an engine is forked."""
+    """Return variables read at process start or at the import of torch and vLLM, which a forked engine cannot set."""
     wanted = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     before = environment.get(_PRELOAD, "")
     if (library := _openmp()) is not None and "gomp" not in before:
@@ -31,7 +31,7 @@ def environment_of_import(environment: Mapping[str, str] = os.environ) -> dict[s
 
 
 def _openmp() -> Path | None:
-    """torch's, which vLLM loads before anything else, so that threads which are bound to cores find theirs."""
+    """Return torch's OpenMP library. vLLM loads it before anything else, so that threads bound to cores use it."""
     torch = find_spec("torch")
     roots = [Path(root) for root in (torch.submodule_search_locations or ())] if torch else []
     found = [

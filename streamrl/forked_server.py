@@ -1,8 +1,8 @@
-"""multiprocessing's fork server as a fork of this process, which has imported already what the server would import.
+"""Runs multiprocessing's fork server as a fork of this process, which has already imported what the server needs.
 
-By itself it is a program of its own, and begins with all its imports. As a fork it has of this process the modules and
-the standard streams alone: no other file, no handler of a signal. Only for a process of one thread: what others hold,
-such as a lock, a fork would keep for ever.
+By default the server is a new program that repeats all imports. As a fork it inherits only this process's modules and
+standard streams: no other files, no signal handlers. Only for a process with one thread: a lock held by another thread
+would stay locked forever in the fork.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _STANDARD_STREAMS = (0, 1, 2)
 
 
 def has_one_thread() -> bool:
-    """By the kernel's count, with those that Python does not know. Where that is not told: False."""
+    """Return whether the kernel counts one thread, including those unknown to Python; False if it does not say."""
     return _THREADS.is_dir() and len(list(_THREADS.iterdir())) == 1
 
 
 @contextmanager
 def forking_server() -> Iterator[None]:
-    """Inside the context `multiprocessing.forkserver.ensure_running` forks."""
-    multiprocessing.resource_tracker.ensure_running()  # which it would begin, too: a program all the same
+    """Make `multiprocessing.forkserver.ensure_running` fork, inside this context."""
+    multiprocessing.resource_tracker.ensure_running()  # otherwise ensure_running starts it, and it must stay a program
     theirs = multiprocessing.util.spawnv_passfds
     multiprocessing.util.spawnv_passfds = _fork
     try:
@@ -41,7 +41,7 @@ def forking_server() -> Iterator[None]:
 
 
 def _fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
-    """In place of a program at `path`, `python -c CODE`, which inherits these files."""
+    """Replace spawning `path` with `python -c CODE`; the child inherits these files."""
     pid = os.fork()
     if pid == 0:
         _become(args[-1], passfds)
@@ -55,17 +55,17 @@ def _become(code: str, descriptors: Sequence[int]) -> NoReturn:
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
-        # What is due at the end of this process's parent is not due here, nor when these are forgotten.
+        # The parent's finalizers must not run here, neither at exit nor through garbage collection.
         not_ours = list(multiprocessing.util._finalizer_registry.values())  # type: ignore[attr-defined]
         multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
         _close_all_but({*_STANDARD_STREAMS, *descriptors})
-        # As it is in a program that begins: here it is locked, since this process is in the midst of starting a server.
+        # Reset to the state of a new program: the inherited object is locked, since the parent is starting a server.
         multiprocessing.forkserver._forkserver.__init__()  # type: ignore[misc]
-        exec(code, {"__name__": "__main__", "not_ours": not_ours})  # the standard library's own words
+        exec(code, {"__name__": "__main__", "not_ours": not_ours})  # `code` comes from the standard library
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 0
-    except Exception:  # noqa: BLE001 - the edge of a process: what is behind it is another's
+    except Exception:  # noqa: BLE001 - the edge of a process: no caller remains
         traceback.print_exc()
     finally:
         sys.stderr.flush()
@@ -77,5 +77,5 @@ def _close_all_but(kept: set[int]) -> None:
         if descriptor not in kept:
             try:
                 os.close(descriptor)
-            except OSError:  # that of the listing itself
+            except OSError:  # the descriptor of the listing itself
                 continue

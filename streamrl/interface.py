@@ -33,7 +33,7 @@ def gloo_towards(endpoint: str, environment: Mapping[str, str] = os.environ) -> 
 
 
 def gloo_from(own: str, environment: Mapping[str, str] = os.environ) -> Mapping[str, str]:
-    """For ranks whose hosts are known to reach each other from this address of ours."""
+    """Return the variable for ranks on hosts that reach each other through this address of ours."""
     mine = ipaddress.ip_address(own.partition("%")[0])
     name = None if GLOO in environment or mine.is_loopback else interface_of(mine)
     return {} if name is None else {GLOO: name}

@@ -1,4 +1,4 @@
-"""A further host of an engine, put together of its parts, as `streamrl worker --join` begins it: `hosts.further`."""
+"""Assembles a further host of an engine (`hosts.further`), for `streamrl worker --join`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def serve_ranks(
     progress: Progress,
     stop: asyncio.Event,
 ) -> None:
-    """Returns when told to stop, by a signal or by the first host, or when the run has ended."""
+    """Serve ranks until stopped by a signal or by the first host, or until the run ends."""
     assert options.join is not None, "a further host knows its first one"
     worker = config.worker
     if worker.hosts == 1:

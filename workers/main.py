@@ -150,7 +150,7 @@ def _run(options: Options) -> int:
 def _leave(code: int) -> NoReturn:
     """Exit without waiting for threads, as sys.exit would: one may still be starting an engine or waiting for a dead
     server, and take long to notice that it is no longer needed."""
-    for child in multiprocessing.active_children():  # of an engine that has not started far enough to be stopped
+    for child in multiprocessing.active_children():  # of an engine that failed too early in its start to be stopped
         child.kill()
     logging.shutdown()
     sys.stderr.flush()

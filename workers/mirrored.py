@@ -1,4 +1,4 @@
-"""A worker's mirror of the weights, with all that fills it: its folder, the store, what hosts fetch for each other."""
+"""Opens a worker's mirror of the weights and its sources: the folder, the store, and sharing between hosts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from streamrl.workers.sharing.opening import open_sharing
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mirrored:
     mirror: Mirror
-    reading: Callable[[Sequence[Manifest]], Blobs]  # where blobs of these versions come from
+    reading: Callable[[Sequence[Manifest]], Blobs]  # where to read blobs of these versions from
 
 
 @contextlib.asynccontextmanager

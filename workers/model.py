@@ -1,4 +1,4 @@
-"""The model of a run as a worker has it, or a further host of its engine: allowed here, and the run's own."""
+"""Finds the model for a worker or a further host, checking that it is permitted and matches the run's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from streamrl.workers.engines.model import ModelFacts, read_model
 async def find_model(
     config: schema.Config, info: RunInfo, *, override: str | None, permissions: Permissions, progress: Progress
 ) -> ModelFacts:
-    """`override`: folder or hub name, instead of what the run says."""
+    """Read the model's facts. `override`: folder or hub name that replaces the run's. ConfigError if they differ."""
     path = allowed_model(config.model.path, override=override, permissions=permissions)
     progress.working("load the tokenizer")
     model = await asyncio.to_thread(read_model, path, trust_remote_code=permissions.trust_remote_code)

@@ -1,10 +1,10 @@
-"""A worker's life: find the run, check what it may use, start the engine, work, leave.
+"""A worker's lifecycle: find the run, check permissions, start the engine, work, leave.
 
     wait for the run ─► permissions, model, rewards ─► engines, one after the other (`workers.supervise`) ─► leave
 
-Ends with 0 by returning, else by the error that ended it. What must be there is waited for with a bound; a word to stop
-is heard in every one of these waits, and what does not hear it, such as a call to a Redis that hangs, does not hold the
-worker for longer than its grace and `_LAST_S`.
+Returns normally, or raises the error that ended the worker. Every wait for a dependency is bounded and ends early on a
+stop request. Anything that ignores the stop, such as a hanging Redis call, holds the worker for at most its grace
+period plus `_LAST_S`.
 """
 
 from __future__ import annotations
@@ -53,39 +53,39 @@ from streamrl.workers.weights import Patience, WeightFollower
 
 log = structlog.get_logger(__name__)
 
-_FIRST_LEASE_S = 60.0  # none is taken before the run has said how long they are
-_LAST_S = 2.5  # beyond the grace, for handing tickets back and ending the engine
+_FIRST_LEASE_S = 60.0  # placeholder: no lease is taken before the run's `lease_s` is known
+_LAST_S = 2.5  # beyond the grace period, for handing tickets back and ending the engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The worker's command line."""
+    """The worker's command-line options."""
 
     redis_url: str
     run: str
-    worker: str  # this worker's alone
+    worker: str  # unique to this worker
     permissions: Permissions
-    model: str | None = None  # instead of the run's
-    join: str | None = None  # HOST:PORT of the first host of an engine, of which this is a further one
-    hosts: str = "0.0.0.0:9600"  # HOST:PORT that further hosts of its engine join at, if the run has any
+    model: str | None = None  # overrides the run's
+    join: str | None = None  # HOST:PORT of an engine's first host, to join it as a further host
+    hosts: str = "0.0.0.0:9600"  # HOST:PORT where further hosts join its engine, if the run has any
     local_reward_url: str | None = None
-    http: str | None = None  # HOST:PORT to answer probes and metrics on
-    sessions: str = "127.0.0.1:0"  # HOST:PORT that agents ask the model at
-    peers: str | None = None  # HOST:PORT that workers of other hosts ask for weights at
-    gpu_memory: float | None = None  # share of its GPUs' memory that its engine may take
-    import_vllm: bool = False  # while the run is waited for
+    http: str | None = None  # HOST:PORT to serve probes and metrics on
+    sessions: str = "127.0.0.1:0"  # HOST:PORT where agents call the model
+    peers: str | None = None  # HOST:PORT where workers on other hosts fetch weights
+    gpu_memory: float | None = None  # fraction of its GPUs' memory for its engine
+    import_vllm: bool = False  # while waiting for the run
 
 
 @dataclass(slots=True)
 class _Grace:
-    """How long a worker that is told to stop may go on: not at all, before it knows its run."""
+    """How long a stopped worker may continue; 0 until it knows its run."""
 
     seconds: float = 0.0
 
 
 async def serve(options: Options, stop: asyncio.Event, *, leave: Callable[[int], NoReturn]) -> None:
-    """Returns when told to stop, or when the run has ended or was removed. `leave` ends the process at once: where the
-    word to stop was not followed in time."""
+    """Run until stopped, or until the run has ended or was removed. `leave` ends the process at once; it is called if
+    the worker does not stop in time."""
     need("a worker", "torch", "transformers", extra="worker-cpu", or_extra="worker-gpu")
     grace = _Grace()
     await run_beside(_serve(options, stop, grace), {"leave in time": _leave_in_time(stop, grace, leave)})
@@ -109,7 +109,7 @@ async def _serve(options: Options, stop: asyncio.Event, grace: _Grace) -> None:
         return
     async with contextlib.AsyncExitStack() as ending:
         if options.http is not None:
-            from streamrl.workers.http import serving  # starlette and uvicorn: only where asked for
+            from streamrl.workers.http import serving  # imports starlette and uvicorn
 
             at = parse_address(options.http, what="--http")
             where = await ending.enter_async_context(serving(health, at))
@@ -139,7 +139,8 @@ async def _serve(options: Options, stop: asyncio.Event, grace: _Grace) -> None:
 
 @contextlib.asynccontextmanager
 async def _importing(options: Options) -> AsyncIterator[asyncio.Task[None]]:
-    """One import at a time: what two threads import of the same packages, each may find half made."""
+    """Import vLLM in a task. Nothing else may import the same packages meanwhile: two threads can each see a partially
+    initialised module."""
     if options.import_vllm:
         from streamrl.workers.engines.vllm_start import import_front_end
 
@@ -158,7 +159,8 @@ class _ToldToStop(Exception):
 
 
 def _await_server(url: str, stop: asyncio.Event) -> None:
-    """It may be away, or come later than its workers: an exit code of 2, which nobody restarts, would be wrong."""
+    """Wait for Redis, which may be down or start after its workers. Exiting with code 2, which no supervisor restarts,
+    would be wrong."""
     num_failures = 0
 
     def note(why: str) -> None:
@@ -175,7 +177,7 @@ def _await_server(url: str, stop: asyncio.Event) -> None:
 
 
 class _Service:
-    """A worker of a run that is known."""
+    """A worker whose run is known."""
 
     def __init__(self, options: Options, keys: Keys, config: schema.Config, info: RunInfo, health: Health) -> None:
         self._options = options
@@ -241,7 +243,7 @@ class _Service:
         settings = self._config.teacher
         if settings is None or not settings.urls:
             return None
-        from streamrl.workers.rewards.teacher import build_teacher  # httpx only where it is needed
+        from streamrl.workers.rewards.teacher import build_teacher  # imports httpx
 
         config = self._config
         longest = config.data.max_prompt_tokens + config.max_response_tokens
@@ -250,7 +252,7 @@ class _Service:
 
     @contextlib.asynccontextmanager
     async def _hosts(self, stream: WorkerStream) -> AsyncIterator[Hosts | None]:
-        """Those that its engine has besides ours."""
+        """Yield the further hosts of this worker's engine, if any."""
         worker = self._config.worker
         if worker.hosts == 1:
             yield None
@@ -309,6 +311,6 @@ class _Service:
 
 
 def _engine_seed(run_seed: int, worker: str, engine: int) -> int:
-    """Its own for each worker and each of its engines: the same prompt must not bring the same samples twice."""
+    """Return a seed unique to each worker and each of its engines, so that no two generate the same samples."""
     digest = hashlib.sha256(f"{run_seed}/{worker}/{engine}".encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1

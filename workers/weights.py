@@ -1,13 +1,13 @@
-"""From the learner's announcements to an engine that serves them.
+"""Follows the learner's announcements and loads new versions into the engine.
 
-    announcement ─► manifests: the way of the fewest bytes ─► fetch and patch, in a thread ─► load ─► serving ─► proved
-                                       (generation goes on; it pauses for the load alone)
+    announcement ─► manifests: cheapest path in bytes ─► fetch and patch, in a thread ─► load ─► served ─► proved
+                                   (generation goes on; only the load pauses it)
 
-The newest version wins: those announced while another was on its way are passed over. What fails to arrive whole is
-tried again with the newest announcement, paced, for `give_up_after_s` at most; meanwhile the engine serves what it has.
-A version is served once it is loaded, and proved once what the engine computes with was held against the mirror (see
-`proving`); until then what it made must not leave the worker. LoadRejected: they differ, and what the engine holds is
-of no use to anybody.
+The newest version wins: versions announced while another was on its way are skipped. Incomplete or corrupt data is
+fetched again from the newest announcement, with backoff, for at most `give_up_after_s`; meanwhile the engine serves the
+version it has. A version is served once loaded, and proved once the engine's weights were compared to the mirror (see
+`proving`); until then its samples must not leave the worker. LoadRejected: they differ, and the engine's weights are
+unusable.
 """
 
 from __future__ import annotations
@@ -42,36 +42,36 @@ _LONGEST_PAUSE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    look_again_s: float = 1.0  # for an announcement that woke nobody
-    give_up_after_s: float  # of failing in a row to get a version that was announced
-    first_version_s: float  # for the learner to announce anything at all
+    look_again_s: float = 1.0  # poll interval, for a missed wake-up
+    give_up_after_s: float  # of consecutive failures to fetch an announced version
+    first_version_s: float  # for the learner's first announcement
 
 
 class WeightFollower:
-    """`workers.roles.Weights`; owns the mirror and the thread that patches it."""
+    """Implements `workers.roles.Weights`; owns the mirror and the thread that patches it."""
 
     def __init__(
         self,
         *,
         announcements: Announcements,
-        reading: Callable[[Sequence[Manifest]], Blobs],  # where blobs of these versions come from
+        reading: Callable[[Sequence[Manifest]], Blobs],  # where to read blobs of these versions from
         mirror: Mirror,
-        prover: Prover | None,  # None: what is served is proved by digests alone
+        prover: Prover | None,  # None: versions are verified by digests alone
         progress: Progress,
         patience: Patience,
-        kv_cache: KvCache = "salt",  # what a load does with keys and values of older versions
-        further: FurtherMirrors | None = None,  # of an engine over several hosts
+        kv_cache: KvCache = "salt",  # what a load does with the KV cache of older versions
+        further: FurtherMirrors | None = None,  # set for an engine over several hosts
     ) -> None:
-        self.version = 0  # what the engine serves; 0: nothing yet
+        self.version = 0  # served by the engine; 0: none yet
         self.attempted = self.num_proved = self.proved_version = 0
         self._announcements = announcements
         self._reading = reading
         self._mirror = mirror
-        self._held: Manifest | None = None  # of what the mirror holds
-        self._changed: Changed | None = None  # in it, since the version that the engine serves
+        self._held: Manifest | None = None  # manifest of the mirror's version
+        self._changed: Changed | None = None  # delta of the mirror since the version that the engine serves
         self._kv_cache = kv_cache
         self._prover = prover
-        self._rehearsed: Engine | None = None  # the engine that took in a decoy last
+        self._rehearsed: Engine | None = None  # the last engine that loaded a decoy
         self._distrusted = self._further_distrusted = False
         self._further = further
         self._progress = progress
@@ -82,7 +82,7 @@ class WeightFollower:
         self._num_loads = self._num_loads_in_flight = 0
 
     async def follow(self, engine: Engine) -> None:
-        if self._patching is not None:  # begun for an engine before this one, which died meanwhile
+        if self._patching is not None:  # started for a previous engine, which has died
             await asyncio.wait([self._patching])
         if self._distrusted:
             self._mirror.close()
@@ -114,12 +114,12 @@ class WeightFollower:
             await self._announcements.beyond(version, within_s=self._patience.look_again_s)
 
     def close(self) -> None:
-        """The mirror's file goes; a patch that still runs in the thread ends by itself."""
+        """Remove the mirror's file. A patch still running in the thread ends by itself."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._mirror.close()
 
     async def _next_announcement(self) -> Announcement:
-        """One that the engine does not serve yet."""
+        """Wait for a version newer than the engine's."""
         limit_s = None if self.version else self._patience.first_version_s
         try:
             async with asyncio.timeout(limit_s):
@@ -128,7 +128,7 @@ class WeightFollower:
             raise WeightsError(f"the learner announced no weights within {limit_s:g} s") from None
 
     async def _fetch(self, announcement: Announcement) -> None:
-        """Bring the mirror, and those of further hosts, to this version or, where that fails, to a newer one."""
+        """Bring all mirrors, including those on further hosts, to this version or, if that fails, to a newer one."""
         began = time.monotonic()
         deadline = began + self._patience.give_up_after_s
         pause_s = _FIRST_PAUSE_S
@@ -137,7 +137,7 @@ class WeightFollower:
                 await self._bring(announcement)
             except RunGone:
                 raise
-            except (WeightsError, TransportError) as error:  # lost or damaged, or a store that is away for now
+            except (WeightsError, TransportError) as error:  # data lost or damaged, or the store is unavailable
                 if time.monotonic() > deadline:
                     raise
                 log.warning("version_not_fetched", version=show(announcement.version), error=str(error))
@@ -149,8 +149,8 @@ class WeightFollower:
             announcement = await self._announcements.latest(anew=True) or announcement
 
     async def _bring(self, announcement: Announcement) -> None:
-        """All hosts at once, so that each has from the others what it lacks; and all to their ends, since a mirror that
-        is still being patched is no place to begin from."""
+        """Update all hosts at once, so that they can fetch missing data from each other. Wait for all of them, since
+        no retry may start on a mirror that is still being patched."""
         hosts = []
         if self._mirror.version < announcement.version:
             hosts.append(self._patch(announcement))
@@ -181,7 +181,7 @@ class WeightFollower:
             self._held, self._changed = target, self._mirror.changed(since=self.version)
 
         self._patching = asyncio.get_running_loop().run_in_executor(self._thread, patch)
-        await asyncio.shield(self._patching)  # a cancelled wait leaves the thread at work; `follow` waits for it
+        await asyncio.shield(self._patching)  # cancellation leaves the thread running; `follow` waits for it
 
     async def _load(self, engine: Engine) -> None:
         manifest = self._held
@@ -214,7 +214,7 @@ class WeightFollower:
         in_flight = engine.stats().in_flight
         began = time.monotonic()
         changed, self._changed = self._changed, None
-        if changed is not None and changed.since != self.version:  # the engine is another than when it was patched
+        if changed is not None and changed.since != self.version:  # patched for a previous engine
             changed = None
         if manifest.adapters and not self._num_loads:
             log.info("loads_all_weights", reason="each version is adapters, which are merged into all of the model")

@@ -1,4 +1,4 @@
-"""`make gpu-check`, `python -m bench.gpu_check`: runs the parts, each in processes of its own; prints their table."""
+"""`make gpu-check`, `python -m bench.gpu_check`: runs the parts, each in its own processes; prints their table."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from bench.report import describe_machine
 from streamrl.errors import StreamrlError
 from streamrl.process import dying_with_us
 
-_GRACE_S = 90.0  # a part that is told to end takes its own processes along
+_GRACE_S = 90.0  # for a part to end its own processes
 
 
 class Part(NamedTuple):
     target: str  # module:function
     limit_s: float
-    needs: Sequence[str]  # packages
+    needs: Sequence[str]  # required packages
     help: str
 
 
@@ -89,8 +89,8 @@ def run_part(name: str, part: Part, *, reduced: bool) -> Outcome:
     if missing:
         return Outcome(part=name, rows=(), not_run=f"{', '.join(missing)} is not installed")
     words = [sys.executable, "-m", "bench.gpu_check", name, "--here", *(["--reduced"] if reduced else [])]
-    # A group of its own: Ctrl-C comes to us alone, and we tell it to end, with all that it has started. Where it comes
-    # in mid-start, nobody knows the process yet, and the kernel tells it.
+    # Its own process group: Ctrl-C only reaches us, and we pass it on, so that the part ends its children. If it
+    # comes during the start, before we know the process, the kernel signals the part when we exit.
     command = dying_with_us(words, by=signal.SIGINT)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
@@ -105,7 +105,7 @@ def run_part(name: str, part: Part, *, reduced: bool) -> Outcome:
 
 
 def _stop(process: subprocess.Popen[str]) -> str:
-    """What it had said."""
+    """Stop the process; return its output."""
     process.send_signal(signal.SIGINT)
     try:
         return process.communicate(timeout=_GRACE_S)[0]
@@ -115,7 +115,7 @@ def _stop(process: subprocess.Popen[str]) -> str:
 
 
 def _outcome(name: str, told: str, not_run: str) -> Outcome:
-    """Lines that are no row are what libraries print, but the word of an error."""
+    """Parse rows from the output. Other lines come from libraries, except for the error."""
     rows = []
     for line in told.splitlines():
         if line.startswith('{"what":'):
@@ -131,7 +131,7 @@ def _work(name: str, scale: Scale) -> None:
         rows: Iterator[Row] = getattr(import_module(f"bench.gpu_check.{module}"), function)(scale)
         for row in rows:
             print(row.to_json(), flush=True)
-    except (StreamrlError, RuntimeError, OSError) as error:  # RuntimeError: CUDA's, out of memory among them
+    except (StreamrlError, RuntimeError, OSError) as error:  # RuntimeError: CUDA errors, including out of memory
         print(f"error: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", flush=True)
         raise
 

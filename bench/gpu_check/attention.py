@@ -1,4 +1,4 @@
-"""Packed attention by flash against one call of PyTorch's for each sequence: as fast as it should be, and the same."""
+"""Packed flash attention against one PyTorch call per sequence: is it as fast as expected, and equal?"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.gpu_check.rows import Row, Scale
 from bench.measure import seconds
 from streamrl.learner.packing.attention import attend, each_by_itself
 
-_OFF = 0.02  # of the largest: a bf16 is off by 0.004, and each adds up its products in another order
+_OFF = 0.02  # relative to the largest value: bf16 rounds by 0.004, and the two sum in different orders
 
 
 def check(scale: Scale) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""The ways from a device to its host that a version of the weights could take: which is the bus's own speed?"""
+"""Possible device-to-host paths for a version of the weights: which one reaches bus speed?"""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ROUNDS = 5
 
 
 def check(scale: Scale) -> Iterator[Row]:
-    num = 1 << (20 if scale.is_reduced else 28)  # fp32 masters, which arrive as bf16
+    num = 1 << (20 if scale.is_reduced else 28)  # fp32 masters, copied as bf16
     masters = torch.randn(num, device=scale.device)
     pageable = torch.empty(num, dtype=torch.bfloat16)
     yield _row(scale, "pageable, cast by the copy", pageable, lambda: pageable.copy_(masters))
     yield _row(scale, "pageable, cast on the device", pageable, lambda: pageable.copy_(masters.bfloat16()))
     if scale.is_reduced:
-        return  # what is pinned is pinned for a GPU
+        return  # pinned memory needs a GPU
     pinned = torch.empty(num, dtype=torch.bfloat16, pin_memory=True)
     yield _row(scale, "pinned, cast by the copy", pinned, lambda: pinned.copy_(masters))
     yield _row(scale, "pinned, cast on the device", pinned, lambda: pinned.copy_(masters.bfloat16()))

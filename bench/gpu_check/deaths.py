@@ -1,6 +1,6 @@
-"""Five steps of a real run, in which rank and worker are killed with -9: both come back, and nothing stays.
+"""Five steps of a real run in which rank and worker are killed with -9: both must come back, and nothing may be left.
 
-What holds a GPU after its process is gone makes the next start fail, so the engine of a killed worker must end at once.
+If anything holds a GPU after its process is gone, the next start fails, so a killed worker's engine must end at once.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from streamrl.errors import ResourceError
 from streamrl.held_folders import scratch_folder
 
 _STEPS = 5
-_START_S, _STEP_S, _END_S = 300.0, 180.0, 10.0  # limits; the last: of an engine whose worker is gone
+_START_S, _STEP_S, _END_S = 300.0, 180.0, 10.0  # limits; the last: for an orphaned engine to end
 _POLL_S = 0.05
 _MISMATCH, _APART = "policy/fresh_mismatch", 0.05
-# Log lines which say that a slower path was taken or something was repeated; the run goes on.
+# Log events that report a slower path or a retry; the run continues.
 _SAID = {
     "changes not written in their place": "loads_all_weights",
     "memory not pinned": "memory not pinned",
@@ -37,7 +37,7 @@ _REASON = re.compile(r'(?:reason|error)"?[=:] ?["\']([^"\']*)')  # in JSON, and 
 _SETTINGS = {
     "training.max_steps": _STEPS,
     "training.groups_per_step": 4,
-    "algorithm.drop_zero_variance": "false",  # an untrained model is never right
+    "algorithm.drop_zero_variance": "false",  # an untrained model never answers correctly
     "lag.max_steps": 4,
     "data.validation": "null",
     "validation.every_steps": 0,
@@ -83,7 +83,7 @@ def _watched(run: subprocess.Popen[bytes], folder: Path) -> Iterator[Row]:
 
 
 def told_by(folder: Path) -> Iterator[Row]:
-    """What the run's files say about paths that only a GPU takes."""
+    """Yield what the run's files report about GPU-only paths."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     off = [row[_MISMATCH] for row in rows if _MISMATCH in row]
     note = f"|log mu - log pi|, mean over fresh tokens; the largest of {len(off)} steps"
@@ -98,7 +98,7 @@ def told_by(folder: Path) -> Iterator[Row]:
 def _start(folder: Path) -> subprocess.Popen[bytes]:
     write_base_model(folder / "base", seed=1)
     write_data(folder / "data", seed=1)
-    dtype = "bfloat16" if torch.cuda.is_available() else "float32"  # what people train in, and flash attention takes
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"  # flash attention needs bf16
     settings = {
         **_SETTINGS,
         "dir": folder / "run",
@@ -117,7 +117,7 @@ def _start(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def _end(run: subprocess.Popen[bytes]) -> None:
-    """As an operator would, and what does not listen at all."""
+    """Stop the run as an operator would; kill what does not stop."""
     if run.poll() is None:
         everything = {**_below(run.pid), run.pid: _began(run.pid)}
         run.send_signal(signal.SIGTERM)
@@ -148,7 +148,7 @@ def _await(holds: Callable[[], bool], limit_s: float, what: str, run: subprocess
 
 
 def _below(pid: int) -> Mapping[int, str]:
-    """All that it started, and they in turn, with when each began."""
+    """Return all descendants, with the start time of each."""
     parents = {int(path.name): _stat(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
     found, more = {pid}, True
     while more:
@@ -158,7 +158,7 @@ def _below(pid: int) -> Mapping[int, str]:
 
 
 def _stat(pid: int) -> list[str]:
-    """From its state on; nothing of one that is gone."""
+    """Return the fields of /proc/PID/stat from the state on; empty if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a part says, and in what form it was asked."""
+"""Parameters and results of a part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Of a check: a GPU and the shapes that people train, or a CPU and tiny ones."""
+    """The scale of a check: a GPU and realistic shapes, or a CPU and tiny ones."""
 
     device: torch.device
 
@@ -41,11 +41,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Of a part."""
+    """The result of a part."""
 
     part: str
     rows: tuple[Row, ...]
-    not_run: str = ""  # why, where it ended early or never began
+    not_run: str = ""  # the reason, if it ended early or never started
 
 
 def table(outcomes: list[Outcome]) -> Iterator[str]:

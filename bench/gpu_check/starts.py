@@ -76,7 +76,7 @@ class _Learner:
         return update(self.optimizer, loss=loss, lr=1e-4, clip_norm=1.0, world=self.world).applied
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        """What a checkpoint holds of this learner, on the host."""
+        """Return a checkpoint's content for this learner, on the host."""
         found = {}
         for name, parameter in self.policy.named_parameters():
             for kind, tensor in {"master": parameter, **self.optimizer.state.get(parameter, {})}.items():
@@ -86,7 +86,7 @@ class _Learner:
 
 
 def _of(name: str, learner: _Learner, folder: Path, groups: list[Group]) -> Iterator[Row]:
-    """The second step finds existing moments."""
+    """Run two steps and a checkpoint; from the second step on, the optimizer has moments."""
     applied = [learner.step(groups) for _ in range(2)]
     yield Row(what=f"{name}: steps made", value=sum(applied), unit="", goal=2, note=f"asked {learner.policy.way}")
     shard = Shard(learner.policy, learner.optimizer, learner.world)

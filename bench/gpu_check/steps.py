@@ -1,8 +1,8 @@
-"""The learner's step on random models: how much of the GPU it keeps busy, and its peak memory against the planner's.
+"""The learner's step on random models: GPU utilisation, and peak memory against the planner's figure.
 
-MFU   useful FLOPs / seconds / what the maker states for dense bf16. Useful: 6 a weight of the layers and token, 6 a
-      weight of the head and trained token, 12 x layers x heads x head_dim a token and token that it attends to;
-      what checkpointing computes again counts once
+MFU   useful FLOPs / seconds / the vendor's figure for dense bf16. Useful: 6 per layer weight and token, 6 per head
+      weight and trained token, 12 x layers x heads x head_dim per token and token that it attends to; recomputation by
+      checkpointing counts only once
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TINY = Size(vocabulary=97, hidden=64, intermediate=128, layers=2, heads=2, kv_h
 _LENGTHS = Lengths(prompt=(128, 384), median=700, spread=0.9, longest=8192)
 _SHORT = Lengths(prompt=(3, 6), median=6, spread=0.9, longest=40)
 _ROUNDS = 3
-_OFF = 0.1  # how far the planner may be: as against tensors without memory
+_OFF = 0.1  # tolerance for the planner, as for tensors without memory
 
 
 class _Case(NamedTuple):
@@ -68,7 +68,7 @@ def _of(name: str, case: _Case, scale: Scale) -> Iterator[Row]:
     stepping = Stepping(case.size, config, max_length=lengths.longest + lengths.prompt[1], device=scale.device)
     groups = make_groups(2 if scale.is_reduced else 16, num_samples=8, lengths=lengths, vocabulary=case.size.vocabulary)
     stepping.learn(groups)
-    stepping.learn(groups)  # beside AdamW's moments
+    stepping.learn(groups)  # AdamW allocates its moments
     took = statistics.median(seconds(lambda: stepping.learn(groups)) for _ in range(_ROUNDS))
     flops, peak = stepping.flops(groups) / took, peak_flops(scale.device)
     told = f"{num_tokens(groups):,} tokens in {took:.3g} s; layers computed {'twice' if case.checkpointing else 'once'}"

@@ -1,4 +1,4 @@
-"""What a version of the weights costs: the learner's loop until it is copied, and an engine until it is loaded."""
+"""The cost of a version of the weights: the learner's loop until it is copied, and an engine until it is loaded."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from streamrl.protocol.weights.file_store import FileStore
 
 _TINY = Size(vocabulary=128, hidden=128, intermediate=256, layers=2, heads=2, kv_heads=2)
 _ROUNDS = 3
-_PAUSE_S = 0.3  # of an engine with a model of 1.5B
+_PAUSE_S = 0.3  # of an engine with a 1.5B model
 _MEMORY = Path("/dev/shm")
 
 
 class _Heard:
     def announce(self, announcement: Announcement, *, keep: list[int]) -> None:
-        """Nobody is there."""
+        """Do nothing: there are no subscribers."""
 
     amend = announce
 
@@ -64,7 +64,7 @@ def _settle(publisher: Publisher) -> None:
 
 
 def reload(scale: Scale) -> Iterator[Row]:
-    """vLLM, with samples in flight."""
+    """Load versions into vLLM with samples in flight."""
     name, size = _size(scale)
 
     def make() -> transformers.PreTrainedModel:

@@ -1,11 +1,11 @@
-"""Which modules a ticket visits on its way to a gradient, written down by the processes of a run themselves.
+"""Records which modules a ticket visits on its way to a gradient, from inside the run's own processes.
 
-Python imports a module of this name at its start, in every process whose PYTHONPATH begins with this folder
-(`bench.house` starts such a run). Listened to are a learner's main thread, from the first ticket that it issues to the
-end of its first update; a worker's event loop within its work on tickets, which its tasks inherit; a reward function's
-process as a whole. A module is visited when one of its functions is called with the ticket, with what is made of it
-(its group, the batch, tensors), or returns it: what only runs meanwhile is not on the way. Each function is written
-down once, as it is met: these processes may end in any way.
+Python imports a module of this name at start, in every process whose PYTHONPATH begins with this folder (`bench.house`
+starts such a run). Traced are a learner's main thread, from the first issued ticket to the end of the first update; a
+worker's event loop during its work on tickets, inherited by its tasks; and a reward function's whole process. A module
+is visited when one of its functions is called with the ticket or something derived from it (its group, the batch,
+tensors), or returns such; code that merely runs meanwhile does not count. Each function is recorded once, at its first
+call, since these processes may end in any way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import CodeType, FrameType
 FIRST_OF_LEARNER, LAST_OF_LEARNER = "Dispatch.top_up", ("optimizer.py", "update")
 FIRST_OF_WORKER = "Rollout._work"
 WHOLE_PROCESS = "function_child.py"
-# What carries a ticket's work, by the names of the classes; whoever renames one sees the count fall.
+# Names of the classes that carry a ticket's work; after a rename the count drops.
 CARRIERS = {
     *("Ticket", "Leased", "Delivery", "Entry", "Group", "GroupHeader", "Sample", "Span", "bytes"),
     *("Prompt", "SampleRequest", "Generated", "ScoreItem", "Scores", "RequestOutput"),

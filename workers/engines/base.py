@@ -1,21 +1,21 @@
-"""The seam between a worker and what generates: samples out, weights in, both at the same time.
+"""The interface between a worker and its generation engine.
 
-    start ──► load (a version) ──► generate, many at once ◄── load (a newer version, in mid-generation) ──► stop
+    start ──► load (a version) ──► generate, many at once ◄── load (a newer version, mid-generation) ──► stop
 
-A `load` pauses generation only while it lasts; samples in flight go on under the new weights, and their spans say which
-token came from which version. What becomes of keys and values made before it is said with it (`weights.kv_cache`):
+`load` pauses generation only while it runs. Samples in flight continue under the new weights, and their spans record
+which version generated each token. `weights.kv_cache` decides what happens to the KV cache of older versions:
 
-  salt   samples in flight keep theirs; a sample asked for after the load never reads any of them
-  clear  nothing of them is read any more: samples in flight have theirs computed anew, under the new weights
-  keep   samples in flight keep theirs, and a later sample with the same prompt may begin with them
+  salt   samples in flight keep their cache; samples requested after the load never read it
+  clear  nothing reads it: the cache of samples in flight is recomputed under the new weights
+  keep   samples in flight keep their cache, and later samples with the same prompt prefix may reuse it
 
-Log-probs are always those of the distribution that a token was really sampled from, so that pi / mu is right under
-each. What differs is what a version's name on a token tells. clear: a plain forward pass of that version gives the
-same log-prob. salt: so it does for all samples begun since the load. keep: for no sample for certain, since the
-prompt's keys may be of any older version, which its spans do not name.
+Logprobs are always those of the distribution a token was actually sampled from, so pi / mu is correct in every mode.
+The modes differ in what the version of a token implies. clear: a plain forward pass of that version reproduces the
+logprob. salt: the same, for all samples started since the load. keep: not guaranteed for any sample, since the cached
+prompt may come from any older version, which the spans do not record.
 
-EngineError from any call means the engine is of no more use: stop it and start another. SampleError concerns one
-sample.
+An EngineError from any call means that the engine is unusable: stop it and start another. A SampleError concerns one
+sample only.
 """
 
 from __future__ import annotations
@@ -45,121 +45,121 @@ class SampleRequest:
     request_id: str  # unique within the worker
     prompt_ids: npt.NDArray[np.int32]  # [P]
     sampling: schema.Sampling
-    urgent: bool = False  # before all that is not: somebody waits for the answers of an evaluation
+    urgent: bool = False  # scheduled before other requests: an evaluation is waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    token_ids: npt.NDArray[np.int32]  # [T] the response, its end token included
-    logprobs: npt.NDArray[np.float32]  # [T] of the distribution really sampled from, temperature and masks included
-    text: str  # without special tokens, and without the stop string that ended it
+    token_ids: npt.NDArray[np.int32]  # [T] the response, including its end token
+    logprobs: npt.NDArray[np.float32]  # [T] of the distribution actually sampled from, after temperature and masks
+    text: str  # without special tokens and without the stop string that ended it
     finish_reason: FinishReason
-    spans: tuple[Span, ...]  # cover [0, T) without gap
-    routes: Routes | None = None  # [P + T - 1, ...] of prompt and response, where the run asks for them; none of T = 0
+    spans: tuple[Span, ...]  # cover [0, T) without gaps
+    routes: Routes | None = None  # [P + T - 1, ...] of prompt and response, if the run records routes and T > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadBack:
-    """By the engine's own names of its parameters; of one that several processes share, each looks at its own part."""
+    """Result of `Engine.read_back`, by the engine's parameter names; each rank checks its own shard."""
 
     num_read: int
     wrong: tuple[str, ...] = ()
-    unreadable: tuple[str, ...] = ()  # kept in a form that only the engine's kernels can read
+    unreadable: tuple[str, ...] = ()  # in a layout that only the engine's kernels can read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    in_flight: int  # samples asked for and not finished
-    num_made: int  # tokens, those of unfinished samples too: it stands still when the engine does
-    num_waiting: int  # samples of those in flight that the engine has not taken up yet
-    kv_used: float  # share of the room for keys and values, 0 to 1
+    in_flight: int  # samples requested and not finished
+    num_made: int  # generated tokens, including those of unfinished samples; constant while the engine hangs
+    num_waiting: int  # samples in flight that the engine has not scheduled yet
+    kv_used: float  # fraction of the KV cache in use, 0 to 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A version to be served."""
+    """A version to serve."""
 
     weights: Path  # a safetensors file
     version: int
     step: int
     kv_cache: KvCache = "salt"
-    changed: Changed | None = None  # where it differs from the version before; who makes no use of it reads all
+    changed: Changed | None = None  # since the previous version; an engine may ignore it and read everything
 
 
 class Engine(Protocol):
     async def start(self) -> None:
-        """Be ready to `load`, within `worker.start_timeout_s`. UserError or EngineError where that fails."""
+        """Become ready to `load` within `worker.start_timeout_s`, or raise UserError or EngineError."""
 
     async def load(self, load: Load) -> None:
-        """Serve these weights from now on; their file does not change until this returns."""
+        """Serve these weights from now on. The file does not change until this returns."""
 
     async def generate(self, request: SampleRequest) -> Generated:
-        """One sample, to its end. May be called many times at once; cancelling the call abandons the sample."""
+        """Generate one sample to its end. Calls may run concurrently; cancelling one aborts its sample."""
 
     async def load_decoy(self, weights: Path) -> None:
-        """Take in weights each element of which differs from this file's: what a later load leaves behind shows. No
-        sample may be asked for before that load."""
+        """Load weights that differ from this file in every element, so that anything a later load misses is detected.
+        Do not request samples before that load."""
 
     async def read_back(self, weights: Path, *, number: int, num_parts: int) -> ReadBack:
-        """Compare what the model computes with to this file: of every `num_parts` layers the one whose turn it is at
-        this number."""
+        """Compare the weights the model computes with to this file. Layers are split into `num_parts` parts, which
+        take turns by `number`."""
         ...
 
     async def logprobs(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
-        """[T-1] plain log-probs of each token but the first, by the weights being served and nothing cached."""
+        """Return the [T-1] plain logprobs of all tokens but the first, under the served weights and without cache."""
         ...
 
     async def check_alive(self) -> None:
         """Return soon, or raise EngineError: an engine that hangs counts as dead."""
 
     async def stop(self) -> None:
-        """End it and whatever it started; may be called in any state, and more than once."""
+        """End the engine and all its processes. May be called in any state, and more than once."""
 
     def stats(self) -> EngineStats: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """One host's place in an engine over several."""
+    """One host's place in an engine that spans several hosts."""
 
-    address: str  # on the first host: where the ranks of all meet
+    address: str  # on the first host: where all ranks rendezvous
     port: int
-    own: str  # our own address, as the others reach it
-    node: int = 0  # our number; 0: the first host
+    own: str  # this host's address, as the other hosts reach it
+    node: int = 0  # this host's number; 0 is the first host
 
 
 class FurtherHosts(Protocol):
-    """Those that have ranks of this worker's engine, as the engine sees them."""
+    """The other hosts that run ranks of this worker's engine, as the engine sees them."""
 
     async def begin(self, seed: int) -> Meeting:
-        """Wait for them all, and have their ranks start. EngineError: some did not come in time."""
+        """Wait until all have joined, then start their ranks. EngineError if some do not join in time."""
         ...
 
     async def lost(self) -> str:
-        """Returns when one of them is lost: which, and why. The engine that was begun is of no use from then on."""
+        """Wait until a host is lost; return which one and why. The engine is unusable from then on."""
         ...
 
     def end(self) -> None:
-        """Their ranks end; nothing where none was begun."""
+        """End the ranks on these hosts; does nothing if none were started."""
 
     def named(self, node: int) -> str:
-        """How an error names the host of this number, after a rank of it."""
+        """Return how error messages name this host, as a suffix to a rank's name."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What an engine is made from: the run's configuration, and this worker's own word."""
+    """What an engine is built from: the run's configuration and this worker's own settings."""
 
     model: ModelFacts
     config: schema.Config
-    seed: int  # of all sampling in this engine; another one at each start
-    gpu_memory: float | None = None  # share of its GPUs' memory, where others use them too
-    hosts: FurtherHosts | None = None  # where the engine has ranks besides this host's (`worker.hosts`)
+    seed: int  # for all sampling in this engine; a new one at each start
+    gpu_memory: float | None = None  # fraction of the GPUs' memory, if others use them too
+    hosts: FurtherHosts | None = None  # set if the engine has ranks on other hosts (`worker.hosts`)
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest sequence that a ticket can ask for, prompt included."""
+        """Length in tokens of the longest sequence a ticket can request, including the prompt."""
         responses = {"sampling.max_tokens": self.config.sampling.max_tokens}
         if self.config.environment is not None:
             responses = {"environment.max_tokens": self.config.environment.max_tokens}
@@ -177,7 +177,7 @@ class EngineSettings:
 
 
 def make_engine(settings: EngineSettings) -> Engine:
-    """The one that `worker.engine` names, not yet started."""
+    """Return the engine that `worker.engine` names, not yet started."""
     module, _, name = ENGINES[settings.config.worker.engine].target.partition(":")
     kind: Callable[[EngineSettings], Engine] = getattr(import_module(module), name)
     return kind(settings)

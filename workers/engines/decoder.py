@@ -1,11 +1,9 @@
-"""The transformers engine's batch: rows that come, grow by a token a step, and go. One thread owns it.
+"""The batch of the transformers engine: rows join, grow by one token per step, and leave. One thread owns it.
 
-arrived ─► waiting ─► step: a token for every row, the first one of those there is room for ─► finished rows
-                        ▲ between two steps: load, read_back, logprobs
+    arrived ─► waiting ─► step: one token for every row, the first token for newly admitted rows ─► finished rows
+                            ▲ between two steps: load, read_back, logprobs
 
-Keys and values of sequences of different lengths, decoded together: rows come, go and grow by a token a step.
-
-Rows are padded on the left, so that all end in the same column, and the batch is no wider than its longest row.
+Rows are left-padded, so that all end in the same column; the batch is no wider than its longest row.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ _MAX_ROWS = 256
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Row:
-    """A sample at work."""
+    """A sample in progress."""
 
     request: SampleRequest
     max_tokens: int
@@ -51,8 +49,8 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
-    stop_string: str = ""  # the one that ended it
-    routes: list[Routes] = field(default_factory=list)  # of the prompt, then of each token but the last
+    stop_string: str = ""  # the stop string that ended it, if any
+    routes: list[Routes] = field(default_factory=list)  # first of the prompt, then of each token but the last
     abandoned: bool = False  # set by the event loop, read between steps
 
     def state(self) -> RowState:
@@ -73,9 +71,9 @@ class Row:
 
 class Decoder:
     def __init__(self, model: nn.Module, settings: EngineSettings) -> None:
-        self.arrived: deque[Row] = deque()  # put there by the event loop
+        self.arrived: deque[Row] = deque()  # appended to by the event loop
         self.waiting: list[Row] = []
-        self.rows: list[Row] = []  # at work
+        self.rows: list[Row] = []  # in the batch
         self.num_made = 0  # tokens
         self._model = model
         self._facts = settings.model
@@ -91,12 +89,12 @@ class Decoder:
         return not (self.rows or self.waiting or self.arrived)
 
     def load(self, weights: Path, *, version: int, step: int, recompute: bool) -> None:
-        """`recompute`: keys and values of all rows too, under these weights."""
+        """Load a version. With `recompute`, also recompute the KV cache of all rows under it."""
         load_weights(self._model, dict(self._file.tensors(str(weights))))
         self._version, self._step = version, step
         if recompute and self.rows:
             self._batch.keep([])
-            # The last token of each row is fed in by the next step.
+            # Without the last token of each row: the next step feeds it in.
             self._batch.add([[*row.request.prompt_ids.tolist(), *row.token_ids[:-1]] for row in self.rows])
 
     def load_decoy(self, weights: Path) -> None:
@@ -112,7 +110,7 @@ class Decoder:
         return token_logprobs(self._model, token_ids)
 
     def step(self) -> list[tuple[Row, Generated]]:
-        """Rows that this step finished."""
+        """Generate one token for every row; return the rows that finished."""
         self._admit()
         logits = []
         if self.rows:
@@ -128,7 +126,7 @@ class Decoder:
 
     @contextmanager
     def _routing(self, rows: Sequence[Row]) -> Iterator[None]:
-        """Around a pass of these rows: each takes the routes of what it was asked with, which ends with the pass's."""
+        """Record the expert routes of one forward pass over these rows; each row keeps those of its own tokens."""
         if self._watch is None:
             yield
             return
@@ -138,7 +136,7 @@ class Decoder:
             row.routes.append(of_row[-1:] if row.routes else of_row[len(of_row) - len(row.request.prompt_ids) :])
 
     def _admit(self) -> None:
-        """Who has arrived begins with the next step that has room, urgent rows before others; abandoned ones go."""
+        """Queue the rows that arrived, urgent ones first, and drop the abandoned ones."""
         while self.arrived:
             self.waiting.append(self.arrived.popleft())
         self.waiting = [row for row in self.waiting if not row.abandoned]
@@ -176,9 +174,9 @@ class Decoder:
         return "length" if len(row.token_ids) >= row.max_tokens else None
 
     def _completed_stop_string(self, row: Row) -> str:
-        """The stop string that the last token completed, if it did."""
+        """Return the stop string that the last token completed, or ''."""
         stop = row.request.sampling.stop
-        # A token may hold no whole character, so that a string may be spread over more tokens than it is long.
+        # A token may hold less than one character, so a stop string may span more tokens than it has characters.
         tail = row.token_ids[-4 * max(map(len, stop)) - 8 :]
         before, after = self._facts.decode(tail[:-1]), self._facts.decode(tail)
         return next((s for s in stop if after.find(s, max(0, len(before) - len(s) + 1)) >= 0), "")
@@ -205,14 +203,14 @@ class KvBatch:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
         self._device = device
-        self._cache = DynamicCache()  # keys and values of each layer, [B, heads, L, D]
-        self._mask = torch.empty(0, 0, dtype=torch.long, device=device)  # [B, L]; 0: padding
+        self._cache = DynamicCache()  # KV cache of each layer, [B, heads, L, D]
+        self._mask = torch.empty(0, 0, dtype=torch.long, device=device)  # [B, L]; 0 is padding
 
     def __len__(self) -> int:
         return len(self._mask)
 
     def add(self, prompts: Sequence[Sequence[int]]) -> Tensor:  # [b, V]
-        """Append rows; the logits of what follows each prompt."""
+        """Append rows; return the logits that follow each prompt."""
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=self._device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self._device)
@@ -228,7 +226,7 @@ class KvBatch:
         return logits
 
     def step(self, token_ids: Tensor) -> Tensor:  # [B] -> [B, V]
-        """Append a token to every row; the logits of what follows."""
+        """Append one token to every row; return the next logits."""
         positions = self._mask.sum(dim=-1, keepdim=True)
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
         return self._forward(token_ids[:, None], self._mask, positions, self._cache)
@@ -257,7 +255,7 @@ class KvBatch:
 
 
 def _layers(cache: DynamicCache) -> list[Any]:
-    return cache.layers  # of those that have no keys, none is in a model that is decoded here
+    return cache.layers  # no model decoded here has layers without keys
 
 
 def _widen(cached: Tensor, width: int) -> Tensor:  # [B, heads, L, D]

@@ -1,4 +1,4 @@
-"""The double: an engine without a model, whose tokens follow from the request and whose troubles are made to order."""
+"""The engine test double: no model, tokens derived from the request, and failures on demand."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from streamrl.workers.engines.base import EngineStats, Generated, Load, ReadBack
 
 
 class EngineDouble:
-    """Answers at once, or when told to.
+    """Answer at once, or on command.
 
-    `capacity` samples are at work at a time, each for `sample_s`. With `hold=True` samples wait for `release`, all of
-    them or those that `holds` says; a load that comes in between shows in their spans, as in a real engine.
-    `trouble` may return the error that a request meets.
+    At most `capacity` samples run at a time, each for `sample_s`. With `hold=True`, all samples, or those that `holds`
+    selects, wait for `release`; a load in between shows in their spans, as in a real engine. `trouble` may return an
+    error for a request to raise.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class EngineDouble:
     ) -> None:
         self.requests: list[SampleRequest] = []
         self.loads: list[tuple[Path, int, int]] = []  # (weights, version, step)
-        self.changes: list[Changed | None] = []  # what each load was told of them
+        self.changes: list[Changed | None] = []  # the `changed` of each load
         self.num_decoys = 0
-        self.read_parts: list[int] = []  # into how many parts the layers were divided, each time they were read back
-        self.wrong: tuple[str, ...] = ()  # what is found when they are
-        self.may_be_read = asyncio.Event()  # it waits for that
+        self.read_parts: list[int] = []  # `num_parts` of each `read_back`
+        self.wrong: tuple[str, ...] = ()  # what `read_back` reports
+        self.may_be_read = asyncio.Event()  # `read_back` waits for it
         self.may_be_read.set()
         self.started = self.stopped = False
-        self.kv_used = 0.0  # what `stats` says of the cache
+        self.kv_used = 0.0  # as `stats` reports it
         self._num_tokens = num_tokens
         self._trouble = trouble
         self._holds = holds
@@ -112,11 +112,11 @@ class EngineDouble:
         )
 
     def release(self) -> None:
-        """Let all samples that wait finish, and those that come."""
+        """Let all waiting samples finish, and all later ones."""
         self._free.set()
 
     def die(self, reason: str = "the double was told to die") -> None:
-        """From now on everything fails, what waits included."""
+        """Make every call fail from now on, pending ones included."""
         self._dead = EngineError(reason)
         self._free.set()
 

@@ -1,11 +1,10 @@
-"""A plain transformers model whose weights come from a mirror: to generate with, and to hold engines against.
+"""A plain transformers model that takes its weights from a mirror: for generation, and as a reference for engines.
 
-The model's folder gives the configuration alone. Blocks on memory: as much as the model has.
+Only the configuration comes from the model's folder. Allocates the whole model.
 
-The distribution that the transformers engine samples from, for rows that each have settings of their own.
-
-The order is vLLM's: end tokens before `min_tokens` masked, repetition penalty, temperature, top-k, top-p. Greedy rows
-take the likeliest token; their log-probs are those at temperature 1, with neither top-k nor top-p.
+Also computes the distribution that the transformers engine samples from; each row has its own sampling settings. The
+order is vLLM's: mask end tokens before `min_tokens`, repetition penalty, temperature, top-k, top-p. Greedy rows take
+the most likely token; their logprobs are at temperature 1, without top-k and top-p.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from streamrl.workers.engines.model import ModelFacts
 def build_model(
     model: ModelFacts, *, dtype: torch.dtype, within: AbstractContextManager[object]
 ) -> transformers.PreTrainedModel:
-    """Made inside of `within`, which says where its weights are and what is in them."""
+    """Build the model inside `within`, which decides where its weights live and how they are initialised."""
     try:
         config = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         with within:
@@ -37,14 +36,14 @@ def build_model(
     except (OSError, ValueError) as error:
         raise DataError(f"model {model.path!r} cannot be built: {error}") from error
     if dtype == torch.float64:
-        built.set_experts_implementation("eager")  # torch multiplies no groups in it
+        built.set_experts_implementation("eager")  # torch has no grouped matmul in float64
     built.tie_weights()
     built.eval()
     return built
 
 
 def load_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """All that is published: parameters in place, buffers as they are given, for they are finer than the model's."""
+    """Load everything a version publishes: parameters in place; buffers in their published, higher precision."""
     parameters, kept = dict(model.named_parameters()), list(kept_in(model))
     if missing := {*parameters, *(name for name, _, _ in kept)} - tensors.keys():
         raise WeightsError(f"the weights lack {len(missing)} parameters, {min(missing)} for one")
@@ -56,13 +55,13 @@ def load_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def published(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a version has for this model; a tied head is the embedding itself and comes with it."""
+    """Return the tensors a version publishes for this model; a tied head is the embedding, so it has no entry."""
     buffers = {name: owner.get_buffer(leaf) for name, owner, leaf in kept_in(model)}
     return {**dict(model.named_parameters()), **buffers}
 
 
 def kept_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """(name, owner, its name there) of each buffer that the files of a model hold, as nothing computes it."""
+    """Yield (name, owner, name in the owner) of each persistent floating-point buffer, which checkpoints contain."""
     for place, module in model.named_modules():
         for leaf, buffer in module._buffers.items():
             if buffer is not None and leaf not in module._non_persistent_buffers_set and buffer.is_floating_point():
@@ -70,7 +69,7 @@ def kept_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def token_logprobs(model: nn.Module, token_ids: list[int]) -> list[float]:  # [T-1]
-    """Of each token but the first, given those before it: plain log-softmax, in fp32."""
+    """Return the logprob of each token but the first, given those before it: plain log-softmax in fp32."""
     ids = torch.tensor([token_ids], device=next(model.parameters()).device)
     with torch.inference_mode():
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
@@ -81,12 +80,12 @@ def token_logprobs(model: nn.Module, token_ids: list[int]) -> list[float]:  # [T
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowState:
     sampling: schema.Sampling
-    num_tokens: int  # of the response so far
-    seen: Sequence[int]  # prompt and response so far; read where there is a repetition penalty
+    num_tokens: int  # generated so far
+    seen: Sequence[int]  # prompt and response so far; read only with a repetition penalty
 
 
 def processed_logprobs(logits: Tensor, rows: Sequence[RowState], stop_ids: Sequence[int]) -> Tensor:  # [B, V] fp32
-    """Log-probs of the distribution that each row is sampled from."""
+    """Return the logprobs of the distribution that each row is sampled from."""
     logits = logits.float().clone()
     for i, row in enumerate(rows):
         if row.num_tokens < row.sampling.min_tokens:
@@ -113,7 +112,7 @@ def _processors(sampling: schema.Sampling) -> transformers.LogitsProcessorList:
 
 
 def choose(logprobs: Tensor, rows: Sequence[RowState], generator: torch.Generator) -> Tensor:  # [B]
-    """One token a row."""
+    """Return one token per row."""
     sampled = torch.multinomial(logprobs.exp(), num_samples=1, generator=generator)[:, 0]
     greedy = torch.tensor([row.sampling.greedy for row in rows], device=logprobs.device)
     return torch.where(greedy, logprobs.argmax(dim=-1), sampled)

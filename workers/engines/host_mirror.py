@@ -1,9 +1,9 @@
-"""Where the weights lie on the host of a rank: its own mirror, whatever the path is called on the engine's first host.
+"""Finds the weights on a rank's own host, which may keep its mirror at another path than the engine's first host.
 
-    first host      the path that it says
-    further ones    MIRROR_VARIABLE, and beside that file the version which is in it, as long as it is whole (`tag_of`)
+    first host      the path in the load request
+    further hosts   MIRROR_VARIABLE; a file beside it holds the version it contains, while it is complete (`tag_of`)
 
-So a rank that is to load a version which its host does not hold fails, with the host's name, and loads nothing else.
+A rank whose host does not hold the requested version fails, naming the host, and loads nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from streamrl.versions import show
 
-MIRROR_VARIABLE = "STREAMRL_MIRROR"  # set for the ranks of a further host
+MIRROR_VARIABLE = "STREAMRL_MIRROR"  # set for the ranks on a further host
 
 
 def tag_of(mirror: Path) -> Path:
@@ -22,7 +22,7 @@ def tag_of(mirror: Path) -> Path:
 
 
 def mirror_here(path: str, *, version: int) -> str:
-    """0: whichever version is in it."""
+    """Return the path of this host's mirror, after checking its version; 0: any version."""
     own = os.environ.get(MIRROR_VARIABLE)
     if own is None:
         return path

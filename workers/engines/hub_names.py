@@ -1,10 +1,10 @@
-"""A model's tensors by the names that a hub's files have for them, out of those that transformers has in memory.
+"""Renames a model's tensors from transformers' in-memory names to those in Hugging Face checkpoint files.
 
-    published: as the learner holds them ─► transformers' own rules backwards ─► one expert to a tensor, names of files
+    published: as the learner holds them ─► transformers' rules, reversed ─► one tensor per expert, file names
 
-vLLM's loaders are made for files: of a stack of experts, or of a name of transformers' own, some take one thing for
-another without a word. What is a part of a tensor stays a view into it, so that nothing is copied before vLLM copies.
-Blocks on the model's configuration, at the first use.
+vLLM's loaders expect the layout of files. Given stacked experts or transformers' internal names, some load the wrong
+tensor silently. Slices stay views into the original tensor, so nothing is copied before vLLM copies.
+Blocks on reading the model's configuration, at the first use.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Named = tuple[str, torch.Tensor]
 
 
 class HubNames:
-    """Of one model."""
+    """The renaming rules of one model."""
 
     def __init__(self, path: str, *, trust_remote_code: bool) -> None:
-        """A folder or a hub name: its configuration says what the rules are."""
+        """`path`: a folder or hub name, whose configuration determines the rules."""
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             model: Any = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
@@ -44,11 +44,11 @@ class HubNames:
         self._renamings = [rule for rule in backwards if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in backwards if isinstance(rule, WeightConverter)]
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
-        # Of what becomes one tensor of the files, how much there is to wait for.
+        # How many tensors each target in the files is made from.
         self._members = Counter(self._in_files(name)[0] for name in published(model))
 
     def of(self, tensors: Iterable[Named]) -> Iterator[Named]:
-        """Each as soon as all that it is made of has come."""
+        """Yield each renamed tensor as soon as all its parts have arrived."""
         waiting: dict[str, list[Named]] = defaultdict(list)
         for name, tensor in tensors:
             target, pattern = self._in_files(name)
@@ -67,7 +67,7 @@ class HubNames:
     def _converted(self, target: str, parts: Sequence[Named]) -> Iterator[Named]:
         pattern = self._in_files(parts[0][0])[1]
         assert pattern is not None, "what has none is renamed"
-        rule: Any = deepcopy(self._by_pattern[pattern])  # it keeps what it is given
+        rule: Any = deepcopy(self._by_pattern[pattern])  # a rule stores the tensors added to it
         for name, tensor in parts:
             rule.add_tensor(target, name, self._in_files(name)[1], tensor)
         for made, tensor in rule.convert(target, model=self._model, config=self._model.config).items():
@@ -75,9 +75,9 @@ class HubNames:
 
 
 class _Views(Chunk):
-    """Equal parts without the copy that transformers makes of each."""
+    """Split into equal views, where transformers copies each part."""
 
-    def convert(  # type: ignore[override]  # which is a decorator's
+    def convert(  # type: ignore[override]  # the base method is wrapped by a decorator
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Any]:
         [found] = input_dict.values()
@@ -87,7 +87,8 @@ class _Views(Chunk):
 
 
 def _backwards(model: Any) -> list[Any]:
-    """As `save_pretrained` reverts them for a model that was not loaded: a prefix is nowhere that was not seen."""
+    """Return the reversed rules, as `save_pretrained` applies them to a model that was not loaded from files. Prefix
+    changes are left out: they apply only to prefixes seen at load."""
     rules = get_model_conversion_mapping(model, add_legacy=False)
     found = [rule.reverse_transform() for rule in reversed(rules) if not isinstance(rule, PrefixChange)]
     for rule in found:

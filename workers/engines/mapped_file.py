@@ -1,10 +1,10 @@
-"""A safetensors file that is patched in place and read again and again: mapped into memory once.
+"""Memory-maps a safetensors file once, for a file that is patched in place and read repeatedly.
 
-Mapping 272 MB anew, page by page, took a seventh of each load. What is read is what is in the file at that
-moment: the mapping is of the file's own pages, and the header is read every time. Blocks on the file system only.
+Mapping 272 MB again, page by page, took a seventh of each load. Reads see the file's current contents: the mapping
+shares the file's pages, and the header is parsed on every read. Blocks only on the file system.
 
-Where an engine is on a GPU the pages are registered with CUDA, so that a load goes at the speed of the bus instead of
-through a buffer of the driver's; no GPU has run this.
+If the engine is on a GPU, the pages are registered with CUDA, so that a load runs at bus speed instead of through a
+driver buffer. No GPU has run this.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import torch
 from streamrl.pinning import Pinned
 
 _LENGTH_BYTES = 8
-_DECOY_SUM = 0.0703125  # of a value and its decoy; exact in bf16
+_DECOY_SUM = 0.0703125  # a value plus its decoy; exact in bf16
 _DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class MappedFile:
-    """Of the file that was read last; it takes no memory of its own."""
+    """Keeps the mapping of the last file it read; uses no memory of its own."""
 
     def __init__(self, pinned: Pinned | None = None) -> None:
         self._pinned = pinned
         self._identity: tuple[int, int, int] | None = None
-        self._contents = torch.empty(0, dtype=torch.uint8)  # [num_bytes] nobody may write to it
+        self._contents = torch.empty(0, dtype=torch.uint8)  # [num_bytes] never write to it
 
     def tensors(self, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each with its name, as views into the file: to be copied before it changes."""
+        """Yield (name, tensor) views into the file: copy them before the file changes."""
         self._map(path)
         data_at = _LENGTH_BYTES + int.from_bytes(self._contents[:_LENGTH_BYTES].numpy().tobytes(), "little")
         header = json.loads(self._contents[_LENGTH_BYTES:data_at].numpy().tobytes())
@@ -53,25 +53,26 @@ class MappedFile:
             identity = status.st_dev, status.st_ino, status.st_size
             if identity != self._identity:
                 self.close()
-                # What is registered must be writable, though nobody writes.
+                # CUDA registers only writable memory, although nothing writes to it.
                 access = mmap.ACCESS_READ if self._pinned is None else mmap.ACCESS_WRITE
                 mapped = mmap.mmap(file.fileno(), 0, access=access)
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message="The given buffer is not writable")
-                    self._contents = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the mapping
+                    self._contents = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the mapping alive
                 self._identity = identity
                 if self._pinned is not None:
                     self._pinned.hold(self._contents.data_ptr(), len(self._contents))
 
 
 def mapped_for(device: torch.device) -> MappedFile:
-    """For who copies to this device, again and again."""
+    """Return a MappedFile for repeated copies to this device."""
     if device.type != "cuda":
         return MappedFile()
     return MappedFile(Pinned(torch.cuda.cudart(), lambda: torch.ones(1, device=device)))
 
 
 def decoys(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same names and shapes, and finite values: other ones, but where a value is half of the sum."""
+    """Yield tensors of the same names and shapes with finite values that differ from the given ones, except where a
+    value is exactly half of `_DECOY_SUM`."""
     for name, tensor in tensors:
         yield name, _DECOY_SUM - tensor

@@ -1,4 +1,4 @@
-"""What a worker must know of a model besides its weights: tokenizer, end tokens, sizes, fingerprint."""
+"""What a worker needs to know of a model besides its weights: tokenizer, end tokens, sizes, fingerprint."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class ModelFacts:
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
     vocab_size: int  # of the model's output
-    max_positions: int | None  # the longest sequence the model knows; None where it does not say
+    max_positions: int | None  # longest supported sequence; None if the configuration does not state it
     fingerprint: str
-    trust_remote_code: bool  # run what its folder brings along
+    trust_remote_code: bool  # run code from the model's folder
 
     def decode(self, token_ids: list[int]) -> str:
-        """Without special tokens."""
+        """Decode without special tokens."""
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         assert isinstance(text, str), "one sequence is one text"
         return text
 
     def decode_marked(self, token_ids: list[int]) -> str | None:
-        """With the special tokens that stand within it, but not the end; None where there are none."""
+        """Decode with special tokens, without a trailing end token; None if there are no special tokens in between."""
         within = token_ids[:-1] if token_ids and token_ids[-1] in self.stop_ids else token_ids
         if self._special().keys().isdisjoint(within):
             return None
@@ -41,13 +41,13 @@ class ModelFacts:
         return text
 
     def _special(self) -> dict[int, str]:
-        """Those that `decode` leaves out: more than the tokenizer has names for."""
+        """Return all special tokens that `decode` omits, including those without a named role in the tokenizer."""
         added: dict[int, Any] = self.tokenizer.added_tokens_decoder
         return {token_id: str(token) for token_id, token in added.items() if token.special}
 
 
 def read_model(path: str, *, trust_remote_code: bool) -> ModelFacts:
-    """Configuration and tokenizer, no weights. DataError when they are not there or not those of a language model."""
+    """Read configuration and tokenizer, without weights. DataError if they are missing or not a language model's."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     try:
@@ -57,10 +57,10 @@ def read_model(path: str, *, trust_remote_code: bool) -> ModelFacts:
         raise DataError(f"model {path!r} cannot be used: {str(error).splitlines()[0]}") from error
     try:
         generation_eos = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # a model need not bring one
+    except OSError:  # a generation config is optional
         generation_eos = getattr(config, "eos_token_id", None)
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        # What transformers gives for a folder without tokenizer files: it encodes every text to nothing.
+        # transformers returns such a tokenizer for a folder without tokenizer files; it encodes every text to nothing.
         raise DataError(f"model {path!r} has no tokenizer: its folder lacks tokenizer.json")
     ends = stop_ids(tokenizer_eos=tokenizer.eos_token_id, generation_eos=generation_eos)
     if not ends:

@@ -1,13 +1,13 @@
-"""What changed in the mirror, put into an engine's own places: a file that the engine's process has but to copy.
+"""Translates a delta of the mirror into a patch file that an engine process applies by copying alone.
 
-    Changed: checkpoint tensors ─► Place: where each lies in the engine, and in which form ─► patch file ─► engine
+    Changed: checkpoint tensors ─► Place: where each lies in the engine, and in which layout ─► patch file ─► engine
 
-It is made in the worker's process, so that of all this work only the copy is the engine's. A place is a stretch of
-rows: `q_proj` has rows 0 to 575 of `qkv_proj`, `k_proj` those after it.
+The worker process writes the file, so that the engine spends time only on the copy. A place is a contiguous range of
+rows: `q_proj` fills rows 0 to 575 of `qkv_proj`, `k_proj` the rows after it.
 
-    rows    as in the checkpoint, row after row
+    rows    as in the checkpoint, row by row
     tiles   of 32 rows by 2 columns, as vLLM's kernel `weight_packed_linear` reads them (`vllm_linears`)
-    layer   in a form of the kernel's own: the layer is made anew of all its tensors
+    layer   in a layout private to the kernel: the layer is rebuilt from all its tensors
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ Index = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    tensor: str  # the checkpoint's
-    parameter: str  # the engine's
+    tensor: str  # name in the checkpoint
+    parameter: str  # name in the engine
     kind: Kind
     first_row: int
-    width: int  # elements of a row
+    width: int  # elements per row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """The header of the file: what stands beside the elements, which are `INDEX` and `BITS` of each target."""
+    """The file's header. The body holds, for each target, an `Index` array and a `Bits` array."""
 
-    since: int  # the version that the engine must have
-    targets: tuple[tuple[str, Kind], ...]  # parameters, elements of which are written
-    whole: tuple[str, ...]  # tensors that are copied as they are
-    layers: tuple[str, ...]  # parameters that are made anew
+    since: int  # the version the engine must hold
+    targets: tuple[tuple[str, Kind], ...]  # parameters with single changed elements
+    whole: tuple[str, ...]  # tensors copied whole
+    layers: tuple[str, ...]  # parameters whose layers are rebuilt
 
 
 def write_patch(changed: Changed, places: Sequence[Place], path: Path) -> str | None:
-    """None: it is written. Otherwise why all weights have to be loaded."""
+    """Write the patch and return None, or return why all weights have to be loaded instead."""
     by_tensor: dict[str, list[Place]] = defaultdict(list)
     for place in places:
         by_tensor[place.tensor].append(place)
@@ -72,17 +72,17 @@ def write_patch(changed: Changed, places: Sequence[Place], path: Path) -> str | 
 
 
 def _index(elements: Elements, place: Place) -> Index:
-    """In the flat memory of the place's parameter."""
+    """Return positions in the flat memory of the place's parameter."""
     index: Index = elements.positions + place.first_row * place.width
     if place.kind == "tiles" and len(index):
-        # Numbers of 4 bytes where they are enough: twice as many at once. And no more passes than it takes.
+        # int32 where it is wide enough, for twice the SIMD throughput; and as few passes as possible.
         narrow = index.astype(np.int32) if index.max() < 1 << 31 else index
         rows = narrow // place.width
         columns = narrow - rows * place.width
         rows &= TILE_ROWS - 1  # within the tile
         rows *= TILE_COLUMNS - place.width
         columns >>= 1
-        columns *= TILE_COLUMNS * TILE_ROWS - TILE_COLUMNS  # TILE_COLUMNS of a row lie side by side
+        columns *= TILE_COLUMNS * TILE_ROWS - TILE_COLUMNS  # TILE_COLUMNS of a row are adjacent
         index += rows
         index += columns
     return index
@@ -91,8 +91,8 @@ def _index(elements: Elements, place: Place) -> Index:
 def _write(path: Path, patch: Patch, parts: Mapping[tuple[str, Kind], list[tuple[Index, Bits]]]) -> None:
     header = json.dumps(asdict(patch)).encode()
     header += b" " * (-len(header) % _ALIGN)
-    # Into memory that the file has already: what is made anew for it comes page by page. What lies behind the end of
-    # this patch is an older one's.
+    # Overwrite the existing file: newly allocated pages are faulted in one by one. Bytes past the end of this patch
+    # belong to an older one.
     with path.open("r+b" if path.exists() else "wb") as file:
         file.write(len(header).to_bytes(_ALIGN, "little") + header)
         for target in patch.targets:
@@ -106,7 +106,7 @@ def _write(path: Path, patch: Patch, parts: Mapping[tuple[str, Kind], list[tuple
 
 
 def read_patch(path: Path) -> tuple[Patch, Iterator[tuple[str, Kind, Index, Bits]]]:
-    """The elements are views into the file, which nobody may write to meanwhile."""
+    """Return the header and an iterator of views into the file, which must not be written to meanwhile."""
     contents = np.memmap(path, dtype=np.uint8, mode="c").view(np.ndarray)
     begin = _ALIGN + int(contents[:_ALIGN].view("<i8")[0])
     said: dict[str, Any] = json.loads(contents[_ALIGN:begin].tobytes())

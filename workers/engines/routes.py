@@ -1,11 +1,11 @@
-"""How engines tell by which experts they routed a token (`algorithm.routing_replay`).
+"""Records which experts an engine routed each token to (`algorithm.routing_replay`).
 
-    transformers   hooks on the model's routers see what each pass chose; rows take their own of it
-    vLLM           tells it with a finished sample (`enable_return_routed_experts`), which its V2 runner does on GPUs
+    transformers   hooks on the model's routers record the choices of each pass; rows take their own share
+    vLLM           returns them with a finished sample (`enable_return_routed_experts`); only its V2 runner on GPUs does
 
-A token's route is that of the pass which made the next one: where weights change in mid sample, keys and values may be
-computed anew under the new ones (`weights.kv_cache: clear`), and routes stay those that tokens were sampled by. Neither
-way has run on a GPU.
+A token's route comes from the forward pass that produced the next token. If weights change mid-sample, the KV cache may
+be recomputed under the new weights (`weights.kv_cache: clear`), but routes stay those the tokens were sampled with.
+Neither way has run on a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from streamrl.protocol.wire.routes import Routes, RouteShape, dtype_for
 
 
 class Watch:
-    """Of a transformers model's routers: what they choose in a pass."""
+    """Records what a transformers model's routers choose during a forward pass."""
 
     def __init__(self, model: nn.Module, config: schema.Config) -> None:
         routers = find_routers(model, config)
@@ -44,7 +44,7 @@ class Watch:
 
     @contextmanager
     def watching(self, num_rows: int) -> Iterator[list[Routes]]:
-        """Of the one pass inside, after it: [length, layers, experts a token] of each row."""
+        """Record the one pass inside. Afterwards the list holds [length, layers, experts per token] for each row."""
         found: list[Routes] = []
         self._seen = {}
         try:
@@ -62,19 +62,19 @@ class Watch:
 
 
 def vllm_args(config: schema.Config, *, on_cpu: bool) -> dict[str, Any]:
-    """What vLLM is asked with so that it tells routes; ConfigError where it could not. No GPU has run this, and
-    nothing else can: vLLM's V2 model runner captures them."""
+    """Return the arguments that make vLLM return routes; ConfigError if it cannot. No GPU has run this, and CPUs
+    cannot: only vLLM's V2 model runner captures routes."""
     if not wants_routes(config):
         return {}
     refuse_without_gpus(config, 0 if on_cpu else 1)
     begin = f"{SETTING} = {config.algorithm.routing_replay}"
-    for found in check_routing(config):  # also of a run that others began
+    for found in check_routing(config):  # again here: another process started the run
         raise ConfigError(f"{begin}: {found.key} = {found.value}: {found.remedy}")
     return {"enable_return_routed_experts": True}
 
 
 def shape_of_vllm(model_config: Any) -> RouteShape:
-    """As vLLM's own capturer asks for it. No GPU has run this, nor what follows."""
+    """Return the shape that vLLM's own capturer uses. No GPU has run this, nor `routes_of_vllm`."""
     return RouteShape(
         model_config.get_total_num_hidden_layers(),
         model_config.get_num_experts_per_tok(),
@@ -83,8 +83,8 @@ def shape_of_vllm(model_config: Any) -> RouteShape:
 
 
 def routes_of_vllm(rows: npt.NDArray[Any] | None, shape: RouteShape, *, num_tokens: int) -> Routes:
-    """What vLLM's output has of a sample: all but its last token, the prompt's included. vLLM's ids are a byte each up
-    to 256 experts, of which ours would take the last one for a missing route."""
+    """Return a sample's routes from vLLM's output: of all tokens but the last, prompt included. Up to 256 experts vLLM
+    uses one byte per id; in our format the last such id marks a missing route, hence the conversion."""
     if rows is None or rows.shape != (num_tokens, shape.num_layers, shape.num_chosen):
         told = "none" if rows is None else f"{rows.shape}"
         raise EngineError(f"vLLM told {told} as routes of {num_tokens} tokens, of a model that has {shape}")

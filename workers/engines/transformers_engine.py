@@ -1,10 +1,10 @@
-"""Plain transformers behind the engine's seam: for machines without vLLM, and for tests. Small, not fast.
+"""An engine on plain transformers, for machines without vLLM and for tests. Small, not fast.
 
-    generate ──► rows ──► one thread: a token for every row ─► finished rows out ─► again, as long as there are rows
+    generate ──► rows ──► one thread: one token for every row ─► finished rows out ─► repeat while there are rows
     load, read back ... ──► the same thread, between two steps
 
-The thread owns the model. Samples join the batch as they come and leave it as they end; a load happens between two
-steps, and rows keep their keys and values. Whatever fails in the thread is the end of the engine.
+The thread owns the model. Samples join the batch as they arrive and leave it as they finish. A load happens between two
+steps; rows keep their KV cache unless it asks to recompute it. Any failure in the thread ends the engine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from streamrl.workers.engines.hf_model import build_model
 
 T = TypeVar("T")
 
-_ANSWER_S = 120.0  # for a load or a sign of life: they wait for one step of the batch
+_ANSWER_S = 120.0  # for a load or a liveness check, which wait for one step of the batch
 
 
 class TransformersEngine(Engine):
@@ -50,7 +50,7 @@ class TransformersEngine(Engine):
         self._decoder: Decoder | None = None
         self._decoding: asyncio.Task[None] | None = None
         self._rows: set[Row] = set()  # in flight
-        self._arrived = asyncio.Event()  # there are rows
+        self._arrived = asyncio.Event()  # set while there are rows
         self._dead: EngineError | None = None
 
     async def start(self) -> None:
@@ -62,7 +62,7 @@ class TransformersEngine(Engine):
         self._decoding = asyncio.create_task(self._decode(self._decoder), name="decode")
 
     async def load(self, load: Load) -> None:
-        # Nothing is cached beyond the rows at work.
+        # Only `clear` needs work: there is no cache beyond the rows in the batch.
         task = partial(
             self._started.load, load.weights, version=load.version, step=load.step, recompute=load.kv_cache == "clear"
         )
@@ -103,7 +103,7 @@ class TransformersEngine(Engine):
         self._die(EngineError("the engine was stopped"))
         if self._decoding is not None:
             await cancel_all([self._decoding])
-        self._thread.shutdown(wait=False, cancel_futures=True)  # a thread in a long step ends after it
+        self._thread.shutdown(wait=False, cancel_futures=True)  # a thread in a long step exits after it
 
     def stats(self) -> EngineStats:
         decoder = self._decoder
@@ -111,7 +111,7 @@ class TransformersEngine(Engine):
             in_flight=len(self._rows),
             num_made=decoder.num_made if decoder else 0,
             num_waiting=max(0, len(self._rows) - (len(decoder.rows) if decoder else 0)),
-            kv_used=0.0,  # memory is taken as it is needed
+            kv_used=0.0,  # memory is allocated on demand
         )
 
     @property
@@ -120,7 +120,7 @@ class TransformersEngine(Engine):
         return self._decoder
 
     async def _decode(self, decoder: Decoder) -> None:
-        """Until the engine is dead; whoever waits for a row has heard of it by then."""
+        """Step until the engine is dead; by then every pending row has its exception."""
         while self._dead is None:
             await self._arrived.wait()
             try:
@@ -145,7 +145,7 @@ class TransformersEngine(Engine):
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, torch.inference_mode()(run))
         except DataError:
-            raise  # of the model's folder
+            raise  # from the model's folder
         except Exception as error:
             structlog.get_logger().exception("engine_thread_failed")
             raise self._die(EngineError(f"transformers failed: {error}")) from error
@@ -162,6 +162,6 @@ def _build(settings: EngineSettings) -> Decoder:
     if settings.config.worker.threads:
         torch.set_num_threads(settings.config.worker.threads)
     dtype = getattr(torch, settings.config.weights.dtype)
-    # With whatever is in its memory: weights are loaded before they are used.
+    # Weights stay uninitialised: a load precedes their first use.
     model: nn.Module = build_model(settings.model, dtype=dtype, within=no_init_weights())
     return Decoder(model.to("cuda" if torch.cuda.is_available() else "cpu"), settings)

@@ -1,6 +1,6 @@
-"""What a worker and its engine import of vLLM, for a process that both are forked from (`streamrl.demos.forking`).
+"""Imports what a worker and its engine need of vLLM, in a process that both fork from (`streamrl.demos.forking`).
 
-Imported there alone, and for its effects. As in the engine's own server (`vllm_imported`), nothing here may start a
+Imported only there, for its side effects. As in the engine's fork server (`vllm_imported`), nothing here may start a
 thread.
 """
 

@@ -2,22 +2,22 @@
 
     generate ──► AsyncLLM ──zmq──► EngineCore process: scheduler, model, weight transfer (`vllm_weights`)
 
-What is decided here, and why:
+Decisions, and why:
 
-- One request a sample, and only its final output: with n > 1 vLLM's last output need not hold all samples.
-- Log-probs are the *processed* ones, of the distribution really sampled from.
-- The cache at a load. salt: from now on requests have another salt. clear: vLLM's own reset, which sends what runs back
-  to the queue, to be prefilled again. keep: neither.
-- Weights come by loads alone, so vLLM starts with dummy ones; what changed since the last load goes into their place,
-  where the engine has one for it (`vllm_in_place`). No sample may be asked for before the first `load`.
-- Samples carry no seed: a seeded request whose prompt is prefilled in two parts kills vLLM 0.32's engine on CPUs.
-- On a CPU an engine of one rank runs the model inside the EngineCore process: a third process costs 10 s more to
+- One request per sample, and only its final output: with n > 1, vLLM's last output need not hold all samples.
+- Logprobs are the *processed* ones, of the distribution actually sampled from.
+- KV cache at a load. salt: later requests use a new cache salt. clear: vLLM's own reset, which preempts running
+  requests and prefills them again. keep: neither.
+- Weights arrive only through loads, so vLLM starts with dummy weights. Deltas are written in place where the engine
+  supports it (`vllm_in_place`). Do not request samples before the first `load`.
+- Samples carry no seed: a seeded request whose prompt is prefilled in two chunks kills vLLM 0.32's engine on CPUs.
+- On a CPU, an engine of one rank runs the model inside the EngineCore process: a third process costs 10 s more to
   start, and on few cores 10 % of the throughput. With more ranks (`tensor_parallel_size`, `pipeline_parallel_size`)
-  EngineCore has a process for each, which loads, proves and answers for its own part of the model.
-- Over several hosts (`worker.hosts`) the further ones start their ranks by themselves (`vllm_headless`), and each rank
-  loads from its own host's mirror. When one of these hosts is lost, EngineCore is killed, and its ranks with it.
+  EngineCore starts a process for each, which loads and proves its own shard of the model.
+- Across hosts (`worker.hosts`), each further host starts its own ranks (`vllm_headless`), and each rank loads from its
+  own host's mirror. If one of these hosts is lost, EngineCore is killed, and its ranks with it.
 
-Blocks on vLLM's start (`worker.start_timeout_s`), and on a load or sign of life for `_ANSWER_S` at most.
+Blocks on vLLM's start (`worker.start_timeout_s`), and on a load or liveness check for at most `_ANSWER_S`.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-_ANSWER_S = 120.0  # the engine answers between two steps; none takes so long
-_STOP_S = 1  # then it is killed: a worker that was told to stop leaves within 3 s of its grace
+_ANSWER_S = 120.0  # the engine answers between two steps, and no step takes this long
+_STOP_S = 1  # then it is killed: a stopped worker must exit within 3 s after its grace period
 _SOON, _SOONER, _SOONEST = 2, 1, 0  # vLLM's priorities: training, evaluation, canaries
 
 
@@ -78,23 +78,23 @@ class VllmEngine(Engine):
                 "and worker.engine_args for the GPUs of this host"
             )
         self._settings = settings
-        # The processes that vLLM starts die with the thread that started them (see vllm_plugin), so it must stay.
+        # The kernel kills vLLM's processes when the thread that started them ends (see vllm_plugin), so it must stay.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm")
         self._scratch = ExitStack()
         self._in_place = InPlace()
         self._llm: AsyncLLM | None = None
         self._watch = StepWatch()
         self._version = 0
-        self._salt = ""  # requests read from the cache only what requests of the same salt put there
+        self._salt = ""  # cache salt: requests reuse only cache entries of the same salt
         self._num_salts = 0
         self._in_flight = 0
         self._num_canaries = 0
         self._watching: asyncio.Task[None] | None = None
-        self._lost = ""  # which further host, and why
+        self._lost = ""  # which further host was lost, and why
 
     async def start(self) -> None:
         timeout_s = self._settings.config.worker.start_timeout_s
-        look_after_server()  # here and not in `_thread`, with which it would end
+        look_after_server()  # not in `_thread`: the server would end with it
         meeting = None
         if (hosts := self._settings.hosts) is not None:
             meeting = await hosts.begin(self._settings.seed)
@@ -111,15 +111,15 @@ class VllmEngine(Engine):
         if self.bare().vllm_config.parallel_config.world_size > 1:
             async with self._answering("prepare its ranks") as llm:
                 ranks = await llm.collective_rpc(PREPARE)
-                here = ranks[: len(ranks) // self._settings.config.worker.hosts]  # the first ones
+                here = ranks[: len(ranks) // self._settings.config.worker.hosts]  # this host's ranks come first
                 self._scratch.callback(remove_shared, {name for rank in here for name in rank})
 
     def _build(self, meeting: Meeting | None) -> None:
-        # Not as the executor's result: its future would keep the engine until the interpreter falls apart.
+        # Not returned through the executor: its future would keep the engine alive until interpreter shutdown.
         self._llm, self._watch = build_llm(self._settings, self._scratch.enter_context(scratch_folder()), meeting)
 
     async def _end_with(self, hosts: FurtherHosts) -> None:
-        """vLLM would wait for a host that is gone, for minutes or for ever; without its EngineCore all calls fail."""
+        """Kill EngineCore once a host is lost, so that all calls fail; vLLM itself could wait for it forever."""
         self._lost = await hosts.lost()
         for child in multiprocessing.active_children():
             if child.name.startswith("EngineCore"):
@@ -132,13 +132,13 @@ class VllmEngine(Engine):
         weights, version = load.weights, load.version
         async with self._answering(f"load version {version}") as llm:
             patch = await self._in_place.patch(load.changed, weights)
-            # Not llm.pause_generation: it sleeps for 20 ms with the engine paused.
+            # Not llm.pause_generation: it sleeps 20 ms with the engine paused.
             await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=load.kv_cache == "clear")
             info = {"path": str(weights), "version": version, "patch": None if patch is None else str(patch)}
             await _update(llm, info, label=f"{version}:{load.step}")
             self._version = version
             if load.kv_cache == "salt":
-                # A version that was refused is loaded again, and what its first load made is not to be read.
+                # A rejected version is loaded again, and cache entries of its first load must not be read.
                 self._num_salts += 1
                 self._salt = f"{version}:{self._num_salts}"
             await llm.resume_generation()
@@ -182,7 +182,7 @@ class VllmEngine(Engine):
         return Generated(
             token_ids=np.asarray(token_ids, dtype=np.int32),
             logprobs=_sampled_logprobs(output),
-            # With stop strings vLLM has made the text already, and knows which of them ended it.
+            # With stop strings, vLLM has already detokenized the text, and knows which stop string ended it.
             text=output.text if sampling.stop else self._settings.model.decode(token_ids),
             finish_reason=_finish_reason(output),
             spans=_spans(output, len(token_ids)),
@@ -206,7 +206,7 @@ class VllmEngine(Engine):
         return np.minimum(np.asarray(values, dtype=np.float32), 0.0)
 
     def bare(self) -> AsyncLLM:
-        """For who measures what this file adds to it."""
+        """Return vLLM's object, for benchmarks that measure what this class adds to it."""
         assert self._llm is not None, "the engine was not started"
         return self._llm
 
@@ -223,7 +223,7 @@ class VllmEngine(Engine):
         if llm is not None:
             await _stop_reading(llm)
             await asyncio.get_running_loop().run_in_executor(self._thread, partial(llm.shutdown, timeout=_STOP_S))
-        # A start that hangs cannot be joined; a thread that has shut vLLM down is idle, and lets go of it by ending.
+        # Do not join a start that hangs. After a shutdown the thread is idle, and drops vLLM as it ends.
         self._thread.shutdown(wait=llm is not None)
         self._scratch.close()
 
@@ -237,14 +237,14 @@ class VllmEngine(Engine):
 
     @asynccontextmanager
     async def _answering(self, what: str) -> AsyncIterator[AsyncLLM]:
-        """Whatever goes wrong inside, a missing answer included, leaves an engine nobody may use."""
+        """Turn any failure inside, a timeout included, into an EngineError: the engine is unusable afterwards."""
         assert self._llm is not None, "the engine was not started"
         try:
             async with asyncio.timeout(_ANSWER_S):
                 yield self._llm
         except TimeoutError:
             raise self._caused(EngineError(f"vLLM did not {what} within {_ANSWER_S:g} s")) from None
-        except Exception as error:  # vLLM's own errors share no base
+        except Exception as error:  # vLLM's own errors have no common base
             raise self._caused(EngineError(f"vLLM could not {what}: {error}")) from error
 
     async def _final(
@@ -263,10 +263,10 @@ class VllmEngine(Engine):
         prompt = tokens_input(token_ids.tolist(), cache_salt=salt or None)
         outputs = self._llm.generate(prompt, params, request_id, priority=priority)
         try:
-            final = [output async for output in outputs]  # to the end: what is left half-read is aborted, at a cost
+            final = [output async for output in outputs]  # to the end: leaving early aborts the request, at a cost
         except (VLLMValidationError, ValueError) as error:
             raise SampleError(f"vLLM refused a sample: {error}") from error
-        except Exception as error:  # EngineDeadError, EngineGenerateError, and what else a dying engine raises
+        except Exception as error:  # EngineDeadError, EngineGenerateError, and anything else a dying engine raises
             raise self._caused(EngineError(f"vLLM failed: {type(error).__name__}: {error}")) from error
         if not final or not final[-1].finished:
             raise EngineError("vLLM ended a request without its output")
@@ -286,16 +286,16 @@ class VllmEngine(Engine):
             min_tokens=sampling.min_tokens,
             stop=list(sampling.stop),
             stop_token_ids=[i for i in model.stop_ids if i != model.tokenizer.eos_token_id],
-            logprobs=0,  # of the sampled token alone
+            logprobs=0,  # of the sampled token only
             flat_logprobs=True,
-            detokenize=bool(sampling.stop),  # token by token only where stop strings need it
+            detokenize=bool(sampling.stop),  # incremental detokenization only for stop strings
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
 
 
 async def _stop_reading(llm: AsyncLLM) -> None:
-    """Before it is shut down: else it may take its end for the engine's death, which it prints with a traceback."""
+    """Stop reading outputs before shutdown; else vLLM may report it as an engine death, with a traceback."""
     if llm.output_handler is not None:
         await cancel_all([llm.output_handler])
         llm.output_processor.propagate_error(EngineError("the engine was stopped"))
@@ -314,8 +314,8 @@ def _canary_params() -> SamplingParams:
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        max_tokens=1,  # vLLM makes at least one
-        prompt_logprobs=0,  # of the given tokens alone; with these vLLM reads nothing from its cache
+        max_tokens=1,  # vLLM's minimum
+        prompt_logprobs=0,  # of the given tokens only; also makes vLLM bypass its prefix cache
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -326,7 +326,7 @@ def _sampled_logprobs(output: CompletionOutput) -> npt.NDArray[np.float32]:  # [
 
     logprobs = output.logprobs
     assert isinstance(logprobs, FlatLogprobs), "flat log-probs were asked for"
-    # One entry a position: the sampled token's.
+    # One entry per position: the sampled token's.
     values = np.asarray(logprobs.logprobs, dtype=np.float32)[: len(output.token_ids)]
     assert len(values) == len(output.token_ids), f"{len(values)} log-probs for {len(output.token_ids)} tokens"
     return np.minimum(values, 0.0)
@@ -341,7 +341,7 @@ def _finish_reason(output: CompletionOutput) -> FinishReason:
 
 
 def _spans(output: CompletionOutput, num_tokens: int) -> tuple[Span, ...]:
-    """vLLM's labels are ours, `version:step`; a stop string may cut tokens off that a span still counts."""
+    """Parse our `version:step` labels from vLLM's output. A stop string may cut tokens off that a span still counts."""
     spans = []
     for labelled in output.weight_versions or ():
         version, _, step = labelled.version.partition(":")

@@ -1,11 +1,11 @@
-"""Stacked experts as vLLM packs them on a CPU: at each load, and aside.
+"""Stacked experts in vLLM's packed CPU layout: repacking at each load, and packing a copy aside.
 
-vLLM 0.32 packs them at the first load alone. A layer that has a kernel keeps it, and a reload copies what is not packed
-to where the kernel looks for what is: the model answers with other log-probs and raises nothing. So a reload is to find
-experts without a kernel (`vllm_weights`); it makes one, and packs, as the first load did.
+vLLM 0.32 packs experts only at the first load. A layer that already has a kernel keeps it, and a reload copies unpacked
+weights to where the kernel expects packed ones: the model returns wrong logprobs and raises nothing. So before a reload
+`vllm_weights` removes the kernel from expert layers; the reload then creates one and packs, as the first load did.
 
-On GPUs there is nothing to pack, and kernels stay: what is captured there points to them. Read in vLLM's code; on a GPU
-no mixture ran.
+On GPUs nothing is packed, and kernels stay: captured CUDA graphs point into them. This was read in vLLM's code; no
+mixture has run on a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 
 
 def packed_once(model: nn.Module) -> list[UnquantizedFusedMoEMethod]:
-    """Of each layer of experts that is packed for a CPU."""
+    """Return the method of each expert layer that is packed for a CPU."""
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
     return [
         method
@@ -30,7 +30,7 @@ def packed_once(model: nn.Module) -> list[UnquantizedFusedMoEMethod]:
 
 
 def packed_aside(module: Any, aside: Mapping[str, torch.Tensor | None]) -> Mapping[str, torch.Tensor] | None:
-    """A layer's experts as its kernel would pack these; None: it packs none, or not all are known."""
+    """Return a layer's experts as its kernel packs them; None if it packs none, or if a tensor is unknown."""
     if getattr(module, "quant_method", None) not in packed_once(module):
         return None
     layer: Any = nn.Module()

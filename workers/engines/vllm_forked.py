@@ -1,15 +1,15 @@
-"""vLLM's engine on CPUs, forked from a server that has imported vLLM: ahead, beside what its worker imports itself.
+"""Forks vLLM's CPU engine from a server that has already imported vLLM, in parallel with the worker's own imports.
 
-    worker ──exec──► fork server: vLLM imported, nothing made, one thread
-                         │ fork, with the worker's environment of that moment
+    worker ──exec──► fork server: vLLM imported, nothing created, one thread
+                         │ fork, with the worker's current environment
                          ├──► EngineCore
-                         └──► EngineCore        after a death: in tenths of a second instead of many
+                         └──► EngineCore        after a death: in tenths of a second
 
-A worker that was itself forked, from a process that has imported vLLM, forks that server too: of one thread still, and
-so before anything else that it does.
+A worker that was itself forked from a process with vLLM imported forks that server too, before it does anything else,
+while it still has one thread.
 
-On CPUs vLLM itself spawns: a second import of all that its front end has imported, and the one begins when the other
-has ended. Builds for GPUs are left as they are, and so is whoever has not called `import_ahead`.
+On CPUs vLLM itself spawns: the engine repeats all imports of the front end, after these have finished. GPU builds are
+left alone, and so is any process that has not called `import_ahead`.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _IMPORTED = "streamrl.workers.engines.vllm_imported"
 
 
 def import_ahead(scratch: Path) -> None:
-    """Have vLLM imported for engines to come; returns at once. Where it is not built for CPUs, nothing happens. The
-    server ends with the thread that calls this. `scratch`: for its socket, as long as this process lives."""
+    """Start importing vLLM for later engines; return at once. Does nothing unless vLLM is a CPU build. The server ends
+    with the calling thread. `scratch` holds its socket, for the life of this process."""
     if not is_cpu_build():
         return
-    current_process()._config.setdefault("tempdir", str(scratch))  # type: ignore[attr-defined] # else one nobody removes
+    current_process()._config.setdefault("tempdir", str(scratch))  # type: ignore[attr-defined] # else never removed
     multiprocessing.get_context("forkserver").set_forkserver_preload([_IMPORTED])
     look_after_server()
 
 
 def look_after_server() -> None:
-    """Start it again if it has died; nothing where nobody imports ahead."""
+    """Restart the server if it died; does nothing in a process that has not called `import_ahead`."""
     if is_ahead():
         is_imported = all(module in sys.modules for module in ENGINE)
         as_it_begins = forking_server() if is_imported and has_one_thread() else nullcontext()
@@ -57,7 +57,7 @@ def look_after_server() -> None:
 
 
 def is_ahead() -> bool:
-    """Whether this process has a server to fork engines from."""
+    """Return whether this process has a server to fork engines from."""
     return _IMPORTED in multiprocessing.forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
 
 
@@ -76,7 +76,7 @@ def _environment_of_server() -> Iterator[None]:
 
 @contextmanager
 def forking_engines() -> Iterator[None]:
-    """Inside the context vLLM forks its engine from that server, if there is one. For engines that compile nothing."""
+    """Make vLLM fork engines from that server, if there is one. Only for engines that compile nothing."""
     if not is_ahead():
         yield
         return
@@ -91,7 +91,7 @@ def forking_engines() -> Iterator[None]:
 
 
 class _Process(ForkServerProcess):
-    """Begins as one that was spawned: in the environment of whoever starts it, with its number of threads."""
+    """Behaves like a spawned process: takes the environment and thread count of the process that starts it."""
 
     _environment: dict[str, str]
 
@@ -103,14 +103,14 @@ class _Process(ForkServerProcess):
         import torch
         from vllm import plugins
 
-        # Only what differs: who moves the whole environment loses the place of the process' title, "VLLM::EngineCore".
+        # Set only differences: replacing the whole environment breaks setting the process title, "VLLM::EngineCore".
         for name in set(os.environ) - set(self._environment):
             del os.environ[name]
         for name, value in self._environment.items():
             if os.environ.get(name) != value:
                 os.environ[name] = value
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
-        plugins.plugins_loaded = False  # ours is what ties an engine to its worker
+        plugins.plugins_loaded = False  # else our plugin, which ties an engine to its worker, would not run again
         super().run()
 
 

@@ -1,11 +1,10 @@
-"""The ranks of a further host: vLLM's executor without an engine, which the first host's EngineCore tells what to do.
+"""The ranks of a further host: vLLM's executor without an engine, driven by the first host's EngineCore.
 
     first host: EngineCore ──zmq──► rank 0, rank 1          here: rank 2, rank 3, started by this process
 
-vLLM's own way (`vllm serve --headless`) watches nobody but its own ranks: of a first host that died a rank would live
-on, in wait for the next message. Here the worker hears that its first host is lost, and kills them; they die with it,
-too. Blocks on vLLM's start, in the thread of whoever calls `start`, which must live as long as they. No GPU has run
-this.
+vLLM's own mode (`vllm serve --headless`) watches only its own ranks: if the first host died, they would wait for the
+next message forever. Here the worker learns that its first host is lost and kills the ranks; they also die with the
+worker. Blocks on vLLM's start, in the thread that calls `start`, which must outlive the ranks. No GPU has run this.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from streamrl.workers.engines.host_mirror import MIRROR_VARIABLE
 from streamrl.workers.engines.vllm_ranks import remove_shared, talked_through
 from streamrl.workers.engines.vllm_start import vllm_config
 
-_RANK = "VllmWorker"  # how vLLM's names of these processes begin
+_RANK = "VllmWorker"  # prefix of vLLM's names for these processes
 _ENDS_WITHIN_S = 10.0
 
 
 class HeadlessRanks:
-    """Of one engine."""
+    """This host's ranks of one engine."""
 
     def __init__(self, settings: EngineSettings, meeting: Meeting, *, mirror: Path, scratch: Path) -> None:
         self._settings, self._meeting, self._scratch = settings, meeting, scratch
@@ -36,19 +35,19 @@ class HeadlessRanks:
         self._shared: set[str] = set()
 
     def start(self) -> None:
-        """Returns when its ranks stand, and have met the others."""
+        """Return once the ranks are ready and connected to the others."""
         os.environ[MIRROR_VARIABLE] = str(self._mirror)
         config = vllm_config(self._settings, self._scratch, self._meeting)
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
         try:
             self._executor = MultiprocExecutor(config, monitor_workers=False)
-        except Exception as error:  # vLLM's own errors share no base
+        except Exception as error:  # vLLM's own errors have no common base
             raise EngineError(f"vLLM's ranks did not start: {error}") from error
         self._shared = {name for rank in self._executor.workers for name in talked_through(rank.proc.pid)}
 
     def wait(self) -> str:
-        """Until one of them ends: which, and how."""
+        """Block until a rank ends; return which one, and how."""
         ranks = {rank.proc.sentinel: rank for rank in self._executor.workers}
         [first, *_] = multiprocessing.connection.wait(list(ranks))
         process = ranks[first].proc
@@ -56,7 +55,7 @@ class HeadlessRanks:
         return f"its rank {ranks[first].rank} ended with code {process.exitcode}"
 
     def kill(self) -> None:
-        """Also while they start; may be called again and again."""
+        """Kill all ranks. Also works while they start; may be called repeatedly."""
         ranks = [child for child in multiprocessing.active_children() if child.name.startswith(_RANK)]
         for rank in ranks:
             rank.kill()

@@ -1,8 +1,8 @@
-"""The worker's half of loading what changed alone: which patch its vLLM engine can take, and why it can take none.
+"""The worker's half of loading deltas in place: decides whether its vLLM engine can take a patch, and writes it.
 
-    whole load ─► the engine is asked for its places, once ─► each delta: a patch file, made while it generates
+    full load ─► ask the engine for its places, once ─► each delta: write a patch file while the engine generates
 
-Where it can take none, or not this one, all weights are loaded, and the reason is logged once.
+Otherwise all weights are loaded; the reason is logged once.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from streamrl.workers.engines.vllm_plugin import PLACES
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-KEPT_BYTES = 256 << 20  # of a patch's file, which the next one is written over; a larger one goes
+KEPT_BYTES = 256 << 20  # a patch file up to this size is kept and overwritten by the next; a larger one is deleted
 
 log = structlog.get_logger(__name__)
 
 
 class InPlace:
-    """Of one engine."""
+    """The state of one engine."""
 
     def __init__(self) -> None:
-        self._version = 0  # all of which the engine has; 0: of none
+        self._version = 0  # the version the engine holds in full; 0: none
         self._places: list[Place] | None = None
         self._said: set[str] = set()
 
     async def patch(self, changed: Changed | None, weights: Path) -> Path | None:
-        """A file beside the weights; None: load all of them."""
+        """Write a patch file beside the weights and return it; None: load all weights."""
         if changed is None or self._places is None or changed.since != self._version:
             return None
         path = weights.with_name("patch")
         try:
             reason = await asyncio.to_thread(write_patch, changed, self._places, path)
-        except OSError as error:  # full, for one
+        except OSError as error:  # disk full, for example
             path.unlink(missing_ok=True)
             reason = f"{path.parent} takes no patch: {error.strerror}"
         if reason is None:
@@ -54,7 +54,7 @@ class InPlace:
             if patch.stat().st_size > KEPT_BYTES:
                 patch.unlink()
         elif self._places is not None or not self._said:
-            # Also of one that was asked before: the file may be another.
+            # Ask again even if asked before: the file may be a new one.
             [answer, *_] = await llm.collective_rpc(PLACES, args=(str(weights),))
             self._places = [Place(**place) for place in answer["places"]] or None
             if self._places is None:

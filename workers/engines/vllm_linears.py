@@ -1,12 +1,12 @@
-"""Linear layers on CPUs whose packed weights are ours, so that single elements of them can be written.
+"""Linear layers on CPUs in a packed layout that we can write single elements of.
 
-vLLM's CPU build packs each linear layer when it is loaded. oneDNN, which it prefers, keeps the packed copy where nobody
-reaches it; its other kernel, `weight_packed_linear`, takes it as a tensor. vLLM itself takes that one for small layers
-on processors with AMX; without AMX both take equally long: on an EPYC with AVX512_BF16 0.6 to 1.0 of oneDNN's time for
-up to 16 rows at once and 1.0 to 1.04 for 512, and 99.97 % of the results are the same bits. So in bfloat16, on
-processors with AVX512_BF16 and without AMX, layers of sizes that fit are packed for it; all others stay as they are.
+vLLM's CPU build packs each linear layer when it is loaded. It prefers oneDNN, whose packed copy is inaccessible; its
+other kernel, `weight_packed_linear`, takes the packed weight as a tensor. vLLM itself uses that kernel for small layers
+on processors with AMX. Without AMX both are equally fast: on an EPYC with AVX512_BF16, 0.6 to 1.0 of oneDNN's time for
+up to 16 rows at once and 1.0 to 1.04 for 512, and 99.97 % of the results are bit-identical. So in bfloat16, on
+processors with AVX512_BF16 and without AMX, layers of suitable sizes are packed for it; all others stay as they are.
 
-An embedding beside which there is a head is not packed at all: it is only looked up.
+An embedding with a separate head is not packed at all: it is only used for lookups.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 from streamrl.workers.engines.patches import TILE_COLUMNS, TILE_ROWS
 
-_PACKED = "streamrl_packed"  # the attribute of a layer
-_COLUMNS = 32  # in whose multiples the kernel takes them
+_PACKED = "streamrl_packed"  # attribute of a layer
+_COLUMNS = 32  # the kernel takes multiples of this
 
 
 class WritableLinear(UnquantizedLinearMethod):
-    """vLLM's method, but for what it packs."""
+    """vLLM's method, except for the packed layout."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if _fits(layer):
@@ -44,7 +44,7 @@ class WritableLinear(UnquantizedLinearMethod):
 
 
 class WritableEmbedding(UnquantizedEmbeddingMethod):
-    """Of heads: what is looked up in is kept beside what is packed."""
+    """For heads: keeps the plain weight for lookups, beside the packed one."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if _fits(layer):
@@ -62,7 +62,7 @@ _OURS = (WritableLinear, WritableEmbedding, LookedUp)
 
 
 def make_writable(model: nn.Module) -> None:
-    """What is packed already is packed anew by the next load."""
+    """Replace the layers' methods; already packed layers are repacked by the next load."""
     as_fast = is_as_fast()
     num_names = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     has_head = any(isinstance(module, ParallelLMHead) for module in num_names)
@@ -79,7 +79,7 @@ def make_writable(model: nn.Module) -> None:
 
 @contextmanager
 def as_vllm_packs(model: nn.Module) -> Iterator[None]:
-    """For who measures it: inside, whatever is loaded is packed as if none of this were. To be loaded again after."""
+    """Make loads inside pack as vLLM does by default, for benchmarks. Load again afterwards."""
     methods = {
         method for module in model.modules() if isinstance(method := getattr(module, "quant_method", None), _OURS)
     }
@@ -94,37 +94,37 @@ def as_vllm_packs(model: nn.Module) -> Iterator[None]:
 
 
 def packed(layer: nn.Module) -> torch.Tensor | None:
-    """In tiles; None: it is packed otherwise, or not."""
+    """Return the weight in tiles; None if it is packed otherwise, or not at all."""
     found: torch.Tensor | None = layer.__dict__.get(_PACKED)
     return found
 
 
 def in_tiles(weight: torch.Tensor) -> torch.Tensor:
-    """[blocks, TILE_ROWS, pairs of columns] a view of a packed weight, or of a plain one that is seen as one."""
+    """Return a [blocks, TILE_ROWS, pairs of columns] view of a packed weight's memory."""
     rows, columns = weight.shape
     pairs = weight.view(torch.int32)
     return pairs.view(rows // TILE_ROWS, columns // TILE_COLUMNS, TILE_ROWS).transpose(1, 2)
 
 
 def unpacked(weight: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] a copy."""
+    """Return a [rows, columns] copy."""
     pairs = in_tiles(weight).reshape(weight.shape[0], -1)
-    return pairs.contiguous().view(weight.dtype)  # of one block no copy was made
+    return pairs.contiguous().view(weight.dtype)  # with one block, the reshape made no copy
 
 
 def _is_skipped(layer: nn.Module) -> bool:
-    """By vLLM: a projection that is absorbed by others."""
+    """Return whether vLLM skips this layer: a projection absorbed into others."""
     return bool(getattr(layer, "_cpu_skip_gemm_dispatch", False))
 
 
 def is_as_fast() -> bool:
-    """Whether the kernel whose packed weights can be written to is there, and of use on these processors."""
+    """Return whether the kernel with writable packed weights exists and is fast on this processor."""
     if not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
         return False
     if not hasattr(torch.ops._C, "convert_weight_packed"):
         return False
     weight = torch.randn(2 * TILE_ROWS, 2 * _COLUMNS).bfloat16()
-    return torch.equal(unpacked(torch.ops._C.convert_weight_packed(weight)), weight)  # as vLLM 0.32 packs it
+    return torch.equal(unpacked(torch.ops._C.convert_weight_packed(weight)), weight)  # vLLM 0.32's layout
 
 
 def _fits(layer: Any) -> bool:
@@ -144,7 +144,7 @@ def _pack(layer: Any) -> None:
     if held is not None and held.shape == weight.shape:
         rows, columns = weight.shape
         plain = weight.contiguous().view(torch.int32).view(rows // TILE_ROWS, TILE_ROWS, columns // TILE_COLUMNS)
-        in_tiles(held).copy_(plain)  # in a third of the time that vLLM takes, and where it was
+        in_tiles(held).copy_(plain)  # in place, in a third of the time vLLM takes
     else:
         held = torch.ops._C.convert_weight_packed(weight)
     layer.__dict__[_PACKED] = held
@@ -153,7 +153,7 @@ def _pack(layer: Any) -> None:
 
 def _linear(weight: torch.Tensor, num_rows: int) -> Callable[..., torch.Tensor]:
     def linear(x: torch.Tensor, _: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        added = None if bias is None else bias.float()  # the kernel takes no other
+        added = None if bias is None else bias.float()  # the kernel requires fp32
         result: torch.Tensor = _custom_ops.weight_packed_linear_cpu(x, weight, num_rows, added)
         return result
 

@@ -1,8 +1,8 @@
-"""Where vLLM's own loaders put each tensor of a checkpoint: asked of them, without loading anything.
+"""Finds out where vLLM's loaders put each checkpoint tensor, without loading anything.
 
-    tensors ─► model.load_weights ─► a loader for each parameter, which here writes down what it is asked to load
+    tensors ─► model.load_weights ─► each parameter's loader, replaced by a recorder of its calls
 
-A parameter can then be loaded aside, in memory of its own, as vLLM would leave it before whatever it is packed into.
+A parameter can then be loaded into separate memory, as vLLM would leave it before packing.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-# What a loader was asked to write into a parameter: its words but the parameter itself.
+# Arguments of one call to a parameter's loader, without the parameter itself.
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 def where_tensors_go(
     model: Any, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> list[tuple[str, nn.Module, dict[str, list[Call]]]]:
-    """Each layer with what it is to be given, by parameter; a head that is the embedding has the embedding's."""
+    """Return each layer with the loader calls of its parameters; a tied head has those of the embedding."""
     calls: dict[nn.Module, dict[str, list[Call]]] = defaultdict(lambda: defaultdict(list))
     with _writing_down(model, calls):
         model.load_weights(tensors)
@@ -41,7 +41,7 @@ def where_tensors_go(
 
 @contextmanager
 def _writing_down(model: nn.Module, calls: Mapping[nn.Module, Mapping[str, list[Call]]]) -> Iterator[None]:
-    """Inside, loaders write down what they are asked to load, and load nothing."""
+    """Replace the loaders inside by recorders, which load nothing."""
 
     def recorder(module: nn.Module, name: str) -> Callable[..., bool]:
         def record(*args: Any, **kwargs: Any) -> bool:
@@ -61,7 +61,7 @@ def _writing_down(model: nn.Module, calls: Mapping[nn.Module, Mapping[str, list[
     try:
         yield
     finally:
-        for parameter, loader in reversed(before):  # one that two layers share was met twice
+        for parameter, loader in reversed(before):  # a parameter shared by two layers appears twice
             if loader is None:
                 del parameter.weight_loader
             else:
@@ -69,7 +69,7 @@ def _writing_down(model: nn.Module, calls: Mapping[nn.Module, Mapping[str, list[
 
 
 def loaded_aside(module: nn.Module, name: str, calls: list[Call]) -> torch.Tensor | None:
-    """The parameter as vLLM's loader would leave it, before whatever it is packed into; None: not known."""
+    """Return the parameter as vLLM's loader leaves it before packing; None if that is unknown."""
     fresh = blank(module, name)
     if fresh is None:
         return None
@@ -80,7 +80,7 @@ def loaded_aside(module: nn.Module, name: str, calls: list[Call]) -> torch.Tenso
 
 
 def blank(module: nn.Module, name: str) -> Any:
-    """A parameter like that before it is loaded, in memory of its own; None: not known."""
+    """Return an empty parameter, as before loading, in its own memory; None if its form is unknown."""
     info = get_layerwise_info(module)
     described = info.restore_metadata[0].get(name)
     live = module._parameters[name]
@@ -96,17 +96,18 @@ def blank(module: nn.Module, name: str) -> Any:
 
 def load_into(fresh: Any, *args: Any, **kwargs: Any) -> None:
     load: Any = getattr(fresh, "weight_loader", default_weight_loader)
-    while load.__name__ == "online_process_loader":  # what a reload wrapped around it, and leaves there
+    while load.__name__ == "online_process_loader":  # a reload's wrapper, which it leaves in place
         load = load.__wrapped__
     load(fresh, *args, **kwargs)
 
 
 def written_past_loaders(model: nn.Module, loaded: set[str]) -> list[str]:
-    """What a family's own code says that it loaded, though vLLM's reload, which waits for loaders, has not seen it."""
+    """Return parameters that the model's own code claims to have loaded without calling a loader. vLLM's reload tracks
+    loader calls only, so it misses these."""
     lost = []
     for place, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        if info.can_load():  # else all of it came
+        if info.can_load():  # otherwise all parameters arrived
             came = {name for name, _ in info.loaded_weights}
             own = {f"{place}.{name}": p for name, p in layer._parameters.items() if p is not None and name not in came}
             lost += [name for name, parameter in own.items() if name in loaded and parameter.is_meta]

@@ -1,15 +1,14 @@
-"""An index map of vLLM's live parameters: where elements of a checkpoint's tensors lie in them, and how to write them.
+"""Maps checkpoint tensors to their positions in vLLM's live parameters, and writes changed elements there.
 
-    loaders' words (`vllm_loaders`) ─► is the tensor a stretch of rows there? ─► Place ─► to the worker (`patches`)
-                                              └─ asked of the loader itself, with numbers in place of weights
-    patch file ─► elements, rows, layers anew ─► live parameters and packed copies
+    loader calls (`vllm_loaders`) ─► does the tensor fill a contiguous range of rows? ─► Place ─► worker (`patches`)
+                                           └─ tested by running the loader on numbered elements
+    patch file ─► elements, rows, rebuilt layers ─► live parameters and packed copies
 
-What is not certain is not written to: `NoPlace` says what, and then all weights are loaded as ever. That goes for
-tensor-parallel engines, quantised ones, adapters of vLLM's own, experts, absorbed projections and whatever a model
-makes of its weights when they are loaded. On GPUs parameters are plain, so that all of them are rows.
-No GPU has run this.
+Anything uncertain is not written in place: `NoPlace` carries the reason, and full loads continue. That applies to
+tensor-parallel and quantised engines, vLLM's own adapters, experts, absorbed projections, and weights that a model
+derives at load time. On GPUs parameters are plain, so all places are rows. No GPU has run this.
 
-An error leaves half a version; the engine that raises it is ended (`base`).
+An error leaves a half-written version; the engine that raises it is ended (`base`).
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ from streamrl.workers.engines.patches import TILE_ROWS, Kind, Place, read_patch
 from streamrl.workers.engines.vllm_linears import LookedUp, in_tiles, packed
 from streamrl.workers.engines.vllm_loaders import Call, blank, load_into, loaded_aside, where_tensors_go
 
-_PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # what they keep is what they were given
-_NUMBERS = 251  # a prime, so that no width is a multiple of it; all are exact in bfloat16
+_PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # they keep weights as given
+_NUMBERS = 251  # a prime, so it divides no width; all values are exact in bfloat16
 _PAIR_BYTES = 4
 _BITS: Mapping[int, torch.dtype] = {2: torch.int16, 4: torch.int32}
 
 Tensors = Mapping[str, torch.Tensor]
-InFiles = Callable[[Iterable[Named]], Iterable[Named]]  # the same by the names of files
+InFiles = Callable[[Iterable[Named]], Iterable[Named]]  # renames tensors as in checkpoint files
 
 
 class NoPlace(Exception):
-    """Nothing may be written in place, and why."""
+    """Why nothing may be written in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Live:
     module: Any
-    name: str  # of the parameter in it
+    name: str  # the parameter's name in the module
     calls: list[Call]
 
     @property
@@ -63,16 +62,16 @@ class _Live:
 
 
 class LivePlaces:
-    """Of one model, and one file: tensors that are views into it."""
+    """The places of one model's parameters; `tensors` are views into one mirror file."""
 
     def __init__(self, model: Any, tensors: Tensors, *, in_files: InFiles, num_shards: int) -> None:
         if num_shards > 1:
             raise NoPlace("each of its processes has a part of the tensors")
         _refuse_what_is_derived(model)
         self._tensors = tensors
-        self._live: dict[str, _Live] = {}  # by the engine's name of the parameter
+        self._live: dict[str, _Live] = {}  # by the engine's parameter name
         self.places: list[Place] = []
-        self._rows: dict[tuple[Any, ...], int] = {}  # what was asked of loaders of one shape
+        self._rows: dict[tuple[Any, ...], int] = {}  # cached results of `_ask`, one per shape
         by_address = {address: name for name, address in _addresses(tensors.items()).items()}
         written: set[int] = set()  # addresses of live parameters
         for layer, module, of_module in where_tensors_go(model, in_files(tensors.items())):
@@ -83,14 +82,14 @@ class LivePlaces:
                     self.places += [self._place(f"{layer}.{name}", kind, live, call, by_address) for call in calls]
 
     def are_of(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> bool:
-        """Or of a file that was there before."""
+        """Return whether these are the tensors that the places were made from, and not views of another file."""
         return {name: one.data_ptr() for name, one in tensors} == {
             n: one.data_ptr() for n, one in self._tensors.items()
         }
 
     @torch.no_grad()
     def write(self, patch_file: Path, *, since: int) -> None:
-        """`since`: the version that is there."""
+        """Apply a patch. `since`: the version the model holds."""
         patch, elements = read_patch(patch_file)
         if patch.since != since:
             raise ValueError(f"a patch of version {patch.since} cannot be written into version {since}")
@@ -102,7 +101,7 @@ class LivePlaces:
         for place in self.places:
             if place.tensor in patch.whole and place.kind != "layer":
                 _write_rows(self._live[place.parameter], place, self._tensors[place.tensor])
-        for parameter in patch.layers:  # on CPUs alone
+        for parameter in patch.layers:  # CPUs only
             _make_anew(self._live[parameter], parameter)
 
     def _place(self, parameter: str, kind: Kind, live: _Live, call: Call, by_address: Mapping[int, str]) -> Place:
@@ -147,7 +146,7 @@ def _derives_nothing(attention: Attention) -> bool:
 
 
 def _kinds(parameter: str, live: _Live, written: set[int]) -> list[Kind]:
-    """The forms in which a parameter's weights are there."""
+    """Return the layouts in which a parameter's weights are stored."""
     module, name = live.module, live.name
     method = getattr(module, "quant_method", None)
     if not (method is None or isinstance(method, _PLAIN)):
@@ -158,7 +157,7 @@ def _kinds(parameter: str, live: _Live, written: set[int]) -> list[Kind]:
         if is_weight and live.parameter.ndim != 2:
             raise NoPlace(f"{parameter} is kept in a form of its own")
         address = live.parameter.data_ptr()
-        if address not in written:  # else it is another's too, as a tied head's
+        if address not in written:  # else it shares memory with another parameter, such as a tied head
             written.add(address)
             found.append("rows")
     if is_weight and hasattr(module, "cpu_linear") and not isinstance(method, LookedUp):
@@ -169,7 +168,7 @@ def _kinds(parameter: str, live: _Live, written: set[int]) -> list[Kind]:
 
 
 def _ask(parameter: str, live: _Live, given: torch.Tensor, call: Call) -> int:
-    """The first of the rows that the loader writes this tensor to, as it is and one after another."""
+    """Return the first row the loader writes this tensor to; NoPlace unless its rows stay unchanged and adjacent."""
     if live.parameter.dtype != given.dtype or not live.parameter.is_contiguous():
         raise NoPlace(f"{parameter} is kept as {live.parameter.dtype} and not as {given.dtype}, or not row after row")
     fresh = blank(live.module, live.name)
@@ -210,7 +209,7 @@ def _make_anew(live: _Live, parameter: str) -> None:
 
 
 def places_in(model: Any, tensors: Iterable[Named], *, in_files: InFiles, num_shards: int) -> LivePlaces | str:
-    """Or why there are none."""
+    """Return the live places, or why there are none."""
     try:
         with torch.no_grad(), torch.device("cpu"):
             return LivePlaces(model, dict(tensors), in_files=in_files, num_shards=num_shards)

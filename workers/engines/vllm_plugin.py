@@ -1,9 +1,9 @@
-"""What vLLM loads in each of its own processes, through the entry point `vllm.general_plugins`.
+"""Our vLLM plugin, loaded in each of vLLM's processes through the entry point `vllm.general_plugins`.
 
-vLLM's engine lives in child processes that know nothing of ours, so what must happen there happens here: our
-weight-transfer engine is made known by name, the process is tied to the worker that wanted it, and its temporary files
-lie where they are removed. Every vLLM on a machine with streamrl installed calls `register`, so it imports nothing
-heavy and does nothing that others could feel.
+vLLM's engine runs in child processes that have not imported streamrl, so this runs there: it registers our
+weight-transfer engine, ties the process to the life of its worker, and moves temporary files to a folder that is
+removed. Every vLLM on a machine with streamrl installed calls `register`, so it imports nothing heavy and changes
+nothing for other users of vLLM.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import tempfile
 
 from streamrl import process
 
-# The names by which we and vLLM's own processes find each other.
+# Names shared between us and vLLM's processes.
 WEIGHT_TRANSFER_BACKEND = "streamrl"
 WORKER_EXTENSION = "streamrl.workers.proofs.read_back.ReadBackExtension"
-READ_BACK = "streamrl_read_back"  # its methods
+READ_BACK = "streamrl_read_back"  # methods of the extension
 PLACES = "streamrl_places"
 PREPARE = "streamrl_prepare"
-OWNER_VARIABLE = "STREAMRL_VLLM_OWNER"  # pid of the worker, set by it before vLLM starts its processes
-SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"  # vLLM's own: where its processes meet; of this engine alone
+OWNER_VARIABLE = "STREAMRL_VLLM_OWNER"  # pid of the worker, which sets it before vLLM starts its processes
+SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"  # vLLM's own variable: the folder of its sockets, private to this engine
 
 
 def register() -> None:
-    """Called by vLLM, possibly more than once in a process."""
+    """Set up this process. vLLM calls it, possibly more than once."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if WEIGHT_TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
@@ -39,16 +39,16 @@ def register() -> None:
 
 
 def _die_with(owner: int) -> None:
-    """A worker killed with -9 must not leave an engine that keeps the memory and the cores."""
+    """Die with the worker: one killed with -9 must not leave an engine that holds memory and cores."""
     process.die_with_parent()
     try:
         os.kill(owner, 0)
-    except ProcessLookupError:  # it died before we asked
+    except ProcessLookupError:  # it died before die_with_parent took effect
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _keep_temporary_files_in(folder: str) -> None:
-    """Not by TMPDIR: the worker's reward functions would inherit it, and outlive this engine."""
-    # What torch compiles is for the next engine too.
+    """Redirect `tempfile`, but not through TMPDIR: reward functions would inherit it, and they outlive this engine."""
+    # Later engines share torch's compile cache.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.geteuid()}")
     tempfile.tempdir = folder

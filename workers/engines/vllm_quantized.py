@@ -1,13 +1,13 @@
-"""Layers that vLLM quantises as they are loaded (`worker.engine_args.quantization`), and the same ones made once more.
+"""Layers that vLLM quantises while loading (`worker.engine_args.quantization`), and reference copies of them.
 
-    mirror, bfloat16 ─► vLLM's layerwise reload ─► weights and scales in eight bits: what serves
-                     └► aside, by the same method of vLLM's ─────────────────────────► what it must be, to the bit
+    mirror, bfloat16 ─► vLLM's layerwise reload ─► 8-bit weights and scales, which the engine serves
+                     └► aside, by the same vLLM method ─► the expected bits
 
-The reload quantises at each load: vLLM 0.32 keeps for that how a layer was before. Nothing is written in place, since
-a scale is that of many weights (`vllm_places` finds no place for these layers): each version is loaded as a whole.
+Each reload quantises again: vLLM 0.32 keeps each layer's original form for that. Nothing is written in place, since
+many weights share a scale (`vllm_places` finds no place for these layers): each version is loaded in full.
 
-On CPUs linear layers alone, in FP8, by torch's own product. Experts, and FP8 on GPUs, are written against vLLM's
-interface. No GPU has run this.
+On CPUs only linear layers are quantised, in FP8, with torch's own matmul. Experts, and FP8 on GPUs, are written against
+vLLM's interface. No GPU has run this.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
 from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 
 _DONE = "_already_called_process_weights_after_loading"
-_KERNEL = "fp8_linear"  # of a method; it may keep what it packs
+_KERNEL = "fp8_linear"  # attribute of a method, which may keep what it packs
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -30,7 +30,7 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def quantized_aside(module: Any, aside: Mapping[str, torch.Tensor | None]) -> Mapping[str, torch.Tensor] | None:
-    """What the layer's method makes of these: weights, scales and all. None: not all are known."""
+    """Return what the layer's method makes of these tensors, scales included; None if one is missing."""
     device = next(module.parameters(recurse=False)).device
     layer = copy.copy(module)
     layer.__dict__ = {**module.__dict__, "_parameters": {}, "_buffers": dict(module._buffers)}
@@ -39,7 +39,7 @@ def quantized_aside(module: Any, aside: Mapping[str, torch.Tensor | None]) -> Ma
         if tensor is None:
             return None
         layer.register_parameter(name, nn.Parameter(tensor.to(device), requires_grad=False))
-    method = copy.copy(module.quant_method)  # what it notes of a layer is not to be this one
+    method = copy.copy(module.quant_method)  # keep its per-layer state out of the original
     if hasattr(method, _KERNEL):
         setattr(method, _KERNEL, copy.copy(getattr(method, _KERNEL)))
     with torch.device(device):
@@ -48,7 +48,7 @@ def quantized_aside(module: Any, aside: Mapping[str, torch.Tensor | None]) -> Ma
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Also of types that torch compares in none."""
+    """Compare bytes, also of dtypes that torch cannot compare."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(*(tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))

@@ -1,11 +1,11 @@
-"""What the ranks of one engine need beside what vLLM does: once, when all of them stand, and when the engine ends.
+"""Fixes for vLLM's multi-rank engines: run once when all ranks are up, and again when the engine ends.
 
-- On CPUs they share memory under /dev/shm, by names that only an orderly end takes away. So each takes its own names
-  away as soon as the others have met: the memory goes with the last rank, however they end.
-- They talk to each other and to EngineCore through memory of the same kind, on GPUs too. All are killed when the engine
-  ends, so its worker takes these names away; of a worker that is killed, Python's resource tracker does.
-- vLLM 0.32 makes a later stage's place for what comes from the stage before it while it warms up, and on CPUs leaves
-  that out where nothing is compiled: the first sample would end such an engine.
+- On CPUs, ranks share memory under /dev/shm, and only an orderly exit unlinks its names. So each rank unlinks its own
+  name once the others have attached: the memory is freed with the last rank, however they end.
+- Ranks and EngineCore also exchange messages through shared memory, on GPUs too. All are killed when the engine ends,
+  so the worker unlinks these names; if the worker is killed, Python's resource tracker does.
+- vLLM 0.32 allocates a later pipeline stage's input buffer during warm-up, which it skips on CPUs when nothing is
+  compiled: the first sample would crash such an engine. So it is allocated here.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 _SHARED = Path("/dev/shm")
-_TALKED_THROUGH = re.compile(rf"{_SHARED}/(psm_\w+)$", re.MULTILINE)  # as Python names them
+_TALKED_THROUGH = re.compile(rf"{_SHARED}/(psm_\w+)$", re.MULTILINE)  # Python's naming
 
 
 def prepare_rank(runner: Any) -> list[str]:
-    """`runner`: vLLM's, of this rank's model. Through what it talks to the others."""
+    """Prepare this rank; return the names of its message segments. `runner`: vLLM's model runner."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     for group in (get_tp_group(), get_pp_group()):
@@ -37,12 +37,12 @@ def prepare_rank(runner: Any) -> list[str]:
 
 
 def talked_through(pid: int) -> set[str]:
-    """The names of what this process shares with others."""
+    """Return the names of the message segments this process has mapped."""
     return set(_TALKED_THROUGH.findall(Path(f"/proc/{pid}/maps").read_text()))
 
 
 def remove_shared(names: Iterable[str]) -> None:
-    """Those that are still there."""
+    """Unlink the segments that still exist."""
     for name in names:
         try:
             segment = SharedMemory(name)

@@ -1,5 +1,5 @@
-"""vLLM's own server of OpenAI's protocol, as `streamrl serve` begins it. What it starts is started as a worker's engine
-is: spawned, and without packages that do not fit this torch."""
+"""Runs vLLM's OpenAI-compatible server, for `streamrl serve`. Like a worker's engine, its processes are spawned, and
+packages incompatible with this torch are not imported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": 
 
 
 def serve(model: str, *, name: str, host: str, port: int, further: Sequence[str]) -> None:
-    """Until it is ended. No GPU has run this."""
+    """Serve until stopped. No GPU has run this."""
     os.environ.update(_ENVIRONMENT)
     try:
         from vllm.entrypoints.launchers.api_server.entry import main
@@ -27,7 +27,7 @@ def serve(model: str, *, name: str, host: str, port: int, further: Sequence[str]
     if misfits():
         registry._SUBPROCESS_COMMAND = LOOK_AT_MODEL
     options = options_of(model, name=name, host=host, port=port, on_cpu=current_platform.is_cpu())
-    sys.argv = ["streamrl serve", *options, *further]  # of an option that comes twice the last one counts
+    sys.argv = ["streamrl serve", *options, *further]  # the last occurrence of an option wins
     try:
         main()
     except OSError as error:
@@ -37,7 +37,7 @@ def serve(model: str, *, name: str, host: str, port: int, further: Sequence[str]
 
 
 def mistake_of(error: OSError, *, model: str, port: int) -> UserError | None:
-    """What the user has to mend of it; None where it is a defect. What a hub or its cache lacks has no number."""
+    """Return the user error behind `error`, or None for a defect. Errors of a hub or its cache have no errno."""
     if error.errno == errno.EADDRINUSE:
         return ResourceError(f"port {port} is taken; --port names another")
     if error.errno is None:
@@ -46,7 +46,7 @@ def mistake_of(error: OSError, *, model: str, port: int) -> UserError | None:
 
 
 def options_of(model: str, *, name: str, host: str, port: int, on_cpu: bool) -> list[str]:
-    """Sampling defaults of the model's `generation_config.json` are left out: it was trained without."""
+    """Return vLLM's options. Like training, serving ignores sampling defaults in `generation_config.json`."""
     options = ["--model", model, "--served-model-name", name, "--generation-config", "vllm"]
     options += ["--host", host, "--port", str(port)]
     if on_cpu:  # vLLM's own default is nearly all memory

@@ -1,11 +1,10 @@
-"""How a vLLM engine comes to be: what it needs installed, its arguments, its environment, its processes.
+"""Starts a vLLM engine: checks the installation, builds arguments and environment, starts the processes.
 
-Blocks on vLLM's start, in the thread of whoever calls `build_llm`.
+Blocks on vLLM's start, in the thread that calls `build_llm`.
 
-What vLLM's scheduler says after each of its steps: how many run and wait, how full the cache is, how many tokens.
-
-vLLM's own way to these figures, a stat logger, brings its Prometheus exporter along and looks at every token of every
-request, on the event loop that also answers requests. Here the engine's messages are read as they pass, once a step.
+`StepWatch` reads the scheduler's figures after each step: running requests, cache usage, tokens. vLLM's own interface
+for them, a stat logger, brings in its Prometheus exporter and inspects every token of every request, on the event loop
+that also serves requests. Here the engine's messages are read as they pass, once per step.
 """
 
 from __future__ import annotations
@@ -55,16 +54,15 @@ CPU_KV_CACHE_BYTES = 1 << 30  # vLLM's own default on a CPU is nearly all memory
 _MAX_SEQUENCES = 1024
 FRONT_END = "vllm.v1.engine.async_llm"
 _MODELS = "vllm.model_executor.models.registry"
-# vLLM looks at a model's class in a process of its own. It may be started by another command, and with this one it too
-# does without the packages that do not fit.
+# vLLM inspects a model's class in a subprocess. Started by this command, it too skips the incompatible packages.
 LOOK_AT_MODEL = [sys.executable, "-c", f"import runpy, streamrl; runpy.run_module('{_MODELS}', run_name='__main__')"]
-_PROOF_LENGTH = 65  # what proves a load (`workers.proofs.proving`), and the token that vLLM adds
+_PROOF_LENGTH = 65  # a load's proof (`workers.proofs.proving`), and the token that vLLM adds
 
 
 def check_installed(
     *, find: Callable[[str], object | None] = find_spec, plugins: Iterable[EntryPoint] | None = None
 ) -> None:
-    """ResourceError without vLLM, or where vLLM would not find our part of it."""
+    """Raise ResourceError if vLLM is missing, or if it would not find our plugin."""
     if find("vllm") is None:
         raise ResourceError(
             f"worker.engine=vllm but vLLM is not installed: `{install('worker-cpu')}` (or worker-gpu), "
@@ -81,10 +79,10 @@ def check_installed(
 
 @contextmanager
 def engines_ahead() -> Iterator[None]:
-    """Inside, vLLM is imported for engines to come, in a process that they are forked from. In the main thread, before
-    there are others."""
+    """Import vLLM ahead, in a process that later engines are forked from. Enter from the main thread, before any other
+    thread starts."""
     if find_spec("vllm") is None:
-        yield  # said when the run is known, and needs it
+        yield  # reported once the run is known and needs it
         return
     os.environ.update(quiet())
     with scratch_folder() as scratch:
@@ -93,15 +91,15 @@ def engines_ahead() -> Iterator[None]:
 
 
 async def import_front_end() -> None:
-    """In a thread, while the run is still waited for."""
-    beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="imports vllm")  # not asyncio's, which is waited for
-    with suppress(ImportError):  # said when an engine is built
+    """Import vLLM's front end in a thread, while the worker waits for the run."""
+    beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="imports vllm")  # asyncio joins its own executor
+    with suppress(ImportError):  # reported when an engine is built
         await asyncio.get_running_loop().run_in_executor(beside, import_module, FRONT_END)
 
 
 def build_llm(settings: EngineSettings, scratch: Path, meeting: Meeting | None = None) -> tuple[AsyncLLM, StepWatch]:
-    """Imports vLLM, starts its processes, returns when the model stands. `scratch`: for sockets and temporary files, of
-    which vLLM leaves some behind. `meeting`: of an engine over several hosts."""
+    """Import vLLM, start its processes, and return when the model is ready. `scratch`: for sockets and temporary files,
+    some of which vLLM leaves behind. `meeting`: for an engine over several hosts."""
     config = vllm_config(settings, scratch, meeting)
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor.abstract import Executor
@@ -109,13 +107,13 @@ def build_llm(settings: EngineSettings, scratch: Path, meeting: Meeting | None =
     try:
         with forking_engines() if config.model_config.enforce_eager else nullcontext():
             llm = AsyncLLM(config, Executor.get_class(config), log_stats=True, log_requests=False)
-    except Exception as error:  # vLLM's own errors share no base
+    except Exception as error:  # vLLM's own errors have no common base
         raise EngineError(f"vLLM did not start: {error}") from error
     return llm, watch_steps(llm)
 
 
 def vllm_config(settings: EngineSettings, scratch: Path, meeting: Meeting | None) -> VllmConfig:
-    """Imports vLLM, and sets the environment that its processes inherit."""
+    """Import vLLM and build its configuration; also sets the environment that its processes inherit."""
     os.environ.update(_environment(settings.config.worker, scratch))
     try:
         import vllm.v1.engine.async_llm  # noqa: F401
@@ -150,13 +148,13 @@ def _several_hosts(worker: schema.Worker, meeting: Meeting) -> dict[str, Any]:
 
 
 def _network_environment(meeting: Meeting) -> dict[str, str]:
-    """By which of this host's addresses and interfaces the others reach its ranks; what an operator has said stands."""
+    """Return the address and interface by which other hosts reach our ranks; an operator's own settings win."""
     return {"VLLM_HOST_IP": os.environ.get("VLLM_HOST_IP", meeting.own), **gloo_from(meeting.own)}
 
 
 def engine_config(make: Callable[..., AsyncEngineArgs], arguments: Mapping[str, Any]) -> VllmConfig:
-    """What is not said is as in vLLM's own server: built for nobody in particular, as here, it prefills 2,048 tokens at
-    a time on any GPU, where its server takes 8,192 on an H100."""
+    """Build the configuration with the defaults of vLLM's own server. The defaults without a usage context prefill
+    2,048 tokens at a time on any GPU; the server's prefill 8,192 on an H100."""
     from vllm.usage.usage_lib import UsageContext
 
     try:
@@ -166,7 +164,7 @@ def engine_config(make: Callable[..., AsyncEngineArgs], arguments: Mapping[str, 
 
 
 def _in_one_line(error: Exception) -> str:
-    """Of pydantic's findings the key, the value and what is wrong with it."""
+    """Reduce pydantic errors to key, value and message."""
     if isinstance(error, ValidationError):
         found = error.errors(include_url=False, include_context=False)
         return "; ".join(f"{'.'.join(map(str, one['loc']))} = {one['input']!r:.60}: {one['msg']}" for one in found)
@@ -182,12 +180,12 @@ def refuse_unknown(arguments: Iterable[str], known: Sequence[str]) -> None:
 
 
 def _environment(worker: schema.Worker, scratch: Path) -> dict[str, str]:
-    """What must stand before vLLM is imported; its processes inherit it."""
+    """Return variables to set before vLLM is imported; its processes inherit them."""
     wanted = {
         OWNER_VARIABLE: str(os.getpid()),
         SOCKETS_VARIABLE: str(scratch),
-        # Forked, as is vLLM's default on GPUs, an engine takes the plugin for loaded: no signal tells it that this
-        # worker has died, and it keeps the GPU. The locks of this worker's threads it would inherit, too.
+        # vLLM's default on GPUs is fork. A forked engine considers the plugin loaded, so it would miss its worker's
+        # death and keep the GPU. It would also inherit the locks of this worker's threads.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         **quiet(),
     }
@@ -197,7 +195,7 @@ def _environment(worker: schema.Worker, scratch: Path) -> dict[str, str]:
 
 
 def quiet() -> dict[str, str]:
-    """Read as vLLM is imported."""
+    """Return variables that vLLM reads at import."""
     return {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -209,29 +207,29 @@ def quiet() -> dict[str, str]:
 def _platform_environment(arguments: Mapping[str, Any], worker: schema.Worker, *, on_cpu: bool) -> dict[str, str]:
     wanted = {}
     if arguments["enforce_eager"]:
-        # Even then vLLM compiles a helper of the sampler: 10 s in the middle of the first batch, for nothing.
+        # Even then vLLM compiles a sampler helper: a useless 10 s in the middle of the first batch.
         wanted["TORCHDYNAMO_DISABLE"] = "1"
-    num_ranks = ranks_in(arguments) // worker.hosts  # here
+    num_ranks = ranks_in(arguments) // worker.hosts  # on this host
     if on_cpu and ranks_in(arguments) == 1:
-        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # what vLLM calls this: the model runs in the EngineCore process
+        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # misleading name: the model runs in the EngineCore process
     elif on_cpu and (worker.threads or "OMP_NUM_THREADS" not in os.environ):
         cores = worker.threads or len(os.sched_getaffinity(0))
-        wanted["OMP_NUM_THREADS"] = str(max(1, cores // num_ranks))  # of each
+        wanted["OMP_NUM_THREADS"] = str(max(1, cores // num_ranks))  # per rank
     if on_cpu and (worker.threads or ranks_in(arguments) > 1):
-        # By itself vLLM binds each rank to a NUMA node of its own, and ends where there are fewer nodes than ranks.
+        # By default vLLM binds each rank to its own NUMA node, and fails with fewer nodes than ranks.
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return wanted
 
 
 def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
-    """Ours, the user's over our defaults; what correctness hangs on is not for the user to change."""
+    """Merge our defaults, the user's settings, and arguments that correctness depends on, which users cannot set."""
     config = settings.config
     sampling = config.sampling.num_samples * config.worker.max_groups_in_flight
     defaults: dict[str, Any] = {
         "max_model_len": max(settings.max_length, min(_PROOF_LENGTH, settings.model.max_positions or _PROOF_LENGTH)),
         "max_num_seqs": min(sampling, _MAX_SEQUENCES),
         "enforce_eager": on_cpu,
-        "worker_extension_cls": WORKER_EXTENSION,  # one of the user's own derives from it: the proofs call it
+        "worker_extension_cls": WORKER_EXTENSION,  # a user's own class must derive from it, since proofs call it
     }
     of_routes = vllm_args(config, on_cpu=on_cpu)
     if on_cpu:
@@ -244,7 +242,7 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
         "dtype": config.weights.dtype,
         "seed": settings.seed,
         "load_format": "dummy",
-        "generation_config": "vllm",  # none of the model's own: sampling is the run's alone
+        "generation_config": "vllm",  # not the model's own: sampling settings come from the run
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
         "scheduling_policy": "priority",
@@ -253,7 +251,7 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
     for name in config.worker.engine_args:
         if name in fixed:
             raise ConfigError(f"worker.engine_args.{name}: streamrl sets this itself; remove it")
-    for found in check_engine_args(config):  # also of a run that others began
+    for found in check_engine_args(config):  # again here: another process started the run
         raise ConfigError(f"{found.key} = {found.value}: {found.remedy}")
     if on_cpu and quantized_as(config.worker) not in (None, "fp8_per_channel"):
         raise ConfigError(
@@ -269,7 +267,7 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
 
 
 def _gpu_args(settings: EngineSettings) -> dict[str, Any]:
-    """Of the GPUs that `streamrl up` gave this worker."""
+    """Return the arguments that depend on the GPUs `streamrl up` gave this worker."""
     worker, found = settings.config.worker, {}
     if worker.gpus != "auto" and worker.gpus * worker.hosts > 1:
         found["tensor_parallel_size"] = worker.gpus * worker.hosts // parallel_in(worker)
@@ -277,10 +275,10 @@ def _gpu_args(settings: EngineSettings) -> dict[str, Any]:
 
 
 class StepWatch:
-    """The newest figures; written on the event loop, read there."""
+    """The latest scheduler figures; written and read on the event loop."""
 
     def __init__(self) -> None:
-        self.num_made = 0  # tokens, since the start
+        self.num_made = 0  # tokens generated since the start
         self.num_running = 0
         self.kv_used = 0.0  # 0 to 1
 
@@ -292,9 +290,9 @@ class StepWatch:
 
 
 def watch_steps(llm: AsyncLLM) -> StepWatch:
-    """Before the first request; the engine must have been made with `log_stats`, or its scheduler is silent."""
+    """Attach a StepWatch before the first request. Build the engine with `log_stats`, or it reports no figures."""
     watch = StepWatch()
-    llm.log_stats, llm.logger_manager = False, None  # the scheduler speaks all the same; nobody else listens
+    llm.log_stats, llm.logger_manager = False, None  # the scheduler still reports; only we read it
     llm.output_processor.log_stats = False
     pass_on = llm.engine_core.get_output_async
 

@@ -1,22 +1,22 @@
-"""How a version gets into vLLM's model: our weight-transfer engine, which runs in each of vLLM's worker processes.
+"""Our weight-transfer engine, which loads versions into vLLM's model; runs in each of vLLM's worker processes.
 
-    whole    the worker's mirror, a safetensors file in shared memory ─► vLLM's layerwise reload
-    patch    what changed in it ─► single elements of live parameters and packed copies (`vllm_places`)
+    full     the worker's mirror, a safetensors file in shared memory ─► vLLM's layerwise reload
+    patch    the changes in it ─► single elements of live parameters and packed copies (`vllm_places`)
 
-A whole load hands vLLM its tensors by the names that a hub's files have (`hub_names`), and owns three facts about vLLM
+A full load passes tensors to vLLM under their checkpoint-file names (`hub_names`), and handles three facts about vLLM
 0.32 on CPUs:
 
 - Linear weights are repacked and freed after loading, so `load_weights` alone fails. vLLM's layerwise reload restores
-  each layer, loads it, repacks it and copies the result to where the old one was.
-- With tied embeddings the reload takes the head for a layer that got no weights and leaves its packed copy of the *old*
-  embedding in place: the model answers with old logits and raises nothing. So the head is packed once more.
-- Experts are packed at the first load alone, and reloads find them without a kernel (`vllm_experts`).
+  each layer, loads it, repacks it and copies the result over the old one.
+- With tied embeddings the reload takes the head for a layer without weights and keeps its packed copy of the *old*
+  embedding: the model returns old logits and raises nothing. So the head is packed again.
+- Experts are packed only at the first load, so reloads must find them without a kernel (`vllm_experts`).
 
-CUDA graphs stay as they were captured: the layerwise reload loads a layer into new memory and copies the result into
-the tensors that graphs and compiled code point to, so nothing is captured or compiled again, and one layer more is on
-the GPU meanwhile. Compiled code reads weights as inputs, not as constants. Read in vLLM's code; no GPU has run this.
+CUDA graphs stay as captured: the layerwise reload loads a layer into new memory and copies the result into the tensors
+that graphs and compiled code point to. Nothing is captured or compiled again, and peak GPU memory grows by one layer.
+Compiled code reads weights as inputs, not as constants. Read in vLLM's code; no GPU has run this.
 
-A load that fails leaves a model nobody may use; the error reaches the worker, which ends the engine.
+A failed load leaves the model unusable; the error reaches the worker, which ends the engine.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ _TRANSFORMERS = "vllm.model_executor.models.transformers"
 
 @dataclass
 class MirrorInit(WeightTransferInitInfo):
-    """Nothing to agree on beforehand: each update names its file."""
+    """Empty: each update names its file."""
 
 
 @dataclass
 class MirrorUpdate(WeightTransferUpdateInfo):
     path: str  # the mirror's safetensors file; it does not change while the update runs
-    decoy: bool = False  # load what differs from it everywhere
+    decoy: bool = False  # load weights that differ from the file in every element
     version: int = 0
-    patch: str | None = None  # the file of what changed in it; None: all of it is loaded
+    patch: str | None = None  # patch file; None: load all weights
 
 
 class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
@@ -69,21 +69,21 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
         super().__init__(*args, **kwargs)
         self._mirror = mapped_for(self.device)
         self._names: HubNames | None = None
-        self._version = 0  # of all weights that are served; 0: of none, or nobody knows
+        self._version = 0  # version served in full; 0: none, or unknown
         self._places: LivePlaces | None = None
         if self.device.type == "cpu" and self.model_config.enforce_eager and self.vllm_config.lora_config is None:
             make_writable(self.model)
-        # It warns of every layer without weights, rotary embeddings and tied heads too; we know better what is missing.
+        # vLLM warns of every layer without weights, including rotary embeddings and tied heads. `_load` checks itself.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
     def init_transfer_engine(self, init_info: MirrorInit) -> None:
         del init_info
 
     def start_weight_update(self) -> None:
-        """What is to be done is known with the update."""
+        """Nothing to do before the update."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # The base class goes on to `torch.accelerator.synchronize()`, which a machine without an accelerator refuses.
+        # The base class calls `torch.accelerator.synchronize()`, which raises on machines without an accelerator.
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -105,7 +105,7 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
         self._version = 0 if update_info.decoy else update_info.version
 
     def places(self, path: str) -> dict[str, Any]:
-        """Of this file's tensors in the model, for who makes patches; or why there are none."""
+        """Return the places of this file's tensors in the model, for writing patches; or why there are none."""
         if self._places is None:
             num_shards = self.parallel_config.world_size
             tensors = self._mirror.tensors(self.path_here(path))
@@ -116,11 +116,11 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
         return {"reason": "", "places": [asdict(place) for place in self._places.places]}
 
     def path_here(self, path: str) -> str:
-        """Of the version that is served, which this host's mirror must still hold."""
+        """Return the path on this host, whose mirror must still hold the served version."""
         return mirror_here(path, version=self._version)
 
     def _load(self, update_info: MirrorUpdate) -> None:
-        model: Any = self.model  # every model of vLLM has `load_weights`
+        model: Any = self.model  # every vLLM model has `load_weights`
         wanted = {name for name, _ in model.named_parameters()}
         if self._tied:
             wanted -= {f"{name}.weight" for name, _ in self._heads()}
@@ -136,8 +136,8 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
             )
 
     def in_files(self, tensors: Iterable[Named]) -> Iterator[Named]:
-        """The mirror's, as this model's files would have them; as they are, where vLLM serves transformers' own model,
-        of which it knows the names, and which it has changed so that no other is built here."""
+        """Rename the mirror's tensors as in the model's files. vLLM's transformers backend takes them unchanged: it
+        knows transformers' names, and it patches transformers so that HubNames cannot build a model here."""
         if type(self.model).__module__.startswith(_TRANSFORMERS):
             return iter(tensors)
         if self._names is None:
@@ -146,7 +146,7 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
         return self._names.of(tensors)
 
     def finish_weight_update(self) -> None:
-        """It is."""
+        """Nothing to do after the update."""
 
     def _finish_load(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

@@ -1,1 +1,1 @@
-"""One engine over several hosts: what the worker of the first host and those of the further ones say to each other."""
+"""One engine over several hosts: the protocol between the first host's worker and those of the further hosts."""

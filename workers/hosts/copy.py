@@ -1,6 +1,6 @@
-"""A further host's copy of the weights: at the version that the first host says, and at no other.
+"""A further host's copy of the weights, kept at exactly the version that the first host requests.
 
-    bring ─► tag away ─► patched in a thread, digests compared ─► tag: its ranks may load it (`engines.host_mirror`)
+    bring ─► remove tag ─► patch in a thread, compare digests ─► write tag: ranks may load it (`engines.host_mirror`)
 
 Blocks on the store, and on Redis for manifests; the first host bounds the wait.
 """
@@ -24,7 +24,7 @@ class Copy:
     def __init__(
         self,
         *,
-        look_up: Callable[[int], Awaitable[bytes | None]],  # the manifest of a version
+        look_up: Callable[[int], Awaitable[bytes | None]],  # returns a version's manifest
         mirror: Mirror,
         reading: Callable[[Sequence[Manifest]], Blobs],
     ) -> None:
@@ -35,7 +35,7 @@ class Copy:
         self._turn = asyncio.Lock()
 
     async def bring(self, version: int, *, anew: bool) -> None:
-        """One call after the other; one that was cancelled leaves the thread at work, which is waited for."""
+        """Bring the copy to this version. Calls run one at a time, and wait for a patch that a cancelled call left."""
         async with self._turn:
             await self._bring(version, anew=anew)
 

@@ -1,12 +1,12 @@
-"""The first host's side: who has joined, what they are told, and the moment at which one of them is lost.
+"""The first host's side: accepts further hosts, sends them commands, and reports when one is lost.
 
-    further hosts ── join ──► Hosts ──┬─ begin   wait for all, have each start its ranks
+    further hosts ── join ──► Hosts ──┬─ begin   wait for all, then have each start its ranks
                                       ├─ bring   have each hold exactly this version of the weights
                                       ├─ end     have each end its ranks
-                                      └─ lost    one of those whose ranks are at work is gone: so is the engine
+                                      └─ lost    a host with running ranks is gone, and so is the engine
 
-They stay joined from one engine to the next; a host that comes when all places are taken is told so, and asks again.
-Blocks on hosts that are missing for `worker.start_timeout_s`, and on versions for as long as the caller waits.
+Hosts stay joined from one engine to the next. A host that comes when all places are taken is told so, and retries.
+Blocks on missing hosts for `worker.start_timeout_s`, and on versions for as long as the caller waits.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class _Joined:
     def __init__(self, link: Link, about: Message) -> None:
         self.link = link
         self.name, self.host = str(about.get("name"))[:200], str(about.get("host"))[:200]
-        self.lost = ""  # why, once it is
-        self.bringing: dict[int, asyncio.Future[str]] = {}  # what is answered: "", or why it does not have it
+        self.lost = ""  # the reason, once it is lost
+        self.bringing: dict[int, asyncio.Future[str]] = {}  # each resolves to "", or to why the host lacks the version
 
     def __str__(self) -> str:
         return f"{self.name} on {self.host}"
 
 
 class Hosts:
-    """`engines.base.FurtherHosts`, and `workers.roles.FurtherMirrors`."""
+    """Implements `engines.base.FurtherHosts` and `workers.roles.FurtherMirrors`."""
 
     def __init__(
         self,
         *,
-        num: int,  # of the engine, ours too
+        num: int,  # hosts of the engine, this one included
         secret: bytes,
         run_uid: str,
         progress: Progress,
@@ -56,12 +56,12 @@ class Hosts:
         silent_s: float = SILENT_S,
     ) -> None:
         self.num = num
-        self.address = ""  # where they join
+        self.address = ""  # where further hosts join
         self._secret, self._run_uid, self._silent_s = secret, run_uid, silent_s
         self._progress, self._start_timeout_s = progress, start_timeout_s
         self._joined: list[_Joined] = []
-        self._at_work: list[_Joined] = []  # in the order of their ranks
-        self._lost: asyncio.Future[str] | None = None  # of the engine at work
+        self._at_work: list[_Joined] = []  # in rank order
+        self._lost: asyncio.Future[str] | None = None  # belongs to the running engine
         self._changed = asyncio.Condition()
         self._numbers = itertools.count(1)
 
@@ -127,7 +127,7 @@ class Hosts:
 
     async def _listen(self, joined: _Joined) -> None:
         for before in [one for one in self._joined if one.name == joined.name]:
-            await self._lose(before, "it has joined again")  # and its old connection has not been seen to end yet
+            await self._lose(before, "it has joined again")  # its old connection has not ended yet
         if len(self._joined) >= self.num - 1:
             joined.link.send({"do": "wait", "why": f"all {self.num} hosts are there"})
             return
@@ -162,7 +162,7 @@ class Hosts:
             if not answer.done():
                 answer.set_result(why)
         if joined in self._at_work and self._lost is not None and not self._lost.done():
-            number = self._at_work.index(joined) + 2  # we are the first
+            number = self._at_work.index(joined) + 2  # the first host is number 1
             self._lost.set_result(f"host {number} of {self.num} ({joined}) is lost: {why}")
         await joined.link.close()
 
@@ -170,7 +170,7 @@ class Hosts:
         self._progress.note(hosts=len(self._joined) + 1, hosts_wanted=self.num, hosts_at=self.address)
 
     async def _leave(self) -> None:
-        """They leave too."""
+        """Make the further hosts leave too."""
         for joined in list(self._joined):
             joined.link.send({"do": "leave"})
             await self._lose(joined, "the worker of the first host left")
@@ -178,15 +178,15 @@ class Hosts:
 
 @asynccontextmanager
 async def open_hosts(hosts: Hosts, at: tuple[str, int]) -> AsyncIterator[Hosts]:
-    """Inside, further hosts may join there."""
+    """Let further hosts join at this address while the context is open."""
     welcomed: set[asyncio.Task[None]] = set()
 
     def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         def forget(task: asyncio.Task[None]) -> None:
             welcomed.discard(task)
-            writer.close()  # also of one that was cancelled before it began
+            writer.close()  # also of a task that was cancelled before it started
 
-        if not server.is_serving():  # it came in the moment of the end
+        if not server.is_serving():  # it connected during shutdown
             writer.close()
             return
         task = asyncio.create_task(hosts._welcome(reader, writer), name="a further host")

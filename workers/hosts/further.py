@@ -1,13 +1,13 @@
-"""A further host's side: it joins the first host, does as it is told, and starts over when that one is lost.
+"""A further host's side: joins the first host, follows its commands, and rejoins when the connection is lost.
 
-    join ─┬─► bring   the copy of the weights, to this version         ─► answered when it is there, or why it is not
-     ▲    ├─► begin   ranks of the engine, in a thread of their own    ─► one that ends is told, and ends all
-     │    ├─► end     they are killed
+    join ─┬─► bring   bring the copy of the weights to this version    ─► reply when done, or why not
+     ▲    ├─► begin   start ranks of the engine, in their own thread   ─► one that ends is reported, and ends them all
+     │    ├─► end     kill the ranks
      │    └─► leave   the first host's worker left in order, and so does this one
-     └── the first host is lost, or a rank: the ranks are killed, the copy stays
+     └── the first host or a rank is lost: kill the ranks, keep the copy
 
-Blocks on the first host for `start_timeout_s`, then EngineError. A word to stop is passed on after `grace_s`: where
-both hosts are told at once, the first one ends its answers, and says so, before that.
+Blocks on the first host for `start_timeout_s`, then raises EngineError. A stop is reported to the first host only after
+`grace_s`: if both hosts are stopped at once, the first one finishes its samples and sends `leave` before that.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KILL_AGAIN_S = 0.2
 
 
 class Ranks(Protocol):
-    """`engines.vllm_headless.HeadlessRanks`, or a double."""
+    """Implemented by `engines.vllm_headless.HeadlessRanks`, and by a double."""
 
     def start(self) -> None: ...
 
@@ -46,14 +46,14 @@ class Ranks(Protocol):
 
 
 class Holds(Protocol):
-    """`hosts.copy.Copy`, or a double."""
+    """Implemented by `hosts.copy.Copy`, and by a double."""
 
     async def bring(self, version: int, *, anew: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstHost:
-    """Where it is, and how long it is waited for."""
+    """Where the first host is, and the time limits for it."""
 
     at: tuple[str, int]
     run_uid: str
@@ -68,23 +68,23 @@ class FurtherHost:
         *,
         name: str,
         first: FirstHost,
-        secret: Callable[[], Awaitable[bytes | None]],  # of the run; None: it has ended
+        secret: Callable[[], Awaitable[bytes | None]],  # returns the run's secret; None: the run has ended
         copy: Holds,
-        make_ranks: Callable[[Meeting, int], Ranks],  # the second: the seed, which all ranks of an engine share
+        make_ranks: Callable[[Meeting, int], Ranks],  # second argument: the seed, shared by an engine's ranks
         progress: Progress,
     ) -> None:
         self._name, self._first, self._secret = name, first, secret
         self._copy, self._make_ranks, self._progress = copy, make_ranks, progress
-        # The kernel ends ranks with the thread that started them, so it stays.
+        # The kernel kills ranks when the thread that started them ends, so it must stay.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm")
-        self._link: Link | None = None  # the newest
+        self._link: Link | None = None  # the latest
         self._ranks: Ranks | None = None
         self._starting: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Returns when told to stop, by either side, or when the run is over."""
+        """Serve until stopped by either side, or until the run is over."""
         try:
             while (link := await unless(stop, self._join())) is not None:
                 try:
@@ -96,12 +96,12 @@ class FurtherHost:
                     await self._end()
                     await link.close()
         finally:
-            if self._link is not None:  # one that was made in the moment of a cancellation
+            if self._link is not None:  # created during a cancellation
                 await self._link.close()
             self._thread.shutdown(wait=False)
 
     async def _join(self) -> Link | None:
-        """None: the run is over."""
+        """Return a link to the first host; None if the run is over."""
         deadline, said = time.monotonic() + self._first.start_timeout_s, ""
         host, port = self._first.at
         with self._progress.waiting(Wait.HOSTS):
@@ -145,7 +145,7 @@ class FurtherHost:
         return why
 
     async def _serve(self, link: Link, stop: asyncio.Event) -> bool:
-        """Whether it is time to leave; else the first host is to be joined again."""
+        """Follow commands. Return whether to leave; otherwise the first host is to be joined again."""
         self._progress.working("wait for an engine to begin")
         self._broken = asyncio.get_running_loop().create_future()
         obeying = asyncio.create_task(self._obey(link), name="obey the first host")
@@ -164,7 +164,7 @@ class FurtherHost:
                 error = self._broken.exception()
                 link.send({"lost": str(error)})
                 log.error("ranks_failed", error=str(error))
-                if not isinstance(error, EngineError):  # another start changes nothing
+                if not isinstance(error, EngineError):  # another start would not help
                     self._broken.result()
                 return stop.is_set()
             link.send({"lost": "it was told to stop"})
@@ -196,9 +196,9 @@ class FurtherHost:
         version, why = int(message["version"]), ""
         try:
             await self._copy.bring(version, anew=bool(message["anew"]))
-        except (WeightsError, TransportError) as error:  # it is tried again, or a newer one is
+        except (WeightsError, TransportError) as error:  # the first host retries, perhaps with a newer version
             why = str(error)
-        except UserError as error:  # no room, for one
+        except UserError as error:  # disk full, for example
             self._break(error)
             return
         else:
@@ -224,7 +224,7 @@ class FurtherHost:
             found: Exception = error
         else:
             found = EngineError(why)
-        if ranks is self._ranks:  # nobody ended them
+        if ranks is self._ranks:  # else they were ended on purpose
             self._break(found)
 
     def _break(self, error: Exception) -> None:
@@ -236,7 +236,7 @@ class FurtherHost:
         if ranks is None or self._starting is None:
             return
         while not self._starting.done():
-            await asyncio.to_thread(ranks.kill)  # those that it has started by now
+            await asyncio.to_thread(ranks.kill)  # those started so far
             await asyncio.wait([self._starting], timeout=_KILL_AGAIN_S)
         await asyncio.to_thread(ranks.kill)
         await asyncio.gather(self._starting, return_exceptions=True)

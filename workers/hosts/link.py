@@ -1,13 +1,13 @@
-"""The connection between the first host of an engine and a further one: lines of JSON, and a sign of life each second.
+"""The connection between an engine's first host and a further one: lines of JSON, and a heartbeat each second.
 
     further ── connects ──► first
-        both prove that they read the run's secret in Redis, over numbers that each made for this connection
-        then either side sends messages; who hears nothing for `SILENT_S`, or sees the connection end, takes the other
-        for lost
+        both prove that they can read the run's secret in Redis, with nonces made for this connection
+        then either side sends messages; a side that receives nothing for `SILENT_S`, or sees the connection end,
+        considers the other one lost
 
-A process that is killed is lost at once, since the kernel ends its connections; a host that is cut off, after
-`SILENT_S`. No TLS: what is said is which version to hold and where ranks meet. vLLM's own connections between hosts are
-neither encrypted nor proved, and carry pickles, so that the network between them has to be closed to others anyway.
+A killed process is detected at once, since the kernel closes its connections; an unreachable host, after `SILENT_S`.
+No TLS: messages only contain versions to hold and rendezvous addresses. vLLM's own connections between hosts are
+neither encrypted nor authenticated, and carry pickles, so the network between them must be private anyway.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ Message = Mapping[str, Any]
 
 
 class LinkLost(TransportError):
-    """Nothing more will come from the other side; its text says why."""
+    """The other side will send nothing more; the text says why."""
 
 
 class Link:
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, silent_s: float = SILENT_S
     ) -> None:
-        """`reader`: made with a limit of `LONGEST_LINE`."""
+        """`reader` must have a limit of `LONGEST_LINE`."""
         self._reader, self._writer, self._silent_s = reader, writer, silent_s
         self._beating = asyncio.create_task(self._beat(), name="signs of life")
 
     @property
     def own_address(self) -> str:
-        """Ours, as the other side reaches it."""
+        """Return this host's address, as the other side reaches it."""
         return str(self._writer.get_extra_info("sockname")[0])
 
     @property
@@ -55,12 +55,12 @@ class Link:
         return str(self._writer.get_extra_info("peername")[0])
 
     def send(self, message: Message) -> None:
-        """Does not wait: messages are short, and a side that does not read is lost soon."""
+        """Send without waiting: messages are short, and a side that does not read is soon detected as lost."""
         if not self._writer.is_closing():
             self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def receive(self) -> Message:
-        """The next message that is more than a sign of life."""
+        """Return the next message that is not a heartbeat."""
         while True:
             try:
                 async with asyncio.timeout(self._silent_s):
@@ -70,7 +70,7 @@ class Link:
                 raise LinkLost(f"nothing was heard from it for {self._silent_s:g} s") from None
             except OSError as error:
                 raise LinkLost(f"its connection broke: {error.strerror or error}") from None
-            except ValueError:  # no JSON, or longer than the limit
+            except ValueError:  # not JSON, or longer than the limit
                 raise LinkLost("it sent what is no message of ours") from None
             if message is None:
                 raise LinkLost("its connection ended: its process died, or left")
@@ -80,12 +80,12 @@ class Link:
                 return message
 
     async def close(self) -> None:
-        self._writer.close()  # first: who closes may be cancelled
+        self._writer.close()  # first, since the caller may be cancelled
         await cancel_all([self._beating])
         try:
             async with asyncio.timeout(_CLOSE_S):
                 await self._writer.wait_closed()
-        except (OSError, TimeoutError):  # nobody takes what was said last
+        except (OSError, TimeoutError):  # the last messages cannot be delivered
             self._writer.transport.abort()
 
     async def _beat(self) -> None:
@@ -95,7 +95,7 @@ class Link:
 
 
 async def greet(link: Link, *, side: Side, secret: bytes, run_uid: str, about: Message | None = None) -> Message:
-    """What the other side says about itself, once both have proved to be of this run. LinkLost where it cannot."""
+    """Authenticate both sides; return what the other side says about itself. LinkLost if it fails."""
     own = secrets.token_hex(16)
     other: Side = "further" if side == "first" else "first"
     try:
