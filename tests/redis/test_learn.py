@@ -152,9 +152,9 @@ def test_a_recording_takes_the_place_of_redis(file: Path, capsys: pytest.Capture
         (["--nodes", "2", "--rendezvous", "here"], "write HOST:PORT"),
         (["redis.url=embedded"], "that server comes with `streamrl up`"),
         (["--replay", "x", "--redis", "redis://h"], "--replay needs no Redis"),
-        (["--new-data"], "--new-data is for a --fork"),
+        (["--new-data"], "--new-data needs --fork"),
         (["data.train=nowhere.jsonl", "--replay", "x"], "nowhere.jsonl"),
-        (["--fork", "nowhere@3", "--replay", "x"], "a --replay begins with its recording"),
+        (["--fork", "nowhere@3", "--replay", "x"], "give one of them"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_made(

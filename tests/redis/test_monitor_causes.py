@@ -231,6 +231,18 @@ def test_workers_without_any_weights_say_so(run: Watched) -> None:
     assert run.first() == ("workers_without_weights", "stalled")
 
 
+def test_a_worker_that_waits_for_the_hosts_of_its_engine_says_how_many_and_where_they_join(run: Watched) -> None:
+    run.learner("groups", for_s=300)
+    missing = {"hosts": 1, "hosts_wanted": 2, "hosts_at": "0.0.0.0:9600"}
+    run.worker("hosts", name="a", state="waiting", for_s=40, detail=missing)
+    assert run.first() == ("workers_without_hosts", "stalled")
+    [cause] = [cause for cause in run.view().causes if cause.name == "workers_without_hosts"]
+    assert "worker/a on here has 1 of 2 hosts, for 40s; the others join at 0.0.0.0:9600" in cause.evidence
+    run.worker(name="b", detail=SERVES)
+    assert "workers_without_hosts" in run.causes()
+    assert run.first()[1] != "stalled", "another worker generates"
+
+
 OFF = "the engine's log-probs of the canary are 1.9 away from the learner's, 0.2 is let pass"
 REJECTS = {"rejected": OFF, "rejected_version": "1.5"}
 SERVES = {"rejected": "", "rejected_version": "", "version": make_version(1, 5)}
