@@ -16,7 +16,6 @@ from streamrl.protocol.transport.types import RunInfo
 from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.telemetry.progress import Progress
 from streamrl.workers.engines.base import EngineSettings, Meeting
-from streamrl.workers.engines.vllm_headless import HeadlessRanks
 from streamrl.workers.hosts.copy import Copy
 from streamrl.workers.hosts.further import FirstHost, FurtherHost
 from streamrl.workers.mirrored import open_mirror
@@ -25,6 +24,7 @@ from streamrl.workers.model import find_model
 if TYPE_CHECKING:
     import asyncio
 
+    from streamrl.workers.engines.vllm_headless import HeadlessRanks
     from streamrl.workers.service import Options
 
 
@@ -71,6 +71,8 @@ async def serve_ranks(
         with contextlib.closing(copy), scratch_folder() as scratch:
 
             def make_ranks(meeting: Meeting, seed: int) -> HeadlessRanks:
+                from streamrl.workers.engines.vllm_headless import HeadlessRanks  # imports torch and vLLM
+
                 settings = EngineSettings(model=model, config=config, seed=seed, gpu_memory=options.gpu_memory)
                 return HeadlessRanks(settings, meeting, mirror=mirrored.mirror.path, scratch=scratch)
 
