@@ -19,7 +19,6 @@ import pytest
 import pytest_asyncio
 import safetensors.torch
 
-from streamrl.config import schema
 from streamrl.errors import EngineError, LoadRejected
 from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
@@ -27,7 +26,14 @@ from streamrl.workers.engines.base import KvCache, Load
 from streamrl.workers.hosts.first import Hosts, open_hosts
 from tests.helpers import wait_until_async
 from tests.hosts_world import RUN_UID, SECRET
-from tests.integration.engine_world import TOLERANCE, Served, assert_each_load_is_served, prompts, proving, started
+from tests.integration.engine_world import (
+    Served,
+    assert_a_load_comes_in_mid_sample,
+    assert_each_load_is_served,
+    prompts,
+    proving,
+    started,
+)
 from tests.tiny_models import make_model
 from tests.worker_processes import ROOT, alive, descendants
 
@@ -123,18 +129,7 @@ async def test_greedy_tokens_are_those_of_a_plain_forward_pass(served: OverHosts
 
 
 async def test_a_load_comes_in_mid_sample(served: OverHosts) -> None:
-    first, asked = await served.load(0), prompts(4, seed=2)
-    long = asyncio.gather(*(served.engine.generate(served.request(p, max_tokens=150, min_tokens=150)) for p in asked))
-    await served.sample(prompts(1, seed=3), max_tokens=20, min_tokens=20)  # by then the others have come as far
-    second = await served.load(1, "clear")
-
-    sampling = schema.Sampling(max_tokens=150, min_tokens=150)
-    for prompt, got in zip(asked, await long, strict=True):
-        assert [span.version for span in got.spans] == [first, second]
-        response, switch = got.token_ids.tolist(), got.spans[1].start
-        old, new = (served.expected(served.logits(n, prompt, response), prompt, response, sampling) for n in (0, 1))
-        assert abs(got.logprobs[:switch] - old.numpy()[:switch]).max() <= TOLERANCE
-        assert abs(got.logprobs[switch:] - new.numpy()[switch:]).max() <= TOLERANCE
+    await assert_a_load_comes_in_mid_sample(served)
 
 
 async def test_a_tensor_that_is_wrong_on_the_further_host_alone_is_named_with_it(served: OverHosts) -> None:

@@ -6,7 +6,6 @@ part, and none is left when the engine ends. On CPUs; on GPUs none of it ran.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,12 +14,18 @@ import pytest
 import pytest_asyncio
 import safetensors.torch
 
-from streamrl.config import schema
 from streamrl.errors import EngineError, LoadRejected
 from streamrl.versions import make_version
 from streamrl.workers.engines.base import Load
 from tests.helpers import wait_until_async
-from tests.integration.engine_world import TOLERANCE, Served, assert_each_load_is_served, prompts, proving, started
+from tests.integration.engine_world import (
+    TOLERANCE,
+    Served,
+    assert_a_load_comes_in_mid_sample,
+    assert_each_load_is_served,
+    proving,
+    started,
+)
 from tests.tiny_models import make_model
 from tests.worker_processes import alive, descendants, shared_by
 
@@ -75,18 +80,7 @@ async def test_after_each_load_logprobs_are_those_of_the_version_loaded(served: 
 
 
 async def test_a_load_comes_in_mid_sample(served: Served) -> None:
-    first, asked = await served.load(0), prompts(4, seed=2)
-    long = asyncio.gather(*(served.engine.generate(served.request(p, max_tokens=150, min_tokens=150)) for p in asked))
-    await served.sample(prompts(1, seed=3), max_tokens=20, min_tokens=20)  # by then the others have come as far
-    second = await served.load(1, "clear")
-
-    sampling = schema.Sampling(max_tokens=150, min_tokens=150)
-    for prompt, got in zip(asked, await long, strict=True):
-        assert [span.version for span in got.spans] == [first, second]
-        response, switch = got.token_ids.tolist(), got.spans[1].start
-        old, new = (served.expected(served.logits(n, prompt, response), prompt, response, sampling) for n in (0, 1))
-        assert abs(got.logprobs[:switch] - old.numpy()[:switch]).max() <= TOLERANCE
-        assert abs(got.logprobs[switch:] - new.numpy()[switch:]).max() <= TOLERANCE
+    await assert_a_load_comes_in_mid_sample(served)
 
 
 async def test_a_load_is_proved_by_every_process(served: Served) -> None:
