@@ -1,8 +1,8 @@
 """Runs multiprocessing's fork server as a fork of this process, which has already imported what the server needs.
 
 By default the server is a new program that repeats all imports. As a fork it inherits only this process's modules and
-standard streams: no other files, no signal handlers. Only for a process with one thread: a lock held by another thread
-would stay locked forever in the fork.
+standard streams: no other files, no signal handlers. Only a process with one thread forks: a lock held by another
+thread would stay locked forever in the fork.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ _THREADS = Path("/proc/self/task")
 _STANDARD_STREAMS = (0, 1, 2)
 
 
-def has_one_thread() -> bool:
-    """Return whether the kernel counts one thread, including those unknown to Python; False if it does not say."""
-    return _THREADS.is_dir() and len(list(_THREADS.iterdir())) == 1
-
-
 @contextmanager
-def forking_server() -> Iterator[None]:
-    """Make `multiprocessing.forkserver.ensure_running` fork, inside this context."""
+def forking_server(modules: Sequence[str]) -> Iterator[None]:
+    """Make `multiprocessing.forkserver.ensure_running` fork inside this context, if this process has imported these
+    modules and has one thread; otherwise the server starts as a program."""
+    if not (all(module in sys.modules for module in modules) and _has_one_thread()):
+        yield
+        return
     multiprocessing.resource_tracker.ensure_running()  # otherwise ensure_running starts it, and it must stay a program
     theirs = multiprocessing.util.spawnv_passfds
     multiprocessing.util.spawnv_passfds = _fork
@@ -38,6 +37,11 @@ def forking_server() -> Iterator[None]:
         yield
     finally:
         multiprocessing.util.spawnv_passfds = theirs
+
+
+def _has_one_thread() -> bool:
+    """Return whether the kernel counts one thread, including those unknown to Python; False if it does not say."""
+    return _THREADS.is_dir() and len(list(_THREADS.iterdir())) == 1
 
 
 def _fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:

@@ -92,6 +92,17 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def change_environment(wanted: Mapping[str, str]) -> None:
+    """Make this process's environment equal to `wanted`, touching only variables that differ: replacing all of it would
+    move it in memory, and vLLM writes the process title (`VLLM::EngineCore`) where it was.
+    """
+    for name in set(os.environ) - set(wanted):
+        del os.environ[name]
+    for name, value in wanted.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
 def signals_to_end() -> tuple[signal.Signals, ...]:
     """Return the signals that ask a process to end. Under `nohup`, the end of the terminal does not."""
     asking = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -24,11 +24,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from streamrl.forked_server import forking_server, has_one_thread
+from streamrl.forked_server import forking_server
 from streamrl.held_folders import scratch_folder
 from streamrl.learner.process.ending import Ending
 from streamrl.learner.process.job import EXIT_TOLD, listen, note_job_began
@@ -70,10 +70,10 @@ def main(arguments: Sequence[str], *, torchrun: Callable[[list[str]], object] | 
 
 
 def _start_fork_server() -> None:
-    """It imports beside what torchrun itself imports. An agent that was itself forked, from a process that has imported
-    for ranks, forks the server too."""
+    """Start the ranks' fork server, which imports while torchrun itself does. An agent that was itself forked from a
+    process with these imports forks the server too."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    with forking_server() if PRELOADED[0] in sys.modules and has_one_thread() else nullcontext():
+    with forking_server(PRELOADED[:1]):
         multiprocessing.forkserver.ensure_running()
 
 

@@ -27,7 +27,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from streamrl.process import die_with_parent
+from streamrl.process import change_environment, die_with_parent
 
 
 def main() -> None:
@@ -101,22 +101,11 @@ def _become(program: Mapping[str, Any], *, parent: int) -> None:
         os.dup2(instead, descriptor)
     os.close(nothing)
     os.close(said)
-    _change_environment(program["environment"])
+    change_environment(program["environment"])
     option, module, *words = program["arguments"]
     assert option == "-m", "programs are modules"
     sys.argv = [module, *words]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-def _change_environment(wanted: Mapping[str, str]) -> None:
-    """Change only the variables that differ: replacing the whole environment would move it, and vLLM writes the process
-    title there.
-    """
-    for name in set(os.environ) - set(wanted):
-        del os.environ[name]
-    for name, value in wanted.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
 
 
 if __name__ == "__main__":

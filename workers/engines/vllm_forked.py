@@ -17,15 +17,15 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.process import current_process
 from pathlib import Path
 
 from streamrl.cpu_vllm import environment_of_import, is_cpu_build
-from streamrl.forked_server import forking_server, has_one_thread
+from streamrl.forked_server import forking_server
+from streamrl.process import change_environment
 from streamrl.workers.engines.vllm_plugin import OWNER_VARIABLE, WORKER_EXTENSION
 
 ENGINE = (
@@ -50,9 +50,7 @@ def import_ahead(scratch: Path) -> None:
 def look_after_server() -> None:
     """Restart the server if it died; does nothing in a process that has not called `import_ahead`."""
     if is_ahead():
-        is_imported = all(module in sys.modules for module in ENGINE)
-        as_it_begins = forking_server() if is_imported and has_one_thread() else nullcontext()
-        with _environment_of_server(), as_it_begins:
+        with _environment_of_server(), forking_server(ENGINE):
             multiprocessing.forkserver.ensure_running()
 
 
@@ -103,12 +101,7 @@ class _Process(ForkServerProcess):
         import torch
         from vllm import plugins
 
-        # Set only differences: replacing the whole environment breaks setting the process title, "VLLM::EngineCore".
-        for name in set(os.environ) - set(self._environment):
-            del os.environ[name]
-        for name, value in self._environment.items():
-            if os.environ.get(name) != value:
-                os.environ[name] = value
+        change_environment(self._environment)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
         plugins.plugins_loaded = False  # else our plugin, which ties an engine to its worker, would not run again
         super().run()
