@@ -21,7 +21,17 @@ from streamrl.protocol.wire.sample import Span
 from streamrl.versions import make_version
 from streamrl.workers.engines.base import Generated, KvCache, Load
 from streamrl.workers.engines.vllm_engine import VllmEngine
-from tests.integration.engine_world import CASES, MAX_PROMPT, TOLERANCE, Served, prompts, proving, started, worst
+from tests.integration.engine_world import (
+    CASES,
+    MAX_PROMPT,
+    TOLERANCE,
+    Served,
+    assert_a_load_comes_in_mid_sample,
+    prompts,
+    proving,
+    started,
+    worst,
+)
 from tests.integration.episode_world import compare, play_all
 from tests.tiny_models import CHARACTERS
 
@@ -186,19 +196,7 @@ async def test_of_random_episodes_each_sampled_token_is_trained_once_with_its_ow
 
 
 async def test_a_cleared_cache_makes_each_token_what_its_own_version_makes_of_it(served: Served) -> None:
-    first = await served.load(0)
-    asked = prompts(6, seed=2)
-    long = asyncio.gather(*(served.engine.generate(served.request(p, max_tokens=180, min_tokens=180)) for p in asked))
-    await served.sample(prompts(1, seed=3), max_tokens=20, min_tokens=20)  # by then the others have come as far
-    second = await served.load(1, "clear")
-
-    sampling = schema.Sampling(max_tokens=180, min_tokens=180)
-    for prompt, got in zip(asked, await long, strict=True):
-        assert [span.version for span in got.spans] == [first, second]
-        response, switch = got.token_ids.tolist(), got.spans[1].start
-        old, new = (served.logits(model, prompt, response) for model in (0, 1))
-        expected = served.expected(torch.cat([old[:switch], new[switch:]]), prompt, response, sampling)
-        assert worst(got, expected) <= TOLERANCE
+    await assert_a_load_comes_in_mid_sample(served, count=6, length=180)
 
 
 async def test_a_kept_cache_may_serve_older_keys_to_a_later_sample_and_its_logprobs_say_so(served: Served) -> None:

@@ -104,8 +104,8 @@ def _add_signature(word: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _differing(typing: Any, new: Any, old: Any, at: Any) -> Any:
-    """Set bit i where the elements `at + i` differ. LLVM IR, because the compiler does not vectorize such a Python
-    loop.
+    """Set bit i where the elements `at + i` differ. LLVM IR, because numba makes no such vector of flags of a loop: one
+    that compares blocks and then looks at each element takes three times as long, which is what numpy takes.
     """
     del typing
 
