@@ -39,7 +39,6 @@ from streamrl.config.routers import wants_routes
 from streamrl.errors import ConfigError, EngineError, ResourceError, SampleError
 from streamrl.held_folders import scratch_folder
 from streamrl.protocol.wire.routes import Routes
-from streamrl.protocol.wire.sample import FinishReason, Span
 from streamrl.tasks import cancel_all
 from streamrl.workers.engines.base import (
     Engine,
@@ -55,6 +54,7 @@ from streamrl.workers.engines.base import (
 from streamrl.workers.engines.routes import routes_of_vllm, shape_of_vllm
 from streamrl.workers.engines.vllm_forked import look_after_server
 from streamrl.workers.engines.vllm_in_place import InPlace
+from streamrl.workers.engines.vllm_outputs import canary_params, finish_reason_of, sampled_logprobs, spans_of
 from streamrl.workers.engines.vllm_plugin import PREPARE, READ_BACK
 from streamrl.workers.engines.vllm_ranks import remove_shared
 from streamrl.workers.engines.vllm_start import StepWatch, build_llm, check_installed
@@ -181,11 +181,11 @@ class VllmEngine(Engine):
         token_ids = list(output.token_ids)
         return Generated(
             token_ids=np.asarray(token_ids, dtype=np.int32),
-            logprobs=_sampled_logprobs(output),
+            logprobs=sampled_logprobs(output),
             # With stop strings, vLLM has already detokenized the text, and knows which stop string ended it.
             text=output.text if sampling.stop else self._settings.model.decode(token_ids),
-            finish_reason=_finish_reason(output),
-            spans=_spans(output, len(token_ids)),
+            finish_reason=finish_reason_of(output),
+            spans=spans_of(output, len(token_ids)),
             routes=self._routes(output, len(request.prompt_ids) + len(token_ids)),
         )
 
@@ -198,7 +198,7 @@ class VllmEngine(Engine):
     async def logprobs(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         self._num_canaries += 1
         async with self._answering("give log-probs"):
-            output = await self._final(token_ids, _canary_params(), f"canary-{self._num_canaries}", _SOONEST)
+            output = await self._final(token_ids, canary_params(), f"canary-{self._num_canaries}", _SOONEST)
         positions = output.prompt_logprobs
         assert positions is not None, "log-probs of the prompt were asked for"
         ids = token_ids.tolist()
@@ -307,46 +307,3 @@ async def _update(llm: AsyncLLM, info: dict[str, Any], *, label: str) -> None:
     await llm.start_weight_update()
     await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
     await llm.finish_weight_update(label)
-
-
-def _canary_params() -> SamplingParams:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        max_tokens=1,  # vLLM's minimum
-        prompt_logprobs=0,  # of the given tokens only; also makes vLLM bypass its prefix cache
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _sampled_logprobs(output: CompletionOutput) -> npt.NDArray[np.float32]:  # [T]
-    from vllm.logprobs import FlatLogprobs
-
-    logprobs = output.logprobs
-    assert isinstance(logprobs, FlatLogprobs), "flat log-probs were asked for"
-    # One entry per position: the sampled token's.
-    values = np.asarray(logprobs.logprobs, dtype=np.float32)[: len(output.token_ids)]
-    assert len(values) == len(output.token_ids), f"{len(values)} log-probs for {len(output.token_ids)} tokens"
-    return np.minimum(values, 0.0)
-
-
-def _finish_reason(output: CompletionOutput) -> FinishReason:
-    if output.finish_reason == "stop":
-        return "stop"
-    if output.finish_reason == "length":
-        return "length"
-    raise SampleError(f"vLLM ended a sample with {output.finish_reason!r}")
-
-
-def _spans(output: CompletionOutput, num_tokens: int) -> tuple[Span, ...]:
-    """Parse our `version:step` labels from vLLM's output. A stop string may cut tokens off that a span still counts."""
-    spans = []
-    for labelled in output.weight_versions or ():
-        version, _, step = labelled.version.partition(":")
-        end = min(labelled.end, num_tokens)
-        if labelled.start < end:
-            spans.append(Span(version=int(version), step=int(step), start=labelled.start, end=end))
-    assert num_tokens == (spans[-1].end if spans else 0), f"spans {spans} do not cover {num_tokens} tokens"
-    return tuple(spans)
