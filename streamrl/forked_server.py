@@ -31,25 +31,26 @@ def forking_server(modules: Sequence[str]) -> Iterator[None]:
         yield
         return
     multiprocessing.resource_tracker.ensure_running()  # otherwise ensure_running starts it, and it must stay a program
-    theirs = multiprocessing.util.spawnv_passfds
-    multiprocessing.util.spawnv_passfds = _fork
+    spawn = multiprocessing.util.spawnv_passfds
+
+    def fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+        """Replace spawning `path` with `python -c CODE`; the child inherits these files."""
+        pid = os.fork()
+        if pid == 0:
+            multiprocessing.util.spawnv_passfds = spawn  # for the server's own children
+            _become(args[-1], passfds)
+        return pid
+
+    multiprocessing.util.spawnv_passfds = fork
     try:
         yield
     finally:
-        multiprocessing.util.spawnv_passfds = theirs
+        multiprocessing.util.spawnv_passfds = spawn
 
 
 def _has_one_thread() -> bool:
     """Return whether the kernel counts one thread, including those unknown to Python; False if it does not say."""
     return _THREADS.is_dir() and len(list(_THREADS.iterdir())) == 1
-
-
-def _fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
-    """Replace spawning `path` with `python -c CODE`; the child inherits these files."""
-    pid = os.fork()
-    if pid == 0:
-        _become(args[-1], passfds)
-    return pid
 
 
 def _become(code: str, descriptors: Sequence[int]) -> NoReturn:

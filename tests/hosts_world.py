@@ -120,6 +120,10 @@ class HostsWorld:
         """As the worker of the first host does in the end."""
         await self._first.aclose()
 
+    async def fail(self, error: Exception) -> None:
+        """As the worker of the first host does on an error."""
+        await self._first.__aexit__(type(error), error, None)
+
     @asynccontextmanager
     async def open(self) -> AsyncIterator[HostsWorld]:
         try:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import ConfigError, EngineError, ResourceError, WeightsError
+from streamrl.process import parse_address
 from streamrl.versions import make_version
 from streamrl.workers.engines.host_mirror import MIRROR_VARIABLE, mirror_here, tag_of
+from streamrl.workers.hosts.first import open_hosts
 from streamrl.workers.hosts.link import LONGEST_LINE, Link
 from tests.helpers import wait_until_async
 from tests.hosts_world import HostsWorld
@@ -171,6 +173,16 @@ async def test_hosts_leave_with_the_first_one_and_at_the_end_of_the_run() -> Non
         late = world.further("b")
         late.over = True
         await late.task
+
+
+async def test_hosts_of_a_worker_that_failed_join_the_one_that_is_started_in_its_place() -> None:
+    async with HostsWorld().open() as world:
+        further = world.further("a")
+        await further.does("wait for an engine to begin")
+        await world.fail(EngineError("the engine failed 3 times in a row"))
+        async with open_hosts(world.hosts, parse_address(world.hosts.address, what="first")):
+            await world.hosts.begin(seed=2)
+            await further.does("serve")
 
 
 async def test_a_host_that_is_told_to_stop_lets_the_first_one_end_its_answers() -> None:

@@ -17,12 +17,27 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing import forkserver, resource_tracker
 from streamrl.forked_server import forking_server
 
+def grandchild(sending):
+    sending.send("spawned")
+
+def spawn():
+    context = multiprocessing.get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=grandchild, args=(sending,))
+    process.start()
+    sending.close()
+    try:
+        return receiving.recv()
+    except EOFError:
+        return None
+
 def child(files, sending):
     sending.send({
         "server": os.getppid(),
         "imported_by": sys.modules["imported"].BY if "imported" in sys.modules else None,
         "sigterm": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
         "has_our_files": any(map(is_open, files)),
+        "spawns": spawn(),
     })
     forkserver.ensure_running()  # the one that it comes from, which is not locked
 
@@ -79,6 +94,7 @@ def test_it_has_what_this_process_has_imported_and_neither_its_files_nor_its_sig
     assert (found["sigterm"], found["has_our_files"], found["code"]) == (True, False, 0)
     assert found["tracker_is_a_program"]
     assert found["folder_stays"], "a child did what is due at the end of its parent's parent"
+    assert found["spawns"] == "spawned", "as an engine's process does with its ranks"
 
 
 @pytest.mark.parametrize("why", ["not imported", "threads"])

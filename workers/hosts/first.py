@@ -178,7 +178,9 @@ class Hosts:
 
 @asynccontextmanager
 async def open_hosts(hosts: Hosts, at: tuple[str, int]) -> AsyncIterator[Hosts]:
-    """Let further hosts join at this address while the context is open."""
+    """Let further hosts join at this address while the context is open. They leave at its end, unless it ends by an
+    error: then they keep their weights, and join the worker that is started in place of this one.
+    """
     welcomed: set[asyncio.Task[None]] = set()
 
     def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -198,10 +200,15 @@ async def open_hosts(hosts: Hosts, at: tuple[str, int]) -> AsyncIterator[Hosts]:
     hosts.address = address_of(bound)
     hosts._tell()
     log.info("hosts_join_here", address=hosts.address, num=hosts.num)
+    failed = False
     try:
         yield hosts
+    except Exception:
+        failed = True
+        raise
     finally:
         server.close()
-        await hosts._leave()
+        if not failed:
+            await hosts._leave()
         await cancel_all(list(welcomed))
         await asyncio.sleep(0)  # the loop closes the sockets of closed writers in its next turn

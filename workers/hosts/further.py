@@ -185,6 +185,7 @@ class FurtherHost:
                     await self._end()
                     self._progress.working("wait for an engine to begin")
                 case "leave":
+                    log.info("left", reason="the worker of the first host left")
                     return
 
     def _beside(self, work: Awaitable[None], *, name: str) -> None:
