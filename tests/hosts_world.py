@@ -27,12 +27,12 @@ class CopyDouble:
         self.missing: set[int] = set()
         self.error: Exception | None = None
 
-    async def bring(self, version: int, *, anew: bool) -> None:
+    async def bring(self, version: int, *, refetch: bool) -> None:
         if self.error is not None:
             raise self.error
         if version in self.missing:
             raise WeightsError("its manifest is gone")
-        self.brought.append((version, anew))
+        self.brought.append((version, refetch))
 
 
 class RanksDouble:

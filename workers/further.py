@@ -38,10 +38,10 @@ async def serve_ranks(
     stop: asyncio.Event,
 ) -> None:
     """Serve ranks until stopped by a signal or by the first host, or until the run ends."""
-    assert options.join is not None, "a further host knows its first one"
+    assert options.join is not None, "a further host has the address of its first one"
     worker = config.worker
     if worker.hosts == 1:
-        raise ConfigError(f"--join {options.join}: the run has worker.hosts = 1, so that each engine is on one host")
+        raise ConfigError(f"--join {options.join}: the run has worker.hosts = 1, so its engines take no further hosts")
     first = FirstHost(
         at=parse_address(options.join, what="--join"),
         run_uid=info.uid,

@@ -110,8 +110,8 @@ class Weights(Protocol):
 class FurtherMirrors(Protocol):
     """Of the other hosts on which the engine has ranks (`workers.hosts.first.Hosts`)."""
 
-    async def bring(self, version: int, *, anew: bool = False) -> None:
-        """Have each hold exactly this version; the caller bounds the wait. `anew`: fetched from an anchor on.
+    async def bring(self, version: int, *, refetch: bool = False) -> None:
+        """Have each hold exactly this version; the caller bounds the wait. `refetch`: from an anchor on.
         WeightsError: one of them does not, and why."""
 
 

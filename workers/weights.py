@@ -164,7 +164,7 @@ class WeightFollower:
     async def _bring_further(self, further: FurtherMirrors, version: int) -> None:
         try:
             async with asyncio.timeout(self._patience.give_up_after_s):
-                await further.bring(version, anew=self._further_distrusted)
+                await further.bring(version, refetch=self._further_distrusted)
         except TimeoutError:
             raise WeightsError(
                 f"the further hosts did not all have version {show(version)} within "

@@ -29,7 +29,7 @@ class FolderCopy:
         self._folder = folder
         self.mirror = folder / "mirror.safetensors"
 
-    async def bring(self, version: int, *, anew: bool) -> None:
+    async def bring(self, version: int, *, refetch: bool) -> None:
         published = self._folder / f"{version}.safetensors"
         tag_of(self.mirror).unlink(missing_ok=True)
         if not published.exists():

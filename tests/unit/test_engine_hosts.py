@@ -24,7 +24,7 @@ async def test_an_engine_begins_when_all_hosts_have_joined_and_all_get_its_seed_
     async with HostsWorld(num=3).open() as world:
         beginning = asyncio.create_task(world.hosts.begin(seed=7))
         first = world.further("a")
-        await first.does("wait for an engine to begin")
+        await first.does("wait for an engine to start")
         report = world.progress.report()
         assert (report.doing, report.detail["hosts"], report.detail["hosts_wanted"]) == ("hosts", 2, 3)
         second = world.further("b")
@@ -36,7 +36,7 @@ async def test_an_engine_begins_when_all_hosts_have_joined_and_all_get_its_seed_
             [ranks] = one.ranks
             assert (ranks.meeting.address, ranks.meeting.port, ranks.seed) == (meeting.address, meeting.port, 7)
         world.hosts.end()
-        await first.does("wait for an engine to begin")
+        await first.does("wait for an engine to start")
         assert first.ranks[0].killed
 
 
@@ -49,15 +49,15 @@ async def test_a_host_that_does_not_come_is_missed_by_name_of_what_to_start() ->
 async def test_one_host_more_than_there_are_places_waits_for_one() -> None:
     async with HostsWorld().open() as world:
         first = world.further("a")
-        await first.does("wait for an engine to begin")
+        await first.does("wait for an engine to start")
         spare = world.further("b")
 
         async def told() -> bool:
-            return "all 2 hosts are there" in str(spare.progress.report().detail.get("not_joined"))
+            return "all 2 hosts have joined already" in str(spare.progress.report().detail.get("not_joined"))
 
         await wait_until_async(told, description="the one too many is told why")
         first.stop.set()
-        await spare.does("wait for an engine to begin")
+        await spare.does("wait for an engine to start")
 
 
 async def test_whoever_does_not_know_the_runs_secret_has_no_place_and_learns_nothing() -> None:
@@ -84,7 +84,7 @@ async def test_what_is_no_message_of_ours_ends_the_connection_and_nothing_else(s
             while await reader.read(1000):
                 pass
         writer.close()
-        await world.further("a").does("wait for an engine to begin")
+        await world.further("a").does("wait for an engine to start")
 
 
 async def test_a_version_is_brought_when_every_host_has_it_and_whoever_lacks_it_is_named() -> None:
@@ -92,7 +92,7 @@ async def test_a_version_is_brought_when_every_host_has_it_and_whoever_lacks_it_
         further = world.further("gpu-2")
         await world.hosts.begin(seed=1)
         await world.hosts.bring(VERSION)
-        await world.hosts.bring(VERSION, anew=True)
+        await world.hosts.bring(VERSION, refetch=True)
         assert further.copy.brought == [(VERSION, False), (VERSION, True)]
         further.copy.missing.add(VERSION)
         with pytest.raises(WeightsError, match=r"gpu-2 on .* does not have version 1\.3: its manifest is gone"):
@@ -154,7 +154,7 @@ async def test_a_host_that_is_cut_off_is_lost_after_the_silence_on_both_sides(mo
         await further.does("serve")
         cut = time.monotonic()
         monkeypatch.setattr(Link, "send", lambda link, message: None)  # as when the network takes nothing any more
-        assert "nothing was heard from it for 0.5 s" in await world.hosts.lost()
+        assert "it sent nothing for 0.5 s" in await world.hosts.lost()
         assert time.monotonic() - cut < 5
 
         async def killed() -> bool:
@@ -167,7 +167,7 @@ async def test_a_host_that_is_cut_off_is_lost_after_the_silence_on_both_sides(mo
 async def test_hosts_leave_with_the_first_one_and_at_the_end_of_the_run() -> None:
     async with HostsWorld().open() as world:
         further = world.further("a")
-        await further.does("wait for an engine to begin")
+        await further.does("wait for an engine to start")
         await world.leave()
         await further.task
         late = world.further("b")
@@ -206,7 +206,7 @@ async def test_a_host_that_is_told_to_stop_alone_leaves_after_its_grace() -> Non
         await further.does("serve")
         further.stop.set()
         await further.task
-        assert "it was told to stop" in await world.hosts.lost()
+        assert "it was stopped" in await world.hosts.lost()
 
 
 async def test_a_host_that_comes_back_before_it_was_missed_takes_its_own_place() -> None:
@@ -215,7 +215,7 @@ async def test_a_host_that_comes_back_before_it_was_missed_takes_its_own_place()
         await world.hosts.begin(seed=1)
         again = world.further("a")
         assert "it has joined again" in await world.hosts.lost()
-        await again.does("wait for an engine to begin")
+        await again.does("wait for an engine to start")
 
 
 def test_a_rank_loads_from_its_own_hosts_mirror_and_no_other_version_than_it_was_told(
@@ -224,7 +224,7 @@ def test_a_rank_loads_from_its_own_hosts_mirror_and_no_other_version_than_it_was
     assert mirror_here("/dev/shm/first", version=VERSION) == "/dev/shm/first"
     own = tmp_path / "mirror.safetensors"
     monkeypatch.setenv(MIRROR_VARIABLE, str(own))
-    with pytest.raises(ValueError, match="holds no whole version"):
+    with pytest.raises(ValueError, match="holds no complete version"):
         mirror_here("/dev/shm/first", version=0)
     tag_of(own).write_text(str(VERSION))
     assert mirror_here("/dev/shm/first", version=VERSION) == str(own)
@@ -240,5 +240,5 @@ async def test_a_version_is_not_waited_for_from_a_host_that_is_lost_already() ->
         further.stop.set()
         await world.hosts.lost()
         async with asyncio.timeout(5):
-            with pytest.raises(WeightsError, match="it was told to stop"):
+            with pytest.raises(WeightsError, match="it was stopped"):
                 await world.hosts.bring(VERSION)

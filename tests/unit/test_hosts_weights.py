@@ -53,7 +53,7 @@ class CopyWorld:
 async def test_a_copy_is_brought_to_the_version_that_is_asked_for_and_says_which_it_is(tmp_path: Path) -> None:
     world = CopyWorld(tmp_path)
     for number in (1, 2, 2, 1, 3):  # also back: the first host's worker began anew with what is newest to it
-        await world.copy.bring(world.versions[number], anew=False)
+        await world.copy.bring(world.versions[number], refetch=False)
         assert world.held() == world.mirror.version == world.versions[number]
         assert_holds(world.mirror.path, world.states[number])
     world.copy.close()
@@ -62,29 +62,29 @@ async def test_a_copy_is_brought_to_the_version_that_is_asked_for_and_says_which
 
 async def test_a_copy_that_cannot_be_brought_names_no_version_until_one_is_whole(tmp_path: Path) -> None:
     world = CopyWorld(tmp_path)
-    await world.copy.bring(world.versions[0], anew=False)
+    await world.copy.bring(world.versions[0], refetch=False)
     world.gone.add(world.versions[3])
     with pytest.raises(WeightsError, match="a newer one has taken its place"):
-        await world.copy.bring(world.versions[3], anew=False)
+        await world.copy.bring(world.versions[3], refetch=False)
     world.store.spoilt = True
     with pytest.raises(WeightsError):
-        await world.copy.bring(world.versions[1], anew=False)
+        await world.copy.bring(world.versions[1], refetch=False)
     assert world.held() == 0
     world.store.spoilt = False
-    await world.copy.bring(world.versions[1], anew=False)
+    await world.copy.bring(world.versions[1], refetch=False)
     assert world.held() == world.versions[1]
 
 
 async def test_a_copy_that_is_distrusted_is_fetched_anew(tmp_path: Path) -> None:
     world = CopyWorld(tmp_path)
-    await world.copy.bring(world.versions[1], anew=False)
+    await world.copy.bring(world.versions[1], refetch=False)
     with world.mirror.path.open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\xff")  # a bit that fell over after it was proved
-    await world.copy.bring(world.versions[1], anew=False)
+    await world.copy.bring(world.versions[1], refetch=False)
     with pytest.raises(AssertionError):
         assert_holds(world.mirror.path, world.states[1])
-    await world.copy.bring(world.versions[1], anew=True)
+    await world.copy.bring(world.versions[1], refetch=True)
     assert_holds(world.mirror.path, world.states[1])
 
 
@@ -93,8 +93,8 @@ class FurtherDouble:
         self.brought: list[tuple[int, bool]] = []
         self.errors: list[Exception] = []
 
-    async def bring(self, version: int, *, anew: bool = False) -> None:
-        self.brought.append((version, anew))
+    async def bring(self, version: int, *, refetch: bool = False) -> None:
+        self.brought.append((version, refetch))
         if self.errors:
             raise self.errors.pop(0)
 

@@ -34,15 +34,15 @@ class Copy:
         self._patching: asyncio.Future[None] | None = None
         self._turn = asyncio.Lock()
 
-    async def bring(self, version: int, *, anew: bool) -> None:
+    async def bring(self, version: int, *, refetch: bool) -> None:
         """Bring the copy to this version. Calls run one at a time, and wait for a patch that a cancelled call left."""
         async with self._turn:
-            await self._bring(version, anew=anew)
+            await self._bring(version, refetch=refetch)
 
-    async def _bring(self, version: int, *, anew: bool) -> None:
+    async def _bring(self, version: int, *, refetch: bool) -> None:
         if self._patching is not None:
             await asyncio.wait([self._patching])
-        if anew or self._mirror.version > version:
+        if refetch or self._mirror.version > version:
             self._tag.unlink(missing_ok=True)
             self._mirror.close()
         if self._mirror.version == version:
@@ -50,7 +50,7 @@ class Copy:
         self._tag.unlink(missing_ok=True)
         encoded = await self._look_up(version)
         if encoded is None:
-            raise WeightsError("what Redis said of it is gone: a newer one has taken its place")
+            raise WeightsError("its manifest is no longer in Redis: a newer version has replaced it")
         path = await way_to(decode_manifest(encoded), self._look_up, have=self._mirror.version)
 
         def patch() -> None:

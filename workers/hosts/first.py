@@ -72,9 +72,9 @@ class Hosts:
                     await self._changed.wait_for(lambda: len(self._joined) >= self.num - 1)
         except TimeoutError:
             raise EngineError(
-                f"{len(self._joined) + 1} of the {self.num} hosts of this engine (worker.hosts) were there within "
-                f"worker.start_timeout_s={self._start_timeout_s:g}: start `streamrl worker` with --join on the others; "
-                f"they join at {self.address}"
+                f"{len(self._joined) + 1} of the {self.num} hosts of this engine (worker.hosts) had joined within "
+                f"worker.start_timeout_s={self._start_timeout_s:g}: start `streamrl worker` with --join "
+                f"{self.address} on the others"
             ) from None
         self._at_work = list(self._joined)
         self._lost = asyncio.get_running_loop().create_future()
@@ -82,12 +82,12 @@ class Hosts:
         with bind(address, 0, what="a port for vLLM's ranks") as free:
             meeting = Meeting(address=address, port=free.getsockname()[1], own=address)
         for node, joined in enumerate(self._at_work, start=1):
-            order = {"do": "begin", "node": node, "address": meeting.address, "port": meeting.port, "seed": seed}
-            joined.link.send(order)
+            command = {"do": "begin", "node": node, "address": meeting.address, "port": meeting.port, "seed": seed}
+            joined.link.send(command)
         return meeting
 
     async def lost(self) -> str:
-        assert self._lost is not None, "an engine was begun"
+        assert self._lost is not None, "an engine was started"
         return await asyncio.shield(self._lost)
 
     def end(self) -> None:
@@ -98,7 +98,7 @@ class Hosts:
     def named(self, node: int) -> str:
         return "" if node == 0 else f", host {node + 1} of {self.num} ({self._at_work[node - 1]})"
 
-    async def bring(self, version: int, *, anew: bool = False) -> None:
+    async def bring(self, version: int, *, refetch: bool = False) -> None:
         number = next(self._numbers)
         loop = asyncio.get_running_loop()
         waiting = {joined: loop.create_future() for joined in self._at_work}
@@ -107,7 +107,7 @@ class Hosts:
                 if joined.lost:
                     answer.set_result(joined.lost)
                 joined.bringing[number] = answer
-                joined.link.send({"do": "bring", "number": number, "version": version, "anew": anew})
+                joined.link.send({"do": "bring", "number": number, "version": version, "anew": refetch})
             for joined, answer in waiting.items():
                 if why := await answer:
                     raise WeightsError(f"{joined} does not have version {show(version)}: {why}")
@@ -126,13 +126,13 @@ class Hosts:
             await link.close()
 
     async def _listen(self, joined: _Joined) -> None:
-        for before in [one for one in self._joined if one.name == joined.name]:
-            await self._lose(before, "it has joined again")  # its old connection has not ended yet
+        for old in [one for one in self._joined if one.name == joined.name]:
+            await self._lose(old, "it has joined again")  # its old connection has not ended yet
         if len(self._joined) >= self.num - 1:
-            joined.link.send({"do": "wait", "why": f"all {self.num} hosts are there"})
+            joined.link.send({"do": "wait", "why": f"all {self.num} hosts have joined already"})
             return
         self._joined.append(joined)
-        self._tell()
+        self._note_hosts()
         joined.link.send({"do": "welcome"})
         log.info("host_joined", name=joined.name, host=joined.host, address=joined.link.other_address)
         why = "the worker of the first host left"
@@ -156,7 +156,7 @@ class Hosts:
             return
         joined.lost = why
         self._joined.remove(joined)
-        self._tell()
+        self._note_hosts()
         log.warning("host_lost", name=joined.name, host=joined.host, reason=why)
         for answer in joined.bringing.values():
             if not answer.done():
@@ -166,7 +166,7 @@ class Hosts:
             self._lost.set_result(f"host {number} of {self.num} ({joined}) is lost: {why}")
         await joined.link.close()
 
-    def _tell(self) -> None:
+    def _note_hosts(self) -> None:
         self._progress.note(hosts=len(self._joined) + 1, hosts_wanted=self.num, hosts_at=self.address)
 
     async def _leave(self) -> None:
@@ -198,7 +198,7 @@ async def open_hosts(hosts: Hosts, at: tuple[str, int]) -> AsyncIterator[Hosts]:
     bound = bind(*at, what="--hosts")
     server = await asyncio.start_server(welcome, sock=bound, limit=LONGEST_LINE)
     hosts.address = address_of(bound)
-    hosts._tell()
+    hosts._note_hosts()
     log.info("hosts_join_here", address=hosts.address, num=hosts.num)
     failed = False
     try:

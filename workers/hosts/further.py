@@ -31,7 +31,7 @@ from streamrl.workers.hosts.link import LONGEST_LINE, SILENT_S, Link, LinkLost, 
 log = structlog.get_logger(__name__)
 
 _CONNECT_S = 5.0
-_AGAIN_S = 1.0
+_RETRY_S = 1.0
 _KILL_AGAIN_S = 0.2
 
 
@@ -48,7 +48,7 @@ class Ranks(Protocol):
 class Holds(Protocol):
     """Implemented by `hosts.copy.Copy`, and by a double."""
 
-    async def bring(self, version: int, *, anew: bool) -> None: ...
+    async def bring(self, version: int, *, refetch: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,24 +102,24 @@ class FurtherHost:
 
     async def _join(self) -> Link | None:
         """Return a link to the first host; None if the run is over."""
-        deadline, said = time.monotonic() + self._first.start_timeout_s, ""
+        deadline, logged = time.monotonic() + self._first.start_timeout_s, ""
         host, port = self._first.at
         with self._progress.waiting(Wait.HOSTS):
             while (secret := await self._secret()) is not None:
-                found = await self._connect(secret)
-                if isinstance(found, Link):
+                joined = await self._connect(secret)
+                if isinstance(joined, Link):
                     log.info("joined", first=f"{host}:{port}")
-                    return found
-                if found != said:
-                    log.warning("not_joined", first=f"{host}:{port}", reason=found)
-                    said = found
-                self._progress.note(not_joined=found)
+                    return joined
+                if joined != logged:
+                    log.warning("not_joined", first=f"{host}:{port}", reason=joined)
+                    logged = joined
+                self._progress.note(not_joined=joined)
                 if time.monotonic() > deadline:
                     raise EngineError(
-                        f"no place in the engine whose first host is {host}:{port} (--join) within "
-                        f"worker.start_timeout_s={self._first.start_timeout_s:g}: {found}"
+                        f"could not join the engine whose first host is {host}:{port} (--join) within "
+                        f"worker.start_timeout_s={self._first.start_timeout_s:g}: {joined}"
                     )
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(_RETRY_S)
         return None
 
     async def _connect(self, secret: bytes) -> Link | str:
@@ -127,9 +127,9 @@ class FurtherHost:
             async with asyncio.timeout(_CONNECT_S):
                 reader, writer = await asyncio.open_connection(*self._first.at, limit=LONGEST_LINE)
         except TimeoutError:
-            return f"it does not answer within {_CONNECT_S:g} s"
+            return f"it did not answer within {_CONNECT_S:g} s"
         except OSError as error:
-            return f"nobody listens there: {error.strerror or error}"
+            return f"nothing is listening there: {error.strerror or error}"
         self._link = link = Link(reader, writer, silent_s=self._first.silent_s)
         try:
             about = {"name": self._name, "host": socket.gethostname()}
@@ -140,25 +140,25 @@ class FurtherHost:
         else:
             if answer.get("do") == "welcome":
                 return link
-            why = str(answer.get("why", "it wants no further host"))
+            why = str(answer.get("why", "it accepts no further host"))
         await link.close()
         return why
 
     async def _serve(self, link: Link, stop: asyncio.Event) -> bool:
         """Follow commands. Return whether to leave; otherwise the first host is to be joined again."""
-        self._progress.working("wait for an engine to begin")
+        self._progress.working("wait for an engine to start")
         self._broken = asyncio.get_running_loop().create_future()
-        obeying = asyncio.create_task(self._obey(link), name="obey the first host")
+        following = asyncio.create_task(self._follow_commands(link), name="follow the first host's commands")
         stopping = asyncio.create_task(stop.wait(), name="wait for stop")
         try:
-            waited: list[asyncio.Future[Any]] = [obeying, self._broken]
+            waited: list[asyncio.Future[Any]] = [following, self._broken]
             await asyncio.wait([*waited, stopping], return_when=asyncio.FIRST_COMPLETED)
             if stop.is_set() and self._ranks is not None:
                 self._progress.stopping()
                 grace_s = self._first.grace_s
                 await asyncio.wait(waited, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
-            if obeying.done():
-                obeying.result()
+            if following.done():
+                following.result()
                 return True
             if self._broken.done():
                 error = self._broken.exception()
@@ -167,28 +167,28 @@ class FurtherHost:
                 if not isinstance(error, EngineError):  # another start would not help
                     self._broken.result()
                 return stop.is_set()
-            link.send({"lost": "it was told to stop"})
+            link.send({"lost": "it was stopped"})
             return True
         finally:
-            await cancel_all([obeying, stopping, *self._tasks])
+            await cancel_all([following, stopping, *self._tasks])
 
-    async def _obey(self, link: Link) -> None:
+    async def _follow_commands(self, link: Link) -> None:
         while True:
             message = await link.receive()
             match message.get("do"):
                 case "bring":
-                    self._beside(self._bring(link, message), name="bring a version")
+                    self._in_background(self._bring(link, message), name="bring a version")
                 case "begin":
                     await self._end()
                     self._begin(link, message)
                 case "end":
                     await self._end()
-                    self._progress.working("wait for an engine to begin")
+                    self._progress.working("wait for an engine to start")
                 case "leave":
                     log.info("left", reason="the worker of the first host left")
                     return
 
-    def _beside(self, work: Awaitable[None], *, name: str) -> None:
+    def _in_background(self, work: Awaitable[None], *, name: str) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -196,7 +196,7 @@ class FurtherHost:
     async def _bring(self, link: Link, message: Message) -> None:
         version, why = int(message["version"]), ""
         try:
-            await self._copy.bring(version, anew=bool(message["anew"]))
+            await self._copy.bring(version, refetch=bool(message["anew"]))
         except (WeightsError, TransportError) as error:  # the first host retries, perhaps with a newer version
             why = str(error)
         except UserError as error:  # disk full, for example
@@ -207,14 +207,14 @@ class FurtherHost:
         link.send({"number": message["number"], "why": why})
 
     def _begin(self, link: Link, message: Message) -> None:
-        place = Meeting(
+        meeting = Meeting(
             address=str(message["address"]), port=int(message["port"]), own=link.own_address, node=int(message["node"])
         )
         self._progress.working("start ranks")
-        self._progress.note(number=place.node + 1)
-        self._ranks = self._make_ranks(place, int(message["seed"]))
+        self._progress.note(number=meeting.node + 1)
+        self._ranks = self._make_ranks(meeting, int(message["seed"]))
         self._starting = asyncio.get_running_loop().run_in_executor(self._thread, self._ranks.start)
-        self._beside(self._watch(self._ranks, self._starting), name="watch ranks")
+        self._in_background(self._watch(self._ranks, self._starting), name="watch ranks")
 
     async def _watch(self, ranks: Ranks, starting: asyncio.Future[None]) -> None:
         try:
@@ -222,11 +222,11 @@ class FurtherHost:
             self._progress.working("serve")
             why = await asyncio.to_thread(ranks.wait)
         except (EngineError, UserError) as error:
-            found: Exception = error
+            failure: Exception = error
         else:
-            found = EngineError(why)
+            failure = EngineError(why)
         if ranks is self._ranks:  # else they were ended on purpose
-            self._break(found)
+            self._break(failure)
 
     def _break(self, error: Exception) -> None:
         if not self._broken.done():

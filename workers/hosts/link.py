@@ -67,15 +67,15 @@ class Link:
                     line = await self._reader.readline()
                 message = json.loads(line) if line else None
             except TimeoutError:
-                raise LinkLost(f"nothing was heard from it for {self._silent_s:g} s") from None
+                raise LinkLost(f"it sent nothing for {self._silent_s:g} s") from None
             except OSError as error:
                 raise LinkLost(f"its connection broke: {error.strerror or error}") from None
             except ValueError:  # not JSON, or longer than the limit
-                raise LinkLost("it sent what is no message of ours") from None
+                raise LinkLost("it sent something that is not a message of this protocol") from None
             if message is None:
                 raise LinkLost("its connection ended: its process died, or left")
             if not isinstance(message, dict):
-                raise LinkLost("it sent what is no message of ours")
+                raise LinkLost("it sent something that is not a message of this protocol")
             if message:
                 return message
 
@@ -96,23 +96,23 @@ class Link:
 
 async def greet(link: Link, *, side: Side, secret: bytes, run_uid: str, about: Message | None = None) -> Message:
     """Authenticate both sides; return what the other side says about itself. LinkLost if it fails."""
-    own = secrets.token_hex(16)
+    nonce = secrets.token_hex(16)
     other: Side = "further" if side == "first" else "first"
     try:
         async with asyncio.timeout(_GREET_S):
-            link.send({"number": own, "about": about or {}})
-            said = await link.receive()
-            numbers = {side: own, other: str(said.get("number"))}
-            link.send({"proof": _proof(secret, run_uid, side, numbers)})
+            link.send({"number": nonce, "about": about or {}})
+            hello = await link.receive()
+            nonces = {side: nonce, other: str(hello.get("number"))}
+            link.send({"proof": _proof(secret, run_uid, side, nonces)})
             proof = str((await link.receive()).get("proof"))
     except TimeoutError:
-        raise LinkLost(f"it did not say who it is within {_GREET_S:g} s") from None
-    if not hmac.compare_digest(proof.encode(), _proof(secret, run_uid, other, numbers).encode()):
+        raise LinkLost(f"it did not identify itself within {_GREET_S:g} s") from None
+    if not hmac.compare_digest(proof.encode(), _proof(secret, run_uid, other, nonces).encode()):
         raise LinkLost("it does not know this run's secret: it belongs to another run, or to another Redis")
-    found = said.get("about")
-    return found if isinstance(found, dict) else {}
+    identity = hello.get("about")
+    return identity if isinstance(identity, dict) else {}
 
 
-def _proof(secret: bytes, run_uid: str, side: Side, numbers: Mapping[Side, str]) -> str:
-    text = f"{run_uid}\n{side}\n{numbers['first']}\n{numbers['further']}"
+def _proof(secret: bytes, run_uid: str, side: Side, nonces: Mapping[Side, str]) -> str:
+    text = f"{run_uid}\n{side}\n{nonces['first']}\n{nonces['further']}"
     return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()

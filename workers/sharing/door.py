@@ -3,7 +3,7 @@ which ones are here.
 
 Only blobs that this worker has announced (`offer`) are served, from the host's share: a path names a digest and a
 number, never a file. A caller proves that it has read the run's secret in Redis, with a token for this address and path
-only; so an address that does not belong to the run learns nothing from being asked. At most `MOST_UPLOADS` pieces are
+only; so an address that does not belong to the run learns nothing from being asked. At most `MAX_UPLOADS` pieces are
 sent at a time, each within `_UPLOAD_S`; further requests get 503. It runs in its own thread and event loop, so that
 generation and serving do not block each other.
 
@@ -34,9 +34,9 @@ from streamrl.protocol.transport.peers import HAVE, bitmap_of, token
 from streamrl.protocol.weights.manifest import ShardRecord
 from streamrl.workers.sharing.host import HostShare
 
-MOST_UPLOADS = 6
+MAX_UPLOADS = 6
 _UPLOAD_S = 30.0
-_MOST_OFFERS = 256  # blobs, newest first
+_MAX_OFFERS = 256  # blobs, newest first
 _SENT_BYTES = 256 << 10  # per write, so that a slow reader does not hold a whole piece in memory
 _DIGEST, _NUMBER = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9]{1,9}")
 _STARTS_WITHIN_S = 10.0
@@ -56,7 +56,7 @@ class Door:
         digest = record.digest.hex()
         self._offers[digest] = record
         self._offers.move_to_end(digest)
-        while len(self._offers) > _MOST_OFFERS:
+        while len(self._offers) > _MAX_OFFERS:
             self._offers.popitem(last=False)
 
     def app(self) -> Starlette:
@@ -71,7 +71,7 @@ class Door:
         record = self._offered(request)
         if isinstance(record, Response):
             return record
-        if self._num_uploads >= MOST_UPLOADS:
+        if self._num_uploads >= MAX_UPLOADS:
             return Response(status_code=503)
         number = request.path_params["number"]
         piece = self._host.piece(record, int(number)) if _NUMBER.fullmatch(number) else None
@@ -80,9 +80,9 @@ class Door:
         return _Upload(self, piece, headers={HAVE: self._bitmap(record).hex(), "content-length": str(len(piece))})
 
     def _offered(self, request: Request) -> ShardRecord | Response:
-        wanted = token(self.secret, self._run_uid, self.address, request.url.path)
+        expected = token(self.secret, self._run_uid, self.address, request.url.path)
         given = request.headers.get("authorization", "").encode()  # compare_digest takes non-ASCII only as bytes
-        if not self.secret or not hmac.compare_digest(given, f"Bearer {wanted}".encode()):
+        if not self.secret or not hmac.compare_digest(given, f"Bearer {expected}".encode()):
             return Response(status_code=403)
         digest = request.path_params["digest"]
         record = self._offers.get(digest) if _DIGEST.fullmatch(digest) else None

@@ -34,7 +34,7 @@ _ROOM = "room"  # the lock for creating or removing files
 _MEMBER = ".worker"  # suffix of the file that a worker keeps locked while it lives
 _KEPT_S = 300.0  # by then all workers have read it or moved on; shared memory is scarce
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
-_MOST_READ = 1 << 30  # bytes; Linux returns less than 2 GiB per read
+_MAX_READ = 1 << 30  # bytes; Linux returns less than 2 GiB per read
 
 
 class SharedBlob:
@@ -46,8 +46,8 @@ class SharedBlob:
 
     def missing(self) -> list[int]:
         record = self.record
-        there = os.pread(self._descriptor, record.num_pieces, record.num_bytes)
-        return [number for number, is_there in enumerate(there) if not is_there]
+        present = os.pread(self._descriptor, record.num_pieces, record.num_bytes)
+        return [number for number, is_present in enumerate(present) if not is_present]
 
     def has(self, number: int) -> bool:
         return os.pread(self._descriptor, 1, self.record.num_bytes + number) == b"\1"
@@ -65,7 +65,7 @@ class SharedBlob:
 
     def read(self) -> bytes:
         size = self.record.num_bytes
-        parts = [os.pread(self._descriptor, min(_MOST_READ, size - at), at) for at in range(0, size, _MOST_READ)]
+        parts = [os.pread(self._descriptor, min(_MAX_READ, size - at), at) for at in range(0, size, _MAX_READ)]
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     @contextmanager
@@ -141,8 +141,8 @@ class HostShare:
 
     def piece(self, record: ShardRecord, number: int) -> bytes | None:
         with self._to_read(record) as shared:
-            there = shared is not None and 0 <= number < record.num_pieces and shared.has(number)
-            return shared.piece(number) if shared is not None and there else None
+            is_present = shared is not None and 0 <= number < record.num_pieces and shared.has(number)
+            return shared.piece(number) if shared is not None and is_present else None
 
     def discard(self, record: ShardRecord) -> None:
         """Remove a blob that did not match its digest."""
@@ -211,10 +211,10 @@ class HostShare:
                 fcntl.flock(lock, fcntl.LOCK_UN)
                 os.close(lock)
 
-    def _has_room(self, made: Path, size: int) -> bool:
+    def _has_room(self, new: Path, size: int) -> bool:
         """Remove old files that nobody is filling, and newer ones if needed; return whether the file fits now. A file
         takes at most half of the free space, since mirrors live there too."""
-        others = [path for path in self._files() if path != made]
+        others = [path for path in self._files() if path != new]
         taken = sum(path.stat().st_size for path in others)
 
         def fits() -> bool:

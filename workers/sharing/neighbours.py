@@ -19,12 +19,12 @@ from streamrl.errors import TransportError
 from streamrl.process import parse_address
 from streamrl.protocol.transport.peers import HAVE, address_of_peer, pieces_of, token
 from streamrl.protocol.weights.manifest import ShardRecord
-from streamrl.workers.sharing.asking import Answer, Line, WrongLength
+from streamrl.workers.sharing.asking import Answer, Connection, WrongLength
 
 PIECE_S = 10.0
 _FIRST_REST_S, _LONGEST_REST_S, _FULL_REST_S = 0.5, 60.0, 0.1
-_MOST_CHOSEN_FROM = 16
-_MOST_KNOWN = 1024  # peers remembered
+_MAX_CHOSEN_FROM = 16
+_MAX_KNOWN = 1024  # peers remembered
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,7 @@ class Neighbour:
     rests_until: float = 0.0
     is_asked: bool = False
     is_liar: bool = False
-    line: Line | None = None
+    connection: Connection | None = None
 
     def may_be_asked(self) -> bool:
         return not self.is_asked and not self.is_liar and time.monotonic() >= self.rests_until
@@ -55,35 +55,39 @@ class Neighbours:
         self._known: dict[str, Neighbour] = {}
         self._lock = threading.Lock()
 
-    def hear(self, record: ShardRecord, told: Mapping[str, bytes]) -> None:
+    def update(self, record: ShardRecord, bitmaps: Mapping[str, bytes]) -> None:
         """Record which peers have which pieces, as Redis reports it; invalid addresses are left out."""
         digest = record.digest.hex()
         with self._lock:
-            for address, bitmap in told.items():
-                one = self._known.get(address) or self._meet(address)
-                if one is not None:
-                    one.have.setdefault(digest, set()).update(pieces_of(bitmap, record.num_pieces))
+            for address, bitmap in bitmaps.items():
+                neighbour = self._known.get(address) or self._meet(address)
+                if neighbour is not None:
+                    neighbour.have.setdefault(digest, set()).update(pieces_of(bitmap, record.num_pieces))
 
     def forget(self, record: ShardRecord) -> None:
         """Forget who has pieces of this blob, which is complete here."""
         with self._lock:
-            for one in self._known.values():
-                one.have.pop(record.digest.hex(), None)
+            for neighbour in self._known.values():
+                neighbour.have.pop(record.digest.hex(), None)
 
     def choose(self, record: ShardRecord, missing: Iterable[int]) -> tuple[int, Neighbour] | None:
         """Choose a missing piece, rarest first among those of available peers, and a random one of the peers that have
         it. The peer counts as busy until `ask` returns."""
         digest = record.digest.hex()
         with self._lock:
-            free = [one for one in self._known.values() if digest in one.have and one.may_be_asked()]
-            free = random.sample(free, min(len(free), _MOST_CHOSEN_FROM))
-            having = {piece: [one for one in free if piece in one.have.get(digest, ())] for piece in missing}
-            fewest = min((len(ones) for ones in having.values() if ones), default=0)
-            rarest = [piece for piece, ones in having.items() if ones and len(ones) == fewest]
+            free = [
+                neighbour for neighbour in self._known.values() if digest in neighbour.have and neighbour.may_be_asked()
+            ]
+            free = random.sample(free, min(len(free), _MAX_CHOSEN_FROM))
+            holders = {
+                piece: [neighbour for neighbour in free if piece in neighbour.have.get(digest, ())] for piece in missing
+            }
+            fewest = min((len(peers) for peers in holders.values() if peers), default=0)
+            rarest = [piece for piece, peers in holders.items() if peers and len(peers) == fewest]
             if not rarest:
                 return None
             piece = random.choice(rarest)
-            chosen = random.choice(having[piece])
+            chosen = random.choice(holders[piece])
             chosen.is_asked = True
         return piece, chosen
 
@@ -97,10 +101,10 @@ class Neighbours:
         except WrongLength:
             neighbour.is_liar = True
             self._on_lie(neighbour.address)
-            _hang_up(neighbour)
+            _disconnect(neighbour)
             return None
         except (OSError, TransportError, ValueError):
-            _hang_up(neighbour)
+            _disconnect(neighbour)
             neighbour.rest()
             return None
         finally:
@@ -111,20 +115,23 @@ class Neighbours:
 
     def close(self) -> None:
         with self._lock:
-            for one in self._known.values():
-                _hang_up(one)
+            for neighbour in self._known.values():
+                _disconnect(neighbour)
 
     def _meet(self, address: str) -> Neighbour | None:
         place = address_of_peer(address, own=self._own)
         if place is None:
             return None
-        if len(self._known) >= _MOST_KNOWN:
-            oldest = next((one for one in self._known.values() if not one.is_asked and not one.is_liar), None)
+        if len(self._known) >= _MAX_KNOWN:
+            oldest = next(
+                (neighbour for neighbour in self._known.values() if not neighbour.is_asked and not neighbour.is_liar),
+                None,
+            )
             if oldest is None:
                 return None
-            _hang_up(self._known.pop(oldest.address))
-        one = self._known[address] = Neighbour(address, place)
-        return one
+            _disconnect(self._known.pop(oldest.address))
+        neighbour = self._known[address] = Neighbour(address, place)
+        return neighbour
 
     def _fetch(self, neighbour: Neighbour, record: ShardRecord, number: int, num_bytes: int) -> bytearray | None:
         digest = record.digest.hex()
@@ -146,23 +153,23 @@ class Neighbours:
         get = partial(
             _get, neighbour, own_host, path, token=key, num_bytes=num_bytes, deadline=time.monotonic() + PIECE_S
         )
-        was_open = neighbour.line is not None
+        was_open = neighbour.connection is not None
         try:
             return get()
         except ConnectionError:
-            _hang_up(neighbour)
+            _disconnect(neighbour)
             if not was_open:
                 raise
             return get()  # the kept connection had been closed while idle
 
 
 def _get(neighbour: Neighbour, own_host: str, path: str, **bounds: Any) -> Answer:
-    if neighbour.line is None:
-        neighbour.line = Line(neighbour.place, own_host=own_host)
-    return neighbour.line.get(path, **bounds)
+    if neighbour.connection is None:
+        neighbour.connection = Connection(neighbour.place, own_host=own_host)
+    return neighbour.connection.get(path, **bounds)
 
 
-def _hang_up(neighbour: Neighbour) -> None:
-    if neighbour.line is not None:
-        neighbour.line.close()
-        neighbour.line = None
+def _disconnect(neighbour: Neighbour) -> None:
+    if neighbour.connection is not None:
+        neighbour.connection.close()
+        neighbour.connection = None

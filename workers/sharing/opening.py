@@ -49,7 +49,9 @@ def open_sharing(
             yield Sharing(store, host, on_blob=note)
             return
         if host is None:
-            raise ConfigError("--peers: the run has weights.share_bytes = 0, so that nothing is kept to be handed on")
+            raise ConfigError(
+                "--peers: nothing is shared, since the run has weights.share_bytes = 0; raise it, or leave out --peers"
+            )
         from streamrl.workers.sharing.door import open_door  # lazy: imports starlette and uvicorn
 
         door = stack.enter_context(open_door(host, bind(*peers_address(peers), what="--peers"), run_uid=run_uid))
@@ -62,17 +64,17 @@ def open_sharing(
 
         neighbours = Neighbours(run_uid=run_uid, own=door.address, on_lie=on_lie)
         stack.callback(neighbours.close)
-        told = Peers(client, keys, run_uid=run_uid, address=door.address)
-        yield Sharing(store, host, Swarm(told, door, neighbours), on_blob=note)
+        registry = Peers(client, keys, run_uid=run_uid, address=door.address)
+        yield Sharing(store, host, Swarm(registry, door, neighbours), on_blob=note)
 
 
 def peers_address(text: str) -> tuple[str, int]:
     """Parse the address, which is announced to peers unchanged."""
     host, port = parse_address(text, what="--peers")
     try:
-        fit = not ipaddress.ip_address(host).is_unspecified
+        is_numeric = not ipaddress.ip_address(host).is_unspecified
     except ValueError:
-        fit = False
-    if not fit:
-        raise ConfigError(f"--peers {text!r}: must be the address at which other hosts reach this one, in numbers")
+        is_numeric = False
+    if not is_numeric:
+        raise ConfigError(f"--peers {text!r}: must be the numeric address at which other hosts reach this one")
     return host, port

@@ -38,9 +38,9 @@ log = structlog.get_logger(__name__)
 
 NUM_FROM_PEERS = 4
 NUM_FROM_STORE = 2  # keeps the store's link busy
-_NUM_GIVEN = 4  # pieces that we accept at a time
-_LEAST_TELL_S = 0.05
-_TELL_S_PER_PEER = 0.001  # limits Redis to a thousand reports a second, however many hosts there are
+_NUM_ASSIGNED = 4  # pieces that we accept at a time
+_MIN_REPORT_S = 0.05
+_REPORT_S_PER_PEER = 0.001  # limits Redis to a thousand reports a second, however many hosts there are
 _TICK_S = 0.01
 _NUM_TRIES = 2  # per piece from the store: a bit flip in transit does not repeat
 
@@ -97,35 +97,35 @@ class _Filling:
         self._from_peers, self._from_store = from_peers, from_store
         self._record = shared.record
         self._missing = set(shared.missing())
-        self._given: deque[int] = deque()
+        self._assigned: deque[int] = deque()
         self._taken: set[int] = set()  # assigned to us, and not yet reported as here
-        self._coming: dict[Future[Piece], int] = {}
-        self._of_store: set[Future[Piece]] = set()  # those of `_coming` that go to the store
+        self._in_flight: dict[Future[Piece], int] = {}
+        self._of_store: set[Future[Piece]] = set()  # those of `_in_flight` that go to the store
         self._store_rests_until = 0.0
-        self._tell_at = 0.0
+        self._report_at = 0.0
         self._busy: Collection[int] = ()  # pieces that others fetch from the store
         self._helped_at = time.monotonic()  # when a peer last provided something
 
     def run(self) -> None:
         while self._missing:
-            if time.monotonic() >= self._tell_at:
-                self._tell()
+            if time.monotonic() >= self._report_at:
+                self._report()
             self._ask_store()
             self._ask_peers()
-            done, _ = wait(self._coming, timeout=_TICK_S, return_when=FIRST_COMPLETED)
-            if not self._coming:
+            done, _ = wait(self._in_flight, timeout=_TICK_S, return_when=FIRST_COMPLETED)
+            if not self._in_flight:
                 time.sleep(_TICK_S * random.uniform(0.5, 1.0))
-            for one in done:
-                self._take_in(one, self._coming.pop(one))
-        self._tell(most=0)  # so that others find the whole blob here
+            for future in done:
+                self._take_in(future, self._in_flight.pop(future))
+        self._report(most=0)  # so that others find the whole blob here
 
-    def _take_in(self, one: Future[Piece], piece: int) -> None:
-        is_of_store = one in self._of_store
-        self._of_store.discard(one)
+    def _take_in(self, future: Future[Piece], piece: int) -> None:
+        is_of_store = future in self._of_store
+        self._of_store.discard(future)
         try:
-            data = one.result()
+            data = future.result()
         except TransportError:
-            if not self._coming:  # no peer can help either
+            if not self._in_flight:  # no peer can help either
                 raise
             self._store_rests_until = time.monotonic() + self._swarm.alone_after_s
             return
@@ -147,20 +147,20 @@ class _Filling:
                 return
             future = self._from_store.submit(self._from_the_store, piece)
             self._of_store.add(future)
-            self._coming[future] = piece
+            self._in_flight[future] = piece
 
     def _next_of_store(self) -> int | None:
-        wanted = self._missing - set(self._coming.values())
-        while self._given and self._given[0] not in wanted:
-            self._given.popleft()
-        if self._given:
-            return self._given.popleft()
-        in_vain = self._hoped_for_in_vain()
+        wanted = self._missing - set(self._in_flight.values())
+        while self._assigned and self._assigned[0] not in wanted:
+            self._assigned.popleft()
+        if self._assigned:
+            return self._assigned.popleft()
+        overdue = self._overdue()
         # If nothing else is left, fetch a second copy of what a peer is sending, but never a third.
-        chosen_from = in_vain & wanted or (in_vain if not self._of_store else None)
-        return random.choice(sorted(chosen_from)) if chosen_from else None
+        candidates = overdue & wanted or (overdue if not self._of_store else None)
+        return random.choice(sorted(candidates)) if candidates else None
 
-    def _hoped_for_in_vain(self) -> frozenset[int]:
+    def _overdue(self) -> frozenset[int]:
         alone_s = time.monotonic() - self._helped_at
         if alone_s > self._swarm.desperate_after_s:
             return frozenset(self._missing)
@@ -172,38 +172,38 @@ class _Filling:
             data = self._store.part(record.blob_name, record.piece(piece))
             if record.is_piece(piece, data):
                 return data
-        raise WeightsError(f"piece {piece} of blob {record.blob_name} in the store does not agree with its digest")
+        raise WeightsError(f"piece {piece} of blob {record.blob_name} in the store does not match its digest")
 
     def _ask_peers(self) -> None:
-        while len(self._coming) - len(self._of_store) < NUM_FROM_PEERS:
-            wanted = self._missing - set(self._coming.values())
-            chosen = self._swarm.neighbours.choose(self._record, wanted - set(self._given) or wanted)
+        while len(self._in_flight) - len(self._of_store) < NUM_FROM_PEERS:
+            wanted = self._missing - set(self._in_flight.values())
+            chosen = self._swarm.neighbours.choose(self._record, wanted - set(self._assigned) or wanted)
             if chosen is None:
                 return
             piece, neighbour = chosen
-            self._coming[self._from_peers.submit(self._from_a_peer, neighbour, piece)] = piece
+            self._in_flight[self._from_peers.submit(self._from_a_peer, neighbour, piece)] = piece
 
     def _from_a_peer(self, neighbour: Neighbour, piece: int) -> Piece:
         return self._swarm.neighbours.ask(neighbour, self._record, piece)
 
-    def _tell(self, *, most: int | None = None) -> None:
-        told = self._hear(_NUM_GIVEN - len(self._given) if most is None else most)
-        if told is None:
-            self._tell_at = time.monotonic() + self._swarm.alone_after_s
+    def _report(self, *, most: int | None = None) -> None:
+        reply = self._exchange(_NUM_ASSIGNED - len(self._assigned) if most is None else most)
+        if reply is None:
+            self._report_at = time.monotonic() + self._swarm.alone_after_s
             return
-        pause_s = max(_LEAST_TELL_S, _TELL_S_PER_PEER * told.num_peers)
-        self._tell_at = time.monotonic() + pause_s * random.uniform(0.75, 1.25)
-        self._swarm.door.secret = self._swarm.neighbours.secret = told.secret
-        self._swarm.neighbours.hear(self._record, told.peers)
-        self._busy = told.busy
-        self._given += [piece for piece in told.given if piece not in self._given]
-        self._taken |= {*told.given}
+        pause_s = max(_MIN_REPORT_S, _REPORT_S_PER_PEER * reply.num_peers)
+        self._report_at = time.monotonic() + pause_s * random.uniform(0.75, 1.25)
+        self._swarm.door.secret = self._swarm.neighbours.secret = reply.secret
+        self._swarm.neighbours.update(self._record, reply.peers)
+        self._busy = reply.busy
+        self._assigned += [piece for piece in reply.given if piece not in self._assigned]
+        self._taken |= {*reply.given}
 
-    def _hear(self, most: int) -> Told | None:
+    def _exchange(self, most: int) -> Told | None:
         record = self._record
         have = [piece for piece in range(record.num_pieces) if piece not in self._missing]
         try:
-            told = self._swarm.peers.tell(
+            reply = self._swarm.peers.tell(
                 record.digest.hex(),
                 have=bitmap_of(have, record.num_pieces),
                 num_pieces=record.num_pieces,
@@ -215,4 +215,4 @@ class _Filling:
             return None
         crashpoint("share.told")
         self._taken.intersection_update(self._missing)
-        return told
+        return reply
