@@ -10,7 +10,7 @@ import pytest
 
 from streamrl.protocol.weights.changes import Changed, Elements
 from streamrl.workers.engines.patches import TILE_COLUMNS, TILE_ROWS, Kind, Place, read_patch, write_patch
-from streamrl.workers.engines.vllm_in_place import KEPT_BYTES, InPlace
+from streamrl.workers.engines.vllm_in_place import MAX_KEPT_BYTES, InPlace
 
 Matrix = np.ndarray
 
@@ -86,7 +86,9 @@ def test_a_layer_that_only_its_kernel_can_read_is_named(tmp_path: Path) -> None:
 def test_a_tensor_without_a_place_is_a_reason_to_load_all(tmp_path: Path) -> None:
     changed = Changed(since=1, elements={}, whole=("scales",))
 
-    assert write_patch(changed, [place("q", "rows")], tmp_path / "patch") == "where scales goes is not known"
+    assert (
+        write_patch(changed, [place("q", "rows")], tmp_path / "patch") == "the place of scales in the engine is unknown"
+    )
     assert not (tmp_path / "patch").exists()
 
 
@@ -110,7 +112,7 @@ def test_a_patch_that_is_written_over_a_longer_one_is_read_alone(tmp_path: Path)
 async def test_the_file_of_a_patch_is_kept_for_the_next_one_unless_it_is_large(tmp_path: Path, is_large: bool) -> None:
     patch = tmp_path / "patch"
     with patch.open("wb") as file:
-        file.truncate(KEPT_BYTES + is_large)
+        file.truncate(MAX_KEPT_BYTES + is_large)
     llm: Any = None  # it is not asked
     await InPlace().loaded(llm, tmp_path / "mirror.safetensors", 1, patch)
     assert patch.exists() == (not is_large)

@@ -169,7 +169,7 @@ def test_what_vllm_tells_is_brought_to_the_wires_form() -> None:
     assert found.dtype == np.uint16
     assert not is_missing(found).any()
     for wrong in (None, rows[:4], rows[:, :2]):
-        with pytest.raises(EngineError, match=r"vLLM told .* as routes of 5 tokens"):
+        with pytest.raises(EngineError, match=r"vLLM returned routes .* for 5 tokens"):
             routes_of_vllm(wrong, shape, num_tokens=5)
 
 

@@ -170,8 +170,8 @@ class EngineSettings:
         known = self.model.max_positions
         if known is not None and longest > known:
             raise ConfigError(
-                f"data.max_prompt_tokens and {key} allow sequences of {longest} tokens together; the model at "
-                f"{self.model.path!r} knows positions up to {known}"
+                f"data.max_prompt_tokens and {key} together allow sequences of {longest} tokens; the model at "
+                f"{self.model.path!r} has only {known} positions"
             )
         return longest
 

@@ -101,10 +101,10 @@ class Decoder:
         load_weights(self._model, dict(decoys(self._file.tensors(str(weights)))))
 
     def read_back(self, weights: Path, *, number: int, num_parts: int) -> ReadBack:
-        held = list(published(self._model).items())[number % num_parts :: num_parts]
-        given = dict(self._file.tensors(str(weights)))
-        wrong = tuple(name for name, tensor in held if not _is_equal(tensor, given[name]))
-        return ReadBack(num_read=len(held), wrong=wrong)
+        served = list(published(self._model).items())[number % num_parts :: num_parts]
+        expected = dict(self._file.tensors(str(weights)))
+        wrong = tuple(name for name, tensor in served if not _is_equal(tensor, expected[name]))
+        return ReadBack(num_read=len(served), wrong=wrong)
 
     def logprobs(self, token_ids: list[int]) -> list[float]:  # [T-1]
         return token_logprobs(self._model, token_ids)
@@ -132,8 +132,10 @@ class Decoder:
             return
         with self._watch.watching(len(rows)) as routes:
             yield
-        for row, of_row in zip(rows, routes, strict=True):
-            row.routes.append(of_row[-1:] if row.routes else of_row[len(of_row) - len(row.request.prompt_ids) :])
+        for row, row_routes in zip(rows, routes, strict=True):
+            row.routes.append(
+                row_routes[-1:] if row.routes else row_routes[len(row_routes) - len(row.request.prompt_ids) :]
+            )
 
     def _admit(self) -> None:
         """Queue the rows that arrived, urgent ones first, and drop the abandoned ones."""
@@ -148,21 +150,21 @@ class Decoder:
         logprobs = processed_logprobs(logits, states, self._facts.stop_ids)
         tokens = choose(logprobs, states, self._generator)
         chosen = logprobs.gather(1, tokens[:, None])[:, 0]
-        going_on, finished = [], []
+        continuing, finished = [], []
         for i, (row, token_id, logprob) in enumerate(zip(self.rows, tokens.tolist(), chosen.tolist(), strict=True)):
             row.append(token_id, logprob, self._version, self._step)
             if (reason := self._finish_reason(row)) is None:
-                going_on.append(i)
+                continuing.append(i)
             else:
                 finished.append((row, self._generated(row, reason)))
         self.num_made += len(self.rows)
-        self._keep(going_on)
+        self._keep(continuing)
         return finished
 
-    def _keep(self, kept: list[int]) -> None:
-        if len(kept) < len(self.rows):
-            self.rows = [self.rows[i] for i in kept]
-            self._batch.keep(kept)
+    def _keep(self, indices: list[int]) -> None:
+        if len(indices) < len(self.rows):
+            self.rows = [self.rows[i] for i in indices]
+            self._batch.keep(indices)
 
     def _finish_reason(self, row: Row) -> FinishReason | None:
         if row.token_ids[-1] in self._facts.stop_ids:

@@ -48,7 +48,7 @@ class EngineDouble:
         self._holds = holds
         self._dead: EngineError | None = None
         self._free = asyncio.Event()
-        self._places = asyncio.Semaphore(capacity)
+        self._slots = asyncio.Semaphore(capacity)
         self._capacity = capacity
         self._sample_s = sample_s
         self._in_flight = 0
@@ -76,14 +76,14 @@ class EngineDouble:
 
     async def generate(self, request: SampleRequest) -> Generated:
         self._check()
-        assert self.loads, "a sample was asked for before any version was loaded"
+        assert self.loads, "a sample was requested before any version was loaded"
         self.requests.append(request)
-        begun_under = self.loads[-1]
+        first_load = self.loads[-1]
         self._in_flight += 1
         try:
             if self._holds(request):
                 await self._free.wait()
-            async with self._places:
+            async with self._slots:
                 await asyncio.sleep(self._sample_s)
         finally:
             self._in_flight -= 1
@@ -91,7 +91,7 @@ class EngineDouble:
         if (error := self._trouble(request)) is not None:
             raise error
         self._finished_tokens += self._num_tokens
-        return self._sample(request, begun_under)
+        return self._sample(request, first_load)
 
     async def logprobs(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         self._check()
@@ -115,7 +115,7 @@ class EngineDouble:
         """Let all waiting samples finish, and all later ones."""
         self._free.set()
 
-    def die(self, reason: str = "the double was told to die") -> None:
+    def die(self, reason: str = "the test ended this engine") -> None:
         """Make every call fail from now on, pending ones included."""
         self._dead = EngineError(reason)
         self._free.set()
@@ -124,11 +124,11 @@ class EngineDouble:
         if self._dead is not None:
             raise self._dead
 
-    def _sample(self, request: SampleRequest, begun_under: tuple[Path, int, int]) -> Generated:
+    def _sample(self, request: SampleRequest, first_load: tuple[Path, int, int]) -> Generated:
         length, first = self._num_tokens, int(request.prompt_ids[0])
-        parts = [(begun_under, 0, length)]
-        if self.loads[-1][1] != begun_under[1]:
-            parts = [(begun_under, 0, length // 2), (self.loads[-1], length // 2, length)]
+        parts = [(first_load, 0, length)]
+        if self.loads[-1][1] != first_load[1]:
+            parts = [(first_load, 0, length // 2), (self.loads[-1], length // 2, length)]
         return Generated(
             token_ids=np.arange(first, first + length, dtype=np.int32),
             logprobs=np.full(length, -0.25, dtype=np.float32),

@@ -44,23 +44,23 @@ def build_model(
 
 def load_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Load everything a version publishes: parameters in place; buffers in their published, higher precision."""
-    parameters, kept = dict(model.named_parameters()), list(kept_in(model))
-    if missing := {*parameters, *(name for name, _, _ in kept)} - tensors.keys():
+    parameters, buffers = dict(model.named_parameters()), list(persistent_buffers(model))
+    if missing := {*parameters, *(name for name, _, _ in buffers)} - tensors.keys():
         raise WeightsError(f"the weights lack {len(missing)} parameters, {min(missing)} for one")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
-        for name, owner, leaf in kept:
+        for name, owner, leaf in buffers:
             owner._buffers[leaf] = tensors[name].to(next(model.parameters()).device, copy=True)
 
 
 def published(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors a version publishes for this model; a tied head is the embedding, so it has no entry."""
-    buffers = {name: owner.get_buffer(leaf) for name, owner, leaf in kept_in(model)}
+    buffers = {name: owner.get_buffer(leaf) for name, owner, leaf in persistent_buffers(model)}
     return {**dict(model.named_parameters()), **buffers}
 
 
-def kept_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield (name, owner, name in the owner) of each persistent floating-point buffer, which checkpoints contain."""
     for place, module in model.named_modules():
         for leaf, buffer in module._buffers.items():

@@ -33,8 +33,8 @@ def mirror_here(path: str, *, version: int) -> str:
     if not held or version not in (0, held):
         name = socket.gethostname()
         raise ValueError(
-            f"host {name} holds {show(held) if held else 'no whole version'} of the weights, not {show(version)}"
+            f"host {name} holds {show(held) if held else 'no complete version'} of the weights, not {show(version)}"
             if version
-            else f"host {name} holds no whole version of the weights"
+            else f"host {name} holds no complete version of the weights"
         )
     return own

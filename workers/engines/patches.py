@@ -59,7 +59,7 @@ def write_patch(changed: Changed, places: Sequence[Place], path: Path) -> str | 
     names = (*changed.elements, *changed.whole)
     unknown = sorted(name for name in names if name not in by_tensor)
     if unknown:
-        return f"where {unknown[0]} goes is not known"
+        return f"the place of {unknown[0]} in the engine is unknown"
     layers = {place.parameter for name in names for place in by_tensor[name] if place.kind == "layer"}
     parts: dict[tuple[str, Kind], list[tuple[Index, Bits]]] = defaultdict(list)
     for name, elements in changed.elements.items():
@@ -98,27 +98,27 @@ def _write(path: Path, patch: Patch, parts: Mapping[tuple[str, Kind], list[tuple
         for target in patch.targets:
             stretches = parts[target]
             itemsize = stretches[0][1].itemsize
-            num = sum(len(index) for index, _ in stretches)
-            file.write(np.array([num, itemsize], dtype="<i8").tobytes())
+            num_elements = sum(len(index) for index, _ in stretches)
+            file.write(np.array([num_elements, itemsize], dtype="<i8").tobytes())
             file.writelines(index.data for index, _ in stretches)
             file.writelines(bits.data for _, bits in stretches)
-            file.write(bytes(-num * itemsize % _ALIGN))
+            file.write(bytes(-num_elements * itemsize % _ALIGN))
 
 
 def read_patch(path: Path) -> tuple[Patch, Iterator[tuple[str, Kind, Index, Bits]]]:
     """Return the header and an iterator of views into the file, which must not be written to meanwhile."""
     contents = np.memmap(path, dtype=np.uint8, mode="c").view(np.ndarray)
     begin = _ALIGN + int(contents[:_ALIGN].view("<i8")[0])
-    said: dict[str, Any] = json.loads(contents[_ALIGN:begin].tobytes())
-    targets = tuple((parameter, kind) for parameter, kind in said["targets"])
-    patch = Patch(since=said["since"], targets=targets, whole=tuple(said["whole"]), layers=tuple(said["layers"]))
+    header: dict[str, Any] = json.loads(contents[_ALIGN:begin].tobytes())
+    targets = tuple((parameter, kind) for parameter, kind in header["targets"])
+    patch = Patch(since=header["since"], targets=targets, whole=tuple(header["whole"]), layers=tuple(header["layers"]))
     return patch, _elements(contents[begin:], patch)
 
 
 def _elements(contents: npt.NDArray[np.uint8], patch: Patch) -> Iterator[tuple[str, Kind, Index, Bits]]:
     for parameter, kind in patch.targets:
-        num, itemsize = (int(value) for value in contents[:16].view("<i8"))
-        bits_at = 16 + 8 * num
-        end = bits_at + num * itemsize
+        num_elements, itemsize = (int(value) for value in contents[:16].view("<i8"))
+        bits_at = 16 + 8 * num_elements
+        end = bits_at + num_elements * itemsize
         yield parameter, kind, contents[16:bits_at].view("<i8"), contents[bits_at:end].view(f"<u{itemsize}")
         contents = contents[end + -end % _ALIGN :]

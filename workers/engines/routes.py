@@ -67,9 +67,9 @@ def vllm_args(config: schema.Config, *, on_cpu: bool) -> dict[str, Any]:
     if not wants_routes(config):
         return {}
     refuse_without_gpus(config, 0 if on_cpu else 1)
-    begin = f"{SETTING} = {config.algorithm.routing_replay}"
+    prefix = f"{SETTING} = {config.algorithm.routing_replay}"
     for found in check_routing(config):  # again here: another process started the run
-        raise ConfigError(f"{begin}: {found.key} = {found.value}: {found.remedy}")
+        raise ConfigError(f"{prefix}: {found.key} = {found.value}: {found.remedy}")
     return {"enable_return_routed_experts": True}
 
 
@@ -86,6 +86,8 @@ def routes_of_vllm(rows: npt.NDArray[Any] | None, shape: RouteShape, *, num_toke
     """Return a sample's routes from vLLM's output: of all tokens but the last, prompt included. Up to 256 experts vLLM
     uses one byte per id; in our format the last such id marks a missing route, hence the conversion."""
     if rows is None or rows.shape != (num_tokens, shape.num_layers, shape.num_chosen):
-        told = "none" if rows is None else f"{rows.shape}"
-        raise EngineError(f"vLLM told {told} as routes of {num_tokens} tokens, of a model that has {shape}")
+        shape_found = "none" if rows is None else f"{rows.shape}"
+        raise EngineError(
+            f"vLLM returned routes of shape {shape_found} for {num_tokens} tokens of a model with {shape}"
+        )
     return rows.astype(dtype_for(shape.num_experts), copy=False)

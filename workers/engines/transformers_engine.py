@@ -73,16 +73,18 @@ class TransformersEngine(Engine):
 
     async def read_back(self, weights: Path, *, number: int, num_parts: int) -> ReadBack:
         read_back = partial(self._started.read_back, weights, number=number, num_parts=num_parts)
-        return await self._answer(read_back, "be read back")
+        return await self._answer(read_back, "return its weights for the read-back")
 
     async def logprobs(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
-        values = await self._answer(partial(self._started.logprobs, token_ids.tolist()), "give log-probs")
+        values = await self._answer(partial(self._started.logprobs, token_ids.tolist()), "compute log-probs")
         return np.asarray(values, dtype=np.float32)
 
     async def generate(self, request: SampleRequest) -> Generated:
         room = self._max_length - len(request.prompt_ids)
         if room < 1:
-            raise SampleError(f"a prompt of {len(request.prompt_ids)} tokens leaves no room in {self._max_length}")
+            raise SampleError(
+                f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a response within {self._max_length}"
+            )
         if self._dead is not None:
             raise self._dead
         done = asyncio.get_running_loop().create_future()

@@ -74,8 +74,8 @@ class VllmEngine(Engine):
         check_installed()
         if (num_hosts := settings.config.worker.hosts) > 1 and settings.hosts is None:
             raise ConfigError(
-                f"worker.hosts = {num_hosts}: only a worker has an engine over several hosts; set worker.hosts=1 here, "
-                "and worker.engine_args for the GPUs of this host"
+                f"worker.hosts = {num_hosts}: only a worker can run an engine over several hosts; set worker.hosts=1 "
+                "here, and worker.engine_args for the GPUs of this host"
             )
         self._settings = settings
         # The kernel kills vLLM's processes when the thread that started them ends (see vllm_plugin), so it must stay.
@@ -89,7 +89,7 @@ class VllmEngine(Engine):
         self._num_salts = 0
         self._in_flight = 0
         self._num_canaries = 0
-        self._watching: asyncio.Task[None] | None = None
+        self._watching_hosts: asyncio.Task[None] | None = None
         self._lost = ""  # which further host was lost, and why
 
     async def start(self) -> None:
@@ -98,34 +98,34 @@ class VllmEngine(Engine):
         meeting = None
         if (hosts := self._settings.hosts) is not None:
             meeting = await hosts.begin(self._settings.seed)
-            self._watching = asyncio.create_task(self._end_with(hosts), name="further hosts of the engine")
+            self._watching_hosts = asyncio.create_task(self._end_with_hosts(hosts), name="further hosts of the engine")
         building = asyncio.get_running_loop().run_in_executor(self._thread, self._build, meeting)
         try:
             await asyncio.wait_for(building, timeout_s)
         except TimeoutError:
             raise ResourceError(
-                f"vLLM did not start within worker.start_timeout_s={timeout_s:g}; its own log says what it was doing"
+                f"vLLM did not start within worker.start_timeout_s={timeout_s:g}; see vLLM's own log"
             ) from None
         except EngineError as error:
-            raise self._caused(error) from error
+            raise self._with_cause(error) from error
         if self.bare().vllm_config.parallel_config.world_size > 1:
             async with self._answering("prepare its ranks") as llm:
                 ranks = await llm.collective_rpc(PREPARE)
-                here = ranks[: len(ranks) // self._settings.config.worker.hosts]  # this host's ranks come first
-                self._scratch.callback(remove_shared, {name for rank in here for name in rank})
+                own_ranks = ranks[: len(ranks) // self._settings.config.worker.hosts]  # this host's ranks come first
+                self._scratch.callback(remove_shared, {name for rank in own_ranks for name in rank})
 
     def _build(self, meeting: Meeting | None) -> None:
         # Not returned through the executor: its future would keep the engine alive until interpreter shutdown.
         self._llm, self._watch = build_llm(self._settings, self._scratch.enter_context(scratch_folder()), meeting)
 
-    async def _end_with(self, hosts: FurtherHosts) -> None:
+    async def _end_with_hosts(self, hosts: FurtherHosts) -> None:
         """Kill EngineCore once a host is lost, so that all calls fail; vLLM itself could wait for it forever."""
         self._lost = await hosts.lost()
         for child in multiprocessing.active_children():
             if child.name.startswith("EngineCore"):
                 child.kill()
 
-    def _caused(self, error: EngineError) -> EngineError:
+    def _with_cause(self, error: EngineError) -> EngineError:
         return EngineError(self._lost) if self._lost else error
 
     async def load(self, load: Load) -> None:
@@ -145,21 +145,23 @@ class VllmEngine(Engine):
             await self._in_place.loaded(llm, weights, version, patch)
 
     async def load_decoy(self, weights: Path) -> None:
-        self._in_place.lose()
+        self._in_place.invalidate()
         async with self._answering("load a decoy") as llm:
             await _update(llm, {"path": str(weights), "decoy": True}, label="0:0")
 
     async def read_back(self, weights: Path, *, number: int, num_parts: int) -> ReadBack:
-        async with self._answering("be read back") as llm:
+        async with self._answering("return its weights for the read-back") as llm:
             ranks = await llm.collective_rpc(READ_BACK, args=(str(weights), number, num_parts))
-        ends = [self._end_of(rank, len(ranks)) for rank in range(len(ranks))]
+        suffixes = [self._rank_suffix(rank, len(ranks)) for rank in range(len(ranks))]
         return ReadBack(
             num_read=sum(found["num_read"] for found in ranks),
-            wrong=tuple(sorted(name + end for end, found in zip(ends, ranks, strict=True) for name in found["wrong"])),
+            wrong=tuple(
+                sorted(name + suffix for suffix, found in zip(suffixes, ranks, strict=True) for name in found["wrong"])
+            ),
             unreadable=tuple(sorted({name for found in ranks for name in found["unreadable"]})),
         )
 
-    def _end_of(self, rank: int, num_ranks: int) -> str:
+    def _rank_suffix(self, rank: int, num_ranks: int) -> str:
         if num_ranks == 1:
             return ""
         hosts = self._settings.hosts
@@ -167,7 +169,7 @@ class VllmEngine(Engine):
         return f" of rank {rank}" + ("" if hosts is None else hosts.named(node))
 
     async def generate(self, request: SampleRequest) -> Generated:
-        assert self._version, "a sample was asked for before any version was loaded"
+        assert self._version, "a sample was requested before any version was loaded"
         sampling = request.sampling
         priority = _SOONER if request.urgent else _SOON
         self._in_flight += 1
@@ -197,12 +199,16 @@ class VllmEngine(Engine):
 
     async def logprobs(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         self._num_canaries += 1
-        async with self._answering("give log-probs"):
+        async with self._answering("compute log-probs"):
             output = await self._final(token_ids, canary_params(), f"canary-{self._num_canaries}", _SOONEST)
         positions = output.prompt_logprobs
-        assert positions is not None, "log-probs of the prompt were asked for"
+        assert positions is not None, "log-probs of the prompt were requested"
         ids = token_ids.tolist()
-        values = [at[token].logprob for at, token in zip(positions[1:], ids[1:], strict=True) if at is not None]
+        values = [
+            position[token].logprob
+            for position, token in zip(positions[1:], ids[1:], strict=True)
+            if position is not None
+        ]
         return np.minimum(np.asarray(values, dtype=np.float32), 0.0)
 
     def bare(self) -> AsyncLLM:
@@ -211,14 +217,14 @@ class VllmEngine(Engine):
         return self._llm
 
     async def check_alive(self) -> None:
-        async with self._answering("say that it lives") as llm:
+        async with self._answering("answer a liveness check") as llm:
             await llm.get_weight_version()
 
     async def stop(self) -> None:
         llm, self._llm = self._llm, None
-        if self._watching is not None:
-            await cancel_all([self._watching])
-            assert self._settings.hosts is not None, "they are watched"
+        if self._watching_hosts is not None:
+            await cancel_all([self._watching_hosts])
+            assert self._settings.hosts is not None, "only an engine with further hosts watches them"
             self._settings.hosts.end()
         if llm is not None:
             await _stop_reading(llm)
@@ -243,9 +249,9 @@ class VllmEngine(Engine):
             async with asyncio.timeout(_ANSWER_S):
                 yield self._llm
         except TimeoutError:
-            raise self._caused(EngineError(f"vLLM did not {what} within {_ANSWER_S:g} s")) from None
+            raise self._with_cause(EngineError(f"vLLM did not {what} within {_ANSWER_S:g} s")) from None
         except Exception as error:  # vLLM's own errors have no common base
-            raise self._caused(EngineError(f"vLLM could not {what}: {error}")) from error
+            raise self._with_cause(EngineError(f"vLLM could not {what}: {error}")) from error
 
     async def _final(
         self,
@@ -267,7 +273,7 @@ class VllmEngine(Engine):
         except (VLLMValidationError, ValueError) as error:
             raise SampleError(f"vLLM refused a sample: {error}") from error
         except Exception as error:  # EngineDeadError, EngineGenerateError, and anything else a dying engine raises
-            raise self._caused(EngineError(f"vLLM failed: {type(error).__name__}: {error}")) from error
+            raise self._with_cause(EngineError(f"vLLM failed: {type(error).__name__}: {error}")) from error
         if not final or not final[-1].finished:
             raise EngineError("vLLM ended a request without its output")
         return final[-1]

@@ -33,7 +33,7 @@ def sampled_logprobs(output: CompletionOutput) -> npt.NDArray[np.float32]:  # [T
     from vllm.logprobs import FlatLogprobs
 
     logprobs = output.logprobs
-    assert isinstance(logprobs, FlatLogprobs), "flat log-probs were asked for"
+    assert isinstance(logprobs, FlatLogprobs), "flat log-probs were requested"
     # One entry per position: the sampled token's.
     values = np.asarray(logprobs.logprobs, dtype=np.float32)[: len(output.token_ids)]
     assert len(values) == len(output.token_ids), f"{len(values)} log-probs for {len(output.token_ids)} tokens"

@@ -57,7 +57,7 @@ class _Live:
 
     def flat(self, kind: Kind) -> torch.Tensor:
         memory = self.parameter if kind == "rows" else packed(self.module)
-        assert memory is not None, "a place in tiles is in a layer that is packed in tiles"
+        assert memory is not None, "a place in tiles belongs to a layer that is packed in tiles"
         return memory.view(-1).view(_BITS[memory.itemsize])
 
 
@@ -66,8 +66,8 @@ class LivePlaces:
 
     def __init__(self, model: Any, tensors: Tensors, *, in_files: InFiles, num_shards: int) -> None:
         if num_shards > 1:
-            raise NoPlace("each of its processes has a part of the tensors")
-        _refuse_what_is_derived(model)
+            raise NoPlace("each engine process has only a part of the tensors")
+        _refuse_derived_weights(model)
         self._tensors = tensors
         self._live: dict[str, _Live] = {}  # by the engine's parameter name
         self.places: list[Place] = []
@@ -83,8 +83,8 @@ class LivePlaces:
 
     def are_of(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> bool:
         """Return whether these are the tensors that the places were made from, and not views of another file."""
-        return {name: one.data_ptr() for name, one in tensors} == {
-            n: one.data_ptr() for n, one in self._tensors.items()
+        return {name: tensor.data_ptr() for name, tensor in tensors} == {
+            n: tensor.data_ptr() for n, tensor in self._tensors.items()
         }
 
     @torch.no_grad()
@@ -92,7 +92,7 @@ class LivePlaces:
         """Apply a patch. `since`: the version the model holds."""
         patch, elements = read_patch(patch_file)
         if patch.since != since:
-            raise ValueError(f"a patch of version {patch.since} cannot be written into version {since}")
+            raise ValueError(f"a patch of version {patch.since} cannot be applied to version {since}")
         for parameter, kind, index, bits in elements:
             flat = self._live[parameter].flat(kind)
             positions = torch.from_numpy(index).to(flat.device)
@@ -102,23 +102,23 @@ class LivePlaces:
             if place.tensor in patch.whole and place.kind != "layer":
                 _write_rows(self._live[place.parameter], place, self._tensors[place.tensor])
         for parameter in patch.layers:  # CPUs only
-            _make_anew(self._live[parameter], parameter)
+            _rebuild(self._live[parameter], parameter)
 
     def _place(self, parameter: str, kind: Kind, live: _Live, call: Call, by_address: Mapping[int, str]) -> Place:
         given = call[0][0]
         name = by_address.get(given.data_ptr(), "")
         if not name or given.shape != self._tensors[name].shape or not given.is_contiguous() or not given.ndim:
-            raise NoPlace(f"{parameter} is made of other tensors than the checkpoint's")
+            raise NoPlace(f"{parameter} is not loaded from the checkpoint's tensors alone")
         width = given.numel() // len(given)
         row = 0 if kind == "layer" else self._first_row(parameter, live, given, call)
         return Place(tensor=name, parameter=parameter, kind=kind, first_row=row, width=width)
 
     def _first_row(self, parameter: str, live: _Live, given: torch.Tensor, call: Call) -> int:
         shapes = tuple(other.shape for (other, *_), _ in live.calls)
-        words = repr((call[0][1:], sorted(call[1].items())))
-        key = (type(live.module), live.name, live.parameter.shape, shapes, given.shape, given.dtype, words)
+        arguments = repr((call[0][1:], sorted(call[1].items())))
+        key = (type(live.module), live.name, live.parameter.shape, shapes, given.shape, given.dtype, arguments)
         if key not in self._rows:
-            self._rows[key] = _ask(parameter, live, given, call)
+            self._rows[key] = _find_first_row(parameter, live, given, call)
         return self._rows[key]
 
 
@@ -126,16 +126,14 @@ def _addresses(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in tensors}
 
 
-def _refuse_what_is_derived(model: Any) -> None:
+def _refuse_derived_weights(model: Any) -> None:
     for name, module in model.named_modules():
         if isinstance(module, BaseLayerWithLoRA):
-            raise NoPlace("it takes adapters of its own")
+            raise NoPlace("the engine applies adapters itself")
         if isinstance(module, Attention) and _derives_nothing(module):
             continue
         if hasattr(module, "process_weights_after_loading"):
-            raise NoPlace(
-                f"{name or 'the model'} ({type(module).__name__}) makes more of its weights when it is loaded"
-            )
+            raise NoPlace(f"{name or 'the model'} ({type(module).__name__}) derives further weights when it is loaded")
 
 
 def _derives_nothing(attention: Attention) -> bool:
@@ -150,12 +148,12 @@ def _kinds(parameter: str, live: _Live, written: set[int]) -> list[Kind]:
     module, name = live.module, live.name
     method = getattr(module, "quant_method", None)
     if not (method is None or isinstance(method, _PLAIN)):
-        raise NoPlace(f"{parameter} is kept in a form of {type(method).__name__}")
+        raise NoPlace(f"{parameter} is stored in the layout of {type(method).__name__}")
     is_weight = method is not None and name == "weight"
     found: list[Kind] = []
     if live.parameter.numel():
         if is_weight and live.parameter.ndim != 2:
-            raise NoPlace(f"{parameter} is kept in a form of its own")
+            raise NoPlace(f"{parameter} is stored in a layout of its own")
         address = live.parameter.data_ptr()
         if address not in written:  # else it shares memory with another parameter, such as a tied head
             written.add(address)
@@ -163,25 +161,25 @@ def _kinds(parameter: str, live: _Live, written: set[int]) -> list[Kind]:
     if is_weight and hasattr(module, "cpu_linear") and not isinstance(method, LookedUp):
         found.append("layer" if packed(module) is None else "tiles")
     elif not live.parameter.numel():
-        raise NoPlace(f"{parameter} is kept in a form of its own")
+        raise NoPlace(f"{parameter} is stored in a layout of its own")
     return found
 
 
-def _ask(parameter: str, live: _Live, given: torch.Tensor, call: Call) -> int:
+def _find_first_row(parameter: str, live: _Live, given: torch.Tensor, call: Call) -> int:
     """Return the first row the loader writes this tensor to; NoPlace unless its rows stay unchanged and adjacent."""
     if live.parameter.dtype != given.dtype or not live.parameter.is_contiguous():
-        raise NoPlace(f"{parameter} is kept as {live.parameter.dtype} and not as {given.dtype}, or not row after row")
-    fresh = blank(live.module, live.name)
+        raise NoPlace(f"{parameter} is stored as {live.parameter.dtype} and not as {given.dtype}, or not contiguously")
+    probe = blank(live.module, live.name)
     whole = live.parameter.shape if live.parameter.numel() else getattr(packed(live.module), "shape", None)
-    if fresh is None or fresh.shape != whole or fresh.dtype != given.dtype or not fresh.is_contiguous():
-        raise NoPlace(f"{parameter} is kept in another form than it is loaded")
-    fresh.data.zero_()
+    if probe is None or probe.shape != whole or probe.dtype != given.dtype or not probe.is_contiguous():
+        raise NoPlace(f"{parameter} is stored in another layout than it is loaded in")
+    probe.data.zero_()
     numbers = (torch.arange(given.numel(), dtype=torch.int32) % _NUMBERS + 1).to(given.dtype).view(given.shape)
-    load_into(fresh, numbers, *call[0][1:], **call[1])
-    first = int(fresh.data.view(len(fresh), -1)[:, 0].ne(0).int().argmax())
-    stretch = fresh.data[first : first + len(given)]
-    if stretch.shape != given.shape or not torch.equal(stretch, numbers):
-        raise NoPlace(f"{parameter} does not have the rows of its tensors as they are")
+    load_into(probe, numbers, *call[0][1:], **call[1])
+    first = int(probe.data.view(len(probe), -1)[:, 0].ne(0).int().argmax())
+    written_rows = probe.data[first : first + len(given)]
+    if written_rows.shape != given.shape or not torch.equal(written_rows, numbers):
+        raise NoPlace(f"{parameter} does not hold the rows of its tensors unchanged")
     return first
 
 
@@ -192,18 +190,18 @@ def _write_rows(live: _Live, place: Place, tensor: torch.Tensor) -> None:
         target[place.first_row : place.first_row + len(rows)].copy_(rows)
         return
     weight = packed(live.module)
-    assert weight is not None, "a place in tiles is in a layer that is packed in tiles"
+    assert weight is not None, "a place in tiles belongs to a layer that is packed in tiles"
     if rows.data_ptr() % _PAIR_BYTES:
         rows = rows.clone()
     at = torch.arange(place.first_row, place.first_row + len(rows))
     in_tiles(weight)[at // TILE_ROWS, at % TILE_ROWS] = rows.view(torch.int32)
 
 
-def _make_anew(live: _Live, parameter: str) -> None:
+def _rebuild(live: _Live, parameter: str) -> None:
     module = live.module
     if not live.parameter.numel():
         weight = loaded_aside(module, live.name, live.calls)
-        assert weight is not None, f"{parameter} was loaded before, so it is known how"
+        assert weight is not None, f"{parameter} was loaded before, so its loader is known"
         module.weight = nn.Parameter(weight, requires_grad=False)
     module.quant_method.process_weights_after_loading(module)
 

@@ -72,7 +72,7 @@ def check_installed(
         plugins = entry_points(group="vllm.general_plugins")
     if not any(plugin.value.startswith("streamrl.workers.engines.vllm_plugin:") for plugin in plugins):
         raise ResourceError(
-            "vLLM does not know of streamrl's weight transfer, which it finds through an entry point of the installed "
+            "vLLM does not find streamrl's weight transfer, which is an entry point of the installed "
             "package: run from an installation (pip install -e .), not from a bare checkout"
         )
 
@@ -167,7 +167,9 @@ def _in_one_line(error: Exception) -> str:
     """Reduce pydantic errors to key, value and message."""
     if isinstance(error, ValidationError):
         found = error.errors(include_url=False, include_context=False)
-        return "; ".join(f"{'.'.join(map(str, one['loc']))} = {one['input']!r:.60}: {one['msg']}" for one in found)
+        return "; ".join(
+            f"{'.'.join(map(str, detail['loc']))} = {detail['input']!r:.60}: {detail['msg']}" for detail in found
+        )
     return " ".join(str(error).split())
 
 
@@ -231,7 +233,7 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
         "enforce_eager": on_cpu,
         "worker_extension_cls": WORKER_EXTENSION,  # a user's own class must derive from it, since proofs call it
     }
-    of_routes = vllm_args(config, on_cpu=on_cpu)
+    route_args = vllm_args(config, on_cpu=on_cpu)
     if on_cpu:
         defaults["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
     else:
@@ -246,7 +248,7 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
         "scheduling_policy": "priority",
-        **of_routes,
+        **route_args,
     }
     for name in config.worker.engine_args:
         if name in fixed:
@@ -256,12 +258,12 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
     if on_cpu and quantized_as(config.worker) not in (None, "fp8_per_channel"):
         raise ConfigError(
             f"worker.engine_args.quantization = {quantized_as(config.worker)}: vLLM's build for CPUs has no kernel for "
-            "it; set fp8_per_channel, or take it away"
+            "it; set fp8_per_channel, or remove it"
         )
     if on_cpu and config.worker.engine_args.get("enable_expert_parallel"):
         raise ConfigError(
-            "worker.engine_args.enable_expert_parallel: vLLM's kernel for CPUs takes all experts of a layer, and dies "
-            "of a part of them; take it away: with tensor_parallel_size alone each rank has a part of each expert"
+            "worker.engine_args.enable_expert_parallel: vLLM's kernel for CPUs needs all experts of a layer, and dies "
+            "with only some of them; remove it: with tensor_parallel_size alone each rank has a part of each expert"
         )
     return {**defaults, **config.worker.engine_args, **fixed}
 
@@ -282,7 +284,7 @@ class StepWatch:
         self.num_running = 0
         self.kv_used = 0.0  # 0 to 1
 
-    def saw(self, outputs: EngineCoreOutputs) -> None:
+    def record(self, outputs: EngineCoreOutputs) -> None:
         self.num_made += sum(len(output.new_token_ids) for output in outputs.outputs)
         if (stats := outputs.scheduler_stats) is not None:
             self.num_running = stats.num_running_reqs
@@ -298,7 +300,7 @@ def watch_steps(llm: AsyncLLM) -> StepWatch:
 
     async def get_output_async() -> EngineCoreOutputs:
         outputs: EngineCoreOutputs = await pass_on()
-        watch.saw(outputs)
+        watch.record(outputs)
         return outputs
 
     llm.engine_core.get_output_async = get_output_async

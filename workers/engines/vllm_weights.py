@@ -100,7 +100,7 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
             if self._places is not None and not self._places.are_of(self._mirror.tensors(update_info.path)):
                 self._places = None
         else:
-            assert self._places is not None, "who has a patch asked for the places first"
+            assert self._places is not None, "a patch is written only for known places"
             self._places.write(Path(update_info.patch), since=version)
         self._version = 0 if update_info.decoy else update_info.version
 
@@ -131,8 +131,9 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
             raise ValueError(f"{update_info.path} lacks {len(missing)} parameters, {min(missing)} for one")
         if lost := written_past_loaders(model, loaded):
             raise ValueError(
-                f"vLLM gives a running {type(model).__name__} no new weights: it writes {len(lost)} of its parameters "
-                f"past its loaders, {lost[0]} for one, and a reload loses these; set worker.engine=transformers"
+                f"vLLM cannot reload the weights of a running {type(model).__name__}: it writes {len(lost)} of its "
+                f"parameters past its loaders, {lost[0]} for one, and a reload loses these; set "
+                "worker.engine=transformers"
             )
 
     def in_files(self, tensors: Iterable[Named]) -> Iterator[Named]:

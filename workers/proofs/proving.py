@@ -76,48 +76,49 @@ class Prover:
 
         self._reference = Reference(model, dtype=dtype, form=form)
         self._model, self._progress, self._clock = model, progress, clock
-        self._believed = False  # the engine passed its last check; if not, all of it is read back
+        self._trusted = False  # the engine passed its last check; if not, all of it is read back
         self._num_checked = 0
         self._next_canary_at = 0.0
 
     async def rehearse(self, engine: Engine, mirror: Path) -> None:
         """Load a decoy into a new engine, so that whatever a reload misses is wrong everywhere."""
-        self._believed = False
+        self._trusted = False
         await engine.load_decoy(mirror)
 
     async def check(self, engine: Engine, mirror: Path, manifest: Manifest) -> None:
         """Check the engine after a load. LoadRejected if it does not serve this version."""
-        believed, self._believed = self._believed, False
+        trusted, self._trusted = self._trusted, False
         self._num_checked += 1
-        await self._read_back(engine, mirror, manifest, num_parts=_NUM_PARTS if believed else 1)
-        if manifest.canary_ids and (not believed or self._clock() >= self._next_canary_at):
-            await self._ask_canary(engine, mirror, manifest)
-        self._believed = True
+        await self._read_back(engine, mirror, manifest, num_parts=_NUM_PARTS if trusted else 1)
+        if manifest.canary_ids and (not trusted or self._clock() >= self._next_canary_at):
+            await self._check_canary(engine, mirror, manifest)
+        self._trusted = True
 
     async def _read_back(self, engine: Engine, mirror: Path, manifest: Manifest, *, num_parts: int) -> None:
         found = await engine.read_back(mirror, number=self._num_checked, num_parts=num_parts)
         if found.wrong:
             raise LoadRejected(
                 f"version {show(manifest.version)}: {len(found.wrong)} of the {found.num_read} tensors read back from "
-                f"the engine are not those that it was told to load, {found.wrong[0]} for one; 0 are let pass"
+                f"the engine differ from those it was told to load, {found.wrong[0]} for one; none may differ"
             )
         if num_parts == 1:
             log.info("engine_read_back", num_read=found.num_read, unreadable=list(found.unreadable))
 
-    async def _ask_canary(self, engine: Engine, mirror: Path, manifest: Manifest) -> None:
+    async def _check_canary(self, engine: Engine, mirror: Path, manifest: Manifest) -> None:
         began = self._clock()
         token_ids = manifest.canary_ids
         if self._model.max_positions is not None:
             token_ids = token_ids[: self._model.max_positions - 1]  # the engine adds one
-        answered = await engine.logprobs(np.asarray(token_ids, dtype=np.int32))
+        logprobs = await engine.logprobs(np.asarray(token_ids, dtype=np.int32))
         judged = await asyncio.to_thread(self._reference.judge, mirror, token_ids)
         self._next_canary_at = self._clock() + (self._clock() - began) / _SHARE
-        off = float(np.abs(answered - judged.truth).mean())
+        distance = float(np.abs(logprobs - judged.truth).mean())
         allowed = max(_FLOOR, _TIMES * judged.rounding)
-        self._progress.note(rounding=judged.rounding, engine_off=off)
-        log.info("canary", version=show(manifest.version), off=off, rounding=judged.rounding)
-        if not off <= allowed:
+        self._progress.note(rounding=judged.rounding, engine_off=distance)
+        log.info("canary", version=show(manifest.version), off=distance, rounding=judged.rounding)
+        if not distance <= allowed:
             raise LoadRejected(
-                f"version {show(manifest.version)}: the engine's log-probs of the canary are {off:.3g} away from those "
-                f"of a plain forward pass, in the mean, and {allowed:.3g} is let pass (rounding: {judged.rounding:.3g})"
+                f"version {show(manifest.version)}: the engine's log-probs of the canary are {distance:.3g} away from "
+                f"those of a plain forward pass in the mean; at most {allowed:.3g} is allowed (rounding: "
+                f"{judged.rounding:.3g})"
             )

@@ -115,5 +115,5 @@ class _Reader:
         columns = self._columns.sample(range(width), min(_NUM_COLUMNS, width))
         units = torch.zeros(len(columns), width, dtype=expected.dtype)
         units[range(len(columns)), columns] = 1
-        answered: torch.Tensor = module.quant_method.apply(module, units, None)
-        return torch.equal(answered, expected[:, columns].T)
+        product: torch.Tensor = module.quant_method.apply(module, units, None)
+        return torch.equal(product, expected[:, columns].T)

@@ -25,12 +25,12 @@ import torch
 from torch import nn
 
 from streamrl.config.engine_args import Form
-from streamrl.workers.engines.hf_model import build_model, kept_in, token_logprobs
+from streamrl.workers.engines.hf_model import build_model, persistent_buffers, token_logprobs
 from streamrl.workers.engines.mapped_file import MappedFile
 from streamrl.workers.engines.model import ModelFacts
 from streamrl.workers.proofs.rounded import is_linear, is_rounded, rounded_as_in, rounding_inputs
 
-_ABOVE: Mapping[str, torch.dtype] = {"float32": torch.float64, "bfloat16": torch.float32}
+_HIGHER: Mapping[str, torch.dtype] = {"float32": torch.float64, "bfloat16": torch.float32}
 
 LogProbs = npt.NDArray[np.float64]  # [T - 1]
 
@@ -51,7 +51,7 @@ class Reference:
     def judge(self, mirror: Path, token_ids: Sequence[int]) -> Judged:
         """Run two forward passes and block on them; the mirror must not change meanwhile."""
         tensors = dict(MappedFile().tensors(str(mirror)))
-        truth = self._logprobs(tensors, token_ids, _ABOVE[self._dtype])
+        truth = self._logprobs(tensors, token_ids, _HIGHER[self._dtype])
         served = self._logprobs(tensors, token_ids, getattr(torch, self._dtype), self._form)
         return Judged(truth=truth, rounding=float(np.abs(served - truth).mean()))
 
@@ -74,7 +74,7 @@ class _Shell:
 
     model: nn.Module
     names: Mapping[tuple[nn.Module, str], str]  # each parameter's name in the mirror; a tied head has the embedding's
-    kept: Sequence[tuple[str, nn.Module, str]]  # buffers published with the weights: their names there and here
+    buffers: Sequence[tuple[str, nn.Module, str]]  # buffers published with the weights: their names there and here
 
 
 def _build(model: ModelFacts, dtype: torch.dtype) -> _Shell:
@@ -92,7 +92,7 @@ def _build(model: ModelFacts, dtype: torch.dtype) -> _Shell:
         for leaf, parameter in module._parameters.items()
         if parameter is not None
     }
-    return _Shell(model=built, names=names, kept=list(kept_in(built)))
+    return _Shell(model=built, names=names, buffers=list(persistent_buffers(built)))
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def _filled(
                         weight = rounded_as_in(module, weight, form)
                     module._parameters[leaf] = nn.Parameter(weight.to(dtype), requires_grad=False)
 
-    for name, owner, leaf in shell.kept:
+    for name, owner, leaf in shell.buffers:
         owner._buffers[leaf] = tensors[name].clone()
     layers = [layer for stack in shell.model.modules() if isinstance(stack, nn.ModuleList) for layer in stack]
     inner = {module for layer in layers for module in layer.modules()}
