@@ -160,12 +160,12 @@ class Answerer:
             log.warning("sample_failed", error=str(error))
             return str(error)
         self.num_scored += not ready.scores
-        of_tokens = scores.token_rewards
+        token_rewards = scores.token_rewards
         sample = made.sample._replace(
             rewards=scores.rewards,
             reward=scores.total,
             turn_rewards=self._weighted(made.turn_rewards),
-            token_rewards=None if of_tokens is None else of_tokens.astype(np.float32),
+            token_rewards=None if token_rewards is None else token_rewards.astype(np.float32),
             teacher_logprobs=ready.taught,
         )
         return _Scored(sample=sample, made=made, generated_at=ready.generated_at)
@@ -178,7 +178,9 @@ class Answerer:
             return scores
         total = scores.total + settings.weight * made.reward
         if not all(map(math.isfinite, (total, *self._weighted(made.turn_rewards)))):
-            raise SampleError(f"the environment's rewards add up to {made.reward:g}, weighted to {total:g}")
+            raise SampleError(
+                f"the environment's rewards are not finite: they add up to {made.reward:g}, weighted {total:g}"
+            )
         return Scores(
             rewards={**scores.rewards, ENVIRONMENT: made.reward, **made.rewards},
             total=total,
@@ -211,11 +213,11 @@ class Answerer:
         if self._teacher is None or ticket.purpose != "train":
             return None
         rows = rows_of(ticket.token_ids, sample)
-        each = [await self._teacher.logprobs(context, tokens) for context, tokens in rows]
+        per_row = [await self._teacher.logprobs(context, tokens) for context, tokens in rows]
         taught = np.zeros(len(sample.token_ids), dtype=np.float32)
-        told = np.concatenate(each)
+        logprobs = np.concatenate(per_row)
         for span in sample.spans:
-            taught[span.start : span.end] = told[span.start : span.end]
+            taught[span.start : span.end] = logprobs[span.start : span.end]
         return taught
 
     def _weighted(self, rewards: Sequence[float]) -> tuple[float, ...]:
@@ -226,7 +228,7 @@ class Answerer:
         scored = [outcome for outcome in outcomes if isinstance(outcome, _Scored)]
         failed = [outcome for outcome in outcomes if isinstance(outcome, str)]
         enough = len(scored) >= min(self._config.worker.min_survivors, ticket.num_samples)
-        generated_at = max((one.generated_at for one in scored), default=began)
+        generated_at = max((entry.generated_at for entry in scored), default=began)
         header = GroupHeader(
             ticket=ticket.number,
             identity=ticket.identity,
@@ -239,11 +241,11 @@ class Answerer:
             error="" if enough else f"{len(failed)} of {len(outcomes)} samples failed: {failed[0]}",
             generate_s=generated_at - began,
             reward_s=time.monotonic() - generated_at if scored else 0.0,
-            model_s=fmean(one.made.model_s for one in scored) if scored else 0.0,
-            environment_s=fmean(one.made.environment_s for one in scored) if scored else 0.0,
-            num_tool_calls=sum(one.made.num_tool_calls for one in scored),
+            model_s=fmean(entry.made.model_s for entry in scored) if scored else 0.0,
+            environment_s=fmean(entry.made.environment_s for entry in scored) if scored else 0.0,
+            num_tool_calls=sum(entry.made.num_tool_calls for entry in scored),
         )
-        samples = tuple(one.sample for one in scored) if enough else ()
+        samples = tuple(entry.sample for entry in scored) if enough else ()
         group = Group(header=header, prompt_ids=ticket.token_ids, samples=samples)
         return _with_routes(group, scored) if ticket.purpose == "train" else _without_routes(group)
 
@@ -257,8 +259,8 @@ def _routed(made: Played, routes: Routes, num_tokens: int) -> Played:
 
 def _with_routes(group: Group, scored: Sequence[_Scored]) -> Group:
     """Attach the prompt's routes, from the first sample that has them."""
-    told = (one.made.prompt_routes for one in scored)
-    return replace(group, prompt_routes=next((routes for routes in told if routes is not None), None))
+    prompt_routes = (one.made.prompt_routes for one in scored)
+    return replace(group, prompt_routes=next((routes for routes in prompt_routes if routes is not None), None))
 
 
 def _without_routes(group: Group) -> Group:

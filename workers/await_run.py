@@ -19,7 +19,7 @@ from streamrl.protocol.transport.types import RunInfo
 from streamrl.tasks import unless
 from streamrl.telemetry.progress import Progress, Wait
 
-_UNMADE_S = 600.0  # without a sign of a learner that will create the run
+_NOT_CREATED_S = 600.0  # without a sign of a learner that will create the run
 _ENDED_S = 300.0  # without a sign of a learner that will resume a run which has ended
 _POLL_S = 0.5
 
@@ -57,7 +57,7 @@ async def await_run(
             if info is not None and silent_s > _ENDED_S:
                 log.info("run_ended", state=info.state)
                 return None
-            if silent_s > _UNMADE_S:
-                raise ResourceError(f"no learner made the run {name!r} in this Redis within {_UNMADE_S:g} s")
+            if silent_s > _NOT_CREATED_S:
+                raise ResourceError(f"no learner created the run {name!r} in this Redis within {_NOT_CREATED_S:g} s")
             await unless(stop, sleep(_POLL_S))
     return None

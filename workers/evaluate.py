@@ -82,16 +82,16 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """What `streamrl eval --json` prints."""
-        apart = ("groups", "rewards", "pass_at", "majority", "datasets")
-        told = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in apart}
-        told["rewards"] = dict(self.rewards)
+        converted_below = ("groups", "rewards", "pass_at", "majority", "datasets")
+        data = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in converted_below}
+        data["rewards"] = dict(self.rewards)
         if self.pass_at:
-            told["pass_at"] = {str(k): asdict(share) for k, share in self.pass_at.items()}
+            data["pass_at"] = {str(k): asdict(share) for k, share in self.pass_at.items()}
         if self.majority is not None:
-            told["majority"] = asdict(self.majority)
+            data["majority"] = asdict(self.majority)
         if self.datasets:
-            told["datasets"] = {name: one.to_json() for name, one in self.datasets.items()}
-        return told
+            data["datasets"] = {name: one.to_json() for name, one in self.datasets.items()}
+        return data
 
 
 async def try_rewards(
@@ -117,7 +117,7 @@ async def try_rewards(
             # None while a source that is out is being retried, which proves nothing yet.
             outage = rewards.outage() or (outage if set(silent.values()) - {"well"} else None)
             if outage and waited_s > patience_s:
-                raise RewardOutage(f"{outage}; no score could be had for {patience_s:g} s (--patience-s)")
+                raise RewardOutage(f"{outage}; no score for {patience_s:g} s (--patience-s)")
             if waited_s > limit_s:
                 raise RewardOutage(f"reward {names} has not answered a first request within {limit_s:g} s")
             show(f"waiting for a first score of {names}: {waited_s:.0f} s")
@@ -172,11 +172,14 @@ async def evaluate(
         await rewards.close()
     judge = partial(_judged, settings=config.validation, decode=model.decode)
     whole = summarise(groups, duration_s=duration_s, judge=judge)
-    named = {
+    by_dataset = {
         name: [group for prompt, group in zip(prompts, groups, strict=True) if prompt.dataset == name]
         for name in dict.fromkeys(prompt.dataset for prompt in prompts if prompt.dataset)
     }
-    datasets = {name: summarise(of, duration_s=duration_s, judge=judge) for name, of in named.items()}
+    datasets = {
+        name: summarise(dataset_groups, duration_s=duration_s, judge=judge)
+        for name, dataset_groups in by_dataset.items()
+    }
     return replace(whole, datasets=datasets)
 
 

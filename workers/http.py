@@ -89,16 +89,16 @@ class _Figures(Collector):
         yield _gauge(
             "weights_fetch_seconds",
             "seconds from announcement of a version until its bytes are here",
-            _told(detail, "weights_fetch_s"),
+            _number(detail, "weights_fetch_s"),
         )
         yield _counter(
-            "weights_bytes_store", "bytes of weights fetched from the store", _told(detail, "weights_from_store")
+            "weights_bytes_store", "bytes of weights fetched from the store", _number(detail, "weights_from_store")
         )
         yield _counter(
-            "weights_bytes_peers", "bytes of weights fetched from other hosts", _told(detail, "weights_from_peers")
+            "weights_bytes_peers", "bytes of weights fetched from other hosts", _number(detail, "weights_from_peers")
         )
         yield _counter(
-            "weights_bytes_host", "bytes of weights read from this host's share", _told(detail, "weights_from_host")
+            "weights_bytes_host", "bytes of weights read from this host's share", _number(detail, "weights_from_host")
         )
         yield _gauge("scores_pending", "samples that wait for a score", parts.rewards.num_pending)
         if (stats := parts.work.engine_stats) is not None:
@@ -108,7 +108,7 @@ class _Figures(Collector):
             yield _gauge("kv_cache_used", "share of the KV cache in use", stats.kv_used)
 
 
-def _told(detail: Detail, name: str) -> float:
+def _number(detail: Detail, name: str) -> float:
     return float(detail.get(name, 0))
 
 

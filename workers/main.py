@@ -45,7 +45,7 @@ _THREADS = 256  # an upper limit: threads start on demand
     default="0.0.0.0:9600",
     show_default=True,
     metavar="HOST:PORT",
-    help="Where other hosts join this worker's engine, if worker.hosts is above 1.",
+    help="Address where other hosts join this worker's engine, if worker.hosts is above 1.",
 )
 @click.option("--model", help="Folder or hub name of the model, instead of the configuration's.")
 @click.option(
@@ -66,7 +66,9 @@ _THREADS = 256  # an upper limit: threads start on demand
 @click.option("--allow-host", multiple=True, metavar="HOST", help="The run may use reward servers on this host.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model's folder.")
 @click.option("--local-reward-url", help="The reward server that the run's configuration calls `local`.")
-@click.option("--http", metavar="HOST:PORT", help="Serve /livez, /readyz and /metrics there; port 0: any free one.")
+@click.option(
+    "--http", metavar="HOST:PORT", help="Serve /livez, /readyz and /metrics at this address; port 0: any free one."
+)
 @click.option(
     "--peers",
     metavar="HOST:PORT",
@@ -77,7 +79,7 @@ _THREADS = 256  # an upper limit: threads start on demand
     default="127.0.0.1:0",
     show_default=True,
     metavar="HOST:PORT",
-    help="Address where agents ask the model, if the run has one; port 0: any free one.",
+    help="Address where agents query the model, if the run has agents; port 0: any free one.",
 )
 @click.option(
     "--gpu-memory",
@@ -97,7 +99,7 @@ def main(
     allow_host: tuple[str, ...],
     trust_remote_code: bool,
     log_file: Path | None,
-    **others: Any,
+    **other_options: Any,
 ) -> None:
     """Generate rollouts for a run: tickets from Redis, samples from the engine, rewards, groups back to Redis.
 
@@ -116,7 +118,7 @@ def main(
             hosts=allow_host,
             trust_remote_code=trust_remote_code,
         ),
-        **others,
+        **other_options,
     )
     with _engines_ahead(options):
         configure_logging(f"worker/{options.worker}", log_file)

@@ -36,7 +36,7 @@ class PretrainedModel:
             return self._files.bits(tensor)
         with self._loading:
             if not self._loaded:
-                reason = f"its files have no {tensor.name}"
+                reason = f"its files lack {tensor.name}"
                 log.info("pretrained model is loaded whole", model=self._path, reason=reason)
                 self._loaded = dict(self._load(tensor))
         if tensor.name not in self._loaded or len(self._loaded[tensor.name]) != tensor.num_elements:

@@ -94,7 +94,9 @@ async def serve(options: Options, stop: asyncio.Event, *, leave: Callable[[int],
 async def _leave_in_time(stop: asyncio.Event, grace: _Grace, leave: Callable[[int], NoReturn]) -> None:
     await stop.wait()
     await asyncio.sleep(grace.seconds + _LAST_S)
-    log.error("left_in_mid_work", reason="told to stop, and something did not end; leases that are held run out")
+    log.error(
+        "left_in_mid_work", reason="a stop was requested, but something did not end in time; its leases will expire"
+    )
     leave(1)
 
 
@@ -105,16 +107,16 @@ async def _serve(options: Options, stop: asyncio.Event, grace: _Grace) -> None:
     health = Health(progress)
     try:
         await asyncio.to_thread(_await_server, options.redis_url, stop)
-    except _ToldToStop:
+    except _StopRequested:
         return
     async with contextlib.AsyncExitStack() as ending:
         if options.http is not None:
             from streamrl.workers.http import serving  # imports starlette and uvicorn
 
             at = parse_address(options.http, what="--http")
-            where = await ending.enter_async_context(serving(health, at))
-            log.info("answering_http", address=where)
-            progress.note(http=where)
+            address = await ending.enter_async_context(serving(health, at))
+            log.info("answering_http", address=address)
+            progress.note(http=address)
         client = await ending.enter_async_context(connect_async(options.redis_url, schema.Redis()))
         await ending.enter_async_context(report_progress(client, keys, progress))
         try:
@@ -144,17 +146,17 @@ async def _importing(options: Options) -> AsyncIterator[asyncio.Task[None]]:
     if options.import_vllm:
         from streamrl.workers.engines.vllm_start import import_front_end
 
-        ahead = import_front_end()
+        importing = import_front_end()
     else:
-        ahead = asyncio.sleep(0)
-    task = asyncio.create_task(ahead, name="import vLLM")
+        importing = asyncio.sleep(0)
+    task = asyncio.create_task(importing, name="import vLLM")
     try:
         yield task
     finally:
         await cancel_all([task])
 
 
-class _ToldToStop(Exception):
+class _StopRequested(Exception):
     pass
 
 
@@ -166,7 +168,7 @@ def _await_server(url: str, stop: asyncio.Event) -> None:
     def note(why: str) -> None:
         nonlocal num_failures
         if stop.is_set():
-            raise _ToldToStop
+            raise _StopRequested
         if num_failures == 0:
             log.warning("waiting_for_redis", why=why)
         num_failures += 1
@@ -259,7 +261,7 @@ class _Service:
             return
         secret = await stream.secret()
         if secret is None:
-            raise RunGone(f"run {self._info.name!r} is not in Redis any more")
+            raise RunGone(f"run {self._info.name!r} is no longer in Redis")
         hosts = Hosts(
             num=worker.hosts,
             secret=secret,

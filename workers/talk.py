@@ -27,7 +27,7 @@ from streamrl.workers.engines.hf_model import RowState, build_model, choose, loa
 from streamrl.workers.engines.model import ModelFacts, read_model
 
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
-_HALF = "\ufffd"  # what a tokenizer decodes for a character whose last bytes have not come yet
+_INCOMPLETE = "\ufffd"  # what a tokenizer decodes for a character whose last bytes have not come yet
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,16 +66,16 @@ class Speaker:
     def has_template(self) -> bool:
         return bool(self._facts.tokenizer.chat_template)
 
-    def read(self, said: str | Sequence[Message]) -> list[int]:
+    def read(self, prompt: str | Sequence[Message]) -> list[int]:
         """Tokenize a prompt as in training: text as it is, messages through the chat template."""
         tokenizer: Any = self._facts.tokenizer
-        if isinstance(said, str):
-            ids: list[int] = tokenizer(said)["input_ids"]
+        if isinstance(prompt, str):
+            ids: list[int] = tokenizer(prompt)["input_ids"]
             return ids
         try:
-            text = tokenizer.apply_chat_template(list(said), tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
-            raise DataError(f"the tokenizer's chat template refuses the messages: {error}") from error
+            raise DataError(f"the tokenizer's chat template rejects the messages: {error}") from error
         templated: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template added them
         return templated
 
@@ -100,7 +100,7 @@ class Speaker:
         if not prompt_ids:
             raise DataError("the prompt has no tokens")
         if known is not None and len(prompt_ids) >= known:
-            raise DataError(f"{len(prompt_ids)} tokens leave no room for an answer: the model knows {known} positions")
+            raise DataError(f"{len(prompt_ids)} tokens leave no room for an answer: the model has {known} positions")
         return sampling.max_tokens if known is None else min(sampling.max_tokens, known - len(prompt_ids))
 
     @torch.inference_mode()
@@ -121,7 +121,7 @@ class Speaker:
     def _new_text(self, answer: Answer) -> str:
         """Return the text that the last token completed; one character may take several tokens."""
         text = self._facts.decode(answer.token_ids)
-        if text.endswith(_HALF) and answer.finish_reason is None:
+        if text.endswith(_INCOMPLETE) and answer.finish_reason is None:
             return ""
         piece, answer.text = text[len(answer.text) :], text
         return piece

@@ -86,7 +86,7 @@ async def test_when_the_learner_shows_itself_no_more_the_wait_is_bounded_from_th
 async def test_a_run_that_no_learner_makes_is_a_mistake_of_the_user() -> None:
     run = Run(lambda _: None, lambda _: None)
 
-    with pytest.raises(ResourceError, match="no learner made the run 'run' in this Redis within 600 s"):
+    with pytest.raises(ResourceError, match="no learner created the run 'run' in this Redis within 600 s"):
         await wait(run)
 
 

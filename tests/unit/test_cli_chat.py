@@ -133,7 +133,7 @@ def test_a_run_is_its_export_and_then_its_newest_checkpoint(
         (["nowhere", "--prompt", "a"], "nowhere: there is no folder nowhere; name that of a run"),
         (["{model}", "--prompt", "a", "--system", "b", "--plain"], "--system is for the chat template"),
         (["{model}", "--prompt", "a", "--system", "b"], "has none"),
-        (["{model}", "--prompt", "a" * 600], "600 tokens leave no room for an answer: the model knows 512 positions"),
+        (["{model}", "--prompt", "a" * 600], "600 tokens leave no room for an answer: the model has 512 positions"),
         (["{model}", "--prompt", ""], "the prompt has no tokens"),
     ],
 )
