@@ -58,14 +58,14 @@ class Health:
             limit_s = _TIMES * self.parts.stall_s
         elif rewards.num_pending > 0:
             limit_s = _TIMES * max(self.parts.stall_s, rewards.patience_s)
-        return [f"nothing got on for {age_s:.0f} s, with work at hand"] if age_s > limit_s else []
+        return [f"no progress for {age_s:.0f} s, although work is pending"] if age_s > limit_s else []
 
     def _count(self) -> int:
         """Tokens and scores so far."""
         if self.parts is None:
             return 0
         stats = self.parts.work.engine_stats
-        return self.parts.rewards.num_heard + (0 if stats is None else stats.num_made)
+        return self.parts.rewards.num_received + (0 if stats is None else stats.num_made)
 
     def against_ready(self) -> list[str]:
         report = self.progress.report()
@@ -75,9 +75,9 @@ class Health:
         if report.state in ("starting", "stopping"):
             reasons.append(f"{report.state}: {report.doing}")
         if self.parts.work.engine_stats is None:
-            reasons.append(f"no engine is at work: {report.doing}")
+            reasons.append(f"no engine is running: {report.doing}")
         elif not self.parts.weights.proved_version:
-            reasons.append(f"no version of the weights is proved: {report.detail.get('rejected') or report.doing}")
+            reasons.append(f"no version of the weights is proved yet: {report.detail.get('rejected') or report.doing}")
         elif self.progress_age_s() > self.parts.stall_s and self.parts.work.engine_stats.in_flight:
             reasons.append(f"no token for {self.progress_age_s():.0f} s")
         if trouble := self.parts.rewards.trouble():

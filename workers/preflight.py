@@ -52,13 +52,13 @@ Files = Mapping[str, Sequence[PromptRow]]  # by place
 async def _try_all(config: schema.Config, write: Callable[[Finding], None], *, ask_services: bool) -> None:
     data = config.data
     files = {
-        one.dataset.place: read_prompts(one.dataset, malformed=data.malformed, key=one.key).rows
-        for one in data.datasets()
+        prompts.dataset.place: read_prompts(prompts.dataset, malformed=data.malformed, key=prompts.key).rows
+        for prompts in data.datasets()
     }
     allowed = granted(config)
 
     if config.environment or any(isinstance(source, schema.FunctionReward) for source in config.rewards.values()):
-        write(confinement(_unguarded()))
+        write(confinement(_missing_guards()))
 
     async def find(name: str, source: schema.Reward) -> None:
         async for finding in _try(name, source, files, allowed):
@@ -67,15 +67,15 @@ async def _try_all(config: schema.Config, write: Callable[[Finding], None], *, a
     async def play(settings: schema.Environment) -> None:
         write(await _try_environment(settings, files, allowed))
 
-    asked = {name: source for name, source in config.rewards.items() if _is_asked(source, ask_services=ask_services)}
+    tested = {name: source for name, source in config.rewards.items() if _is_tested(source, ask_services=ask_services)}
     environment = config.environment
     if environment is not None and environment.target is None and not ask_services:
         environment = None
     playing = [] if environment is None else [play(environment)]
-    await asyncio.gather(*(find(name, source) for name, source in asked.items()), *playing)
+    await asyncio.gather(*(find(name, source) for name, source in tested.items()), *playing)
 
 
-def _unguarded() -> dict[str, str]:
+def _missing_guards() -> dict[str, str]:
     """Ask a subprocess which guards over reward functions do not work here; confinement is permanent, hence not us."""
     done = subprocess.run([sys.executable, "-m", confine.__name__], capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -88,12 +88,12 @@ def confinement(lacking: Mapping[str, str]) -> Finding:
     """Report what reward functions are kept from on this machine."""
     if not lacking:
         return ok(_CONFINED, f"kept from {' and '.join(confine.GUARDS)}")
-    told = "; ".join(f"{name} ({reason})" for name, reason in lacking.items())
-    remedy = "Linux 5.13 or newer holds it, and 6.12 all of it, where the container's own seccomp profile lets it"
-    return warning(_CONFINED, f"not kept from {told}", remedy)
+    reasons = "; ".join(f"{name} ({reason})" for name, reason in lacking.items())
+    remedy = "use Linux 5.13 or newer (6.12 for all of it), and a container whose seccomp profile allows it"
+    return warning(_CONFINED, f"not kept from {reasons}", remedy)
 
 
-def _is_asked(source: schema.Reward, *, ask_services: bool) -> bool:
+def _is_tested(source: schema.Reward, *, ask_services: bool) -> bool:
     return not isinstance(source, schema.SERVICES) or (ask_services and LOCAL_REWARD_SERVER not in source.urls)
 
 
@@ -109,17 +109,17 @@ async def _try(name: str, source: schema.Reward, files: Files, allowed: Permissi
         for place, (row, *_) in files.items():
             scored = await _score(rewards, row, timeout_s=source.timeout_s)
             if isinstance(scored, str):
-                failed = f"rewards.{name}.{_named(source)} fails for {place}:{row.line}: {scored}"
+                failed = f"rewards.{name}.{_setting(source)} fails for {place}:{row.line}: {scored}"
                 if "KeyError: " in scored:  # usually of a missing field
                     failed += f"; the row's fields: {', '.join(row.fields) or 'none'}"
                 yield error(label, failed, _remedy(source))
                 return
-            told = f"{scored.rewards[name]:g} for a made-up completion of {place}:{row.line}"
+            evidence = f"{scored.rewards[name]:g} for a made-up completion of {place}:{row.line}"
     finally:
         await rewards.close()
-    yield ok(label, told)
+    yield ok(label, evidence)
     if isinstance(source, schema.FunctionReward) and source.target in REWARDS:
-        for found in _lacking(name, source, files):
+        for found in _missing_fields(name, source, files):
             yield found
 
 
@@ -128,17 +128,17 @@ async def _try_environment(settings: schema.Environment, files: Files, allowed: 
     environment: Environment
     if settings.target is None:
         environment = build_remote(settings.model_copy(update={"outage_s": settings.timeout_s}), allowed)
-        named = f"environment.urls = {list(settings.urls)}"
+        setting = f"environment.urls = {list(settings.urls)}"
     else:
         children = build_children(settings.model_copy(update={"processes": 1}), allowed)
-        environment, named = OwnEnvironment(children), f"environment.target = {settings.target!r}"
-    told = ""
+        environment, setting = OwnEnvironment(children), f"environment.target = {settings.target!r}"
+    evidence = ""
     try:
         if settings.target is not None:
             await children.start()
             if children.has_agent:
                 return ok(
-                    "environment", f"{settings.target!r} is an agent that can be begun; what it does takes a model"
+                    "environment", f"{settings.target!r} is an agent that can be started; trying it takes a model"
                 )
         await environment.start()
         for path, (row, *_) in files.items():
@@ -147,14 +147,19 @@ async def _try_environment(settings: schema.Environment, files: Files, allowed: 
                 answer = await rollout.step(_COMPLETIONS[0])
                 await rollout.close()
             except (SampleError, RewardOutage) as failed:
-                what = f"{named} fails for {path}:{row.line}: {failed}"
-                return error("environment", what, "mend it; a turn that it cannot judge ends the rollout, not the code")
-            told = f"answers a made-up turn about {path}:{row.line} with {answer.given!r:.40}, reward {answer.reward:g}"
+                what = f"{setting} fails for {path}:{row.line}: {failed}"
+                return error(
+                    "environment", what, "fix it; for a turn that it cannot judge, end the rollout instead of raising"
+                )
+            evidence = (
+                f"answers a made-up turn about {path}:{row.line} with {answer.observation!r:.40}, "
+                f"reward {answer.reward:g}"
+            )
     except UserError as mistake:
         return error("environment", str(mistake), "")
     finally:
         await environment.close()
-    return ok("environment", told)
+    return ok("environment", evidence)
 
 
 def _once(source: schema.Reward) -> schema.Reward:
@@ -164,7 +169,7 @@ def _once(source: schema.Reward) -> schema.Reward:
     return source.model_copy(update={"attempts": 1, "outage_s": source.timeout_s})
 
 
-def _named(source: schema.Reward) -> str:
+def _setting(source: schema.Reward) -> str:
     if isinstance(source, schema.CodeReward):
         return f"tests.field = {source.tests.field!r}"
     if isinstance(source, schema.JudgeReward):
@@ -174,15 +179,15 @@ def _named(source: schema.Reward) -> str:
 
 def _remedy(source: schema.Reward) -> str:
     if isinstance(source, schema.SERVICES):
-        return "mend the service, or its address"
+        return "fix the service, or its address"
     if isinstance(source, schema.CodeReward):
-        return "mend the rows: each needs tests"
+        return "fix the rows: each needs tests"
     if source.target in REWARDS:
-        return "mend its options, or the rows"
-    return "mend it; a completion that it cannot judge gets a low score, not an error"
+        return "fix its options, or the rows"
+    return "fix it; give a completion that it cannot judge a low score instead of raising"
 
 
-def _lacking(name: str, source: schema.FunctionReward, files: Files) -> Iterator[Finding]:
+def _missing_fields(name: str, source: schema.FunctionReward, files: Files) -> Iterator[Finding]:
     """For a built-in that reads a field: report the rows that lack it, beyond the first."""
     taken = inspect.signature(REWARDS[source.target]).parameters
     if "field" not in taken:
@@ -190,9 +195,9 @@ def _lacking(name: str, source: schema.FunctionReward, files: Files) -> Iterator
     field = source.options.get("field", taken["field"].default)
     places = [f"{path}:{row.line}" for path, rows in files.items() for row in rows if field not in row.fields]
     if places:
-        wanted = f"rewards.{name}.target = {source.target!r} wants the field {field!r}"
-        told = f"{wanted}, which is not in {plural(len(places), 'row')} ({places[0]}): no sample of theirs gets a score"
-        yield warning(f"reward {name} field", told, "add it")
+        wanted = f"rewards.{name}.target = {source.target!r} reads the field {field!r}"
+        evidence = f"{wanted}, which is not in {plural(len(places), 'row')} ({places[0]}): their samples get no score"
+        yield warning(f"reward {name} field", evidence, "add it")
 
 
 async def _score(rewards: Rewards, row: PromptRow, *, timeout_s: float) -> Scores | str:

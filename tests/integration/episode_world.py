@@ -35,9 +35,9 @@ from streamrl.workers.environments.base import Answer, EnvironmentDouble
 from streamrl.workers.environments.play import Player
 from streamrl.workers.environments.tail import Tail
 from streamrl.workers.sessions import openai_answers
-from streamrl.workers.sessions.openai_asked import ChatRequest, Refused
+from streamrl.workers.sessions.openai_requests import ChatRequest, Refused
 from streamrl.workers.sessions.session import Model, Session
-from streamrl.workers.sessions.tool_calls import Said, ToolCall, Tools
+from streamrl.workers.sessions.tool_calls import Reply, ToolCall, Tools
 from streamrl.workers.sessions.trace import Trace
 from tests.brute_force import check_by_brute_force
 from tests.helpers import make_group, make_ticket
@@ -140,7 +140,7 @@ async def _play(
     served: Served, rng: random.Random, episode: Episode, versions: list[int], at: int, fields: dict[str, Any]
 ) -> Episode:
     num_turns = rng.randint(1, 6)
-    environment = EnvironmentDouble(lambda row, said: Answer(given=_words(rng), done=len(said) == num_turns))
+    environment = EnvironmentDouble(lambda row, said: Answer(observation=_words(rng), done=len(said) == num_turns))
     player = Player(environment, tail=Tail(served.facts.tokenizer), settings=_SETTINGS)
     request = replace(served.request(episode.prompt), sampling=SAMPLING)
     watched: Any = Watched(served.engine, episode, versions)
@@ -205,11 +205,11 @@ def _with_its_end(template: str, served: Served) -> str:
     return template.replace("<eos>", str(served.facts.tokenizer.decode([served.facts.stop_ids[0]])))
 
 
-def _parse(text: str, tools: Tools) -> Said:
+def _parse(text: str, tools: Tools) -> Reply:
     """Many answers of a model that knows nothing are calls."""
     content, sign, rest = re.split(r"([-+=>?])", text, maxsplit=1) if re.search(r"[-+=>?]", text) else (text, "", "")
     calls = (ToolCall(name="add", arguments=json.dumps({"a": rest})),) if sign else ()
-    return Said(content=content, calls=calls)
+    return Reply(content=content, calls=calls)
 
 
 def _to(message: dict[str, Any], rng: random.Random) -> list[dict[str, Any]]:

@@ -82,14 +82,14 @@ async def test_a_killed_replica_costs_its_own_rollouts_and_one_that_comes_again_
 ) -> None:
     settings = schema.Environment(urls=tuple(server.url for server in servers), timeout_s=20.0, outage_s=60.0)
     environment = build_remote(settings, Permissions(hosts=("127.0.0.1",)), first_pause_s=0.05)
-    done = Answer(given="a b c", reward=1.0, done=True)
+    done = Answer(observation="a b c", reward=1.0, done=True)
     try:
         assert await asyncio.gather(*(play(environment) for _ in range(16))) == [done] * 16
         rollouts = [await environment.begin({}) for _ in range(16)]
         servers[0].kill()
         told = await asyncio.gather(*(one.step("a") for one in rollouts), return_exceptions=True)
         assert 0 < sum(isinstance(one, SampleError) for one in told) < 16
-        assert all(isinstance(one, SampleError) or one == Answer(given="a", reward=1.0) for one in told)
+        assert all(isinstance(one, SampleError) or one == Answer(observation="a", reward=1.0) for one in told)
         assert await asyncio.gather(*(play(environment) for _ in range(16))) == [done] * 16, "the other one plays"
 
         servers[1].kill()
@@ -122,7 +122,7 @@ async def test_where_the_only_server_is_begun_anew_its_rollouts_go_back(servers:
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("Count", "missing a required argument: 'to'"), ("play", "is an agent, which has no turns to be asked for")],
+    [("Count", "missing a required argument: 'to'"), ("play", "is an agent: there is no environment to serve")],
 )
 def test_what_cannot_be_served_is_one_line(tmp_path: Path, name: str, told: str) -> None:
     (tmp_path / "game.py").write_text(GAME + "\nasync def play(session, row): return 1.0\n")

@@ -109,7 +109,11 @@ async def test_rollouts_have_sessions_of_their_own_and_say_and_hear_what_the_ser
     async with played_at(url) as environment:
         found = await asyncio.gather(*(find(environment, number) for number in range(1, 33)))
 
-    right = [Answer(given="higher"), Answer(given="lower"), Answer(given="yes", reward=1.0, done=True)]
+    right = [
+        Answer(observation="higher"),
+        Answer(observation="lower"),
+        Answer(observation="yes", reward=1.0, done=True),
+    ]
     assert found == [right] * 32
 
 
@@ -117,7 +121,7 @@ async def test_a_chat_hears_no_opening_and_without_a_field_the_observation_is_js
     async with played_at(url, observation="") as environment:
         rollout = await environment.begin({"messages": [{"role": "user", "content": "Guess."}]})
         assert rollout.opening == ""
-        assert '"text": "higher"' in (await rollout.step("1")).given
+        assert '"text": "higher"' in (await rollout.step("1")).observation
 
 
 async def test_what_the_server_or_the_machine_refuses_fails_the_sample_and_says_why(url: str) -> None:

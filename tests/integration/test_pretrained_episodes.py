@@ -145,7 +145,7 @@ async def _episode(engine: Any, tokenizer: Any, at: int, version: int) -> Episod
     messages = [{"role": "user", "content": _ASKED.format(at + 2, 3 * at + 1)}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     episode = Episode(prompt=tokenizer(text, add_special_tokens=False)["input_ids"])
-    environment = EnvironmentDouble(lambda row, said: Answer(given="Are you sure? Say why.", done=len(said) == 3))
+    environment = EnvironmentDouble(lambda row, said: Answer(observation="Are you sure? Say why.", done=len(said) == 3))
     request = SampleRequest(
         request_id=f"{version}-{at}-{len(messages)}-{text[-5:]!r}",
         prompt_ids=np.asarray(episode.prompt, np.int32),

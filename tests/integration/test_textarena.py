@@ -30,15 +30,15 @@ async def search(environment, row):
     while True:
         guess = (low + high) // 2
         answer = await episode.step(f"I say [{guess}].")
-        told.append(answer.given)
+        told.append(answer.observation)
         if answer.done:
             await episode.close()
             return [guess, answer.reward, told]
-        low, high = (guess + 1, high) if "higher" in answer.given else (low, guess - 1)
+        low, high = (guess + 1, high) if "higher" in answer.observation else (low, guess - 1)
 
 async def slide(environment, row, moves):
     episode = await environment.begin(row.fields)
-    return [(await episode.step(move)).given for move in moves]
+    return [(await episode.step(move)).observation for move in moves]
 
 async def main():
     settings = schema.Environment(target="textarena", timeout_s=60.0)

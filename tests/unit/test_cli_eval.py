@@ -164,7 +164,7 @@ def test_a_reward_that_nobody_can_reach_is_told_at_once_however_long_a_run_would
     assert main(["eval", str(run.folder), "--prompts", run.data.train, judge, "--patience-s", "1"]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: reward 'judge': http://127.0.0.1:9/score: Connect")
-    assert error.endswith("; no score could be had for 1 s (--patience-s)")
+    assert error.endswith("; no score for 1 s (--patience-s)")
 
 
 def test_what_failed_is_told_with_its_first_reason(run: schema.Config, capsys: pytest.CaptureFixture[str]) -> None:

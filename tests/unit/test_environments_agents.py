@@ -103,10 +103,10 @@ async def test_an_agent_may_be_a_class_and_rollouts_of_a_process_share_what_it_h
     ("what", "why"),
     [
         ("raise", r"KeyError: 'what' \(agent.py:\d+"),
-        ("text", "must give a finite number as reward, and gave 'good'"),
-        ("nothing", "must give a finite number as reward, and gave None"),
-        ("nan", "must give a finite number as reward, and gave nan"),
-        ("names", "rewards must be at most 8, by names"),
+        ("text", "must return a finite number as reward, not 'good'"),
+        ("nothing", "must return a finite number as reward, not None"),
+        ("nan", "must return a finite number as reward, not nan"),
+        ("names", "rewards must be at most 8, named by"),
         ("eat", "MemoryError"),
     ],
 )
@@ -121,7 +121,7 @@ async def test_what_fails_a_rollout_fails_no_other(tmp_path: Path, what: str, wh
 
 @pytest.mark.parametrize(
     ("what", "why"),
-    [("exit", "ended with status 3"), ("kill", "ended with status -9"), ("hang", "asked nothing for 1 s")],
+    [("exit", "ended with status 3"), ("kill", "ended with status -9"), ("hang", "sent no request for 1 s")],
 )
 async def test_an_agent_that_is_lost_ends_its_rollout_and_the_next_one_plays(
     tmp_path: Path, what: str, why: str
@@ -140,7 +140,7 @@ async def test_one_that_blocks_its_process_is_killed_and_the_next_one_plays(
     tmp_path: Path, name: str, is_async: bool
 ) -> None:
     async with agent_world(tmp_path, PLAIN, name, timeout_s=1.0) as world:
-        with pytest.raises(SampleError, match="asked nothing for 1 s"):
+        with pytest.raises(SampleError, match="sent no request for 1 s"):
             await world.play(well, {"what": "block"})
 
         async def plays() -> bool:
@@ -189,7 +189,7 @@ async def test_a_rollout_that_reaches_a_bound_is_unfinished_and_counts(tmp_path:
 
 async def test_an_agent_that_asks_nothing_has_nothing_to_train(tmp_path: Path) -> None:
     async with agent_world(tmp_path, PLAIN, "silent") as world:
-        with pytest.raises(SampleError, match="asked the model nothing"):
+        with pytest.raises(SampleError, match="sent the model no request"):
             await world.play(well)
 
 

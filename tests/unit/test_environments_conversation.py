@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.errors import ConfigError, SampleError
 from streamrl.workers.sessions.conversation import Context, Conversation, answer_of, read_messages
-from streamrl.workers.sessions.tool_calls import Said, make_parser, parse_hermes
+from streamrl.workers.sessions.tool_calls import Reply, make_parser, parse_hermes
 from tests.session_world import ADD, CALL, chat_tokenizer
 
 THINKING = (
@@ -36,8 +36,8 @@ class Talk:
         """The answer as an agent sends it back, and all tokens so far."""
         context, said = self.ask(*messages), parse_hermes(text, self.tools)
         ids = self.tokenizer(text + "<|im_end|>" * ended, add_special_tokens=False)["input_ids"]
-        self.conversation.answered(
-            context, np.array(ids, np.int32), messages=read_messages(messages), tools=self.tools, said=said
+        self.conversation.record_turn(
+            context, np.array(ids, np.int32), messages=read_messages(messages), tools=self.tools, reply=said
         )
         return answer_of(said), [*context.token_ids.tolist(), *ids]
 
@@ -107,7 +107,7 @@ def test_two_forms_of_the_same_message_are_the_same() -> None:
 
 
 def test_what_a_template_refuses_is_told() -> None:
-    with pytest.raises(SampleError, match=r"chat template refuses the messages: no system here"):
+    with pytest.raises(SampleError, match=r"chat template rejects the messages: no system here"):
         Talk("{{ raise_exception('no system here') }}").ask(USER)
 
 
@@ -115,7 +115,7 @@ def test_several_calls_are_several() -> None:
     said = parse_hermes(f"so: {CALL}\n{CALL}", [])
     assert (said.content, [call.name for call in said.calls]) == ("so: ", ["add", "add"])
     assert parse_hermes(CALL.removesuffix("</tool_call>"), []).calls, "its end may be a stop string"
-    assert parse_hermes("no call", []) == Said(content="no call")
+    assert parse_hermes("no call", []) == Reply(content="no call")
 
 
 @pytest.mark.long  # what vLLM's parsers import takes its time
@@ -125,6 +125,6 @@ def test_a_parser_of_vllms_is_named_as_there() -> None:
     parse = make_parser("pythonic", tokenizer)
     said = parse("[add(a=2, b=3)]", [ADD])
     assert [(call.name, call.arguments) for call in said.calls] == [("add", '{"a": 2, "b": 3}')]
-    assert parse("five", [ADD]) == Said(content="five")
+    assert parse("five", [ADD]) == Reply(content="five")
     with pytest.raises(ConfigError, match=r"environment\.tool_parser: vLLM has no 'none'; it has .*pythonic"):
         make_parser("none", tokenizer)

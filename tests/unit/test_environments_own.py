@@ -107,7 +107,7 @@ async def test_each_rollout_has_an_instance_of_its_own(start: Start) -> None:
         rollouts = [await environment.begin({"name": name, "opening": f"hi {name}"}) for name in "abc"]
         assert [one.opening for one in rollouts] == ["hi a", "hi b", "hi c"]
         told = await asyncio.gather(*(one.step("x") for one in rollouts))
-        assert told == [Answer(given=f"{name}: X", reward=1.0) for name in "abc"]
+        assert told == [Answer(observation=f"{name}: X", reward=1.0) for name in "abc"]
         assert (await rollouts[0].step("bye")).done
 
 
@@ -118,7 +118,7 @@ async def test_a_rollout_that_is_over_is_closed(start: Start) -> None:
             await (await environment.begin({})).close()
 
         async def all_closed() -> bool:
-            return (await watching.step("")).given == "3"
+            return (await watching.step("")).observation == "3"
 
         await wait_until_async(all_closed, description="three rollouts are closed")
 
@@ -132,7 +132,7 @@ async def test_a_rollout_that_could_not_begin_is_closed_too(start: Start) -> Non
             await environment.begin({"name": "late"})
 
         async def all_closed() -> bool:
-            return (await watching.step("")).given == "2"
+            return (await watching.step("")).observation == "2"
 
         await wait_until_async(all_closed, description="what they had made is closed")
 
@@ -150,14 +150,14 @@ async def test_rollouts_that_wait_do_so_together(start: Start, name: str) -> Non
     ("said", "why"),
     [
         ("raise", r"KeyError: 'what' \(mine.py:\d+: if completion == \"raise\""),
-        ("nan", "step\\(\\) must give a finite number as reward, and gave nan"),
+        ("nan", "step\\(\\) must return a finite number as reward, not nan"),
         ("two", "step\\(\\) must return \\(observation, reward, done\\)"),
-        ("number", "step\\(\\) must say a text or nothing, and said 7"),
+        ("number", "step\\(\\) must return a text or None, not 7"),
         ("eat", "MemoryError"),
-        ("huge", "step\\(\\) may say 1048576 characters, and said 268435456"),
+        ("huge", "step\\(\\) may return at most 1048576 characters, not 268435456"),
         ("half", "UnicodeEncodeError"),
         ("tell", "ValueError: half a . character"),
-        ("word", "step\\(\\) must give a finite number"),
+        ("word", "step\\(\\) must return a finite number"),
     ],
 )
 async def test_what_fails_a_rollout_fails_no_other(start: Start, said: str, why: str) -> None:
@@ -165,11 +165,11 @@ async def test_what_fails_a_rollout_fails_no_other(start: Start, said: str, why:
         good, bad = await environment.begin({}), await environment.begin({})
         with pytest.raises(SampleError, match=f"the environment failed in step: .*{why}"):
             await bad.step(said)
-        assert (await good.step("")).given == "well"
+        assert (await good.step("")).observation == "well"
 
 
 @pytest.mark.parametrize(
-    ("said", "why"), [("exit", "ended with status 3"), ("hang", "no answer within 0.5 s"), ("write", "no answer")]
+    ("said", "why"), [("exit", "ended with status 3"), ("hang", "no answer within 0.5 s"), ("write", "not an answer")]
 )
 async def test_a_child_that_is_lost_takes_its_rollouts_along_and_another_begins(
     start: Start, said: str, why: str
@@ -181,7 +181,7 @@ async def test_a_child_that_is_lost_takes_its_rollouts_along_and_another_begins(
         await bad.close()
         for _ in range(2):
             next_one = await environment.begin({})
-            assert (await next_one.step("")).given == "well"
+            assert (await next_one.step("")).observation == "well"
 
 
 async def test_threads_that_hang_are_not_what_others_wait_for(start: Start) -> None:
@@ -192,7 +192,7 @@ async def test_threads_that_hang_are_not_what_others_wait_for(start: Start) -> N
             for error in await asyncio.gather(*(one.step("hang") for one in hanging), return_exceptions=True):
                 assert isinstance(error, SampleError)
         good = await environment.begin({})
-        assert (await good.step("")).given == "well"
+        assert (await good.step("")).observation == "well"
 
 
 @pytest.mark.parametrize(
@@ -216,9 +216,9 @@ async def test_a_file_that_writes_on_the_pipe_while_it_is_imported_is_an_error_a
     (tmp_path / "mine.py").write_text(f"{write}class Game:\n  def reset(self, row): pass\n  step = reset\n")
     target = f"{tmp_path / 'mine.py'}:Game"
     environment = OwnEnvironment(build_children(schema.Environment(target=target), Permissions(reward_code=(target,))))
-    with pytest.raises(ConfigError, match=r"environment\.target: cannot use .*no answer"):
+    with pytest.raises(ConfigError, match=r"environment\.target: cannot use .*not an answer"):
         await environment.start()
-    with pytest.raises(SampleError, match="no answer"):
+    with pytest.raises(SampleError, match="not an answer"):
         await environment.begin({})
     await environment.close()
 

@@ -103,7 +103,7 @@ async def test_in_500_random_episodes_what_was_sampled_is_trained_once_and_nothi
 
         def answer(row: Mapping[str, Any], said: list[str], last: int = num_turns) -> Answer:
             words = "".join(rng.choices(CHARACTERS, k=rng.randint(1, 6)))
-            return Answer(given=words, reward=0.5, done=len(said) == last)
+            return Answer(observation=words, reward=0.5, done=len(said) == last)
 
         environment = EnvironmentDouble(answer, opening="" if is_chat else rng.choice(["", "abc"]))
         settings = schema.Environment(target="m:f", max_turns=rng.randint(1, 6), max_tokens=rng.randint(4, 60))
@@ -154,7 +154,7 @@ async def test_a_chat_goes_on_as_its_template_would_have_written_it(tokenizer: P
 
 async def test_a_template_that_drops_what_was_thought_starts_a_branch(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = DROPS
-    environment = EnvironmentDouble(lambda row, said: Answer(given="no", done=len(said) == 3))
+    environment = EnvironmentDouble(lambda row, said: Answer(observation="no", done=len(said) == 3))
     engine = Spoken(tokenizer, ["1+1=2", "3", "4"])
     request = SampleRequest(
         request_id="r",
@@ -179,7 +179,7 @@ async def test_who_is_not_done_must_say_something(tokenizer: PreTrainedTokenizer
     environment = EnvironmentDouble(lambda row, said: Answer())
     player = Player(environment, tail=Tail(tokenizer), settings=schema.Environment(target="m:f"))
     request = SampleRequest(request_id="r", prompt_ids=np.arange(3, dtype=np.int32), sampling=schema.Sampling())
-    with pytest.raises(SampleError, match="says nothing"):
+    with pytest.raises(SampleError, match="returned no observation"):
         await player.play(make_ticket(1), Recorded(1, tokenizer), request)
     assert environment.num_open == 0
 
@@ -194,7 +194,7 @@ async def test_behind_the_last_turn_that_there_may_be_nothing_need_be_said(token
 
 
 async def test_rewards_of_turns_are_delivered_with_their_weight_and_add_up(tokenizer: PreTrainedTokenizerFast) -> None:
-    environment = EnvironmentDouble(lambda row, said: Answer(given="no", reward=len(said), done=len(said) == 3))
+    environment = EnvironmentDouble(lambda row, said: Answer(observation="no", reward=len(said), done=len(said) == 3))
     config = worker_config().model_copy(update={"environment": schema.Environment(target="m:f", weight=0.5)})
     assert config.environment is not None
     answerer = Answerer(
@@ -219,7 +219,9 @@ async def test_rewards_beyond_all_numbers_fail_their_sample_and_no_worker(
     tokenizer: PreTrainedTokenizerFast, weight: float
 ) -> None:
     earned = iter([1e308, 1e308, 1e308, -1e308, 1.0, 1.0])
-    environment = EnvironmentDouble(lambda row, said: Answer(given="no", reward=next(earned), done=len(said) == 2))
+    environment = EnvironmentDouble(
+        lambda row, said: Answer(observation="no", reward=next(earned), done=len(said) == 2)
+    )
     config = worker_config().model_copy(
         update={"environment": schema.Environment(target="m:f", weight=weight), "rewards": {}}
     )

@@ -27,7 +27,7 @@ Reply = httpx.Response | Exception
 
 
 def echo(row: Mapping[str, Any], said: list[str]) -> Answer:
-    return Answer(given=f"{row['name']}: {said[-1]}", reward=len(said) / 2, done=said[-1] == "bye")
+    return Answer(observation=f"{row['name']}: {said[-1]}", reward=len(said) / 2, done=said[-1] == "bye")
 
 
 class Services:
@@ -78,8 +78,8 @@ async def test_a_rollout_stays_with_the_replica_that_began_it_and_is_closed_ther
         rollouts = [await remote.begin({"name": str(i)}) for i in range(8)]
         assert {one.opening for one in rollouts} == {"hi"}
         told = await asyncio.gather(*(one.step("x") for one in rollouts))
-        assert told == [Answer(given=f"{i}: x", reward=0.5) for i in range(8)]
-        assert (await rollouts[0].step("bye")) == Answer(given="0: bye", reward=1.0, done=True)
+        assert told == [Answer(observation=f"{i}: x", reward=0.5) for i in range(8)]
+        assert (await rollouts[0].step("bye")) == Answer(observation="0: bye", reward=1.0, done=True)
         assert all(environment.num_open for environment in services.environments.values()), "both have some"
         for one in rollouts:
             await one.close()
@@ -95,8 +95,8 @@ async def test_a_step_whose_answer_is_lost_is_asked_for_again_and_played_once() 
     services.meddle = lose
     async with played_by(services, ONE) as remote:
         rollout = await remote.begin({"name": "a"})
-        assert await rollout.step("x") == Answer(given="a: x", reward=0.5)
-        assert await rollout.step("y") == Answer(given="a: y", reward=1.0), "the second turn, and not the fourth"
+        assert await rollout.step("x") == Answer(observation="a: x", reward=0.5)
+        assert await rollout.step("y") == Answer(observation="a: y", reward=1.0), "the second turn, and not the fourth"
     assert services.asked.count(("one", "/step")) == 4
 
 
@@ -105,7 +105,7 @@ async def test_a_replica_that_is_asked_too_often_is_given_its_rest_and_the_rollo
     services.meddle = lambda _host, path, answer: next(busy, answer) if path == "/step" else answer
     async with played_by(services, ONE) as remote:
         rollout = await remote.begin({"name": "a"})
-        assert await rollout.step("x") == Answer(given="a: x", reward=0.5)
+        assert await rollout.step("x") == Answer(observation="a: x", reward=0.5)
 
 
 async def test_a_replica_that_rests_for_longer_than_an_outage_may_last_loses_its_rollout() -> None:
@@ -131,7 +131,7 @@ async def test_while_no_replica_is_there_rollouts_wait_and_none_fails() -> None:
         assert not any(task.done() for task in waiting)
         services.down = {"two"}
         rollouts = await asyncio.gather(*waiting)
-        assert [(await one.step("x")).given for one in rollouts] == [f"{i}: x" for i in range(20)]
+        assert [(await one.step("x")).observation for one in rollouts] == [f"{i}: x" for i in range(20)]
         assert remote.outage() is None
 
 
@@ -157,7 +157,7 @@ async def test_a_gateway_before_a_service_that_is_away_is_an_outage_too(status: 
         assert not any(task.done() for task in waiting)
         away[0] = False
         rollouts = await asyncio.gather(*waiting)
-        assert [(await one.step("x")).given for one in rollouts] == [f"{i}: x" for i in range(2)]
+        assert [(await one.step("x")).observation for one in rollouts] == [f"{i}: x" for i in range(2)]
 
 
 async def test_a_gateway_before_a_service_that_stays_away_gives_tickets_back() -> None:
@@ -177,7 +177,7 @@ async def test_a_replica_that_dies_costs_its_own_rollouts_alone() -> None:
         num_of_one = sum(isinstance(one, SampleError) for one in told)
         assert num_of_one == services.environments["one"].num_open
         assert sum(isinstance(one, Answer) for one in told) == 8 - num_of_one > 0
-        assert (await (await remote.begin({"name": "new"})).step("x")).given == "new: x"
+        assert (await (await remote.begin({"name": "new"})).step("x")).observation == "new: x"
         services.down = set()
 
         async def is_asked_again() -> bool:

@@ -172,7 +172,7 @@ async def test_a_task_that_goes_wrong_costs_its_rollout_and_no_later_one(folder:
 
 async def test_a_task_that_hangs_is_given_up_in_the_server_too(folder: Path) -> None:
     async with played(timeout_s=1.0) as world:
-        with pytest.raises(SampleError, match=r"asked nothing for 1 s \(environment.timeout_s\)"):
+        with pytest.raises(SampleError, match=r"sent no request for 1 s \(environment.timeout_s\)"):
             await world.play(lambda _: "5", task(what="hang"))
         await asyncio.to_thread(wait_until, (folder / "cancelled").exists, description="the server is told")
         rollout, _ = await world.play(lambda _: "5", task())

@@ -94,5 +94,5 @@ def test_a_rollout_whose_contexts_have_nothing_in_common_ends() -> None:
     trace = Trace(ids(PROMPT))
     for at in range(MAX_BRANCHES):
         trace.take(ids([1000 + at]), say([1]))
-    with pytest.raises(SampleError, match="another context"):
+    with pytest.raises(SampleError, match="a context other than the previous one"):
         trace.take(ids([1]), say([1]))

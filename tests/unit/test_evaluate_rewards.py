@@ -93,6 +93,6 @@ async def test_a_service_that_stays_away_is_told_with_its_own_words() -> None:
         raise httpx.ConnectError("nobody is there")
 
     away = mix(judge=connect(answer, first_pause_s=0.02))
-    told = r"^reward 'judge': http://reward:1/score: ConnectError: nobody is there; no score could be had for 0\.3 s"
+    told = r"^reward 'judge': http://reward:1/score: ConnectError: nobody is there; no score for 0\.3 s"
     with pytest.raises(RewardOutage, match=told):
         await try_rewards(away, make_item(), num_samples=1, patience_s=0.3, limit_s=60)

@@ -107,12 +107,12 @@ async def test_a_model_that_answers_too_few_scores_costs_the_batch_and_not_the_s
 
 async def test_what_nobody_waits_for_any_more_is_not_scored() -> None:
     model = ScoringModelDouble()
-    model.may_go_on.clear()
+    model.may_continue.clear()
     async with running(model, max_batch_tokens=10) as batcher:
         first, *others = (asyncio.create_task(batcher.score([[number] * 10])) for number in range(4))
         await asyncio.to_thread(wait_until, lambda: model.batches, description="the first one is being scored")
         others.pop(0).cancel()
-        model.may_go_on.set()
+        model.may_continue.set()
         assert await asyncio.gather(first, *others) == [[0.0], [20.0], [30.0]]
     assert [batch[0][0] for batch in model.batches] == [0, 2, 3]
 

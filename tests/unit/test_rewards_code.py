@@ -119,14 +119,14 @@ async def test_a_program_that_ends_itself_before_its_test_has_not_passed(ending:
 
     [why] = await outcomes(f"{ADD}{ending}", ["assert add(1, 1) == 2"])
 
-    assert why == "ended itself with status 0"
+    assert why == "exited with status 0"
 
 
 async def test_a_program_may_end_itself_when_it_has_printed() -> None:
     case = [{"input": "", "output": "5"}]
 
     assert await outcomes("print(5, flush=True)\nimport os\nos._exit(0)", case) == [""]
-    assert await outcomes("print(5)\nraise SystemExit(1)", case) == ["ended itself with status 1"]
+    assert await outcomes("print(5)\nraise SystemExit(1)", case) == ["exited with status 1"]
 
 
 async def test_threads_event_loops_and_main_blocks_work() -> None:
@@ -306,7 +306,7 @@ async def test_a_cell_that_others_kill_is_an_error() -> None:
 
 
 async def test_a_program_that_the_machine_had_no_time_for_is_an_error() -> None:
-    with pytest.raises(RewardError, match=r"the machine had no time for it: 0\.1 s of computing in 0\.3 s"):
+    with pytest.raises(RewardError, match=r"the machine was too busy: no 0\.1 s of CPU time for it in 0\.3 s"):
         await outcomes("while True: pass", ["pass"], keeper=STARVED, timeout_s=0.3, time_s=0.1)
 
 

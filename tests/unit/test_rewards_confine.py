@@ -88,9 +88,9 @@ def listener() -> Any:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        ("connect", r"Machine is not on the network.*a network only where its source says `network: true`"),
+        ("connect", r"Machine is not on the network.*network access only if its source sets `network: true`"),
         ("by_path", r"Machine is not on the network"),
-        ("by_name", r"name resolution.*a network only where its source says `network: true`"),
+        ("by_name", r"name resolution.*network access only if its source sets `network: true`"),
         ("by_a_program", "CalledProcessError"),
     ],
 )

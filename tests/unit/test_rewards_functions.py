@@ -140,7 +140,7 @@ async def test_many_calls_at_once_come_back_each_with_its_own_answer(start: Star
         ("nan", "returned nan, not a finite number"),
         ("none", "returned None, not a number"),
         ("text", "returned '1.0', not a number"),
-        ("scribble", "wrote something that is no answer"),
+        ("scribble", "wrote something that is not an answer"),
     ],
 )
 async def test_a_function_that_misbehaves_fails_its_sample_and_no_other(

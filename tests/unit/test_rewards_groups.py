@@ -103,7 +103,7 @@ async def test_a_function_of_groups_sees_all_samples_with_what_others_gave_them(
 
 
 async def test_of_a_wrong_form_or_number_it_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="of_group wants the form of TRL's"):
+    with pytest.raises(ConfigError, match="of_group needs a function of TRL's form"):
         await scores("ours", [make_item()], of_group=True)
     with pytest.raises(RewardError, match="returned 1 rewards for 2 completions"):
         await scores("short", [make_item()] * 2, of_group=True)
@@ -140,7 +140,7 @@ async def test_who_fails_in_a_group_fails_alone_and_a_group_that_fails_fails_who
         mixed = await rewards.mix(items, [await rewards.score_sample(item) for item in items])
         assert [isinstance(scores, RewardError) for scores in mixed] == failed
         assert str(mixed[0]).startswith("reward 'beside': no")
-        assert rewards.trouble().startswith("the last score could not be had: reward 'beside'")
+        assert rewards.trouble().startswith("the last score failed: reward 'beside'")
 
 
 async def test_a_worker_has_a_group_compared_when_all_its_samples_are_there() -> None:

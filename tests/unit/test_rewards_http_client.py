@@ -58,11 +58,11 @@ async def test_no_more_requests_run_at_once_than_allowed() -> None:
         (httpx.Response(200, json={"rewards": [1.0, 2.0]}), "answered no list of 1 rewards"),
         (httpx.Response(200, json={"scores": [1.0]}), "answered no list of 1 rewards"),
         (httpx.Response(200, json=[1.0]), "answered no list of 1 rewards"),
-        (httpx.Response(200, text='{"rewards": [NaN]}'), "no finite numbers"),
-        (httpx.Response(200, text='{"rewards": [1e999]}'), "no finite numbers"),
-        (httpx.Response(200, json={"rewards": [None]}), "no finite numbers"),
-        (httpx.Response(200, json={"rewards": [True]}), "no finite numbers"),
-        (httpx.Response(200, json={"rewards": ["1.0"]}), "no finite numbers"),
+        (httpx.Response(200, text='{"rewards": [NaN]}'), "not finite numbers"),
+        (httpx.Response(200, text='{"rewards": [1e999]}'), "not finite numbers"),
+        (httpx.Response(200, json={"rewards": [None]}), "not finite numbers"),
+        (httpx.Response(200, json={"rewards": [True]}), "not finite numbers"),
+        (httpx.Response(200, json={"rewards": ["1.0"]}), "not finite numbers"),
         (httpx.Response(200, headers={"content-encoding": "gzip"}, content=gzip.compress(b"x")), "compressed"),
     ],
 )
@@ -148,7 +148,7 @@ async def test_closing_fails_what_is_still_asked() -> None:
     await asyncio.wait_for(asked.wait(), 5)
     await reward.close()
     for one in waiting:
-        with pytest.raises(RewardError, match="given up"):
+        with pytest.raises(RewardError, match="the request was cancelled"):
             await asyncio.wait_for(one, 5)
 
 

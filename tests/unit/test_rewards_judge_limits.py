@@ -53,7 +53,7 @@ async def test_a_limit_that_lasts_gives_the_ticket_back_and_shows() -> None:
         score = asyncio.ensure_future(reward.score(make_item()))
         with pytest.raises(RewardOutage, match=r"no replica answered for 0\.3 s: .*answered 429: quota"):
             await asyncio.wait_for(score, LIMIT_S)
-        assert "is asked again in 3" in reward.health().state
+        assert "rate-limited for 3" in reward.health().state
         await reward.close()
     assert len(server.asked) == 1
 
@@ -87,8 +87,8 @@ async def test_a_budget_that_is_spent_is_an_outage_that_names_itself() -> None:
             await reward.score(make_item(str(number)))
         outage = reward.health().outage
         assert outage == (
-            "its judges have read and written 300 tokens, and rewards.mine.token_budget = 250: raise it, or leave it "
-            "out, and resume the run"
+            "rewards.mine.token_budget = 250: its judges have used 300 tokens; raise it, "
+            "or leave it out, and resume the run"
         )
         assert reward.health().num_tokens == 300
         with pytest.raises(RewardOutage, match="token_budget"):

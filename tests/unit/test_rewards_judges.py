@@ -237,7 +237,7 @@ async def test_a_key_of_a_variable_goes_along_and_stands_in_no_error(monkeypatch
     [
         ({"url": "http://elsewhere/v1"}, Permissions(), "--allow-host elsewhere"),
         ({"token_env": "KEY"}, Permissions(hosts=("h",)), "--allow-reward-env KEY"),
-        ({"token_env": "KEY"}, Permissions(hosts=("h",), reward_environment=("KEY",)), "there is no variable KEY"),
+        ({"token_env": "KEY"}, Permissions(hosts=("h",), reward_environment=("KEY",)), "KEY is not set"),
     ],
 )
 def test_what_a_worker_does_not_allow_or_have_is_an_error_that_says_how(

@@ -65,7 +65,7 @@ def test_a_model_without_a_reward_head_is_refused_rather_than_given_a_random_one
 
 
 def test_a_model_with_several_outputs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has 3 outputs; a reward is one: say with attribute_weights"):
+    with pytest.raises(DataError, match="has 3 outputs, but a reward is one number: set attribute_weights"):
         loaded(make_reward_model(tmp_path / "rm", num_labels=3))
 
 
@@ -80,7 +80,7 @@ def test_several_outputs_become_one_reward_by_their_weights(tmp_path: Path) -> N
 
 def test_weights_that_do_not_fit_the_outputs_are_refused(tmp_path: Path) -> None:
     folder = str(make_reward_model(tmp_path / "rm", num_labels=3))
-    with pytest.raises(DataError, match="3 outputs, and attribute_weights has 2 numbers"):
+    with pytest.raises(DataError, match="3 outputs, but attribute_weights has 2 numbers"):
         loaded(folder, attribute_weights=(1.0, 2.0))
 
 
@@ -95,7 +95,7 @@ def test_average_pool_is_the_mean_of_what_each_prefix_scores(tmp_path: Path, wit
 
 
 def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_said_to_be_so() -> None:
-    with pytest.raises(DataError, match=r"'models/rm/7' is no folder, and the hub gives no tokenizer of it: "):
+    with pytest.raises(DataError, match=r"'models/rm/7' is not a folder, and the hub has no tokenizer for it: "):
         loaded("models/rm/7")
 
 
@@ -237,5 +237,5 @@ def test_training_may_begin_from_a_reward_model_with_another_number_of_outputs(t
 def test_examples_of_which_none_is_left_to_train_on_are_refused(tmp_path: Path) -> None:
     pairs = write_pairs(tmp_path / "pairs.jsonl", 60)
     settings = TrainSettings(model=str(make_model(tmp_path / "lm", hidden=32)), output=tmp_path / "rm", max_tokens=2)
-    with pytest.raises(DataError, match=r"^0 of \d+ examples have texts that fit.*--max-tokens"):
+    with pytest.raises(DataError, match=r"^0 of \d+ examples have texts short enough.*--max-tokens"):
         train(read_pairs(pairs), settings, lambda line: None)

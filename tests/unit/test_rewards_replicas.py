@@ -46,11 +46,11 @@ def test_another_than_the_one_that_failed_is_asked_where_there_is_one() -> None:
     replicas = make("a", "b")
     first = chosen(replicas)
     fail(replicas, first)
-    second = replicas.choose(but=first)
+    second = replicas.choose(avoid=first)
     assert second is not None
     assert second is not first
     alone = make("a")
-    assert alone.choose(but=chosen(alone)) is not None
+    assert alone.choose(avoid=chosen(alone)) is not None
 
 
 def test_one_that_fails_again_and_again_is_left_out_and_then_tried_by_a_single_request() -> None:

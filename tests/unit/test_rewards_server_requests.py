@@ -123,7 +123,7 @@ async def test_a_page_in_a_browser_is_not_scored(client: httpx.AsyncClient, mode
 
 
 async def test_unknown_paths_and_methods_are_explained_too(client: httpx.AsyncClient) -> None:
-    assert (await client.get("/nothing")).json() == {"error": "nothing is at /nothing; see /openapi.json"}
+    assert (await client.get("/nothing")).json() == {"error": "no such path: /nothing; see /openapi.json"}
     assert (await client.get("/score")).status_code == 405
 
 
@@ -140,10 +140,10 @@ async def test_health_follows_the_model_and_needs_no_token(
 
 async def test_a_model_that_scores_nothing_is_stuck(model: ScoringModelDouble) -> None:
     async with connected(model, health_timeout_s=0.05) as client:
-        model.may_go_on.clear()
+        model.may_continue.clear()
         answer = await client.get("/health")
         assert (answer.status_code, answer.json()["status"]) == (503, "stuck")
-        model.may_go_on.set()
+        model.may_continue.set()
 
 
 async def test_a_model_with_so_much_to_do_that_health_must_wait_its_turn_is_not_stuck(
@@ -157,7 +157,7 @@ async def test_a_model_with_so_much_to_do_that_health_must_wait_its_turn_is_not_
         return score(rows)
 
     model.score = score_two_batches_soon  # type: ignore[method-assign]
-    model.may_go_on.clear()
+    model.may_continue.clear()
     async with connected(model, health_timeout_s=2.0) as client:
 
         async def all_wait() -> bool:
@@ -167,7 +167,7 @@ async def test_a_model_with_so_much_to_do_that_health_must_wait_its_turn_is_not_
         await asyncio.to_thread(wait_until, lambda: model.batches, description="the first one is being scored")
         health = asyncio.create_task(client.get("/health"))
         await wait_until_async(all_wait, description="health's own row waits behind the others")
-        model.may_go_on.set()
+        model.may_continue.set()
         assert (await health).json()["status"] == "ok"
         may_end.set()
         assert (await ahead).status_code == 200
@@ -184,14 +184,14 @@ async def test_a_model_that_fails_is_a_server_error_and_never_a_number(
 async def test_above_the_limit_of_rows_the_server_is_busy_until_some_are_answered(
     client: httpx.AsyncClient, model: ScoringModelDouble
 ) -> None:
-    model.may_go_on.clear()
+    model.may_continue.clear()
     full = [
         asyncio.create_task(client.post("/score", json={"tokens": [[1]] * MAX_ROWS}))
         for _ in range(MAX_PENDING_ROWS // MAX_ROWS)
     ]
     await asyncio.to_thread(wait_until, lambda: model.batches, description="the model is at work")
     await wait_until_async(functools.partial(is_busy, client), description="all have been read")
-    model.may_go_on.set()
+    model.may_continue.set()
     assert [answer.status_code for answer in await asyncio.gather(*full)] == [200] * len(full)
     assert not await is_busy(client)
 
@@ -200,7 +200,7 @@ async def is_busy(client: httpx.AsyncClient) -> bool:
     answer = await client.post("/score", json={})
     if answer.status_code == 503:
         assert answer.headers["retry-after"] == "1"
-        assert answer.json() == {"error": f"busy: {MAX_PENDING_ROWS} rows wait already"}
+        assert answer.json() == {"error": f"busy: {MAX_PENDING_ROWS} rows are waiting already"}
     return answer.status_code == 503
 
 

@@ -105,7 +105,7 @@ async def test_chats_come_as_messages_and_further_fields_as_lists(start: Start) 
 async def test_a_function_without_kwargs_gets_what_it_names_and_options_beside(start: Start) -> None:
     async with start("without_kwargs", options={"scale": 2.0}) as reward:
         assert await reward.score(make_item("4", answer="4", level=3)) == 2.0
-        with pytest.raises(RewardError, match="without_kwargs takes 'answer', and the prompt's row has no such field"):
+        with pytest.raises(RewardError, match="without_kwargs takes 'answer', which the prompt's row lacks"):
             await reward.score(make_item("4", level=3))
 
 

@@ -226,7 +226,7 @@ async def test_each_sample_brings_what_the_teacher_gave_its_tokens_and_a_held_ou
 
     trained, held_out = sorted(groups, key=lambda group: group.header.ticket)
     asked = [(list(trained.prompt_ids), sample.token_ids.tolist()) for sample in trained.samples]
-    assert sorted(teacher.asked) == sorted(asked)
+    assert sorted(teacher.requests) == sorted(asked)
     for sample in trained.samples:
         assert sample.teacher_logprobs is not None
         assert sample.teacher_logprobs.tolist() == [-0.5] * len(sample.token_ids)

@@ -81,7 +81,7 @@ async def test_a_response_as_long_as_they_come_has_a_number_for_each_token_too(t
 
 
 async def test_a_function_of_trls_form_that_is_to_give_them_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="per_token wants streamrl's form, and this is a function of TRL's"):
+    with pytest.raises(ConfigError, match="per_token needs a function of streamrl's form"):
         await scored(tmp_path, "of_trl", make_item("abc"))
 
 

@@ -80,7 +80,7 @@ async def test_without_an_engine_or_a_proved_version_nothing_is_ready(world: Wor
     world.progress.note(rejected="the canary is off")
     assert "the canary is off" in (await world.get("/readyz")).json()["reasons"][0]
     world.work.engine_stats = None
-    assert "no engine is at work" in (await world.get("/readyz")).json()["reasons"][0]
+    assert "no engine is running" in (await world.get("/readyz")).json()["reasons"][0]
     assert (await world.get("/livez")).status_code == 200
 
 
@@ -89,7 +89,7 @@ async def test_an_engine_that_makes_no_token_is_first_not_ready_and_then_not_ali
     assert (await world.get("/readyz")).status_code == 503
     assert (await world.get("/livez")).status_code == 200
     world.now += 300.0
-    assert "nothing got on for 430 s" in (await world.get("/livez")).json()["reasons"][0]
+    assert "no progress for 430 s" in (await world.get("/livez")).json()["reasons"][0]
 
     world.work.engine_stats = stats(num_made=1)
     assert (await world.get("/livez")).status_code == 200
@@ -147,7 +147,7 @@ async def test_a_worker_whose_samples_wait_for_a_slow_judge_is_alive_as_long_as_
             await world.rewards.score(a_score_item())
             assert (await world.get("/livez")).status_code == 200
         world.now += 400.0
-        assert "nothing got on for 400 s" in (await world.get("/livez")).json()["reasons"][0]
+        assert "no progress for 400 s" in (await world.get("/livez")).json()["reasons"][0]
 
 
 async def test_a_worker_is_not_ended_while_a_source_may_still_rest_as_long_as_its_settings_say() -> None:

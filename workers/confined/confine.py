@@ -27,7 +27,7 @@ PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38
 MODE_FILTER = 2
 _SET_FILTER, _WITH_LISTENER = 1, 8
 # From <linux/seccomp.h> and <linux/filter.h>.
-ALLOW, ERRNO, _ASK = 0x7FFF0000, 0x00050000, 0x7FC00000
+ALLOW, ERRNO, _NOTIFY = 0x7FFF0000, 0x00050000, 0x7FC00000
 LOAD, IF_EQUAL, _IF_AT_LEAST, IF_ANY, RETURN, _AND = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
 _NUMBER_AT, _MACHINE_AT, ARGUMENTS_AT = 0, 4, 16
 _INET, _STREAM, _KIND_BITS, _TCP = 2, 1, 0xF, 6
@@ -36,7 +36,7 @@ _OTHER_ABI = 0x40000000  # x32 calls have their own numbers
 # By machine: the kernel's name for it; socket; ptrace, process_vm_readv and process_vm_writev.
 _CALLS = {"x86_64": (0xC000003E, 41, (101, 310, 311)), "aarch64": (0xC00000B7, 198, (117, 270, 271))}
 # By machine: connect; seccomp; sendto, sendmsg and sendmmsg, each with the index of its flags argument.
-_OF_A_DOOR = {
+_DOOR_CALLS = {
     "x86_64": (42, 317, {44: 3, 46: 2, 307: 3}),
     "aarch64": (203, 277, {206: 3, 211: 2, 269: 3}),
 }
@@ -64,14 +64,14 @@ def admit_by_listener() -> int:
     """Forbid the network, except that the reader of the returned descriptor decides on TCP sockets and on their
     connections: these calls do not run themselves (see `door`)."""
     machine = this_machine()
-    connect, seccomp, sends = _OF_A_DOOR[machine]
+    connect, seccomp, sends = _DOOR_CALLS[machine]
     _, socket, _ = _CALLS[machine]
     steps = [
         *begin(machine),
         *_no_io_uring(),
         *_ask_for_tcp(socket),
         (IF_EQUAL, 0, 1, connect),
-        (RETURN, 0, 0, _ASK),
+        (RETURN, 0, 0, _NOTIFY),
     ]
     for number, place in sends.items():
         steps += [
@@ -121,7 +121,7 @@ def _ask_for_tcp(socket: int) -> Iterator[Step]:
     yield LOAD, 0, 0, ARGUMENTS_AT + 16
     yield IF_EQUAL, 2, 0, 0
     yield from _refuse(IF_EQUAL, _TCP, NO_NETWORK, unless=True)
-    yield RETURN, 0, 0, _ASK
+    yield RETURN, 0, 0, _NOTIFY
 
 
 def _refuse(test: int, value: int, reason: int, *, unless: bool = False) -> Iterator[Step]:
@@ -147,14 +147,14 @@ def keep_apart() -> None:
     it. Before scopes existed a ruleset had to restrict files: then files cannot move between folders, either."""
     version = system_call("syscall", CREATE_RULESET, 0, 0, RULESET_VERSION)
     has_scopes = version >= _SCOPES_SINCE
-    said = struct.pack("QQQ", 0, 0, _SCOPES) if has_scopes else struct.pack("Q", _MAKE_BLOCK_DEVICE)
-    rules = ctypes.create_string_buffer(said, len(said))
-    held = system_call("syscall", CREATE_RULESET, ctypes.addressof(rules), len(said), 0)
+    attributes = struct.pack("QQQ", 0, 0, _SCOPES) if has_scopes else struct.pack("Q", _MAKE_BLOCK_DEVICE)
+    rules = ctypes.create_string_buffer(attributes, len(attributes))
+    ruleset = system_call("syscall", CREATE_RULESET, ctypes.addressof(rules), len(attributes), 0)
     try:
         gain_nothing()
-        system_call("syscall", RESTRICT_SELF, held, 0)
+        system_call("syscall", RESTRICT_SELF, ruleset, 0)
     finally:
-        os.close(held)
+        os.close(ruleset)
     drop_capabilities(_ABOVE_OTHERS)
 
 

@@ -79,8 +79,8 @@ class Door:
             self._listener = None
 
     def _answer(self) -> None:
-        assert self._listener is not None, "it is read only while it is there"
-        if not _has_question(self._listener):
+        assert self._listener is not None, "the listener is read only while it is open"
+        if not _is_pending(self._listener):
             self._forget()  # all processes that could ask have ended
             return
         buffer = bytearray(_NOTIFICATION.size)
@@ -88,47 +88,54 @@ class Door:
             fcntl.ioctl(self._listener, _RECEIVE, buffer)
         except OSError:  # the asking process was killed meanwhile
             return
-        asked, pid, _, number, _, _, *arguments = _NOTIFICATION.unpack(buffer)
+        notification_id, pid, _, number, _, _, *arguments = _NOTIFICATION.unpack(buffer)
         with contextlib.suppress(OSError):  # the asking process was killed meanwhile
             if number in _SOCKET_CALLS:
                 try:
-                    self._give_socket(asked, kind=arguments[1])
+                    self._give_socket(notification_id, kind=arguments[1])
                 except OSError as error:  # out of file descriptors, here or there
-                    self._say(asked, error.errno or NO_NETWORK)
+                    self._respond(notification_id, error.errno or NO_NETWORK)
             else:
-                reached = self.address is not None and _meant(pid, *arguments[1:3]) in (None, self.address)
-                self._say(asked, 0 if reached else NO_NETWORK)
+                is_allowed = self.address is not None and _requested_address(pid, *arguments[1:3]) in (
+                    None,
+                    self.address,
+                )
+                self._respond(notification_id, 0 if is_allowed else NO_NETWORK)
 
-    def _give_socket(self, asked: int, *, kind: int) -> None:
-        assert self._listener is not None, "who asks is there"
+    def _give_socket(self, notification_id: int, *, kind: int) -> None:
+        assert self._listener is not None, "a notification comes from an open listener"
         if self.address is None:
-            self._say(asked, NO_NETWORK)
+            self._respond(notification_id, NO_NETWORK)
             return
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as connected:
             connected.setblocking(False)
             connected.connect_ex(self.address)  # it listens on this machine, so there is nothing to wait for
             connected.setblocking(not kind & socket.SOCK_NONBLOCK)
             close_on_exec = os.O_CLOEXEC if kind & socket.SOCK_CLOEXEC else 0
-            fcntl.ioctl(self._listener, _ADD_FD, _ADDITION.pack(asked, _AND_SEND, connected.fileno(), 0, close_on_exec))
+            fcntl.ioctl(
+                self._listener,
+                _ADD_FD,
+                _ADDITION.pack(notification_id, _AND_SEND, connected.fileno(), 0, close_on_exec),
+            )
 
-    def _say(self, asked: int, refusal: int) -> None:
-        assert self._listener is not None, "who asks is there"
-        fcntl.ioctl(self._listener, _SEND, _RESPONSE.pack(asked, 0, -refusal, 0))
+    def _respond(self, notification_id: int, refusal: int) -> None:
+        assert self._listener is not None, "a notification comes from an open listener"
+        fcntl.ioctl(self._listener, _SEND, _RESPONSE.pack(notification_id, 0, -refusal, 0))
 
 
-def _has_question(listener: int) -> bool:
+def _is_pending(listener: int) -> bool:
     """Return whether a notification is pending; receiving without one would block."""
-    asking = select.poll()
-    asking.register(listener, select.POLLIN)
-    return any(event & select.POLLIN for _, event in asking.poll(0))
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    return any(event & select.POLLIN for _, event in poll.poll(0))
 
 
-def _meant(pid: int, place: int, num_bytes: int) -> tuple[str, int] | None:
+def _requested_address(pid: int, pointer: int, num_bytes: int) -> tuple[str, int] | None:
     """Read the address from the asker's memory. It may change there at any time, so it serves only for an accurate
     answer, not for security. None: unreadable."""
     try:
         with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-            memory.seek(place)
+            memory.seek(pointer)
             name = memory.read(min(num_bytes, _INET.size))
     except (OSError, ValueError, OverflowError):
         return None

@@ -22,10 +22,10 @@ from streamrl.recipe.own import bind, describe, load_function
 from streamrl.recipe.rewards import LOADS, REWARDS
 from streamrl.terminal import plural
 from streamrl.workers.confined import confine as confining
-from streamrl.workers.confined.trl_form import TOLD, bind_of_trl, is_of_trl, rewards_in
+from streamrl.workers.confined.trl_form import SAMPLE_FACTS, bind_of_trl, is_of_trl, rewards_in
 
 _NO_NAMES = -3  # EAI_AGAIN: no DNS server can be reached
-_NO_NETWORK_HINT = "; a function has a network only where its source says `network: true`"
+_NO_NETWORK_HINT = "; a function has network access only if its source sets `network: true`"
 
 # Reads a function's return value for these samples into scores; None: does not apply; a list: one per token
 Read = Callable[[Any, list[Any]], list[Any]]
@@ -43,11 +43,13 @@ def main() -> None:
         asynchronous = inspect.iscoroutinefunction(function)
         read: Read = _only_number
         if is_of_trl(function) and setup["per_token"]:
-            raise TypeError("per_token wants streamrl's form, and this is a function of TRL's: a reward a sample")
+            raise TypeError(
+                "per_token needs a function of streamrl's form; this one has TRL's, with one reward per sample"
+            )
         if is_of_trl(function):
             function, read = bind_of_trl(function, setup["options"]), _numbers_of_trl
         elif setup["of_group"]:
-            raise TypeError("of_group wants the form of TRL's: a function with a parameter called `completions`")
+            raise TypeError("of_group needs a function of TRL's form, with a parameter called `completions`")
         else:
             function = _bind(function, setup["options"])
             read = _numbers_of_tokens if setup["per_token"] else read
@@ -102,13 +104,13 @@ async def _serve_concurrently(
 
 def _bind(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Return a callable that takes a prompt, its row's fields, and one sample."""
-    wanted = [name for name in TOLD if name in inspect.signature(function).parameters and name not in options]
+    wanted = [name for name in SAMPLE_FACTS if name in inspect.signature(function).parameters and name not in options]
     bound = bind(function, {**dict.fromkeys(wanted), **options}, "prompt", "completion", "token_ids", "fields")
 
     def call(prompt: str, fields: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> Any:
         [sample] = samples
-        told = {name: TOLD[name](sample) for name in wanted}
-        return bound(prompt, sample["completion"], sample["token_ids"], fields, **told)
+        facts = {name: SAMPLE_FACTS[name](sample) for name in wanted}
+        return bound(prompt, sample["completion"], sample["token_ids"], fields, **facts)
 
     return call
 
@@ -124,7 +126,7 @@ def _numbers_of_tokens(value: Any, samples: list[Any]) -> list[Any]:
         raise TypeError(
             f"per_token: the function returned {value!r:.80}, not a number for each of {plural(count, 'token')}"
         )
-    return [[_as_number(one) for one in value]]
+    return [[_as_number(number) for number in value]]
 
 
 def _as_number(value: Any) -> float:
@@ -142,12 +144,12 @@ def _numbers_of_trl(returned: Any, samples: list[Any]) -> list[Any]:
 
 def _failure(error: BaseException) -> dict[str, Any]:
     """Describe the error. `last`: a process that ran out of memory may have leaked it, so it is replaced."""
-    hint = _NO_NETWORK_HINT if _wanted_network(error) else ""
-    last = {"last": "the process had used up its memory"} if isinstance(error, MemoryError) else {}
+    hint = _NO_NETWORK_HINT if _is_network_refusal(error) else ""
+    last = {"last": "the process ran out of memory"} if isinstance(error, MemoryError) else {}
     return {"error": describe(error) + hint} | last
 
 
-def _wanted_network(error: BaseException | None) -> bool:
+def _is_network_refusal(error: BaseException | None) -> bool:
     """Check the error and its causes for a refused network call."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (confining.NO_NETWORK, _NO_NAMES):
@@ -164,9 +166,9 @@ def write_answer(answers: BinaryIO, answer: Mapping[str, Any]) -> None:
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Move the pipes out of reach of the function's own reads and prints, and of its subprocesses."""
     calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it may be killed at any moment
     return calls, answers
@@ -194,8 +196,8 @@ def confine(
         forbid_calls(network=network)
     except OSError as error:
         if own and not network:
-            reason = f"this machine cannot keep a function from the network ({error.strerror})"
-            raise RuntimeError(f"{reason}; if it may have one, set the source's `network: true`") from None
+            reason = f"this machine cannot block a function's network access ({error.strerror})"
+            raise RuntimeError(f"{reason}; to allow it, set the source's `network: true`") from None
 
 
 if __name__ == "__main__":

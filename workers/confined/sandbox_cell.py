@@ -4,7 +4,7 @@
 
 It holds nothing of value: no files but its input and its two pipes, no variables, no expected outputs. The program can
 forge its result line, so the line claims nothing that a forgery could exploit. That the program was started is reported
-before it runs, by `BEGUN`, and cannot be taken back. Never blocks.
+before it runs, by `STARTED`, and cannot be taken back. Never blocks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from streamrl.process import die_with_parent
 from streamrl.workers.confined.sandbox_guard import readable_folders, seal
 
 PROGRAM, TEST = "program.py", "test.py"
-BEGUN = b"."
+STARTED = b"."
 _VERDICT = 3
-_MAX_WORDS = 300
+_MAX_REASON_CHARS = 300
 _ENVIRONMENT = {"PATH": "/usr/bin", "LANG": "C.UTF-8", "HOME": "/nowhere", "OMP_NUM_THREADS": "1"}
 _ENVIRONMENT |= {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -51,22 +51,22 @@ def run_in_cell(run: Run, *, stdin: int, stdout: int, verdict: int, keeper: int)
         os.environ.update(_ENVIRONMENT)
         os.chdir("/")
         folders = readable_folders()
-        sys.path[:] = [place for place in sys.path if any(place.startswith(one) for one in folders)]
+        sys.path[:] = [place for place in sys.path if any(place.startswith(folder) for folder in folders)]
         seal(memory_bytes=run.memory_mb << 20, cpu_s=int(run.time_s) + 2)
     except BaseException as error:  # noqa: BLE001 - whatever it is, no program may run unsealed
-        _tell({"ended": "not begun", "why": f"{type(error).__name__}: {error}"})
+        _report({"ended": "not begun", "why": f"{type(error).__name__}: {error}"})
         os._exit(1)
-    os.write(_VERDICT, BEGUN)
-    _tell(_ending(run))
+    os.write(_VERDICT, STARTED)
+    _report(_ending(run))
     os._exit(0)
 
 
 def _take_files(stdin: int, stdout: int, verdict: int) -> None:
     """Keep only these of the keeper's descriptors, moved in an order that overwrites none before it is copied."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    high = [os.dup(one) for one in (stdin, stdout, nothing, verdict)]  # all above 3, which the keeper has open
-    for place, file in enumerate(high):
-        os.dup2(file, place)
+    null = os.open(os.devnull, os.O_WRONLY)
+    high = [os.dup(file) for file in (stdin, stdout, null, verdict)]  # all above 3, which the keeper has open
+    for target, file in enumerate(high):
+        os.dup2(file, target)
     os.closerange(_VERDICT + 1, os.sysconf("SC_OPEN_MAX"))
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115 - as long as the process
@@ -88,7 +88,7 @@ def _ending(run: Run) -> dict[str, Any]:
             _finish()
         return {"ended": "exited", "status": ended.code if isinstance(ended.code, int) else int(ended.code is not None)}
     except BaseException as error:  # noqa: BLE001 - a program may raise anything
-        return {"ended": "raised", "why": _words_of(error)}
+        return {"ended": "raised", "why": _describe(error)}
     return {"ended": "done"}
 
 
@@ -104,18 +104,18 @@ def _finish() -> None:
     sys.stdout.flush()
 
 
-def _words_of(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     try:
-        words = f"{type(error).__name__}: {error}"[:_MAX_WORDS]
+        description = f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]
     except BaseException:  # noqa: BLE001 - formatting the error runs the program's own code
-        words = type(error).__name__
+        description = type(error).__name__
     place, trace = "", error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == PROGRAM:
             place = f" (line {trace.tb_lineno} of the program)"
         trace = trace.tb_next
-    return words + place
+    return description + place
 
 
-def _tell(ending: dict[str, Any]) -> None:
+def _report(ending: dict[str, Any]) -> None:
     os.write(_VERDICT, json.dumps(ending).encode())

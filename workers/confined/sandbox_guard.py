@@ -186,29 +186,29 @@ def readable_folders() -> list[str]:
 def _see_only_python() -> None:
     version = system_call("syscall", CREATE_RULESET, 0, 0, RULESET_VERSION)
     handled = sum(rights for since, rights in _RIGHTS.items() if version >= since)
-    said = ctypes.create_string_buffer(struct.pack("Q", handled), 8)
-    rules = system_call("syscall", CREATE_RULESET, ctypes.addressof(said), 8, 0)
+    attributes = ctypes.create_string_buffer(struct.pack("Q", handled), 8)
+    ruleset = system_call("syscall", CREATE_RULESET, ctypes.addressof(attributes), 8, 0)
     try:
         for place in (*readable_folders(), *_READABLE):
-            _permit(rules, place, _READ_FILE | (_READ_FOLDER if os.path.isdir(place) else 0))
+            _permit(ruleset, place, _READ_FILE | (_READ_FOLDER if os.path.isdir(place) else 0))
         for device in _DEVICES:
-            _permit(rules, device, _READ_FILE | (_WRITE_FILE if device == "/dev/null" else 0))
-        system_call("syscall", RESTRICT_SELF, rules, 0)
+            _permit(ruleset, device, _READ_FILE | (_WRITE_FILE if device == "/dev/null" else 0))
+        system_call("syscall", RESTRICT_SELF, ruleset, 0)
     finally:
-        os.close(rules)
+        os.close(ruleset)
 
 
-def _permit(rules: int, place: str, rights: int) -> None:
+def _permit(ruleset: int, place: str, rights: int) -> None:
     try:
-        below = os.open(place, os.O_PATH | os.O_CLOEXEC)
+        folder = os.open(place, os.O_PATH | os.O_CLOEXEC)
     except OSError:  # missing, or not accessible to this user
         return
     try:
-        said = struct.pack("=Qi", rights, below)
-        rule = ctypes.create_string_buffer(said, len(said))
-        system_call("syscall", _ADD_RULE, rules, _BELOW, ctypes.addressof(rule), 0)
+        attributes = struct.pack("=Qi", rights, folder)
+        rule = ctypes.create_string_buffer(attributes, len(attributes))
+        system_call("syscall", _ADD_RULE, ruleset, _BELOW, ctypes.addressof(rule), 0)
     finally:
-        os.close(below)
+        os.close(folder)
 
 
 def _refuse_other_calls(pid: int) -> None:

@@ -30,14 +30,14 @@ from typing import Any, BinaryIO
 
 from streamrl.workers.confined import confine
 from streamrl.workers.confined.function_child import take_pipes, write_answer
-from streamrl.workers.confined.sandbox_cell import BEGUN, Run, run_in_cell
+from streamrl.workers.confined.sandbox_cell import STARTED, Run, run_in_cell
 
 MAX_OUTPUT_BYTES = 512 << 10
 _LOOK_EVERY_S = 0.05
 _READ_BYTES = 64 << 10
 _NANO = 1e-9
 _ENDS = ("done", "raised", "exited")  # the ways in which a program ends by itself
-_MAX_WORDS = 400
+_MAX_REASON_CHARS = 400
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,8 +82,8 @@ class Keeper:
                 self._limit(cell)
 
     def begin(self, call: dict[str, Any]) -> None:
-        asked, patience_s = call["arguments"]
-        run = Run(**asked)
+        run_fields, patience_s = call["arguments"]
+        run = Run(**run_fields)
         stdin = _sealed_file(run.stdin.encode(errors="replace"))
         (out, out_end), (verdict, verdict_end) = os.pipe(), os.pipe()
         keeper = os.getpid()
@@ -129,13 +129,13 @@ class Keeper:
         while cell.stdout in self._cells and len(cell.output) <= MAX_OUTPUT_BYTES:
             if not _read_into(cell.output, cell.stdout):
                 self._forget(cell.stdout)
-        told = bytearray()
+        verdict = bytearray()
         with contextlib.suppress(BlockingIOError):
-            _read_into(told, cell.verdict)
+            _read_into(verdict, cell.verdict)
         os.close(cell.verdict)
         for file in (cell.pidfd, cell.stdout):
             self._forget(file)
-        ending = _ending(cell, status, used, bytes(told))
+        ending = _ending(cell, status, used, bytes(verdict))
         seconds = time.monotonic() - cell.began
         if ending["ended"] in ("not begun", "patience", "lost"):
             write_answer(self._answers, {"id": cell.number, "error": ending["why"]})
@@ -149,41 +149,45 @@ class Keeper:
             os.close(file)
 
 
-def _ending(cell: _Cell, status: int, used: resource.struct_rusage, told: bytes) -> dict[str, Any]:
+def _ending(cell: _Cell, status: int, used: resource.struct_rusage, verdict: bytes) -> dict[str, Any]:
     """Return how the cell ended, in one word, and why."""
     number = os.waitstatus_to_exitcode(status)
-    of_cpu = -number in (signal.SIGXCPU, signal.SIGKILL) and used.ru_utime + used.ru_stime > cell.run.time_s
+    exceeded_cpu = -number in (signal.SIGXCPU, signal.SIGKILL) and used.ru_utime + used.ru_stime > cell.run.time_s
     if cell.killed == "patience":
-        waited = f"the machine had no time for it: {cell.run.time_s:g} s of computing in {cell.patience_s:g} s"
+        waited = f"the machine was too busy: no {cell.run.time_s:g} s of CPU time for it in {cell.patience_s:g} s"
         return {"ended": "patience", "why": waited}
     if len(cell.output) > MAX_OUTPUT_BYTES:
         return {"ended": "output", "why": f"printed more than {MAX_OUTPUT_BYTES >> 10} KiB"}
-    if cell.killed == "time" or of_cpu:
+    if cell.killed == "time" or exceeded_cpu:
         return {"ended": "time", "why": f"took more than {cell.run.time_s:g} s"}
     if number == -signal.SIGKILL:
         return {"ended": "lost", "why": "the cell was killed from outside: is the machine short of memory?"}
-    if not told.startswith(BEGUN):
-        return {"ended": "not begun", "why": _not_begun(told) or f"the cell ended with status {number}"}
+    if not verdict.startswith(STARTED):
+        return {"ended": "not begun", "why": _failure_to_start(verdict) or f"the cell ended with status {number}"}
     if number < 0:
         return {"ended": "killed", "why": f"ended by {_name_of(-number)}"}
-    return _by_itself(told.removeprefix(BEGUN), number)
+    return _by_itself(verdict.removeprefix(STARTED), number)
 
 
-def _by_itself(told: bytes, number: int) -> dict[str, Any]:
+def _by_itself(verdict: bytes, number: int) -> dict[str, Any]:
     """Read the result line, which the program may have forged: anything unknown counts as its own exit."""
     try:
-        said = json.loads(told)
-        ended, why, status = said["ended"], str(said.get("why", ""))[:_MAX_WORDS], said.get("status", number)
+        result = json.loads(verdict)
+        ended, why, status = (
+            result["ended"],
+            str(result.get("why", ""))[:_MAX_REASON_CHARS],
+            result.get("status", number),
+        )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         ended, why, status = "exited", "", number
     if ended not in _ENDS or type(status) is not int:
         ended, status = "exited", number
-    return {"ended": ended, "why": f"ended itself with status {status}" if ended == "exited" else why}
+    return {"ended": ended, "why": f"exited with status {status}" if ended == "exited" else why}
 
 
-def _not_begun(told: bytes) -> str:
+def _failure_to_start(verdict: bytes) -> str:
     """The cell's own reason; empty if it gave none."""
-    return str(json.loads(told)["why"]) if told else ""
+    return str(json.loads(verdict)["why"]) if verdict else ""
 
 
 def _name_of(number: int) -> str:

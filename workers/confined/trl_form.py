@@ -28,12 +28,12 @@ from streamrl.terminal import plural
 
 _GIVEN = ("prompts", "completions", "completion_ids", "completions_ids")
 # Facts about a sample, passed to functions that have a parameter of that name, in our form too.
-TOLD: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+SAMPLE_FACTS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "finish_reason": lambda sample: sample["finish_reason"],
     "truncated": lambda sample: sample["finish_reason"] == "length",
 }
-_TOLD_IN_LISTS = {**TOLD, "rewards": lambda sample: sample["rewards"]}
-_OF_A_TRAINER = ("trainer_state", "log_extra", "log_metric", "environments")
+_LISTED_FACTS = {**SAMPLE_FACTS, "rewards": lambda sample: sample["rewards"]}
+_TRAINER_ONLY = ("trainer_state", "log_extra", "log_metric", "environments")
 
 
 def is_of_trl(function: Callable[..., Any]) -> bool:
@@ -44,27 +44,29 @@ def bind_of_trl(function: Callable[..., Any], options: Mapping[str, Any]) -> Cal
     """Return a callable that takes a prompt, its row's fields, and samples. TypeError if the function needs an argument
     that does not exist here."""
     parameters = inspect.signature(function).parameters
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     name = getattr(function, "__name__", "it")
     for key in options:
         if key not in parameters and not takes_any:
             raise TypeError(f"{name} cannot be called: got an unexpected keyword argument {key!r}")
     columns = [
-        key for key, one in parameters.items() if _is_needed(one) and key not in (*_GIVEN, *_TOLD_IN_LISTS, *options)
+        key
+        for key, parameter in parameters.items()
+        if _is_needed(parameter) and key not in (*_GIVEN, *_LISTED_FACTS, *options)
     ]
-    for key in _OF_A_TRAINER:
+    for key in _TRAINER_ONLY:
         if key in columns:
             raise TypeError(f"{name} cannot be called: only TRL's trainer has {key!r}; give it a default, {key}=None")
 
     def call(prompt: str, fields: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> Any:
         for column in columns:
             if column not in fields:
-                has = ", ".join(sorted(fields)) or "none"
-                raise ValueError(f"{name} takes {column!r}, and the prompt's row has no such field; it has: {has}")
-        given = {name: list(map(tell, samples)) for name, tell in _TOLD_IN_LISTS.items() if name in parameters}
-        given |= {key: [value] * len(samples) for key, value in fields.items() if key != "messages"}
-        given |= _texts(prompt, samples, fields.get("messages"))
-        taken = {key: value for key, value in given.items() if takes_any or key in parameters}
+                present = ", ".join(sorted(fields)) or "none"
+                raise ValueError(f"{name} takes {column!r}, which the prompt's row lacks; it has: {present}")
+        available = {name: list(map(fact, samples)) for name, fact in _LISTED_FACTS.items() if name in parameters}
+        available |= {key: [value] * len(samples) for key, value in fields.items() if key != "messages"}
+        available |= _texts(prompt, samples, fields.get("messages"))
+        taken = {key: value for key, value in available.items() if takes_any or key in parameters}
         return function(**(taken | dict(options)))
 
     return call
@@ -81,11 +83,11 @@ def _texts(
     prompt: str, samples: Sequence[Mapping[str, Any]], messages: list[dict[str, Any]] | None
 ) -> dict[str, list[Any]]:
     token_ids = [sample["token_ids"] for sample in samples]
-    said = [sample["completion"] for sample in samples]
+    completions = [sample["completion"] for sample in samples]
     ids = {"completion_ids": token_ids, "completions_ids": token_ids}
     if messages is None:
-        return {"prompts": [prompt] * len(samples), "completions": said, **ids}
-    answers = [[{"role": "assistant", "content": completion}] for completion in said]
+        return {"prompts": [prompt] * len(samples), "completions": completions, **ids}
+    answers = [[{"role": "assistant", "content": completion}] for completion in completions]
     return {"prompts": [messages] * len(samples), "completions": answers, **ids}
 
 

@@ -26,8 +26,8 @@ class Account:
 
     @contextlib.contextmanager
     def rollout(self) -> Iterator[None]:
-        mine = object()
-        self._began[mine] = self._clock()
+        rollout = object()
+        self._began[rollout] = self._clock()
         try:
             yield
         except SampleError as error:
@@ -35,7 +35,7 @@ class Account:
             self._error = str(error)[:_MAX_ERROR_CHARS]
             raise
         finally:
-            del self._began[mine]
+            del self._began[rollout]
 
     def played(self, played: Played) -> None:
         self._num_played += 1

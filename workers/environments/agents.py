@@ -38,13 +38,13 @@ class AgentPlayer:
     def __init__(self, children: Children, sessions: Sessions, *, settings: schema.Environment) -> None:
         self._children, self.sessions, self._settings = children, sessions, settings
         # A plain function holds a thread of its child for the whole rollout. Others wait here, before timeouts start.
-        self._places = asyncio.Semaphore(1 << 30 if children.is_async else THREADS * settings.processes)
+        self._slots = asyncio.Semaphore(1 << 30 if children.is_async else THREADS * settings.processes)
         self._names: set[str] = set()
         self._ending: set[asyncio.Task[None]] = set()
 
     async def play(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
         """Play one rollout. SampleError if the agent fails or makes an invalid request; EngineError propagates."""
-        async with self._places, self.sessions.opened(engine, request) as session:
+        async with self._slots, self.sessions.opened(engine, request) as session:
             began = time.monotonic()
             beside = {"what ends it": _fail_with(session), "its silence": self._watch(session)}
             try:
@@ -56,7 +56,7 @@ class AgentPlayer:
             if session.failure.done():
                 session.failure.result()
             if not session.trace.num_turns:
-                raise SampleError("the agent asked the model nothing: there is nothing to train")
+                raise SampleError("the agent sent the model no request: there is nothing to train on")
             played = session.trace.played("length" if session.spent else "stop", sum(rewards.values()))
             return played._replace(
                 rewards=self._by_name(rewards),
@@ -86,16 +86,16 @@ class AgentPlayer:
             "row": row,
         }
         try:
-            with session.heard():  # the start of a process does not count as the agent's silence
+            with session.request_in_flight():  # the start of a process does not count as the agent's silence
                 child, number = await self._children.next()
-            async with self._ended(child, number):
+            async with self._end_if_cancelled(child, number):
                 limit_s = self._settings.rollout_timeout_s + CANCEL_GRACE_S
                 return _read_rewards(await child.call(("rollout", number, argument), timeout_s=limit_s))
         except (CallFailed, ValueError) as error:
             raise SampleError(session.redacted(f"the agent failed: {error}")) from None
 
     @contextlib.asynccontextmanager
-    async def _ended(self, child: Child, number: int) -> AsyncIterator[None]:
+    async def _end_if_cancelled(self, child: Child, number: int) -> AsyncIterator[None]:
         """On cancellation, end the rollout in the child too, in the background."""
         try:
             yield
@@ -113,20 +113,20 @@ class AgentPlayer:
         limit_s = self._settings.timeout_s
         while (quiet_s := session.quiet_s) <= limit_s:  # noqa: ASYNC110 - no event says that nothing happened
             await asyncio.sleep(max(_LOOK_EVERY_S, limit_s - quiet_s))
-        raise SampleError(f"the agent asked nothing for {limit_s:g} s (environment.timeout_s), and did not end")
+        raise SampleError(f"the agent sent no request for {limit_s:g} s (environment.timeout_s), and did not end")
 
     def _by_name(self, rewards: Mapping[str, float]) -> dict[str, float]:
-        named = {f"{ENVIRONMENT}.{name}": reward for name, reward in rewards.items() if name}
-        if len(self._names | named.keys()) > MAX_NAMES:
-            raise SampleError(f"an agent's rewards have at most {MAX_NAMES} names over all rollouts, and it gave more")
-        self._names |= named.keys()
-        return named
+        by_name = {f"{ENVIRONMENT}.{name}": reward for name, reward in rewards.items() if name}
+        if len(self._names | by_name.keys()) > MAX_NAMES:
+            raise SampleError(f"the agent used more than {MAX_NAMES} names for rewards over all rollouts")
+        self._names |= by_name.keys()
+        return by_name
 
 
 def _read_rewards(rewards: object) -> dict[str, float]:
     """Read the child's answer. The child has checked it, but user code can write to its pipe too."""
     if not isinstance(rewards, dict):
-        raise ValueError(f"answered {rewards!r:.80}, which is no map of rewards")
+        raise ValueError(f"answered {rewards!r:.80}, which is not a map of rewards")
     return {name: read_reward(reward) for name, reward in rewards.items()}
 
 

@@ -20,21 +20,21 @@ MAX_GIVEN_CHARS = 1 << 20  # of one answer
 class Answer:
     """The environment's answer to one turn."""
 
-    given: str = ""  # what the model reads before its next turn
+    observation: str = ""  # what the model reads before its next turn
     reward: float = 0.0  # of this turn; the rollout's reward is the sum
     done: bool = False
 
 
-def read_answer(given: object, reward: object, done: object) -> Answer:
+def read_answer(observation: object, reward: object, done: object) -> Answer:
     """Check an answer from another process. ValueError if the model or the learner could not use it."""
     if not isinstance(done, bool):
-        raise ValueError(f"answered 'done' = {done!r:.80}, which is neither true nor false")
-    return Answer(given=read_text(given), reward=read_reward(reward), done=done)
+        raise ValueError(f"answered 'done' = {done!r:.80}, which is not a boolean")
+    return Answer(observation=read_text(observation), reward=read_reward(reward), done=done)
 
 
 def read_reward(value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
-        raise ValueError(f"answered 'reward' = {value!r:.80}, which is no finite number")
+        raise ValueError(f"answered 'reward' = {value!r:.80}, which is not a finite number")
     return float(value)
 
 
@@ -43,9 +43,9 @@ def read_text(value: object, name: str = "observation") -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise ValueError(f"answered {name!r} = {value!r:.80}, which is no text")
+        raise ValueError(f"answered {name!r} = {value!r:.80}, which is not a string")
     if len(value) > MAX_GIVEN_CHARS:
-        raise ValueError(f"answered {name!r} of {len(value)} characters; it may have {MAX_GIVEN_CHARS}")
+        raise ValueError(f"answered {name!r} of {len(value)} characters; at most {MAX_GIVEN_CHARS} are allowed")
     value.encode()
     return value
 
@@ -55,7 +55,7 @@ class Episode(Protocol):
 
     opening: str  # the environment's text before the first turn, appended to the prompt
 
-    async def step(self, said: str) -> Answer: ...
+    async def step(self, completion: str) -> Answer: ...
 
     async def close(self) -> None:
         """Close it in whatever state it is; never raises."""
@@ -104,11 +104,11 @@ class _EpisodeDouble:
     def __init__(self, environment: EnvironmentDouble, row: Mapping[str, Any]) -> None:
         self.opening = environment.opening
         self._environment, self._row = environment, row
-        self._said: list[str] = []
+        self._completions: list[str] = []
 
-    async def step(self, said: str) -> Answer:
-        self._said.append(said)
-        return self._environment.answer(self._row, self._said)
+    async def step(self, completion: str) -> Answer:
+        self._completions.append(completion)
+        return self._environment.answer(self._row, self._completions)
 
     async def close(self) -> None:
         self._environment.num_open -= 1

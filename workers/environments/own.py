@@ -40,7 +40,7 @@ _CHILD = "streamrl.workers.environments.own_child"
 
 def build_children(settings: schema.Environment, permissions: Permissions) -> Children:
     """Check this worker's permission for the target; starts nothing yet."""
-    assert settings.target is not None, "a service has no children"
+    assert settings.target is not None, "a remote environment has no child processes"
     if settings.target in ENVIRONMENTS:  # a built-in needs no permission to run, but needs one for network access
         permissions = replace(permissions, reward_code=(settings.target,))
     may_run(settings, permissions, section="environment")
@@ -55,7 +55,7 @@ class Children:
         self.target = settings.target
         self._settings = settings
         self._places = [_Place(settings) for _ in range(settings.processes)]
-        self._turn = itertools.count()
+        self._next_place = itertools.count()
         self._numbers = itertools.count()
 
     async def start(self) -> None:
@@ -63,11 +63,11 @@ class Children:
             children = [await place.child() for place in self._places]
         except CallFailed as error:
             raise ConfigError(f"environment.target: cannot use {self._settings.target}: {error}") from None
-        self.has_agent, self.is_async = children[0].told["agent"], children[0].told["async"]
+        self.has_agent, self.is_async = children[0].description["agent"], children[0].description["async"]
 
     async def next(self) -> tuple[Child, int]:
         """Return a live child and a number for the rollout; CallFailed if none can be started."""
-        place = self._places[next(self._turn) % len(self._places)]
+        place = self._places[next(self._next_place) % len(self._places)]
         return await place.child(), next(self._numbers)
 
     def reach(self, endpoint: tuple[str, int]) -> None:
@@ -88,10 +88,10 @@ class _Place:
         self._child: Child | None = None
         self._door: Door | None = None
         self._endpoint: tuple[str, int] | None = None
-        self._beginning = asyncio.Lock()
+        self._start_lock = asyncio.Lock()
 
     async def child(self) -> Child:
-        async with self._beginning:
+        async with self._start_lock:
             if self._child is None or self._child.lost:
                 await self.close()
                 self._door = Door(self._endpoint)
@@ -125,8 +125,8 @@ class OwnEnvironment:
         await self._children.start()
         if self._children.has_agent:
             raise ConfigError(
-                f"environment.target: {self._children.target} is an agent, which has no turns to be asked for: "
-                "workers run it themselves (environment.target), none is served"
+                f"environment.target = {self._children.target} is an agent: there is no environment to serve, "
+                "since workers run agents themselves"
             )
 
     async def begin(self, row: Mapping[str, Any]) -> Episode:
@@ -135,7 +135,7 @@ class OwnEnvironment:
             try:
                 opening = read_text(await child.call(("reset", number, dict(row))))
             except BaseException:  # the caller has no episode to close, and the child's instance would leak
-                child.tell(("close", number, None))
+                child.notify(("close", number, None))
                 raise
         except (CallFailed, ValueError) as error:
             raise SampleError(f"the environment failed in reset: {error}") from None
@@ -153,12 +153,12 @@ class _OwnEpisode:
         self.opening = opening
         self._child, self._number = child, number
 
-    async def step(self, said: str) -> Answer:
+    async def step(self, completion: str) -> Answer:
         try:
-            given, reward, done = await self._child.call(("step", self._number, said))
-            return read_answer(given, reward, done)
+            observation, reward, done = await self._child.call(("step", self._number, completion))
+            return read_answer(observation, reward, done)
         except (CallFailed, ValueError, TypeError) as error:  # user code can write anything to the pipe
             raise SampleError(f"the environment failed in step: {error}") from None
 
     async def close(self) -> None:
-        self._child.tell(("close", self._number, None))
+        self._child.notify(("close", self._number, None))

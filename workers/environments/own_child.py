@@ -47,23 +47,23 @@ class Games:
         self._threads = ThreadPoolExecutor(THREADS)
         self._given_up: list[Future[Any]] = []  # cancelled calls whose threads may still run: nothing can stop them
 
-    async def answer(self, what: str, rollout: int, argument: Any) -> Any:
-        if what == "close":
+    async def answer(self, command: str, rollout: int, argument: Any) -> Any:
+        if command == "close":
             instance = self._rollouts.pop(rollout, None)
             if hasattr(instance, "close"):
                 with contextlib.suppress(BaseException):  # nobody awaits the result
                     await self._call(instance.close)
             return None
-        if what == "reset":
+        if command == "reset":
             instance = self._rollouts[rollout] = await self._call(self._make)
             return _text(await self._call(instance.reset, argument), "reset()")
         returned = await self._call(self._rollouts[rollout].step, argument)
         if not isinstance(returned, tuple) or len(returned) != 3:
-            raise TypeError(f"step() must return (observation, reward, done), and returned {returned!r:.80}")
-        given, reward, done = returned
-        return _text(given, "step()"), _number(reward, "step()"), bool(done)
+            raise TypeError(f"step() must return (observation, reward, done), not {returned!r:.80}")
+        observation, reward, done = returned
+        return _text(observation, "step()"), _number(reward, "step()"), bool(done)
 
-    def last(self) -> str:
+    def replacement_reason(self) -> str:
         """Why this process must be replaced; empty if it is fine."""
         self._given_up = [call for call in self._given_up if call.running()]
         return f"{len(self._given_up)} calls hang in the process" if len(self._given_up) >= _MOST_HANGING else ""
@@ -86,8 +86,8 @@ class Agents:
         self._function, self._is_async = function, is_async
         self._rollouts: dict[int, asyncio.Task[Any]] = {}
 
-    async def answer(self, what: str, rollout: int, argument: Any) -> Any:
-        if what == "end":
+    async def answer(self, command: str, rollout: int, argument: Any) -> Any:
+        if command == "end":
             await self._end(rollout)
             return None
         session = Session(**argument["session"])
@@ -98,7 +98,7 @@ class Agents:
         finally:
             del self._rollouts[rollout]
 
-    def last(self) -> str:
+    def replacement_reason(self) -> str:
         """Never needs a replacement: a thread that is late costs the whole process."""
         return ""
 
@@ -119,16 +119,18 @@ def main() -> None:
     setup = json.loads(calls.readline())
     limit_memory(setup["memory_mb"] << 20)
     try:
-        has_way = _confine(own=setup["target"] not in ENVIRONMENTS, network=setup["network"], door=setup["door"])
+        can_reach_session = _confine(
+            own=setup["target"] not in ENVIRONMENTS, network=setup["network"], door=setup["door"]
+        )
         found = load_function(setup["target"], ENVIRONMENTS)
         player = getattr(found, "rollout", None) if inspect.isclass(found) else found
         has_agent, is_async = player is not None, inspect.iscoroutinefunction(player)
         handler: Games | Agents
         if has_agent:
-            if not has_way:
+            if not can_reach_session:
                 raise RuntimeError(
-                    "this machine has no way from an agent to its session and nowhere else (seccomp's notifications, "
-                    "Linux 5.14); if it may have a network, set environment.network: true"
+                    "this machine cannot limit an agent to its session (needs seccomp notifications, Linux 5.14); to "
+                    "give it the whole network, set environment.network: true"
                 )
             handler = Agents(_agent(found, setup["options"]), is_async=is_async)
         else:
@@ -145,21 +147,21 @@ def main() -> None:
 
 def _confine(*, own: bool, network: bool, door: int) -> bool:
     """Confine this process; return whether it can still reach its worker's endpoint."""
-    has_way = network
+    can_reach_session = network
 
     def forbid(*, network: bool) -> None:
-        nonlocal has_way
+        nonlocal can_reach_session
         try:
             if not network:
                 shut_in(door)
-                has_way = True
+                can_reach_session = True
                 return
         except OSError:
             pass  # an environment does not need to reach the endpoint
         confining.forbid_calls(network=network)
 
     confine(own=own, network=network, forbid_calls=forbid)
-    return has_way
+    return can_reach_session
 
 
 def _agent(found: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -170,9 +172,9 @@ def _agent(found: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..
 
 
 def _checked(make: Any, target: str) -> Callable[[], Any]:
-    lacking = [name for name in ("reset", "step") if not callable(getattr(make.func, name, None))]
-    if lacking:
-        raise TypeError(f"{target} has no method {' and no '.join(lacking)}")
+    missing = [name for name in ("reset", "step") if not callable(getattr(make.func, name, None))]
+    if missing:
+        raise TypeError(f"{target} has no method {' and no '.join(missing)}")
     return make  # type: ignore[no-any-return]
 
 
@@ -181,39 +183,39 @@ async def _serve(handler: Games | Agents, calls: BinaryIO, answers: BinaryIO, *,
     loop.set_default_executor(ThreadPoolExecutor(THREADS))
     reader = ThreadPoolExecutor(1)  # separate: environments that hang in all threads must not block the pipe
 
-    async def answer(number: int, what: str, rollout: int, argument: Any) -> None:
+    async def answer(number: int, command: str, rollout: int, argument: Any) -> None:
         result: dict[str, Any]
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
-                result = {"value": await handler.answer(what, rollout, argument)}
+                result = {"value": await handler.answer(command, rollout, argument)}
         except BaseException as error:  # noqa: BLE001 - whatever user code raises fails this rollout, and only it
             result = {"error": f"no answer within {timeout_s:g} s" if limit.expired() else describe(error)}
-            result |= {"last": last} if (last := handler.last()) else {}
+            result |= {"last": replacement_reason} if (replacement_reason := handler.replacement_reason()) else {}
         write_answer(answers, {"id": number, **result})
 
     tasks: set[asyncio.Task[None]] = set()
     while line := await loop.run_in_executor(reader, calls.readline):
         call = json.loads(line)
-        what, rollout, argument = call["arguments"]
-        task = asyncio.create_task(answer(call["id"], what, rollout, argument), name=f"{what} {rollout}")
+        command, rollout, argument = call["arguments"]
+        task = asyncio.create_task(answer(call["id"], command, rollout, argument), name=f"{command} {rollout}")
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
 
-def _text(value: Any, of: str) -> str:
+def _text(value: Any, method: str) -> str:
     if value is not None and not isinstance(value, str):
-        raise TypeError(f"{of} must say a text or nothing, and said {value!r:.80}")
+        raise TypeError(f"{method} must return a text or None, not {value!r:.80}")
     text = value or ""
     if len(text) > MAX_GIVEN_CHARS:
-        raise ValueError(f"{of} may say {MAX_GIVEN_CHARS} characters, and said {len(text)}")
+        raise ValueError(f"{method} may return at most {MAX_GIVEN_CHARS} characters, not {len(text)}")
     text.encode()  # half a character is an error
     return text
 
 
-def _number(reward: Any, of: str) -> float:
+def _number(reward: Any, method: str) -> float:
     if isinstance(reward, str | bytes) or not hasattr(reward, "__float__") or not math.isfinite(float(reward)):
-        raise TypeError(f"{of} must give a finite number as reward, and gave {reward!r:.80}")
+        raise TypeError(f"{method} must return a finite number as reward, not {reward!r:.80}")
     return float(reward)
 
 
@@ -222,8 +224,8 @@ def _rewards(returned: Any) -> dict[str, float]:
     if not isinstance(returned, Mapping):
         return {"": _number(returned, "the agent")}
     if len(returned) > _MAX_REWARDS or not all(map(_is_name, returned)):
-        most = f"at most {_MAX_REWARDS}, by names of at most {_MAX_NAME_CHARS} characters"
-        raise TypeError(f"the agent's rewards must be {most}, and were {returned!r:.80}")
+        limits = f"at most {_MAX_REWARDS}, named by identifiers of at most {_MAX_NAME_CHARS} characters"
+        raise TypeError(f"the agent's rewards must be {limits}, not {returned!r:.80}")
     return {name: _number(reward, "the agent") for name, reward in returned.items()}
 
 

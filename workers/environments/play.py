@@ -48,10 +48,10 @@ class Player:
     ) -> Played:
         is_chat = "messages" in ticket.fields
         if episode.opening and is_chat:
-            raise SampleError("reset() must return nothing where prompts are messages: put the opening into the row")
+            raise SampleError("reset() must return None if prompts are messages: put the opening into the row")
         trace, given = Trace(request.prompt_ids), episode.opening
-        context_ids = _behind(request.prompt_ids, self._tail.of_text(given) if given else [])
-        said = list(ticket.fields["messages"]) if is_chat else []
+        context_ids = _appended(request.prompt_ids, self._tail.of_text(given) if given else [])
+        messages = list(ticket.fields["messages"]) if is_chat else []
         rewards: list[float] = []
         for turn in range(self._settings.max_turns):
             left = self._settings.max_tokens - trace.num_tokens - trace.num_given(context_ids)
@@ -60,7 +60,7 @@ class Player:
             with clock.in_model():
                 generated = await engine.generate(_bounded(request, turn, context_ids, left))
             if not len(generated.token_ids):
-                raise SampleError("the engine made no token in a turn: there is nothing to answer")
+                raise SampleError("the engine generated no token in a turn: the environment has nothing to answer")
             trace.take(context_ids, generated, given=given)
             with clock.in_environment():
                 answer = await episode.step(generated.text)
@@ -69,14 +69,14 @@ class Player:
                 return trace.played("stop", sum(rewards), rewards)
             if turn + 1 == self._settings.max_turns:
                 break  # nobody would read its answer
-            given, so_far = answer.given, _behind(context_ids, generated.token_ids)
+            given, so_far = answer.observation, _appended(context_ids, generated.token_ids)
             if is_chat:
-                said += [{"role": "assistant", "content": generated.text}, {"role": "user", "content": given}]
-                context_ids = _behind(*self._tail.of_chat(said, so_far))
+                messages += [{"role": "assistant", "content": generated.text}, {"role": "user", "content": given}]
+                context_ids = _appended(*self._tail.of_chat(messages, so_far))
                 continue
             if not (given_ids := self._tail.of_text(given)):
-                raise SampleError("the environment is not done and says nothing: the model could only talk to itself")
-            context_ids = _behind(so_far, given_ids)
+                raise SampleError("step() returned no observation, but is not done: the model has nothing to answer")
+            context_ids = _appended(so_far, given_ids)
         return trace.played("length", sum(rewards), rewards)
 
 
@@ -100,7 +100,7 @@ class _Clock:
         self.environment_s += time.monotonic() - began
 
 
-def _behind(context_ids: npt.NDArray[np.int32], more: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+def _appended(context_ids: npt.NDArray[np.int32], more: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     return np.concatenate([context_ids, np.asarray(more, dtype=np.int32)])
 
 

@@ -73,7 +73,7 @@ class RemoteEnvironment:
         while attempts < ATTEMPTS:
             if last is not None and self._replicas.num_well:
                 await self._pause(attempts)
-            replica = await self._replicas.one(but=last, until=until)
+            replica = await self._replicas.acquire(avoid=last, until=until)
             if replica is None:
                 waited = f"no replica of the environment answered for {self._settings.outage_s:g} s"
                 raise RewardOutage(f"{waited}: {self._replicas.last_errors}")
@@ -99,7 +99,7 @@ class RemoteEnvironment:
                 await self._pause(attempts, after_s=min(rest_s, until - loop.time()))
             self._replicas.stay(replica)
             try:
-                told = _told(await self.ask(replica, "step", question))
+                answer = _read_step(await self.ask(replica, "step", question))
             except TryAgain as error:
                 reason, rest_s = str(error), error.rest_s or 0.0
                 attempts += error.rest_s is None
@@ -109,9 +109,9 @@ class RemoteEnvironment:
                 reason = str(error)
                 break
             else:
-                if told.done:
+                if answer.done:
                     self._lost_since = None
-                return told
+                return answer
         raise self._lost(f"the rollout was lost with its replica: {replica.url}: {reason}")
 
     async def ask(self, replica: Replica, what: str, question: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -143,9 +143,9 @@ class RemoteEnvironment:
         sample is at fault."""
         now = asyncio.get_running_loop().time()
         self._lost_since = now if self._lost_since is None else self._lost_since
-        is_whole = len(self._replicas) == 1 or not self._replicas.num_well
-        goes_back = is_whole and now - self._lost_since < self._settings.outage_s
-        return RewardOutage(reason) if goes_back else SampleError(reason)
+        is_total = len(self._replicas) == 1 or not self._replicas.num_well
+        returns_ticket = is_total and now - self._lost_since < self._settings.outage_s
+        return RewardOutage(reason) if returns_ticket else SampleError(reason)
 
     async def _pause(self, attempts: int, *, after_s: float = 0.0) -> None:
         longest_s = min(_LONGEST_PAUSE_S, self._first_pause_s * 2 ** min(attempts, 10))
@@ -158,9 +158,9 @@ class _RemoteEpisode:
         self._environment, self._replica, self._number = environment, replica, number
         self._turn = 0
 
-    async def step(self, said: str) -> Answer:
+    async def step(self, completion: str) -> Answer:
         self._turn += 1
-        question = {"id": self._number, "turn": self._turn, "completion": said}
+        question = {"id": self._number, "turn": self._turn, "completion": completion}
         return await self._environment.step(self._replica, question)
 
     async def close(self) -> None:
@@ -177,7 +177,7 @@ def _opening(answer: Mapping[str, Any]) -> tuple[str, str]:
     raise TryAgain("answered no 'id'", answered=True)
 
 
-def _told(answer: Mapping[str, Any]) -> Answer:
+def _read_step(answer: Mapping[str, Any]) -> Answer:
     try:
         return read_answer(answer.get("observation"), answer.get("reward"), answer.get("done"))
     except ValueError as error:

@@ -27,7 +27,7 @@ from starlette.routing import Route
 from streamrl.errors import SampleError
 from streamrl.web import Server
 from streamrl.workers.environments.base import Answer, Environment, Episode
-from streamrl.workers.reward_server.server import apologise, check_caller, explain, read_body
+from streamrl.workers.reward_server.server import check_caller, http_error, internal_error, read_body
 
 MAX_ROLLOUTS = 4096
 IDLE_S = 3600.0
@@ -38,9 +38,9 @@ _KEEP_ALIVE_S = 60  # longer than clients keep an idle connection
 @dataclass(slots=True, kw_only=True)
 class _Rollout:
     episode: Episode
-    asked_at: float
+    last_used: float
     turn: int = 0  # the last turn played
-    told: Answer = field(default_factory=Answer)  # its answer
+    answer: Answer = field(default_factory=Answer)  # its answer
     turns: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -67,7 +67,7 @@ class EnvironmentApp:
                 *(Route(f"/{name}", self._call(call), methods=["POST"]) for name, call in calls.items()),
                 Route("/health", self._health),
             ],
-            exception_handlers={HTTPException: explain, Exception: apologise},
+            exception_handlers={HTTPException: http_error, Exception: internal_error},
         )
 
     @contextlib.asynccontextmanager
@@ -85,60 +85,60 @@ class EnvironmentApp:
         async def answer(request: Request) -> Response:
             check_caller(request, self._token)
             try:
-                asked = json.loads(await read_body(request))
+                body = json.loads(await read_body(request))
             except (ValueError, RecursionError):
-                raise HTTPException(422, "the body is no JSON") from None
-            if not isinstance(asked, dict):
-                raise HTTPException(422, "the body is no JSON object")
+                raise HTTPException(422, "the body is not JSON") from None
+            if not isinstance(body, dict):
+                raise HTTPException(422, "the body is not a JSON object")
             try:
-                told = await call(asked)
+                reply = await call(body)
             except SampleError as error:
                 raise HTTPException(422, str(error)) from None
             if call == self._reset and await request.is_disconnected():
-                await self._close(told)  # the caller is gone and will never know this rollout
-            return JSONResponse(told)
+                await self._close(reply)  # the caller is gone and will never know this rollout
+            return JSONResponse(reply)
 
         return answer
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "rollouts": len(self._rollouts)})
 
-    async def _reset(self, asked: dict[str, Any]) -> dict[str, Any]:
-        if not isinstance(row := asked.get("row"), dict):
+    async def _reset(self, body: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(row := body.get("row"), dict):
             raise HTTPException(422, "`row` must be an object: the prompt's row without its prompt")
         await self._forget_idle()
         if len(self._rollouts) >= MAX_ROLLOUTS:
-            raise HTTPException(503, f"busy: {MAX_ROLLOUTS} rollouts are under way", {"retry-after": "1"})
+            raise HTTPException(503, f"busy: {MAX_ROLLOUTS} rollouts are in progress", {"retry-after": "1"})
         episode, number = await self._environment.begin(row), secrets.token_hex(8)
-        self._rollouts[number] = _Rollout(episode=episode, asked_at=self._clock())
+        self._rollouts[number] = _Rollout(episode=episode, last_used=self._clock())
         return {"id": number, "observation": episode.opening or None}
 
-    async def _step(self, asked: dict[str, Any]) -> dict[str, Any]:
-        turn, said = asked.get("turn"), asked.get("completion")
-        if type(turn) is not int or not isinstance(said, str):
-            raise HTTPException(422, "a step has `id`, `turn`, a number from 1, and `completion`, a text")
-        rollout = self._rollouts.get(str(asked.get("id")))
+    async def _step(self, body: dict[str, Any]) -> dict[str, Any]:
+        turn, completion = body.get("turn"), body.get("completion")
+        if type(turn) is not int or not isinstance(completion, str):
+            raise HTTPException(422, "a step needs `id`, `turn` (an integer from 1) and `completion` (a string)")
+        rollout = self._rollouts.get(str(body.get("id")))
         if rollout is None:
-            raise HTTPException(410, "there is no such rollout here")
-        rollout.asked_at = self._clock()
+            raise HTTPException(410, "no such rollout here")
+        rollout.last_used = self._clock()
         async with rollout.turns:
             if turn == rollout.turn + 1:
-                rollout.told = await rollout.episode.step(said)
+                rollout.answer = await rollout.episode.step(completion)
                 rollout.turn = turn
             elif turn != rollout.turn:
                 raise HTTPException(422, f"turn {turn} does not follow turn {rollout.turn}")
-        told = rollout.told
-        return {"observation": told.given or None, "reward": told.reward, "done": told.done}
+        answer = rollout.answer
+        return {"observation": answer.observation or None, "reward": answer.reward, "done": answer.done}
 
-    async def _close(self, asked: dict[str, Any]) -> dict[str, Any]:
-        if (rollout := self._rollouts.pop(str(asked.get("id")), None)) is not None:
+    async def _close(self, body: dict[str, Any]) -> dict[str, Any]:
+        if (rollout := self._rollouts.pop(str(body.get("id")), None)) is not None:
             await rollout.episode.close()
         return {}
 
     async def _forget_idle(self) -> None:
         """Close idle rollouts; called when another begins, since idle ones cost nothing until then."""
-        before = self._clock() - self._idle_s
-        for number in [number for number, one in self._rollouts.items() if one.asked_at < before]:
+        idle_since = self._clock() - self._idle_s
+        for number in [number for number, rollout in self._rollouts.items() if rollout.last_used < idle_since]:
             await self._rollouts.pop(number).episode.close()
 
 

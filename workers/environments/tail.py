@@ -37,23 +37,23 @@ class Tail:
         token_ids: list[int] = self._tokenizer(given, add_special_tokens=False)["input_ids"]
         return token_ids
 
-    def of_chat(self, said: Sequence[Any], so_far: Ids) -> tuple[Ids, list[int]]:
-        """Return (the tokens so far to continue from, the new tokens after them). `said` holds the messages, the last
+    def of_chat(self, messages: Sequence[Any], so_far: Ids) -> tuple[Ids, list[int]]:
+        """Return (the tokens so far to continue from, the new tokens after them). `messages` are all messages, the last
         two being an answer and what was given in reply; `so_far` ends with that answer as it was sampled."""
-        before, whole = self._rendered(said[:-2]), self._rendered(said)
-        answer = str(said[-2]["content"])
-        for written in (answer, answer.rstrip(), answer.strip()):
-            if whole.startswith(before + written):
-                token_ids = self.of_text(whole[len(before + written) :])
+        before, whole = self._rendered(messages[:-2]), self._rendered(messages)
+        answer = str(messages[-2]["content"])
+        for rendered in (answer, answer.rstrip(), answer.strip()):
+            if whole.startswith(before + rendered):
+                token_ids = self.of_text(whole[len(before + rendered) :])
                 ended = so_far[-1:].tolist() == token_ids[:1]
                 return so_far, token_ids[1:] if ended else token_ids
         return so_far[:0], self.of_text(whole)
 
-    def _rendered(self, said: Sequence[Any]) -> str:
+    def _rendered(self, messages: Sequence[Any]) -> str:
         """Render the messages up to where the next answer begins."""
         from jinja2 import TemplateError  # installed with transformers, which a worker checks for at start
 
         try:
-            return str(self._tokenizer.apply_chat_template(list(said), tokenize=False, add_generation_prompt=True))
+            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
         except (TemplateError, ValueError, TypeError) as error:  # templates may access what is missing
-            raise SampleError(f"the chat template refuses what the environment said: {error}") from None
+            raise SampleError(f"the chat template rejects the environment's text: {error}") from None

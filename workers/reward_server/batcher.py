@@ -52,15 +52,15 @@ class ScoringModelDouble:
     def __init__(self) -> None:
         self.batches: list[list[Row]] = []
         self.failure: Exception | None = None
-        self.may_go_on = threading.Event()
-        self.may_go_on.set()
+        self.may_continue = threading.Event()
+        self.may_continue.set()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [[ord(character) for character in text] for text in texts]
 
     def score(self, rows: Sequence[Row]) -> list[float]:
         self.batches.append(list(rows))
-        assert self.may_go_on.wait(10.0), "whoever stops the model lets it go on"
+        assert self.may_continue.wait(10.0), "the test must let the model continue"
         if self.failure is not None:
             raise self.failure
         return [float(sum(row)) for row in rows]
@@ -147,12 +147,12 @@ class Batcher:
         try:
             scores = await loop.run_in_executor(self._thread, self._model.score, [entry.row for entry in batch])
             if len(scores) != len(batch):
-                raise ValueError(f"the model gave {len(scores)} scores for {len(batch)} rows")
+                raise ValueError(f"the model returned {len(scores)} scores for {len(batch)} rows")
         except Exception as error:  # a model may raise anything; only these rows fail, not the server
             logging.getLogger(__name__).exception("a batch of %d rows could not be scored", len(batch))
             scores, reason = [math.nan] * len(batch), f"the model raised {type(error).__name__}"
         else:
-            self.last_success, reason = time.monotonic(), "the model gave no finite number"
+            self.last_success, reason = time.monotonic(), "the model returned no finite number"
         for entry, score in zip(batch, scores, strict=True):
             if entry.score.done():
                 continue

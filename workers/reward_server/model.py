@@ -141,7 +141,7 @@ def _load_tokenizer(path: str, common: dict[str, Any]) -> transformers.PreTraine
     except (OSError, ValueError) as error:
         problem = f"no tokenizer in the model {path!r}"
         if not is_folder:
-            problem = f"{path!r} is no folder, and the hub gives no tokenizer of it"
+            problem = f"{path!r} is not a folder, and the hub has no tokenizer for it"
         raise DataError(f"{problem}: {_first_line(error)}") from None
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         # For some model types, transformers builds this from a folder without a tokenizer.
@@ -152,10 +152,10 @@ def _load_tokenizer(path: str, common: dict[str, Any]) -> transformers.PreTraine
 def _check_outputs(model: Any, settings: schema.RewardServer, *, may_be_several: bool) -> None:
     path, count, weights = settings.model, model.config.num_labels, settings.attribute_weights
     if weights and len(weights) != count:
-        raise DataError(f"the model {path!r} has {count} outputs, and attribute_weights has {len(weights)} numbers")
+        raise DataError(f"the model {path!r} has {count} outputs, but attribute_weights has {len(weights)} numbers")
     if count != 1 and not weights and not may_be_several:
         raise DataError(
-            f"the model {path!r} has {count} outputs; a reward is one: say with attribute_weights how they are summed"
+            f"the model {path!r} has {count} outputs, but a reward is one number: set attribute_weights to sum them"
         )
     if settings.pool == "average" and not hasattr(model, "score"):
         raise DataError(f"the model {path!r} ({type(model).__name__}) has no head that scores tokens: use pool: last")

@@ -14,13 +14,13 @@ from pydantic import BaseModel
 
 _REASONS = {
     "400": "The body ended early.",
-    "401": "A bearer token is needed, and this is not it.",
-    "403": "A page in a browser asks, and gets no scores.",
+    "401": "The bearer token is missing or wrong.",
+    "403": "The request comes from a page in a browser.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large: send fewer rows at once.",
-    "422": "The request is not one that can be scored; `error` says why.",
-    "500": "The model gave no finite number; `error` says why.",
-    "503": "Too many rows wait already, or the server is ending: try again.",
+    "422": "The request cannot be scored; `error` says why.",
+    "500": "The model failed or returned no finite number; `error` says why.",
+    "503": "Too many rows are waiting, or the server is shutting down: try again.",
 }
 
 
@@ -29,7 +29,7 @@ def document(requests: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
     health = {"200": _answer("It is."), "503": _answer("It is not.")}
     metrics = {"200": _answer("The text format.", media="text/plain")}
     paths: dict[str, Any] = {path: {"post": _post(body)} for path, body in requests.items()}
-    paths["/health"] = {"get": {"summary": "Is the model really scoring?", "responses": health}}
+    paths["/health"] = {"get": {"summary": "Whether the model is scoring.", "responses": health}}
     paths["/metrics"] = {"get": {"summary": "Counts for Prometheus.", "responses": metrics}}
     return {
         "openapi": "3.1.0",
@@ -41,7 +41,7 @@ def document(requests: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
 
 def _post(body: type[BaseModel]) -> dict[str, Any]:
     numbers = {"type": "array", "items": {"type": "number"}}
-    responses = {"200": _answer("A reward a row, in their order.", rewards=numbers)}
+    responses = {"200": _answer("One reward per row, in order.", rewards=numbers)}
     responses |= {status: _answer(text, error={"type": "string"}) for status, text in _REASONS.items()}
     return {
         "summary": (body.__doc__ or "").strip(),
@@ -73,7 +73,7 @@ class ServiceMetrics:
             buckets=_SECONDS,
             registry=self._registry,
         )
-        pending = Gauge("streamrl_reward_pending_rows", "Rows that wait for a batch.", registry=self._registry)
+        pending = Gauge("streamrl_reward_pending_rows", "Rows waiting for a batch.", registry=self._registry)
         pending.set_function(pending_rows)
 
     def text(self) -> bytes:

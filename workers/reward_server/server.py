@@ -96,7 +96,7 @@ class RewardApp:
                 Route("/metrics", self.metrics),
                 Route("/openapi.json", self.openapi),
             ],
-            exception_handlers={HTTPException: explain, Exception: apologise},
+            exception_handlers={HTTPException: http_error, Exception: internal_error},
             lifespan=self._lifespan,
         )
 
@@ -116,12 +116,12 @@ class RewardApp:
     async def health(self, request: Request) -> Response:
         """Healthy if the model has scored something within the last seconds, or does so now."""
         facts = {"model": self._model.name, "pending_rows": self._batcher.num_pending}
-        asked, limit_s = time.monotonic(), self._health_timeout_s
-        if asked - self._batcher.last_success > limit_s:
+        began, limit_s = time.monotonic(), self._health_timeout_s
+        if began - self._batcher.last_success > limit_s:
             try:
                 await asyncio.wait_for(self._batcher.score([[0]]), limit_s)
             except TimeoutError:
-                if self._batcher.last_success < asked:  # otherwise it is busy, and scored other rows meanwhile
+                if self._batcher.last_success < began:  # otherwise it is busy, and scored other rows meanwhile
                     return JSONResponse({"status": "stuck", "reason": f"no score within {limit_s:g} s", **facts}, 503)
             except ScoringFailed as error:
                 return JSONResponse({"status": "failing", "reason": str(error), **facts}, 503)
@@ -160,7 +160,7 @@ class RewardApp:
 
     def _check_room(self, num_rows: int) -> None:
         if self._num_rows + num_rows > MAX_PENDING_ROWS:
-            raise HTTPException(503, f"busy: {self._num_rows} rows wait already", {"retry-after": "1"})
+            raise HTTPException(503, f"busy: {self._num_rows} rows are waiting already", {"retry-after": "1"})
 
     async def _rewards(self, request: Request, body: ScoreRequest | OpenRlhfRequest) -> list[float]:
         if (body.texts is None) == (body.tokens is None):
@@ -191,7 +191,9 @@ class RewardApp:
 
     async def _wait_for_end(self) -> None:
         await self._ending.wait()
-        raise HTTPException(503, "the server is ending: ask another one, or later", {"retry-after": "1"})
+        raise HTTPException(
+            503, "the server is shutting down: try another one, or try again later", {"retry-after": "1"}
+        )
 
     def _check_rows(self, rows: Sequence[Sequence[int]]) -> None:
         for index, row in enumerate(rows):
@@ -205,12 +207,12 @@ class RewardApp:
 
 def check_caller(request: Request, token: str | None) -> None:
     if "origin" in request.headers:  # added by browsers, for whichever page is open on this machine
-        raise HTTPException(403, "pages in browsers get no answers")
+        raise HTTPException(403, "requests from browser pages are refused")
     if token is None:
         return
-    given = request.headers.get("authorization", "").encode()
-    if not hmac.compare_digest(given, f"Bearer {token}".encode()):
-        raise HTTPException(401, "a bearer token is needed, and this is not it", {"www-authenticate": "Bearer"})
+    authorization = request.headers.get("authorization", "").encode()
+    if not hmac.compare_digest(authorization, f"Bearer {token}".encode()):
+        raise HTTPException(401, "missing or wrong bearer token", {"www-authenticate": "Bearer"})
 
 
 async def _wait_for_hang_up(request: Request) -> None:
@@ -225,7 +227,7 @@ async def read_body(request: Request) -> bytes:
             async for part in request.stream():
                 body += part
                 if len(body) > MAX_BODY_BYTES:
-                    raise HTTPException(413, f"the body exceeds {MAX_BODY_BYTES} bytes: send less at once")
+                    raise HTTPException(413, f"the body exceeds {MAX_BODY_BYTES} bytes: send fewer rows at once")
     except TimeoutError:
         raise HTTPException(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
     except ClientDisconnect:
@@ -241,18 +243,18 @@ def _parse(body: bytes, form: type[ScoreRequest | OpenRlhfRequest]) -> ScoreRequ
         place = ".".join(map(str, first["loc"]))
         reason = first["msg"]
         if first["type"] == "extra_forbidden":
-            reason = f"no such key; a request has {' or '.join(form.model_fields)}"
+            reason = f"no such key; a request takes {' or '.join(form.model_fields)}"
         raise HTTPException(422, f"{place}: {reason}" if place else reason) from None
 
 
-async def explain(request: Request, error: Exception) -> Response:
+async def http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    reason = f"nothing is at {request.scope['path']}; see /openapi.json" if error.status_code == 404 else error.detail
+    reason = f"no such path: {request.scope['path']}; see /openapi.json" if error.status_code == 404 else error.detail
     return JSONResponse({"error": reason}, error.status_code, error.headers)
 
 
-async def apologise(request: Request, error: Exception) -> Response:
-    return JSONResponse({"error": "internal error; the server's log has it"}, 500)
+async def internal_error(request: Request, error: Exception) -> Response:
+    return JSONResponse({"error": "internal error; see the server's log"}, 500)
 
 
 def build_app(

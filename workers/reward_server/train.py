@@ -69,7 +69,7 @@ class _Encoded:
     scores: tuple[float, ...]
 
 
-def train(examples: Sequence[Example], settings: TrainSettings, say: Callable[[str], None]) -> Summary:
+def train(examples: Sequence[Example], settings: TrainSettings, report: Callable[[str], None]) -> Summary:
     torch.manual_seed(settings.seed)  # the new head, and dropout
     outputs = max(1, len(examples[0].scores))
     start = schema.RewardServer(model=settings.model)
@@ -79,25 +79,25 @@ def train(examples: Sequence[Example], settings: TrainSettings, say: Callable[[s
     encoded = _encode(scorer, examples, settings.max_tokens)
     random.Random(settings.seed).shuffle(encoded)
     num_held_out = max(1, round(len(encoded) * settings.held_out))
-    held_out, kept = encoded[:num_held_out], encoded[num_held_out:]
-    if not kept:
+    held_out, training = encoded[:num_held_out], encoded[num_held_out:]
+    if not training:
         raise DataError(
-            f"{len(encoded)} of {len(examples)} examples have texts that fit, and {len(held_out)} of these are held "
-            "out: none is left to train on; allow more with --max-tokens, or hold out less with --held-out"
+            f"{len(encoded)} of {len(examples)} examples have texts short enough, and {len(held_out)} of these "
+            "are held out: none is left to train on; raise --max-tokens, or lower --held-out"
         )
 
-    batches = list(_batches(kept, settings))
+    batches = list(_batches(training, settings))
     optimizer = torch.optim.AdamW(scorer.model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     scorer.model.train()
     for step, batch in enumerate(batches, start=1):
         loss = _step(scorer, optimizer, batch, settings.clip_norm)
         if step % math.ceil(len(batches) / _REPORTS) == 0 or step == len(batches):
-            say(f"step {step}/{len(batches)}: loss {loss:.4f}")
+            report(f"step {step}/{len(batches)}: loss {loss:.4f}")
     scorer.model.eval()
 
     rewards = _rewards(scorer, held_out)
     summary = Summary(
-        num_trained=len(kept),
+        num_trained=len(training),
         num_held_out=len(held_out),
         num_overlong=len(examples) - len(encoded),
         steps=len(batches),
@@ -117,7 +117,7 @@ def _encode(scorer: RewardModel, examples: Sequence[Example], max_tokens: int) -
     limit = min(max_tokens, scorer.max_tokens or max_tokens)
     rows = iter(scorer.encode([text for example in examples for text in example.texts]))
     encoded = [_Encoded(rows=tuple(next(rows) for _ in example.texts), scores=example.scores) for example in examples]
-    return [one for one in encoded if max(map(len, one.rows)) <= limit]
+    return [example for example in encoded if max(map(len, example.rows)) <= limit]
 
 
 def _batches(examples: Sequence[_Encoded], settings: TrainSettings) -> Iterator[Sequence[_Encoded]]:
@@ -177,7 +177,7 @@ def read_pairs(path: Path) -> list[Example]:
 def read_ratings(path: Path) -> list[Example]:
     examples = _read(path, _rating, what="ratings")
     if len({len(example.scores) for example in examples}) > 1:
-        raise DataError(f"{path}: the ratings differ in how many numbers they have")
+        raise DataError(f"{path}: all ratings must have the same number of scores")
     return examples
 
 
@@ -187,7 +187,7 @@ def _read(path: Path, read: Callable[[Any], Example], *, what: str) -> list[Exam
     except OSError as error:
         raise DataError(f"cannot read the {what} {str(path)!r}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"the {what} {str(path)!r} are no UTF-8 text: {error}") from None
+        raise DataError(f"the {what} {str(path)!r} are not UTF-8 text: {error}") from None
     examples = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -213,7 +213,7 @@ def _rating(row: Any) -> Example:
     prompt, completion = _texts(row, "prompt", "completion")
     score = row.get("score")
     scores = score if isinstance(score, list) else [score]
-    if not scores or not all(type(one) in (int, float) and math.isfinite(one) for one in scores):
+    if not scores or not all(type(number) in (int, float) and math.isfinite(number) for number in scores):
         raise ValueError("expected `score` to be a finite number or a list of them")
     return Example(texts=(prompt + completion,), scores=tuple(map(float, scores)))
 

@@ -27,7 +27,7 @@ from streamrl.workers.rewards.replicas import Replica, Replicas
 
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0  # between attempts
 Row = TypeVar("Row")
-Said = TypeVar("Said")
+Result = TypeVar("Result")
 
 
 class Patience(Protocol):
@@ -42,18 +42,18 @@ class Patience(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Waiting(Generic[Row, Said]):
+class _Waiting(Generic[Row, Result]):
     row: Row
-    said: asyncio.Future[Said]
+    result: asyncio.Future[Result]
 
 
-class Service(Generic[Row, Said]):
+class Service(Generic[Row, Result]):
     """One service with one or more replicas."""
 
     def __init__(
         self,
         urls: Sequence[str],
-        request: Callable[[str, Sequence[Row]], Awaitable[list[Said]]],  # a result per row; or TryAgain, Refused
+        request: Callable[[str, Sequence[Row]], Awaitable[list[Result]]],  # a result per row; or TryAgain, Refused
         patience: Patience,
         *,
         max_rows: int,  # per request
@@ -63,23 +63,23 @@ class Service(Generic[Row, Said]):
         self._replicas = Replicas(urls, first_pause_s=first_pause_s)
         self._first_pause_s = first_pause_s
         self._answered: list[Row] = []  # the row answered last; empty at first
-        self._waiting: list[_Waiting[Row, Said]] = []
+        self._waiting: list[_Waiting[Row, Result]] = []
         self._requests: set[asyncio.Task[None]] = set()
 
     def health(self) -> Health:
         # A replica that is due for a trial does not count as out: without requests nobody would notice its recovery.
         return Health(outage=self._replicas.outage, state=self._replicas.state)
 
-    async def ask(self, row: Row) -> Said:
+    async def ask(self, row: Row) -> Result:
         loop = asyncio.get_running_loop()
-        entry: _Waiting[Row, Said] = _Waiting(row=row, said=loop.create_future())
+        entry: _Waiting[Row, Result] = _Waiting(row=row, result=loop.create_future())
         self._waiting.append(entry)
         if len(self._waiting) == 1:
             loop.call_soon(self._send_waiting)
-        return await entry.said
+        return await entry.result
 
     async def close(self) -> None:
-        _fail(self._waiting, RewardError("the request was given up"))
+        _fail(self._waiting, RewardError("the request was cancelled"))
         for request in self._requests:
             request.cancel()
         await asyncio.gather(*self._requests, return_exceptions=True)
@@ -96,21 +96,21 @@ class Service(Generic[Row, Said]):
         if not request.cancelled():
             self._send_waiting()
 
-    async def _settle(self, batch: list[_Waiting[Row, Said]]) -> None:
+    async def _settle(self, batch: list[_Waiting[Row, Result]]) -> None:
         """Give every entry its result or its error."""
         try:
             await self._answer(batch)
         except (RewardOutage, UserError) as error:
             _fail(batch, error)
         finally:
-            _fail(batch, RewardError("the request was given up"))  # so that no entry waits for ever
+            _fail(batch, RewardError("the request was cancelled"))  # so that no entry waits for ever
 
-    async def _answer(self, batch: list[_Waiting[Row, Said]]) -> None:
-        batch = [entry for entry in batch if not entry.said.done()]  # done: its caller has gone
+    async def _answer(self, batch: list[_Waiting[Row, Result]]) -> None:
+        batch = [entry for entry in batch if not entry.result.done()]  # done: its caller has gone
         if not batch:
             return
         try:
-            said = await self._ask_patiently([entry.row for entry in batch])
+            results = await self._ask_patiently([entry.row for entry in batch])
         except Refused as refusal:
             if len(batch) == 1:
                 _fail(batch, RewardError(str(refusal)))
@@ -118,11 +118,11 @@ class Service(Generic[Row, Said]):
                 for entry in batch:
                     await self._answer([entry])
         else:
-            for entry, one in zip(batch, said, strict=True):
-                if not entry.said.done():
-                    entry.said.set_result(one)
+            for entry, result in zip(batch, results, strict=True):
+                if not entry.result.done():
+                    entry.result.set_result(result)
 
-    async def _ask_patiently(self, rows: list[Row]) -> list[Said]:
+    async def _ask_patiently(self, rows: list[Row]) -> list[Result]:
         """Ask with retries. Refused: these rows used up their attempts. RewardOutage: no replica was available."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._patience.outage_s
@@ -131,18 +131,18 @@ class Service(Generic[Row, Said]):
         answered: dict[Replica, int] = {}  # each replica's `num_answered` when it last failed us
         while attempts < self._patience.attempts:
             await self._pause(tries, attempts)
-            replica = await self._replicas.one(but=last, until=until)
+            replica = await self._replicas.acquire(avoid=last, until=until)
             if replica is None:
                 waited = f"no replica answered for {self._patience.outage_s:g} s"
                 raise RewardOutage(f"{waited}: {self._replicas.last_errors}")
-            on_trial, before = replica.on_trial, answered.setdefault(replica, replica.num_answered)
-            asked = self._trial_rows(replica, rows) if on_trial else rows
+            on_trial, num_answered = replica.on_trial, answered.setdefault(replica, replica.num_answered)
+            sent = self._trial_rows(replica, rows) if on_trial else rows
             try:
                 with self._replicas.asking(replica):
-                    said = await self._request(replica.url, asked)
-                self._answered = [asked[0]]
-                if asked is rows:
-                    return said
+                    results = await self._request(replica.url, sent)
+                self._answered = [sent[0]]
+                if sent is rows:
+                    return results
             except TryAgain as error:
                 last, reason = replica, f"{replica.url}: {error}"
                 if error.rest_s is not None:  # healthy, but rate-limited
@@ -151,13 +151,13 @@ class Service(Generic[Row, Said]):
                 answered[replica] = replica.num_answered
                 # An unreachable or forbidding replica, or an outage that continues, says nothing about these rows,
                 # unless others get answers there, or no row was ever answered that could tell.
-                here = error.reached and not error.away
-                about_them = error.answered and not self._answered if on_trial else here
-                if about_them or replica.num_answered > before:
+                was_handled = error.reached and not error.away
+                blames_rows = error.answered and not self._answered if on_trial else was_handled
+                if blames_rows or replica.num_answered > num_answered:
                     attempts += 1
                     until = loop.time() + self._patience.outage_s
             except Refused:
-                if asked is rows:
+                if sent is rows:
                     raise
         raise Refused(f"{reason} ({attempts} attempts)")
 
@@ -169,14 +169,14 @@ class Service(Generic[Row, Said]):
         return rows if len(rows) == 1 else [random.choice(rows)]
 
     async def _pause(self, tries: int, attempts: int) -> None:
-        """Back off once every healthy replica has been tried; for replicas that are out, `one` waits anyway."""
+        """Back off once every healthy replica has been tried; for replicas that are out, `acquire` waits anyway."""
         count = len(self._replicas)
         if tries and tries % count == 0 and self._replicas.num_well:
             pause_s = min(_LONGEST_PAUSE_S, self._first_pause_s * 2 ** min(max(0, attempts // count - 1), 10))
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
 
-def _fail(batch: list[_Waiting[Row, Said]], error: RewardError | UserError) -> None:
+def _fail(batch: list[_Waiting[Row, Result]], error: RewardError | UserError) -> None:
     for entry in batch:
-        if not entry.said.done():
-            entry.said.set_exception(type(error)(str(error)))  # a copy each, since each gets its own traceback
+        if not entry.result.done():
+            entry.result.set_exception(type(error)(str(error)))  # a copy each, since each gets its own traceback

@@ -33,8 +33,12 @@ class ScoreItem:
     @property
     def sample(self) -> dict[str, Any]:
         """What differs within a group, as JSON data."""
-        told = {"completion": self.completion, "token_ids": self.token_ids.tolist()}
-        return {**told, "finish_reason": self.finish_reason, "rewards": dict(self.rewards)}
+        return {
+            "completion": self.completion,
+            "token_ids": self.token_ids.tolist(),
+            "finish_reason": self.finish_reason,
+            "rewards": dict(self.rewards),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,9 +50,9 @@ class ChildLost(CallFailed):
 
 
 class Child:
-    def __init__(self, process: Process, *, told: dict[str, Any], timeout_s: float) -> None:
-        self.told = told  # its first line
-        self.concurrent = concurrent = told["concurrent"]  # an `async def`: takes many calls at once
+    def __init__(self, process: Process, *, description: dict[str, Any], timeout_s: float) -> None:
+        self.description = description  # its first line: what the child says about the code it loaded
+        self.concurrent = concurrent = description["concurrent"]  # an `async def`: takes many calls at once
         self.lost = False
         self._process = process
         self._limit_s = timeout_s + (CANCEL_GRACE_S if concurrent else 0.0)
@@ -83,10 +83,10 @@ class Child:
         )
         try:
             _send(process, source.model_dump(include=_SETTINGS) | {"door": door})
-            return cls(process, told=await _loaded(process), timeout_s=source.timeout_s)
+            return cls(process, description=await _read_description(process), timeout_s=source.timeout_s)
         except BaseException:
             _kill(process)
-            await _gone(process)
+            await _await_exit(process)
             raise
 
     async def call(self, arguments: tuple[Any, ...], *, timeout_s: float | None = None) -> Any:
@@ -97,21 +97,21 @@ class Child:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
         self._pending[number] = answer
-        limit_s, told_s = (self._limit_s, self._timeout_s) if timeout_s is None else (timeout_s, timeout_s)
-        alarm = loop.call_later(limit_s, self._lose, f"no answer within {told_s:g} s")
+        limit_s, reported_s = (self._limit_s, self._timeout_s) if timeout_s is None else (timeout_s, timeout_s)
+        alarm = loop.call_later(limit_s, self._lose, f"no answer within {reported_s:g} s")
         _send(self._process, {"id": number, "arguments": arguments})
         try:
             return await answer
         except asyncio.CancelledError:
             # Nobody wants the result, but the function would go on and use up the next call's time.
             if not self.concurrent:
-                self._lose("the call was given up")
+                self._lose("the call was cancelled")
             raise
         finally:
             alarm.cancel()
             self._pending.pop(number, None)
 
-    def tell(self, arguments: tuple[Any, ...]) -> None:
+    def notify(self, arguments: tuple[Any, ...]) -> None:
         """Send a call without waiting for its answer."""
         if not self.lost:
             _send(self._process, {"id": next(self._numbers), "arguments": arguments})
@@ -137,27 +137,27 @@ class Child:
             while line := await self._process.stdout.readline():
                 self._settle(json.loads(line))
         except _NO_ANSWER:  # the function wrote to the pipe: nothing in it can be trusted any more
-            reason = "the process wrote something that is no answer"
+            reason = "the process wrote something that is not an answer"
         else:
             with contextlib.suppress(TimeoutError):  # it may have closed its pipe and still be running
                 async with asyncio.timeout(_EXIT_WAIT_S):
                     reason = f"the process ended with status {await self._process.wait()}"
         self._lose(reason)
-        await _gone(self._process)
+        await _await_exit(self._process)
 
     def _settle(self, message: dict[str, Any]) -> None:
         answer = self._pending.get(message["id"])
         if answer is None or answer.done():
             return
         if "error" in message:
-            answer.set_exception(CallFailed(_words_of(message["error"])))
+            answer.set_exception(CallFailed(_encodable(message["error"])))
             if last := message.get("last"):
                 self._lose(str(last), culprit_known=True)
         else:
             answer.set_result(message["value"])
 
 
-async def _loaded(process: Process) -> dict[str, Any]:
+async def _read_description(process: Process) -> dict[str, Any]:
     """Wait for the child's first line and return it: facts about the function. CallFailed if it could not be loaded."""
     assert process.stdout is not None
     try:
@@ -165,17 +165,17 @@ async def _loaded(process: Process) -> dict[str, Any]:
             line = await process.stdout.readline()
         if not line:
             raise CallFailed("the process ended while it loaded the function")
-        first: dict[str, Any] = json.loads(line)
-        if "error" in first:
-            raise CallFailed(_words_of(first["error"]))
-        return first | {"concurrent": bool(first["concurrent"])}
+        description: dict[str, Any] = json.loads(line)
+        if "error" in description:
+            raise CallFailed(_encodable(description["error"]))
+        return description | {"concurrent": bool(description["concurrent"])}
     except TimeoutError:
         raise CallFailed(f"not loaded within {LOAD_TIMEOUT_S:g} s") from None
     except _NO_ANSWER:
-        raise CallFailed("the process wrote something that is no answer") from None
+        raise CallFailed("the process wrote something that is not an answer") from None
 
 
-def _words_of(error: Any) -> str:
+def _encodable(error: Any) -> str:
     """Replace lone surrogates, which no message can carry."""
     return str(error).encode(errors="replace").decode()
 
@@ -203,7 +203,7 @@ def _kill(process: Process) -> None:
     answers.close()
 
 
-async def _gone(process: Process) -> None:
+async def _await_exit(process: Process) -> None:
     """Wait until a killed process is gone."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_KILLED_WAIT_S):

@@ -22,15 +22,15 @@ from streamrl.workers.rewards.code_tests import Case, Ending, Outcome, judge, sc
 
 _KEEPER = "streamrl.workers.confined.sandbox_keeper"
 _GRACE_S = 15.0  # for the keeper to report that a program got no CPU time: it waits for the CPU, too
-_SERVICE = "a service can: type http, form sandbox-fusion"
+_SERVICE = "use a service instead: type http, form sandbox-fusion"
 
 
 def build_code_reward(name: str, source: schema.CodeReward, permissions: Permissions) -> CodeReward:
     """Check this worker's permission; starts nothing yet."""
     if SANDBOX not in permissions.reward_code:
         raise ConfigError(
-            f"rewards.{name}: this worker runs no programs of models, nor tests of rows; if it may, in its sandbox, "
-            f"start it with --allow-reward-code {SANDBOX}"
+            f"rewards.{name}: this worker may not run generated programs and the rows' tests; to allow it, in its "
+            f"sandbox, start the worker with --allow-reward-code {SANDBOX}"
         )
     return CodeReward(source, key=f"rewards.{name}")
 
@@ -46,7 +46,7 @@ class CodeReward:
             await self._cells.prove()
         except RewardError as error:
             await self._cells.close()
-            raise ConfigError(f"{self._key}: this machine holds no sandbox: {error}; {_SERVICE}") from None
+            raise ConfigError(f"{self._key}: this machine cannot confine programs: {error}; {_SERVICE}") from None
 
     async def score(self, item: ScoreItem) -> float:
         return self.score_of(await self.judge(item, every=self._source.tests.partial))
@@ -70,27 +70,27 @@ class Cells:
 
     def __init__(self, source: schema.CodeReward, *, keeper: str) -> None:
         self._source, self._module = source, keeper
-        self._turns = asyncio.Semaphore(source.processes)
-        self._beginning = asyncio.Lock()
+        self._slots = asyncio.Semaphore(source.processes)
+        self._start_lock = asyncio.Lock()
         self._keeper: Child | None = None
 
     async def run(self, program: str, case: Case) -> Ending:
         tests, patience_s = self._source.tests, max(self._source.timeout_s, self._source.tests.time_s)
-        asked = {
+        run = {
             "program": program,
             "then": case.then,
             "stdin": case.stdin,
             "time_s": tests.time_s,
             "memory_mb": tests.memory_mb,
         }
-        async with self._turns:
+        async with self._slots:
             try:
-                keeper = await self._begun()
-                told = await keeper.call((asked, patience_s), timeout_s=patience_s + _GRACE_S)
+                keeper = await self._live_keeper()
+                result = await keeper.call((run, patience_s), timeout_s=patience_s + _GRACE_S)
             except CallFailed as failed:
                 raise RewardError(f"the sandbox failed: {failed}") from None
-        stdout = base64.b64decode(told.pop("stdout")).decode(errors="replace")
-        return Ending(ended=told["ended"], why=str(told.get("why", "")), stdout=stdout, seconds=told["seconds"])
+        stdout = base64.b64decode(result.pop("stdout")).decode(errors="replace")
+        return Ending(ended=result["ended"], why=str(result.get("why", "")), stdout=stdout, seconds=result["seconds"])
 
     async def prove(self) -> None:
         """RewardError if a cell runs no program, or lets it do what is forbidden."""
@@ -103,8 +103,8 @@ class Cells:
             keeper, self._keeper = self._keeper, None
             await keeper.close()
 
-    async def _begun(self) -> Child:
-        async with self._beginning:
+    async def _live_keeper(self) -> Child:
+        async with self._start_lock:
             if self._keeper is not None and self._keeper.lost:
                 await self.close()
             if self._keeper is None:
@@ -118,8 +118,8 @@ import os
 for name, attempt in {
     "start a process": os.fork,
     "write a file": lambda: os.open("/tmp/sandbox", os.O_WRONLY | os.O_CREAT, 0o600),
-    "read what is not Python's": lambda: os.listdir("/"),
-    "compute before others": lambda: os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0)),
+    "read files other than Python's": lambda: os.listdir("/"),
+    "raise its priority": lambda: os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0)),
     "open a connection": lambda: __import__("_socket").socket(),
 }.items():
     try:

@@ -69,33 +69,33 @@ def cases_of(fields: Mapping[str, Any], field: str) -> list[Case]:
     """Read the row's tests. RewardError if it holds none."""
     if field not in fields:
         raise RewardError(f"the row has no field {field!r}; it has: {', '.join(sorted(fields)) or 'none'}")
-    held = fields[field]
-    if isinstance(held, str) and held.lstrip()[:1] in ("[", "{"):
+    value = fields[field]
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         with contextlib.suppress(ValueError, RecursionError):  # it is code
-            held = json.loads(held)
-    cases = _read(held)
+            value = json.loads(value)
+    cases = _read(value)
     if not cases:
-        raise RewardError(f"field {field!r} holds no tests, which are {_FORMS}: {held!r:.80}")
+        raise RewardError(f"field {field!r} holds no tests ({_FORMS}), but {value!r:.80}")
     return cases
 
 
-def _read(held: Any) -> list[Case]:
-    if isinstance(held, str):
-        return [Case(then=held)] if held.strip() else []
-    if isinstance(held, Mapping) and not held.get("fn_name"):
-        inputs, outputs = held.get("inputs"), held.get("outputs")
+def _read(value: Any) -> list[Case]:
+    if isinstance(value, str):
+        return [Case(then=value)] if value.strip() else []
+    if isinstance(value, Mapping) and not value.get("fn_name"):
+        inputs, outputs = value.get("inputs"), value.get("outputs")
         if not (isinstance(inputs, Sequence) and isinstance(outputs, Sequence) and len(inputs) == len(outputs)):
             return []
-        held = [{"input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
-    cases = [_read_one(one) for one in held] if isinstance(held, list) else []
-    return [] if None in cases else [one for one in cases if one is not None]
+        value = [{"input": stdin, "output": stdout} for stdin, stdout in zip(inputs, outputs, strict=True)]
+    cases = [_read_one(test) for test in value] if isinstance(value, list) else []
+    return [] if None in cases else [test for test in cases if test is not None]
 
 
-def _read_one(one: Any) -> Case | None:
-    if isinstance(one, str) and one.strip():
-        return Case(then=one)
-    if isinstance(one, Mapping) and isinstance(one.get("input"), str) and isinstance(one.get("output"), str):
-        return Case(stdin=one["input"], expected=one["output"])
+def _read_one(test: Any) -> Case | None:
+    if isinstance(test, str) and test.strip():
+        return Case(then=test)
+    if isinstance(test, Mapping) and isinstance(test.get("input"), str) and isinstance(test.get("output"), str):
+        return Case(stdin=test["input"], expected=test["output"])
     return None
 
 

@@ -54,7 +54,7 @@ def build_function_reward(
 def may_run(source: schema.FunctionReward | schema.Environment, permissions: Permissions, *, section: str) -> None:
     """ConfigError if this worker has no permission to run the code, or to give it what it asks for."""
     target = source.target
-    assert target is not None, "a service is no code of ours"
+    assert target is not None, "a service has no target"
     if _canonical(target) not in map(_canonical, permissions.reward_code):
         raise ConfigError(
             f"{section}.target: this worker may not run {target!r}; if you trust that code, start the worker with "
@@ -62,14 +62,14 @@ def may_run(source: schema.FunctionReward | schema.Environment, permissions: Per
         )
     if source.network and _canonical(target) not in map(_canonical, permissions.reward_network):
         raise ConfigError(
-            f"{section}.network: this worker gives {target!r} no network; if it may have one, start the worker with "
+            f"{section}.network: this worker gives {target!r} no network; to allow it, start the worker with "
             f"--allow-reward-network {target}"
         )
     for variable in source.environment:
         if variable not in permissions.reward_environment:
             raise ConfigError(
-                f"{section}.environment: this worker gives {variable} to no code of a user's; if it may have it, start "
-                f"the worker with --allow-reward-env {variable}"
+                f"{section}.environment: this worker does not pass {variable} to users' code; to allow it, start the "
+                f"worker with --allow-reward-env {variable}"
             )
 
 
@@ -90,9 +90,9 @@ class _Pool:
         self._key = key
         self._places = [_Place(source) for _ in range(source.processes)]
         self._solo = _Place(source)
-        self._solo_turn = asyncio.Lock()
+        self._solo_lock = asyncio.Lock()
         # Holds each place once per call that it may run at a time, so that getting one means getting a slot.
-        self._turns: asyncio.Queue[_Place] = asyncio.Queue()
+        self._slots: asyncio.Queue[_Place] = asyncio.Queue()
 
     async def start(self) -> None:
         try:
@@ -101,9 +101,9 @@ class _Pool:
             raise ConfigError(f"{self._key}: cannot use it: {error}") from None
         for _ in range(CONCURRENT_CALLS if children[0].concurrent else 1):
             for place in self._places:
-                self._turns.put_nowait(place)
+                self._slots.put_nowait(place)
 
-    async def of(self, items: Sequence[ScoreItem]) -> list[Any]:
+    async def values_for(self, items: Sequence[ScoreItem]) -> list[Any]:
         """Return the function's values for these samples of one prompt, or raise RewardError."""
         try:
             return await self._call((items[0].prompt, dict(items[0].fields), [item.sample for item in items]))
@@ -118,27 +118,27 @@ class _Pool:
             await place.close()
 
     async def _call(self, arguments: tuple[Any, ...]) -> list[Any]:
-        place = await self._turns.get()
+        place = await self._slots.get()
         try:
             return await place.call(arguments)
         except ChildLost as lost:
             if lost.alone:
                 raise
         finally:
-            self._turns.put_nowait(place)
-        async with self._solo_turn:
+            self._slots.put_nowait(place)
+        async with self._solo_lock:
             return await self._solo.call(arguments)
 
 
 class FunctionReward(_Pool):
     async def score(self, item: ScoreItem) -> Score:
-        [score] = await self.of([item])
+        [score] = await self.values_for([item])
         return np.array(score, dtype=np.float64) if isinstance(score, list) else score
 
 
 class FunctionOfGroups(_Pool):
     async def score_group(self, items: Sequence[ScoreItem]) -> list[float | None]:
-        return await self.of(items)
+        return await self.values_for(items)
 
 
 class _Place:
@@ -147,10 +147,10 @@ class _Place:
     def __init__(self, source: schema.FunctionReward) -> None:
         self._source = source
         self._child: Child | None = None
-        self._beginning = asyncio.Lock()
+        self._start_lock = asyncio.Lock()
 
     async def child(self) -> Child:
-        async with self._beginning:
+        async with self._start_lock:
             if self._child is not None and self._child.lost:
                 await self.close()
             if self._child is None:

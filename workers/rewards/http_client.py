@@ -41,8 +41,8 @@ def _address(key: str, url: str, form: Form, permissions: Permissions, local_rew
     if url == LOCAL_REWARD_SERVER:
         if local_reward_url is None:
             raise ConfigError(
-                f"{key}: `local` needs the address of the reward server: start this with --local-reward-url URL; "
-                "`streamrl up` gives it to its own workers"
+                f"{key}: `local` needs the address of the reward server: start the worker with --local-reward-url "
+                "URL (`streamrl up` passes it to its own workers)"
             )
         url = local_reward_url  # given on this worker's command line, so it needs no other permission
     else:
@@ -57,12 +57,12 @@ def check_host(key: str, url: str, permissions: Permissions) -> None:
     except ValueError:
         parts, port = SplitResult("", "", "", "", ""), None
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username is not None:
-        raise ConfigError(f"{key}: {url!r} is no address of a service: http://host:port is expected")
+        raise ConfigError(f"{key}: {url!r} is not the address of a service; expected http://host:port")
     allowed = {host.lower() for host in permissions.hosts}
     if not allowed & {parts.hostname, f"{parts.hostname}:{port}"}:
         raise ConfigError(
-            f"{key}: this worker may not send samples to {parts.hostname!r}; "
-            f"start it with --allow-host {parts.hostname} if it may"
+            f"{key}: this worker may not send samples to {parts.hostname!r}; to allow it, start the worker "
+            f"with --allow-host {parts.hostname}"
         )
 
 

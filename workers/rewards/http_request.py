@@ -173,7 +173,7 @@ def _rest_s(retry_after: str) -> float:
 
 async def _read(response: httpx.Response, max_bytes: int) -> bytes:
     if "content-encoding" in response.headers:  # a small compressed body may expand to any size
-        raise TryAgain("answered compressed, which was not accepted", answered=True)
+        raise TryAgain("answered with a compressed body, which the request did not accept", answered=True)
     body = bytearray()
     async for part in response.aiter_bytes():
         body += part
@@ -193,7 +193,7 @@ def _read_scores(form: Form, body: bytes, count: int, max_abs: float) -> list[fl
         raise TryAgain(f"answered {error}: {printable(body)}", answered=True) from None
     # The comparison is false for NaN; an integer with a thousand digits would not fit a float.
     if any(type(score) not in (int, float) or not abs(score) <= sys.float_info.max for score in scores):
-        raise TryAgain(f"answered rewards that are no finite numbers: {printable(body)}", answered=True)
+        raise TryAgain(f"answered rewards that are not finite numbers: {printable(body)}", answered=True)
     if any(abs(score) > max_abs for score in scores):
         reason = f"answered rewards beyond the source's max_abs of {max_abs:g}: {printable(body)}"
         raise TryAgain(reason, answered=True)
@@ -220,7 +220,7 @@ class Form:
         if not isinstance(rows, list) or len(rows) != count:
             raise ValueError(f"no list of {count} {self.rows}")
         if self.indexed and [row.get("index") if isinstance(row, dict) else None for row in rows] != list(range(count)):
-            raise ValueError(f"`{self.rows}` does not hold the rows 0 to {count - 1} in their order")
+            raise ValueError(f"`{self.rows}` without the rows 0 to {count - 1} in order")
         return [self.number(row) for row in rows]
 
 
@@ -245,7 +245,7 @@ def _only(row: Any) -> Any:
     if not isinstance(row, list):
         return row
     if len(row) != 1:
-        raise ValueError(f"a row has {len(row)} numbers; a reward is one")
+        raise ValueError(f"a row has {len(row)} numbers instead of one")
     return row[0]
 
 
@@ -297,7 +297,7 @@ def read_token(path: str, *, key: str) -> str:
 def token_in(variable: str, *, key: str) -> str:
     """Read the token from this process's environment."""
     if variable not in os.environ:
-        raise ConfigError(f"{key}: there is no variable {variable} in this worker's environment; it holds the token")
+        raise ConfigError(f"{key}: {variable} is not set in this worker's environment; it must hold the token")
     return _checked(os.environ[variable].strip(), f"{key}: {variable}")
 
 

@@ -51,20 +51,20 @@ def build_judge_reward(
     """Check the addresses and this worker's permission for hosts and keys; connects to nothing yet."""
     budget = Budget(source.token_budget, name=name, spend=spend)
     judges = {}
-    for called, judge in source.judges.items():
-        key = f"rewards.{name}.judges.{called}"
+    for judge_name, judge in source.judges.items():
+        key = f"rewards.{name}.judges.{judge_name}"
         for url in judge.urls:
             check_host(f"{key}.url", url, permissions)
         if judge.token_env is not None and judge.token_env not in permissions.reward_environment:
             raise ConfigError(
-                f"{key}.token_env: this worker gives {judge.token_env} to nobody; if the judge may have it, start the "
+                f"{key}.token_env: this worker does not pass {judge.token_env} to judges; to allow it, start the "
                 f"worker with --allow-reward-env {judge.token_env}"
             )
-        most = source.max_concurrency
-        client = make_client(judge, key=key, timeout_s=source.timeout_s, transport=transport, max_connections=most)
-        judges[called] = AskedJudge(judge, source, client, budget, first_pause_s=first_pause_s)
-    bench = Bench(judges, source, budget)
-    return JudgeOfGroups(source, bench) if source.of_group else JudgeReward(source, bench)
+        limit = source.max_concurrency
+        client = make_client(judge, key=key, timeout_s=source.timeout_s, transport=transport, max_connections=limit)
+        judges[judge_name] = AskedJudge(judge, source, client, budget, first_pause_s=first_pause_s)
+    panel = JudgePanel(judges, source, budget)
+    return JudgeOfGroups(source, panel) if source.of_group else JudgeReward(source, panel)
 
 
 def address(url: str) -> str:
@@ -76,32 +76,32 @@ def address(url: str) -> str:
 class Budget:
     """Tokens that a source's judges have read and written, in all workers of the run."""
 
-    def __init__(self, most: int | None, *, name: str, spend: Spend | None) -> None:
+    def __init__(self, limit: int | None, *, name: str, spend: Spend | None) -> None:
         self.own = 0  # spent by this worker
-        self._of_all = 0  # spent by all workers, as far as known; never decreases, even if Redis loses it
-        self._untold = 0  # not yet reported to Redis
-        self._most, self._name, self._spend = most, name, spend
+        self._total = 0  # spent by all workers, as far as known; never decreases, even if Redis loses it
+        self._unreported = 0  # not yet reported to Redis
+        self._limit, self._name, self._spend = limit, name, spend
 
     async def add(self, num: int) -> None:
         self.own += num
-        self._of_all += num
-        if self._most is None or self._spend is None:
+        self._total += num
+        if self._limit is None or self._spend is None:
             return
-        telling, self._untold = self._untold + num, 0
+        reporting, self._unreported = self._unreported + num, 0
         try:
-            of_all = await self._spend(f"rewards/{self._name}/tokens", telling)
+            total = await self._spend(f"rewards/{self._name}/tokens", reporting)
         except TransportError:  # the worker's own loop handles this; the verdict is valid all the same
-            self._untold += telling
+            self._unreported += reporting
         else:
-            self._of_all = max(self._of_all, of_all)
+            self._total = max(self._total, total)
 
     @property
     def outage(self) -> str | None:
-        if self._most is None or self._of_all < self._most:
+        if self._limit is None or self._total < self._limit:
             return None
         return (
-            f"its judges have read and written {self._of_all} tokens, and rewards.{self._name}.token_budget = "
-            f"{self._most}: raise it, or leave it out, and resume the run"
+            f"rewards.{self._name}.token_budget = {self._limit}: its judges have used {self._total} tokens; raise it, "
+            "or leave it out, and resume the run"
         )
 
 
@@ -111,38 +111,38 @@ class Pace:
     def __init__(self, per_s: float | None) -> None:
         self._every_s = 0.0 if per_s is None else 1 / per_s
         self._next = 0.0  # on the event loop's clock
-        self._first = asyncio.Lock()
+        self._turn_lock = asyncio.Lock()
 
     async def turn(self) -> None:
         loop = asyncio.get_running_loop()
-        async with self._first:
+        async with self._turn_lock:
             if (left_s := self._next - loop.time()) > 0:
                 await asyncio.sleep(left_s)
             self._next = loop.time() + self._every_s
 
 
-class Remembering:
+class CachedAsk:
     """Caches the newest `size` answers by question; concurrent identical questions share one request."""
 
     def __init__(self, ask: Ask, *, size: int) -> None:
         self._ask, self._size = ask, size
-        self._asked: OrderedDict[bytes, asyncio.Task[float]] = OrderedDict()
+        self._answers: OrderedDict[bytes, asyncio.Task[float]] = OrderedDict()
 
     async def __call__(self, question: Question) -> float:
         if not self._size:
             return await self._ask(question)
         key = hashlib.blake2b(question.text.encode(errors="replace"), digest_size=16).digest()
-        if key not in self._asked:
-            self._asked[key] = task = asyncio.ensure_future(self._ask(question))
+        if key not in self._answers:
+            self._answers[key] = task = asyncio.ensure_future(self._ask(question))
             task.add_done_callback(partial(self._drop_failed, key))
-            if len(self._asked) > self._size:
-                self._asked.popitem(last=False)
-        self._asked.move_to_end(key)
-        return await asyncio.shield(self._asked[key])  # a cancelled caller must not cancel it for the others
+            if len(self._answers) > self._size:
+                self._answers.popitem(last=False)
+        self._answers.move_to_end(key)
+        return await asyncio.shield(self._answers[key])  # a cancelled caller must not cancel it for the others
 
     def _drop_failed(self, key: bytes, task: asyncio.Task[float]) -> None:
-        if (task.cancelled() or task.exception() is not None) and self._asked.get(key) is task:
-            del self._asked[key]
+        if (task.cancelled() or task.exception() is not None) and self._answers.get(key) is task:
+            del self._answers[key]
 
 
 class AskedJudge:
@@ -161,7 +161,7 @@ class AskedJudge:
         self._pace = Pace(source.max_requests_per_s)
         urls = [address(url) for url in judge.urls]
         self._service = Service(urls, self._request, source, max_rows=1, first_pause_s=first_pause_s)
-        self.ask = Remembering(self._service.ask, size=source.cache_size)
+        self.ask = CachedAsk(self._service.ask, size=source.cache_size)
 
     def health(self) -> Health:
         return self._service.health()
@@ -175,15 +175,15 @@ class AskedJudge:
         await self._pace.turn()
         if (outage := self._budget.outage) is not None:
             raise RewardOutage(outage)
-        asked = request(question, self._judge, self._source)
-        most = _MAX_ANSWER_BYTES + _MAX_BYTES_PER_TOKEN * self._source.max_tokens
-        body = await post(self._client, url, asked, timeout_s=self._source.timeout_s, max_bytes=most)
+        payload = request(question, self._judge, self._source)
+        max_bytes = _MAX_ANSWER_BYTES + _MAX_BYTES_PER_TOKEN * self._source.max_tokens
+        body = await post(self._client, url, payload, timeout_s=self._source.timeout_s, max_bytes=max_bytes)
         answer = read(body, question)
         await self._budget.add(answer.num_tokens)  # an invalid verdict costs as much
         return [worth(answer, question, structured=self._source.structured)]
 
 
-class Bench:
+class JudgePanel:
     """All judges of a source, asked concurrently."""
 
     def __init__(self, judges: Mapping[str, AskedJudge], source: schema.JudgeReward, budget: Budget) -> None:
@@ -196,8 +196,8 @@ class Bench:
 
     def health(self) -> Health:
         each = {name: judge.health() for name, judge in self._judges.items()}
-        outages = [f"judge {name!r}: {one.outage}" for name, one in each.items() if one.outage is not None]
-        states = [f"judge {name!r}: {one.state}" for name, one in each.items() if one.state != "well"]
+        outages = [f"judge {name!r}: {health.outage}" for name, health in each.items() if health.outage is not None]
+        states = [f"judge {name!r}: {health.state}" for name, health in each.items() if health.state != "well"]
         spent = self._budget.outage
         outage = spent or (outages[0] if outages else None)
         return Health(outage=outage, state=spent or "; ".join(states) or "well", num_tokens=self._budget.own)
@@ -209,23 +209,23 @@ class Bench:
 def majority(verdicts: Sequence[float]) -> float:
     """Return the most frequent verdict; the mean of several that are equally frequent."""
     counts = Counter(verdicts)
-    most = max(counts.values())
-    return fmean(verdict for verdict, count in counts.items() if count == most)
+    top = max(counts.values())
+    return fmean(verdict for verdict, count in counts.items() if count == top)
 
 
 class _Judged:
-    def __init__(self, source: schema.JudgeReward, bench: Bench) -> None:
-        self._source, self._bench = source, bench
+    def __init__(self, source: schema.JudgeReward, panel: JudgePanel) -> None:
+        self._source, self._panel = source, panel
 
     async def start(self) -> None:
         """Ask no judge: one that is not up yet is an outage, not a user's mistake."""
-        await self._bench.start()
+        await self._panel.start()
 
     def health(self) -> Health:
-        return self._bench.health()
+        return self._panel.health()
 
     async def close(self) -> None:
-        await self._bench.close()
+        await self._panel.close()
 
 
 class JudgeReward(_Judged):
@@ -233,8 +233,8 @@ class JudgeReward(_Judged):
 
     async def score(self, item: ScoreItem) -> float:
         if self._source.against is None:
-            return await self._bench.ask(pointwise(self._source, item))
-        return await _compare(self._bench, self._source, item, field_of(item, self._source.against))
+            return await self._panel.ask(pointwise(self._source, item))
+        return await _compare(self._panel, self._source, item, field_of(item, self._source.against))
 
 
 class JudgeOfGroups(_Judged):
@@ -242,7 +242,7 @@ class JudgeOfGroups(_Judged):
 
     async def score_group(self, items: Sequence[ScoreItem]) -> list[float | RewardError]:
         pairs = neighbours(len(items), self._source.opponents)
-        asking = [_compare(self._bench, self._source, items[i], items[j].completion) for i, j in pairs]
+        asking = [_compare(self._panel, self._source, items[i], items[j].completion) for i, j in pairs]
         won: list[list[float]] = [[] for _ in items]
         failed: dict[int, RewardError] = {}
         for (i, j), share in zip(pairs, await asyncio.gather(*asking, return_exceptions=True), strict=True):
@@ -265,15 +265,15 @@ def neighbours(num_samples: int, reach: int) -> list[tuple[int, int]]:
     return sorted({(min(i, j), max(i, j)) for i, j in steps if i != j})
 
 
-async def _compare(bench: Bench, source: schema.JudgeReward, item: ScoreItem, other: str) -> float:
+async def _compare(panel: JudgePanel, source: schema.JudgeReward, item: ScoreItem, other: str) -> float:
     """Return the item's share of wins against `other`. Judges favour a position, so both orders are asked."""
-    there, back = pairwise(source, item, item.completion, other), pairwise(source, item, other, item.completion)
-    as_first, of_other = await _all(map(bench.ask, (there, back)))
-    return (as_first + 1 - of_other) / 2
+    in_order, swapped = pairwise(source, item, item.completion, other), pairwise(source, item, other, item.completion)
+    share, other_share = await _all(map(panel.ask, (in_order, swapped)))
+    return (share + 1 - other_share) / 2
 
 
 async def _all(asking: Iterable[Coroutine[Any, Any, float]]) -> list[float]:
     """Await all, so that a failure leaves none of the others running."""
-    tasks = [asyncio.ensure_future(one) for one in asking]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in asking]
     await asyncio.gather(*tasks, return_exceptions=True)
     return [task.result() for task in tasks]

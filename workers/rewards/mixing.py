@@ -68,7 +68,7 @@ class Rewards:
         return len(self._pending)
 
     @property
-    def num_heard(self) -> int:
+    def num_received(self) -> int:
         """Scores and failures received so far."""
         return sum(source.scored + source.failed for source in self._sources.values())
 
@@ -78,7 +78,7 @@ class Rewards:
 
     async def score_sample(self, item: ScoreItem) -> Mapping[str, Score]:
         """Score one sample by the sources of single samples."""
-        with self._asked():
+        with self._tracked():
             scoring = {
                 name: asyncio.ensure_future(self._score_by(name, source.reward, item))
                 for name, source in self._sources.items()
@@ -92,7 +92,7 @@ class Rewards:
         self, items: Sequence[ScoreItem], scored: Sequence[Mapping[str, Score]]
     ) -> list[Scores | RewardError]:
         """Add the group sources' scores to those of a prompt's samples, and sum them by weight."""
-        with self._asked():
+        with self._tracked():
             items = [replace(item, rewards=_applying(scores)) for item, scores in zip(items, scored, strict=True)]
             scoring = {
                 name: asyncio.ensure_future(self._score_group_by(name, source.reward, items))
@@ -102,10 +102,10 @@ class Rewards:
             await asyncio.gather(*scoring.values(), return_exceptions=True)
             by_group = {name: scores.result() for name, scores in scoring.items()}
         mixed = [
-            self._sum({**scores, **{name: of_all[i] for name, of_all in by_group.items()}})
+            self._sum({**scores, **{name: group_scores[i] for name, group_scores in by_group.items()}})
             for i, scores in enumerate(scored)
         ]
-        self._failing = next((str(one) for one in mixed if isinstance(one, RewardError)), "")
+        self._failing = next((str(result) for result in mixed if isinstance(result, RewardError)), "")
         return mixed
 
     async def score(self, item: ScoreItem) -> Scores:
@@ -122,19 +122,19 @@ class Rewards:
         waited_s = self._clock() - min(self._pending.values(), default=math.inf)
         if waited_s > _SCORE_S:
             return f"a sample has waited {waited_s:.0f} s for its score"
-        return f"the last score could not be had: {self._failing}" if self._failing else ""
+        return f"the last score failed: {self._failing}" if self._failing else ""
 
     @contextmanager
-    def _asked(self) -> Iterator[None]:
-        asked = object()
-        self._pending[asked] = self._clock()
+    def _tracked(self) -> Iterator[None]:
+        entry = object()
+        self._pending[entry] = self._clock()
         try:
             yield
         except RewardError as error:
             self._failing = str(error)
             raise
         finally:
-            del self._pending[asked]
+            del self._pending[entry]
         self._failing = ""
 
     def _sum(self, scores: Mapping[str, Score | RewardError]) -> Scores | RewardError:
@@ -147,8 +147,10 @@ class Rewards:
         total = sum(self._sources[name].weight * value for name, value in rewards.items())
         if not math.isfinite(total):
             return RewardError(f"the weighted sum of {rewards} is not finite")
-        of_tokens = [self._sources[name].weight * s for name, s in scores.items() if isinstance(s, np.ndarray)]
-        return Scores(rewards=rewards, total=total, token_rewards=np.sum(of_tokens, axis=0) if of_tokens else None)
+        token_scores = [self._sources[name].weight * s for name, s in scores.items() if isinstance(s, np.ndarray)]
+        return Scores(
+            rewards=rewards, total=total, token_rewards=np.sum(token_scores, axis=0) if token_scores else None
+        )
 
     def outage(self) -> str | None:
         """Which source cannot score at all now, and why, so that sampling for it is pointless; None if all can."""
@@ -159,8 +161,8 @@ class Rewards:
 
     def silent(self) -> dict[str, str]:
         """Return the sources without any answer or failure yet, and their states."""
-        unheard = {name: one for name, one in self._sources.items() if one.scored + one.failed == 0}
-        return {name: one.reward.health().state for name, one in unheard.items()}
+        silent = {name: source for name, source in self._sources.items() if source.scored + source.failed == 0}
+        return {name: source.reward.health().state for name, source in silent.items()}
 
     def facts(self) -> dict[str, int | float | str]:
         """What the monitor shows for each source."""
@@ -209,9 +211,9 @@ class Rewards:
         worth = 0.0 if value is None else worth_of(value)
         if not math.isfinite(worth):
             return self._failed(name, RewardError(f"gave {worth}, not a finite number"))
-        for told, number in (("", worth), ("a token ", _largest(value))):
+        for label, number in (("", worth), ("a token ", _largest(value))):
             if abs(number) > source.max_abs:
-                reason = f"gave {told}{number:g}, beyond its max_abs of {source.max_abs:g}"
+                reason = f"gave {label}{number:g}, beyond its max_abs of {source.max_abs:g}"
                 return self._failed(name, RewardError(reason))
         source.scored += 1
         share = max(_FORGETTING, 1 / source.scored)

@@ -4,8 +4,8 @@
                                                      ▲   (other requests go elsewhere, or wait) │
                                                      └──── failed: a longer pause, with jitter ◄┘
 
-The service is out only when no replica is healthy; then `one` waits. A replica that rate-limits (429) is healthy, and
-rests for as long as it asks; if all replicas rest, `one` waits too.
+The service is out only when no replica is healthy; then `acquire` waits. A replica that rate-limits (429) is healthy,
+and rests for as long as it asks; if all replicas rest, `acquire` waits too.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Replicas:
         out = [replica for replica in self._replicas if not replica.well]
         if not out:
             rest_s = min(replica.rest_until for replica in self._replicas) - self._clock()
-            return "well" if rest_s < _SHORT_REST_S else f"is asked again in {rest_s:.0f} s: {self.last_errors}"
+            return "well" if rest_s < _SHORT_REST_S else f"rate-limited for {rest_s:.0f} s more: {self.last_errors}"
         return f"{self.num_well} of {len(self)} replicas well; {out[0].url}: {out[0].last_error}"
 
     @property
@@ -82,11 +82,11 @@ class Replicas:
     def __len__(self) -> int:
         return len(self._replicas)
 
-    def choose(self, *, but: Replica | None = None) -> Replica | None:
-        """Choose a replica, counted as in flight until `asking` ends; `but` is avoided if possible. None: wait."""
+    def choose(self, *, avoid: Replica | None = None) -> Replica | None:
+        """Choose a replica, counted as in flight until `asking` ends; another than `avoid` if possible. None: wait."""
         trials = [replica for replica in self._replicas if not replica.well and self._may_try(replica)]
         well = [replica for replica in self._replicas if replica.well and self._clock() >= replica.rest_until]
-        candidates = trials or [replica for replica in well if replica is not but] or well
+        candidates = trials or [replica for replica in well if replica is not avoid] or well
         if not candidates:
             return None
         # Random tie-break: many workers that start at once must not all use the first address.
@@ -104,12 +104,12 @@ class Replicas:
         now = self._clock()
         return max(min(replica.ready_at for replica in self._replicas) - now, self._first_pause_s)
 
-    async def one(self, *, until: float, but: Replica | None = None) -> Replica | None:
+    async def acquire(self, *, until: float, avoid: Replica | None = None) -> Replica | None:
         """Wait for a replica, as chosen by `choose`. None: the service stayed out until `until` (event loop's
         clock)."""
         loop = asyncio.get_running_loop()
         while loop.time() < until:
-            if (replica := self.choose(but=but)) is not None:
+            if (replica := self.choose(avoid=avoid)) is not None:
                 return replica
             await asyncio.sleep(min(self.pause_s() * random.uniform(1.0, 1.2), max(0.0, until - loop.time())))
         return None

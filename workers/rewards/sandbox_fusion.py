@@ -25,7 +25,7 @@ from streamrl.workers.rewards.code_tests import Case, Ending, judge, score_of
 from streamrl.workers.rewards.http_request import Refused, TryAgain, post, printable
 
 _MAX_ANSWER_BYTES = 8 << 20  # a program's output, which the service may not limit
-_MAX_WORDS = 200
+_MAX_REASON_CHARS = 200
 
 
 async def ask_programs(
@@ -47,8 +47,8 @@ class _Service:
         self._client, self._source, self._url = client, source, url
 
     async def run(self, program: str, case: Case) -> Ending:
-        tests, word = self._source.tests, secrets.token_hex(8)
-        code = program if not case.then else f"{program}\n\n{case.then}\n\nprint({word!r}, flush=True)\n"
+        tests, marker = self._source.tests, secrets.token_hex(8)
+        code = program if not case.then else f"{program}\n\n{case.then}\n\nprint({marker!r}, flush=True)\n"
         question = {
             "code": code,
             "language": "python",
@@ -61,7 +61,7 @@ class _Service:
             self._client, self._url, question, timeout_s=self._source.timeout_s, max_bytes=_MAX_ANSWER_BYTES
         )
         ending = _read(body, time_s=tests.time_s)
-        if case.then and ending.ended == "done" and not ending.stdout.rstrip().endswith(word):
+        if case.then and ending.ended == "done" and not ending.stdout.rstrip().endswith(marker):
             return Ending(ended="exited", why="ended itself before its test", seconds=ending.seconds)
         return ending
 
@@ -76,11 +76,11 @@ def _read(body: bytes, *, time_s: float) -> Ending:
         stdout, stderr = str(result.get("stdout") or ""), str(result.get("stderr") or "")
         seconds = float(result.get("execution_time") or 0.0)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise TryAgain(f"answered no result of a run: {printable(body)}", answered=True) from None
+        raise TryAgain(f"answered without a run's result: {printable(body)}", answered=True) from None
     if ended == "TimeLimitExceeded":
         return Ending(ended="time", why=f"took more than {time_s:g} s", seconds=seconds)
     if ended != "Finished" or type(code) is not int:
-        raise TryAgain(f"answered no result of a run: {printable(body)}", answered=True)
-    last = next(reversed(stderr.strip().splitlines()), "")[:_MAX_WORDS]
+        raise TryAgain(f"answered without a run's result: {printable(body)}", answered=True)
+    last = next(reversed(stderr.strip().splitlines()), "")[:_MAX_REASON_CHARS]
     why = "" if code == 0 else last or f"ended with status {code}"
     return Ending(ended="done" if code == 0 else "raised", why=why, stdout=stdout, seconds=seconds)

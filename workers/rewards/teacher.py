@@ -33,9 +33,9 @@ from streamrl.workers.rewards.teaching import Ids
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_Asked = tuple[list[int], int]  # token ids, and for how many of the last ones a logprob is wanted
+_Query = tuple[list[int], int]  # token ids, and for how many of the last ones a logprob is wanted
 _ANSWER_BYTES, _ANSWER_BYTES_PER_TOKEN = 1 << 16, 512
-_MOST = float(np.finfo(np.float32).max)  # the dtype in which they are sent on
+_FLOAT32_MAX = float(np.finfo(np.float32).max)  # the dtype in which they are sent on
 
 
 def build_teacher(
@@ -76,11 +76,11 @@ class Teacher:
         self._settings, self._client, self._tokenizer, self._model = settings, client, tokenizer, model
         self._longest = longest
         urls = [url.rstrip("/") for url in settings.urls]
-        self._service: Service[_Asked, npt.NDArray[np.float32]] = Service(
+        self._service: Service[_Query, npt.NDArray[np.float32]] = Service(
             urls, self._request, settings, max_rows=1, first_pause_s=first_pause_s
         )
-        self._known: dict[str, asyncio.Lock] = {}  # a lock per address for comparing its tokenizer with ours
-        self._alike: set[str] = set()  # addresses whose tokenizer is the same
+        self._locks: dict[str, asyncio.Lock] = {}  # a lock per address for comparing its tokenizer with ours
+        self._same_tokenizer: set[str] = set()  # addresses whose tokenizer is the same
 
     def outage(self) -> str | None:
         outage = self._service.health().outage
@@ -104,13 +104,13 @@ class Teacher:
                 raise type(error)(f"teacher: {error}") from None
         return found
 
-    async def _request(self, url: str, asked: Sequence[_Asked]) -> list[npt.NDArray[np.float32]]:
+    async def _request(self, url: str, queries: Sequence[_Query]) -> list[npt.NDArray[np.float32]]:
         try:
-            await self._hold_against_ours(url)
-            return [await self._ask(url, ids, num) for ids, num in asked]
+            await self._check_tokenizer(url)
+            return [await self._ask(url, ids, num) for ids, num in queries]
         except TryAgain as error:
             if error.rest_s is None:  # not merely rate-limited: another model may take its place
-                self._alike.discard(url)
+                self._same_tokenizer.discard(url)
             raise
 
     async def _ask(self, url: str, ids: list[int], num: int) -> npt.NDArray[np.float32]:
@@ -118,34 +118,34 @@ class Teacher:
         answer = await self._post(f"{url}/v1/completions", question, _ANSWER_BYTES_PER_TOKEN * len(ids))
         return _read(answer, ids, num)
 
-    async def _hold_against_ours(self, url: str) -> None:
+    async def _check_tokenizer(self, url: str) -> None:
         """Compare the address's tokenizer with ours. ConfigError if its token ids mean something else."""
-        async with self._known.setdefault(url, asyncio.Lock()):
-            if url in self._alike:
+        async with self._locks.setdefault(url, asyncio.Lock()):
+            if url in self._same_tokenizer:
                 return
             for text in PROBE_TEXTS:
-                mine = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+                ours = self._tokenizer(text, add_special_tokens=False)["input_ids"]
                 answer = await self._post(f"{url}/tokenize", {"prompt": text, "add_special_tokens": False}, 0)
-                self._refuse(url, text, mine, answer.get("tokens"))
+                self._require_equal(url, text, ours, answer.get("tokens"))
             room = answer.get("max_model_len")
             if isinstance(room, int) and room <= self._longest:
                 raise ConfigError(
-                    f"teacher.urls: {url} serves sequences of {room} tokens, and data.max_prompt_tokens + "
-                    f"sampling.max_tokens, and one more, is {self._longest + 1}: start it with a larger --max-model-len"
+                    f"teacher.urls: {url} serves at most {room} tokens, but data.max_prompt_tokens + "
+                    f"sampling.max_tokens + 1 = {self._longest + 1}: start it with a larger --max-model-len"
                 )
             # The whole vocabulary at once: so tokens that are invalid UTF-8 by themselves are compared, too.
-            everything = list(range(len(self._tokenizer)))
-            answer = await self._post(f"{url}/detokenize", {"tokens": everything}, 64 * len(everything))
-            what, mine = f"tokens 0 to {everything[-1]}", self._tokenizer.decode(everything)
-            self._refuse(url, what, mine, answer.get("prompt"))
-            self._alike.add(url)
+            all_ids = list(range(len(self._tokenizer)))
+            answer = await self._post(f"{url}/detokenize", {"tokens": all_ids}, 64 * len(all_ids))
+            what, ours = f"tokens 0 to {all_ids[-1]}", self._tokenizer.decode(all_ids)
+            self._require_equal(url, what, ours, answer.get("prompt"))
+            self._same_tokenizer.add(url)
 
-    def _refuse(self, url: str, what: str, ours: object, theirs: object) -> None:
+    def _require_equal(self, url: str, what: str, ours: object, theirs: object) -> None:
         if ours != theirs:
-            a, b = _part(ours, theirs)
+            our_part, their_part = _first_difference(ours, theirs)
             raise ConfigError(
                 f"teacher.urls: the model that {url} serves has another tokenizer than model.path = {self._model!r}, "
-                f"so token ids would mean something else: {what!r} is {a} here and {b} there"
+                f"so token ids would mean something else: {what!r} is {our_part} here and {their_part} there"
             )
 
     async def _post(self, url: str, question: Mapping[str, Any], num_bytes: int) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class Teacher:
         return answer
 
 
-def _part(ours: object, theirs: object) -> tuple[str, str]:
+def _first_difference(ours: object, theirs: object) -> tuple[str, str]:
     """Return the parts where the two begin to differ, short enough for an error message."""
     if not (isinstance(ours, str | list) and isinstance(theirs, type(ours))):
         return f"{ours!r:.80}", f"{theirs!r:.80}"
@@ -173,16 +173,16 @@ def _read(answer: Mapping[str, Any], ids: Sequence[int], num: int) -> npt.NDArra
     """Read the logprobs of the last `num` ids. TryAgain if one is missing."""
     choices = answer.get("choices")
     first = choices[0] if isinstance(choices, list) and choices else None
-    told = first.get("prompt_logprobs") if isinstance(first, dict) else None
-    if not isinstance(told, list) or len(told) != len(ids):
+    entries = first.get("prompt_logprobs") if isinstance(first, dict) else None
+    if not isinstance(entries, list) or len(entries) != len(ids):
         raise TryAgain(f"answered no prompt_logprobs for {len(ids)} tokens", answered=True)
-    found = [_logprob(each, token) for each, token in zip(told[-num:], ids[-num:], strict=True)]
+    found = [_logprob(entry, token) for entry, token in zip(entries[-num:], ids[-num:], strict=True)]
     return np.array(found, dtype=np.float32)
 
 
-def _logprob(told: Any, token: int) -> float:
-    of_token = told.get(str(token)) if isinstance(told, dict) else None
+def _logprob(entry: Any, token: int) -> float:
+    of_token = entry.get(str(token)) if isinstance(entry, dict) else None
     value: Any = of_token.get("logprob") if isinstance(of_token, dict) else None
-    if type(value) not in (int, float) or not -_MOST <= value <= 1e-3:  # the comparison is false for NaN
-        raise TryAgain(f"answered no log-prob of token {token}: {str(told)[:100]}", answered=True)
+    if type(value) not in (int, float) or not -_FLOAT32_MAX <= value <= 1e-3:  # the comparison is false for NaN
+        raise TryAgain(f"answered no log-prob of token {token}: {str(entry)[:100]}", answered=True)
     return float(value)

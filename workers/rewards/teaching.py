@@ -33,10 +33,10 @@ class TeacherDouble:
     """Returns the same logprob for every token, and records its requests."""
 
     def __init__(self, logprob: float = -1.0) -> None:
-        self.logprob, self.asked, self.out = logprob, list[tuple[list[int], list[int]]](), ""
+        self.logprob, self.requests, self.out = logprob, list[tuple[list[int], list[int]]](), ""
 
     async def logprobs(self, context: Ids, tokens: Ids) -> npt.NDArray[np.float32]:
-        self.asked.append((context.tolist(), tokens.tolist()))
+        self.requests.append((context.tolist(), tokens.tolist()))
         return np.full(len(tokens), self.logprob, dtype=np.float32)
 
     def outage(self) -> str | None:
@@ -54,5 +54,5 @@ def rows_of(prompt: Ids, sample: Sample) -> list[tuple[Ids, Ids]]:
     """Return (context, own tokens) for each row; the rows' own tokens together are the sample's."""
     tokens = np.concatenate([prompt, sample.token_ids])
     rows = places_of(len(prompt), len(sample.token_ids), sample.branches)
-    kept = (len(prompt), *(branch.keep for branch in sample.branches))
-    return [(tokens[row[:keep]], tokens[row[keep:]]) for row, keep in zip(rows, kept, strict=True)]
+    lengths = (len(prompt), *(branch.keep for branch in sample.branches))
+    return [(tokens[row[:keep]], tokens[row[keep:]]) for row, keep in zip(rows, lengths, strict=True)]

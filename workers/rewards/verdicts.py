@@ -25,7 +25,7 @@ from streamrl.errors import RewardError
 from streamrl.workers.rewards.base import ScoreItem
 from streamrl.workers.rewards.http_request import TryAgain, printable
 
-_MOST_TOKENS = 1 << 24  # a larger reported usage is not believed
+_MAX_TOKENS = 1 << 24  # a larger reported usage is not believed
 _WORTH: Mapping[str | int, float] = {"first": 1.0, "second": 0.0, "same": 0.5}
 _TASK = (
     "Judge {what} by this rubric, and by nothing else:\n\n{rubric}\n\n"
@@ -49,7 +49,7 @@ class Answer:
 
 def pointwise(settings: schema.JudgeReward, item: ScoreItem) -> Question:
     low, high = settings.scale
-    parts = [*_asked(settings, item), ("answer", item.completion)]
+    parts = [*_question_parts(settings, item), ("answer", item.completion)]
     form = f"an integer from {low} (worst) to {high} (best)"
     return Question(
         text=_text(settings, "an answer", parts, name="score", form=form),
@@ -59,7 +59,7 @@ def pointwise(settings: schema.JudgeReward, item: ScoreItem) -> Question:
 
 
 def pairwise(settings: schema.JudgeReward, item: ScoreItem, first: str, second: str) -> Question:
-    parts = [*_asked(settings, item), ("first answer", first), ("second answer", second)]
+    parts = [*_question_parts(settings, item), ("first answer", first), ("second answer", second)]
     text = _text(settings, "which of two answers is better", parts, name="better", form='"first", "second" or "same"')
     return Question(text=text, name="better", worth=_WORTH)
 
@@ -88,10 +88,10 @@ def read(body: bytes, question: Question) -> Answer:
     # Replace lone surrogates, which no message of ours can carry.
     content = content.encode(errors="replace").decode() if isinstance(content, str) else ""
     usage = answer.get("usage")
-    told = usage.get("total_tokens") if isinstance(usage, dict) else None
+    reported = usage.get("total_tokens") if isinstance(usage, dict) else None
     # If the service does not report usage: one token per four bytes, as in English.
     num_bytes = len((question.text + content).encode(errors="replace"))
-    num_tokens = told if type(told) is int and 0 < told <= _MOST_TOKENS else -(-num_bytes // 4)
+    num_tokens = reported if type(reported) is int and 0 < reported <= _MAX_TOKENS else -(-num_bytes // 4)
     return Answer(content=content, cut=choice.get("finish_reason") == "length", num_tokens=num_tokens)
 
 
@@ -101,31 +101,31 @@ def worth(answer: Answer, question: Question, *, structured: bool) -> float:
         raise TryAgain("its answer was cut off before a verdict: raise the source's max_tokens", answered=True)
     try:
         content, name = answer.content, question.name
-        said = json.loads(content)[name] if structured else _last_said(content, name)
+        verdict = json.loads(content)[name] if structured else _last_verdict(content, name)
     except (ValueError, RecursionError, KeyError, TypeError):
-        said = None
+        verdict = None
     # True equals 1 in Python, but is not a score.
-    if type(said) not in (str, int) or said not in question.worth:
+    if type(verdict) not in (str, int) or verdict not in question.worth:
         raise TryAgain(f"answered no verdict: {printable(answer.content.encode())}", answered=True)
-    return question.worth[said]
+    return question.worth[verdict]
 
 
-def _last_said(text: str, name: str) -> Any:
+def _last_verdict(text: str, name: str) -> Any:
     """Find the last verdict without parsing the whole object: reasons may contain what is not valid JSON (formulas)."""
     found = re.findall(rf'"{name}"\s*:\s*("\w*"|-?\d+)\s*[,}}]', text)
     return json.loads(found[-1]) if found else None
 
 
-def _asked(settings: schema.JudgeReward, item: ScoreItem) -> list[tuple[str, str]]:
+def _question_parts(settings: schema.JudgeReward, item: ScoreItem) -> list[tuple[str, str]]:
     messages: Sequence[Mapping[str, Any]] = item.fields.get("messages") or ()
-    asked = "\n".join(f"{one.get('role')}: {one.get('content')}" for one in messages) or item.prompt
-    return [("question", asked), *((f"known: {name}", field_of(item, name)) for name in settings.show)]
+    question = "\n".join(f"{one.get('role')}: {one.get('content')}" for one in messages) or item.prompt
+    return [("question", question), *((f"known: {name}", field_of(item, name)) for name in settings.show)]
 
 
 def field_of(item: ScoreItem, name: str) -> str:
     if name not in item.fields:
         has = ", ".join(sorted(item.fields)) or "none"
-        raise RewardError(f"the judge is to be shown the field {name!r}, and the prompt's row has none; it has: {has}")
+        raise RewardError(f"the judge needs the field {name!r}, which the prompt's row lacks; it has: {has}")
     return str(item.fields[name])
 
 

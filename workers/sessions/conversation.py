@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import SampleError
-from streamrl.workers.sessions.tool_calls import Said, Tools
+from streamrl.workers.sessions.tool_calls import Reply, Tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,14 +38,14 @@ class Context:
 
     token_ids: npt.NDArray[np.int32]
     given: str  # the text that is new in it, for rewards and people
-    written: str = ""  # the template's rendering, if it is a conversation
+    rendered: str = ""  # the template's rendering, if it is a conversation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Turn:
     messages: tuple[Message, ...]  # the prompt's messages, and the answer
     tools: str
-    asked: str  # the prompt as the template rendered it
+    prompt_text: str  # the prompt as the template rendered it
     token_ids: npt.NDArray[np.int32]  # prompt and answer
 
 
@@ -61,103 +61,103 @@ class Conversation:
 
     def context(self, messages: Sequence[Message], tools: Tools) -> Context:
         """Build the prompt. SampleError if the template refuses the messages."""
-        whole = self._written(messages, tools, asks=True)
+        full_text = self._render(messages, tools, generation_prompt=True)
         for turn in sorted(self._turns, key=lambda turn: -len(turn.messages)):
-            reached = len(turn.messages)
-            if not (_begins_with(messages, turn, tools) and whole.startswith(turn.asked)):
+            num_messages = len(turn.messages)
+            if not (_begins_with(messages, turn, tools) and full_text.startswith(turn.prompt_text)):
                 continue
-            tail = self._tail(messages, reached, tools, behind=whole[len(turn.asked) :])
+            tail = self._tail(messages, num_messages, tools, after_prompt=full_text[len(turn.prompt_text) :])
             if tail is not None:
                 ids = _without_end(self._tokens_of(tail), turn.token_ids)
                 return Context(
                     token_ids=np.concatenate([turn.token_ids, np.asarray(ids, dtype=np.int32)]),
-                    given=_words(messages[reached:]),
-                    written=whole,
+                    given=_contents(messages[num_messages:]),
+                    rendered=full_text,
                 )
-        token_ids = np.asarray(self._tokens_of(whole), dtype=np.int32)
-        return Context(token_ids=token_ids, given=_words(messages), written=whole)
+        token_ids = np.asarray(self._tokens_of(full_text), dtype=np.int32)
+        return Context(token_ids=token_ids, given=_contents(messages), rendered=full_text)
 
-    def answered(
+    def record_turn(
         self,
         context: Context,
         answer_ids: npt.NDArray[np.int32],
         *,
         messages: Sequence[Message],
         tools: Tools,
-        said: Said,
+        reply: Reply,
     ) -> None:
         """Record a finished turn: its prompt and the model's answer."""
         self._turns.append(
             _Turn(
-                messages=(*messages, answer_of(said)),
+                messages=(*messages, answer_of(reply)),
                 tools=json.dumps(tools, sort_keys=True),
-                asked=context.written,
+                prompt_text=context.rendered,
                 token_ids=np.concatenate([context.token_ids, answer_ids]),
             )
         )
 
-    def _tail(self, messages: Sequence[Message], reached: int, tools: Tools, *, behind: str) -> str | None:
+    def _tail(self, messages: Sequence[Message], num_messages: int, tools: Tools, *, after_prompt: str) -> str | None:
         """Return what the template writes after the answer at `reached` - 1. None if it changes the answer, or if the
         answer's end cannot be found."""
-        answer = messages[reached - 1]
-        if answer["content"].strip() not in behind:
+        answer = messages[num_messages - 1]
+        if answer["content"].strip() not in after_prompt:
             return None
-        marked = [*messages[: reached - 1], _marked(answer), *messages[reached:]]
-        alone = self._written(marked[:reached], tools, asks=False)
-        whole = self._written(marked, tools, asks=True)
-        end = alone.rfind(_MARK) + len(_MARK)
-        if _MARK not in alone or not whole.startswith(alone[:end]):
+        marked = [*messages[: num_messages - 1], _marked(answer), *messages[num_messages:]]
+        up_to_answer = self._render(marked[:num_messages], tools, generation_prompt=False)
+        full_text = self._render(marked, tools, generation_prompt=True)
+        end = up_to_answer.rfind(_MARK) + len(_MARK)
+        if _MARK not in up_to_answer or not full_text.startswith(up_to_answer[:end]):
             return None
-        rest = whole[end:]
-        ends = [at for at in (rest.find(end) for end in self._ends) if at >= 0]
+        rest = full_text[end:]
+        ends = [found_at for found_at in (rest.find(end) for end in self._ends) if found_at >= 0]
         if ends:
             return rest[min(ends) :]
         return None if answer.get("tool_calls") else rest
 
-    def _written(self, messages: Sequence[Message], tools: Tools, *, asks: bool) -> str:
+    def _render(self, messages: Sequence[Message], tools: Tools, *, generation_prompt: bool) -> str:
         from jinja2 import TemplateError  # installed with transformers, which a worker checks for at start
 
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=asks
+                    list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generation_prompt
                 )
             )
         except (TemplateError, ValueError, TypeError) as error:  # templates may access what is missing
-            raise SampleError(f"the model's chat template refuses the messages: {error}") from None
+            raise SampleError(f"the model's chat template rejects the messages: {error}") from None
 
     def _tokens_of(self, text: str) -> list[int]:
         token_ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template added them
         return token_ids
 
 
-def answer_of(said: Said) -> Message:
+def answer_of(reply: Reply) -> Message:
     """Return the message that an agent would send back, in the form of `read_messages`."""
-    message: dict[str, Any] = {"role": "assistant", "content": said.content}
-    if said.calls:
-        message["tool_calls"] = [_call(one.name, one.arguments) for one in said.calls]
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content}
+    if reply.calls:
+        message["tool_calls"] = [_call(call.name, call.arguments) for call in reply.calls]
     return message
 
 
 def read_messages(messages: Sequence[Any]) -> list[Message]:
     """Normalise messages to the form that templates expect. ValueError if they are not chat messages."""
-    return [_read(place, message) for place, message in enumerate(messages)]
+    return [_normalised(index, message) for index, message in enumerate(messages)]
 
 
-def _read(place: int, message: Any) -> Message:
+def _normalised(index: int, message: Any) -> Message:
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str):
-        raise ValueError(f"messages[{place}] must have a role and a content")
-    read: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    read["content"] = _text(message.get("content"), place)
-    read |= {key: message[key] for key in ("name", "tool_call_id", "reasoning_content") if message.get(key)}
+        raise ValueError(f"messages[{index}] must have a role and a content")
+    normalised: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    normalised["content"] = _text(message.get("content"), index)
+    normalised |= {key: message[key] for key in ("name", "tool_call_id", "reasoning_content") if message.get(key)}
     if message.get("tool_calls"):
         try:
             functions = [call["function"] for call in message["tool_calls"]]
-            read["tool_calls"] = [_call(one["name"], one["arguments"]) for one in functions]
+            normalised["tool_calls"] = [_call(function["name"], function["arguments"]) for function in functions]
         except (TypeError, KeyError):
-            raise ValueError(f"messages[{place}].tool_calls must be calls of functions") from None
-    return read
+            raise ValueError(f"messages[{index}].tool_calls must be a list of function calls") from None
+    return normalised
 
 
 def _call(name: str, arguments: Any) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _call(name: str, arguments: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _text(content: Any, place: int) -> str:
+def _text(content: Any, index: int) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     try:
@@ -176,13 +176,13 @@ def _text(content: Any, place: int) -> str:
             return "".join(part["text"] for part in content)
     except (TypeError, KeyError):
         pass
-    raise ValueError(f"messages[{place}].content must be text: the model reads nothing else")
+    raise ValueError(f"messages[{index}].content must be text: the model takes no other input")
 
 
 def _begins_with(messages: Sequence[Message], turn: _Turn, tools: Tools) -> bool:
-    reached = len(turn.messages)
+    num_messages = len(turn.messages)
     return (
-        len(messages) > reached
+        len(messages) > num_messages
         and all(map(_is_same, messages, turn.messages))
         and json.dumps(tools, sort_keys=True) == turn.tools
     )
@@ -206,5 +206,5 @@ def _without_end(tail: list[int], before: npt.NDArray[np.int32]) -> list[int]:
     return tail[1:] if tail and len(before) and tail[0] == int(before[-1]) else tail
 
 
-def _words(messages: Sequence[Message]) -> str:
+def _contents(messages: Sequence[Message]) -> str:
     return "\n".join(message["content"] for message in messages)

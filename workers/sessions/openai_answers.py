@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.workers.engines.base import Generated
-from streamrl.workers.sessions.openai_asked import ChatRequest, CompletionRequest
-from streamrl.workers.sessions.tool_calls import Said
+from streamrl.workers.sessions.openai_requests import ChatRequest, CompletionRequest
+from streamrl.workers.sessions.tool_calls import Reply
 
 Body = dict[str, Any]
 
@@ -28,7 +28,7 @@ class Turn:
     model: str
     context_ids: npt.NDArray[np.int32]
     generated: Generated
-    said: Said
+    reply: Reply
     pieces: tuple[str, ...] = ()  # the text of each token, if logprobs are requested
 
     @property
@@ -38,41 +38,46 @@ class Turn:
 
     @property
     def finish_reason(self) -> str:
-        return "tool_calls" if self.said.calls else self.generated.finish_reason
+        return "tool_calls" if self.reply.calls else self.generated.finish_reason
 
 
-def chat(turn: Turn, asked: ChatRequest) -> Body:
-    message: Body = {"role": "assistant", "content": turn.said.content or None, "refusal": None}
+def chat(turn: Turn, request: ChatRequest) -> Body:
+    message: Body = {"role": "assistant", "content": turn.reply.content or None, "refusal": None}
     if calls := _calls(turn):
         message["tool_calls"] = calls
     elif message["content"] is None:
         message["content"] = ""
-    choice = {"index": 0, "message": message, "finish_reason": turn.finish_reason, "logprobs": _of_chat(turn, asked)}
-    return _whole(turn, "chat.completion", "chatcmpl", choice, wants_ids=bool(asked.return_token_ids))
+    choice = {
+        "index": 0,
+        "message": message,
+        "finish_reason": turn.finish_reason,
+        "logprobs": _chat_logprobs(turn, request),
+    }
+    return _whole(turn, "chat.completion", "chatcmpl", choice, wants_ids=bool(request.return_token_ids))
 
 
-def chat_chunks(turn: Turn, asked: ChatRequest) -> Iterator[Body]:
+def chat_chunks(turn: Turn, request: ChatRequest) -> Iterator[Body]:
     deltas: list[Body] = [{"role": "assistant", "content": ""}]
-    if turn.said.content:
-        deltas.append({"content": turn.said.content})
-    deltas += [{"tool_calls": [{"index": place, **call}]} for place, call in enumerate(_calls(turn))]
-    logprobs = _of_chat(turn, asked)
-    for place, delta in enumerate(deltas):
-        choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": logprobs if place == 0 else None}
+    if turn.reply.content:
+        deltas.append({"content": turn.reply.content})
+    deltas += [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(_calls(turn))]
+    logprobs = _chat_logprobs(turn, request)
+    for index, delta in enumerate(deltas):
+        choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": logprobs if index == 0 else None}
         yield _chunk(turn, "chat.completion.chunk", "chatcmpl", [choice])
     last = {"index": 0, "delta": {}, "finish_reason": turn.finish_reason, "logprobs": None}
     yield _chunk(turn, "chat.completion.chunk", "chatcmpl", [last])
-    if asked.wants_usage:
+    if request.wants_usage:
         yield {**_chunk(turn, "chat.completion.chunk", "chatcmpl", []), "usage": turn.usage}
 
 
-def completion(turn: Turn, asked: CompletionRequest) -> Body:
-    return _whole(turn, "text_completion", "cmpl", _text(turn, asked), wants_ids=bool(asked.return_token_ids))
+def completion(turn: Turn, request: CompletionRequest) -> Body:
+    return _whole(turn, "text_completion", "cmpl", _text(turn, request), wants_ids=bool(request.return_token_ids))
 
 
-def completion_chunks(turn: Turn, asked: CompletionRequest) -> Iterator[Body]:
-    yield _chunk(turn, "text_completion", "cmpl", [_text(turn, asked)])
-    if asked.wants_usage:
+def completion_chunks(turn: Turn, request: CompletionRequest) -> Iterator[Body]:
+    yield _chunk(turn, "text_completion", "cmpl", [_text(turn, request)])
+    if request.wants_usage:
         yield {**_chunk(turn, "text_completion", "cmpl", []), "usage": turn.usage}
 
 
@@ -109,32 +114,32 @@ def _head(turn: Turn, kind: str) -> Body:
 def _calls(turn: Turn) -> list[Body]:
     return [
         {
-            "id": f"call_{turn.id}_{place}",
+            "id": f"call_{turn.id}_{index}",
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
-        for place, call in enumerate(turn.said.calls)
+        for index, call in enumerate(turn.reply.calls)
     ]
 
 
-def _of_chat(turn: Turn, asked: ChatRequest) -> Body | None:
-    if not asked.logprobs:
+def _chat_logprobs(turn: Turn, request: ChatRequest) -> Body | None:
+    if not request.logprobs:
         return None
-    named = [_name(i) for i, _ in _tokens(turn)] if asked.return_tokens_as_token_ids else turn.pieces
+    names = [_name(i) for i, _ in _tokens(turn)] if request.return_tokens_as_token_ids else turn.pieces
     return {
         "content": [
             {"token": name, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
-            for name, piece, (_, logprob) in zip(named, turn.pieces, _tokens(turn), strict=True)
+            for name, piece, (_, logprob) in zip(names, turn.pieces, _tokens(turn), strict=True)
         ],
         "refusal": None,
     }
 
 
-def _text(turn: Turn, asked: CompletionRequest) -> Body:
+def _text(turn: Turn, request: CompletionRequest) -> Body:
     logprobs = None
-    if asked.logprobs is not None:
-        named = [_name(i) for i, _ in _tokens(turn)] if asked.return_tokens_as_token_ids else list(turn.pieces)
-        logprobs = {"tokens": named, "token_logprobs": [p for _, p in _tokens(turn)], "top_logprobs": None}
+    if request.logprobs is not None:
+        names = [_name(i) for i, _ in _tokens(turn)] if request.return_tokens_as_token_ids else list(turn.pieces)
+        logprobs = {"tokens": names, "token_logprobs": [p for _, p in _tokens(turn)], "top_logprobs": None}
     reason = turn.generated.finish_reason
     return {"index": 0, "text": turn.generated.text, "finish_reason": reason, "logprobs": logprobs}
 

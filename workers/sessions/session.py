@@ -30,8 +30,8 @@ from streamrl.workers.engines.base import Engine, Generated, SampleRequest
 from streamrl.workers.engines.model import ModelFacts
 from streamrl.workers.sessions.conversation import Context, Conversation, read_messages
 from streamrl.workers.sessions.openai_answers import Turn
-from streamrl.workers.sessions.openai_asked import ChatRequest, CompletionRequest, GenerateRequest, Refused
-from streamrl.workers.sessions.tool_calls import Parse, Said, Tools
+from streamrl.workers.sessions.openai_requests import ChatRequest, CompletionRequest, GenerateRequest, Refused
+from streamrl.workers.sessions.tool_calls import Parse, Reply, Tools
 from streamrl.workers.sessions.trace import Trace
 
 MAX_SESSION_BYTES = 256 << 20  # over all requests
@@ -67,17 +67,17 @@ class Session:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # an error ends the rollout
         self._engine, self._request = engine, request
         self._conversation = Conversation(model.facts.tokenizer, model.facts.stop_ids)
-        self._asking: set[asyncio.Task[Generated]] = set()
-        self._promised = 0  # tokens that the requests in flight may add
-        self._one_is_done = asyncio.Event()  # replaced each time
-        self._num_heard = 0  # requests in flight
-        self._num_asked = self._num_bytes = 0
+        self._generating: set[asyncio.Task[Generated]] = set()
+        self._reserved = 0  # tokens that the requests in flight may add
+        self._turn_done = asyncio.Event()  # replaced each time
+        self._num_requests = 0  # requests in flight
+        self._num_turns = self._num_bytes = 0
         self._quiet_since = time.monotonic()
         self._is_over = False
 
     # Access
 
-    def opens_with(self, key: str) -> bool:
+    def accepts_key(self, key: str) -> bool:
         return hmac.compare_digest(key.encode(), self.key.encode())
 
     def redacted(self, text: str) -> str:
@@ -86,114 +86,116 @@ class Session:
     @property
     def quiet_s(self) -> float:
         """Seconds since a request was last in flight."""
-        return 0.0 if self._num_heard else time.monotonic() - self._quiet_since
+        return 0.0 if self._num_requests else time.monotonic() - self._quiet_since
 
     @contextlib.contextmanager
-    def heard(self) -> Iterator[None]:
-        self._num_heard += 1
+    def request_in_flight(self) -> Iterator[None]:
+        self._num_requests += 1
         try:
             yield
         finally:
-            self._num_heard -= 1
+            self._num_requests -= 1
             self._quiet_since = time.monotonic()
 
     def count_bytes(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
         if self._num_bytes > MAX_SESSION_BYTES:
-            raise self._spend(f"a rollout's requests may have {MAX_SESSION_BYTES} bytes together")
+            raise self._spend(f"all requests of a rollout may have {MAX_SESSION_BYTES} bytes in total")
 
     async def close(self) -> None:
         self._is_over = True
-        await cancel_all(list(self._asking))
+        await cancel_all(list(self._generating))
         if self.failure.done() and not self.failure.cancelled():
             self.failure.exception()  # mark it retrieved: the player may have ended the rollout for another reason
         self.failure.cancel()
 
     # Answers
 
-    async def chat(self, asked: ChatRequest) -> Turn:
-        tools = asked.tools or ()
+    async def chat(self, request: ChatRequest) -> Turn:
+        tools = request.tools or ()
         if tools and not self._conversation.knows_tools:
-            message = f"the chat template of {self.model.name!r} writes no tools: describe them in a message"
+            message = f"the chat template of {self.model.name!r} does not render tools: describe them in a message"
             raise Refused(400, message, code="unsupported_parameter", param="tools")
         try:
-            messages = read_messages(asked.messages)
+            messages = read_messages(request.messages)
             context = await self._in_thread(partial(self._conversation.context, messages, tools))
         except (ValueError, SampleError) as error:
             raise Refused(400, str(error), code="invalid_value", param="messages") from None
-        generated = await self._ask(context, most=asked.most, stops=asked.stops)
-        said = Said(content=generated.text)
-        if tools and asked.tool_choice != "none":
-            said = self._parsed(generated, tools)
-            self.num_tool_calls += len(said.calls)
-        self._conversation.answered(context, generated.token_ids, messages=messages, tools=tools, said=said)
-        return self._turn(context, generated, said, wants_pieces=bool(asked.logprobs))
+        generated = await self._sample(context, token_limit=request.token_limit, stops=request.stops)
+        reply = Reply(content=generated.text)
+        if tools and request.tool_choice != "none":
+            reply = self._parsed(generated, tools)
+            self.num_tool_calls += len(reply.calls)
+        self._conversation.record_turn(context, generated.token_ids, messages=messages, tools=tools, reply=reply)
+        return self._turn(context, generated, reply, wants_pieces=bool(request.logprobs))
 
-    def _parsed(self, generated: Generated, tools: Tools) -> Said:
+    def _parsed(self, generated: Generated, tools: Tools) -> Reply:
         """Parse tool calls. If their tags are special tokens, the plain text lacks them, so parse the marked text."""
         facts = self.model.facts
         marked = facts.decode_marked(generated.token_ids.tolist())
-        if marked is None or not (said := self.model.parse(marked, tools)).calls:
+        if marked is None or not (reply := self.model.parse(marked, tools)).calls:
             return self.model.parse(generated.text, tools)
-        return replace(said, content=facts.without_special(said.content))
+        return replace(reply, content=facts.without_special(reply.content))
 
-    async def complete(self, asked: CompletionRequest) -> Turn:
-        given, ids = ("", asked.prompt) if isinstance(asked.prompt, list) else (asked.prompt, [])
+    async def complete(self, request: CompletionRequest) -> Turn:
+        given, ids = ("", request.prompt) if isinstance(request.prompt, list) else (request.prompt, [])
         if given:
             ids = await self._in_thread(lambda: self.model.facts.tokenizer(given)["input_ids"])
-        context = Context(token_ids=self._checked(ids), given=given)
-        generated = await self._ask(context, most=asked.most, stops=asked.stops)
-        said = Said(content=generated.text)
-        return self._turn(context, generated, said, wants_pieces=asked.logprobs is not None)
+        context = Context(token_ids=self._checked_prompt(ids), given=given)
+        generated = await self._sample(context, token_limit=request.token_limit, stops=request.stops)
+        reply = Reply(content=generated.text)
+        return self._turn(context, generated, reply, wants_pieces=request.logprobs is not None)
 
-    async def generate(self, asked: GenerateRequest) -> Turn:
-        context = Context(token_ids=self._checked(asked.token_ids), given="")
-        generated = await self._ask(context, most=asked.sampling_params.most, stops=asked.sampling_params.stops)
-        return self._turn(context, generated, Said(content=generated.text), wants_pieces=False)
+    async def generate(self, request: GenerateRequest) -> Turn:
+        context = Context(token_ids=self._checked_prompt(request.token_ids), given="")
+        generated = await self._sample(
+            context, token_limit=request.sampling_params.token_limit, stops=request.sampling_params.stops
+        )
+        return self._turn(context, generated, Reply(content=generated.text), wants_pieces=False)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.model.thread, work)
 
-    async def _ask(self, context: Context, *, most: int | None, stops: Sequence[str]) -> Generated:
-        sampling = await self._sampling(context, most, stops)
-        self._num_asked += 1
-        promised = sampling.max_tokens + self.trace.num_given(context.token_ids)
-        self._promised += promised
+    async def _sample(self, context: Context, *, token_limit: int | None, stops: Sequence[str]) -> Generated:
+        sampling = await self._sampling(context, token_limit, stops)
+        self._num_turns += 1
+        reserved = sampling.max_tokens + self.trace.num_given(context.token_ids)
+        self._reserved += reserved
         request = replace(
             self._request,
-            request_id=f"{self._request.request_id}-{self._num_asked}",
+            request_id=f"{self._request.request_id}-{self._num_turns}",
             prompt_ids=context.token_ids,
             sampling=sampling,
         )
-        asking = asyncio.create_task(self._engine.generate(request), name=f"turn {request.request_id}")
-        self._asking.add(asking)
+        generating = asyncio.create_task(self._engine.generate(request), name=f"turn {request.request_id}")
+        self._generating.add(generating)
         began = time.monotonic()
         try:
-            generated = await asking
+            generated = await generating
             self.trace.take(context.token_ids, generated, given=context.given)
         except asyncio.CancelledError:
             if self._is_over:
-                raise is_over() from None
+                raise session_over() from None
             raise
         except (EngineError, SampleError) as error:
             raise self._fail(error) from None
         finally:
             self.model_s += time.monotonic() - began
-            self._asking.discard(asking)
-            self._promised -= promised
-            self._one_is_done.set()
-            self._one_is_done = asyncio.Event()
+            self._generating.discard(generating)
+            self._reserved -= reserved
+            self._turn_done.set()
+            self._turn_done = asyncio.Event()
         return generated
 
-    async def _sampling(self, context: Context, most: int | None, stops: Sequence[str]) -> schema.Sampling:
+    async def _sampling(self, context: Context, token_limit: int | None, stops: Sequence[str]) -> schema.Sampling:
         """Return the run's sampling with the agent's permitted limits. Refused if a bound is reached."""
         run, length = self._request.sampling, len(context.token_ids)
         room = self.model.max_length - length
-        wanted = min(run.max_tokens, room, most or run.max_tokens)
-        while (left := self._left(context)) < self._promised + wanted and self._promised:
-            await self._one_is_done.wait()
+        wanted = min(run.max_tokens, room, token_limit or run.max_tokens)
+        while (left := self._tokens_left(context)) < self._reserved + wanted and self._reserved:
+            await self._turn_done.wait()
         if room < 1:
-            message = f"the messages are {length} tokens; the model takes {self.model.max_length} with its answer"
+            message = f"the messages are {length} tokens; the model takes {self.model.max_length}, its answer included"
             raise Refused(400, message, code="context_length_exceeded", param="messages")
         num_tokens = min(wanted, left)
         return run.model_copy(
@@ -204,32 +206,32 @@ class Session:
             }
         )
 
-    def _left(self, context: Context) -> int:
+    def _tokens_left(self, context: Context) -> int:
         """Return how many tokens a turn with this prompt could sample if it ran alone. Refused if none."""
         settings = self.model.settings
         if self._is_over:
-            raise is_over()
-        if self._num_asked >= settings.max_turns:
-            raise self._spend(f"environment.max_turns = {settings.max_turns}: the rollout may not ask more often")
+            raise session_over()
+        if self._num_turns >= settings.max_turns:
+            raise self._spend(f"environment.max_turns = {settings.max_turns}: the rollout has used all its turns")
         left = settings.max_tokens - self.trace.num_tokens - self.trace.num_given(context.token_ids)
         if left < 1:
-            raise self._spend(f"environment.max_tokens = {settings.max_tokens}: the rollout has no more tokens")
+            raise self._spend(f"environment.max_tokens = {settings.max_tokens}: the rollout has used all its tokens")
         return left
 
-    def _checked(self, token_ids: Sequence[int]) -> npt.NDArray[np.int32]:
+    def _checked_prompt(self, token_ids: Sequence[int]) -> npt.NDArray[np.int32]:
         if not token_ids or max(token_ids) >= self.model.facts.vocab_size:
             vocabulary = f"[0, {self.model.facts.vocab_size})"
-            raise Refused(400, f"a prompt must have tokens, all of them in {vocabulary}", code="invalid_value")
+            raise Refused(400, f"a prompt needs at least one token, all of them in {vocabulary}", code="invalid_value")
         return np.asarray(token_ids, dtype=np.int32)
 
-    def _turn(self, context: Context, generated: Generated, said: Said, *, wants_pieces: bool) -> Turn:
+    def _turn(self, context: Context, generated: Generated, reply: Reply, *, wants_pieces: bool) -> Turn:
         facts = self.model.facts
         return Turn(
             id=f"{self.id}-{self.trace.num_turns}",
             model=self.model.name,
             context_ids=context.token_ids,
             generated=generated,
-            said=said,
+            reply=reply,
             pieces=tuple(facts.decode([i]) for i in generated.token_ids.tolist()) if wants_pieces else (),
         )
 
@@ -241,8 +243,8 @@ class Session:
         """End the rollout, however the agent reacts."""
         if not self.failure.done():
             self.failure.set_exception(error)
-        return Refused(503, f"the rollout cannot go on: {error}", code="rollout_failed")
+        return Refused(503, f"the rollout cannot continue: {error}", code="rollout_failed")
 
 
-def is_over() -> Refused:
-    return Refused(404, "no rollout has this session: it is over, or never was", code="session_over")
+def session_over() -> Refused:
+    return Refused(404, "no such session: its rollout is over, or it never existed", code="session_over")

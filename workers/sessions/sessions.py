@@ -28,14 +28,14 @@ from streamrl.tasks import run_beside
 from streamrl.web import serving
 from streamrl.workers.engines.base import Engine, SampleRequest
 from streamrl.workers.sessions import openai_answers as answers
-from streamrl.workers.sessions.openai_asked import (
+from streamrl.workers.sessions.openai_requests import (
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
     Refused,
     read_request,
 )
-from streamrl.workers.sessions.session import KEY_REDACTED, Model, Session, is_over
+from streamrl.workers.sessions.session import KEY_REDACTED, Model, Session, session_over
 
 MAX_BODY_BYTES = 4 << 20
 _BODY_TIMEOUT_S = 30.0
@@ -56,9 +56,9 @@ class Sessions:
     @contextlib.asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[None]:
         bound = bind(host, port, what="--sessions")
-        reached = "127.0.0.1" if host in _ANYWHERE else None
-        self.address = (reached or bound.getsockname()[0], bound.getsockname()[1])
-        self._origin = f"http://{address_of(bound, host=reached)}"
+        reachable_host = "127.0.0.1" if host in _ANYWHERE else None
+        self.address = (reachable_host or bound.getsockname()[0], bound.getsockname()[1])
+        self._origin = f"http://{address_of(bound, host=reachable_host)}"
         async with serving(self.asgi(), bound):
             yield
 
@@ -86,74 +86,80 @@ class Sessions:
             ("/v1/completions", self._complete),
             ("/inference/v1/generate", self._generate),
         ]
-        places = ("/sessions/{id}", "/sessions/{id}/key/{key}")
+        prefixes = ("/sessions/{id}", "/sessions/{id}/key/{key}")
         return Starlette(
             routes=[
-                *(Route(at + path, self._post(do), methods=["POST"]) for at in places for path, do in routes),
-                *(Route(f"{at}/v1/models", self._models) for at in places),
+                *(
+                    Route(prefix + path, self._post(handler), methods=["POST"])
+                    for prefix in prefixes
+                    for path, handler in routes
+                ),
+                *(Route(f"{prefix}/v1/models", self._models) for prefix in prefixes),
             ],
-            exception_handlers={Refused: _refuse, HTTPException: _explain, Exception: _apologise},
+            exception_handlers={Refused: _refuse, HTTPException: _http_error, Exception: _internal_error},
         )
 
-    def _post(self, do: Answer) -> Callable[[Request], Awaitable[Response]]:
+    def _post(self, handler: Answer) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
-            session = self._let_in(request)
-            with session.heard():
+            session = self._authenticate(request)
+            with session.request_in_flight():
                 body = await _read_body(request, session)
                 # An agent that gave up retries: an abandoned request must not become part of its rollout.
-                return await run_beside(do(session, body), {"hang-up": _wait_for_hang_up(request)})
+                return await run_beside(handler(session, body), {"hang-up": _wait_for_hang_up(request)})
 
         return endpoint
 
-    def _let_in(self, request: Request) -> Session:
+    def _authenticate(self, request: Request) -> Session:
         session = self._open.get(request.path_params["id"])
         if session is None:
-            raise is_over()
-        given = [request.headers.get("authorization", "").removeprefix("Bearer ")]
-        given.append(request.headers.get("x-api-key", ""))  # for clients that cannot set a bearer token
+            raise session_over()
+        keys = [request.headers.get("authorization", "").removeprefix("Bearer ")]
+        keys.append(request.headers.get("x-api-key", ""))  # for clients that cannot set a bearer token
         if self.model.settings.key_in_url:
-            given.append(request.path_params.get("key", ""))
-        if not any(map(session.opens_with, given)):
+            keys.append(request.path_params.get("key", ""))
+        if not any(map(session.accepts_key, keys)):
             raise Refused(401, "this is not the API key of this rollout's session", code="invalid_api_key")
         return session
 
     async def _models(self, request: Request) -> Response:
-        model = self._let_in(request).model
-        one = {"id": model.name, "object": "model", "created": 0, "owned_by": "streamrl"}
-        return JSONResponse({"object": "list", "data": [{**one, "max_model_len": model.max_length}]})
+        model = self._authenticate(request).model
+        entry = {"id": model.name, "object": "model", "created": 0, "owned_by": "streamrl"}
+        return JSONResponse({"object": "list", "data": [{**entry, "max_model_len": model.max_length}]})
 
     async def _chat(self, session: Session, body: bytes) -> Response:
-        asked, ignored = read_request(ChatRequest, body)
-        turn = await session.chat(asked)
-        if asked.stream:
-            return _stream(answers.chat_chunks(turn, asked), ignored)
-        return _whole(answers.chat(turn, asked), ignored)
+        request, ignored = read_request(ChatRequest, body)
+        turn = await session.chat(request)
+        if request.stream:
+            return _stream(answers.chat_chunks(turn, request), ignored)
+        return _json(answers.chat(turn, request), ignored)
 
     async def _complete(self, session: Session, body: bytes) -> Response:
-        asked, ignored = read_request(CompletionRequest, body)
-        turn = await session.complete(asked)
-        if asked.stream:
-            return _stream(answers.completion_chunks(turn, asked), ignored)
-        return _whole(answers.completion(turn, asked), ignored)
+        request, ignored = read_request(CompletionRequest, body)
+        turn = await session.complete(request)
+        if request.stream:
+            return _stream(answers.completion_chunks(turn, request), ignored)
+        return _json(answers.completion(turn, request), ignored)
 
     async def _generate(self, session: Session, body: bytes) -> Response:
-        asked, ignored = read_request(GenerateRequest, body)
-        return _whole(answers.generate(await session.generate(asked)), ignored)
+        request, ignored = read_request(GenerateRequest, body)
+        return _json(answers.generate(await session.generate(request)), ignored)
 
 
-def _whole(body: answers.Body, ignored: tuple[str, ...]) -> Response:
-    return JSONResponse(body, headers=_told(ignored))
+def _json(body: answers.Body, ignored: tuple[str, ...]) -> Response:
+    return JSONResponse(body, headers=_ignored_header(ignored))
 
 
 def _stream(chunks: Iterator[answers.Body], ignored: tuple[str, ...]) -> Response:
     lines = [*(json.dumps(chunk) for chunk in chunks), "[DONE]"]
-    return StreamingResponse(iter([f"data: {line}\n\n" for line in lines]), headers=_told(ignored), media_type=_EVENTS)
+    return StreamingResponse(
+        iter([f"data: {line}\n\n" for line in lines]), headers=_ignored_header(ignored), media_type=_EVENTS
+    )
 
 
 _EVENTS = "text/event-stream"
 
 
-def _told(ignored: tuple[str, ...]) -> dict[str, str]:
+def _ignored_header(ignored: tuple[str, ...]) -> dict[str, str]:
     return {"x-streamrl-ignored": ", ".join(ignored)} if ignored else {}
 
 
@@ -171,7 +177,7 @@ async def _read_body(request: Request, session: Session) -> bytes:
                 session.count_bytes(len(part))
                 body += part
                 if len(body) > MAX_BODY_BYTES:
-                    raise Refused(413, f"a request may have {MAX_BODY_BYTES} bytes", code="request_too_large")
+                    raise Refused(413, f"a request may have at most {MAX_BODY_BYTES} bytes", code="request_too_large")
     except TimeoutError:
         raise Refused(408, f"the request did not arrive within {_BODY_TIMEOUT_S:g} s", code="timeout") from None
     except ClientDisconnect:
@@ -186,12 +192,12 @@ async def _refuse(request: Request, error: Exception) -> Response:
     return JSONResponse(error.body, error.status, headers)
 
 
-async def _explain(request: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = "a session has v1/chat/completions, v1/completions, v1/models and inference/v1/generate"
+    message = "a session serves v1/chat/completions, v1/completions, v1/models and inference/v1/generate"
     return JSONResponse(Refused(error.status_code, message, code="not_found").body, error.status_code)
 
 
-async def _apologise(request: Request, error: Exception) -> Response:
-    message = "internal error; the worker's log has it"
+async def _internal_error(request: Request, error: Exception) -> Response:
+    message = "internal error; see the worker's log"
     return JSONResponse(Refused(500, message, code="internal_error").body, 500)

@@ -30,20 +30,20 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class Reply:
     content: str
     calls: tuple[ToolCall, ...] = ()
 
 
 Tools = Sequence[Mapping[str, Any]]  # in the format of OpenAI's API
-Parse = Callable[[str, Tools], Said]
+Parse = Callable[[str, Tools], Reply]
 
 
 def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parse:
     return parse_hermes if name == HERMES else _parser_of_vllm(name, tokenizer)
 
 
-def parse_hermes(text: str, tools: Tools) -> Said:
+def parse_hermes(text: str, tools: Tools) -> Reply:
     """Parse Hermes calls. As in vLLM, one invalid call makes all of it text."""
     calls = []
     for found in _CALL.finditer(text):
@@ -51,11 +51,11 @@ def parse_hermes(text: str, tools: Tools) -> Said:
             call = json.loads(found[1])
             name, arguments = call["name"], call["arguments"]
         except (ValueError, TypeError, KeyError, RecursionError):
-            return Said(content=text)
+            return Reply(content=text)
         if not isinstance(name, str):
-            return Said(content=text)
+            return Reply(content=text)
         calls.append(ToolCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False)))
-    return Said(content=text.partition("<tool_call>")[0] if calls else text, calls=tuple(calls))
+    return Reply(content=text.partition("<tool_call>")[0] if calls else text, calls=tuple(calls))
 
 
 def _parser_of_vllm(name: str, tokenizer: PreTrainedTokenizerBase) -> Parse:
@@ -64,7 +64,7 @@ def _parser_of_vllm(name: str, tokenizer: PreTrainedTokenizerBase) -> Parse:
         from vllm.tool_parsers import ToolParserManager
     except ImportError:
         raise ConfigError(
-            f"environment.tool_parser: {name!r} is not {HERMES}, and vLLM, which has others, is not installed here"
+            f"environment.tool_parser: {name!r} needs vLLM, which is not installed; without it only {HERMES!r} works"
         ) from None
     try:
         kind = ToolParserManager.get_tool_parser(name)
@@ -72,13 +72,13 @@ def _parser_of_vllm(name: str, tokenizer: PreTrainedTokenizerBase) -> Parse:
         known = ", ".join(sorted(ToolParserManager.list_registered()))
         raise ConfigError(f"environment.tool_parser: vLLM has no {name!r}; it has {known}") from None
 
-    def parse(text: str, tools: Tools) -> Said:
+    def parse(text: str, tools: Tools) -> Reply:
         request = ChatCompletionRequest(messages=[], tools=[dict(tool) for tool in tools], model="")
         parser = kind(
             cast("Any", tokenizer), cast("Any", request.tools)
         )  # vLLM declares wider or other types for these
         found = parser.extract_tool_calls(text, request)
-        calls = [ToolCall(name=one.function.name, arguments=one.function.arguments) for one in found.tool_calls]
-        return Said(content=found.content or "", calls=tuple(calls) if found.tools_called else ())
+        calls = [ToolCall(name=call.function.name, arguments=call.function.arguments) for call in found.tool_calls]
+        return Reply(content=found.content or "", calls=tuple(calls) if found.tools_called else ())
 
     return parse

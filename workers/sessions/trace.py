@@ -54,19 +54,19 @@ class _Row:
     spans: list[Span] = field(default_factory=list)  # relative to the start of its own tokens
     routes: list[Routes] = field(default_factory=list)  # of its own tokens, if the engine reports them
 
-    def give(self, token_ids: Ids) -> None:
+    def add_given(self, token_ids: Ids) -> None:
         if len(self.runs) % 2 == 1:
             self.runs.append(0)
         self._add(token_ids, np.zeros(len(token_ids), dtype=np.float32))
 
-    def say(self, generated: Generated) -> None:
+    def add_sampled(self, generated: Generated) -> None:
         if len(self.runs) % 2 == 0:
             self.runs.append(0)
         begin = len(self.so_far) - self.keep
         self.spans += [span._replace(start=span.start + begin, end=span.end + begin) for span in generated.spans]
         self._add(generated.token_ids, generated.logprobs)
 
-    def route(self, routes: Routes, *, begin: int) -> None:
+    def add_routes(self, routes: Routes, *, begin: int) -> None:
         """Add a turn's routes from token `begin` of the row on. The last token of the previous turn gets its route only
         now, when this turn has read it; in a branch it is left as it is."""
         if self.routes and begin:
@@ -98,7 +98,7 @@ class Trace:
 
     def num_given(self, context_ids: Ids) -> int:
         """Return how many tokens a turn with this context adds, apart from those it samples."""
-        return len(context_ids) - self._shared(context_ids)[1]
+        return len(context_ids) - self._longest_shared(context_ids)[1]
 
     def take(self, context_ids: Ids, generated: Generated, *, given: str = "") -> None:
         """Record a turn: the model's whole context and its answer. `given` is the text before the answer, as rewards
@@ -107,18 +107,18 @@ class Trace:
         self._texts += [given, generated.text]
         if len(generated.token_ids) == 0:
             return  # without sampled tokens there is nothing to train on
-        at, keep = self._shared(context_ids)
-        row, rest = self._rows[at], context_ids[keep:]
+        at, keep = self._longest_shared(context_ids)
+        row, new_ids = self._rows[at], context_ids[keep:]
         # A turn directly after another is a branch too, which records where it began.
-        if keep < len(row.so_far) or (row.tokens and not len(rest)):
+        if keep < len(row.so_far) or (row.tokens and not len(new_ids)):
             at, row = len(self._rows), self._branch(at, keep)
-        if len(rest):
-            row.give(rest)
+        if len(new_ids):
+            row.add_given(new_ids)
         self._turns.append((at, len(row.so_far)))
-        row.say(generated)
+        row.add_sampled(generated)
         if generated.routes is not None:
-            self._route(row, context_ids, keep, generated.routes)
-        self.num_tokens += len(rest) + len(generated.token_ids)
+            self._add_routes(row, context_ids, keep, generated.routes)
+        self.num_tokens += len(new_ids) + len(generated.token_ids)
 
     def played(self, finish_reason: FinishReason, reward: float, turn_rewards: Sequence[float] = ()) -> Played:
         """Build the sample. `turn_rewards`: one per turn that sampled something, in the order taken; or none."""
@@ -135,7 +135,7 @@ class Trace:
         sample = Sample(
             token_ids=np.concatenate([np.zeros(0, np.int32), *(ids for row in self._rows for ids in row.tokens)]),
             logprobs=np.concatenate([np.zeros(0, np.float32), *(lp for row in self._rows for lp in row.logprobs)]),
-            mask_runs=_joined([row.runs for row in self._rows]) if self.num_tokens else (),
+            mask_runs=_joined_runs([row.runs for row in self._rows]) if self.num_tokens else (),
             spans=tuple(spans),
             finish_reason=finish_reason,
             rewards={},
@@ -153,13 +153,13 @@ class Trace:
             prompt_routes=self._prompt_routes,
         )
 
-    def _route(self, row: _Row, context_ids: Ids, keep: int, routes: Routes) -> None:
-        row.route(routes, begin=keep)
+    def _add_routes(self, row: _Row, context_ids: Ids, keep: int, routes: Routes) -> None:
+        row.add_routes(routes, begin=keep)
         num_prompt = len(self._prompt_ids)
         if self._prompt_routes is None and np.array_equal(context_ids[:num_prompt], self._prompt_ids):
             self._prompt_routes = routes[:num_prompt]
 
-    def _shared(self, context_ids: Ids) -> tuple[int, int]:
+    def _longest_shared(self, context_ids: Ids) -> tuple[int, int]:
         """Return (a row, how many of its tokens the context begins with): the whole row, or up to where a piece ends.
         The longest match wins; among equals, a row that ends there and can be continued, else the first."""
         best, found = (-1, False), (0, 0)
@@ -172,21 +172,21 @@ class Trace:
 
     def _branch(self, at: int, keep: int) -> _Row:
         if self.num_branches == MAX_BRANCHES:
-            raise SampleError(f"more than {MAX_BRANCHES} turns have gone on from another context than the one before")
-        left = self._rows[at]
-        ends = [end for end in left.ends if end <= keep]
-        self._rows.append(_Row(so_far=left.so_far[:keep], row=at, keep=keep, ends=ends))
+            raise SampleError(f"more than {MAX_BRANCHES} turns continued from a context other than the previous one")
+        parent = self._rows[at]
+        ends = [end for end in parent.ends if end <= keep]
+        self._rows.append(_Row(so_far=parent.so_far[:keep], row=at, keep=keep, ends=ends))
         return self._rows[-1]
 
 
 def _common(these: Ids, those: Ids) -> int:
     """Return the length of the common prefix."""
-    most = min(len(these), len(those))
-    differs = np.flatnonzero(these[:most] != those[:most])
-    return int(differs[0]) if len(differs) else most
+    length = min(len(these), len(those))
+    differs = np.flatnonzero(these[:length] != those[:length])
+    return int(differs[0]) if len(differs) else length
 
 
-def _joined(rows: list[list[int]]) -> tuple[int, ...]:
+def _joined_runs(rows: list[list[int]]) -> tuple[int, ...]:
     """Concatenate the runs of rows; each row begins with a sampled run, possibly of length 0."""
     runs = [0]
     for row in rows:

@@ -46,7 +46,7 @@ class Refused(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-class _Sampled(BaseModel):
+class _SamplingParams(BaseModel):
     """The sampling parameters that are honoured: they change no probability."""
 
     model_config = ConfigDict(extra="allow")
@@ -60,11 +60,11 @@ class _Sampled(BaseModel):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
-    def most(self) -> int | None:
+    def token_limit(self) -> int | None:
         return self.max_tokens
 
 
-class _Asked(_Sampled):
+class _Request(_SamplingParams):
     stream: bool | None = False
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool | None = False
@@ -75,7 +75,7 @@ class _Asked(_Sampled):
         return bool((self.stream_options or {}).get("include_usage"))
 
 
-class ChatRequest(_Asked):
+class ChatRequest(_Request):
     messages: Annotated[list[Any], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     tools: list[dict[str, Any]] | None = None
@@ -84,11 +84,11 @@ class ChatRequest(_Asked):
     top_logprobs: Literal[0] | None = None
 
     @property
-    def most(self) -> int | None:
+    def token_limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
 
-class CompletionRequest(_Asked):
+class CompletionRequest(_Request):
     prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
     echo: Literal[False] | None = False
     best_of: Literal[1] | None = None
@@ -99,30 +99,30 @@ class GenerateRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-    sampling_params: _Sampled = Field(default_factory=_Sampled)
+    sampling_params: _SamplingParams = Field(default_factory=_SamplingParams)
     stream: Literal[False] | None = False
 
 
 def read_request(form: type[Form], body: bytes) -> tuple[Form, tuple[str, ...]]:
     """Parse a request; return it with the names of the ignored fields. Raises Refused."""
     try:
-        asked = form.model_validate_json(body)
+        request = form.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise Refused(
             400, f"{place or 'the body'}: {first['msg']}", code="invalid_value", param=place or None
         ) from None
-    sets = {**(asked.model_extra or {}), **(getattr(asked, "sampling_params", asked).model_extra or {})}
-    shape = sets.get("response_format")
+    extra_fields = {**(request.model_extra or {}), **(getattr(request, "sampling_params", request).model_extra or {})}
+    response_format = extra_fields.get("response_format")
     for key in _REFUSED:
-        if sets.get(key):
-            raise _not_to_be_had(key)
-    if isinstance(shape, dict) and shape.get("type") != "text":
-        raise _not_to_be_had("response_format")
-    return asked, tuple(key for key in IGNORED if sets.get(key) is not None)
+        if extra_fields.get(key):
+            raise _unsupported(key)
+    if isinstance(response_format, dict) and response_format.get("type") != "text":
+        raise _unsupported("response_format")
+    return request, tuple(key for key in IGNORED if extra_fields.get(key) is not None)
 
 
-def _not_to_be_had(key: str) -> Refused:
-    message = f"{key} cannot be had here: the model is asked by its own template, and samples as it is trained to"
+def _unsupported(key: str) -> Refused:
+    message = f"{key} is not supported here: the run sets the chat template and the sampling, as in training"
     return Refused(400, message, code="unsupported_parameter", param=key)
