@@ -30,4 +30,4 @@ class TimedEngine(EngineHere):
 
 def leave_packing_to_vllm() -> None:
     """Make later engines behave as on processors where no kernel has writable packed weights."""
-    vllm_linears.is_as_fast = lambda: False
+    vllm_linears.has_fast_packed_kernel = lambda: False

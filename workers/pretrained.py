@@ -76,4 +76,4 @@ def _weight_files(path: str) -> list[Path]:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         return [file for name in names if (file := find(name)) is not None]
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"the weights of {path!r} are not here: {str(error).splitlines()[0]}") from error
+        raise DataError(f"the weights of {path!r} cannot be read: {str(error).splitlines()[0]}") from error

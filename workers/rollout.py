@@ -135,8 +135,8 @@ class Rollout:
         """Keep the engine busy for this long."""
         until = time.monotonic() + seconds
         while not over.is_set() and time.monotonic() < until and self._answerer.outage() is None:
-            if most := self._num_to_take(engine):
-                for leased in await self._lease(most):
+            if num_to_take := self._num_to_take(engine):
+                for leased in await self._lease(num_to_take):
                     held = _Held(leased=leased, num_open=leased.ticket.num_samples)
                     task = asyncio.create_task(self._fulfil(held, engine), name=f"ticket {leased.ticket.number}")
                     self._groups[task] = held
@@ -164,9 +164,9 @@ class Rollout:
                 await unless(over, asyncio.sleep(_REWARDS_EVERY_S))
                 self._reap()
 
-    async def _lease(self, most: int) -> list[Leased]:
+    async def _lease(self, max_tickets: int) -> list[Leased]:
         with contextlib.nullcontext() if self._groups else self._progress.waiting(Wait.TICKETS):
-            return await self._tickets.lease(max_tickets=most, block_ms=_LEASE_BLOCK_MS)
+            return await self._tickets.lease(max_tickets=max_tickets, block_ms=_LEASE_BLOCK_MS)
 
     def _reap(self) -> None:
         """Drop finished tasks. A task's exception is raised here; its ticket is still leased."""
@@ -190,13 +190,13 @@ class Rollout:
             async with asyncio.timeout(self._version_wait_s):
                 await self._weights.serving(ticket.min_version)
         except TimeoutError:
-            log.warning("version_awaited_in_vain", ticket=ticket.number, min_version=ticket.min_version)
+            log.warning("version_wait_timed_out", ticket=ticket.number, min_version=ticket.min_version)
             await self._hand_back(held)
             return
         try:
             group = await self._answerer.answer(ticket, engine, sample_done=held.sample_done)
         except RewardOutage as outage:
-            log.warning("rewards_awaited_in_vain", ticket=ticket.number, reason=str(outage))
+            log.warning("rewards_wait_timed_out", ticket=ticket.number, reason=str(outage))
             self._scored_at_outage = self._answerer.num_scored
             await self._hand_back(held)
             return
@@ -230,9 +230,9 @@ class Rollout:
         while True:
             await asyncio.sleep(self._settings.lease_s / 4)
             lost = await self._tickets.renew([held.leased for held in self._groups.values() if not held.leaving])
-            gone = {(leased.purpose, leased.entry_id) for leased in lost}
+            lost_entries = {(leased.purpose, leased.entry_id) for leased in lost}
             for task, held in self._groups.items():
-                if (held.leased.purpose, held.leased.entry_id) in gone and not held.leaving:
+                if (held.leased.purpose, held.leased.entry_id) in lost_entries and not held.leaving:
                     log.info("lease_lost", ticket=held.leased.ticket.number)
                     task.cancel()
 
@@ -280,14 +280,14 @@ class Pace:
             self._since = now
         elif now - self._since > self._stall_s:
             raise EngineError(
-                f"the engine made no token for {now - self._since:.0f} s while {stats.in_flight} samples were in "
+                f"the engine generated no token for {now - self._since:.0f} s while {stats.in_flight} samples were in "
                 f"flight (worker.stall_s = {self._stall_s:g})"
             )
         self._looks.append((now, stats.num_made))
         while self._looks[0][0] < now - _PACE_S:
             self._looks.popleft()
-        began, before = self._looks[0]
-        return (stats.num_made - before) / (now - began) if now > began else 0.0
+        began, num_before = self._looks[0]
+        return (stats.num_made - num_before) / (now - began) if now > began else 0.0
 
 
 async def _encoded(group: Group) -> tuple[bytes, bytes]:

@@ -95,7 +95,8 @@ async def _leave_in_time(stop: asyncio.Event, grace: _Grace, leave: Callable[[in
     await stop.wait()
     await asyncio.sleep(grace.seconds + _LAST_S)
     log.error(
-        "left_in_mid_work", reason="a stop was requested, but something did not end in time; its leases will expire"
+        "stopped_without_ending",
+        reason="a stop was requested, but something did not end in time; its leases will expire",
     )
     leave(1)
 

@@ -116,8 +116,8 @@ class Supervisor:
             self._replace_at = math.inf
             return False
         raise LoadRejected(
-            f"for {self._patience.rejected_s:g} s (weights.give_up_after_s) the engine proved no version; "
-            f"nothing it made was delivered. The last refusal: {error}"
+            f"no version was proved for {self._patience.rejected_s:g} s (weights.give_up_after_s), so nothing was "
+            f"delivered. The last rejection: {error}"
         ) from error
 
     async def _newer_version(self, stop: asyncio.Event, *, until: float) -> bool:

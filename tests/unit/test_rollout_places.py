@@ -102,6 +102,6 @@ async def test_workers_share_the_tickets_by_their_speed() -> None:
 async def test_an_engine_that_answers_and_makes_no_token_is_given_up() -> None:
     world = WorkerWorld(engine=EngineDouble(hold=True), stall_s=0.1)
     world.put(1)
-    with pytest.raises(EngineError, match=r"made no token .* 2 samples were in flight \(worker\.stall_s = 0\.1\)"):
+    with pytest.raises(EngineError, match=r"generated no token .* 2 samples were in flight \(worker\.stall_s = 0\.1\)"):
         await asyncio.wait_for(world.start(), 10)
     assert world.tickets.handed_back == [1]

@@ -34,7 +34,7 @@ def test_options_that_are_not_ours_are_vllms(tmp_path: Path, capsys: pytest.Capt
 
 def test_what_the_user_can_mend_is_a_line_and_what_not_keeps_its_traceback() -> None:
     taken = OSError(errno.EADDRINUSE, "Address already in use")
-    assert str(mistake_of(taken, model="m", port=8000)) == "port 8000 is taken; --port names another"
+    assert str(mistake_of(taken, model="m", port=8000)) == "port 8000 is taken; choose another with --port"
     missing = OSError("Cannot find an appropriate cached snapshot folder\nfor the specified revision")  # as hubs say it
     told = str(mistake_of(missing, model="OWNER/NAME", port=8000))
     assert told == "model 'OWNER/NAME' cannot be served: Cannot find an appropriate cached snapshot folder"

@@ -29,7 +29,7 @@ def test_an_idle_engine_owes_no_tokens_and_its_time_begins_with_the_next_sample(
     now[0] = 109.0
     pace.look(stats(in_flight=1, num_made=0))
     now[0] = 111.0
-    with pytest.raises(EngineError, match="made no token for 11 s while 1 samples"):
+    with pytest.raises(EngineError, match="generated no token for 11 s while 1 samples"):
         pace.look(stats(in_flight=1, num_made=0))
 
 

@@ -40,9 +40,9 @@ class HubNames:
         with torch.device("meta"):
             model: Any = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
         self._model = model
-        backwards = _backwards(model)
-        self._renamings = [rule for rule in backwards if isinstance(rule, WeightRenaming)]
-        self._converters = [rule for rule in backwards if isinstance(rule, WeightConverter)]
+        rules = _reversed_rules(model)
+        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         # How many tensors each target in the files is made from.
         self._members = Counter(self._in_files(name)[0] for name in published(model))
@@ -58,7 +58,7 @@ class HubNames:
             waiting[target].append((name, tensor))
             if len(waiting[target]) >= self._members[target]:
                 yield from self._converted(target, waiting.pop(target))
-        assert not waiting, f"never whole: {min(waiting)}"
+        assert not waiting, f"parts are missing of: {min(waiting)}"
 
     def _in_files(self, name: str) -> tuple[str, str | None]:
         target, pattern = rename_source_key(name, self._renamings, self._converters, reverse=True)
@@ -66,7 +66,7 @@ class HubNames:
 
     def _converted(self, target: str, parts: Sequence[Named]) -> Iterator[Named]:
         pattern = self._in_files(parts[0][0])[1]
-        assert pattern is not None, "what has none is renamed"
+        assert pattern is not None, "tensors without a pattern are only renamed"
         rule: Any = deepcopy(self._by_pattern[pattern])  # a rule stores the tensors added to it
         for name, tensor in parts:
             rule.add_tensor(target, name, self._in_files(name)[1], tensor)
@@ -86,7 +86,7 @@ class _Views(Chunk):
         return dict(zip(targets, torch.chunk(whole, len(targets), dim=self.dim), strict=True))
 
 
-def _backwards(model: Any) -> list[Any]:
+def _reversed_rules(model: Any) -> list[Any]:
     """Return the reversed rules, as `save_pretrained` applies them to a model that was not loaded from files. Prefix
     changes are left out: they apply only to prefixes seen at load."""
     rules = get_model_conversion_mapping(model, add_legacy=False)

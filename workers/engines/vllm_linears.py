@@ -63,7 +63,7 @@ _OURS = (WritableLinear, WritableEmbedding, LookedUp)
 
 def make_writable(model: nn.Module) -> None:
     """Replace the layers' methods; already packed layers are repacked by the next load."""
-    as_fast = is_as_fast()
+    has_fast_kernel = has_fast_packed_kernel()
     num_names = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     has_head = any(isinstance(module, ParallelLMHead) for module in num_names)
     for module, num in num_names.items():
@@ -71,9 +71,9 @@ def make_writable(model: nn.Module) -> None:
         only_looked_up = type(module) is VocabParallelEmbedding and has_head and num == 1
         if type(method) is UnquantizedEmbeddingMethod and only_looked_up:
             method.__class__ = LookedUp
-        elif as_fast and type(method) is UnquantizedEmbeddingMethod:
+        elif has_fast_kernel and type(method) is UnquantizedEmbeddingMethod:
             method.__class__ = WritableEmbedding
-        elif as_fast and type(method) is UnquantizedLinearMethod and not _is_skipped(module):
+        elif has_fast_kernel and type(method) is UnquantizedLinearMethod and not _is_skipped(module):
             method.__class__ = WritableLinear
 
 
@@ -117,7 +117,7 @@ def _is_skipped(layer: nn.Module) -> bool:
     return bool(getattr(layer, "_cpu_skip_gemm_dispatch", False))
 
 
-def is_as_fast() -> bool:
+def has_fast_packed_kernel() -> bool:
     """Return whether the kernel with writable packed weights exists and is fast on this processor."""
     if not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
         return False
@@ -140,15 +140,15 @@ def _fits(layer: Any) -> bool:
 
 def _pack(layer: Any) -> None:
     weight = layer.weight.detach()
-    held = packed(layer)
-    if held is not None and held.shape == weight.shape:
+    packed_weight = packed(layer)
+    if packed_weight is not None and packed_weight.shape == weight.shape:
         rows, columns = weight.shape
         plain = weight.contiguous().view(torch.int32).view(rows // TILE_ROWS, TILE_ROWS, columns // TILE_COLUMNS)
-        in_tiles(held).copy_(plain)  # in place, in a third of the time vLLM takes
+        in_tiles(packed_weight).copy_(plain)  # in place, in a third of the time vLLM takes
     else:
-        held = torch.ops._C.convert_weight_packed(weight)
-    layer.__dict__[_PACKED] = held
-    layer.cpu_linear = _linear(held, len(weight))
+        packed_weight = torch.ops._C.convert_weight_packed(weight)
+    layer.__dict__[_PACKED] = packed_weight
+    layer.cpu_linear = _linear(packed_weight, len(weight))
 
 
 def _linear(weight: torch.Tensor, num_rows: int) -> Callable[..., torch.Tensor]:

@@ -24,12 +24,12 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
-def where_tensors_go(
+def loader_calls(
     model: Any, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> list[tuple[str, nn.Module, dict[str, list[Call]]]]:
     """Return each layer with the loader calls of its parameters; a tied head has those of the embedding."""
     calls: dict[nn.Module, dict[str, list[Call]]] = defaultdict(lambda: defaultdict(list))
-    with _writing_down(model, calls):
+    with _recording(model, calls):
         model.load_weights(tensors)
     named = [(name, module, dict(calls[module])) for name, module in model.named_modules() if module in calls]
     embedding = next((module for module in model.modules() if type(module) is VocabParallelEmbedding), None)
@@ -40,28 +40,28 @@ def where_tensors_go(
 
 
 @contextmanager
-def _writing_down(model: nn.Module, calls: Mapping[nn.Module, Mapping[str, list[Call]]]) -> Iterator[None]:
+def _recording(model: nn.Module, calls: Mapping[nn.Module, Mapping[str, list[Call]]]) -> Iterator[None]:
     """Replace the loaders inside by recorders, which load nothing."""
 
     def recorder(module: nn.Module, name: str) -> Callable[..., bool]:
         def record(*args: Any, **kwargs: Any) -> bool:
-            others = {word: value for word, value in kwargs.items() if word != "param"}
+            others = {key: value for key, value in kwargs.items() if key != "param"}
             calls[module][name].append((args[1:], others))
             return True
 
         return record
 
-    before: list[tuple[Any, Any]] = []
+    original_loaders: list[tuple[Any, Any]] = []
     for module in model.modules():
         parameters: dict[str, Any] = module._parameters
         for name, parameter in parameters.items():
             if parameter is not None:
-                before.append((parameter, getattr(parameter, "weight_loader", None)))
+                original_loaders.append((parameter, getattr(parameter, "weight_loader", None)))
                 parameter.weight_loader = recorder(module, name)
     try:
         yield
     finally:
-        for parameter, loader in reversed(before):  # a parameter shared by two layers appears twice
+        for parameter, loader in reversed(original_loaders):  # a parameter shared by two layers appears twice
             if loader is None:
                 del parameter.weight_loader
             else:
@@ -82,10 +82,10 @@ def loaded_aside(module: nn.Module, name: str, calls: list[Call]) -> torch.Tenso
 def blank(module: nn.Module, name: str) -> Any:
     """Return an empty parameter, as before loading, in its own memory; None if its form is unknown."""
     info = get_layerwise_info(module)
-    described = info.restore_metadata[0].get(name)
+    metadata = info.restore_metadata[0].get(name)
     live = module._parameters[name]
-    if described is not None:
-        return materialize_meta_tensor(restore_layer_refs(described, module))
+    if metadata is not None:
+        return materialize_meta_tensor(restore_layer_refs(metadata, module))
     if live is None or not live.numel():
         return None
     fresh = torch.empty_like(live, device="cpu")
@@ -105,10 +105,14 @@ def written_past_loaders(model: nn.Module, loaded: set[str]) -> list[str]:
     """Return parameters that the model's own code claims to have loaded without calling a loader. vLLM's reload tracks
     loader calls only, so it misses these."""
     lost = []
-    for place, layer in model.named_modules():
+    for layer_name, layer in model.named_modules():
         info = get_layerwise_info(layer)
         if info.can_load():  # otherwise all parameters arrived
-            came = {name for name, _ in info.loaded_weights}
-            own = {f"{place}.{name}": p for name, p in layer._parameters.items() if p is not None and name not in came}
-            lost += [name for name, parameter in own.items() if name in loaded and parameter.is_meta]
+            arrived = {name for name, _ in info.loaded_weights}
+            not_arrived = {
+                f"{layer_name}.{name}": p
+                for name, p in layer._parameters.items()
+                if p is not None and name not in arrived
+            }
+            lost += [name for name, parameter in not_arrived.items() if name in loaded and parameter.is_meta]
     return sorted(lost)

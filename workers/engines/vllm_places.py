@@ -29,7 +29,7 @@ from vllm.v1.attention.backend import AttentionImplBase
 from streamrl.workers.engines.hub_names import Named
 from streamrl.workers.engines.patches import TILE_ROWS, Kind, Place, read_patch
 from streamrl.workers.engines.vllm_linears import LookedUp, in_tiles, packed
-from streamrl.workers.engines.vllm_loaders import Call, blank, load_into, loaded_aside, where_tensors_go
+from streamrl.workers.engines.vllm_loaders import Call, blank, load_into, loaded_aside, loader_calls
 
 _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # they keep weights as given
 _NUMBERS = 251  # a prime, so it divides no width; all values are exact in bfloat16
@@ -74,7 +74,7 @@ class LivePlaces:
         self._rows: dict[tuple[Any, ...], int] = {}  # cached results of `_ask`, one per shape
         by_address = {address: name for name, address in _addresses(tensors.items()).items()}
         written: set[int] = set()  # addresses of live parameters
-        for layer, module, of_module in where_tensors_go(model, in_files(tensors.items())):
+        for layer, module, of_module in loader_calls(model, in_files(tensors.items())):
             for name, calls in of_module.items():
                 live = _Live(module=module, name=name, calls=calls)
                 self._live[f"{layer}.{name}"] = live

@@ -17,8 +17,8 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
-_SHARED = Path("/dev/shm")
-_TALKED_THROUGH = re.compile(rf"{_SHARED}/(psm_\w+)$", re.MULTILINE)  # Python's naming
+_SHARED_MEMORY = Path("/dev/shm")
+_SEGMENT_NAME = re.compile(rf"{_SHARED_MEMORY}/(psm_\w+)$", re.MULTILINE)  # Python's naming
 
 
 def prepare_rank(runner: Any) -> list[str]:
@@ -28,17 +28,17 @@ def prepare_rank(runner: Any) -> list[str]:
     for group in (get_tp_group(), get_pp_group()):
         shared = getattr(group.device_communicator, "dist_module", None)
         if (name := getattr(shared, "group_name", None)) is not None:
-            (_SHARED / f"{name}_{group.rank_in_group}").unlink(missing_ok=True)
+            (_SHARED_MEMORY / f"{name}_{group.rank_in_group}").unlink(missing_ok=True)
     if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
         )
-    return sorted(talked_through(os.getpid()))
+    return sorted(message_segments(os.getpid()))
 
 
-def talked_through(pid: int) -> set[str]:
+def message_segments(pid: int) -> set[str]:
     """Return the names of the message segments this process has mapped."""
-    return set(_TALKED_THROUGH.findall(Path(f"/proc/{pid}/maps").read_text()))
+    return set(_SEGMENT_NAME.findall(Path(f"/proc/{pid}/maps").read_text()))
 
 
 def remove_shared(names: Iterable[str]) -> None:

@@ -39,7 +39,7 @@ def serve(model: str, *, name: str, host: str, port: int, further: Sequence[str]
 def mistake_of(error: OSError, *, model: str, port: int) -> UserError | None:
     """Return the user error behind `error`, or None for a defect. Errors of a hub or its cache have no errno."""
     if error.errno == errno.EADDRINUSE:
-        return ResourceError(f"port {port} is taken; --port names another")
+        return ResourceError(f"port {port} is taken; choose another with --port")
     if error.errno is None:
         return DataError(f"model {model!r} cannot be served: {str(error).splitlines()[0]}")
     return None

@@ -121,7 +121,7 @@ class Hosts:
             about = await greet(link, side="first", secret=self._secret, run_uid=self._run_uid)
             await self._listen(_Joined(link, about))
         except LinkLost as error:
-            log.warning("no_further_host", address=link.other_address, reason=str(error))
+            log.warning("further_host_refused", address=link.other_address, reason=str(error))
         finally:
             await link.close()
 

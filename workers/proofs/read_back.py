@@ -32,7 +32,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from streamrl.workers.engines.mapped_file import MappedFile
 from streamrl.workers.engines.vllm_experts import packed_aside
 from streamrl.workers.engines.vllm_linears import packed, unpacked
-from streamrl.workers.engines.vllm_loaders import Call, loaded_aside, where_tensors_go
+from streamrl.workers.engines.vllm_loaders import Call, loaded_aside, loader_calls
 from streamrl.workers.engines.vllm_quantized import is_quantized, quantized_aside, same_bits
 from streamrl.workers.engines.vllm_ranks import prepare_rank
 
@@ -50,7 +50,7 @@ class ReadBackExtension:
         with torch.no_grad(), torch.device("cpu"):
             transfer = worker.weight_transfer_engine
             named = transfer.in_files(MappedFile().tensors(transfer.path_here(path)))
-            calls = where_tensors_go(worker.get_model(), named)
+            calls = loader_calls(worker.get_model(), named)
             reader = _Reader(columns=random.Random(number))
             for at, (name, module, of_module) in enumerate(calls):
                 if (at + number) % num_parts == 0:

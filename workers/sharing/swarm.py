@@ -211,7 +211,7 @@ class _Filling:
                 most=most,
             )
         except TransportError as error:
-            log.warning("peers_not_heard_of", why=str(error))
+            log.warning("peers_not_reported", why=str(error))
             return None
         crashpoint("share.told")
         self._taken.intersection_update(self._missing)
