@@ -21,7 +21,7 @@ from streamrl.protocol.weights.manifest import Manifest, ShardRecord
 from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.telemetry.progress import Progress
 from streamrl.workers.sharing.opening import open_sharing
-from streamrl.workers.sharing.reading import LEAST_BYTES, Sharing
+from streamrl.workers.sharing.reading import MIN_SHARED_BYTES, Sharing
 
 PIECE = 16 << 10
 RUN_UID = "run-a"
@@ -43,7 +43,7 @@ def version_of(*records: ShardRecord) -> Manifest:
     return Manifest(version=1 << 32, base=0, step=0, run_uid=RUN_UID, tensors=(), shards=records)
 
 
-BLOB = np.random.default_rng(0).bytes(LEAST_BYTES + 20 * PIECE + 100)
+BLOB = np.random.default_rng(0).bytes(MIN_SHARED_BYTES + 20 * PIECE + 100)
 RECORD = record_of(BLOB)
 
 

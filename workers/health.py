@@ -19,7 +19,7 @@ from streamrl.telemetry.progress import Progress
 from streamrl.workers.rewards.mixing import Rewards
 from streamrl.workers.roles import Weights, Work
 
-_TIMES = 3.0  # multiple of the parts' own bounds
+_BOUND_FACTOR = 3.0  # multiple of the parts' own bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +55,9 @@ class Health:
         stats, rewards = self.parts.work.engine_stats, self.parts.rewards
         limit_s = math.inf
         if stats is not None and stats.in_flight > 0:
-            limit_s = _TIMES * self.parts.stall_s
+            limit_s = _BOUND_FACTOR * self.parts.stall_s
         elif rewards.num_pending > 0:
-            limit_s = _TIMES * max(self.parts.stall_s, rewards.patience_s)
+            limit_s = _BOUND_FACTOR * max(self.parts.stall_s, rewards.patience_s)
         return [f"no progress for {age_s:.0f} s, although work is pending"] if age_s > limit_s else []
 
     def _count(self) -> int:

@@ -87,10 +87,10 @@ def _missing_guards() -> dict[str, str]:
 def confinement(lacking: Mapping[str, str]) -> Finding:
     """Report what reward functions are kept from on this machine."""
     if not lacking:
-        return ok(_CONFINED, f"kept from {' and '.join(confine.GUARDS)}")
+        return ok(_CONFINED, f"no access to {' and '.join(confine.GUARDS)}")
     reasons = "; ".join(f"{name} ({reason})" for name, reason in lacking.items())
     remedy = "use Linux 5.13 or newer (6.12 for all of it), and a container whose seccomp profile allows it"
-    return warning(_CONFINED, f"not kept from {reasons}", remedy)
+    return warning(_CONFINED, f"not blocked: {reasons}", remedy)
 
 
 def _is_tested(source: schema.Reward, *, ask_services: bool) -> bool:

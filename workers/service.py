@@ -4,7 +4,7 @@
 
 Returns normally, or raises the error that ended the worker. Every wait for a dependency is bounded and ends early on a
 stop request. Anything that ignores the stop, such as a hanging Redis call, holds the worker for at most its grace
-period plus `_LAST_S`.
+period plus `_EXTRA_GRACE_S`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from streamrl.workers.weights import Patience, WeightFollower
 log = structlog.get_logger(__name__)
 
 _FIRST_LEASE_S = 60.0  # placeholder: no lease is taken before the run's `lease_s` is known
-_LAST_S = 2.5  # beyond the grace period, for handing tickets back and ending the engine
+_EXTRA_GRACE_S = 2.5  # beyond the grace period, for handing tickets back and ending the engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ async def serve(options: Options, stop: asyncio.Event, *, leave: Callable[[int],
 
 async def _leave_in_time(stop: asyncio.Event, grace: _Grace, leave: Callable[[int], NoReturn]) -> None:
     await stop.wait()
-    await asyncio.sleep(grace.seconds + _LAST_S)
+    await asyncio.sleep(grace.seconds + _EXTRA_GRACE_S)
     log.error(
         "stopped_without_ending",
         reason="a stop was requested, but something did not end in time; its leases will expire",

@@ -165,10 +165,12 @@ def test_what_holds_on_this_machine_is_told_before_a_run(tmp_path: Path) -> None
         command, input=config.model_dump_json(), capture_output=True, text=True, timeout=240, check=True
     )
     [told] = [json.loads(line) for line in done.stdout.splitlines() if "reward processes" in line]
-    assert (told["level"], told["evidence"]) == ("ok", "kept from sockets and other processes"), "of a guard's absence"
+    assert (told["level"], told["evidence"]) == ("ok", "no access to sockets and other processes"), (
+        "of a guard's absence"
+    )
 
 
 def test_a_machine_without_a_guard_is_warned_of_with_a_remedy() -> None:
     told = preflight.confinement({"other processes": "Function not implemented"})
-    assert (told.level, told.evidence) == ("warning", "not kept from other processes (Function not implemented)")
+    assert (told.level, told.evidence) == ("warning", "not blocked: other processes (Function not implemented)")
     assert told.remedy

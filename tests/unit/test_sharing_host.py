@@ -17,7 +17,7 @@ from streamrl.errors import TransportError, WeightsError
 from streamrl.held_folders import share_folder
 from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.workers.sharing.host import HostShare, SharedBlob, open_share
-from streamrl.workers.sharing.reading import LEAST_BYTES, Sharing
+from streamrl.workers.sharing.reading import MIN_SHARED_BYTES, Sharing
 from tests.helpers import wait_until
 from tests.sharing_world import BLOB, PIECE, RECORD, CountingStore, fetched, record_of
 
@@ -58,7 +58,7 @@ def test_a_blob_is_fetched_from_the_store_once_for_all_workers_of_a_host(
 def test_a_worker_alone_on_its_host_or_with_a_small_blob_asks_the_store_and_leaves_nothing(
     store: CountingStore, folder: Path, hosts: list[HostShare]
 ) -> None:
-    small = b"x" * (LEAST_BYTES - 1)
+    small = b"x" * (MIN_SHARED_BYTES - 1)
     store.put("run/000001/0-0-bb", small)
     assert fetched(Sharing(store, hosts[0]), record_of(small, "run/000001/0-0-bb")) == small
 

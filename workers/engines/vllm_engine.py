@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
 _ANSWER_S = 120.0  # the engine answers between two steps, and no step takes this long
 _STOP_S = 1  # then it is killed: a stopped worker must exit within 3 s after its grace period
-_SOON, _SOONER, _SOONEST = 2, 1, 0  # vLLM's priorities: training, evaluation, canaries
+_TRAINING, _EVALUATION, _CANARY = 2, 1, 0  # vLLM's priorities: training, evaluation, canaries
 
 
 class VllmEngine(Engine):
@@ -171,7 +171,7 @@ class VllmEngine(Engine):
     async def generate(self, request: SampleRequest) -> Generated:
         assert self._version, "a sample was requested before any version was loaded"
         sampling = request.sampling
-        priority = _SOONER if request.urgent else _SOON
+        priority = _EVALUATION if request.urgent else _TRAINING
         self._in_flight += 1
         try:
             final = await self._final(
@@ -200,7 +200,7 @@ class VllmEngine(Engine):
     async def logprobs(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         self._num_canaries += 1
         async with self._answering("compute log-probs"):
-            output = await self._final(token_ids, canary_params(), f"canary-{self._num_canaries}", _SOONEST)
+            output = await self._final(token_ids, canary_params(), f"canary-{self._num_canaries}", _CANARY)
         positions = output.prompt_logprobs
         assert positions is not None, "log-probs of the prompt were requested"
         ids = token_ids.tolist()

@@ -71,7 +71,7 @@ class LivePlaces:
         self._tensors = tensors
         self._live: dict[str, _Live] = {}  # by the engine's parameter name
         self.places: list[Place] = []
-        self._rows: dict[tuple[Any, ...], int] = {}  # cached results of `_ask`, one per shape
+        self._rows: dict[tuple[Any, ...], int] = {}  # cached results of `_find_first_row`, one per shape
         by_address = {address: name for name, address in _addresses(tensors.items()).items()}
         written: set[int] = set()  # addresses of live parameters
         for layer, module, of_module in loader_calls(model, in_files(tensors.items())):

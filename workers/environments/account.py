@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from streamrl.errors import SampleError
 from streamrl.workers.sessions.trace import Played
 
-_FORGETTING = 0.05  # the least weight of the newest rollout in an average
+_MIN_WEIGHT = 0.05  # the least weight of the newest rollout in an average
 _MAX_ERROR_CHARS = 200
 
 Facts = dict[str, int | float | str]
@@ -39,7 +39,7 @@ class Account:
 
     def played(self, played: Played) -> None:
         self._num_played += 1
-        share = max(_FORGETTING, 1 / self._num_played)
+        share = max(_MIN_WEIGHT, 1 / self._num_played)
         self._model_s += share * (played.model_s - self._model_s)
         self._environment_s += share * (played.environment_s - self._environment_s)
 

@@ -25,7 +25,7 @@ from streamrl.workers.confined.function_child import confine, limit_memory, take
 from streamrl.workers.environments.base import MAX_GIVEN_CHARS
 
 THREADS = 64  # for environments that block on something outside, and for agents that are plain functions
-_MOST_HANGING = THREADS // 2  # beyond that, the process is replaced
+_MAX_HANGING = THREADS // 2  # beyond that, the process is replaced
 _MAX_REWARDS, _MAX_NAME_CHARS = 8, 64  # named rewards per rollout
 
 
@@ -66,7 +66,7 @@ class Games:
     def replacement_reason(self) -> str:
         """Why this process must be replaced; empty if it is fine."""
         self._given_up = [call for call in self._given_up if call.running()]
-        return f"{len(self._given_up)} calls hang in the process" if len(self._given_up) >= _MOST_HANGING else ""
+        return f"{len(self._given_up)} calls hang in the process" if len(self._given_up) >= _MAX_HANGING else ""
 
     async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         if inspect.iscoroutinefunction(method):

@@ -77,15 +77,15 @@ class RemoteEnvironment:
             if replica is None:
                 waited = f"no replica of the environment answered for {self._settings.outage_s:g} s"
                 raise RewardOutage(f"{waited}: {self._replicas.last_errors}")
-            before = replica.num_answered
+            num_answered = replica.num_answered
             try:
                 answer = await self.ask(replica, "reset", {"row": dict(row)})
                 return _RemoteEpisode(self, replica, *_opening(answer))
             except TryAgain as error:
                 last, reason = replica, f"{replica.url}: {error}"
                 # A gateway without a backend says nothing about this row, unless other calls get answers there.
-                is_away = error.away and replica.num_answered == before
-                attempts += error.reached and error.rest_s is None and not is_away
+                is_down = error.backend_down and replica.num_answered == num_answered
+                attempts += error.reached and error.rest_s is None and not is_down
             except Refused as error:
                 raise SampleError(f"the environment failed in reset: {error}") from None
         raise SampleError(f"the environment failed in reset: {reason} ({attempts} attempts)")

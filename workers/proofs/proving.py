@@ -22,9 +22,9 @@ decoy differs from the model's, so a layer that a reload leaves behind is wrong 
 
 **The canary** has a threshold, whose unit is measured at the same time: how far plain transformers in the served dtype
 are from the truth on the same tokens (`reference`), rounded to eight bits for engines that quantise. The engine may be
-`_TIMES` as far, in the mean over tokens; taking the maximum, or the first load as the unit, gave false alarms. `python
--m bench proofs` shows how far engines are, over families, depths and dtypes, and what the canary finds by itself. It
-uses at most the share `_SHARE` of the time.
+`_FACTOR` times as far, in the mean over tokens; taking the maximum, or the first load as the unit, gave false alarms.
+`python -m bench proofs` shows how far engines are, over families, depths and dtypes, and what the canary finds by
+itself. It uses at most the share `_MAX_TIME_SHARE` of the time.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from streamrl.workers.engines.model import ModelFacts
 
 log = structlog.get_logger(__name__)
 
-_TIMES = 3.0  # multiple of the rounding; over families, depths and versions engines were 0.77 to 1.53 times as far
-_FLOOR = 2e-2  # vLLM's soft caps are 1e-3 off in any dtype
+_FACTOR = 3.0  # multiple of the rounding; over families, depths and versions engines were 0.77 to 1.53 times as far
+_MIN_ALLOWED = 2e-2  # vLLM's soft caps are 1e-3 off in any dtype
 _NUM_PARTS = 8  # after the first version, each read-back covers one of so many parts of the layers
-_SHARE = 0.02  # of the time may be spent on canaries
+_MAX_TIME_SHARE = 0.02  # of the time may be spent on canaries
 
 
 def prover_of(config: Config, model: ModelFacts, progress: Progress) -> Prover:
@@ -111,9 +111,9 @@ class Prover:
             token_ids = token_ids[: self._model.max_positions - 1]  # the engine adds one
         logprobs = await engine.logprobs(np.asarray(token_ids, dtype=np.int32))
         judged = await asyncio.to_thread(self._reference.judge, mirror, token_ids)
-        self._next_canary_at = self._clock() + (self._clock() - began) / _SHARE
+        self._next_canary_at = self._clock() + (self._clock() - began) / _MAX_TIME_SHARE
         distance = float(np.abs(logprobs - judged.truth).mean())
-        allowed = max(_FLOOR, _TIMES * judged.rounding)
+        allowed = max(_MIN_ALLOWED, _FACTOR * judged.rounding)
         self._progress.note(rounding=judged.rounding, engine_off=distance)
         log.info("canary", version=show(manifest.version), off=distance, rounding=judged.rounding)
         if not distance <= allowed:

@@ -21,7 +21,7 @@ from streamrl.config.engine_args import Form
 
 _BLOCK = 128
 _TYPE = torch.float8_e4m3fn
-_MOST = torch.finfo(_TYPE).max
+_FLOAT8_MAX = torch.finfo(_TYPE).max
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -73,5 +73,5 @@ def _spread(values: Tensor, dim: int) -> Tensor:
 
 
 def _rounded(values: Tensor, largest: Tensor) -> Tensor:
-    scale = (largest.float() / _MOST).clamp_min(torch.finfo(torch.float32).tiny)
-    return ((values.float() / scale).clamp(-_MOST, _MOST).to(_TYPE).float() * scale).to(values.dtype)
+    scale = (largest.float() / _FLOAT8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+    return ((values.float() / scale).clamp(-_FLOAT8_MAX, _FLOAT8_MAX).to(_TYPE).float() * scale).to(values.dtype)

@@ -151,7 +151,7 @@ class Service(Generic[Row, Result]):
                 answered[replica] = replica.num_answered
                 # An unreachable or forbidding replica, or an outage that continues, says nothing about these rows,
                 # unless others get answers there, or no row was ever answered that could tell.
-                was_handled = error.reached and not error.away
+                was_handled = error.reached and not error.backend_down
                 blames_rows = error.answered and not self._answered if on_trial else was_handled
                 if blames_rows or replica.num_answered > num_answered:
                     attempts += 1

@@ -45,10 +45,10 @@ _MAX_ANSWER_BYTES = 4096  # in addition to what the form allows per row
 _MAX_REASON_CHARS = 200
 _GONE = 410
 _REFUSALS = (400, 413, 422, _GONE)  # the service has read the request; a retry would get the same answer
-_TOO_OFTEN = 429
+_RATE_LIMITED = 429
 _LONGEST_REST_S = 3600.0  # cap on `retry-after`, which may have been meant in milliseconds
-_AWAY = (502, 503, 504)
-_NOT_NOW = (408, *_AWAY)
+_BACKEND_DOWN = (502, 503, 504)
+_TEMPORARY = (408, *_BACKEND_DOWN)
 
 
 class TryAgain(Exception):
@@ -59,13 +59,13 @@ class TryAgain(Exception):
         reason: str,
         *,
         reached: bool = True,
-        away: bool = False,
+        backend_down: bool = False,
         answered: bool = False,
         rest_s: float | None = None,
     ) -> None:
         super().__init__(reason)
         self.reached = reached or answered  # False: unreachable, or the address or the token is wrong
-        self.away = away  # a gateway reports its backend as down, or a service itself
+        self.backend_down = backend_down  # a gateway reports its backend as down, or a service itself
         self.answered = answered  # the service answered about these samples, but gave no score
         self.rest_s = rest_s  # rate-limited: do not ask before so long; 0: it did not say how long
 
@@ -151,10 +151,15 @@ async def post(
     reason = f"answered {response.status_code}: {printable(_without_token(client, body))}"
     if response.status_code in _REFUSALS:
         raise Refused(f"{url}: {reason}", gone=response.status_code == _GONE)
-    if response.status_code == _TOO_OFTEN:
+    if response.status_code == _RATE_LIMITED:
         raise TryAgain(reason, rest_s=_rest_s(response.headers.get("retry-after", "")))
-    not_now, away = response.status_code in _NOT_NOW, response.status_code in _AWAY
-    raise TryAgain(reason, reached=not_now, away=away, answered=response.status_code >= 500 and not not_now)
+    is_temporary, backend_down = response.status_code in _TEMPORARY, response.status_code in _BACKEND_DOWN
+    raise TryAgain(
+        reason,
+        reached=is_temporary,
+        backend_down=backend_down,
+        answered=response.status_code >= 500 and not is_temporary,
+    )
 
 
 def _without_token(client: httpx.AsyncClient, body: bytes) -> bytes:

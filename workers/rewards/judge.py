@@ -253,10 +253,10 @@ class JudgeOfGroups(_Judged):
             else:
                 won[i].append(share)
                 won[j].append(1 - share)
-        return [failed.get(i) or (fmean(shares) if shares else _ALONE) for i, shares in enumerate(won)]
+        return [failed.get(i) or (fmean(shares) if shares else _NO_OPPONENT) for i, shares in enumerate(won)]
 
 
-_ALONE = 0.5  # without anything to compare with, neither better nor worse
+_NO_OPPONENT = 0.5  # without anything to compare with, neither better nor worse
 
 
 def neighbours(num_samples: int, reach: int) -> list[tuple[int, int]]:

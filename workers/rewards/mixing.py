@@ -21,8 +21,8 @@ from streamrl.errors import RewardError, RewardOutage
 from streamrl.permissions import Permissions
 from streamrl.workers.rewards.base import GroupReward, Reward, Score, ScoreItem, Spend
 
-_SCORE_S = 60.0  # a sample waiting longer than this for its score counts as trouble
-_FORGETTING = 0.05  # the least weight of the newest value in the average latency
+_TROUBLE_AFTER_S = 60.0  # a sample waiting longer than this for its score counts as trouble
+_MIN_WEIGHT = 0.05  # the least weight of the newest value in the average latency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class Rewards:
         if (outage := self.outage()) is not None:
             return outage
         waited_s = self._clock() - min(self._pending.values(), default=math.inf)
-        if waited_s > _SCORE_S:
+        if waited_s > _TROUBLE_AFTER_S:
             return f"a sample has waited {waited_s:.0f} s for its score"
         return f"the last score failed: {self._failing}" if self._failing else ""
 
@@ -216,7 +216,7 @@ class Rewards:
                 reason = f"gave {label}{number:g}, beyond its max_abs of {source.max_abs:g}"
                 return self._failed(name, RewardError(reason))
         source.scored += 1
-        share = max(_FORGETTING, 1 / source.scored)
+        share = max(_MIN_WEIGHT, 1 / source.scored)
         source.latency_s += share * (self._clock() - began - source.latency_s)
         return float(value) if isinstance(value, int | float) else value
 

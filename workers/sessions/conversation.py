@@ -97,8 +97,8 @@ class Conversation:
         )
 
     def _tail(self, messages: Sequence[Message], num_messages: int, tools: Tools, *, after_prompt: str) -> str | None:
-        """Return what the template writes after the answer at `reached` - 1. None if it changes the answer, or if the
-        answer's end cannot be found."""
+        """Return what the template writes after the answer, the last of the first `num_messages` messages. None if it
+        changes the answer, or if the answer's end cannot be found."""
         answer = messages[num_messages - 1]
         if answer["content"].strip() not in after_prompt:
             return None

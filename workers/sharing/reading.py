@@ -24,7 +24,7 @@ from streamrl.workers.sharing.host import HostShare, SharedBlob
 
 log = structlog.get_logger(__name__)
 
-LEAST_BYTES = 64 << 10  # sharing a smaller blob costs more than fetching it
+MIN_SHARED_BYTES = 64 << 10  # sharing a smaller blob costs more than fetching it
 
 
 class Hosts(Protocol):
@@ -80,7 +80,7 @@ class Sharing:
         return blob
 
     def _get(self, record: ShardRecord) -> bytes:
-        if self._host is None or record.num_bytes < LEAST_BYTES or (self._hosts is None and self._host.is_alone()):
+        if self._host is None or record.num_bytes < MIN_SHARED_BYTES or (self._hosts is None and self._host.is_alone()):
             return self.from_store(record)
         try:
             found = self._host.get(record, self._fill)
