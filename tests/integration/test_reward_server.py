@@ -157,7 +157,7 @@ async def test_a_second_signal_ends_the_server_at_once_and_whoever_waits_is_told
         server.process.send_signal(signal.SIGTERM)
         await asyncio.to_thread(wait_until, lambda: not listens(server), description="it takes no new connections")
         server.process.send_signal(signal.SIGTERM)
-        with pytest.raises(RewardOutage, match=r"answered 503: .*the server is ending"):
+        with pytest.raises(RewardOutage, match=r"answered 503: .*the server is shutting down"):
             await asyncio.wait_for(asking, 60)
         await reward.close()
         _, errors = await asyncio.to_thread(server.process.communicate)

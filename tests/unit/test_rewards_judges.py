@@ -152,7 +152,7 @@ async def test_of_a_judge_that_knows_no_schema_the_last_verdict_counts(content: 
 async def test_nothing_else_that_it_says_is_a_verdict(content: str) -> None:
     async with judges_serving(lambda asked: Reply(content=content)) as server:
         reward = judge_of(server.url, structured=False, scale=(0, 4), attempts=1)
-        with pytest.raises(RewardError, match="answered no verdict"):
+        with pytest.raises(RewardError, match="the answer has no valid verdict"):
             await reward.score(make_item())
         await reward.close()
 
@@ -181,7 +181,7 @@ async def test_a_failure_is_not_kept() -> None:
     replies = iter([Reply(content="nonsense"), Reply(content='{"score": 10}')])
     async with judges_serving(lambda asked: next(replies)) as server:
         reward = judge_of(server.url, attempts=1)
-        with pytest.raises(RewardError, match="answered no verdict: nonsense"):
+        with pytest.raises(RewardError, match="the answer has no valid verdict: nonsense"):
             await reward.score(make_item())
         assert await reward.score(make_item()) == 1.0
         await reward.close()
@@ -190,7 +190,7 @@ async def test_a_failure_is_not_kept() -> None:
 async def test_nonsense_is_asked_again_so_often_and_then_is_an_error_with_the_judges_words() -> None:
     async with judges_serving(lambda asked: Reply(content="I like it!")) as server:
         reward = judge_of(server.url, attempts=3)
-        with pytest.raises(RewardError, match=r"answered no verdict: I like it! \(3 attempts\)"):
+        with pytest.raises(RewardError, match=r"the answer has no valid verdict: I like it! \(3 attempts\)"):
             await asyncio.wait_for(reward.score(make_item()), LIMIT_S)
         await reward.close()
     assert len(server.asked) == 3

@@ -116,7 +116,7 @@ def test_a_target_of_no_known_form_lists_the_forms() -> None:
 
 @pytest.mark.parametrize("url", ["ftp://host:1", "host:5555", "http://", "http://user:word@host", "http://host:port"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"rewards\.mine\.url: .* is no address"):
+    with pytest.raises(ConfigError, match=r"rewards\.mine\.url: .* is not the address of a service"):
         build(Permissions(hosts=("host",)), type="http", url=url)
 
 

@@ -100,7 +100,7 @@ async def test_an_answer_that_lacks_a_log_prob_is_none_and_nothing_is_made_up(
 
     teacher = connect(completions(answer), attempts=2)
 
-    with pytest.raises(RewardError, match=r"teacher: http://teacher:1: answered no .* \(2 attempts\)"):
+    with pytest.raises(RewardError, match=r"teacher: http://teacher:1: the answer .* \(2 attempts\)"):
         await teacher.logprobs(CONTEXT, TOKENS)
     await teacher.close()
 

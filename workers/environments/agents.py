@@ -126,7 +126,7 @@ class AgentPlayer:
 def _read_rewards(rewards: object) -> dict[str, float]:
     """Read the child's answer. The child has checked it, but user code can write to its pipe too."""
     if not isinstance(rewards, dict):
-        raise ValueError(f"answered {rewards!r:.80}, which is not a map of rewards")
+        raise ValueError(f"the answer {rewards!r:.80} is not a map of rewards")
     return {name: read_reward(reward) for name, reward in rewards.items()}
 
 

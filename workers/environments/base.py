@@ -28,13 +28,13 @@ class Answer:
 def read_answer(observation: object, reward: object, done: object) -> Answer:
     """Check an answer from another process. ValueError if the model or the learner could not use it."""
     if not isinstance(done, bool):
-        raise ValueError(f"answered 'done' = {done!r:.80}, which is not a boolean")
+        raise ValueError(f"the answer has 'done' = {done!r:.80}, which is not a boolean")
     return Answer(observation=read_text(observation), reward=read_reward(reward), done=done)
 
 
 def read_reward(value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
-        raise ValueError(f"answered 'reward' = {value!r:.80}, which is not a finite number")
+        raise ValueError(f"the answer has 'reward' = {value!r:.80}, which is not a finite number")
     return float(value)
 
 
@@ -43,9 +43,9 @@ def read_text(value: object, name: str = "observation") -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise ValueError(f"answered {name!r} = {value!r:.80}, which is not a string")
+        raise ValueError(f"the answer has {name!r} = {value!r:.80}, which is not a string")
     if len(value) > MAX_GIVEN_CHARS:
-        raise ValueError(f"answered {name!r} of {len(value)} characters; at most {MAX_GIVEN_CHARS} are allowed")
+        raise ValueError(f"the answer's {name!r} has {len(value)} characters; at most {MAX_GIVEN_CHARS} are allowed")
     value.encode()
     return value
 

@@ -121,7 +121,7 @@ class RemoteEnvironment:
             with contextlib.suppress(ValueError, RecursionError):
                 if isinstance(answer := json.loads(body), dict):
                     return answer
-            raise TryAgain(f"answered no JSON object: {printable(body)}", answered=True)
+            raise TryAgain(f"the answer is not a JSON object: {printable(body)}", answered=True)
 
     def forget(self, replica: Replica, number: str) -> None:
         """Close the rollout in the background; the service also drops idle rollouts by itself."""
@@ -174,7 +174,7 @@ def _opening(answer: Mapping[str, Any]) -> tuple[str, str]:
             return number, read_text(answer.get("observation"))
     except ValueError as error:
         raise TryAgain(str(error), answered=True) from None
-    raise TryAgain("answered no 'id'", answered=True)
+    raise TryAgain("the answer has no 'id'", answered=True)
 
 
 def _read_step(answer: Mapping[str, Any]) -> Answer:

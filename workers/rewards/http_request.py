@@ -191,11 +191,11 @@ def _read_scores(form: Form, body: bytes, count: int, max_abs: float) -> list[fl
     try:
         answer: Any = json.loads(body)
     except (ValueError, RecursionError):
-        raise TryAgain(f"answered no JSON: {printable(body)}", answered=True) from None
+        raise TryAgain(f"the answer is not JSON: {printable(body)}", answered=True) from None
     try:
         scores = form.numbers(answer, count)
     except ValueError as error:
-        raise TryAgain(f"answered {error}: {printable(body)}", answered=True) from None
+        raise TryAgain(f"malformed answer: {error}: {printable(body)}", answered=True) from None
     # The comparison is false for NaN; an integer with a thousand digits would not fit a float.
     if any(type(score) not in (int, float) or not abs(score) <= sys.float_info.max for score in scores):
         raise TryAgain(f"answered rewards that are not finite numbers: {printable(body)}", answered=True)

@@ -156,7 +156,7 @@ class Teacher:
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
-            raise TryAgain(f"answered no JSON object: {printable(body)}", answered=True)
+            raise TryAgain(f"the answer is not a JSON object: {printable(body)}", answered=True)
         return answer
 
 
@@ -175,7 +175,7 @@ def _read(answer: Mapping[str, Any], ids: Sequence[int], num: int) -> npt.NDArra
     first = choices[0] if isinstance(choices, list) and choices else None
     entries = first.get("prompt_logprobs") if isinstance(first, dict) else None
     if not isinstance(entries, list) or len(entries) != len(ids):
-        raise TryAgain(f"answered no prompt_logprobs for {len(ids)} tokens", answered=True)
+        raise TryAgain(f"the answer has no prompt_logprobs for {len(ids)} tokens", answered=True)
     found = [_logprob(entry, token) for entry, token in zip(entries[-num:], ids[-num:], strict=True)]
     return np.array(found, dtype=np.float32)
 
@@ -184,5 +184,5 @@ def _logprob(entry: Any, token: int) -> float:
     of_token = entry.get(str(token)) if isinstance(entry, dict) else None
     value: Any = of_token.get("logprob") if isinstance(of_token, dict) else None
     if type(value) not in (int, float) or not -_FLOAT32_MAX <= value <= 1e-3:  # the comparison is false for NaN
-        raise TryAgain(f"answered no log-prob of token {token}: {str(entry)[:100]}", answered=True)
+        raise TryAgain(f"the answer has no log-prob of token {token}: {str(entry)[:100]}", answered=True)
     return float(value)

@@ -84,7 +84,7 @@ def read(body: bytes, question: Question) -> Answer:
         [choice, *_] = answer["choices"]
         content = choice["message"]["content"]
     except (ValueError, RecursionError, KeyError, TypeError):
-        raise TryAgain(f"answered no chat completion: {printable(body)}", answered=True) from None
+        raise TryAgain(f"the answer is not a chat completion: {printable(body)}", answered=True) from None
     # Replace lone surrogates, which no message of ours can carry.
     content = content.encode(errors="replace").decode() if isinstance(content, str) else ""
     usage = answer.get("usage")
@@ -106,7 +106,7 @@ def worth(answer: Answer, question: Question, *, structured: bool) -> float:
         verdict = None
     # True equals 1 in Python, but is not a score.
     if type(verdict) not in (str, int) or verdict not in question.worth:
-        raise TryAgain(f"answered no verdict: {printable(answer.content.encode())}", answered=True)
+        raise TryAgain(f"the answer has no valid verdict: {printable(answer.content.encode())}", answered=True)
     return question.worth[verdict]
 
 
