@@ -178,7 +178,7 @@ async def test_hosts_leave_with_the_first_one_and_at_the_end_of_the_run() -> Non
 async def test_hosts_of_a_worker_that_failed_join_the_one_that_is_started_in_its_place() -> None:
     async with HostsWorld().open() as world:
         further = world.further("a")
-        await further.does("wait for an engine to begin")
+        await further.does("wait for an engine to start")
         await world.fail(EngineError("the engine failed 3 times in a row"))
         async with open_hosts(world.hosts, parse_address(world.hosts.address, what="first")):
             await world.hosts.begin(seed=2)
