@@ -52,7 +52,7 @@ async def test_each_load_is_quantised_anew_and_proved(served: Served) -> None:
         await prover.check(served.engine, served.mirror(model), manifest)
         told = progress.report().detail
         assert told["rounding"] > 0.02  # of eight bits: sixteen are 0.01 off here
-        with pytest.raises(LoadRejected, match="read back from the engine are not those"):
+        with pytest.raises(LoadRejected, match="read back from the engine differ from those"):
             await prover.check(served.engine, served.mirror((model + 1) % 3), manifest)
 
 

@@ -52,7 +52,7 @@ def test_a_delta_that_is_not_written_as_it_is_is_found(rows: dict[str, Any], cas
 @pytest.mark.parametrize("case", IN_PLACE)
 def test_after_a_delta_that_failed_in_its_middle_no_other_is_taken(rows: dict[str, Any], case: str) -> None:
     assert rows[case]["failed"]
-    assert "cannot be written into version 0" in rows[case]["after it failed"]
+    assert "cannot be applied to version 0" in rows[case]["after it failed"]
 
 
 @pytest.mark.timeout(700)

@@ -65,7 +65,7 @@ async def test_a_head_that_keeps_the_old_embedding_is_caught(
         if repaired:
             await prover.check(engine, mirror, manifest)
         else:
-            with pytest.raises(LoadRejected, match=r"read back from the engine are not those.*lm_head\.weight"):
+            with pytest.raises(LoadRejected, match=r"read back from the engine differ from those.*lm_head\.weight"):
                 await prover.check(engine, mirror, manifest)
     finally:
         await engine.stop()

@@ -231,7 +231,7 @@ async def test_rewards_beyond_all_numbers_fail_their_sample_and_no_worker(
     groups = [await answerer.answer(make_ticket(n, num_samples=1), Recorded(0, tokenizer)) for n in range(3)]
     for group in groups:
         encode_group(group)
-    assert "rewards add up to inf" in groups[0].header.error
+    assert "rewards are not finite: they add up to inf" in groups[0].header.error
     assert groups[1].header.failed == (weight > 1.0), "a turn's own may be too much where the sum is not"
     assert not groups[2].header.failed
 

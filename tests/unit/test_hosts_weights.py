@@ -64,7 +64,7 @@ async def test_a_copy_that_cannot_be_brought_names_no_version_until_one_is_whole
     world = CopyWorld(tmp_path)
     await world.copy.bring(world.versions[0], refetch=False)
     world.gone.add(world.versions[3])
-    with pytest.raises(WeightsError, match="a newer one has taken its place"):
+    with pytest.raises(WeightsError, match="a newer version has replaced it"):
         await world.copy.bring(world.versions[3], refetch=False)
     world.store.spoilt = True
     with pytest.raises(WeightsError):

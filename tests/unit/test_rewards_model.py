@@ -222,7 +222,7 @@ def test_a_rating_that_is_no_number_is_named_by_file_and_line(tmp_path: Path, sc
 def test_ratings_of_different_lengths_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "ratings.jsonl"
     path.write_text("".join(f'{{"prompt": "a", "completion": "b", "score": {score}}}\n' for score in ("1", "[1, 2]")))
-    with pytest.raises(DataError, match="differ in how many numbers"):
+    with pytest.raises(DataError, match="all ratings must have the same number"):
         read_ratings(path)
 
 

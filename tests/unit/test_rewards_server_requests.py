@@ -80,7 +80,7 @@ async def test_metrics_count_what_was_asked_and_scored(client: httpx.AsyncClient
         (b"[]", 422, "should be an object"),
         (b"{}", 422, "exactly one of"),
         (b'{"texts": ["a"], "tokens": [[1]]}', 422, "exactly one of"),
-        (b'{"texts": ["a"], "model": "x"}', 422, "model: no such key; a request has texts or tokens"),
+        (b'{"texts": ["a"], "model": "x"}', 422, "model: no such key; a request takes texts or tokens"),
         (b'{"texts": "a"}', 422, "texts: Input should be a valid array"),
         (b'{"texts": [1]}', 422, r"texts\.0: Input should be a valid string"),
         (b'{"texts": []}', 422, "at least 1 item"),

@@ -201,7 +201,7 @@ async def test_a_server_with_another_tokenizer_is_an_error_that_names_both(
 async def test_a_server_with_too_little_room_is_told_before_any_sample_is_asked_about() -> None:
     teacher = connect(longest=512)
 
-    with pytest.raises(ConfigError, match=r"serves sequences of 512 tokens.*is 513: start it with a larger"):
+    with pytest.raises(ConfigError, match=r"serves at most 512 tokens.* = 513: start it with a larger"):
         await teacher.logprobs(CONTEXT, TOKENS)
     await teacher.close()
 

@@ -172,7 +172,7 @@ class _Filling:
             data = self._store.part(record.blob_name, record.piece(piece))
             if record.is_piece(piece, data):
                 return data
-        raise WeightsError(f"piece {piece} of blob {record.blob_name} in the store does not match its digest")
+        raise WeightsError(f"piece {piece} of blob {record.blob_name} in the store does not agree with its digest")
 
     def _ask_peers(self) -> None:
         while len(self._in_flight) - len(self._of_store) < NUM_FROM_PEERS:
