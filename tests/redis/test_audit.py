@@ -349,7 +349,7 @@ async def test_a_server_that_was_emptied_does_not_hold_the_run_until_the_learner
 
 async def test_another_run_of_the_same_name_is_not_audited(world: RunWorld) -> None:
     world.client.hset(world.keys.meta, "uid", "another")
-    with pytest.raises(ResourceError, match="another run of the name"):
+    with pytest.raises(ResourceError, match="another run named"):
         world.audit()
 
 

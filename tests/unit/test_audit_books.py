@@ -89,7 +89,7 @@ def test_a_number_beyond_all_that_can_be_outstanding_was_made_up() -> None:
         groups=(((51, 0), 17, ""), ((51, 1), 10**15, "")),
     )
     assert found.issued == 6
-    assert found.of_others() == {"groups/never_issued": 2}
+    assert found.foreign_entries() == {"groups/never_issued": 2}
 
 
 def test_what_lies_beyond_the_learners_own_counter_was_never_issued_and_makes_no_gap() -> None:
@@ -103,7 +103,7 @@ def test_what_lies_beyond_the_learners_own_counter_was_never_issued_and_makes_no
         issued=6,
     )
     assert (found.issued, numbers(found.lost)) == (6, [])
-    assert found.of_others() == {"tickets/never_issued": 1, "groups/never_issued": 1}
+    assert found.foreign_entries() == {"tickets/never_issued": 1, "groups/never_issued": 1}
 
 
 def test_tickets_issued_while_the_streams_were_read_are_no_strangers() -> None:
@@ -119,7 +119,7 @@ def test_tickets_issued_while_the_streams_were_read_are_no_strangers() -> None:
         issued_since=2,
     )
     assert (found.issued, numbers(found.lost)) == (6, [])
-    assert found.of_others() == {"tickets/never_issued": 1}
+    assert found.foreign_entries() == {"tickets/never_issued": 1}
 
 
 def test_entries_about_tickets_that_have_ended_are_left_over() -> None:
@@ -148,10 +148,10 @@ def test_a_ticket_the_checkpoint_calls_ended_and_the_journal_does_not_know_is_lo
 
 
 def test_what_asks_for_something_else_under_a_number_of_ours_is_not_that_ticket_nor_its_answer() -> None:
-    commit = make_commit(asked={4: "ours", 5: "ours"})
+    commit = make_commit(identities={4: "ours", 5: "ours"})
     found = books(commit, tickets=((4, "theirs"), (5, "ours")), groups=(((51, 0), 4, "theirs"), ((51, 1), 6, "new")))
     assert (numbers(found.lost), numbers(found.waiting), numbers(found.delivered)) == ([4], [5], [6])
-    assert found.of_others() == {"tickets/not_asked": 1, "groups/not_asked": 1}
+    assert found.foreign_entries() == {"tickets/not_asked": 1, "groups/not_asked": 1}
     assert (found.num_leftover_tickets, found.num_leftover_groups) == (0, 0)
 
 

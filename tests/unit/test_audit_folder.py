@@ -100,14 +100,17 @@ def test_tickets_that_were_ended_by_answers_to_something_else_are_counted(folder
 def test_a_ticket_that_the_journal_ends_and_the_checkpoint_would_train_again_is_a_problem(folder: RunFolder) -> None:
     folder.checkpoint("e000002-s00000020", issued=12, ended=9, outcomes={"trained": 8, "dropped/stale": 1, "dead": 1})
     audit = audit_folder(folder.path)
-    assert audit.problems == ("1 tickets have ended in the journal and are open in the checkpoint",)
+    assert audit.problems == ("1 tickets have ended in the journal, but are open in the checkpoint",)
     assert not audit.clean
 
 
 def test_a_journal_that_ends_tickets_nobody_issued_is_a_problem(folder: RunFolder) -> None:
     outcomes = {"trained": 8, "dropped/stale": 1, "dead": 1}
     folder.checkpoint("e000002-s00000020", issued=10, ended=9, outcomes=outcomes)
-    assert "the journal ends 1 tickets that the checkpoint has not issued" in audit_folder(folder.path).problems
+    assert (
+        "the journal records the end of 1 tickets that the checkpoint has not issued"
+        in audit_folder(folder.path).problems
+    )
 
 
 def test_steps_of_a_replaced_learner_are_wasted_and_count_for_nothing(folder: RunFolder) -> None:
@@ -194,7 +197,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_told(folder: RunFolder) 
     (folder.path / "checkpoints" / "e000002-s00000020" / "weights").write_bytes(b"w")
     audit = audit_folder(folder.path)
     assert (audit.checkpoint, audit.trained) == ("e000001-s00000010", 4)
-    assert "not of 10 bytes" in audit.problems[0]
+    assert "its size is not 10 bytes" in audit.problems[0]
 
 
 def test_a_run_before_its_first_checkpoint_has_nothing_to_account_for(tmp_path: Path) -> None:
@@ -206,7 +209,7 @@ def test_a_run_before_its_first_checkpoint_has_nothing_to_account_for(tmp_path: 
 
 
 def test_a_folder_that_is_no_runs_is_the_callers_mistake(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"run\.json is not there"):
+    with pytest.raises(DataError, match=r"run\.json does not exist"):
         audit_folder(tmp_path)
 
 

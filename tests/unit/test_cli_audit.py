@@ -30,7 +30,7 @@ def test_a_clean_run_exits_with_0_and_shows_the_sums(folder: RunFolder, capsys: 
         ["twice", "0"],
     ]
     assert "(stale 1)" in lines[4]
-    assert "not checked without Redis: that 2 outstanding tickets are there" in lines[-2]
+    assert "not checked without Redis: whether 2 outstanding tickets are in it" in lines[-2]
     assert lines[-1] == "clean: every ticket is accounted for"
 
 

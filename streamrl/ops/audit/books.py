@@ -36,16 +36,16 @@ class Books:
 
     def __init__(self, commit: Commit, chain: Chain, streams: Streams) -> None:
         self._commit, self._chain, self._streams = commit, chain, streams
-        to_read = [(n, identity) for at, n, identity in streams.groups if at > commit.cursor or at in commit.carry]
-        self._asking, self._pending = (self._of_ours(entries) for entries in (streams.tickets, to_read))
-        self._others = {
-            "tickets/not_asked": len(streams.tickets) - len(self._asking),
-            "groups/not_asked": len(to_read) - len(self._pending),
+        unread = [(n, identity) for at, n, identity in streams.groups if at > commit.cursor or at in commit.carry]
+        self._queued, self._pending = (self._own_numbers(entries) for entries in (streams.tickets, unread))
+        self._mismatched = {
+            "tickets/not_asked": len(streams.tickets) - len(self._queued),
+            "groups/not_asked": len(unread) - len(self._pending),
         }
         if streams.issued is not None:
             self.issued = max(commit.issued, streams.issued)
         else:
-            self.issued = _guess_issued(commit.issued, (*self._asking, *self._pending), window=streams.window)
+            self.issued = _guess_issued(commit.issued, (*self._queued, *self._pending), window=streams.window)
         self._ended: Counts = np.zeros(self.issued, np.int32)  # times that it ended
         self.misanswered: Mask = self._mask((n, n + 1) for line in chain.lines for n in line.misanswered)
         trained: Counts = np.zeros(self.issued, np.int32)  # times that it was trained
@@ -66,56 +66,56 @@ class Books:
             outcome.removeprefix(DROPPED): mask for outcome, mask in ended_as.items() if outcome.startswith(DROPPED)
         }
         self._resolved = self._mask(commit.resolved)
-        is_asked = self._mask((number, number + 1) for number in self._asking)
+        is_queued = self._mask((number, number + 1) for number in self._queued)
         is_pending = self._mask((number, number + 1) for number in self._pending)
         self._open: Mask = (self._ended == 0) & ~self._resolved
-        self.waiting: Mask = self._open & is_asked
-        self.delivered: Mask = self._open & is_pending & ~is_asked
+        self.waiting: Mask = self._open & is_queued
+        self.delivered: Mask = self._open & is_pending & ~is_queued
         self.outstanding: Mask = self.waiting | self.delivered if streams.server is not None else self._open
         missing = self._open & ~self.outstanding
-        untold = (self._ended == 0) & self._resolved
-        self.lost: Mask = missing if chain.breaks else missing | untold
-        self.unproven: Mask = untold if chain.breaks else np.zeros_like(untold)
+        unjournaled = (self._ended == 0) & self._resolved
+        self.lost: Mask = missing if chain.breaks else missing | unjournaled
+        self.unproven: Mask = unjournaled if chain.breaks else np.zeros_like(unjournaled)
 
     def disagreements(self) -> list[str]:
         """Return contradictions between the journal and the ledger in the checkpoint."""
         found: list[str] = []
-        told = Counter[str]()
+        journaled = Counter[str]()
         never_issued = 0
         for line in self._chain.lines:
-            told[line.outcome] += line.num_tickets
+            journaled[line.outcome] += line.num_tickets
             never_issued += sum(max(0, end - max(start, self._commit.issued)) for start, end in line.ranges)
         if never_issued:
-            found.append(f"the journal ends {never_issued} tickets that the checkpoint has not issued")
-        if again := int(((self._ended > 0) & ~self._resolved)[: self._commit.issued].sum()):
-            found.append(f"{again} tickets have ended in the journal and are open in the checkpoint")
-        if not self._chain.breaks and told != Counter(self._commit.outcomes):
-            found.append(f"the journal counts {_show(told)}, the checkpoint {_show(self._commit.outcomes)}")
+            found.append(f"the journal records the end of {never_issued} tickets that the checkpoint has not issued")
+        if still_open := int(((self._ended > 0) & ~self._resolved)[: self._commit.issued].sum()):
+            found.append(f"{still_open} tickets have ended in the journal, but are open in the checkpoint")
+        if not self._chain.breaks and journaled != Counter(self._commit.outcomes):
+            found.append(f"the journal counts {_show(journaled)}, the checkpoint {_show(self._commit.outcomes)}")
         return found
 
     # Stream entries without effect
 
     @property
     def num_leftover_tickets(self) -> int:
-        return self._num_ended(self._asking)
+        return self._num_ended(self._queued)
 
     @property
     def num_leftover_groups(self) -> int:
-        num_read = len(self._streams.groups) - len(self._pending) - self._others["groups/not_asked"]
+        num_read = len(self._streams.groups) - len(self._pending) - self._mismatched["groups/not_asked"]
         return num_read + self._num_ended(self._pending)
 
-    def of_others(self) -> Mapping[str, int]:
+    def foreign_entries(self) -> Mapping[str, int]:
         """Count entries about tickets that do not exist, or that ask for something else."""
         first = self.issued + self._streams.issued_since
-        entries = {"tickets/never_issued": self._asking, "groups/never_issued": self._pending}
+        entries = {"tickets/never_issued": self._queued, "groups/never_issued": self._pending}
         found = {name: sum(number >= first for number in numbers) for name, numbers in entries.items()}
-        return {name: count for name, count in (found | self._others).items() if count}
+        return {name: count for name, count in (found | self._mismatched).items() if count}
 
-    def _of_ours(self, entries: Iterable[tuple[int, str]]) -> list[int]:
+    def _own_numbers(self, entries: Iterable[tuple[int, str]]) -> list[int]:
         """Return the ticket numbers, except those under which the newest commit asked for something else; it does not
         know tickets issued since."""
-        asked = self._commit.asked
-        return [number for number, identity in entries if asked.get(number, identity) == identity]
+        identities = self._commit.identities
+        return [number for number, identity in entries if identities.get(number, identity) == identity]
 
     def _num_ended(self, numbers: Iterable[int]) -> int:
         return sum(not self._open[number] for number in numbers if number < self.issued)

@@ -53,7 +53,7 @@ class Commit:
     issued: int = 0
     resolved: tuple[tuple[int, int], ...] = ()  # from the ledger: ranges [start, end) of tickets that have ended
     outcomes: Mapping[str, int] = field(default_factory=dict)  # from the ledger: tickets by outcome
-    asked: Mapping[int, str] = field(default_factory=dict)  # from the ledger: what the open tickets ask for
+    identities: Mapping[int, str] = field(default_factory=dict)  # from the ledger: what the open tickets ask for
     cursor: EntryId = (0, 0)
     carry: frozenset[EntryId] = frozenset()
     journal: str | None = None  # the newest file
@@ -110,7 +110,7 @@ def _read_lineage(folder: Path) -> dict[int, int | None]:
             break
         found = parse_checkpoint(str(parent))
         if found is None or found[0] >= term:
-            raise DataError(f"{path}: parent {parent!r} is no checkpoint of an earlier term")
+            raise DataError(f"{path}: parent {parent!r} is not a checkpoint of an earlier term")
         term, last = found
     return lineage
 
@@ -133,14 +133,14 @@ def _read_state(checkpoint: Path) -> dict[str, Any]:
         digest = xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
         intact = sealed["digest"] == digest
     except (OSError, ValueError, KeyError, TypeError):
-        raise DataError(f"{path}: missing or cut off") from None
+        raise DataError(f"{path}: missing or truncated") from None
     if not intact:
         raise DataError(f"{path}: contents do not match their digest")
     if content["schema"] != _SCHEMA:
         raise DataError(f"{path}: schema {content['schema']}; this program reads schema {_SCHEMA}")
     for name, (size, _) in content["files"].items():
         if _size(checkpoint / name) != size:
-            raise DataError(f"{checkpoint / name}: missing, or not of {size} bytes")
+            raise DataError(f"{checkpoint / name}: missing, or its size is not {size} bytes")
     state: dict[str, Any] = content["state"]
     return state
 
@@ -161,7 +161,7 @@ def _with_state(beginning: Commit, state: Mapping[str, Any]) -> Commit:
         issued=ledger["issued"],
         resolved=tuple((start, end) for start, end in (*below, *ledger["exceptions"])),
         outcomes=ledger["outcomes"],
-        asked={int(number): identity for number, identity in ledger["asked"].items()},
+        identities={int(number): identity for number, identity in ledger["asked"].items()},
         cursor=parse_id(stream["cursor"]),
         carry=frozenset(parse_id(entry_id) for entry_id in stream["carry"]),
         journal=stream["journal"],
@@ -172,7 +172,7 @@ def _read_record(path: Path, key: str) -> dict[str, Any]:
     try:
         record = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise DataError(f"{path} is not there: give the folder of a run") from None
+        raise DataError(f"{path} does not exist: give the folder of a run") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
     if not isinstance(record, dict) or key not in record:
@@ -223,7 +223,7 @@ def read_chain(folder: Path, commit: Commit) -> Chain:
     while name is not None:
         place = parse_checkpoint(name.partition(".")[0])
         if name in files or place is None or not commit.holds(*place):
-            breaks.append(f"journal {name!r}: a file of the surviving lineage cannot go on from it")
+            breaks.append(f"journal {name!r}: the surviving lineage cannot continue from this file")
             break
         files.add(name)
         text = _read_text(folder, name)
@@ -238,23 +238,23 @@ def read_chain(folder: Path, commit: Commit) -> Chain:
 def read_waste(folder: Path, commit: Commit, chain: Chain) -> Waste:
     """Read the steps in files outside of the chain. A learner may have failed to commit and succeeded later: steps that
     the chain has too are not wasted. Nor are those that the newest learner may be about to commit."""
-    kept = {(line.term, line.step) for line in chain.lines}
+    committed = {(line.term, line.step) for line in chain.lines}
     steps: set[tuple[int, int]] = set()
     num_tickets = 0
     unreadable: list[str] = []
-    for name in _names_beside(folder, commit, chain.files):
+    for name in _names_outside(folder, commit, chain.files):
         try:
             lines = _read_lines(_read_text(folder, name), name, commit.run_uid)
         except DataError as error:
-            unreadable.append(f"{error} (it is not of the surviving lineage)")
+            unreadable.append(f"{error} (not part of the surviving lineage)")
             continue
-        wasted = [line for line in lines if line.outcome == TRAINED and (line.term, line.step) not in kept | steps]
+        wasted = [line for line in lines if line.outcome == TRAINED and (line.term, line.step) not in committed | steps]
         num_tickets += sum(line.num_tickets for line in wasted)
         steps |= {(line.term, line.step) for line in wasted}
     return Waste(num_steps=len(steps), num_tickets=num_tickets, unreadable=tuple(unreadable))
 
 
-def _names_beside(folder: Path, commit: Commit, chain: Set[str]) -> Iterator[str]:
+def _names_outside(folder: Path, commit: Commit, chain: Set[str]) -> Iterator[str]:
     newest = parse_checkpoint(commit.checkpoint) if commit.checkpoint else None
     for path in sorted((folder / "journal").glob("e*.jsonl")):
         place = parse_checkpoint(path.stem.partition(".")[0])
@@ -298,9 +298,9 @@ def _read_lines(text: bytes, name: str, run_uid: str) -> list[Line]:
             for r in records
         ]
     except (ValueError, KeyError, TypeError):
-        raise DataError(f"journal {name!r}: missing or cut off") from None
+        raise DataError(f"journal {name!r}: missing or truncated") from None
     if not intact:
         raise DataError(f"journal {name!r}: contents do not match their digest")
     if not expected:
-        raise DataError(f"journal {name!r}: of another run, or of another schema than {_JOURNAL_SCHEMA}")
+        raise DataError(f"journal {name!r}: of another run, or its schema is not {_JOURNAL_SCHEMA}")
     return lines

@@ -81,7 +81,7 @@ class Audit:
         return {**asdict(self), "balanced": self.balanced, "clean": self.clean}
 
 
-_LOOKS = 20
+_MAX_READS = 20
 _NUM_EXAMPLES = 10
 
 
@@ -94,7 +94,7 @@ def audit_folder(folder: Path, *, redis_url: str | None = None, run: str | None 
     folder = folder.resolve()
     name = run or folder.name
     with nullcontext() if redis_url is None else open_server(redis_url) as client:
-        commit, streams = _look(folder, client, Keys(name))
+        commit, streams = _read_between_commits(folder, client, Keys(name))
     chain = read_chain(folder, commit)
     waste = read_waste(folder, commit, chain)
     books = Books(commit, chain, streams)
@@ -112,12 +112,12 @@ def audit_folder(folder: Path, *, redis_url: str | None = None, run: str | None 
         issued=books.issued,
         dropped={reason: _count(mask) for reason, mask in books.dropped.items()},
         **{kind: _count(mask) for kind, mask in (counted | wrong).items()},
-        examples={kind: _some(mask) for kind, mask in wrong.items() if mask.any()},
+        examples={kind: _examples(mask) for kind, mask in wrong.items() if mask.any()},
         wasted_steps=waste.num_steps,
         wasted_tickets=waste.num_tickets,
         leftover_tickets=books.num_leftover_tickets,
         leftover_groups=books.num_leftover_groups,
-        malformed={**streams.malformed, **books.of_others()},
+        malformed={**streams.malformed, **books.foreign_entries()},
         dead_letters=streams.dead_letters,
         eval_tickets=streams.eval_tickets,
         eval_groups=streams.eval_groups,
@@ -126,27 +126,27 @@ def audit_folder(folder: Path, *, redis_url: str | None = None, run: str | None 
     )
 
 
-def _look(folder: Path, client: redis.Redis | None, keys: Keys) -> tuple[Commit, Streams]:
-    for _ in range(_LOOKS):
+def _read_between_commits(folder: Path, client: redis.Redis | None, keys: Keys) -> tuple[Commit, Streams]:
+    for _ in range(_MAX_READS):
         commit = read_commit(folder)
         streams = Streams() if client is None else read_streams(client, keys, run_uid=commit.run_uid)
         if read_commit(folder) == commit:
             return commit, streams
     raise TransportError(
-        f"{folder}: in {_LOOKS} looks at the streams a commit was made in each; ask again, or pause the run"
+        f"{folder}: a commit was made during each of {_MAX_READS} reads of the streams; try again, or pause the run"
     )
 
 
 def _unchecked(streams: Streams, *, num_outstanding: int) -> tuple[str, ...]:
     if streams.server is not None:
         return ()
-    missing = f"that {num_outstanding} outstanding tickets are there, and " if num_outstanding else ""
-    return (f"without Redis: {missing}what lies in the streams (malformed, left over, dead letters, evaluation)",)
+    outstanding = f"whether {num_outstanding} outstanding tickets are in it, and " if num_outstanding else ""
+    return (f"without Redis: {outstanding}what is in the streams (malformed, left over, dead letters, evaluation)",)
 
 
 def _count(mask: Mask) -> int:
     return int(np.count_nonzero(mask))
 
 
-def _some(mask: Mask) -> tuple[int, ...]:
+def _examples(mask: Mask) -> tuple[int, ...]:
     return tuple(np.flatnonzero(mask)[:_NUM_EXAMPLES].tolist())

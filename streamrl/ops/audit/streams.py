@@ -28,7 +28,7 @@ from streamrl.protocol.wire.ticket import decode_ticket
 _ENTRIES_A_PAGE = 100
 _CONNECT_TIMEOUT_S = 5.0
 _REPLY_TIMEOUT_S = 15.0
-_WIDEST_WINDOW = 1_000_000  # of outstanding tickets, if the run's configuration does not say
+_MAX_WINDOW = 1_000_000  # of outstanding tickets, if the run's configuration does not say
 
 RawEntry = tuple[EntryId, Mapping[bytes, bytes]]
 
@@ -39,7 +39,7 @@ class Streams:
     learner_is_live: bool = False
     issued: int | None = None  # the next training ticket's number, from the learner; None: not recorded
     issued_since: int = 0  # tickets issued while the streams were read
-    window: int = _WIDEST_WINDOW  # the most tickets that the run keeps outstanding
+    window: int = _MAX_WINDOW  # the most tickets that the run keeps outstanding
     tickets: tuple[tuple[int, str], ...] = ()  # number and identity of the entries that ask for a training group
     groups: tuple[tuple[EntryId, int, str], ...] = ()  # those that answer a ticket, or report its failure
     malformed: Mapping[str, int] = field(default_factory=dict)
@@ -68,7 +68,7 @@ def read_meta(client: redis.Redis, keys: Keys) -> Mapping[bytes, bytes]:
     """Read the run's hash. ResourceError if the server does not know the run."""
     meta: Any = client.hgetall(keys.meta)
     if b"uid" not in meta:
-        removed = "; it was removed from there" if client.exists(keys.tombstone) else ""
+        removed = "; it was removed" if client.exists(keys.tombstone) else ""
         raise ResourceError(f"Redis at {server_name(client)} holds no run {keys.name!r}{removed}")
     return dict(meta)
 
@@ -78,13 +78,13 @@ def read_streams(client: redis.Redis, keys: Keys, *, run_uid: str) -> Streams:
     if meta[b"uid"] != run_uid.encode():
         uid = meta[b"uid"].decode(errors="replace")
         raise ResourceError(
-            f"Redis at {server_name(client)} holds another run of the name {keys.name!r}: its uid is {uid}, "
-            f"and that of the folder is {run_uid}"
+            f"Redis at {server_name(client)} holds another run named {keys.name!r}: its uid is {uid}, "
+            f"the folder's is {run_uid}"
         )
     malformed: Counter[str] = Counter()
     read = partial(_read, client, run_uid=run_uid, malformed=malformed)
-    tickets = [(one.number, one.identity) for one in read(keys.tickets("train"), "tickets")]
-    groups = [(one.id, one.number, one.identity) for one in read(keys.groups("train"), "groups")]
+    tickets = [(entry.number, entry.identity) for entry in read(keys.tickets("train"), "tickets")]
+    groups = [(entry.id, entry.number, entry.identity) for entry in read(keys.groups("train"), "groups")]
     issued, issued_since = _read_counters(meta, read_meta(client, keys), malformed)
     return Streams(
         server=server_name(client),
@@ -95,8 +95,8 @@ def read_streams(client: redis.Redis, keys: Keys, *, run_uid: str) -> Streams:
         tickets=tuple(tickets),
         groups=tuple(groups),
         dead_letters=len(list(read(keys.dead, "dead"))),
-        eval_tickets=sum(one.is_sound for one in read(keys.tickets("eval"), "eval_tickets")),
-        eval_groups=sum(one.is_sound for one in read(keys.groups("eval"), "eval_groups")),
+        eval_tickets=sum(entry.is_sound for entry in read(keys.tickets("eval"), "eval_tickets")),
+        eval_groups=sum(entry.is_sound for entry in read(keys.groups("eval"), "eval_groups")),
         malformed=malformed,
     )
 
@@ -191,4 +191,4 @@ def _window(config: bytes) -> int:
         fields = json.loads(config)
         return int((fields["lag"]["max_steps"] + 1) * fields["training"]["groups_per_step"])
     except (ValueError, KeyError, TypeError):
-        return _WIDEST_WINDOW
+        return _MAX_WINDOW
