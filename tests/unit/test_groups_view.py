@@ -169,5 +169,5 @@ def test_a_group_is_named_by_its_ticket_or_its_id(word: str, is_id: bool) -> Non
 
 @pytest.mark.parametrize("word", ["x", "-1", "1-", "1-2-3", "", "٣"])
 def test_anything_else_names_no_group(word: str) -> None:
-    with pytest.raises(ConfigError, match=r"neither a ticket's number, such as 57, nor the id"):
+    with pytest.raises(ConfigError, match=r"neither a ticket number, such as 57, nor a group id"):
         is_entry_id(word)

@@ -59,7 +59,7 @@ def test_json_lines_hold_a_group_a_line_with_its_words(folder: Path, capsys: pyt
     assert sample["text"] == "w0 w1 w2 w3"
     assert sample["spans"] == [{"version": "1.0", "step": 0, "start": 0, "end": 4}]
     assert (sample["reward"], sample["rewards"]) == (1.0, {"exact": 1.0})
-    assert shown.err == "3 groups with 4 samples, 1 of them reports of failures; 1 could not be read and are left out\n"
+    assert shown.err == "3 groups with 4 samples, 1 of the groups failed; 1 were unreadable and are left out\n"
 
 
 def test_parquet_holds_a_sample_a_row(folder: Path, tmp_path: Path) -> None:

@@ -34,14 +34,14 @@ class Exported:
 
     def __str__(self) -> str:
         line = f"{self.num_groups} groups with {self.num_samples} samples"
-        line += f", {self.num_failed} of them reports of failures" if self.num_failed else ""
-        return line + (f"; {self.num_unreadable} could not be read and are left out" if self.num_unreadable else "")
+        line += f", {self.num_failed} of the groups failed" if self.num_failed else ""
+        return line + (f"; {self.num_unreadable} were unreadable and are left out" if self.num_unreadable else "")
 
 
 def to_json(entry: Entry, group: Group, decoder: TokenDecoder | None) -> dict[str, Any]:
     """Convert one group; the documented form of `streamrl record export --format jsonl` and `streamrl groups
     --json`."""
-    told: dict[str, Any] = {
+    record: dict[str, Any] = {
         "id": entry.id,
         "at": entry_order(entry.id)[0] / 1000,
         **group.header.facts(),
@@ -49,8 +49,8 @@ def to_json(entry: Entry, group: Group, decoder: TokenDecoder | None) -> dict[st
         "samples": [_sample(sample, decoder) for sample in group.samples],
     }
     if decoder is not None:
-        told["prompt"] = decoder.decode(group.prompt_ids)
-    return told
+        record["prompt"] = decoder.decode(group.prompt_ids)
+    return record
 
 
 def write_jsonl(recording: Recording, out: IO[bytes], decoder: TokenDecoder | None) -> Exported:
@@ -80,15 +80,15 @@ def write_parquet(recording: Recording, out: IO[bytes], decoder: TokenDecoder | 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], Exported]) -> Exported:
     """Write a file that gets its name only when `write` has completed it."""
-    aside = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
-        with aside.open("wb") as out:
+        with temporary.open("wb") as out:
             exported = write(out)
-        aside.rename(path)
+        temporary.rename(path)
     except OSError as error:
         raise ResourceError(f"{path} cannot be written: {error.strerror or error}") from None
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return exported
 
 
@@ -106,7 +106,7 @@ def _groups(recording: Recording, exported: Exported) -> Iterator[tuple[Entry, G
 
 
 def _sample(sample: Sample, decoder: TokenDecoder | None) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    record: dict[str, Any] = {
         "reward": sample.reward,
         "rewards": dict(sample.rewards),
         "turn_rewards": list(sample.turn_rewards),
@@ -119,16 +119,16 @@ def _sample(sample: Sample, decoder: TokenDecoder | None) -> dict[str, Any]:
         "spans": [{"version": show(s.version), "step": s.step, "start": s.start, "end": s.end} for s in sample.spans],
     }
     if decoder is not None:
-        told["text"] = decoder.decode(sample.token_ids)
-    told["turns"] = told_of(sample, decoder.decode if decoder else None)
-    return told
+        record["text"] = decoder.decode(sample.token_ids)
+    record["turns"] = told_of(sample, decoder.decode if decoder else None)
+    return record
 
 
 def _rows(entry: Entry, group: Group, decoder: TokenDecoder | None) -> Iterator[dict[str, Any]]:
-    told = to_json(entry, group, decoder)
-    of_group = ("id", "ticket", "run_uid", "worker", "prompt_ids", "prompt")
-    shared = {name: value for name, value in told.items() if name in of_group}
-    for at, (row, sample) in enumerate(zip(told["samples"], group.samples, strict=True)):
+    record = to_json(entry, group, decoder)
+    group_columns = ("id", "ticket", "run_uid", "worker", "prompt_ids", "prompt")
+    shared = {name: value for name, value in record.items() if name in group_columns}
+    for at, (row, sample) in enumerate(zip(record["samples"], group.samples, strict=True)):
         rewards = list(sample.rewards.items())  # the entries of a map column
         del row["turns"]  # they follow from spans and branches
         yield {**shared, **row, "sample": at, "logprobs": sample.logprobs.tolist(), "rewards": rewards}

@@ -36,7 +36,7 @@ class KeptGroups:
         found = [record for record in self._records() if wanted in (record["id"], str(record["ticket"]))]
         if found:
             return found[-1]
-        raise DataError(f"group {wanted} was not kept: of each step one is, and of many steps some; see `groups tail`")
+        raise DataError(f"group {wanted} was not kept: at most one group per step is; `groups tail` lists them")
 
     def _records(self) -> Iterator[dict[str, Any]]:
         """Yield the records; a crash may have truncated the last line."""

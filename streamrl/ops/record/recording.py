@@ -103,8 +103,8 @@ def begin_file(origin: Origin) -> bytes:
 
 
 def group_frame(entry: Entry) -> bytes:
-    said = {"run_uid": entry.run_uid, "ticket_entry": entry.ticket_entry, "header": entry.header, "body": entry.body}
-    return _frame(entry.id, entry.number, entry.identity, pack(said))
+    fields = {"run_uid": entry.run_uid, "ticket_entry": entry.ticket_entry, "header": entry.header, "body": entry.body}
+    return _frame(entry.id, entry.number, entry.identity, pack(fields))
 
 
 def survey(path: Path) -> Contents:
@@ -113,7 +113,7 @@ def survey(path: Path) -> Contents:
     frames: list[Place] = []
     with path.open("rb") as file:
         if not _MAGIC.startswith(file.read(len(_MAGIC))):
-            raise DataError(f"{path} is not a file of a recording, or of one that a newer streamrl has made")
+            raise DataError(f"{path} is not a file of a recording, or was made by a newer streamrl")
         end = len(_MAGIC)
         while (frame := _next(file, path, end, size)) is not None:
             frames.append(frame)
@@ -215,11 +215,11 @@ class Recording:
         if not origins:
             raise DataError(f"{folder} holds no recording; `streamrl record RUN_FOLDER --output {folder}` makes one")
         if len({origin.run_uid for origin in origins}) > 1:
-            raise DataError(f"{folder} holds recordings of several runs; keep each in a folder of its own")
+            raise DataError(f"{folder} holds recordings of several runs; record each into its own folder")
         places = tuple(place for file in files for place in file.places)
         orders = [entry_order(place.entry_id) for place in places]
         if any(after <= before for before, after in pairwise(orders)):
-            raise DataError(f"{folder}: its files are not in order; were some of them copied from elsewhere?")
+            raise DataError(f"{folder}: its files are out of order; were some copied from another recording?")
         tears = {file.path: file.torn_bytes for file in files if file.torn_bytes}
         return cls(folder=folder, origin=origins[-1], places=places, tears=tears)
 
@@ -240,7 +240,7 @@ def open_group(entry: Entry) -> Group:
     """Open the group in an entry. WireError if it is malformed, or does not match the entry."""
     header = decode_header(entry.header)
     if (header.ticket, header.run_uid) != (entry.number, entry.run_uid):
-        raise WireError("header and entry do not agree on ticket or run")
+        raise WireError("header and entry name different tickets or runs")
     return decode_body(header, entry.body)
 
 
@@ -269,7 +269,7 @@ class RecordedGroups:
         for place in reversed(self._recording.places):
             if place.entry_id == wanted if by_id else place.number == int(wanted):
                 return next(self._recording.entries([place]))
-        raise DataError(f"{self._recording.folder} holds no group {wanted}; `streamrl record info` tells what it holds")
+        raise DataError(f"{self._recording.folder} holds no group {wanted}; `streamrl record info` lists what it holds")
 
 
 def is_entry_id(wanted: str) -> bool:
@@ -278,4 +278,4 @@ def is_entry_id(wanted: str) -> bool:
         return True
     if wanted.isascii() and wanted.isdigit():
         return False
-    raise ConfigError(f"{wanted!r} is neither a ticket's number, such as 57, nor the id of a group, such as 17000-0")
+    raise ConfigError(f"{wanted!r} is neither a ticket number, such as 57, nor a group id, such as 17000-0")

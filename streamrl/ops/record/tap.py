@@ -46,7 +46,7 @@ class Tap:
     def read(self, *, wait_s: float = 0.0) -> list[Entry]:
         """Return the next groups; none if none came within `wait_s`."""
         block = bounded_block_ms(self._client, int(wait_s * 1000)) if wait_s > 0 else None
-        reply: Any = self.ask(
+        reply: Any = self.with_retries(
             "read groups",
             lambda: self._client.xread({self._stream: self.after}, count=_ENTRIES_A_READ, block=block),
         )
@@ -55,13 +55,13 @@ class Tap:
     def look_back(self) -> list[Entry]:
         """Read once more, and count groups that were missed. Call now and then, and at the end."""
 
-        def ask() -> list[Any]:
+        def read_and_count() -> list[Any]:
             with self._client.pipeline() as pipe:  # atomic: no entry comes between the two
                 pipe.xread({self._stream: self.after}, count=_ENTRIES_A_READ)
                 pipe.xinfo_stream(self._stream)
                 return pipe.execute(raise_on_error=False)
 
-        reply, info = self.ask("look back", ask)
+        reply, info = self.with_retries("look back", read_and_count)
         entries = [] if isinstance(reply, Exception) else self._take(reply)
         added = info.get("entries-added") if isinstance(info, dict) else None
         if len(entries) < _ENTRIES_A_READ:  # otherwise there is more, of unknown number
@@ -70,11 +70,11 @@ class Tap:
 
     def run_state(self) -> RunState | None:
         """Return the state; None if the server does not know the run now. RunGone if another run took its name."""
-        uid, state = self.ask("read the run", lambda: self._client.hmget(self._keys.meta, ["uid", "state"]))
+        uid, state = self.with_retries("read the run", lambda: self._client.hmget(self._keys.meta, ["uid", "state"]))
         if not (isinstance(uid, bytes) and isinstance(state, bytes)):
             return None
         if uid != self._run_uid.encode():
-            raise RunGone(f"run {self._keys.name!r} was removed from Redis, and another took its name")
+            raise RunGone(f"run {self._keys.name!r} was removed from Redis, and another run has taken its name")
         return one_of(RUN_STATES, state, "failed")
 
     def _account(self, added: int | None) -> None:
@@ -90,7 +90,7 @@ class Tap:
         self._num_read += len(entries)
         return entries
 
-    def ask(self, what: str, call: Callable[[], T]) -> T:
+    def with_retries(self, what: str, call: Callable[[], T]) -> T:
         """Run a command with retries."""
         return repeat(self._client, what, call, give_up_after_s=_GIVE_UP_AFTER_S)
 
@@ -100,7 +100,7 @@ class LiveGroups(Tap):
 
     def latest(self, count: int) -> list[Entry]:
         """Return the newest groups, oldest first; `more` continues after them."""
-        found = list(islice(self._backwards(min(_ENTRIES_A_READ, max(1, count))), max(1, count)))
+        found = list(islice(self._newest_first(min(_ENTRIES_A_READ, max(1, count))), max(1, count)))
         if found:
             self.after = found[0].id
         return found[:count][::-1]
@@ -116,23 +116,25 @@ class LiveGroups(Tap):
         if is_entry_id(wanted):
             found = self._range(wanted, wanted, 1)
         else:
-            entries = self._backwards(_ENTRIES_A_READ)
+            entries = self._newest_first(_ENTRIES_A_READ)
             found = list(islice((entry for entry in entries if entry.number == int(wanted)), 1))
         if not found:
             raise DataError(
-                f"no group {wanted} is in Redis now: it was not delivered yet, or trained and let go. `streamrl "
-                "groups tail` shows what is there; `streamrl record` keeps what passes"
+                f"no group {wanted} is in Redis now: not delivered yet, or already trained and trimmed. `streamrl "
+                "groups tail` shows what is there; `streamrl record` saves groups as they are delivered"
             )
         return found[0]
 
-    def _backwards(self, num_a_page: int) -> Iterator[Entry]:
+    def _newest_first(self, num_a_page: int) -> Iterator[Entry]:
         below = "+"
         while page := self._range(below, "-", num_a_page):
             yield from page
             below = f"({page[-1].id}"
 
     def _range(self, high: str, low: str, count: int) -> list[Entry]:
-        found: Any = self.ask("read groups", lambda: self._client.xrevrange(self._stream, high, low, count=count))
+        found: Any = self.with_retries(
+            "read groups", lambda: self._client.xrevrange(self._stream, high, low, count=count)
+        )
         return [to_entry(entry_id, fields) for entry_id, fields in found]
 
 

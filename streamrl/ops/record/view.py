@@ -63,8 +63,8 @@ def _parts(entry: Entry, group: Group, decoder: TokenDecoder | None, *, colour: 
                 legend.append(f" {show(span.version)}", style=styles[span.version])
                 legend.append(f" ({_count(span.end - span.start, 'token')})")
             yield legend, False
-        told, turns = told_of(sample, decoder.decode if decoder else None), itertools.count(1)
-        for part, record in zip(parts, told, strict=True):
+        records, turns = told_of(sample, decoder.decode if decoder else None), itertools.count(1)
+        for part, record in zip(parts, records, strict=True):
             if len(parts) > 1:
                 heading, size = heading_of(record, next(turns) if part.spans else 0), part.end - part.start
                 yield Text(printable(f"{heading}, {_count(size, 'token')}"), style="dim"), True
@@ -168,7 +168,7 @@ def find_decoder(model: str) -> TokenDecoder | None:
     try:
         return TokenDecoder(tokenizers.Tokenizer.from_file(str(path)))
     except Exception as error:  # noqa: BLE001 - the package raises nothing more specific
-        raise DataError(f"{path} is no tokenizer: {error}") from None
+        raise DataError(f"{path} is not a tokenizer: {error}") from None
 
 
 def choose_decoder(named: str | None, model: str) -> TokenDecoder | None:

@@ -43,13 +43,13 @@ class _File:
 class RecordingWriter:
     def __init__(self, folder: Path, origin: Origin, *, file_bytes: int, max_bytes: int) -> None:
         """`max_bytes` limits the whole folder, `file_bytes` a file, give or take a group."""
-        assert file_bytes * 2 <= max_bytes, "the newest file is never let go, so there must be room for two"
+        assert file_bytes * 2 <= max_bytes, "the newest file is never deleted, so there must be room for two"
         self._folder, self._origin = folder, origin
         self._file_bytes, self._max_bytes = file_bytes, max_bytes
         self.written = Written()
         self.last_id = START  # of the last recorded group, also by earlier writers
         folder.mkdir(parents=True, exist_ok=True)
-        taken = f"another process records into {folder}; end it, or choose another folder"
+        taken = f"another process records into {folder}; stop it, or choose another folder"
         with ExitStack() as stack:
             stack.enter_context(locked(folder / LOCK, taken=taken))
             self._files = self._survey()
@@ -115,8 +115,8 @@ class RecordingWriter:
                 view = view[os.write(self._descriptor, view) :]
         except OSError as error:
             raise ResourceError(
-                f"{self._files[-1].path} cannot be written: {error.strerror}; make room (or set --max-bytes lower), "
-                "and start the recording again: it goes on where it stopped"
+                f"{self._files[-1].path} cannot be written: {error.strerror}; free space (or lower --max-bytes), "
+                "and start the recording again: it continues where it stopped"
             ) from None
         self._files[-1].num_bytes += len(data)
 
@@ -141,7 +141,7 @@ class RecordingWriter:
             if found.origin is not None and found.origin.run_uid != self._origin.run_uid:
                 raise DataError(
                     f"{self._folder} holds a recording of another run ({found.origin.run}, uid {found.origin.run_uid})"
-                    "; give this one a folder of its own"
+                    "; record this run into its own folder"
                 )
             if found.places:
                 self.last_id = found.places[-1].entry_id
