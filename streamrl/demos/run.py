@@ -33,8 +33,8 @@ from streamrl.files import LOCK, only_one
 from streamrl.ops.launch.display import Display, spinner
 from streamrl.ops.launch.processes import Command, Process, end_all, part_error
 from streamrl.ops.launch.up import up
-from streamrl.ops.monitor.doctor.musts import check_packages
-from streamrl.ops.monitor.doctor.trials import REWARD_TRIALS, undergo
+from streamrl.ops.monitor.doctor.requirements import check_packages
+from streamrl.ops.monitor.doctor.trials import REWARD_TRIALS, run_trials
 from streamrl.terminal import printable
 
 
@@ -99,9 +99,9 @@ class Trials:
     def undergo(self, settings: Sequence[str]) -> None:
         """Try the run with these settings; the user's overrides win."""
         self.are_made = True
-        undergo(
+        run_trials(
             load_config(self._file, (*settings, *self._overrides)),
-            say=lambda _: None,
+            report=lambda _: None,
             warn=lambda text: self._console.print(f"warning: {printable(text)}", markup=False, soft_wrap=True),
             trials=REWARD_TRIALS,
         )

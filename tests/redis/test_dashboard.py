@@ -212,7 +212,7 @@ def test_a_reader_looks_closer_and_is_told_what_is_shown(run: Watched, page: Pag
         assert page.evaluate(marks) == 2
         assert "timers/checkpoint" in page.evaluate("document.querySelector('#chart-time details').textContent")
         assert page.evaluate("document.querySelector('#facts [title*=\"step that trains it\"]') !== null")
-        page.evaluate("lookAt(20, 30)")
+        page.evaluate("zoomTo(20, 30)")
         first = "document.querySelector('#chart-reward svg').textContent.includes('step 20')"
         page.wait_for(first)
         assert page.evaluate(marks) == 1

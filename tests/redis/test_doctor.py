@@ -21,7 +21,7 @@ from streamrl.finding import Finding
 from streamrl.ops.cli.main import main
 from streamrl.ops.monitor.doctor import look, machine
 from streamrl.ops.monitor.doctor.machine import worker_bytes
-from streamrl.ops.monitor.doctor.musts import check_packages
+from streamrl.ops.monitor.doctor.requirements import check_packages
 from streamrl.ops.monitor.doctor.services import fitness
 from streamrl.ops.monitor.doctor.sizes import count_parameters, published_bytes, trained_parameters
 from streamrl.terminal import size
@@ -123,7 +123,7 @@ def test_a_server_that_would_evict_or_is_too_small_is_found(model: Path, redis_u
     ("told", "name", "says"),
     [
         ({"role": "slave", "master_host": "primary", "master_port": 6379}, "redis role", "a replica of primary:6379"),
-        ({"cluster_enabled": 1}, "redis cluster", "a node of a cluster"),
+        ({"cluster_enabled": 1}, "redis cluster", "a node of a Redis Cluster"),
     ],
 )
 def test_a_server_that_takes_no_writes_of_ours_is_found(told: dict[str, Any], name: str, says: str) -> None:
@@ -257,8 +257,8 @@ def test_gpus_are_listed_and_given_out(model: Path, redis_url: str, on_gpus: Cal
 def test_one_gpu_is_shared_and_that_is_told(model: Path, redis_url: str, on_gpus: Callable[[int], None]) -> None:
     on_gpus(1)
     assert placements(model, redis_url) == [
-        "warning: learner on GPU 0, 0.50 of its memory, which it shares",
-        "warning: worker/0 on GPU 0, 0.40 of its memory, which it shares",
+        "warning: learner on GPU 0, 0.50 of its memory, shared with another process",
+        "warning: worker/0 on GPU 0, 0.40 of its memory, shared with another process",
     ]
     write_tensors(model, rows=40_000_000)  # 80 GB as it is served
     worker = found(model, redis_url, "weights.max_store_bytes=999000000000")["worker on GPU"]

@@ -60,8 +60,8 @@ def test_a_managed_server_is_told_by_its_parameters(tmp_path: Path) -> None:
     policy, durability = findings["redis policy"], findings["redis durability"]
     assert (policy.level, durability.level) == ("error", "warning")
     for finding, setting in ((policy, "maxmemory-policy noeviction"), (durability, "appendonly yes")):
-        assert "takes no CONFIG" in finding.remedy
-        assert f"set {setting} among the service's parameters" in finding.remedy
+        assert "does not accept CONFIG" in finding.remedy
+        assert f"set {setting} in the service's parameters" in finding.remedy
 
 
 def test_who_may_not_change_it_is_told_that_another_must(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_who_may_not_change_it_is_told_that_another_must(tmp_path: Path) -> None
     users.write_text(f"user part on nopass {rules('learner')}\nuser default off\n")
     with served(tmp_path, config=f"aclfile {users}\n") as server:
         durability = found(tmp_path, server.url.replace("part@", "part:any@"))["redis durability"]
-    assert "redis-cli CONFIG SET appendonly yes, as a user who may" in durability.remedy
+    assert "redis-cli CONFIG SET appendonly yes, as a user with that right" in durability.remedy
 
 
 @pytest.fixture(scope="module")

@@ -283,7 +283,7 @@ def test_before_the_others_serve_nobody_knows_whose_fault_a_rejection_is(run: Wa
     run.worker("start the engine", name="b")
     assert "some_workers_reject" in run.causes()
     [cause] = [cause for cause in run.view().causes if cause.name == "some_workers_reject"]
-    assert "have not come so far" in cause.remedy
+    assert "have not loaded it yet" in cause.remedy
 
 
 def test_a_worker_that_has_proved_a_version_since_rejects_nothing(run: Watched) -> None:
@@ -304,8 +304,8 @@ def test_a_peer_that_lied_is_named_while_it_lives(run: Watched) -> None:
     run.worker(name="a", detail={**SERVES, "peers": "10.0.0.1:9500", "peer_lied": "10.0.0.2:9500"})
     assert "peer_lied" in run.causes()
     [cause] = [cause for cause in run.view().causes if cause.name == "peer_lied"]
-    assert "worker/a had a piece from 10.0.0.2:9500" in cause.evidence
-    assert "none of the workers" in cause.evidence
+    assert "worker/a received a piece from 10.0.0.2:9500" in cause.evidence
+    assert "no worker that reports" in cause.evidence
 
     run.worker(name="b", detail={**SERVES, "peers": "10.0.0.2:9500"})
     [cause] = [cause for cause in run.view().causes if cause.name == "peer_lied"]

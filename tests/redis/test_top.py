@@ -100,7 +100,7 @@ async def test_keys_sort_filter_freeze_and_open(run: Watched) -> None:
         lines = program.shows("by tokens/s").splitlines()
         assert next(line[:8] for line in lines if line.startswith("host-")) == "host-003"
         program.press("r")
-        program.shows("by tokens/s, backwards")
+        program.shows("by tokens/s, reversed")
         program.press("/002\r")
         program.shows("1 of 4 match '002'")
         program.press("\r")
@@ -164,7 +164,7 @@ def test_it_says_plainly_that_the_learner_is_gone(run: Watched) -> None:
         run.world.client.delete(run.world.keys.lease)
         program.shows("stalled: the learner is gone", "GONE: silent for")
         program.press("w")
-        program.shows("its lease has run out", "from the last checkpoint")
+        program.shows("its lease has expired", "from the last checkpoint")
 
 
 def test_it_says_plainly_that_redis_is_gone_and_goes_on_when_it_is_back(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_it_says_plainly_that_redis_is_gone_and_goes_on_when_it_is_back(tmp_path
         program = stack.enter_context(top(run))
         program.shows("generate")
         server.stop()
-        program.shows("REDIS IS GONE", "below is what was last seen", "generate")
+        program.shows("REDIS IS GONE", "below is the last state seen", "generate")
         stack.enter_context(EmbeddedRedis.start(tmp_path / "redis"))
         program.hides("REDIS IS GONE")
 

@@ -66,11 +66,11 @@ def test_many_wrong_tickets_are_shown_in_part(folder: RunFolder, capsys: pytest.
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        (["nowhere"], "there is nothing of that name"),
+        (["nowhere"], "it does not exist"),
         ([], "give the folder of a run, or --redis URL (or STREAMRL_REDIS) and --run NAME"),
         (
             ["--redis", "redis://localhost"],
-            "say which run of that Redis: --run NAME",
+            "name the run in that Redis with --run NAME",
         ),
         (["--redis", "nonsense", "--run", "x"], "write redis://host:port"),
         (["--redis", "unix:///none.sock", "--run", "x"], "Redis at unix:///none.sock does not answer"),

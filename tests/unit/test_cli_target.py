@@ -16,8 +16,8 @@ from streamrl.protocol.transport.operator import operator
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"\xff\xfe", "it is no YAML"),
-        (b"a: [1", "it is no YAML"),
+        (b"\xff\xfe", "it is not valid YAML"),
+        (b"a: [1", "it is not valid YAML"),
         (b"- 1", "`name` or `redis.url` is missing"),
         (b"name: x", "`name` or `redis.url` is missing"),
     ],
@@ -65,13 +65,13 @@ def test_a_name_that_is_nearly_a_runs_is_told_with_that(
     for said, meant in (
         ("runs/toi", "; did you mean runs/toy?"),
         ("toy", "; did you mean runs/toy?"),
-        ("runs/another", "; `streamrl runs ls` lists those that lie in `runs`"),
+        ("runs/another", "; `streamrl runs ls` lists those in `runs`"),
     ):
         assert main([*command.split(), said]) == 2
-        told = f"error: {said} is not the folder of a run: there is nothing of that name{meant}\n"
+        told = f"error: {said} is not the folder of a run: it does not exist{meant}\n"
         assert capsys.readouterr().err == told
 
 
 def test_a_server_without_a_name_is_asked_for_the_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--redis", "redis://there:1"]) == 2
-    assert "say which run of that Redis: --run NAME; `streamrl runs ls" in capsys.readouterr().err
+    assert "name the run in that Redis with --run NAME; `streamrl runs ls" in capsys.readouterr().err

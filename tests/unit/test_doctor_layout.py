@@ -54,7 +54,7 @@ def test_what_fits_nowhere_is_an_error_in_lines_for_people(file: str, capsys: py
 
 def test_gpus_that_hosts_cannot_have_are_refused(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", file, "--gpus", "12"]) == 2
-    assert "error: --gpus 12 is no multiple of --gpus-per-host 8: " in capsys.readouterr().err
+    assert "error: --gpus 12 is not a multiple of --gpus-per-host 8: " in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_here_is_told_what_to_fetch_of_it(file: str, capsys: pytest.CaptureFixture[str]) -> None:

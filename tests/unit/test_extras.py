@@ -107,7 +107,9 @@ def test_rewards_are_left_to_the_workers_where_what_they_need_is_missing(folder:
     ended = core_alone(_TRY, folder=folder)
     assert (ended.returncode, ended.stderr) == (0, "")
     [line] = ended.stdout.splitlines()
-    assert line.startswith("warning | httpx is not here: reward functions were not tried | the workers will show it")
+    assert line.startswith(
+        "warning | httpx is not installed: reward functions were not tried | the workers will report"
+    )
     assert install("rewards") in line
 
 

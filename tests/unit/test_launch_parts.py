@@ -13,7 +13,7 @@ from streamrl.config.load import Loaded, load_config
 from streamrl.errors import ConfigError
 from streamrl.ops.launch.parts import Cluster, RunFolder, learner_command, reward_command, worker_command
 from streamrl.ops.launch.processes import Command
-from streamrl.ops.monitor.doctor.musts import MUSTS
+from streamrl.ops.monitor.doctor.requirements import REQUIREMENTS
 
 FOLDER = RunFolder(Path("runs/run"))
 
@@ -90,9 +90,9 @@ def test_each_worker_of_an_engine_over_hosts_listens_for_them_at_a_port_of_its_o
 
 def test_hosts_of_one_engine_need_a_redis_that_they_reach() -> None:
     with pytest.raises(ConfigError, match=r"worker\.hosts = 2: .*set redis\.url"):
-        MUSTS["placement"](loaded({"worker": OVER_HOSTS}))
-    MUSTS["placement"](loaded({"worker": OVER_HOSTS, "redis": {"url": "redis://first:6379"}}))
-    MUSTS["placement"](loaded({}))
+        REQUIREMENTS["placement"](loaded({"worker": OVER_HOSTS}))
+    REQUIREMENTS["placement"](loaded({"worker": OVER_HOSTS, "redis": {"url": "redis://first:6379"}}))
+    REQUIREMENTS["placement"](loaded({}))
 
 
 def test_the_learner_runs_under_torchrun_with_its_ranks_and_restarts() -> None:

@@ -41,4 +41,4 @@ def test_an_answer_that_is_overdue_is_told_while_it_is_waited_for() -> None:
     looker = Poller(StuckWatcher(), period_s=1.0, clock=lambda: now)  # type: ignore[arg-type]
     assert looker.seen.error == ""
     now = 5.0
-    assert looker.seen.error == "for 5 s: it takes the question, and does not answer"
+    assert looker.seen.error == "for 5 s: it accepts the request, but does not reply"

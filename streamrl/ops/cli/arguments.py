@@ -23,7 +23,7 @@ import redis
 
 from streamrl.errors import ResourceError, TransportError
 from streamrl.ops.monitor.remains import Remains
-from streamrl.ops.monitor.runs import URL_VARIABLE, Target, find_target, left_of
+from streamrl.ops.monitor.runs import URL_VARIABLE, Target, find_target, remains_or_raise
 from streamrl.protocol.transport.clients import server_name
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.keys import Keys
@@ -75,13 +75,13 @@ class MovingLine:
 
 def try_out(loaded: Loaded, *, workers_are_here: bool = True) -> None:
     """Run the trials: UserError for anything that would fail in the run; doubts are printed to stderr."""
-    from streamrl.ops.monitor.doctor.trials import undergo
+    from streamrl.ops.monitor.doctor.trials import run_trials
 
     line = MovingLine()
     try:
-        undergo(
+        run_trials(
             loaded,
-            say=line.show,
+            report=line.show,
             warn=lambda text: click.echo(f"warning: {printable(text)}", err=True),
             workers_are_here=workers_are_here,
         )
@@ -161,9 +161,9 @@ def open_run(target: Target, *, instead: str) -> Iterator[OpenRun]:
 def gone(left: Remains, *, instead: str) -> ResourceError:
     """Return the error that the run's Redis is gone, and what to do."""
     if not left.has_ended:
-        return ResourceError(f"run {left.name!r} {left.words}; `streamrl up {left.folder}/asked.yaml` starts it")
+        return ResourceError(f"run {left.name!r} {left.description}; `streamrl up {left.folder}/asked.yaml` starts it")
     todo = instead.format(folder=left.folder)
-    return ResourceError(f"run {left.name!r} {left.words}, and its Redis is not there any more: {todo}")
+    return ResourceError(f"run {left.name!r} {left.description}, and its Redis is not there any more: {todo}")
 
 
 @contextmanager
@@ -175,7 +175,7 @@ def open_run_or_remains(target: Target) -> Iterator[OpenRun | Remains]:
             client = stack.enter_context(connect(target.server(), schema.Redis()))
             found: OpenRun | Remains = _find_run(client, target)
         except (ResourceError, TransportError) as error:
-            found = left_of(target, error)
+            found = remains_or_raise(target, error)
         yield found
 
 

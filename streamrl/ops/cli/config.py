@@ -106,7 +106,7 @@ def check(file: str, overrides: tuple[str, ...], no_files: bool) -> None:
     if not no_files:
         check_files(loaded.config)
         if is_installed("torch", "transformers"):  # otherwise the learner, and what it needs, is on another machine
-            from streamrl.ops.monitor.doctor.musts import check_learning
+            from streamrl.ops.monitor.doctor.requirements import check_learning
 
             check_learning(loaded.config)
         try_out(loaded)

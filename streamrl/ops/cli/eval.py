@@ -30,7 +30,7 @@ from streamrl.ops.cli.eval_told import Evaluated, answers, comparison, save_plot
 from streamrl.ops.cli.subject import checkpoints_of, find_subject
 from streamrl.ops.launch.parts import RewardPart, reward_server
 from streamrl.ops.launch.processes import part_error
-from streamrl.ops.monitor.doctor.musts import check_packages
+from streamrl.ops.monitor.doctor.requirements import check_packages
 from streamrl.tasks import run_beside
 from streamrl.telemetry.logs import configure_logging
 from streamrl.terminal import printable

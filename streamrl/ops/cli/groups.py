@@ -129,7 +129,9 @@ def _opened(folder: Path | None, look: Look) -> Iterator[tuple[Source, TokenDeco
     with open_run_or_remains(find_target(folder, look.url, look.run)) as opened:
         if isinstance(opened, Remains):
             if look.evaluation:
-                raise DataError(f"run {opened.name!r} {opened.words}: {opened.folder}/validation.jsonl has its answers")
+                raise DataError(
+                    f"run {opened.name!r} {opened.description}: {opened.folder}/validation.jsonl has its answers"
+                )
             yield KeptGroups(opened.folder), None
             return
         live = LiveGroups(opened.client, opened.keys, run_uid=opened.info.uid, purpose=purpose)

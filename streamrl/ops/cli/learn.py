@@ -31,7 +31,7 @@ from streamrl.learner.checkpoints import resume
 from streamrl.ops.cli.arguments import takes_config, try_out
 from streamrl.ops.launch.parts import Cluster, RunFolder, check_redis, holder_of_all, learner_command
 from streamrl.ops.launch.processes import Command
-from streamrl.ops.monitor.doctor.musts import check_learning
+from streamrl.ops.monitor.doctor.requirements import check_learning
 from streamrl.protocol.transport.address import PASSWORD, split_password
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.embedded import serving

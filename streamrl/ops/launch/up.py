@@ -28,8 +28,8 @@ from streamrl.ops.launch.parts import RedisPart, RunFolder, check_redis
 from streamrl.ops.launch.processes import Command, Interrupts, Process
 from streamrl.ops.launch.summary import Summary, summarise
 from streamrl.ops.launch.supervisor import Supervisor
-from streamrl.ops.monitor.doctor.musts import MUSTS
-from streamrl.ops.monitor.doctor.trials import undergo
+from streamrl.ops.monitor.doctor.requirements import REQUIREMENTS
+from streamrl.ops.monitor.doctor.trials import run_trials
 from streamrl.protocol.transport.connection import check_server, connect
 from streamrl.protocol.transport.embedded import find_server
 from streamrl.telemetry.logs import configure_logging
@@ -86,7 +86,7 @@ def up(
 def _check(loaded: Loaded, display: Audience, *, is_tried: bool) -> None:
     """Raise one UserError for the first unmet requirement, so that a mistake costs seconds and leaves nothing behind.
     Imports neither torch nor vLLM: trials that do run last, in processes of their own."""
-    for check in MUSTS.values():
+    for check in REQUIREMENTS.values():
         check(loaded)
     refuse_layout(loaded.config.learner.layout, loaded.config.learner.processes)
     if loaded.config.redis.url == EMBEDDED_REDIS:
@@ -96,7 +96,7 @@ def _check(loaded: Loaded, display: Audience, *, is_tried: bool) -> None:
     if is_tried:
         return
     with display.checking() as say:
-        undergo(loaded, say=say, warn=lambda text: display.say(f"warning: {text}"))
+        run_trials(loaded, report=say, warn=lambda text: display.say(f"warning: {text}"))
 
 
 def _summarise(

@@ -15,7 +15,7 @@ _RULES = "k8s/components/prometheus/rules.yaml"  # in a checkout; a wheel has a 
 
 Panel = tuple[str, str, Mapping[str, str]]  # title, unit, and the legend of each expression
 
-_OF_THE_RUN: tuple[Panel, ...] = (
+_RUN_PANELS: tuple[Panel, ...] = (
     ("Health (0 healthy, 3 degraded, 4 stalled, 5 ended)", "short", {"streamrl_health": "health"}),
     ("What holds it back", "short", {"streamrl_cause": "{{cause}}"}),
     ("Steps", "short", {"streamrl_step": "step"}),
@@ -32,12 +32,12 @@ _OF_THE_RUN: tuple[Panel, ...] = (
     ("Memory of Redis", "bytes", {"streamrl_redis_used_bytes": "used", "streamrl_group_bytes": "{{purpose}} groups"}),
     ("Steps behind, by worker", "short", {"streamrl_worker_lag_steps": "{{worker}}"}),
 )
-_OF_THE_STEPS: tuple[Panel, ...] = tuple(
+_STEP_PANELS: tuple[Panel, ...] = tuple(
     (
         chart.title,
         "s" if chart.unit == "s" else "short",
         {f'streamrl_metric{{name="{metric}"}}': label for label, metric in {**chart.series, **chart.marks}.items()}
-        | {f'streamrl_metric{{name=~"{begin}.+"}}': "{{name}}" for begin in chart.families.values()},
+        | {f'streamrl_metric{{name=~"{prefix}.+"}}': "{{name}}" for prefix in chart.families.values()},
     )
     for chart in CHARTS
 )
@@ -67,7 +67,7 @@ def grafana_dashboard() -> dict[str, Any]:
                 {"name": "run", "type": "query", "datasource": _SOURCE, "query": "label_values(streamrl_up, run)"},
             ]
         },
-        "panels": [_panel(place, *panel) for place, panel in enumerate((*_OF_THE_RUN, *_OF_THE_STEPS))],
+        "panels": [_panel(place, *panel) for place, panel in enumerate((*_RUN_PANELS, *_STEP_PANELS))],
     }
 
 
@@ -80,13 +80,13 @@ def _panel(place: int, title: str, unit: str, legends: Mapping[str, str]) -> dic
         "gridPos": {"x": 12 * (place % 2), "y": 8 * (place // 2), "w": 12, "h": 8},  # two per row of 24 columns
         "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
         "targets": [
-            {"refId": chr(ord("A") + at), "expr": _of_the_run(expr), "legendFormat": legend, "datasource": _SOURCE}
+            {"refId": chr(ord("A") + at), "expr": _for_chosen_run(expr), "legendFormat": legend, "datasource": _SOURCE}
             for at, (expr, legend) in enumerate(legends.items())
         ],
     }
 
 
-def _of_the_run(expr: str) -> str:
+def _for_chosen_run(expr: str) -> str:
     """Restrict the expression to the chosen run."""
     if "{" in expr:
         return expr.replace("{", '{run="$run",')

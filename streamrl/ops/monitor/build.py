@@ -74,10 +74,10 @@ def build_view(
         ),
         unreadable=snapshot.unreadable,
     )
-    return judged(seen, was_removed=snapshot.was_removed)
+    return with_verdict(seen, was_removed=snapshot.was_removed)
 
 
-def judged(seen: view.View, *, was_removed: bool = False) -> view.View:
+def with_verdict(seen: view.View, *, was_removed: bool = False) -> view.View:
     causes = find_causes(seen, was_removed=was_removed)
     return replace(seen, causes=causes, verdict=judge(seen, causes))
 
@@ -208,7 +208,8 @@ def _worker(report: Report, part: view.Part, snapshot: Snapshot) -> view.Worker:
     version = detail.get("version")
     # Leases use the worker's name without the prefix that its reports have.
     name = report.part.partition("/")[2]
-    leases = sum(one.leased_by.get(name, 0) + one.leased_by.get(report.part, 0) for one in snapshot.streams.values())
+    holders = [counts.leased_by for counts in snapshot.streams.values()]
+    leases = sum(leased_by.get(name, 0) + leased_by.get(report.part, 0) for leased_by in holders)
     return view.Worker(
         part=part,
         version=show(version) if isinstance(version, int) else str(version) if version is not None else None,

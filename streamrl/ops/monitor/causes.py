@@ -44,7 +44,8 @@ def absent(view: View, *, was_removed: bool) -> Iterator[Cause]:
 def not_begun(view: View) -> Iterator[Cause]:
     yield blocking(
         title="the run has not started",
-        evidence=view.run.error or f"no learner has taken it: {view.run.folder} holds little but its configuration",
+        evidence=view.run.error
+        or f"no learner has started it: {view.run.folder} holds little besides its configuration",
         remedy=f"start it with the last requested configuration: `streamrl up {view.run.folder}/asked.yaml`",
     )
 
@@ -215,14 +216,14 @@ _LEVELS: tuple[Level, ...] = ("blocking", "attention", "info")
 
 
 def find_causes(view: View, *, was_removed: bool = False) -> tuple[Cause, ...]:
-    looks = TABLE
+    checks = TABLE
     if view.run.state == "absent":
-        looks = {"absent": partial(absent, was_removed=was_removed), "unreadable": unreadable}
+        checks = {"absent": partial(absent, was_removed=was_removed), "unreadable": unreadable}
         if is_taken_up(view):
-            looks = {name: TABLE[name] for name in ("learner_starting", "unreadable")}
+            checks = {name: TABLE[name] for name in ("learner_starting", "unreadable")}
         if view.run.folder is not None:
-            looks = {"not_begun": not_begun}
-    found = [replace(cause, name=name) for name, look in looks.items() for cause in look(view)]
+            checks = {"not_begun": not_begun}
+    found = [replace(cause, name=name) for name, check in checks.items() for cause in check(view)]
     return tuple(sorted(found, key=lambda cause: _LEVELS.index(cause.level)))
 
 

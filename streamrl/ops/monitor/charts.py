@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _WIDTH, _SHAPE = 10.4, 0.52  # total width in inches; height of a chart relative to its width
 _SMOOTHING = 0.04  # window of the running mean, as a share of the steps
-_NEWEST = 50  # records searched for the members of a family
+_RECENT_RECORDS = 50  # records searched for the members of a family
 
 
 Points = Sequence[tuple[int, float]]  # (step, value)
@@ -132,13 +132,13 @@ CHARTS = (
 
 def charts_of(history: History) -> tuple[Chart, ...]:
     """Return the charts with fixed series, and of the others those that the run has metrics for."""
-    newest = (*history.steps.records[-_NEWEST:], *history.validations.records[-_NEWEST:])
+    newest = (*history.steps.records[-_RECENT_RECORDS:], *history.validations.records[-_RECENT_RECORDS:])
     names = sorted({name for record in newest for name in record.values})
     found = []
     for chart in CHARTS:
         families = [
-            {label + name.removeprefix(begin): name for name in names if name.startswith(begin)}
-            for label, begin in chart.families.items()
+            {label + name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+            for label, prefix in chart.families.items()
         ]
         if max(map(len, families), default=chart.min_members) >= chart.min_members:
             members = {label: name for family in families for label, name in family.items()}
@@ -201,13 +201,15 @@ def _draw(chart: Chart, history: History, axes: Axes) -> None:
     points = points_of(chart, history)
     if chart.is_stacked and any(points.values()):
         steps = [step for step, _ in next(iter(points.values()))]
-        axes.stackplot(steps, [[value for _, value in one] for one in points.values()], labels=list(points), alpha=0.8)
+        axes.stackplot(
+            steps, [[value for _, value in line] for line in points.values()], labels=list(points), alpha=0.8
+        )
     elif not chart.is_stacked:
-        for label, of_label in points.items():
-            _draw_line(label, of_label, axes, is_held_out=is_validation([chart.series[label]]))
-    for label, of_label in marks_of(chart, history).items():
-        if of_label:
-            at, heights = zip(*of_label, strict=True)
+        for label, label_points in points.items():
+            _draw_line(label, label_points, axes, is_held_out=is_validation([chart.series[label]]))
+    for label, label_points in marks_of(chart, history).items():
+        if label_points:
+            at, heights = zip(*label_points, strict=True)
             axes.scatter(at, heights, label=label, marker="v", s=14, color="black", zorder=3)
     if axes.has_data():
         axes.legend(fontsize=8, frameon=False)

@@ -129,6 +129,6 @@ def histories(folders: Sequence[Path]) -> dict[str, History]:
     found = [read_remains(folder) for folder in folders]
     names = [remains.name for remains in found]
     if empty := [remains for remains in found if not remains.history.steps.records]:
-        raise ConfigError(f"{empty[0].folder} holds no metrics.jsonl with a step: nothing can be drawn of it")
+        raise ConfigError(f"{empty[0].folder} has no step in its metrics.jsonl: there is nothing to plot")
     are_unique = len(set(names)) == len(names)
     return {remains.name if are_unique else str(remains.folder): remains.history for remains in found}

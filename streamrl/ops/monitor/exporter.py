@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry, MetricsHandler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from streamrl.ops.monitor.poller import Awaited, Poller, Seen
+from streamrl.ops.monitor.poller import ConnectingWatcher, Poller, Seen
 from streamrl.ops.monitor.runs import Target
 from streamrl.ops.monitor.view import EXIT_CODES, View
 
@@ -39,7 +39,7 @@ class _RunFigures(Collector):
     def __init__(self, run: str, look: Callable[[], Seen]) -> None:
         self._run, self._look = run, look
         self._uid: str | None = None  # uid of the run last seen under this name
-        self._most: dict[str, int] = {}  # the largest value exported, by counter
+        self._largest: dict[str, int] = {}  # the largest value exported, by counter
 
     def collect(self) -> Iterator[Metric]:
         seen = self._look()
@@ -62,13 +62,15 @@ class _RunFigures(Collector):
         yield self._one("streamrl_term", "term of the learner", run.term)
         yield self._one("streamrl_learner_up", "rank 0 reports", lead is not None and lead.alive)
         progress_s = lead.progress_s if lead else None
-        yield self._one("streamrl_learner_progress_age_seconds", "seconds since the learner made progress", progress_s)
+        yield self._one(
+            "streamrl_learner_progress_age_seconds", "seconds since the learner last made progress", progress_s
+        )
         doing = Counter(worker.part.state for worker in workers)
         yield self._by("streamrl_workers", "workers by state", "state", doing)
         speeds = {worker.part.name: worker.tokens_per_s or 0.0 for worker in workers}
         yield self._by("streamrl_worker_tokens_per_second", "tokens generated per second", "worker", speeds)
         lags = {worker.part.name: worker.lag or 0 for worker in workers}
-        yield self._by("streamrl_worker_lag_steps", "steps that its weights are behind the newest", "worker", lags)
+        yield self._by("streamrl_worker_lag_steps", "how many steps its weights are behind the newest", "worker", lags)
         yield self._one("streamrl_workers_behind", "workers that serve old weights", view.weights.behind)
         errors: dict[tuple[str, ...], float] = {
             (source.name, worker.part.name): float(count)
@@ -91,9 +93,9 @@ class _RunFigures(Collector):
         yield self._by("streamrl_group_bytes", "bytes of these groups", "purpose", group_bytes)
         oldest_s = view.train.oldest_s
         yield self._one("streamrl_oldest_lease_seconds", "seconds since the oldest leased ticket was issued", oldest_s)
-        trained = self._never_less(view, "trained", view.drops.trained)
+        trained = self._monotonic(view, "trained", view.drops.trained)
         yield self._one("streamrl_groups_trained_total", "groups trained", trained)
-        dropped = {why: self._never_less(view, f"dropped/{why}", n) for why, n in view.drops.by_reason.items()}
+        dropped = {why: self._monotonic(view, f"dropped/{why}", n) for why, n in view.drops.by_reason.items()}
         yield self._by("streamrl_groups_dropped_total", "groups dropped", "reason", dropped)
         yield self._one("streamrl_dead_letters", "dead letters", view.dead.count)
         yield self._one(
@@ -104,13 +106,13 @@ class _RunFigures(Collector):
         metrics = {**view.learner.validation, **view.learner.metrics}
         yield self._by("streamrl_metric", "a metric of the last step, or validation", "name", metrics)
 
-    def _never_less(self, view: View, name: str, count: int) -> int:
+    def _monotonic(self, view: View, name: str, count: int) -> int:
         """Keep a counter from falling. A restarted learner counts on from its checkpoint, and Prometheus would take the
         lower value for a reset and add all of it again."""
         if self._uid != view.run.uid:
-            self._uid, self._most = view.run.uid, {}
-        self._most[name] = max(count, self._most.get(name, 0))
-        return self._most[name]
+            self._uid, self._largest = view.run.uid, {}
+        self._largest[name] = max(count, self._largest.get(name, 0))
+        return self._largest[name]
 
     def _one(self, name: str, help: str, value: float | None) -> Metric:
         return self._family(name, help, {(): value})
@@ -149,7 +151,7 @@ def make_server(
 
 def serve_metrics(target: Target, bound: socket.socket, *, ready: Callable[[str], None]) -> None:
     """Serve until interrupted. `ready` gets the reason why Redis cannot be seen; empty if it can."""
-    with Awaited(target) as watcher:
+    with ConnectingWatcher(target) as watcher:
         poller = Poller(watcher, period_s=_LOOK_EVERY_S)
         poller.look()
         figures = make_registry(target.run, lambda: poller.seen)

@@ -14,7 +14,7 @@ from streamrl.terminal import age, plural, size
 _SLOW_S = 60.0  # a wait of the learner for groups that counts as long
 _SLOW_STEPS = 5.0  # so many times the last step's time, without a step
 _TIMES_POISON = 3  # workers that lost the same ticket
-_MOST = 0.9
+_HIGH_SHARE = 0.9
 # |log mu - log pi|, the mean over a step's fresh tokens, beyond what rounding explains. Measured with vLLM on CPUs:
 #   float32   the quickstart's 0.7M parameters: 2e-7 to 7e-7 in 82 steps; a model of 135M: no token was off by 1e-3
 #   bfloat16  SmolLM2-135M: 0.03 to 0.04 in 6 steps, the learner in float32 or bfloat16; no token off by 0.4
@@ -47,14 +47,14 @@ def reward_outage(view: View) -> Iterator[Cause]:
     waiting = waiting_for(view, Wait.REWARDS)
     broken = [source for source in view.rewards if source.state not in (None, "well")]
     if waiting or broken:
-        told = [f"{s.name}: {s.state}, {plural(s.errors, 'error')}" for s in broken]
+        evidence = [f"{s.name}: {s.state}, {plural(s.errors, 'error')}" for s in broken]
         if waiting:
             longest = max(worker.part.doing_s for worker in waiting)
-            told.append(f"{len(waiting)} of {len(workers)} workers wait for rewards, for up to {age(longest)}")
+            evidence.append(f"{len(waiting)} of {len(workers)} workers wait for rewards, for up to {age(longest)}")
         yield Cause(
             level="blocking" if waiting and len(waiting) == len(workers) else "attention",
             title="a reward source does not answer",
-            evidence="; ".join(told),
+            evidence="; ".join(evidence),
             remedy="start or fix the service named above (ask a reward server with GET /health; for a judge check "
             "key, model and token_budget); workers then continue by themselves",
         )
@@ -62,11 +62,11 @@ def reward_outage(view: View) -> Iterator[Cause]:
 
 def environment_fails(view: View) -> Iterator[Cause]:
     """The environment raises errors, its processes die, or its answers are late."""
-    told = _environment(view)
-    played, failed = (sum(round(facts.get(name, 0.0)) for _, facts in told) for name in ("scored", "failed"))
+    stats = _environment_stats(view)
+    played, failed = (sum(round(numbers.get(name, 0.0)) for _, numbers in stats) for name in ("scored", "failed"))
     if failed < _ENOUGH_FAILED or failed < _MANY_FAILED * (played + failed):
         return
-    errors = [str(worker.detail.get(f"{_OF_ENVIRONMENT}error", "")) for worker, _ in told]
+    errors = [str(worker.detail.get(f"{_OF_ENVIRONMENT}error", "")) for worker, _ in stats]
     last = next((f"; the last one: {error}" for error in errors if error), "")
     yield Cause(
         level="attention" if played else "blocking",
@@ -80,13 +80,15 @@ def environment_fails(view: View) -> Iterator[Cause]:
 def environment_is_slow(view: View) -> Iterator[Cause]:
     """The learner waits for groups, and most rollouts wait for their environment."""
     part = lead_waiting(view, Wait.GROUPS)
-    told = [(worker, facts) for worker, facts in _environment(view) if facts.get("under_way")]
-    if part is None or not told:
+    active = [(worker, numbers) for worker, numbers in _environment_stats(view) if numbers.get("under_way")]
+    if part is None or not active:
         return
-    under_way = round(sum(facts["under_way"] for _, facts in told))
-    in_model = min(under_way, sum(worker.in_flight or 0 for worker, _ in told))
-    theirs, ours = (median(facts.get(name, 0.0) for _, facts in told) for name in ("latency_s", "model_s"))
-    oldest = max(facts.get("oldest_s", 0.0) for _, facts in told)
+    under_way = round(sum(numbers["under_way"] for _, numbers in active))
+    in_model = min(under_way, sum(worker.in_flight or 0 for worker, _ in active))
+    environment_s, model_s = (
+        median(numbers.get(name, 0.0) for _, numbers in active) for name in ("latency_s", "model_s")
+    )
+    oldest = max(numbers.get("oldest_s", 0.0) for _, numbers in active)
     if under_way - in_model < _MANY_WAIT * under_way or oldest < _SLOW_EPISODE_S:
         return
     slow = part.doing_s > max(_SLOW_S, 10 * view.learner.metrics.get("timers/step", 0.0))
@@ -94,24 +96,24 @@ def environment_is_slow(view: View) -> Iterator[Cause]:
         level="attention" if slow else "info",
         title="rollouts wait for their environment",
         evidence=f"{under_way - in_model} of {plural(under_way, 'rollout')} in flight, the oldest for {age(oldest)}; "
-        f"a finished one spent {theirs:.1f} s in the environment and {ours:.1f} s in the model",
+        f"a finished one spent {environment_s:.1f} s in the environment and {model_s:.1f} s in the model",
         remedy="raise worker.max_groups_in_flight, so that other rollouts keep the engine busy; raise "
         "environment.processes if the environment computes, or add replicas if it is a service; "
         "environment.timeout_s limits calls that hang",
     )
 
 
-def _environment(view: View) -> list[tuple[Worker, dict[str, float]]]:
+def _environment_stats(view: View) -> list[tuple[Worker, dict[str, float]]]:
     """Return the environment's statistics by worker, as numbers."""
-    told = []
+    stats = []
     for worker in alive(view):
-        found = {
-            name.removeprefix(_OF_ENVIRONMENT): float(fact)
-            for name, fact in worker.detail.items()
-            if name.startswith(_OF_ENVIRONMENT) and not isinstance(fact, str)
+        numbers = {
+            name.removeprefix(_OF_ENVIRONMENT): float(value)
+            for name, value in worker.detail.items()
+            if name.startswith(_OF_ENVIRONMENT) and not isinstance(value, str)
         }
-        told += [(worker, found)] if found else []
-    return told
+        stats += [(worker, numbers)] if numbers else []
+    return stats
 
 
 def byte_budget_reached(view: View) -> Iterator[Cause]:
@@ -119,8 +121,8 @@ def byte_budget_reached(view: View) -> Iterator[Cause]:
     if not budget or not train.groups or train.tickets:
         return
     # Redis uses about a quarter more memory than the groups' bytes, which the setting counts.
-    told = {**view.learner.metrics, **view.learner.live}.get("stream/backlog_bytes", 0.0)
-    used = max(told, train.group_bytes / 1.25)
+    reported = {**view.learner.metrics, **view.learner.live}.get("stream/backlog_bytes", 0.0)
+    used = max(reported, train.group_bytes / 1.25)
     if used + used / train.groups >= budget and lead_waiting(view, Wait.GROUPS):
         yield blocking(
             title="the stream's byte budget is used up",
@@ -145,20 +147,25 @@ def draws_refused(view: View) -> Iterator[Cause]:
 
 def all_groups_dropped(view: View) -> Iterator[Cause]:
     """All groups since the last step, long ago, were dropped. Many drops between steps are normal for a good model."""
-    live, then = view.learner.live, view.learner.metrics
+    live, at_last_step = view.learner.live, view.learner.metrics
     batch, part = view.limits.groups_per_step, lead_waiting(view, Wait.GROUPS)
     if not live or not batch or part is None:
         return
-    if part.progress_s < max(_SLOW_S, _SLOW_STEPS * then.get("timers/step", 0.0)):
+    if part.progress_s < max(_SLOW_S, _SLOW_STEPS * at_last_step.get("timers/step", 0.0)):
         return
-    dropped = live.get("stream/groups_dropped", 0.0) - then.get("stream/groups_dropped", 0.0)
+    dropped = live.get("stream/groups_dropped", 0.0) - at_last_step.get("stream/groups_dropped", 0.0)
     if dropped < 2 * batch:
         return
-    reasons = {why: count - then.get(f"stream/dropped/{why}", 0.0) for why, count in view.drops.by_reason.items()}
-    told = ", ".join(f"{why} {count:.0f}" for why, count in sorted(reasons.items(), key=lambda item: -item[1]) if count)
+    reasons = {
+        why: count - at_last_step.get(f"stream/dropped/{why}", 0.0) for why, count in view.drops.by_reason.items()
+    }
+    breakdown = ", ".join(
+        f"{why} {count:.0f}" for why, count in sorted(reasons.items(), key=lambda item: -item[1]) if count
+    )
     yield blocking(
         title="groups arrive, but all are dropped",
-        evidence=f"{dropped:.0f} dropped since the last step, {age(part.progress_s)} ago; a step needs {batch}: {told}",
+        evidence=f"{dropped:.0f} dropped since the last step, {age(part.progress_s)} ago; a step needs {batch}: "
+        f"{breakdown}",
         remedy=_remedy_of_drops(max(reasons, key=lambda why: reasons[why], default="")),
     )
 
@@ -166,7 +173,7 @@ def all_groups_dropped(view: View) -> Iterator[Cause]:
 def most_groups_dropped(view: View) -> Iterator[Cause]:
     drops = view.drops_lately
     total = drops.trained + drops.dropped
-    if total >= _ENOUGH_GROUPS and drops.dropped >= _MOST * total:
+    if total >= _ENOUGH_GROUPS and drops.dropped >= _HIGH_SHARE * total:
         worst = max(drops.by_reason, key=lambda why: drops.by_reason[why], default="")
         yield attention(
             title="most groups are dropped",
@@ -182,15 +189,15 @@ def _remedy_of_drops(reason: str) -> str:
 def few_prompts_fit(view: View) -> Iterator[Cause]:
     """The curriculum has too few prompts to choose from."""
     found = view.prompts
-    asked = sum(count for kind, count in found.items() if kind != "new")
-    rest = found.get("solved", 0) + found.get("hopeless", 0)
-    if asked >= _ENOUGH_GROUPS and rest >= _MOST * asked and found.get("new", 0) < asked:
+    tried = sum(count for kind, count in found.items() if kind != "new")
+    useless = found.get("solved", 0) + found.get("hopeless", 0)
+    if tried >= _ENOUGH_GROUPS and useless >= _HIGH_SHARE * tried and found.get("new", 0) < tried:
         yield attention(
             title="few prompts are left to learn from",
-            evidence=f"of {asked} prompts asked, {found.get('solved', 0)} are solved and {found.get('hopeless', 0)} "
-            f"hopeless; {found.get('fitting', 0)} fit, and {found.get('new', 0)} are new",
+            evidence=f"of {tried} prompts tried so far, {found.get('solved', 0)} are solved and "
+            f"{found.get('hopeless', 0)} hopeless; {found.get('fitting', 0)} fit, and {found.get('new', 0)} are new",
             remedy="add prompts of medium difficulty, raise sampling.num_samples or temperature, or end the run; "
-            "until then the few that fit are asked again and again",
+            "until then the few that fit are drawn again and again",
         )
 
 
@@ -231,8 +238,8 @@ def stragglers(view: View) -> Iterator[Cause]:
             title="a full batch waits for old tickets",
             evidence=f"for {age(part.doing_s)}; the oldest ticket, leased by {view.train.oldest_worker or 'nobody'}, "
             f"was issued {age(view.train.oldest_s)} ago (lag.stale = wait)",
-            remedy="raise lag.max_steps, lower sampling.max_tokens or lag.wait_s, or set lag.stale = mask; else the "
-            "longest answers set the pace",
+            remedy="raise lag.max_steps, lower sampling.max_tokens or lag.wait_s, or set lag.stale = mask; otherwise "
+            "the longest answers set the pace",
         )
 
 
@@ -246,11 +253,11 @@ def lag_bound_reached(view: View) -> Iterator[Cause]:
     if train.tickets or train.groups < batch or lead_waiting(view, Wait.GROUPS, Wait.RESUME):
         return
     part = lead(view)
-    does = f"{part.doing}, for {age(part.doing_s)}" if part else "not there"
+    activity = f"{part.doing}, for {age(part.doing_s)}" if part else "does not report"
     yield info(
         title="workers wait for the learner: the lag bound is reached",
         evidence=f"no ticket is left to lease, {ready} groups wait to be trained, and at most (lag.max_steps + 1) x "
-        f"groups_per_step = {(lag + 1) * batch} may be open; the learner: {does}",
+        f"groups_per_step = {(lag + 1) * batch} may be open; the learner: {activity}",
         remedy="the learner is the bottleneck: give it more ranks or fewer tokens per step, or use fewer workers; "
         "a larger lag.max_steps only helps against bursts",
     )
@@ -278,7 +285,7 @@ def evaluating(view: View) -> Iterator[Cause]:
     if part := lead_waiting(view, Wait.EVALUATION):
         yield info(
             title="validation is running",
-            evidence=f"for {age(part.doing_s)}; {plural(view.streams[1].tickets, 'ticket')} of it are unanswered",
+            evidence=f"for {age(part.doing_s)}; {plural(view.streams[1].tickets, 'ticket')} not answered yet",
             remedy="wait for it, or shorten it with validation.max_prompts and validation.timeout_s",
         )
 
@@ -289,14 +296,14 @@ def engine_disagrees(view: View) -> Iterator[Cause]:
     found, arithmetic = view.learner.fresh_mismatch, view.limits.arithmetic
     if len(found) < _ENOUGH_FRESH or arithmetic is None or not is_running(view):
         return
-    told = [value for w in alive(view) if isinstance(value := w.detail.get("rounding"), int | float)]
-    usual = max(_FRESH_MISMATCH[arithmetic], _TIMES_ROUNDING * max(told, default=0.0))
-    if (mismatch := median(found)) > usual:
+    roundings = [value for w in alive(view) if isinstance(value := w.detail.get("rounding"), int | float)]
+    tolerance = max(_FRESH_MISMATCH[arithmetic], _TIMES_ROUNDING * max(roundings, default=0.0))
+    if (mismatch := median(found)) > tolerance:
         yield attention(
             title="engine and learner disagree on fresh samples",
             evidence=f"for tokens sampled by the newest weights their log-probs are {mismatch:.2g} apart (median of "
-            f"the last {len(found)} steps with such tokens); in {arithmetic} up to {usual:.2g} is usual",
-            remedy="the engine computes a different model, although its weights were proved: check when "
+            f"the last {len(found)} steps with such tokens); in {arithmetic} up to {tolerance:.2g} is usual",
+            remedy="the engine computes something else, although its weights were verified: check when "
             "policy/fresh_mismatch rose, what was upgraded then, and worker.engine_args (quantization, "
             "kv_cache_dtype); worker.engine=transformers computes as the learner does",
         )

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 METRICS = "metrics.jsonl"  # file in the run's folder
 HELD_OUT = "val_rollouts/rewards"
-_NEW_A_LOOK = 500
+_MAX_NEW_RECORDS = 500
 _POINTS = 400  # more than a phone or a terminal has columns
 _EVERY_RECORD = 1_000_000  # a folder's records are all kept
 
@@ -56,7 +56,7 @@ class History:
 
     def __init__(self, *, longest: int = 12_000) -> None:
         self._longest = longest
-        self._forget()
+        self._reset()
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> History:
@@ -77,7 +77,7 @@ class History:
         having = [record for record in curve.records if metric in record.values]
         return [record.step for record in having], [record.values[metric] for record in having]
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.steps, self.validations = Curve(), Curve()
         self._last_id: str | None = None  # of the recent stream; None: nothing read yet
 
@@ -88,15 +88,15 @@ class History:
         except redis.RedisError as error:
             if isinstance(error, redis.ResponseError) and "WRONGTYPE" in str(error):
                 return False
-            raise TransportError(f"Redis at {server_name(client)} could not tell the metrics: {error}") from error
+            raise TransportError(f"Redis at {server_name(client)} did not return the metrics: {error}") from error
         for record in records:
             self.add(record)
         return bool(records)
 
     def _read_new(self, client: redis.Redis, keys: Keys) -> list[Record]:
-        entries: Any = client.xrange(keys.metrics, min=f"({self._last_id}", count=_NEW_A_LOOK)
+        entries: Any = client.xrange(keys.metrics, min=f"({self._last_id}", count=_MAX_NEW_RECORDS)
         if not entries and self._restarted(client, keys):
-            self._forget()
+            self._reset()
             return self._read_all(client, keys)
         if entries:
             self._last_id = entries[-1][0].decode()
@@ -136,10 +136,10 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Read JSON lines; a crash may have truncated the last one."""
     if not path.exists():
         return
-    yield from whole(path.read_text(encoding="utf-8").splitlines())
+    yield from parse_lines(path.read_text(encoding="utf-8").splitlines())
 
 
-def whole(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
+def parse_lines(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             yield json.loads(line)

@@ -29,7 +29,7 @@ def num_skipped(steps: Sequence[Record]) -> int:
     if counts and _window(steps)[0].step <= 1:
         counts.insert(0, (0, 0.0))
     grown = (now - before if term == last else now for (last, before), (term, now) in pairwise(counts))
-    return round(sum(max(0.0, one) for one in grown))
+    return round(sum(max(0.0, growth) for growth in grown))
 
 
 def _window(steps: Sequence[Record]) -> Sequence[Record]:

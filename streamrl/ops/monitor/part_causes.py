@@ -14,7 +14,7 @@ _STUCK_S = 120.0  # in one activity without progress
 _STORING_S = 30.0  # storing a version; some seconds are normal, above all for the first
 _MAX_NAMED = 3
 _STUCK_STEPS = 10.0  # or for so many usual steps, where those take long
-_WHILE_IT_LOADS = "wait while it loads model and checkpoint; if this takes long, see what its log says last"
+_WHILE_IT_LOADS = "wait while it loads the model and checkpoint; if this takes long, look at the end of its log"
 _JOIN = "start one, on any machine: streamrl worker --redis URL --run NAME"
 
 
@@ -25,7 +25,7 @@ def learner_gone(view: View) -> Iterator[Cause]:
         last = f"rank 0 last reported {age(seen.report_s)} ago" if seen else "no rank reports"
         yield blocking(
             title="the learner is gone",
-            evidence=f"{last}, and its lease has run out",
+            evidence=f"{last}, and its lease has expired",
             remedy="start it again (`streamrl up CONFIG`, or `streamrl learn`): it resumes from the last checkpoint; "
             "its log says why it ended",
         )
@@ -65,7 +65,8 @@ def learner_starting(view: View) -> Iterator[Cause]:
     elif part is None and (launcher := launching(view)):
         yield info(
             title="the learner is starting",
-            evidence=f"`streamrl up` runs on {launcher.host} for {age(launcher.doing_s)}; rank 0 does not report yet",
+            evidence=f"`streamrl up` has run on {launcher.host} for {age(launcher.doing_s)}, and rank 0 does not "
+            "report yet",
             remedy=_WHILE_IT_LOADS,
         )
 
@@ -133,13 +134,13 @@ def workers_without_hosts(view: View) -> Iterator[Cause]:
     if not waiting:
         return
     longest = max(waiting, key=lambda worker: worker.part.doing_s)
-    there, wanted, at = (longest.detail.get(name, "?") for name in ("hosts", "hosts_wanted", "hosts_at"))
+    joined, wanted, address = (longest.detail.get(name, "?") for name in ("hosts", "hosts_wanted", "hosts_at"))
     more = f", and {plural(len(waiting) - 1, 'other worker')}" if len(waiting) > 1 else ""
     yield Cause(
         level="blocking" if len(waiting) == len(alive(view)) else "attention",
         title="a worker waits for the other hosts of its engine",
-        evidence=f"{longest.part.name} on {longest.part.host} has {there} of {wanted} hosts, for "
-        f"{age(longest.part.doing_s)}{more}; the others join at {at}",
+        evidence=f"{longest.part.name} on {longest.part.host} has {joined} of {wanted} hosts, for "
+        f"{age(longest.part.doing_s)}{more}; the others join at {address}",
         remedy="on each missing host: streamrl worker --redis URL --run NAME --join HOST:PORT, with this worker's "
         "host and that port; if one was started, its log says why it did not join (not_joined)",
     )
@@ -180,7 +181,7 @@ def some_workers_reject(view: View) -> Iterator[Cause]:
             remedy="others serve this version, so these workers' engine or machine is at fault (load_rejected in their "
             "logs; another image, GPU or --model?): end them, and start as many elsewhere"
             if others_serve
-            else "wait for the other workers, which have not come so far: if they serve, this one's machine is at "
+            else "wait for the other workers, which have not loaded it yet: if they serve it, this one's machine is at "
             "fault; if they reject it too, engine and learner disagree about this model",
         )
 
@@ -195,21 +196,23 @@ def _refusals(workers: list[Worker]) -> str:
 
 def peer_lied(view: View) -> Iterator[Cause]:
     """A peer has sent wrong pieces, as long as it lives or is unknown."""
-    here = {str(worker.detail["peers"]): worker.part for worker in view.workers if worker.detail.get("peers")}
-    told = [
+    by_address = {str(worker.detail["peers"]): worker.part for worker in view.workers if worker.detail.get("peers")}
+    accusations = [
         (worker.part.name, str(worker.detail["peer_lied"])) for worker in alive(view) if "peer_lied" in worker.detail
     ]
-    told = [(name, address) for name, address in told if address not in here or here[address].alive]
-    if is_running(view) and told:
-        [name, address], num_others = told[0], len(told) - 1
-        part = here.get(address)
-        who = f"{part.name} on {part.host}" if part else "none of the workers that report"
-        too = f" (and {num_others} more)" if num_others else ""
+    accusations = [
+        (name, address) for name, address in accusations if address not in by_address or by_address[address].alive
+    ]
+    if is_running(view) and accusations:
+        [name, address], num_others = accusations[0], len(accusations) - 1
+        part = by_address.get(address)
+        sender = f"{part.name} on {part.host}" if part else "no worker that reports"
+        more = f" (and {num_others} more)" if num_others else ""
         yield attention(
             title="a peer sends wrong weights",
-            evidence=f"{name}{too} had a piece from {address} that does not match the manifest: {who}",
-            remedy="end that worker and test its host's memory, or find out who answers at that address and close the "
-            "port to everybody but workers; no wrong weights were served, and this peer is not asked again",
+            evidence=f"{name}{more} received a piece from {address} ({sender}) that does not match the manifest",
+            remedy="end that worker and test its host's memory, or find out what listens at that address and close "
+            "the port to everything but workers; no wrong weights were served, and workers no longer ask this peer",
         )
 
 
@@ -217,9 +220,9 @@ def workers_stuck(view: View) -> Iterator[Cause]:
     workers = alive(view)
     limit = max(_STUCK_S, _STUCK_STEPS * view.learner.metrics.get("timers/generate", 0.0))
     # Multi-turn rollouts may take longer than any limit here; see `environment_is_slow`.
-    plays = [worker.part for worker in workers if worker.detail.get("rewards/environment/under_way")]
+    in_episodes = [worker.part for worker in workers if worker.detail.get("rewards/environment/under_way")]
     busy = [worker.part for worker in workers if worker.part.state == "working" and worker.leases]
-    stuck = [part for part in busy if part.progress_s > limit and part not in plays]
+    stuck = [part for part in busy if part.progress_s > limit and part not in in_episodes]
     if stuck:
         names = ", ".join(part.name for part in stuck[:3])
         yield Cause(

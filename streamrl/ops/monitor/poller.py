@@ -28,7 +28,7 @@ from streamrl.telemetry.progress import Liveness
 
 _RECORDS = 60
 _OVERDUE_S = 2.0
-_LEAVE_S = 1.0  # do not wait longer for Redis on exit: the thread ends with the process
+_JOIN_S = 1.0  # do not wait longer for Redis on exit: the thread ends with the process
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,39 +46,39 @@ class Watching(Protocol):
     def look(self) -> View: ...
 
 
-def watch(there: Opened | Remains) -> Watching:
-    if isinstance(there, Remains):
-        return FolderWatcher(there)
-    return Watcher(there.client, there.keys, server=there.server)
+def watch(source: Opened | Remains) -> Watching:
+    if isinstance(source, Remains):
+        return FolderWatcher(source)
+    return Watcher(source.client, source.keys, server=source.server)
 
 
-class Awaited:
+class ConnectingWatcher:
     """A run whose Redis may start later: each look tries to connect until one succeeds. Closes what it opened."""
 
     def __init__(self, target: Target) -> None:
         self.history = History()
-        self._target, self._parts = target, ExitStack()
-        self._there: Watching | None = None
+        self._target, self._stack = target, ExitStack()
+        self._watching: Watching | None = None
 
     def look(self) -> View:
-        if self._there is None:
-            self._there = watch(self._parts.enter_context(opened(self._target, may_come=True)))
-            self.history = self._there.history
-        return self._there.look()
+        if self._watching is None:
+            self._watching = watch(self._stack.enter_context(opened(self._target, caller_retries=True)))
+            self.history = self._watching.history
+        return self._watching.look()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._parts.close()
+        self._stack.close()
 
 
-def look_once(there: Opened | Remains) -> View:
+def look_once(source: Opened | Remains) -> View:
     """Look once: only the latest steps, enough for a short reward curve and the pace."""
-    if isinstance(there, Remains):
-        return view_of(there, now=time.time())
-    seen = snapshot(there.client, there.keys, num_records=_RECORDS, num_events=NUM_EVENTS)
-    return build_view(seen, run_name=there.name, server=there.server)
+    if isinstance(source, Remains):
+        return view_of(source, now=time.time())
+    seen = snapshot(source.client, source.keys, num_records=_RECORDS, num_events=NUM_EVENTS)
+    return build_view(seen, run_name=source.name, server=source.server)
 
 
 class Poller:
@@ -102,17 +102,17 @@ class Poller:
         silence_s = self._clock() - self._answered_at
         if self._seen.error or silence_s < _OVERDUE_S + self._period_s:
             return self._seen
-        return Seen(view=self._seen.view, error=f"for {silence_s:.0f} s: it takes the question, and does not answer")
+        return Seen(view=self._seen.view, error=f"for {silence_s:.0f} s: it accepts the request, but does not reply")
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        thread = threading.Thread(target=self._run, name="looks at Redis", daemon=True)
+        thread = threading.Thread(target=self._run, name="redis poller", daemon=True)
         thread.start()
         try:
             yield
         finally:
             self._stop.set()
-            thread.join(_LEAVE_S)
+            thread.join(_JOIN_S)
 
     def look(self) -> None:
         try:
@@ -142,7 +142,7 @@ class Watcher:
         self.view: View | None = None  # the last one that Redis answered
         self._client, self._keys, self._server = client, keys, server
         self._liveness = Liveness()
-        self._has_begun = False
+        self._was_running = False
 
     def look(self) -> View:
         seen = snapshot(self._client, self._keys, num_records=1, num_events=NUM_EVENTS, give_up_after_s=_PATIENCE_S)
@@ -155,11 +155,11 @@ class Watcher:
             ages=self._liveness.ages(seen.reports, at=seen.at),
             silent_s=SILENT_S,
         )
-        self._has_begun |= self.view.run.state == "running"
+        self._was_running |= self.view.run.state == "running"
         return self.view
 
     @property
     def is_over(self) -> bool:
         """The run was seen running, and no longer runs. One that ended before the first look may be resumed any
         time."""
-        return self._has_begun and self.view is not None and self.view.run.state != "running"
+        return self._was_running and self.view is not None and self.view.run.state != "running"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from streamrl.errors import ConfigError, TransportError
-from streamrl.ops.monitor.build import build_view, judged
+from streamrl.ops.monitor.build import build_view, with_verdict
 from streamrl.ops.monitor.history import History
 from streamrl.ops.monitor.view import View
 from streamrl.process import started_at
@@ -30,7 +30,7 @@ from streamrl.protocol.transport.types import RUN_STATES, RunInfo
 from streamrl.protocol.wire.ticket import PURPOSES
 
 State = Literal["absent", "running", "finished", "stopped", "failed", "crashed"]  # absent: no learner has taken the run
-_NOBODY = StreamCounts(num_tickets=0, num_leased=0, leased_by={}, num_groups=0)
+_NO_COUNTS = StreamCounts(num_tickets=0, num_leased=0, leased_by={}, num_groups=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Remains:
     url: str  # of Redis, from the configuration
     config: Mapping[str, Any]
     state: State
-    told: Mapping[str, Any]  # state.json
+    recorded: Mapping[str, Any]  # state.json
     error: str
 
     @cached_property
@@ -57,14 +57,16 @@ class Remains:
 
     @property
     def term(self) -> int:
-        return int(self.told.get("term", 0))
+        return int(self.recorded.get("term", 0))
 
     @cached_property
     def at(self) -> float:
         """When it ended; for a crash, the last sign of life."""
-        heard = max((curve.records[-1].at for curve in self._curves if curve.records), default=0.0)
-        said = self.told.get("at", 0.0)
-        return max(heard, said) if self.state in ("crashed", "running") else said or heard or _modified(self.folder)
+        last_metric_at = max((curve.records[-1].at for curve in self._curves if curve.records), default=0.0)
+        recorded_at: float = self.recorded.get("at", 0.0)
+        if self.state in ("crashed", "running"):
+            return max(last_metric_at, recorded_at)
+        return recorded_at or last_metric_at or _modified(self.folder)
 
     @property
     def began_at(self) -> float:
@@ -79,11 +81,11 @@ class Remains:
         return self.state in ("finished", "stopped", "failed", "crashed")
 
     @property
-    def words(self) -> str:
-        """What has become of it, to follow the run's name in a sentence."""
+    def description(self) -> str:
+        """What became of the run; follows its name in a sentence."""
         return {
             "absent": "has not started",
-            "running": f"ran on {self.told.get('host')} when its folder was last written",
+            "running": f"ran on {self.recorded.get('host')} when its folder was last written",
             "finished": f"has finished, after {self.step} steps",
             "stopped": f"was stopped at step {self.step}",
             "failed": f"failed at step {self.step}: {self.error}",
@@ -102,12 +104,12 @@ class Remains:
 def read_remains(folder: Path) -> Remains:
     """Read a run's folder. ConfigError if it is none."""
     config = read_config(folder)
-    told = _read_json(folder / "state.json") or _told_by_launcher(folder)
-    refused = _read_json(folder / "learner.error")
-    state = _state(folder, told, refused)
-    error = str(told.get("error") or refused.get("error") or "")
+    recorded = _read_json(folder / "state.json") or _recorded_by_launcher(folder)
+    refusal = _read_json(folder / "learner.error")
+    state = _state(folder, recorded, refusal)
+    error = str(recorded.get("error") or refusal.get("error") or "")
     name, url = str(config["name"]), str(config["redis"]["url"])
-    return Remains(folder=folder, name=name, url=url, config=config, state=state, told=told, error=error)
+    return Remains(folder=folder, name=name, url=url, config=config, state=state, recorded=recorded, error=error)
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
@@ -123,7 +125,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, yaml.YAMLError):
-        raise ConfigError(f"{path} is not the configuration of a run: it is no YAML") from None
+        raise ConfigError(f"{path} is not the configuration of a run: it is not valid YAML") from None
     except (KeyError, TypeError):
         raise ConfigError(f"{path} is not the configuration of a run: `name` or `redis.url` is missing") from None
     found: Mapping[str, Any] = config
@@ -136,32 +138,34 @@ def no_run(folder: Path) -> ConfigError:
         return ConfigError(f"{folder} is not the folder of a run: there is no config.yaml in it")
     runs = {path.parent.name: path for place in (Path("runs"), folder.parent) for path in place.glob("*/config.yaml")}
     near = [runs[name].parent for name in get_close_matches(folder.name, runs, n=1)]
-    meant = f"; did you mean {near[0]}?" if near else "; `streamrl runs ls` lists those that lie in `runs`"
-    return ConfigError(f"{folder} is not the folder of a run: there is nothing of that name{meant}")
+    hint = f"; did you mean {near[0]}?" if near else "; `streamrl runs ls` lists those in `runs`"
+    return ConfigError(f"{folder} is not the folder of a run: it does not exist{hint}")
 
 
-def _told_by_launcher(folder: Path) -> Mapping[str, Any]:
+def _recorded_by_launcher(folder: Path) -> Mapping[str, Any]:
     path = folder / "summary.json"
     summary = _read_json(path)
     return {"state": summary["state"], "at": _modified(path)} if "state" in summary else {}
 
 
-def _state(folder: Path, told: Mapping[str, Any], refused: Mapping[str, Any]) -> State:
-    said = told.get("state")
-    if said in RUN_STATES and said != "running":
-        ended: State = said
+def _state(folder: Path, recorded: Mapping[str, Any], refusal: Mapping[str, Any]) -> State:
+    last = recorded.get("state")
+    if last in RUN_STATES and last != "running":
+        ended: State = last
         return ended
-    if said == "running":
-        return "running" if _may_live(told) else "crashed"
+    if last == "running":
+        return "running" if _may_live(recorded) else "crashed"
     if not (folder / "terms").is_dir():
         return "absent"
-    return "failed" if refused else "crashed"
+    return "failed" if refusal else "crashed"
 
 
-def _may_live(told: Mapping[str, Any]) -> bool:
+def _may_live(recorded: Mapping[str, Any]) -> bool:
     """Return whether the process may be alive; on another machine this is unknown, so it may."""
-    began = told.get("process_began")
-    return told.get("host") != socket.gethostname() or (bool(began) and began == started_at(int(told.get("pid", 0))))
+    if recorded.get("host") != socket.gethostname():
+        return True
+    began = recorded.get("process_began")
+    return bool(began) and began == started_at(int(recorded.get("pid", 0)))
 
 
 def view_of(remains: Remains, *, now: float) -> View:
@@ -176,7 +180,7 @@ def view_of(remains: Remains, *, now: float) -> View:
         ended_at=remains.at if remains.has_ended else None,
         eta_s=None,
     )
-    return judged(replace(seen, run=run, summary=remains.summary))
+    return with_verdict(replace(seen, run=run, summary=remains.summary))
 
 
 def _snapshot(remains: Remains, *, now: float) -> Snapshot:
@@ -197,7 +201,7 @@ def _snapshot(remains: Remains, *, now: float) -> Snapshot:
         step=remains.step,
         holder=None,
         control="run",
-        streams=dict.fromkeys(PURPOSES, _NOBODY),
+        streams=dict.fromkeys(PURPOSES, _NO_COUNTS),
         num_dead=int(steps[-1].values.get("stream/dead_letters", 0)) if steps else 0,
         latest_version=int(version) if version else None,
         latest_version_step=steps[-1].step if version else 0,
@@ -224,7 +228,9 @@ class FolderWatcher:
         if (stamp := _stamp(self._remains.folder)) != self._as_of:
             self._remains, self._as_of = read_remains(self._remains.folder), stamp
         if self._remains.state == "running":
-            raise TransportError("the run goes on, beside what is shown here: call this command again to watch it")
+            raise TransportError(
+                "the run has been started again, and this view is out of date: run this command again to watch it"
+            )
         return view_of(self._remains, now=self._clock())
 
 

@@ -30,7 +30,7 @@ from streamrl.protocol.transport.types import Entry
 from streamrl.protocol.wire.group import Group, decode_header
 from streamrl.versions import show
 
-_MOST = 30
+_MAX_ROLLOUTS = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +56,10 @@ class Rollouts(Protocol):
     def lines(self, entry_id: str, *, width: int, colour: bool) -> Sequence[Text]: ...
 
 
-def rollouts_of(there: Opened | Remains) -> Rollouts:
-    if isinstance(there, Remains):
-        return KeptRollouts(there.folder)
-    return LiveRollouts(there.client, there.keys, kept=KeptRollouts(there.folder) if there.folder else None)
+def rollouts_of(source: Opened | Remains) -> Rollouts:
+    if isinstance(source, Remains):
+        return KeptRollouts(source.folder)
+    return LiveRollouts(source.client, source.keys, kept=KeptRollouts(source.folder) if source.folder else None)
 
 
 class LiveRollouts:
@@ -102,7 +102,7 @@ class KeptRollouts:
         self._kept = KeptGroups(folder)
 
     def latest(self) -> Sequence[Rollout]:
-        return [_of_record(record) for record in reversed(self._kept.latest(_MOST))]
+        return [_of_record(record) for record in reversed(self._kept.latest(_MAX_ROLLOUTS))]
 
     def to_json(self, entry_id: str) -> Mapping[str, Any] | None:
         with contextlib.suppress(DataError):
@@ -116,7 +116,7 @@ class KeptRollouts:
 
 def list_rollouts(client: redis.Redis, keys: Keys) -> list[Rollout]:
     """Return the newest groups first; unreadable ones are skipped."""
-    entries: Any = client.xrevrange(keys.groups("train"), count=_MOST)
+    entries: Any = client.xrevrange(keys.groups("train"), count=_MAX_ROLLOUTS)
     found: list[Rollout] = []
     for entry_id, fields in entries:
         with contextlib.suppress(WireError):

@@ -41,7 +41,9 @@ class Target:
     def server(self) -> str:
         """Return the URL; ResourceError if there is none."""
         if self.url is None:
-            raise ResourceError(f"the Redis of the run in {self.folder} is not up, and comes with `streamrl up`")
+            raise ResourceError(
+                f"the embedded Redis of the run in {self.folder} is not running; `streamrl up` starts it"
+            )
         return self.url
 
     def remains(self) -> Remains | None:
@@ -77,7 +79,7 @@ def find_target(folder: Path | None, url: str | None, run: str | None) -> Target
     if folder is None:
         url = url or os.environ.get(URL_VARIABLE)
         if url is not None and run is None:
-            raise ConfigError("say which run of that Redis: --run NAME; `streamrl runs ls --redis URL` lists them")
+            raise ConfigError("name the run in that Redis with --run NAME; `streamrl runs ls --redis URL` lists them")
         if url is None or run is None:
             raise ConfigError(f"give the folder of a run, or --redis URL (or {URL_VARIABLE}) and --run NAME")
         return Target(url=url, run=run)
@@ -87,16 +89,16 @@ def find_target(folder: Path | None, url: str | None, run: str | None) -> Target
 
 
 @contextmanager
-def opened(target: Target, *, may_come: bool = False) -> Iterator[Opened | Remains]:
-    """Open the run in its Redis, or its folder if Redis is gone. With `may_come`, an unreachable Redis is a
+def opened(target: Target, *, caller_retries: bool = False) -> Iterator[Opened | Remains]:
+    """Open the run in its Redis, or its folder if Redis is gone. With `caller_retries`, an unreachable Redis is a
     TransportError, for callers that retry."""
     with ExitStack() as stack:
         try:
-            client = stack.enter_context(open_server(target.server(), may_come=may_come))
-            there: Opened | Remains = _look_in(client, target)
+            client = stack.enter_context(open_server(target.server(), caller_retries=caller_retries))
+            source: Opened | Remains = _look_in(client, target)
         except (ResourceError, TransportError) as error:
-            there = left_of(target, error)
-        yield there
+            source = remains_or_raise(target, error)
+        yield source
 
 
 def _look_in(client: redis.Redis, target: Target) -> Opened | Remains:
@@ -109,21 +111,21 @@ def _look_in(client: redis.Redis, target: Target) -> Opened | Remains:
     return Opened(client=client, keys=keys, server=server_name(client), folder=target.folder)
 
 
-def left_of(target: Target, error: ResourceError | TransportError) -> Remains:
+def remains_or_raise(target: Target, error: ResourceError | TransportError) -> Remains:
     """Return the folder's record of a run whose Redis does not answer; raise the error if it may be running."""
     remains = target.remains()
     if remains is None:
         raise error
     if remains.state == "running" or (remains.state == "absent" and target.url is not None):
-        raise type(error)(f"{error}; the run in {remains.folder} {remains.words}") from None
+        raise type(error)(f"{error}; the run in {remains.folder} {remains.description}") from None
     return remains
 
 
 @contextmanager
-def open_server(url: str, *, may_come: bool = False) -> Iterator[redis.Redis]:
+def open_server(url: str, *, caller_retries: bool = False) -> Iterator[redis.Redis]:
     """Connect; a refused or unanswered command inside the context is a TransportError."""
     times = _Timeouts()
-    with connect(url, times, patience_s=times.connect_timeout_s if may_come else None) as client:
+    with connect(url, times, patience_s=times.connect_timeout_s if caller_retries else None) as client:
         try:
             yield client
         except redis.RedisError as error:
@@ -173,7 +175,7 @@ def list_runs(client: redis.Redis, *, within_s: float = 10.0) -> Listing:
         names.update(match[1] for match in found if match)
         if cursor == 0 or time.monotonic() > deadline:
             break
-    runs = sorted((_read(client, name) for name in names), key=_youngest_first)
+    runs = sorted((_read(client, name) for name in names), key=_newest_first)
     return Listing(runs=tuple(runs), is_complete=cursor == 0)
 
 
@@ -193,24 +195,24 @@ def _read(client: redis.Redis, name: str) -> ListedRun:
 
 def with_folders(listing: Listing, folder: Path) -> Listing:
     """Add the runs whose folders are there, if the place exists."""
-    left = {(run.uid, run.name): run for run in listing.runs}
+    found = {(run.uid, run.name): run for run in listing.runs}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if (run := _read_folder(path)) is not None:
             key = (run.uid or run.folder, run.name)
-            left[key] = _joined(left[key], run) if key in left else run
-    runs = sorted(left.values(), key=_youngest_first)
+            found[key] = _joined(found[key], run) if key in found else run
+    runs = sorted(found.values(), key=_newest_first)
     return replace(listing, runs=tuple(runs))
 
 
-def _youngest_first(run: ListedRun) -> tuple[float, str]:
+def _newest_first(run: ListedRun) -> tuple[float, str]:
     return -(run.created_at or 0.0), run.name
 
 
-def _joined(live: ListedRun, left: ListedRun) -> ListedRun:
+def _joined(live: ListedRun, recorded: ListedRun) -> ListedRun:
     """Combine both: Redis may lack steps since the last checkpoint, and does not know that its learner has died."""
-    died = live.state == "running" and not live.is_live and left.state == "crashed"
-    state = left.state if died else live.state
-    return replace(live, state=state, step=max(live.step, left.step), folder=left.folder)
+    died = live.state == "running" and not live.is_live and recorded.state == "crashed"
+    state = recorded.state if died else live.state
+    return replace(live, state=state, step=max(live.step, recorded.step), folder=recorded.folder)
 
 
 def _read_folder(folder: Path) -> ListedRun | None:
@@ -220,11 +222,11 @@ def _read_folder(folder: Path) -> ListedRun | None:
         remains = read_remains(folder)
     except ConfigError:
         return None
-    left = _listed(remains)
+    recorded = _listed(remains)
     if remains.url == _EMBEDDED and target.url is not None:
         with suppress(ResourceError, TransportError), open_server(target.url) as client:
-            return _joined(_read(client, target.run), left)
-    return left
+            return _joined(_read(client, target.run), recorded)
+    return recorded
 
 
 def _listed(remains: Remains) -> ListedRun:

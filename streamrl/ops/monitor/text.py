@@ -17,7 +17,7 @@ WIDTH = 100
 LABEL = 9  # columns
 _MAX_SHOWN = 3  # reward sources, silent workers
 _SHORTEST_CURVE = 8  # columns
-_OF_SUMMARY = {"issued": "tickets", "trained": "trained", "lost": "lost", "twice": "twice", "seconds": "s"}
+_SUMMARY_LABELS = {"issued": "tickets", "trained": "trained", "lost": "lost", "twice": "twice", "seconds": "s"}
 _MARKS = {"blocking": "!!", "attention": "! ", "info": "  "}
 
 
@@ -40,7 +40,7 @@ def _of_folder(view: View, *, width: int) -> list[tuple[str, str]]:
         ("prompts", prompts_line(view)),
         ("dead", dead_line(view)),
         ("summary", summary_words(view.summary)),
-        ("folder", f"{view.run.folder}, which tells all this: its Redis is not there any more"),
+        ("folder", f"{view.run.folder}, the source of all this: the run's Redis is gone"),
     ]
 
 
@@ -103,7 +103,8 @@ def steps(view: View) -> str:
 
 def run_line(view: View) -> str:
     run = view.run
-    words = [run.name, run.state if run.control == "run" else f"{run.state}, told to {run.control}", steps(view)]
+    state = run.state if run.control == "run" else f"{run.state}, operator command: {run.control}"
+    words = [run.name, state, steps(view)]
     if run.share_done is not None:
         words.append(f"{run.share_done:.0%}")
     if run.eta_s is not None:
@@ -137,7 +138,7 @@ def learner_line(view: View) -> str:
     is_gone = lead is None or not lead.alive or (lead.state == "silent" and not holder)
     gone = "GONE: " if is_gone and view.run.state == "running" else ""
     if lead is None:
-        return f"{gone}not there; {holder} holds the lease" if holder else f"{gone}not there"
+        return f"{gone}no rank reports; {holder} holds the lease" if holder else f"{gone}no rank reports"
     ranks = f", {view.learner.ranks} ranks" if view.learner.ranks > 1 else ""
     return f"{gone}{activity(lead)}, progress {age(lead.progress_s)} ago{ranks}"
 
@@ -197,7 +198,7 @@ def workers_line(view: View) -> str:
     if not view.workers:
         return "none"
     doing = Counter(_kind(worker) for worker in alive(view))
-    words = [", ".join(f"{count} {what}" for what, count in doing.most_common()) or "none report"]
+    words = [", ".join(f"{count} {kind}" for kind, count in doing.most_common()) or "none report"]
     words.append(f"{number(sum(w.tokens_per_s or 0 for w in alive(view)))} tokens/s")
     words.append(f"{sum(w.in_flight or 0 for w in alive(view))} in flight")
     silent = [worker.part for worker in view.workers if not worker.part.alive]
@@ -280,7 +281,7 @@ def prompts_line(view: View) -> str:
 def summary_words(summary: Mapping[str, Any] | None) -> str:
     """The outcome of the last launch, as its launcher recorded it."""
     facts = summary or {}
-    words = [f"{facts[name]} {told}" for name, told in _OF_SUMMARY.items() if name in facts]
+    words = [f"{facts[name]} {label}" for name, label in _SUMMARY_LABELS.items() if name in facts]
     return ", ".join(words) + (f"; model in {facts['export']}" if facts.get("export") else "")
 
 

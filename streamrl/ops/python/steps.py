@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamrl.ops.monitor.history import METRICS, History, to_record, whole
+from streamrl.ops.monitor.history import METRICS, History, parse_lines, to_record
 from streamrl.protocol.transport.keys import is_validation
 from streamrl.protocol.transport.types import Record
 
@@ -53,4 +53,4 @@ class _Tail:
             file.seek(self._offset)
             lines = [line for line in file if line.endswith(b"\n")]
         self._offset += sum(map(len, lines))
-        yield from map(to_record, whole(lines))
+        yield from map(to_record, parse_lines(lines))

@@ -14,23 +14,23 @@ from streamrl.config.placement import Part
 from streamrl.errors import UserError
 from streamrl.finding import Finding, error, ok, warning
 from streamrl.ops.monitor.doctor import gpus, machine, services
-from streamrl.ops.monitor.doctor.musts import MUSTS, check_packages
+from streamrl.ops.monitor.doctor.requirements import REQUIREMENTS, check_packages
 from streamrl.ops.monitor.doctor.trials import try_learner, try_rewards
 
 Check = Callable[[Loaded], Iterable[Finding]]
-_AS_IT_SAYS = "fix it as described"
+_SEE_EVIDENCE = "fix it as described"
 
 
-def _sound(name: str, must: Callable[[Loaded], object]) -> Check:
+def _as_check(name: str, requirement: Callable[[Loaded], object]) -> Check:
     def check(loaded: Loaded) -> Iterator[Finding]:
-        must(loaded)
-        yield ok(name, "sound")
+        requirement(loaded)
+        yield ok(name, "no problem found")
 
     return check
 
 
 CHECKS: Mapping[str, Check] = {
-    **{name: _sound(name, must) for name, must in MUSTS.items()},
+    **{name: _as_check(name, requirement) for name, requirement in REQUIREMENTS.items()},
     "torch": machine.check_torch,
     "redis": services.check_redis,
     "model": machine.check_models,
@@ -47,7 +47,7 @@ _NEEDED = {"settings", "packages", "files", "model"}  # by the trials
 
 
 # Checks to skip on a machine with only this part: the learner asks no rewards, and a worker reads no prompts.
-_ELSEWHERE: Mapping[Part, Collection[str]] = {
+_SKIPPED: Mapping[Part, Collection[str]] = {
     "all": (),
     "learner": ("rewards", "reward port", "shared memory"),
     "worker": ("files", "reward port", "disk"),
@@ -56,40 +56,40 @@ _ELSEWHERE: Mapping[Part, Collection[str]] = {
 
 def examine(loaded: Loaded, part: Part = "all", *, ask_services: bool = False) -> Iterator[Finding]:
     """Yield findings as they come. `ask_services`: also request a score from reward services."""
-    wrong = set()
+    failed = set()
     for name, finding in look(loaded, part):
-        wrong |= {name} if finding.level == "error" else set()
+        failed |= {name} if finding.level == "error" else set()
         yield finding
-    if wrong & _NEEDED:
+    if failed & _NEEDED:
         yield warning(
             "trials", "rewards, prompts and model were not tried", "fix the errors first, then run doctor again"
         )
         return
     if part == "all":  # rewards are tried on rows of the data, which a worker's machine may not have
-        yield from _made("rewards", partial(try_rewards, ask_services=ask_services), loaded)
+        yield from _run_check("rewards", partial(try_rewards, ask_services=ask_services), loaded)
     if part != "worker":
-        yield from _made("learner", partial(try_learner, workers_are_here=part == "all"), loaded)
+        yield from _run_check("learner", partial(try_learner, workers_are_here=part == "all"), loaded)
 
 
 def look(loaded: Loaded, part: Part = "all") -> Iterator[tuple[str, Finding]]:
     """Run the quick checks; yields each finding with the name of its check."""
     of_part: Mapping[str, Check] = {
-        "packages": _sound("packages", lambda loaded: check_packages(loaded.config, part)),
+        "packages": _as_check("packages", lambda loaded: check_packages(loaded.config, part)),
         "placement": partial(gpus.check_placement, part=part),
         "gpu": partial(gpus.check_gpus, part=part),
         "memory": partial(machine.check_memory, part=part),
         "shared memory": partial(machine.check_shared_memory, part=part),
     }
     for name, check in {**CHECKS, **of_part}.items():
-        if name not in _ELSEWHERE[part]:
-            yield from ((name, finding) for finding in _made(name, check, loaded))
+        if name not in _SKIPPED[part]:
+            yield from ((name, finding) for finding in _run_check(name, check, loaded))
 
 
-def _made(name: str, check: Check, loaded: Loaded) -> Iterator[Finding]:
+def _run_check(name: str, check: Check, loaded: Loaded) -> Iterator[Finding]:
     try:
         for finding in check(loaded):
-            yield finding if finding.level == "ok" or finding.remedy else replace(finding, remedy=_AS_IT_SAYS)
+            yield finding if finding.level == "ok" or finding.remedy else replace(finding, remedy=_SEE_EVIDENCE)
     except UserError as mistake:
-        yield from (error(name, line, _AS_IT_SAYS) for line in str(mistake).splitlines())
-    except OSError as refused:
-        yield error(name, str(refused), "fix what the machine refuses")
+        yield from (error(name, line, _SEE_EVIDENCE) for line in str(mistake).splitlines())
+    except OSError as failure:
+        yield error(name, str(failure), "fix the cause of this system error")

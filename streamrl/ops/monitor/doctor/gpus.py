@@ -13,7 +13,7 @@ from streamrl.config.schema import Config
 from streamrl.finding import Finding, error, ok, warning
 from streamrl.gpus import gpus_here
 from streamrl.ops.monitor.doctor.sizes import served_bytes
-from streamrl.terminal import plural, size
+from streamrl.terminal import size
 
 _WORKING_BYTES = 2 << 30  # of an engine besides weights and KV cache: activations, graphs, driver context; a guess
 
@@ -23,19 +23,20 @@ def check_gpus(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
     if not gpus:
         yield ok("gpu", "none that torch can use: CPUs will be used")
     for gpu in gpus:
-        told = f", {size(gpu.free)} of {size(gpu.memory)} free" if gpu.memory else ", of unknown size"
-        yield ok(f"gpu {gpu.name}", f"{gpu.model or 'model unknown to nvidia-smi'}{told}")
+        memory = f", {size(gpu.free)} of {size(gpu.memory)} free" if gpu.memory else ", of unknown size"
+        yield ok(f"gpu {gpu.name}", f"{gpu.model or 'model unknown to nvidia-smi'}{memory}")
 
 
 def check_placement(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
     config = loaded.config
     placement = place(config, gpus_here(), part)
     for name, share in placement.shares.items():
-        told = f"{name} on {share.words}"
+        assignment = f"{name} on {share.words}"
         if share.fraction is None:
-            yield ok("placement", told)
+            yield ok("placement", assignment)
         else:
-            yield warning("placement", f"{told}, which it shares", "use fewer workers, or a machine with more GPUs")
+            seen = f"{assignment}, shared with another process"
+            yield warning("placement", seen, "use fewer workers, or a machine with more GPUs")
     if placement.idle:
         names = ", ".join(gpu.name for gpu in placement.idle)
         yield warning("placement", f"no part of the run uses GPU {names}", "raise worker.count, or learner.processes")
@@ -48,11 +49,11 @@ def _workers(config: Config, shares: list[Share]) -> Iterator[Finding]:
     weights = served_bytes(config)
     if not shares or not weights:
         return
-    smallest, each = min(share.memory for share in shares), gpus_of_worker(config.worker)
-    needed = weights // max(1, each) + _WORKING_BYTES
-    told = f"{size(needed)} of weights and workspace per GPU, {size(smallest)} available"
+    smallest, num_gpus = min(share.memory for share in shares), gpus_of_worker(config.worker)
+    needed = weights // max(1, num_gpus) + _WORKING_BYTES
+    estimate = f"{size(needed)} of weights and workspace per GPU, {size(smallest)} available"
     if needed > smallest:
-        remedy = f"set worker.gpus higher than {plural(each, 'GPU')}, use a smaller model, or share less"
-        yield error("worker on GPU", told, remedy)
+        remedy = f"raise worker.gpus above {num_gpus}, use a smaller model, or put fewer processes on each GPU"
+        yield error("worker on GPU", estimate, remedy)
     else:
-        yield ok("worker on GPU", f"{told}: {size(smallest - needed)} are left for the KV cache")
+        yield ok("worker on GPU", f"{estimate}: {size(smallest - needed)} are left for the KV cache")

@@ -26,13 +26,14 @@ from streamrl.terminal import size
 
 _MASTER_BYTES = 4 + 4 + 8  # fp32 weights, gradients, and AdamW's two moments
 _CHECKPOINT_BYTES = 4 + 8  # fp32 weights and the moments
-_FEWEST_FILES = 4096
+_MIN_OPEN_FILES = 4096
 
 
 def check_torch(loaded: Loaded) -> Iterator[Finding]:
     """Warn about packages built for another torch, which break other programs that import transformers."""
-    for name, told in misfits().items():
-        yield warning("torch", f"{told}: streamrl ignores it", f"`pip uninstall {name}`; nothing here uses it")
+    for name, mismatch in misfits().items():
+        remedy = f"`pip uninstall {name}`; streamrl does not use it"
+        yield warning("torch", f"{mismatch}: streamrl ignores it", remedy)
     if not misfits():
         yield ok("torch", version("torch") or "not installed")
 
@@ -47,13 +48,15 @@ def check_models(loaded: Loaded) -> Iterator[Finding]:
 def _check_model(name: str, path: str, *, key: str) -> Iterator[Finding]:
     folder = Path(path)
     if not folder.is_dir():
-        yield warning(name, f"{path} is not a folder here; models on a hub are not checked", "give a local folder")
+        yield warning(name, f"{path} is not a local folder; models on a hub are not checked", "give a local folder")
         return
     settings = _read_json(folder / "config.json")
     settings = settings.get("text_config", settings)
     count = count_parameters(folder)
-    told = f"{count / 1e6:,.1f} million parameters" if count else "no safetensors to count parameters in"
-    yield ok(name, f"{settings.get('model_type', 'unknown type')}, {told}")
+    num_parameters = (
+        f"{count / 1e6:,.1f} million parameters" if count else "no safetensors files to count parameters in"
+    )
+    yield ok(name, f"{settings.get('model_type', 'unknown type')}, {num_parameters}")
     yield from _check_vocabulary(name, folder, settings, key=key)
 
 
@@ -70,15 +73,15 @@ def _check_vocabulary(name: str, folder: Path, settings: dict[str, Any], *, key:
         yield error(
             f"{name} vocabulary",
             f"{key} = {str(folder)!r}: the tokenizer has ids up to {highest}, the model only {outputs} outputs",
-            "model and tokenizer are of different models, or tokens were added without resizing the model",
+            "use the tokenizer of this model; if tokens were added to it, resize the model's embeddings",
         )
         return
     yield ok(f"{name} vocabulary", f"{len(ids)} tokens, {outputs} outputs")
-    end = _read_json(folder / "tokenizer_config.json").get("eos_token")
-    end = end.get("content") if isinstance(end, dict) else end
-    if name == "model" and end is not None and end not in ids:
-        told = f"{key} = {str(folder)!r}: eos_token {end!r} is not in the vocabulary"
-        yield error(f"{name} end token", told, "fix tokenizer_config.json")
+    end_token = _read_json(folder / "tokenizer_config.json").get("eos_token")
+    end_token = end_token.get("content") if isinstance(end_token, dict) else end_token
+    if name == "model" and end_token is not None and end_token not in ids:
+        seen = f"{key} = {str(folder)!r}: eos_token {end_token!r} is not in the vocabulary"
+        yield error(f"{name} end token", seen, "fix tokenizer_config.json")
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -95,8 +98,8 @@ def check_precision(loaded: Loaded) -> Iterator[Finding]:
     dtypes = {"model.dtype": loaded.config.model.dtype, "weights.dtype": loaded.config.weights.dtype}
     slow = [f"{key}: float32" for key, dtype in dtypes.items() if dtype == "bfloat16"]
     if slow and not gpus_here() and not computes_in_bfloat16():
-        told = "these cores have no products of bfloat16 (AVX512_BF16 or AMX), and convert each number there and back"
-        yield warning("precision", told, f"set {' and '.join(slow)}")
+        seen = "this CPU has no bfloat16 arithmetic (AVX512_BF16 or AMX), and converts each value to float32 and back"
+        yield warning("precision", seen, f"set {' and '.join(slow)}")
 
 
 def learner_bytes(config: Config, parameters: int) -> int:
@@ -118,34 +121,38 @@ def check_memory(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
     workers, ranks = num_workers(config, part), num_ranks(config, part)
     parameters, engine = count_parameters(Path(config.model.path)), served_bytes(config)
     if not parameters:
-        yield warning("memory", "the model's size is not known here", "give model.path as a local folder")
+        yield warning("memory", "the model's size is unknown", "set model.path to a local folder")
         return
     learner = learner_bytes(config, parameters)
     if gpus_here():  # reported by the placement check, and by the learner's own trial
         return
     if part != "worker":
-        yield ok("learner memory", f"about {size(learner)} a rank, and activations: an estimate")
+        yield ok("learner memory", f"about {size(learner)} per rank, plus activations (an estimate)")
     if part != "learner":
-        yield ok("worker memory", f"about {size(engine)} a worker, and its KV cache: an estimate")
-    there = available_memory()
+        yield ok("worker memory", f"about {size(engine)} per worker, plus its KV cache (an estimate)")
+    free = available_memory()
     needed = ranks * learner + workers * worker_bytes(config)
-    told = f"about {size(needed)} needed on this machine, {size(there)} free"
-    if needed > there:
-        yield error("memory", told, "use a smaller model, LoRA, fewer workers, or a machine with more")
-    elif needed > 0.6 * there:
-        yield warning("memory", told, "activations and KV cache come on top: lower training.micro_batch_tokens")
+    estimate = f"about {size(needed)} needed on this machine, {size(free)} free"
+    if needed > free:
+        yield error("memory", estimate, "use a smaller model, LoRA, fewer workers, or a machine with more")
+    elif needed > 0.6 * free:
+        yield warning("memory", estimate, "activations and KV cache come on top: lower training.micro_batch_tokens")
     else:
-        yield ok("memory", told)
+        yield ok("memory", estimate)
 
 
 def check_shared_memory(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        yield warning("shared memory", "there is no /dev/shm", "workers use temporary files instead, which is slower")
+        yield warning(
+            "shared memory",
+            "there is no /dev/shm",
+            "mount one; without it workers use temporary files, which are slower",
+        )
         return
     config = loaded.config
     needed = num_workers(config, part) * served_bytes(config)
-    remedy = "mount /dev/shm larger (docker run --shm-size, or an emptyDir of memory)"
+    remedy = "enlarge /dev/shm (docker run --shm-size, or an emptyDir with medium: Memory)"
     yield _has_room("shared memory", folder, needed, what="the workers' mirrors of the weights", remedy=remedy)
 
 
@@ -160,14 +167,14 @@ def check_disk(loaded: Loaded) -> Iterator[Finding]:
 
 def _has_room(name: str, folder: Path, needed: int, *, what: str, remedy: str) -> Finding:
     free = shutil.disk_usage(folder).free
-    told = f"{size(free)} free at {folder}, about {size(needed)} for {what}"
-    return error(name, told, remedy) if needed > free else ok(name, told)
+    seen = f"{size(free)} free at {folder}, about {size(needed)} for {what}"
+    return error(name, seen, remedy) if needed > free else ok(name, seen)
 
 
 def check_limits(loaded: Loaded) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    told = f"{soft} open files ({hard} at most)"
-    if soft < _FEWEST_FILES:
-        yield warning("limits", told, f"ulimit -n {_FEWEST_FILES}, before a run with many workers")
+    seen = f"at most {soft} open files (hard limit {hard})"
+    if soft < _MIN_OPEN_FILES:
+        yield warning("limits", seen, f"run `ulimit -n {_MIN_OPEN_FILES}` before a run with many workers")
     else:
-        yield ok("limits", told)
+        yield ok("limits", seen)

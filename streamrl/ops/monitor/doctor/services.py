@@ -42,35 +42,35 @@ def check_redis(loaded: Loaded) -> Iterator[Finding]:
         try:
             info: Any = client.info()
             latency = _latency(client)
-        except redis.RedisError as refused:
-            remedy = "ask as a user who may; `streamrl redis acl` prints what each may"
-            yield error("redis", f"it refuses a check: {refused}", remedy)
+        except redis.RedisError as failure:
+            remedy = "connect as a user with that right; `streamrl redis acl` prints the rights of each user"
+            yield error("redis", f"a check was refused: {failure}", remedy)
             return
         sizes = settings.max_backlog_bytes, budget_in_redis(loaded.config.weights)
         faults = server_faults(server_name(client), info, *sizes)
-        told = partial(_told, client)
-        for name, finding in fitness(info, needed_memory(*sizes), told).items():
-            remedy = told("maxmemory-policy noeviction") if name == "policy" else "fix it as described"
+        how_to_set = partial(_how_to_set, client)
+        for name, finding in fitness(info, needed_memory(*sizes), how_to_set).items():
+            remedy = how_to_set("maxmemory-policy noeviction") if name == "policy" else "fix it as described"
             yield error(f"redis {name}", faults[name], remedy) if name in faults else finding
-        yield _durability(info, told)
+        yield _durability(info, how_to_set)
         yield latency
 
 
-def _told(client: redis.Redis, words: str) -> str:
+def _how_to_set(client: redis.Redis, setting: str) -> str:
     """Return how to change a setting of this server. Called only for a remedy: a refusal shows in its ACL LOG."""
     try:
         client.config_get("maxmemory-policy")
     except redis.exceptions.NoPermissionError:
-        return f"redis-cli CONFIG SET {words}, as a user who may"
+        return f"redis-cli CONFIG SET {setting}, as a user with that right"
     except redis.exceptions.ResponseError:
-        return f"it takes no CONFIG, as managed services do not: set {words} among the service's parameters"
-    return f"redis-cli CONFIG SET {words}, and in its configuration, for its next start"
+        return f"it does not accept CONFIG, as usual for managed services: set {setting} in the service's parameters"
+    return f"redis-cli CONFIG SET {setting}, and set it in redis.conf, too, so that it survives a restart"
 
 
-def fitness(info: Mapping[str, Any], needed: int, told: Callable[[str], str]) -> dict[str, Finding]:
+def fitness(info: Mapping[str, Any], needed: int, how_to_set: Callable[[str], str]) -> dict[str, Finding]:
     """Check a server without `server_faults`, by the same topics. What it does not report counts as in order.
 
-    `told`: returns how to change a setting."""
+    `how_to_set`: returns how to change a setting."""
     policy = str(info.get("maxmemory_policy", "noeviction"))
     limit, used = info.get("maxmemory", 0), info.get("used_memory", 0)
     found = {
@@ -79,87 +79,92 @@ def fitness(info: Mapping[str, Any], needed: int, told: Callable[[str], str]) ->
         "memory": ok("redis memory", f"{size(used)} used" + (f" of {size(limit)}" if limit else ", without a limit")),
     }
     if policy != "noeviction":
-        seen = f"{policy}, harmless only as long as maxmemory is not set"
-        found["policy"] = warning("redis policy", seen, told("maxmemory-policy noeviction"))
+        seen = f"{policy}, which is safe only while maxmemory is not set"
+        found["policy"] = warning("redis policy", seen, how_to_set("maxmemory-policy noeviction"))
     if limit and used + needed > limit:
         seen = f"{found['memory'].evidence}; redis.max_backlog_bytes and weights.max_store_bytes may need "
         found["memory"] = warning("redis memory", f"{seen}{size(needed)} more", "raise maxmemory, or lower them")
     elif finding := _host(info, limit or used + needed):
         found["memory"] = finding
     if info.get("role", "master") != "master":
-        seen = f"a replica of {info.get('master_host')}:{info.get('master_port')}, which takes no writes"
-        found["role"] = error("redis role", seen, "name the master in redis.url; a managed service's primary endpoint")
+        seen = f"a replica of {info.get('master_host')}:{info.get('master_port')}, which accepts no writes"
+        found["role"] = error(
+            "redis role", seen, "set redis.url to the master; in a managed service, to its primary endpoint"
+        )
     if info.get("cluster_enabled"):
-        seen = "a node of a cluster, which leads its clients to others"
-        found["cluster"] = error("redis cluster", seen, "use a server without cluster mode; sentinels may watch it")
+        seen = "a node of a Redis Cluster, which redirects clients to other nodes"
+        found["cluster"] = error("redis cluster", seen, "use a server without cluster mode; Sentinel is supported")
     return found
 
 
-def _host(info: Mapping[str, Any], kept: int) -> Finding | None:
+def _host(info: Mapping[str, Any], max_bytes: int) -> Finding | None:
     """Check that its machine has the memory it may use; otherwise the kernel kills it or swaps before maxmemory
     acts."""
-    has, (more, of) = info.get("total_system_memory", 0), _REWRITING
-    if not has or kept * more // of <= has:
+    machine_bytes, (factor, divisor) = info.get("total_system_memory", 0), _REWRITING
+    if not machine_bytes or max_bytes * factor // divisor <= machine_bytes:
         return None
-    seen = f"it may keep {size(kept)}, and take a quarter more to write it down; its machine has {size(has)}"
-    return warning("redis memory", seen, "set maxmemory to four fifths of the machine, and lower what the run may keep")
+    return warning(
+        "redis memory",
+        f"it may hold {size(max_bytes)}, and needs a quarter more while it saves to disk; "
+        f"its machine has {size(machine_bytes)}",
+        "set maxmemory to four fifths of the machine's memory, and lower redis.max_backlog_bytes and "
+        "weights.max_store_bytes to fit",
+    )
 
 
-def _durability(info: Mapping[str, Any], told: Callable[[str], str]) -> Finding:
+def _durability(info: Mapping[str, Any], how_to_set: Callable[[str], str]) -> Finding:
     failed = [name for name in ("aof_last_write_status", "rdb_last_bgsave_status") if info.get(name, "ok") != "ok"]
     if failed:
-        seen = f"{failed[0]} is {info[failed[0]]}: it cannot write to its disk, and may take no writes"
+        seen = f"{failed[0]} is {info[failed[0]]}: it cannot write to its disk, and may refuse writes"
         return error("redis durability", seen, "free space on its disk; its log says what failed")
     if info.get("aof_enabled"):
         return ok("redis durability", "append-only file is on")
     replicas = info.get("connected_slaves", 0)
-    has = f", but {replicas} replicas, which may lack the last writes" if replicas else ""
+    backup = f", but {replicas} replicas, which may lack the last writes" if replicas else ""
     return warning(
         "redis durability",
-        f"append-only file is off{has}: after a crash the tickets since the last checkpoint are generated again",
-        f"if that costs too much: {told('appendonly yes')}",
+        f"append-only file is off{backup}: if Redis crashes, the tickets since the last checkpoint are generated again",
+        f"if that costs too much: {how_to_set('appendonly yes')}",
     )
 
 
 def _latency(client: redis.Redis) -> Finding:
     times_ms = [1000 * took_s for took_s in timeit.repeat(client.ping, number=1, repeat=_PINGS)]
     typical, worst = median(times_ms), max(times_ms)
-    told = f"{typical:.2f} ms, {worst:.1f} ms at worst of {_PINGS}"
+    timing = f"{typical:.2f} ms, worst of {_PINGS}: {worst:.1f} ms"
     if typical > _TOO_SLOW_MS:
-        return error("redis latency", told, "run Redis closer to learner and workers")
+        return error("redis latency", timing, "run Redis closer to learner and workers")
     if typical > _SLOW_MS:
-        return warning("redis latency", told, "run Redis closer: each step takes several round trips")
-    return ok("redis latency", told)
+        return warning("redis latency", timing, "run Redis closer: each step takes several round trips")
+    return ok("redis latency", timing)
 
 
 def check_rewards(loaded: Loaded) -> Iterator[Finding]:
     """Check whether services are reachable; functions have a trial instead."""
     for name, source in loaded.config.rewards.items():
         if isinstance(source, SERVICES):
-            judges = source.type == "judge"
-            yield from (
-                _service(f"reward {name}", url, looks_at="models" if judges else "health") for url in source.urls
-            )
+            path: Literal["models", "health"] = "models" if source.type == "judge" else "health"
+            yield from (_service(f"reward {name}", url, path=path) for url in source.urls)
 
 
 def check_teacher(loaded: Loaded) -> Iterator[Finding]:
     """Check whether the servers are reachable; workers compare their tokenizer with the policy's."""
     teacher = loaded.config.teacher
-    yield from () if teacher is None else (_service("teacher", url, looks_at="health") for url in teacher.urls)
+    yield from () if teacher is None else (_service("teacher", url, path="health") for url in teacher.urls)
 
 
-def _service(label: str, address: str, *, looks_at: Literal["models", "health"]) -> Finding:
+def _service(label: str, address: str, *, path: Literal["models", "health"]) -> Finding:
     if address == LOCAL_REWARD_SERVER:
         return ok(label, "the reward server that `streamrl up` starts here")
-    url = f"{address.rstrip('/')}/{looks_at}"
+    url = f"{address.rstrip('/')}/{path}"
     began = time.perf_counter()
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S):
             pass
-    except urllib.error.HTTPError as answer:  # something answers there, but it may not have /health
-        if looks_at == "models" and answer.code in (401, 403):
+    except urllib.error.HTTPError as reply:  # something answers there, but it may not have /health
+        if path == "models" and reply.code in (401, 403):
             return ok(label, f"{address} answers, and requires a key")
-        return warning(label, f"{url} answers {answer.code}", "check that this path is served there")
-    except (OSError, ValueError) as failed:
-        return error(label, f"{url} does not answer: {failed}", "start it, or fix the address")
+        return warning(label, f"{url} answers with status {reply.code}", "check that the server has this path")
+    except (OSError, ValueError) as failure:
+        return error(label, f"{url} does not answer: {failure}", "start it, or fix the address")
     return ok(label, f"{address} answers in {1000 * (time.perf_counter() - began):.0f} ms")

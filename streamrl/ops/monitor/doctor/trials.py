@@ -40,16 +40,16 @@ def try_rewards(loaded: Loaded, *, ask_services: bool = False) -> Iterator[Findi
     if not ask_services and not any(isinstance(source, FunctionReward) for source in sources):
         return iter(())
     if not is_installed("httpx"):
-        remedy = f"the workers will show it; to try them here too: `{install('rewards')}`"
-        return iter([warning("rewards", "httpx is not here: reward functions were not tried", remedy)])
+        remedy = f"the workers will report errors in them; to try them here, too: `{install('rewards')}`"
+        return iter([warning("rewards", "httpx is not installed: reward functions were not tried", remedy)])
     limit_s = _LOAD_S + 2 * max(source.timeout_s for source in sources)
-    words = ["--ask-services"] if ask_services else []
-    return _run("rewards", "streamrl.workers.preflight", *words, loaded=loaded, limit_s=limit_s)
+    options = ["--ask-services"] if ask_services else []
+    return _run("rewards", "streamrl.workers.preflight", *options, loaded=loaded, limit_s=limit_s)
 
 
 def try_learner(loaded: Loaded, *, workers_are_here: bool = True) -> Iterator[Finding]:
-    words = [] if workers_are_here else ["--elsewhere"]
-    return _ask_learner(*words, loaded=loaded, what="model and prompts were not tried")
+    options = [] if workers_are_here else ["--elsewhere"]
+    return _ask_learner(*options, loaded=loaded, what="model and prompts were not tried")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,17 +64,17 @@ class Planned:
 def plan_layout(loaded: Loaded, planned: Planned) -> Iterator[Finding]:
     """Propose layouts for a learner on these GPUs, from the model's configuration alone; checks nothing else."""
     if planned.gpus > planned.per_host and planned.gpus % planned.per_host:
-        told = f"--gpus {planned.gpus} is no multiple of --gpus-per-host {planned.per_host}"
-        raise ConfigError(f"{told}: say how many of them each host has")
-    here = {"gpus": planned.gpus, "memory": int(USABLE * planned.memory), "per-host": planned.per_host}
-    words = [word for name, value in here.items() for word in (f"--{name}", str(value))]
+        seen = f"--gpus {planned.gpus} is not a multiple of --gpus-per-host {planned.per_host}"
+        raise ConfigError(f"{seen}: set --gpus-per-host to the number of GPUs of each host")
+    options = {"gpus": planned.gpus, "memory": int(USABLE * planned.memory), "per-host": planned.per_host}
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     return _ask_learner(*words, loaded=loaded, what="no layout was planned")
 
 
 def _ask_learner(*words: str, loaded: Loaded, what: str) -> Iterator[Finding]:
     if not is_installed("torch", "transformers"):
-        remedy = "look again where the learner runs, or `pip install 'streamrl[learner]'`"
-        return iter([warning("learner", f"torch and transformers are not here: {what}", remedy)])
+        remedy = "run this again where the learner runs, or `pip install 'streamrl[learner]'`"
+        return iter([warning("learner", f"torch and transformers are not installed: {what}", remedy)])
     return _run("learner", "streamrl.learner.preflight", *words, loaded=loaded, limit_s=_LEARNER_S)
 
 
@@ -83,10 +83,10 @@ REWARD_TRIALS: Mapping[str, Trial] = {"reward functions": try_rewards}
 TRIALS: Mapping[str, Trial] = {"vocabulary": check_models, **REWARD_TRIALS, "prompts and model": try_learner}
 
 
-def undergo(
+def run_trials(
     loaded: Loaded,
     *,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
     warn: Callable[[str], None],
     workers_are_here: bool = True,
     trials: Mapping[str, Trial] = TRIALS,
@@ -94,10 +94,10 @@ def undergo(
     """Run the trials; UserError with the findings of the first that fails. If workers are elsewhere, findings about
     rewards here are only warnings."""
     for name, trial in trials.items():
-        say(f"trying {name} ...")
-        here = partial(trial, workers_are_here=workers_are_here) if trial is try_learner else trial
-        findings = list(here(loaded))
-        lines = [told(finding) for finding in findings if finding.level == "error"]
+        report(f"trying {name} ...")
+        bound = partial(trial, workers_are_here=workers_are_here) if trial is try_learner else trial
+        findings = list(bound(loaded))
+        lines = [one_line(finding) for finding in findings if finding.level == "error"]
         if lines and (workers_are_here or trial is not try_rewards):
             raise DataError("\n".join(lines))
         for line in lines:
@@ -105,10 +105,10 @@ def undergo(
         if trial is not check_models:  # its warnings say only that something was not checked here
             for finding in findings:
                 if finding.level == "warning":
-                    warn(told(finding))
+                    warn(one_line(finding))
 
 
-def told(finding: Finding) -> str:
+def one_line(finding: Finding) -> str:
     """Format a finding on one line."""
     return f"{finding.evidence}; {finding.remedy}" if finding.remedy else finding.evidence
 
@@ -116,7 +116,7 @@ def told(finding: Finding) -> str:
 def _run(name: str, module: str, *words: str, loaded: Loaded, limit_s: float) -> Iterator[Finding]:
     """Run a trial process. If it fails by itself or takes too long, that says nothing about the run: a warning."""
     command = dying_with_us([sys.executable, "-m", module, *words], by=signal.SIGKILL)
-    remedy = "the run itself will show it"
+    remedy = "the run itself will report any error"
     try:
         done = subprocess.run(
             command,

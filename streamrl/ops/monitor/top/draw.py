@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from streamrl.ops.monitor import text as words
+from streamrl.ops.monitor import text
 from streamrl.ops.monitor.top.screen import HELP, Page, Screen
 from streamrl.ops.monitor.view import View, Worker
 from streamrl.terminal import age, number, printable, sparkline
 
 Curves = Sequence[tuple[str, Sequence[float]]]  # by title
 
-_LEAST_BELOW = 3  # lines
+_MIN_BELOW = 3  # lines
 _STYLES = {"healthy": "bold green", "degraded": "bold yellow", "stalled": "bold red", "ended": "bold red"}
 _KEYS_LINE = "q quit  s sort  r reverse  / filter  f freeze  enter opens  g groups  w why  ?"
 
@@ -41,8 +41,8 @@ COLUMNS = (  # in order of importance: a narrow terminal cuts off the last ones
     Column("loads", 6, lambda w: number(w.loads), 130),
     Column("host", 16, lambda w: w.part.host, 140),
 )
-_LONGEST_NAME = 40
-_OF_TEXT = ("worker", "host", "state")  # the others are numbers
+_MAX_NAME = 40
+_TEXT_COLUMNS = ("worker", "host", "state")  # the others are numbers
 
 
 def draw(
@@ -58,7 +58,7 @@ def draw(
     lines = list(_head(view, screen, width=width, error=error, server=server))
     space = max(0, height - len(lines) - 1)
     body = [*_PAGES[screen.page](view, screen, width, space)] if view is not None else []
-    if view is not None and screen.page == "workers" and space - len(body) >= _LEAST_BELOW:
+    if view is not None and screen.page == "workers" and space - len(body) >= _MIN_BELOW:
         body += _below(view, curves, width)
     lines += [*body[:space], *([Text()] * (space - len(body)))]
     return [_fit(line, width) for line in [*lines[: height - 1], _foot(screen)]]
@@ -71,7 +71,7 @@ def _fit(line: Text, width: int) -> Text:
 
 def _foot(screen: Screen) -> Text:
     if screen.is_typing:
-        return Text(f"filter: {printable(screen.filter)}_   enter: keep it  esc: drop it", style="reverse")
+        return Text(f"filter: {printable(screen.filter)}_   enter: apply  esc: clear", style="reverse")
     return Text(_KEYS_LINE, style="reverse")
 
 
@@ -79,7 +79,7 @@ def _head(view: View | None, screen: Screen, *, width: int, error: str, server: 
     if error:
         yield Text(f"REDIS IS GONE: {printable(error)}", style="bold red")
         if view is not None:
-            yield Text("below is what was last seen; this goes on when it answers", style="red")
+            yield Text("below is the last state seen; it is updated when Redis answers again", style="red")
     if view is None:
         if not error:
             yield Text(f"waiting for Redis at {printable(server)} ...", style="yellow")
@@ -91,12 +91,12 @@ def _head(view: View | None, screen: Screen, *, width: int, error: str, server: 
 
 def draw_rows(view: View, *, width: int) -> Iterator[Text]:
     """The lines of `status`, in colour; run and health need no label."""
-    for label, line in words.rows(view, width=width):
+    for label, line in text.rows(view, width=width):
         if label in ("run", "health"):
             yield Text(line, style="bold" if label == "run" else _STYLES[view.verdict])
         else:
             style = "bold red" if line.startswith("GONE") else "yellow" if label == "dead" else ""
-            yield Text.assemble((f"{label:<{words.LABEL}}", "dim"), (line, style))
+            yield Text.assemble((f"{label:<{text.LABEL}}", "dim"), (line, style))
 
 
 # Pages
@@ -104,7 +104,7 @@ def draw_rows(view: View, *, width: int) -> Iterator[Text]:
 
 def _workers(view: View, screen: Screen, width: int, space: int) -> list[Text]:
     workers = screen.rows(view)
-    sorted_by = f"by {screen.sort}{', backwards' if screen.backwards else ''}"
+    sorted_by = f"by {screen.sort}{', reversed' if screen.backwards else ''}"
     matching = f", {len(workers)} of {len(view.workers)} match '{screen.filter}'" if screen.filter else ""
     room = max(0, space - 2)
     selected = min(screen.selected, max(0, len(workers) - 1))
@@ -119,11 +119,11 @@ def _below(view: View, curves: Curves, width: int) -> Iterator[Text]:
     """Below the workers, if there is room: causes and curves. What does not fit is not shown."""
     yield Text()
     for cause in view.causes:
-        yield from (Text(line) for line in words.cause_lines(cause, width=width))
+        yield from (Text(line) for line in text.cause_lines(cause, width=width))
     if not curves:
         return
     left = min(width // 2, max(len(title) for title, _ in curves))
-    yield Text("curves, from the first step to the last", style="underline")
+    yield Text("curves, first step to last", style="underline")
     for title, values in curves:
         ends = f"{number(values[0])} → {number(values[-1])}"
         curve = sparkline(values, max(1, width - left - len(ends) - 3))
@@ -134,7 +134,7 @@ def draw_workers(workers: Sequence[Worker], *, width: int) -> list[Text]:
     """A title line, and one line for each worker."""
     columns = [column for column in COLUMNS if width >= column.min_screen]
     widths = [column.width for column in columns]
-    widths[0] = max(10, min(_LONGEST_NAME, width - sum(widths) - len(widths)))
+    widths[0] = max(10, min(_MAX_NAME, width - sum(widths) - len(widths)))
     title = " ".join(_cell(c, c.title, w) for c, w in zip(columns, widths, strict=True))
     lines = [Text(title, style="underline")]
     for worker in workers:
@@ -145,7 +145,7 @@ def draw_workers(workers: Sequence[Worker], *, width: int) -> list[Text]:
 
 def _cell(column: Column, value: str, width: int) -> str:
     value = value if len(value) <= width else f"{value[: width - 1]}~"
-    return f"{value:<{width}}" if column.title in _OF_TEXT else f"{value:>{width}}"
+    return f"{value:<{width}}" if column.title in _TEXT_COLUMNS else f"{value:>{width}}"
 
 
 def _state(worker: Worker) -> str:
@@ -166,12 +166,12 @@ def _style_of(worker: Worker) -> str:
 def _worker(view: View, screen: Screen, width: int, space: int) -> list[Text]:
     found = next((worker for worker in view.workers if worker.part.name == screen.worker), None)
     if found is None:
-        return [Text(f"{printable(screen.worker)} reports no more (esc: back)", style="yellow")]
+        return [Text(f"{printable(screen.worker)} no longer reports (esc: back)", style="yellow")]
     part = found.part
     facts: Mapping[str, object] = {
         "worker": part.name,
         "process": f"{part.pid} on {part.host}",
-        "state": words.activity(part),
+        "state": text.activity(part),
         "progress": f"{age(part.progress_s)} ago; reported {age(part.report_s)} ago",
         "weights": f"{found.version or '-'}, {number(found.lag)} steps behind {view.weights.latest or '-'}",
         "leases": found.leases,
@@ -183,7 +183,7 @@ def _worker(view: View, screen: Screen, width: int, space: int) -> list[Text]:
 
 def _groups(view: View, screen: Screen, width: int, space: int) -> list[Text]:
     if not screen.groups:
-        return [Text("no group is in the stream: a checkpoint has committed them all (g: look again)", style="dim")]
+        return [Text("the stream holds no groups: a checkpoint has committed them all (g: reload)", style="dim")]
     title = f"{'ticket':>8} {'worker':<20} {'mean':>7}  {'rewards':<16} {'tokens':<14} versions"
     lines = [Text(title, style="underline")]
     room = max(1, space - 1)
@@ -200,12 +200,12 @@ def _groups(view: View, screen: Screen, width: int, space: int) -> list[Text]:
 
 def _group(view: View, screen: Screen, width: int, space: int) -> list[Text]:
     if not screen.group:
-        return [Text("that group has been committed meanwhile (esc: back)", style="yellow")]
+        return [Text("this group has been committed in the meantime (esc: back)", style="yellow")]
     return _scrolled(list(screen.group), screen, space)
 
 
 def _causes(view: View, screen: Screen, width: int, space: int) -> list[Text]:
-    return _scrolled([Text(line) for line in words.why_lines(view, width=width)], screen, space)
+    return _scrolled([Text(line) for line in text.why_lines(view, width=width)], screen, space)
 
 
 def _help(view: View, screen: Screen, width: int, space: int) -> list[Text]:

@@ -16,9 +16,9 @@ from streamrl.ops.monitor.top.terminal import Terminal
 _KEYS_EVERY_S = 0.1
 
 
-def run(there: Opened | Remains, *, period_s: float) -> None:
+def run(source: Opened | Remains, *, period_s: float) -> None:
     """Run until the user quits."""
-    watcher, rollouts = watch(there), rollouts_of(there)
+    watcher, rollouts = watch(source), rollouts_of(source)
     poller = Poller(watcher, period_s=period_s)
     screen, shown, curves = Screen(), Seen(), sketches_of(watcher.history)
     with Terminal().opened() as terminal, poller.looking():
@@ -26,7 +26,9 @@ def run(there: Opened | Remains, *, period_s: float) -> None:
             if not screen.is_frozen and (seen := poller.seen) is not shown:
                 shown, curves = seen, sketches_of(watcher.history)
             (width, height), error = terminal.size, shown.error
-            frame = draw(shown.view, screen, width=width, height=height, error=error, server=there.where, curves=curves)
+            frame = draw(
+                shown.view, screen, width=width, height=height, error=error, server=source.where, curves=curves
+            )
             terminal.show(frame)
             if key := terminal.key(_KEYS_EVERY_S):
                 screen = _serve(screen.press(key, shown.view), rollouts, width=width, colour=terminal.has_colour)

@@ -121,12 +121,12 @@ _ACTIONS: Mapping[tuple[str, ...], Callable[[Screen, View | None], Screen]] = {
 _KEYS = {key: action for keys, action in _ACTIONS.items() for key in keys}
 
 HELP = (
-    "up down j k       choose a worker or a group     page up/down, home, end: further",
+    "up down j k       select a worker or a group     page up/down, home, end: jump",
     "enter             open it                        esc: back",
-    "s                 sort by the next column        r: the other way round",
-    "/                 filter by name, host, state    enter: keep it, esc: drop it",
-    "f, space          freeze, and go on",
-    "g                 the groups delivered last",
+    "s                 sort by the next column        r: reverse the order",
+    "/                 filter by name, host, state    enter: apply, esc: clear",
+    "f, space          freeze, or resume",
+    "g                 the latest groups delivered",
     "w                 why: what holds the run back, with the remedy",
-    "q                 leave; the run goes on",
+    "q                 quit; the run is not affected",
 )

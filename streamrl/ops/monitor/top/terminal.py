@@ -20,8 +20,8 @@ from rich.text import Text
 
 from streamrl.errors import ConfigError
 
-_MOST_BYTES = 64  # read at once from a burst of keys
-_USUAL = 80, 24  # if the terminal reports no size: a serial line, or a container's
+_MAX_READ_BYTES = 64  # read at once from a burst of keys
+_DEFAULT_SIZE = 80, 24  # if the terminal reports no size: a serial line, or a container's
 _KEYS: Mapping[str, Sequence[str]] = {  # by their byte sequences; escape is last of those that start with it
     "up": ("\x1b[A", "\x1bOA"),
     "down": ("\x1b[B", "\x1bOB"),
@@ -65,7 +65,7 @@ class Terminal:
     def size(self) -> tuple[int, int]:
         """(columns, lines)"""
         size = os.get_terminal_size(self._output.fileno())
-        return size.columns or _USUAL[0], size.lines or _USUAL[1]
+        return size.columns or _DEFAULT_SIZE[0], size.lines or _DEFAULT_SIZE[1]
 
     @property
     def has_colour(self) -> bool:
@@ -85,7 +85,7 @@ class Terminal:
             ready, _, _ = select.select([self._input], [], [], max(0.0, timeout_s))
             if not ready:
                 return None
-            self._pending = os.read(self._input, _MOST_BYTES).decode(errors="ignore")
+            self._pending = os.read(self._input, _MAX_READ_BYTES).decode(errors="ignore")
         for sequence, name in _SEQUENCES.items():
             if self._pending.startswith(sequence):
                 self._pending = self._pending[len(sequence) :]

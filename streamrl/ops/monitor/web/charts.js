@@ -3,13 +3,13 @@
 //
 //   chart({label: [[x, y], ..]}, options) -> [picture, legend]
 //
-// options: title; stacked; marks {label: [[x, y], ..]}; smoothing, the share of the points that a mean is of; tick and
-// mark, which name places on the axes; onDrag(from, to), what a drawn span does; empty, what is said without points.
+// options: title; stacked; marks {label: [[x, y], ..]}; smoothing, the window of the running mean as a share of the points;
+// tick and mark, which label the axes; onDrag(from, to), called with a selected span; empty, the text without points.
 
 const WIDTH = 400, HEIGHT = 190, LEFT = 54, RIGHT = 10, TOP = 10, BOTTOM = 22;
 const COLOURS = 8, FEW_POINTS = 60, LEAST_DRAG = 0.03;
 const DASHES = ["", "6 3", "2 3"];  // lines beyond the eighth have an earlier one's colour
-let isDrawing = false;  // a span: charts are not drawn anew meanwhile
+let isSelecting = false;  // a span: charts are not redrawn meanwhile
 
 function make(tag, attributes = {}, ...children) {
   const node = tag.startsWith("svg:")
@@ -32,13 +32,13 @@ function short(value) {
 }
 
 function ticks(low, high) {  // round numbers, three to eight
-  const most = (high - low) / 3, power = 10 ** Math.floor(Math.log10(most) + 1e-6);
-  const step = [5, 2, 1].map(factor => factor * power).find(size => size <= most * 1.001);
+  const largest = (high - low) / 3, power = 10 ** Math.floor(Math.log10(largest) + 1e-6);
+  const step = [5, 2, 1].map(factor => factor * power).find(size => size <= largest * 1.001);
   const count = Math.floor(high / step + 1e-6) - Math.ceil(low / step - 1e-6) + 1;
   return Array.from({length: count}, (_, place) => Number(((Math.ceil(low / step - 1e-6) + place) * step).toPrecision(10)));
 }
 
-function tickLabel(value, step) {  // with as many digits as tell it from the next
+function tickLabel(value, step) {  // with enough digits to tell it from the next
   if (value === 0) return "0";
   if (step >= 1) return short(value);
   return Math.abs(value) < 0.001 ? value.toExponential(1) : value.toFixed(-Math.floor(Math.log10(step) + 1e-6));
@@ -80,15 +80,15 @@ function chart(series, options) {
   const raw = names.map(name => series[name]);
   const areas = options.stacked ? stack(raw) : [];
   const space = scales(options.stacked ? areas.flat().flatMap(([x, from, to]) => [[x, from], [x, to]]) : raw.flat());
-  const said = names.map(name => name + " " + (options.mark || short)(series[name].at(-1)[1])).join(", ");
-  const picture = make("svg:svg", {viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${options.title}: ${said}`},
+  const latest = names.map(name => name + " " + (options.mark || short)(series[name].at(-1)[1])).join(", ");
+  const picture = make("svg:svg", {viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${options.title}: ${latest}`},
     ...axes(space, options), ...areas.map((points, place) => area(points, place, space)));
   if (!options.stacked) raw.forEach((points, place) => picture.append(...line(points, place, space, options.smoothing)));
   marks.forEach(([name, points], place) => picture.append(...points.map(point =>
     pin(point, names.length + place, space, `${name} ${short(point[1])} at ${options.tick(point[0])}`))));
-  const told = [...names.map(name => [name, series[name]]), ...marks];
-  follow(picture, space, told, options);
-  return [picture, make("ul", {class: "legend"}, ...told.map(([name, points], place) => make("li", {},
+  const shown = [...names.map(name => [name, series[name]]), ...marks];
+  follow(picture, space, shown, options);
+  return [picture, make("ul", {class: "legend"}, ...shown.map(([name, points], place) => make("li", {},
     make("span", {style: `border-top:3px ${["solid", "dashed", "dotted"][turn(place)]} ${colour(place)}`}),
     `${name} ${(options.mark || short)(points.at(-1)[1])}`)))];
 }
@@ -136,9 +136,9 @@ function pin([x], place, space, text) {
   return make("svg:path", {d: `M${at},${HEIGHT - BOTTOM}V${TOP}l-3,-5h6l-3,5`, style}, make("svg:title", {}, text));
 }
 
-// The pointer: what is under it, and a span that is drawn with it
+// The pointer: what is under it, and a span selected by dragging
 
-function follow(picture, {left, right}, told, {tick, mark = short, onDrag}) {
+function follow(picture, {left, right}, shown, {tick, mark = short, onDrag}) {
   let began = null;
   const place = event => {
     const box = picture.getBoundingClientRect();
@@ -146,16 +146,16 @@ function follow(picture, {left, right}, told, {tick, mark = short, onDrag}) {
     return left + Math.max(0, Math.min(1, share)) * (right - left);
   };
   picture.addEventListener("pointermove", event => {
-    tell(event, told.map(([name, points]) => {
+    showTip(event, shown.map(([name, points]) => {
       const [x, y] = nearest(points, place(event));
       return `${name} ${mark(y)} at ${tick(x)}`;
     }).join("   "));
   });
-  const leave = () => { document.getElementById("tip").hidden = true; began = null; isDrawing = false; };
+  const leave = () => { document.getElementById("tip").hidden = true; began = null; isSelecting = false; };
   picture.addEventListener("pointerleave", leave);
   picture.addEventListener("pointercancel", leave);
   if (!onDrag) return;
-  picture.addEventListener("pointerdown", event => { began = place(event); isDrawing = true; });
+  picture.addEventListener("pointerdown", event => { began = place(event); isSelecting = true; });
   picture.addEventListener("pointerup", event => {
     const [from, to] = [began, place(event)].sort((a, b) => a - b);
     const isWide = began !== null && to - from > LEAST_DRAG * (right - left);
@@ -164,7 +164,7 @@ function follow(picture, {left, right}, told, {tick, mark = short, onDrag}) {
   });
 }
 
-function tell(event, text) {
+function showTip(event, text) {
   const tip = document.getElementById("tip");
   tip.textContent = text;
   tip.hidden = false;

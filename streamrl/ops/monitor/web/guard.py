@@ -40,14 +40,14 @@ class Guard:
 
     def refusal(self, path: str, headers: Mapping[str, str]) -> Refusal | None:
         """Return why the request is refused; None: it is allowed. `headers` have lower-case names."""
-        asked = headers.get("host", "")
-        if not self._is_own(_host_in(asked)):
-            reason = "this dashboard answers to names of its own only; `--allow-host NAME` adds one"
+        host = headers.get("host", "")
+        if not self._is_own(_host_in(host)):
+            reason = "this host name is not allowed for this dashboard; `--allow-host NAME` allows it"
             return Refusal(status=421, reason=reason)
-        if path != "/" and _is_of_another_site(headers, asked):
-            return Refusal(status=403, reason="another site's page asks for this, and may not have it")
-        if path != "/" and not self._is_let_in(headers.get("authorization", "")):
-            return Refusal(status=401, reason="a token is needed: open the page with #token=...")
+        if path != "/" and _is_of_another_site(headers, host):
+            return Refusal(status=403, reason="requests from another site's page are refused")
+        if path != "/" and not self._is_authorized(headers.get("authorization", "")):
+            return Refusal(status=401, reason="a token is required: open the page with #token=...")
         return None
 
     def _is_own(self, host: str) -> bool:
@@ -56,7 +56,7 @@ class Guard:
         # Beyond loopback, any address of the machine is fine, since a site's name is never an address.
         return self.listens_on not in LOOPBACK and (host == self.listens_on or _is_address(host))
 
-    def _is_let_in(self, authorization: str) -> bool:
+    def _is_authorized(self, authorization: str) -> bool:
         given = authorization.removeprefix("Bearer ")
         return self.token is None or hmac.compare_digest(given.encode(), self.token.encode())
 

@@ -41,12 +41,12 @@ from streamrl.telemetry.metrics import FAMILIES, METRICS, meaning
 
 
 class Dashboard:
-    def __init__(self, there: Opened | Remains, guard: Guard, *, period_s: float = 1.0) -> None:
+    def __init__(self, source: Opened | Remains, guard: Guard, *, period_s: float = 1.0) -> None:
         self._guard = guard
-        self._watcher, self._groups = watch(there), rollouts_of(there)
+        self._watcher, self._groups = watch(source), rollouts_of(source)
         self._trace = Trace()
         self._poller = Poller(self._watcher, period_s=period_s, on_look=self._trace.add)
-        self._figures = make_registry(there.name, lambda: self._poller.seen)
+        self._figures = make_registry(source.name, lambda: self._poller.seen)
         self._history: bytes = b"{}"  # the encoded response, renewed when there is something new
         self._history_of: tuple[int, str, int] | None = None  # the state of the history that it shows
         self._page = read_page()
@@ -68,15 +68,15 @@ class Dashboard:
             Route("/metrics", self._metrics),
         ]
         middleware = [
-            Middleware(BaseHTTPMiddleware, dispatch=self._let_in),
+            Middleware(BaseHTTPMiddleware, dispatch=self._authorize),
             Middleware(GZipMiddleware, minimum_size=2000),
         ]
         return Starlette(routes=routes, lifespan=looking, middleware=middleware)
 
-    async def _let_in(self, request: Request, answer: RequestResponseEndpoint) -> Response:
+    async def _authorize(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
         # Use the routed path: a Host header can change the one in `request.url`.
-        refused = self._guard.refusal(request.scope["path"], request.headers)
-        response = _json({"error": refused.reason}, status=refused.status) if refused else await answer(request)
+        refusal = self._guard.refusal(request.scope["path"], request.headers)
+        response = _json({"error": refusal.reason}, status=refusal.status) if refusal else await call_next(request)
         response.headers.update(self._headers)
         return response
 
@@ -89,7 +89,7 @@ class Dashboard:
         return _json({"view": view, "error": seen.error, **self._trace.to_json()})
 
     async def _curves(self, request: Request) -> Response:
-        if (steps := _asked_steps(request)) is not None:
+        if (steps := _requested_steps(request)) is not None:
             return _json(await run_in_threadpool(curves, self._watcher.history, steps))
         records = self._watcher.history.steps.records
         newest = (len(records), records[-1].id if records else "", len(self._watcher.history.validations.records))
@@ -104,7 +104,7 @@ class Dashboard:
 
     async def _rollout(self, request: Request) -> Response:
         found = await run_in_threadpool(self._groups.to_json, request.path_params["entry_id"])
-        return _json(found) if found else _json({"error": "it has been committed meanwhile"}, status=404)
+        return _json(found) if found else _json({"error": "this group has been committed in the meantime"}, status=404)
 
     async def _metrics(self, request: Request) -> Response:
         return Response(generate_latest(self._figures), media_type=CONTENT_TYPE_LATEST)
@@ -118,11 +118,11 @@ def read_page() -> str:
     return page.replace("{/* meanings */}", json.dumps({name: meaning(name) for name in (*FAMILIES, *METRICS)}))
 
 
-def _asked_steps(request: Request) -> range | None:
+def _requested_steps(request: Request) -> range | None:
     """Return the requested steps; None: all."""
-    asked = request.query_params
+    query = request.query_params
     try:
-        return range(int(asked["from"]), int(asked.get("to") or _NO_STEP)) if "from" in asked else None
+        return range(int(query["from"]), int(query.get("to") or _NO_STEP)) if "from" in query else None
     except ValueError:
         return None
 
@@ -161,9 +161,9 @@ def _json(value: Any, *, status: int = 200) -> Response:
 
 
 _NO_STEP = 1 << 62  # larger than any step
-_MOST_SAMPLES = 600
-_MOST_CHANGES = 200  # of version, per worker
-_MOST_WORKERS = 60
+_MAX_SAMPLES = 600
+_MAX_CHANGES = 200  # of version, per worker
+_MAX_WORKERS = 60
 
 
 class Trace:
@@ -179,16 +179,16 @@ class Trace:
             if self._skipped >= self._every:
                 self._skipped = 0
                 self._doing.append((view.at, Counter(_cause(worker) for worker in view.workers)))
-                if len(self._doing) > _MOST_SAMPLES:
+                if len(self._doing) > _MAX_SAMPLES:
                     del self._doing[::2]
                     self._every *= 2
             for worker in view.workers:
-                has_room = worker.part.name in self._versions or len(self._versions) < _MOST_WORKERS
+                has_room = worker.part.name in self._versions or len(self._versions) < _MAX_WORKERS
                 if worker.version is not None and has_room:
                     changes = self._versions.setdefault(worker.part.name, [])
                     if not changes or changes[-1][1] != worker.version:
                         changes.append((view.at, worker.version))
-                        del changes[:-_MOST_CHANGES]
+                        del changes[:-_MAX_CHANGES]
 
     def to_json(self) -> dict[str, Any]:
         with self._lock:

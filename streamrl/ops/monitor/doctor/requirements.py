@@ -31,7 +31,7 @@ def check_learning(config: Config) -> None:
     check_learner()
     for name, package in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
         if getattr(config.metrics, name):
-            need(f"metrics.{name} (or take it out)", package, extra="trackers")
+            need(f"metrics.{name} (unset it if unneeded)", package, extra="trackers")
 
 
 def check_packages(config: Config, part: Part = "all") -> None:
@@ -67,13 +67,13 @@ def _placement(loaded: Loaded) -> None:
     worker = loaded.config.worker
     if worker.hosts > 1 and worker.count and loaded.config.redis.url == EMBEDDED_REDIS:
         raise ConfigError(
-            f"worker.hosts = {worker.hosts}: an engine's other hosts do not reach the Redis that `streamrl up` starts "
-            "for itself; set redis.url to one that all hosts reach, or worker.hosts to 1"
+            f"worker.hosts = {worker.hosts}: an engine's other hosts cannot reach the Redis that `streamrl up` "
+            "embeds; set redis.url to a server that all hosts can reach, or worker.hosts to 1"
         )
     place(loaded.config, gpus_here())
 
 
-MUSTS: Mapping[str, Callable[[Loaded], object]] = {
+REQUIREMENTS: Mapping[str, Callable[[Loaded], object]] = {
     "settings": lambda loaded: check_config(loaded.config, loaded.origin),
     "packages": lambda loaded: check_packages(loaded.config),
     "weights store": _store,
