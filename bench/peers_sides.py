@@ -26,7 +26,7 @@ from bench.peers_curve import Curve, Target, read_streamrl, read_trl
 from bench.peers_terms import NUM_CORES, Terms
 from bench.peers_trl_side import BEST, Settings, trl_command
 from streamrl.errors import ResourceError
-from streamrl.ops.launch.processes import Command, Process, end_all, ending
+from streamrl.ops.launch.processes import Command, Process, describe_exit, end_all
 
 _LOOK_EVERY_S = 1.0
 _FEWEST = 3  # steps needed to compute a rate
@@ -143,7 +143,7 @@ def _is_over(curve: Curve, limits: Limits) -> bool:
 
 
 def _gone_wrong(side: Side, process: Process, code: int | None) -> ResourceError:
-    how = f"made less than {_FEWEST} steps in its time" if code is None else ending(code)
+    how = f"made less than {_FEWEST} steps in its time" if code is None else describe_exit(code)
     words = "\n".join(f"  {line}" for line in process.last_words())
     return ResourceError(f"{side.name} {how}; {process.command.log} ends with:\n{words}")
 

@@ -91,7 +91,7 @@ class Forking:
 
     def start(self, command: Command) -> Process:
         """Start a program as soon as the modules are imported."""
-        return Process(command, begin=self._begin)
+        return Process(command, start=self._begin)
 
     def _begin(self, command: Command) -> _Forked:
         number, self._num_programs = self._num_programs, self._num_programs + 1

@@ -41,18 +41,18 @@ def test_the_runs_reward_server_is_started_and_ended(tmp_path: Path, capsys: pyt
 def test_a_server_is_ready_inside_and_gone_after(tmp_path: Path) -> None:
     said: list[str] = []
     server = schema.RewardServer(model=str(make_reward_model(tmp_path / "judge")))
-    with reward_server(server, say=said.append, show=said.append) as part:
+    with reward_server(server, notify=said.append, show=said.append) as part:
         assert part.url is not None
         assert part.url.startswith("http://127.0.0.1:")
-        pid = part.kept.process.pid
+        pid = part.supervised.process.pid
         assert alive(pid)
     wait_until(lambda: not alive(pid), description="the server is gone")
-    assert any("the reward server loads" in text for text in said)
+    assert any("loading the reward model" in text for text in said)
 
 
 def test_a_server_that_cannot_load_its_model_is_one_line(tmp_path: Path) -> None:
     with (
         pytest.raises(UserError, match=r"reward/0: .*nowhere"),
-        reward_server(schema.RewardServer(model=str(tmp_path / "nowhere")), say=print, show=lambda text: None),
+        reward_server(schema.RewardServer(model=str(tmp_path / "nowhere")), notify=print, show=lambda text: None),
     ):
         pass

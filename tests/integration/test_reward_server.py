@@ -198,7 +198,7 @@ def test_a_trained_model_is_served_behind_a_token(tmp_path: Path) -> None:
     )
     output, errors = training.communicate(timeout=START_TIMEOUT_S)
     assert (training.returncode, errors) == (0, "")
-    assert "held-out examples rightly" in output.splitlines()[-1]
+    assert "held-out examples correctly" in output.splitlines()[-1]
     with serving(tmp_path / "rm", tmp_path, "--token-file", str(tmp_path / "token")) as server:
         texts = {"texts": ["say a: aaaa", "say a: bbbb"]}
         with httpx.Client(base_url=server.url, trust_env=False) as client:

@@ -191,12 +191,12 @@ def test_asked_twice_to_end_it_ends_at_once(folder: Path) -> None:
 
     process.send_signal(signal.SIGINT)
     log = folder / "whole" / "logs" / "launcher.log"
-    wait_until(lambda: "asked_to_end" in log.read_text(), description="the first request is heeded")
+    wait_until(lambda: "stop_requested" in log.read_text(), description="the first request is heeded")
     process.send_signal(signal.SIGINT)
 
     _, err = process.communicate(timeout=10)
     assert process.returncode == 130
-    assert re.search(r"ended at once, without a checkpoint: the run is at step \d+; .* will be repeated", err)
+    assert re.search(r"ended at once, without a checkpoint: the run is back at step \d+; .* will be repeated", err)
 
 
 def test_a_part_that_cannot_work_ends_the_run_with_its_own_words_and_an_operators_word_stands(

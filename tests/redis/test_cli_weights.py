@@ -165,7 +165,7 @@ def test_a_version_that_is_not_there_is_a_clear_error(published: Run, capsys) ->
     assert "published no weights yet" in capsys.readouterr().err
     published.publish(chain(2))
     assert published.ask("show", "--version", "1.7") == 2
-    assert "version 1.7 is not there (any more); the oldest and the newest are 1.0, 1.1" in capsys.readouterr().err
+    assert "version 1.7 does not exist or was deleted; the oldest is 1.0, the newest 1.1" in capsys.readouterr().err
     assert published.ask("verify", "--version", "7") == 2
     assert "expected TERM.NUMBER" in capsys.readouterr().err
 

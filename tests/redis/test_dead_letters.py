@@ -129,7 +129,7 @@ async def test_a_retry_becomes_one_ticket_however_often_it_is_asked_for(
     capsys.readouterr()
     for _ in range(2):
         assert dead("retry", "--ticket", "1", "--timeout-s", "0", keys=keys, url=redis_url) == 1
-    assert capsys.readouterr().out == "1 -> not yet: the request stands\n" * 2
+    assert capsys.readouterr().out == "1 -> not yet: the request remains\n" * 2
     assert [(one.number, one.retry_requested) for one in read_letters(client, keys)] == [(1, True), (2, False)]
     next_plan(feed)
     assert (read_requests(client, keys), read_retried(client, keys)) == (set(), {1: [8]})
@@ -183,10 +183,10 @@ async def test_a_purge_removes_letters_and_the_requests_for_them(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["retry"], "say which dead tickets are meant"),
-        (["purge", "--all", "--ticket", "1"], "say which dead tickets are meant"),
-        (["retry", "--ticket", "0"], "there is no dead letter of ticket 0"),
-        (["show", "--ticket", "9"], "there is no dead letter of ticket 9"),
+        (["retry"], "choose the dead tickets"),
+        (["purge", "--all", "--ticket", "1"], "choose the dead tickets"),
+        (["retry", "--ticket", "0"], "no dead letter for ticket 0"),
+        (["show", "--ticket", "9"], "no dead letter for ticket 9"),
     ],
 )
 async def test_tickets_that_are_not_dead_are_one_clear_error(
@@ -218,7 +218,7 @@ def test_what_strangers_write_among_the_letters_breaks_nothing(
     assert [letter.at for letter in read_letters(client, keys)][-4:] == [0.0, 0.0, 1000.0, 0.0]
     assert dead("ls", keys=keys, url=redis_url) == 0
     shown = capsys.readouterr().out
-    assert "(cannot be read)" in shown
+    assert "(unreadable)" in shown
     assert "\x1b" not in shown
     assert dead("show", "--ticket", "7", keys=keys, url=redis_url) == 0
     client.hset(keys.retry_requests, mapping={"x": "y", "3": "1-1"})

@@ -1,4 +1,4 @@
-"""The launcher's display, fed from a real Redis: a worker that was killed is never shown at work."""
+"""The launcher's display, fed from a real Redis: a worker that was killed is never frame at work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 from rich.console import Console
 
-from streamrl.ops.launch.display import Shown, render
+from streamrl.ops.launch.display import Frame, render
 from streamrl.ops.monitor.poller import Watcher
 from tests.helpers import wait_until
 from tests.redis.monitor_world import Watched
@@ -20,9 +20,9 @@ def launch(run: Watched) -> Watcher:
 
 def row_of_worker(watcher: Watcher) -> str:
     """Its line on the display now."""
-    shown = Shown(title="x", phase="", began=time.time(), view=watcher.look(), footer="")
+    frame = Frame(title="x", phase="", began=time.time(), view=watcher.look(), footer="")
     console = Console(width=100, height=24, file=io.StringIO(), record=True)
-    console.print(render(shown, now=time.time(), width=100, height=24))
+    console.print(render(frame, now=time.time(), width=100, height=24))
     return next(line for line in console.export_text().splitlines() if line.startswith("│ doomed"))
 
 

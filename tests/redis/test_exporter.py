@@ -183,7 +183,7 @@ def test_it_waits_for_a_redis_that_is_not_there_yet_and_says_so(tmp_path: Path) 
             url = process.stdout.readline().rpartition(" ")[2].strip()
             assert b'streamrl_up{run="early"} 0.0' in get(url)
             told = process.stderr.readline()
-            assert told.startswith("waits for Redis at ")
+            assert told.startswith("waiting for Redis at ")
             assert "streamrl_up is 0 until it answers" in told
             server = EmbeddedRedis.start(tmp_path / "redis")
             wait_until(lambda: b'streamrl_up{run="early"} 1.0' in get(url), description="it has found its Redis")

@@ -62,7 +62,7 @@ async def test_a_group_that_is_not_there_is_told_with_what_may_help(world: RunWo
     code, _, err = told("show", "99")
     assert code == 2
     assert "no group 99 is in Redis now" in err
-    assert "no groups are there at the moment" in told("tail")[2]
+    assert "no groups at the moment" in told("tail")[2]
 
 
 async def test_a_recording_shows_the_same_as_the_live_run(world: RunWorld, told: Any, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_learner_that_is_killed_as_it_saves_has_not_stopped_the_run(launch: La
 
     with (
         asked_to_end_once_ready(logs, interrupts),
-        pytest.raises(PartError, match="learner was ended by signal 9 and cannot go on"),
+        pytest.raises(PartError, match="learner was ended by signal 9 and cannot continue"),
     ):
         supervisor.run()
 

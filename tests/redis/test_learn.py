@@ -116,9 +116,9 @@ def test_a_dry_run_needs_no_redis_and_says_that_none_was_asked(file: Path, capsy
         told = capsys.readouterr()
         words = shlex.split(told.out)
         assert words[words.index("--redis") + 1] == nowhere
-        assert told.err.startswith("Redis was not asked (--dry-run): Redis at 127.0.0.1:1")
+        assert told.err.startswith("Redis was not checked (--dry-run): Redis at 127.0.0.1:1")
     assert learn(file, "--dry-run") == 0
-    assert "that server comes with `streamrl up`" in capsys.readouterr().err
+    assert "that server is part of `streamrl up`" in capsys.readouterr().err
 
 
 def test_torchruns_own_words_for_machines_and_ranks_are_understood(
@@ -145,12 +145,12 @@ def test_a_recording_takes_the_place_of_redis(file: Path, capsys: pytest.Capture
     ("arguments", "told"),
     [
         (["--nodes", "2"], "--rendezvous HOST:PORT"),
-        (["--nodes", "4:1"], "write how many machines, as 4, or a range, as 1:4"),
-        (["--nodes", "many"], "write how many machines"),
+        (["--nodes", "4:1"], "must be a number of machines, such as 4, or a range, such as 1:4"),
+        (["--nodes", "many"], "must be a number of machines"),
         (["learner.layout.replicas=2"], "learner.layout.replicas = 2 does not divide the learner's ranks, 1"),
         (["--nodes=2:4", "--rendezvous=h:1", "learner.layout.replicas=2"], "does not divide the learner's ranks, 3"),
-        (["--nodes", "2", "--rendezvous", "here"], "write HOST:PORT"),
-        (["redis.url=embedded"], "that server comes with `streamrl up`"),
+        (["--nodes", "2", "--rendezvous", "here"], "must be HOST:PORT"),
+        (["redis.url=embedded"], "that server is part of `streamrl up`"),
         (["--replay", "x", "--redis", "redis://h"], "--replay needs no Redis"),
         (["--new-data"], "--new-data needs --fork"),
         (["data.train=nowhere.jsonl", "--replay", "x"], "nowhere.jsonl"),

@@ -26,10 +26,10 @@ def folder(tmp_path: Path, keys: Keys, redis_url: str) -> Path:
 def test_a_run_that_goes_is_told_to_stop_and_has_its_time(learner: LearnerStream, folder: Path, keys: Keys) -> None:
     run = streamrl.attach(folder)
     assert (run.name, run.status().run.state) == (keys.name, "running")
-    with pytest.raises(TimeoutError, match="has not ended within 0 s; it goes on"):
+    with pytest.raises(TimeoutError, match="has not ended within 0 s; it is still running"):
         run.wait(timeout=0)
 
-    with pytest.raises(TimeoutError, match="has not stopped in 0 s; the word stands"):
+    with pytest.raises(TimeoutError, match="has not stopped in 0 s; the stop command stays in force"):
         run.stop(timeout=0)
 
     assert learner.orders().control == "stop"

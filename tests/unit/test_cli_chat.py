@@ -130,8 +130,8 @@ def test_a_run_is_its_export_and_then_its_newest_checkpoint(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["nowhere", "--prompt", "a"], "nowhere: there is no folder nowhere; name that of a run"),
-        (["{model}", "--prompt", "a", "--system", "b", "--plain"], "--system is for the chat template"),
+        (["nowhere", "--prompt", "a"], "nowhere: there is no folder nowhere; name a run"),
+        (["{model}", "--prompt", "a", "--system", "b", "--plain"], "--system needs the chat template"),
         (["{model}", "--prompt", "a", "--system", "b"], "has none"),
         (["{model}", "--prompt", "a" * 600], "600 tokens leave no room for an answer: the model has 512 positions"),
         (["{model}", "--prompt", ""], "the prompt has no tokens"),
@@ -177,7 +177,7 @@ def test_a_conversation_is_kept_until_it_begins_anew(chat_model: Path) -> None:
     speaker, said = Noting(chat_model), []
     conversation = Conversation(speaker, SAMPLING, first=[{"role": "system", "content": "be kind"}])
 
-    converse(conversation, ask=typed("one", "", "two", "/new", "three"), say=said.append)
+    converse(conversation, read=typed("one", "", "two", "/new", "three"), write=said.append)
 
     lengths = [len(messages) for messages in speaker.given]  # type: ignore[arg-type]
     assert lengths == [2, 4, 2]  # system and user; then an answer between two of the user's
@@ -187,7 +187,7 @@ def test_a_conversation_is_kept_until_it_begins_anew(chat_model: Path) -> None:
 
 def test_without_a_template_each_line_is_a_text_of_its_own(model: Path) -> None:
     speaker = Noting(model)
-    converse(Conversation(speaker, SAMPLING, first=None), ask=typed("one", "two"), say=lambda text: None)
+    converse(Conversation(speaker, SAMPLING, first=None), read=typed("one", "two"), write=lambda text: None)
     assert speaker.given == ["one", "two"]
 
 
@@ -199,7 +199,7 @@ def test_an_answer_that_is_broken_off_was_said_all_the_same(chat_model: Path) ->
         if len(said) == 3:
             raise KeyboardInterrupt
 
-    converse(Conversation(speaker, SAMPLING, first=[]), ask=typed("one", "two"), say=say)
+    converse(Conversation(speaker, SAMPLING, first=[]), read=typed("one", "two"), write=say)
 
     assert said[3:5] == [" ...", "\n"]
     assert speaker.given[1][1]["content"] == "".join(said[:3])  # type: ignore[index]
@@ -207,7 +207,7 @@ def test_an_answer_that_is_broken_off_was_said_all_the_same(chat_model: Path) ->
 
 def test_what_the_model_cannot_read_is_told_and_leaves_nothing_said(chat_model: Path) -> None:
     speaker, said = Noting(chat_model), []
-    converse(Conversation(speaker, SAMPLING, first=[]), ask=typed("a" * 600, "two"), say=said.append)
+    converse(Conversation(speaker, SAMPLING, first=[]), read=typed("a" * 600, "two"), write=said.append)
     assert "leave no room for an answer" in said[0]
     assert len(speaker.given[1]) == 1  # type: ignore[arg-type]
 

@@ -59,7 +59,7 @@ def test_a_missing_file_exits_with_2(config: str, capsys: pytest.CaptureFixture[
 
 def test_settings_can_be_checked_where_the_files_are_not(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "check", config, "data.train=nowhere.jsonl", "--no-files"]) == 0
-    assert capsys.readouterr().out == "x.yaml: good (files were not looked at)\n"
+    assert capsys.readouterr().out == "x.yaml: good (files not checked)\n"
 
 
 def test_show_prints_every_setting_and_where_it_was_written(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,13 +161,13 @@ def test_init_says_what_to_do_where_nobody_answers(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["config", "init", "asked.yaml"]) == 2
-    assert "error: the input ended where an answer was asked for" in capsys.readouterr().err
+    assert "error: the input ended before a question was answered" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("file", "reward", "told"),
     [
-        ("x.yaml", "exact_match", "x.yaml is there already"),
+        ("x.yaml", "exact_match", "x.yaml already exists"),
         ("y.yaml", "regex_format", "write FILE.py:FUNCTION, or one of exact_match"),
         ("y.txt", "exact_match", "must end in .yaml"),
     ],

@@ -96,7 +96,7 @@ def test_a_table_for_people(run: schema.Config, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["{model}"], "belongs to no run: say with --config FILE"),
+        (["{model}"], "belongs to no run: name a configuration"),
         (["{folder}"], "name a file with --prompts FILE, or set data.validation"),
         (["{folder}@7", "--prompts", "x"], "keeps no checkpoint of step 7; it has 2, 4"),
         (["{folder}", "--prompts", "nowhere.jsonl"], "no such file: nowhere.jsonl"),
@@ -171,7 +171,7 @@ def test_what_failed_is_told_with_its_first_reason(run: schema.Config, capsys: p
     words = ["eval", str(run.folder), "--prompts", run.data.train, "--max-prompts", "3"]
     assert main([*words, "rewards.right={type: function, target: exact_match}"]) == 1
     shown = capsys.readouterr().out
-    assert "failed            3 prompts had no sample with a score; of the first: 1 of 1 samples failed: " in shown
+    assert "failed            3 prompts had no sample with a score; the first error: 1 of 1 samples failed: " in shown
     assert "reward 'right': the function failed: ValueError: the prompt's row has no field 'answer'" in shown
 
 

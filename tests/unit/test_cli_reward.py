@@ -13,8 +13,8 @@ from streamrl.ops.cli.main import main
     ("output", "reason"),
     [
         ("full", "is not empty; nothing is overwritten"),
-        ("file", "no folder can be at "),
-        ("file/below", "no folder can be at "),
+        ("file", "cannot create the folder "),
+        ("file/below", "cannot create the folder "),
     ],
 )
 def test_a_folder_that_cannot_take_the_trained_model_is_refused(

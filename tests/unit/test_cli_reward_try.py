@@ -143,7 +143,7 @@ def test_a_model_lends_its_template_and_its_tokens(capsys: pytest.CaptureFixture
         (["mine.py:near", "--field", "a", "--completion", "b"], "exactly one of --completion"),
         (["mine.py:near", "--field", "right"], "--field: rows.jsonl:1 has no field 'right'; it has: answer"),
         (["mine.py:near", "--completions", "none.jsonl"], "--completions: none.jsonl cannot be read"),
-        (["mine.py:near", "--completions", "mine.py"], "--completions: mine.py:1 must be a JSON text, or"),
+        (["mine.py:near", "--completions", "mine.py"], "--completions: mine.py:1 must be a JSON string, or"),
         (["mine.py:near", "--completion", "", "--option", "scale"], "write NAME=VALUE, such as scale=5"),
         (["mine.py:near", "--completion", "", "--option", "speed=1"], "unexpected keyword argument 'speed'"),
         (["mine.py:far", "--completion", ""], "cannot use it: AttributeError: mine.py has no 'far'"),
@@ -177,4 +177,4 @@ def test_an_option_that_no_sandbox_has_is_named(capsys: pytest.CaptureFixture[st
     assert main(["reward", "try", *words]) == 2
     said = capsys.readouterr().err
     assert "--option: time:" in said
-    assert "it takes field, partial, time_s, memory_mb" in said
+    assert "its options are field, partial, time_s, memory_mb" in said

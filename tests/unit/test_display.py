@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from streamrl.ops.launch.display import Display, Shown, plain_line, render, spinner
+from streamrl.ops.launch.display import Display, Frame, plain_line, render, spinner
 from streamrl.ops.monitor.text import rows
 from streamrl.ops.monitor.view import View
 from streamrl.terminal import SPARKS, sparkline
@@ -17,14 +17,14 @@ from streamrl.versions import make_version
 from tests.launch_world import NOW, make_record, make_report, make_snapshot, make_view, step_record
 
 
-def make_shown(view: View | None, **changes: Any) -> Shown:
+def make_frame(view: View | None, **changes: Any) -> Frame:
     fields: dict[str, Any] = {"title": "mine", "phase": "", "began": NOW - 65, "view": view, "footer": "logs there"}
-    return Shown(**{**fields, **changes})
+    return Frame(**{**fields, **changes})
 
 
-def draw(shown: Shown, *, width: int = 80) -> list[str]:
+def draw(frame: Frame, *, width: int = 80) -> list[str]:
     console = Console(width=width, height=24, file=io.StringIO(), record=True)
-    console.print(render(shown, now=NOW + 1, width=width, height=24))
+    console.print(render(frame, now=NOW + 1, width=width, height=24))
     return console.export_text().splitlines()
 
 
@@ -55,7 +55,7 @@ def busy_view(num_workers: int = 2, **changes: Any) -> View:
 
 
 def test_a_busy_run_fits_on_a_small_terminal() -> None:
-    lines = draw(make_shown(busy_view(num_workers=12), phase="ending"))
+    lines = draw(make_frame(busy_view(num_workers=12), phase="ending"))
 
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
@@ -63,7 +63,7 @@ def test_a_busy_run_fits_on_a_small_terminal() -> None:
 
 
 def test_each_part_shows_what_it_does_how_old_that_is_and_how_far_behind_its_weights_are() -> None:
-    lines = draw(make_shown(busy_view()))
+    lines = draw(make_frame(busy_view()))
 
     [line] = [line for line in lines if "│ 0 " in line]
     assert line.strip("│ ").split() == ["0", "generate", "3", "4", "321", "0.0s", "2.57", "120", "-"]
@@ -71,14 +71,14 @@ def test_each_part_shows_what_it_does_how_old_that_is_and_how_far_behind_its_wei
 
 
 def test_a_worker_that_was_killed_is_not_shown_at_work() -> None:
-    lines = draw(make_shown(busy_view(num_workers=1, at=NOW - 60)))
+    lines = draw(make_frame(busy_view(num_workers=1, at=NOW - 60)))
 
     assert any("SILENT 60s" in line for line in lines)
     assert not any("generate" in line for line in lines)
 
 
 def test_progress_curve_and_facts_are_there() -> None:
-    text = "\n".join(draw(make_shown(busy_view())))
+    text = "\n".join(draw(make_frame(busy_view())))
 
     assert "step 60/100" in text
     assert "left 40s" in text  # a step a second, forty to go
@@ -101,21 +101,21 @@ def test_steps_that_a_crash_undid_are_not_shown() -> None:
 def test_before_there_is_a_run_the_phase_is_all() -> None:
     absent = busy_view()
     for view in (None, replace(absent, run=replace(absent.run, state="absent"))):
-        lines = draw(make_shown(view, phase="starting the parts"))
+        lines = draw(make_frame(view, phase="starting the parts"))
         assert "starting the parts" in lines[1]
         assert len(lines) == 3
 
 
 def test_what_comes_from_other_machines_cannot_command_the_terminal() -> None:
     evil = make_report("worker/\x1b[2J", doing="\x1b]0;owned\x07", detail={"version": "\x1b[31m"})
-    shown = make_shown(make_view(snapshot=make_snapshot(reports=(evil,))), title="a\x1bb", phase="c\x07d")
+    frame = make_frame(make_view(snapshot=make_snapshot(reports=(evil,))), title="a\x1bb", phase="c\x07d")
 
-    assert "\x1b" not in "\n".join(draw(shown))
-    assert "\x1b" not in plain_line(shown, now=NOW)
+    assert "\x1b" not in "\n".join(draw(frame))
+    assert "\x1b" not in plain_line(frame, now=NOW)
 
 
 def test_a_run_whose_end_is_not_known_by_steps_shows_no_time_left() -> None:
-    text = "\n".join(draw(make_shown(make_view(step_record(1), step_record(2), max_steps=-1))))
+    text = "\n".join(draw(make_frame(make_view(step_record(1), step_record(2), max_steps=-1))))
 
     assert "step 2 " in text
     assert "left" not in text
@@ -123,7 +123,7 @@ def test_a_run_whose_end_is_not_known_by_steps_shows_no_time_left() -> None:
 
 def test_all_that_a_monitor_tells_is_told_here_too() -> None:
     view = busy_view()
-    text = "\n".join(draw(make_shown(view), width=100))
+    text = "\n".join(draw(make_frame(view), width=100))
 
     for label, line in rows(view, width=96):
         assert label == "run" or line[:60] in text, line
@@ -135,7 +135,7 @@ def shown_for(seconds: int, view_at: Callable[[int], View]) -> list[str]:
     display = Display(Console(file=out, width=80), clock=lambda: now[0])
     with display:
         for second in range(seconds):
-            display.show(make_shown(view_at(second), phase="starting"))
+            display.show(make_frame(view_at(second), phase="starting"))
             now[0] += 1
     return out.getvalue().splitlines()
 
@@ -161,7 +161,7 @@ def test_without_a_terminal_what_goes_wrong_is_told_soon_and_so_is_its_end() -> 
 
 
 def test_without_a_terminal_a_run_that_has_not_begun_says_so() -> None:
-    assert plain_line(make_shown(None), now=NOW) == "0:01:05  the learner is starting"
+    assert plain_line(make_frame(None), now=NOW) == "0:01:05  the learner is starting"
 
 
 def test_without_a_terminal_news_are_told_soon_and_the_same_thing_seldom() -> None:
@@ -179,8 +179,8 @@ def test_a_word_of_the_launcher_stays_above_the_live_panel() -> None:
     display = Display(Console(file=out, width=80, force_terminal=True))
 
     with display:
-        display.show(make_shown(busy_view()))
-        display.say("worker/0 was ended by signal 9; starting it again")
+        display.show(make_frame(busy_view()))
+        display.notify("worker/0 was ended by signal 9; restarting it")
 
     assert "worker/0 was ended by signal 9" in out.getvalue()
 

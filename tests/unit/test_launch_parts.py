@@ -135,9 +135,9 @@ def test_a_learner_of_the_same_folder_is_the_same_to_others_so_that_it_takes_ove
 
 def test_what_a_launch_asks_for_is_the_runs_only_where_nothing_was_before(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.ask(make_config(learner={"max_restarts": 1}))
-    folder.ask(make_config(learner={"max_restarts": 2}))
-    found = [load_config(path).config.learner.max_restarts for path in (folder.config, folder.asked)]
+    folder.write_request(make_config(learner={"max_restarts": 1}))
+    folder.write_request(make_config(learner={"max_restarts": 2}))
+    found = [load_config(path).config.learner.max_restarts for path in (folder.config, folder.requested_config)]
     assert found == [1, 2]
 
 

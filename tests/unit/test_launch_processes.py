@@ -13,7 +13,7 @@ from typing import cast
 
 import pytest
 
-from streamrl.ops.launch.processes import Command, Interrupts, Kept, Process, end_all
+from streamrl.ops.launch.processes import Command, Interrupts, Process, SupervisedProcess, end_all
 from tests.helpers import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,115 +140,115 @@ class Clock:
         return self.now
 
 
-def keep(lives: Lives, clock: Clock, say: Callable[[str], None] = lambda _: None) -> Kept:
+def supervise(lives: Lives, clock: Clock, notify: Callable[[str], None] = lambda _: None) -> SupervisedProcess:
     command = Command(name="worker/0", arguments=("x",), log=Path("worker.out"))
-    return Kept(command, say=say, clock=clock, start=lives.start)
+    return SupervisedProcess(command, notify=notify, clock=clock, start=lives.start)
 
 
 def test_a_dead_process_is_started_again_after_a_pause_and_people_are_told() -> None:
     lives, clock, said = Lives(-9, None), Clock(), list[str]()
-    kept = keep(lives, clock, said.append)
+    supervised = supervise(lives, clock, said.append)
 
-    kept.look()
+    supervised.look()
     assert lives.num_started == 1
     clock.now += 1.1
-    kept.look()
+    supervised.look()
 
-    assert (lives.num_started, kept.num_restarts, kept.process.poll()) == (2, 1, None)
-    assert said == ["worker/0 was ended by signal 9; starting it again (see worker.out)"]
+    assert (lives.num_started, supervised.num_restarts, supervised.process.poll()) == (2, 1, None)
+    assert said == ["worker/0 was ended by signal 9; restarting it (see worker.out)"]
 
 
 def test_the_pause_grows_while_it_keeps_dying() -> None:
     lives, clock = Lives(1, 1, None), Clock()
-    kept = keep(lives, clock)
-    kept.look()
+    supervised = supervise(lives, clock)
+    supervised.look()
     clock.now += 1.1
-    kept.look()  # the second life, dead at once
-    kept.look()
+    supervised.look()  # the second life, dead at once
+    supervised.look()
 
     clock.now += 0.9  # the second pause is at least a second
-    kept.look()
+    supervised.look()
     assert lives.num_started == 2
     clock.now += 1.2
-    kept.look()
+    supervised.look()
     assert lives.num_started == 3
 
 
 def test_one_that_dies_again_and_again_is_given_up() -> None:
     lives, clock, said = Lives(*[1] * 5, None), Clock(), list[str]()
-    kept = keep(lives, clock, said.append)
+    supervised = supervise(lives, clock, said.append)
 
     for _ in range(20):
-        kept.look()
+        supervised.look()
         clock.now += 31
 
-    assert kept.given_up
+    assert supervised.has_given_up
     assert lives.num_started == 5
-    assert said[-1].startswith("worker/0 ended with exit code 1; giving it up")
+    assert said[-1].startswith("worker/0 ended with exit code 1; giving up on it")
 
 
 def test_a_long_life_makes_earlier_failures_forgotten() -> None:
     lives, clock = Lives(*[1] * 10, None), Clock()
-    kept = keep(lives, clock)
+    supervised = supervise(lives, clock)
 
     for _ in range(5):
         clock.now += 121  # alive for so long, then found dead
-        kept.look()
+        supervised.look()
         clock.now += 1.1
-        kept.look()
+        supervised.look()
 
-    assert not kept.given_up
+    assert not supervised.has_given_up
     assert lives.num_started == 6
 
 
 @pytest.mark.parametrize(("code", "given_up"), [(0, False), (2, True)])
 def test_one_that_is_done_or_whose_user_made_a_mistake_is_not_started_again(code: int, given_up: bool) -> None:
     lives, clock = Lives(code, None), Clock()
-    kept = keep(lives, clock)
+    supervised = supervise(lives, clock)
 
     for _ in range(3):
-        kept.look()
+        supervised.look()
         clock.now += 31
 
-    assert (lives.num_started, kept.given_up) == (1, given_up)
+    assert (lives.num_started, supervised.has_given_up) == (1, given_up)
 
 
 def test_one_that_left_and_is_needed_comes_back_as_often_as_it_leaves_and_never_in_haste() -> None:
     lives, clock, said = Lives(*[0] * 10, None), Clock(), list[str]()
-    kept = keep(lives, clock, said.append)
+    supervised = supervise(lives, clock, said.append)
     started_at = [clock.now]
 
     while lives.num_started < 11:
-        kept.look(is_needed=True)
+        supervised.look(is_needed=True)
         clock.now += 0.1
         if lives.num_started > len(started_at):
             started_at.append(clock.now)
 
     pauses = [after - before for before, after in pairwise(started_at)]
-    assert not kept.given_up
+    assert not supervised.has_given_up
     assert pauses[0] < 2
     assert min(pauses[-3:]) > 10
-    assert said[0] == "worker/0 left before the run's end; starting it again (see worker.out)"
+    assert said[0] == "worker/0 exited before the run ended; restarting it (see worker.out)"
 
 
 def test_having_left_often_is_not_held_against_one_that_dies() -> None:
     lives, clock = Lives(*[0] * 5, 1, None), Clock()
-    kept = keep(lives, clock)
+    supervised = supervise(lives, clock)
 
     for _ in range(20):
-        kept.look(is_needed=True)
+        supervised.look(is_needed=True)
         clock.now += 31
 
-    assert (lives.num_started, kept.given_up) == (7, False)
+    assert (lives.num_started, supervised.has_given_up) == (7, False)
 
 
 def test_one_that_left_is_not_started_again_when_the_need_has_gone_meanwhile() -> None:
     lives, clock = Lives(0, None), Clock()
-    kept = keep(lives, clock)
+    supervised = supervise(lives, clock)
 
-    kept.look(is_needed=True)
+    supervised.look(is_needed=True)
     clock.now += 31
-    kept.look()
+    supervised.look()
 
     assert lives.num_started == 1
 

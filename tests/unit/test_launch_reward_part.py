@@ -29,7 +29,7 @@ def test_a_server_that_ended_is_ready_again_only_when_it_says_so(tmp_path: Path,
         return cast(Process, started[-1][1])
 
     folder = RunFolder(tmp_path)
-    part = RewardPart(schema.RewardServer(model="m"), folder, say=lambda text: None, start=start)
+    part = RewardPart(schema.RewardServer(model="m"), folder, notify=lambda text: None, start=start)
     folder.reward_bound.write_text("http://127.0.0.1:4711")
     part.look()
     assert (part.url, part.is_ready) == ("http://127.0.0.1:4711", False)  # which workers may be started with
@@ -45,7 +45,7 @@ def test_a_server_that_ended_is_ready_again_only_when_it_says_so(tmp_path: Path,
 
     wait_until(is_started_again, description="the server is started again")
     part.look()
-    assert part.progress.report().doing == "start again"
+    assert part.progress.report().doing == "restart"
     assert "--port=4711" in started[1][0].arguments  # where the workers know it
 
     folder.reward_url.write_text("http://127.0.0.1:4711")

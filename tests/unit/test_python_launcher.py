@@ -47,12 +47,12 @@ def launch(script: str) -> Launcher:
 
 def begun(script: str) -> Launcher:
     launcher = launch(script)
-    launcher.await_begun(lambda text: None)
+    launcher.wait_until_started(lambda text: None)
     return launcher
 
 
 def test_what_it_says_is_heard_until_it_has_ended(caplog: pytest.LogCaptureFixture) -> None:
-    said = 'tell("said", text="worker/0 was ended by signal 9; starting it again")\ntell("phase", text="ending")\n'
+    said = 'tell("said", text="worker/0 was ended by signal 9; restarting it")\ntell("phase", text="ending")\n'
     with caplog.at_level(logging.WARNING, logger="streamrl"):
         launcher = begun(HEAD + BEGUN + said + ENDED.format(state="finished"))
         assert launcher.wait(60)
@@ -60,7 +60,7 @@ def test_what_it_says_is_heard_until_it_has_ended(caplog: pytest.LogCaptureFixtu
     assert (launcher.name, launcher.folder, launcher.phase) == ("mine", Path("/runs/mine"), "ending")
     assert launcher.ended is not None
     assert (launcher.ended.state, launcher.ended.steps, launcher.ended.summary) == ("finished", 7, {"steps": 7})
-    assert [record.message for record in caplog.records] == ["worker/0 was ended by signal 9; starting it again"]
+    assert [record.message for record in caplog.records] == ["worker/0 was ended by signal 9; restarting it"]
 
 
 def test_what_is_wrong_before_it_begins_is_raised_as_the_error_that_it_is() -> None:
@@ -69,7 +69,7 @@ def test_what_is_wrong_before_it_begins_is_raised_as_the_error_that_it_is() -> N
     script += 'tell("failed", type="DataError", error="rewards.near fails")\n'
 
     with pytest.raises(DataError, match=r"^rewards.near fails$"):
-        launch(script).await_begun(heard.append)
+        launch(script).wait_until_started(heard.append)
     assert set(heard) == {"trying prompts ..."}
 
 
@@ -120,7 +120,7 @@ def test_who_waits_for_its_end_is_told_why_and_another_ctrl_c_ends_it_at_once(
         launcher.end(60)
 
     assert launcher.ended is not None
-    assert capsys.readouterr().err == "streamrl: run mine writes a checkpoint and ends (Ctrl-C: at once)\n"
+    assert capsys.readouterr().err == "streamrl: run mine is writing a checkpoint and stopping (Ctrl-C: at once)\n"
 
 
 def test_it_is_ended_at_once_when_good_order_takes_too_long() -> None:
@@ -152,7 +152,7 @@ def test_a_program_that_gives_up_while_the_run_begins_leaves_no_launcher() -> No
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        launcher.await_begun(interrupt)
+        launcher.wait_until_started(interrupt)
     assert launcher.ended is not None
 
 
@@ -171,7 +171,7 @@ ask_to_end_with(int(sys.argv[2]))
 {BEGUN}{NEVER}'''
 command = (sys.executable, "-c", script, sys.argv[1])
 launcher = Launcher(Request(config="", overrides=(), functions={{}}, takeover=False), command=command)
-launcher.await_begun(lambda text: None)
+launcher.wait_until_started(lambda text: None)
 print(launcher._process.pid, flush=True)
 if sys.argv[2] == "wait":
     launcher.wait(None)
@@ -205,7 +205,7 @@ def test_what_a_program_forks_does_not_end_its_run() -> None:
     launcher = begun(IN_ORDER)
     pid = os.fork()
     if pid == 0:
-        launcher._leave()
+        launcher._end_at_exit()
         os._exit(0)
     os.waitpid(pid, 0)
 

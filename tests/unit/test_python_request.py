@@ -92,7 +92,7 @@ def test_another_function_of_this_name_gives_the_same_configuration() -> None:
     ("rewards", "message"),
     [
         ([make_near(1.0), make_near(2.0)], "two of them are called 'near'"),
-        ({"far-off": near}, "rewards: 'far-off' is no name for a reward"),
+        ({"far-off": near}, "rewards: 'far-off' is not a valid name"),
         ({"near": 1.0}, "rewards.near = 1.0: must be a function"),
         (near, "must be a list of functions, or a map"),
         ("exact_match", "must be a list of functions, or a map"),
@@ -112,7 +112,7 @@ def test_a_function_that_holds_what_cannot_travel_is_told_with_its_reason() -> N
         with lock:
             return 1.0
 
-    with pytest.raises(ConfigError, match=r"^rewards.guarded: .*cannot pickle '_thread.lock' object; make that inside"):
+    with pytest.raises(ConfigError, match=r"^rewards.guarded: .*cannot pickle '_thread.lock' object; create"):
         asked(rewards=[guarded])
 
 

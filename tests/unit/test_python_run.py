@@ -15,7 +15,7 @@ from streamrl.errors import ConfigError, PartError
 from streamrl.ops.python.launcher import Ended
 from streamrl.ops.python.picture import InNotebook, html
 from streamrl.ops.python.run import Run, attach
-from tests.unit.test_display import busy_view, make_shown
+from tests.unit.test_display import busy_view, make_frame
 
 FINISHED = Ended(state="finished", steps=3, summary={"held_out": {"exact": [0.2, 0.7]}})
 
@@ -114,7 +114,7 @@ def test_the_result_tells_what_the_run_came_to(tmp_path: Path) -> None:
 def test_a_wait_that_is_too_short_leaves_the_run_alone(tmp_path: Path) -> None:
     life = LifeDouble(lambda: None)
 
-    with pytest.raises(TimeoutError, match=r"'mine' has not ended within 0.5 s; it goes on"):
+    with pytest.raises(TimeoutError, match=r"'mine' has not ended within 0.5 s; it is still running"):
         make_run(tmp_path, life).wait(timeout=0.5)
     assert life.stops == []
 
@@ -158,8 +158,8 @@ def test_a_with_block_that_is_left_stops_the_run_that_goes_on(tmp_path: Path, er
 def test_a_notebook_shows_the_launchers_panel_and_draws_it_in_one_place() -> None:
     calls: list[dict[str, Any]] = []
     with InNotebook(lambda data, **how: calls.append({"data": data, **how})) as canvas:
-        canvas.show(make_shown(busy_view(), title="<mine>"))
-        canvas.show(make_shown(None, phase="starting the parts"))
+        canvas.show(make_frame(busy_view(), title="<mine>"))
+        canvas.show(make_frame(None, phase="starting the parts"))
 
     first, second = calls
     assert "60/100" in first["data"]["text/html"]
@@ -171,13 +171,13 @@ def test_a_notebook_shows_the_launchers_panel_and_draws_it_in_one_place() -> Non
 
 
 def test_a_picture_is_html_without_what_a_model_may_have_written() -> None:
-    assert "<script" not in html(make_shown(None, phase="<script>"))
+    assert "<script" not in html(make_frame(None, phase="<script>"))
 
 
 def test_a_run_shows_itself_even_before_there_is_anything_to_see(tmp_path: Path) -> None:
     run = make_run(tmp_path, LifeDouble())
 
-    assert repr(run) == f"<streamrl run 'mine' in {tmp_path}: goes on>"
+    assert repr(run) == f"<streamrl run 'mine' in {tmp_path}: running>"
     shown = re.sub(r"<[^>]+>|[│\s]+", " ", run._repr_html_())  # as long as the folder's name is, lines break anywhere
     assert "is not the folder of a run" in " ".join(shown.split())
 

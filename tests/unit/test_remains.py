@@ -217,7 +217,7 @@ def test_folders_are_listed_with_how_they_ended(tmp_path: Path, capsys: pytest.C
     assert main(["runs", "ls", "--dir", str(tmp_path)]) == 0
     assert "2 runs" in capsys.readouterr().out
     assert main(["runs", "ls", "--dir", str(tmp_path / "nowhere")]) == 2
-    assert "nowhere: there is no such folder" in capsys.readouterr().err
+    assert "nowhere: no such folder" in capsys.readouterr().err
 
 
 def test_what_holds_a_run_back_is_wrapped_to_a_narrow_terminal(

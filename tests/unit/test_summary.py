@@ -115,7 +115,7 @@ def test_the_summary_tells_before_and_after_and_the_fate_of_each_ticket(tmp_path
     assert lines["lost, twice"] == "0, 0"
     assert lines["weight versions"].startswith("4 published; ")  # the last one after the last step's record
     assert lines["held out: exact"] == "0.400 → 0.900"
-    assert lines["started again"] == "worker/0 2 times"
+    assert lines["restarts"] == "worker/0 2 times"
     assert json.loads(json.dumps(summary.to_json()))["loads"] == {"loaded": 9, "in_flight": 7}
 
 

@@ -46,13 +46,13 @@ def takes_config(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.argument("file", type=click.Path())(takes_overrides(command))
 
 
-def takes_timeout(what: str) -> Callable[..., Any]:
-    return click.option("--timeout-s", type=click.FloatRange(min=0), default=30.0, help=f"How long to {what}.")
+def takes_timeout(purpose: str) -> Callable[..., Any]:
+    return click.option("--timeout-s", type=click.FloatRange(min=0), default=30.0, help=f"How long to {purpose}.")
 
 
-def tell(told: Any, lines: Iterable[str], *, as_json: bool, indent: int | None = 2) -> None:
+def print_result(data: Any, lines: Iterable[str], *, as_json: bool, indent: int | None = 2) -> None:
     """Print the data as JSON, or the lines for people, with control characters from other machines escaped."""
-    for line in [json.dumps(told, indent=indent)] if as_json else map(printable, lines):
+    for line in [json.dumps(data, indent=indent)] if as_json else map(printable, lines):
         click.echo(line)
 
 
@@ -73,13 +73,13 @@ class MovingLine:
             self._is_shown = False
 
 
-def try_out(loaded: Loaded, *, workers_are_here: bool = True) -> None:
+def run_trials(loaded: Loaded, *, workers_are_here: bool = True) -> None:
     """Run the trials: UserError for anything that would fail in the run; doubts are printed to stderr."""
-    from streamrl.ops.monitor.doctor.trials import run_trials
+    from streamrl.ops.monitor.doctor import trials
 
     line = MovingLine()
     try:
-        run_trials(
+        trials.run_trials(
             loaded,
             report=line.show,
             warn=lambda text: click.echo(f"warning: {printable(text)}", err=True),
@@ -145,25 +145,27 @@ def takes_run(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def open_run(target: Target, *, instead: str) -> Iterator[OpenRun]:
+def open_run(target: Target, *, remedy: str) -> Iterator[OpenRun]:
     """Open the run with full retries, for commands that change the run or read much of it; else use
     `monitor.runs.opened`.
 
     ResourceError when the server does not answer, or has no such run; for a run that has ended and whose Redis is gone,
-    the error says what to do `instead`.
+    the error ends with `remedy`, in which {folder} is the run's folder.
     """
-    with open_run_or_remains(target) as found:
-        if isinstance(found, Remains):
-            raise gone(found, instead=instead)
-        yield found
+    with open_run_or_remains(target) as opened:
+        if isinstance(opened, Remains):
+            raise redis_gone_error(opened, remedy=remedy)
+        yield opened
 
 
-def gone(left: Remains, *, instead: str) -> ResourceError:
+def redis_gone_error(remains: Remains, *, remedy: str) -> ResourceError:
     """Return the error that the run's Redis is gone, and what to do."""
-    if not left.has_ended:
-        return ResourceError(f"run {left.name!r} {left.description}; `streamrl up {left.folder}/asked.yaml` starts it")
-    todo = instead.format(folder=left.folder)
-    return ResourceError(f"run {left.name!r} {left.description}, and its Redis is not there any more: {todo}")
+    if not remains.has_ended:
+        return ResourceError(
+            f"run {remains.name!r} {remains.description}; `streamrl up {remains.folder}/asked.yaml` starts it"
+        )
+    remedy = remedy.format(folder=remains.folder)
+    return ResourceError(f"run {remains.name!r} {remains.description}, and its Redis is gone: {remedy}")
 
 
 @contextmanager
@@ -173,15 +175,15 @@ def open_run_or_remains(target: Target) -> Iterator[OpenRun | Remains]:
     with ExitStack() as stack:
         try:
             client = stack.enter_context(connect(target.server(), schema.Redis()))
-            found: OpenRun | Remains = _find_run(client, target)
+            opened: OpenRun | Remains = _find_run(client, target)
         except (ResourceError, TransportError) as error:
-            found = remains_or_raise(target, error)
-        yield found
+            opened = remains_or_raise(target, error)
+        yield opened
 
 
 def _find_run(client: redis.Redis, target: Target) -> OpenRun:
     keys = Keys(target.run)
-    seen = snapshot(client, keys)
-    if seen.run is None:
+    state = snapshot(client, keys)
+    if state.run is None:
         raise ResourceError(f"Redis at {server_name(client)} holds no run {target.run!r}")
-    return OpenRun(client=client, keys=keys, info=seen.run, reports=seen.reports)
+    return OpenRun(client=client, keys=keys, info=state.run, reports=state.reports)

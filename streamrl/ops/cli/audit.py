@@ -12,7 +12,7 @@ from streamrl.errors import ResourceError
 from streamrl.ops.audit import Audit, audit_folder
 from streamrl.ops.audit.judge import WRONG
 from streamrl.ops.audit.streams import open_server, read_meta
-from streamrl.ops.cli.arguments import takes_json, takes_place, tell
+from streamrl.ops.cli.arguments import print_result, takes_json, takes_place
 from streamrl.ops.monitor.remains import no_run
 from streamrl.ops.monitor.runs import find_target
 from streamrl.protocol.transport.keys import Keys
@@ -58,7 +58,7 @@ def audit(folder: Path | None, url: str | None, run: str | None, folder_only: bo
     elif url is None and not folder_only and (folder / "config.yaml").is_file():
         url = find_target(folder, None, run).url  # None: its embedded server has ended
     found = audit_folder(folder, redis_url=None if folder_only else url, run=run)
-    tell(found.to_json(), _lines(found), as_json=as_json)
+    print_result(found.to_json(), _lines(found), as_json=as_json)
     return 0 if found.clean else 1
 
 
@@ -69,9 +69,11 @@ def _folder_of(url: str, run: str) -> Path:
     try:
         folder = Path(json.loads(config)["dir"]) / run
     except (ValueError, KeyError, TypeError):
-        raise ResourceError(f"Redis does not say where the folder of run {run!r} is; give it as RUN_FOLDER") from None
+        raise ResourceError(
+            f"the configuration of run {run!r} in Redis names no folder; give it as RUN_FOLDER"
+        ) from None
     if not (folder / "run.json").is_file():
-        raise ResourceError(f"the folder of run {run!r} is not at {folder}, seen from here; give it as RUN_FOLDER")
+        raise ResourceError(f"the folder of run {run!r} is not at {folder} on this machine; give it as RUN_FOLDER")
     return folder
 
 
@@ -90,7 +92,7 @@ def _lines(found: Audit) -> Iterator[str]:
         if getattr(found, kind) or kind in ("lost", "twice"):
             yield _row(kind, getattr(found, kind), _examples(found, kind))
     yield ""
-    yield from _asides(found)
+    yield from _further_lines(found)
     yield "clean: every ticket is accounted for" if found.clean else "NOT CLEAN"
 
 
@@ -104,7 +106,7 @@ def _examples(found: Audit, kind: str) -> str:
     return f"tickets {', '.join(map(str, tickets))}{more}" if tickets else ""
 
 
-def _asides(found: Audit) -> Iterator[str]:
+def _further_lines(found: Audit) -> Iterator[str]:
     """Yield the lines that appear only if there is something to report."""
     if found.wasted_steps:
         yield f"wasted: {found.wasted_steps} steps ({found.wasted_tickets} tickets) of replaced learners"

@@ -22,7 +22,7 @@ from streamrl.terminal import printable
 if TYPE_CHECKING:
     from streamrl.workers.talk import Answer, Message, Speaker
 
-_ANEW = "/new"
+_NEW_CHAT = "/new"
 
 
 @click.command()
@@ -53,7 +53,7 @@ def chat(
         streamrl chat runs/mine@120      runs/mine@best  another checkpoint
         streamrl chat ./sft                              any model folder or hub name
         streamrl chat runs/mine --prompt 'What is 2 + 3?' --temperature 0
-        streamrl chat runs/mine --json < questions.txt   a prompt a line, each by itself
+        streamrl chat runs/mine --json < questions.txt   one prompt per line, each by itself
 
     With a chat template your input is a message in a conversation; /new starts a new one. Without a template, or with
     --plain, the model continues each line by itself. Ctrl-C stops an answer and, between answers, ends the chat, as
@@ -64,11 +64,11 @@ def chat(
     --json prints {model, prompt, answer, num_tokens, finish_reason}: stop, or length if --max-tokens or the model's
     positions were used up.
     """
-    talks = prompt is None and sys.stdin.isatty()
-    if as_json and talks:
-        raise ConfigError("--json is for --prompt TEXT, or for prompts on stdin, one a line")
+    is_interactive = prompt is None and sys.stdin.isatty()
+    if as_json and is_interactive:
+        raise ConfigError("--json needs --prompt TEXT, or prompts on stdin, one per line")
     if system is not None and plain:
-        raise ConfigError("--system is for the chat template, which --plain leaves out")
+        raise ConfigError("--system needs the chat template, which --plain turns off")
     found = find_subject(subject, exported=True)
     need("a chat", "torch", "transformers", "safetensors", extra="learner")
     seed = secrets.randbelow(1 << 31) if seed is None else seed
@@ -78,9 +78,9 @@ def chat(
     sampling = Sampling(max_tokens=max_tokens, greedy=temperature == 0, temperature=temperature or 1.0)
     first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     conversation = Conversation(speaker, sampling, first=None if plain or not speaker.has_template else first)
-    if talks:
-        click.echo(f"{found.name}; {_ways(conversation)}", err=True)
-        converse(conversation, ask=_ask, say=_say)
+    if is_interactive:
+        click.echo(f"{found.name}; {_help_line(conversation)}", err=True)
+        converse(conversation, read=_read_input, write=_write)
         return
     for text in [prompt] if prompt is not None else _lines():
         conversation.begin()
@@ -106,36 +106,36 @@ class Conversation:
         """Yield the pieces of the answer; an interrupted answer is kept in the conversation. DataError leaves it
         unchanged.
         """
-        asked: list[Message] = [*self._messages, {"role": "user", "content": text}]
-        prompt_ids = self._speaker.read(asked if self.is_templated else text)
+        messages: list[Message] = [*self._messages, {"role": "user", "content": text}]
+        prompt_ids = self._speaker.read(messages if self.is_templated else text)
         try:
             yield from self._speaker.speak(prompt_ids, self._sampling, answer)
         finally:
             if self.is_templated and answer.token_ids:
-                self._messages = [*asked, {"role": "assistant", "content": answer.text}]
+                self._messages = [*messages, {"role": "assistant", "content": answer.text}]
 
 
-def converse(conversation: Conversation, *, ask: Callable[[], str], say: Callable[[str], None]) -> None:
-    """Loop until `ask` raises EOFError or KeyboardInterrupt; the latter first ends an answer in progress."""
+def converse(conversation: Conversation, *, read: Callable[[], str], write: Callable[[str], None]) -> None:
+    """Loop until `read` raises EOFError or KeyboardInterrupt; the latter first ends an answer in progress."""
     from streamrl.workers.talk import Answer
 
     while True:
         try:
-            text = ask()
+            text = read()
         except (EOFError, KeyboardInterrupt):
-            say("\n")
+            write("\n")
             return
-        if text.strip() == _ANEW:
+        if text.strip() == _NEW_CHAT:
             conversation.begin()
         elif text.strip():
             try:
                 for piece in conversation.answer(text, Answer()):
-                    say(piece)
+                    write(piece)
             except KeyboardInterrupt:
-                say(" ...")
+                write(" ...")
             except DataError as error:
-                say(f"error: {error}; {_ANEW} starts a new conversation")
-            say("\n")
+                write(f"error: {error}; {_NEW_CHAT} starts a new conversation")
+            write("\n")
 
 
 def _answer_once(conversation: Conversation, text: str, *, name: str, as_json: bool) -> None:
@@ -144,15 +144,15 @@ def _answer_once(conversation: Conversation, text: str, *, name: str, as_json: b
     answer = Answer()
     for piece in conversation.answer(text, answer):
         if not as_json:
-            _say(piece)
-    told = {
+            _write(piece)
+    result = {
         "model": name,
         "prompt": text,
         "answer": answer.text,
         "num_tokens": len(answer.token_ids),
         "finish_reason": answer.finish_reason,
     }
-    _say(json.dumps(told, ensure_ascii=False) + "\n" if as_json else "\n")
+    _write(json.dumps(result, ensure_ascii=False) + "\n" if as_json else "\n")
 
 
 def _load(subject: Subject, seed: int) -> Speaker:
@@ -169,7 +169,7 @@ def _load(subject: Subject, seed: int) -> Speaker:
         config = config_of(subject.checkpoint)
         if config is None:
             raise DataError(
-                f"{subject.name} was made by another version of streamrl, whose settings are not known here"
+                f"{subject.name} was made by another version of streamrl, and this one cannot read its settings"
             )
         with scratch_folder() as folder:
             weights = folder / "weights.safetensors"
@@ -179,22 +179,22 @@ def _load(subject: Subject, seed: int) -> Speaker:
         line.end()
 
 
-def _ways(conversation: Conversation) -> str:
-    kept = f"{_ANEW} starts a new one" if conversation.is_templated else "no chat template: it continues each line"
-    return f"{kept}, Ctrl-C ends an answer, Ctrl-D the chat"
+def _help_line(conversation: Conversation) -> str:
+    mode = f"{_NEW_CHAT} starts a new chat" if conversation.is_templated else "no chat template: it continues each line"
+    return f"{mode}, Ctrl-C ends an answer, Ctrl-D the chat"
 
 
 def _lines() -> Iterator[str]:
     yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
 
 
-def _ask() -> str:
+def _read_input() -> str:
     import readline  # noqa: F401  # input() then takes arrow keys
 
     return input("> ")
 
 
-def _say(text: str) -> None:
+def _write(text: str) -> None:
     """Print at once, with control characters escaped: a model may emit terminal commands."""
     click.echo("\n".join(map(printable, text.split("\n"))), nl=False)
     sys.stdout.flush()

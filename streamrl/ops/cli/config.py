@@ -19,7 +19,7 @@ from streamrl.config.shipped import shipped_config
 from streamrl.errors import ConfigError
 from streamrl.extras import is_installed
 from streamrl.files import write_durably
-from streamrl.ops.cli.arguments import OutputFile, takes_config, takes_json, try_out
+from streamrl.ops.cli.arguments import OutputFile, run_trials, takes_config, takes_json
 from streamrl.ops.cli.init import Case, is_chat_model, starter
 from streamrl.protocol.transport.address import masked
 from streamrl.terminal import printable
@@ -61,7 +61,7 @@ def init(file: Path, model: str, data: str, validation: str | None, reward: str,
             --validation test.jsonl --reward rewards.py:score --gpus 4
     """
     if file.exists():
-        raise ConfigError(f"{file} is there already: name another file, or remove it")
+        raise ConfigError(f"{file} already exists: name another file, or remove it")
     if ":" not in reward and reward not in _ANSWERS:
         raise ConfigError(f"--reward {reward}: write FILE.py:FUNCTION, or one of {', '.join(_ANSWERS)}")
     chat = is_chat_model(model) if chat is None else chat
@@ -109,8 +109,8 @@ def check(file: str, overrides: tuple[str, ...], no_files: bool) -> None:
             from streamrl.ops.monitor.doctor.requirements import check_learning
 
             check_learning(loaded.config)
-        try_out(loaded)
-    click.echo(f"{file}: good" + (" (files were not looked at)" if no_files else ""))
+        run_trials(loaded)
+    click.echo(f"{file}: good" + (" (files not checked)" if no_files else ""))
 
 
 _MAKERS_GB = 1019 << 20  # bytes per advertised GB: for an 80 GB H100, nvidia-smi reports 81,559 MiB
@@ -169,14 +169,14 @@ def doctor(file: str, overrides: tuple[str, ...], part: Part, as_json: bool, ask
         planned = Planned(gpus=gpus["gpus"], memory=memory, per_host=gpus["gpus_per_host"])
         findings = plan_layout(loaded, planned)
     worst = "ok"
-    told = []
+    results = []
     for finding in findings:
-        told.append(asdict(finding))
+        results.append(asdict(finding))
         worst = max(worst, finding.level, key=list(_LEVELS).index)
         if not as_json:
             click.echo(printable(f"{_LEVELS[finding.level][0]}  {finding.name:<18} {finding.evidence}"))
             for line in finding.remedy.splitlines():
                 click.echo(printable(f"{'':<28}{line}"))
     if as_json:
-        click.echo(json.dumps({"worst": worst, "findings": told}, indent=2))
+        click.echo(json.dumps({"worst": worst, "findings": results}, indent=2))
     return _LEVELS[worst][1]

@@ -25,8 +25,8 @@ from streamrl.data.prompts import read_prompts
 from streamrl.errors import ConfigError, StreamrlError
 from streamrl.files import write_durably
 from streamrl.held_folders import scratch_folder
-from streamrl.ops.cli.arguments import MovingLine, OutputFile, takes_json, tell
-from streamrl.ops.cli.eval_told import Evaluated, answers, comparison, save_plot, table
+from streamrl.ops.cli.arguments import MovingLine, OutputFile, print_result, takes_json
+from streamrl.ops.cli.eval_output import Evaluated, answers, comparison, save_plot, table
 from streamrl.ops.cli.subject import checkpoints_of, find_subject
 from streamrl.ops.launch.parts import RewardPart, reward_server
 from streamrl.ops.launch.processes import part_error
@@ -119,21 +119,21 @@ def evaluate(
       samples [{completion, token_ids, reward, rewards {source: reward}, finish_reason}]
 
     Exits with 1 when not every prompt was answered. Of several checkpoints, what is known when one of them cannot be
-    evaluated, or at Ctrl-C, is told and written all the same.
+    evaluated, or at Ctrl-C, is printed and written all the same.
     """
-    chosen = [f"worker.engine={engine}"]
-    chosen += [f"data.validation={json.dumps(prompts)}"] if prompts is not None else []
-    chosen += [f"validation.max_prompts={max_prompts}"] if max_prompts is not None else []
-    subjects = _find_all(words, file, chosen)
-    done, lines, trouble = _evaluate_all(subjects, local_reward_url, patience_s)
+    option_settings = [f"worker.engine={engine}"]
+    option_settings += [f"data.validation={json.dumps(prompts)}"] if prompts is not None else []
+    option_settings += [f"validation.max_prompts={max_prompts}"] if max_prompts is not None else []
+    subjects = _find_all(words, file, option_settings)
+    done, lines, error = _evaluate_all(subjects, local_reward_url, patience_s)
     if output is not None:
         write_durably(output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
     if plot is not None:
         save_plot(plot, done)
-    _tell(done, subjects[0].config, engine, several=len(subjects) > 1, as_json=as_json)
-    if trouble is not None:
-        raise trouble
-    return 0 if all(one.result.num_answered == one.result.num_prompts for one in done) else 1
+    _print_results(done, subjects[0].config, engine, several=len(subjects) > 1, as_json=as_json)
+    if error is not None:
+        raise error
+    return 0 if all(each.result.num_answered == each.result.num_prompts for each in done) else 1
 
 
 def _evaluate_all(
@@ -145,37 +145,39 @@ def _evaluate_all(
     """
     done: list[Evaluated] = []
     lines: list[dict[str, Any]] = []
-    for subject, config in [(one, _checked(one.config, local_reward_url)) for one in subjects]:
+    for subject, config in [(each, _checked(each.config, local_reward_url)) for each in subjects]:
         try:
-            result, asked, model = _evaluate(subject, config, local_reward_url, patience_s)
+            result, prompts, model = _evaluate(subject, config, local_reward_url, patience_s)
         except (StreamrlError, KeyboardInterrupt) as error:
             if not done:
                 raise
             return done, lines, error
         step = subject.checkpoint.state.step if subject.checkpoint else None
         done.append(Evaluated(name=subject.name, step=step, result=result))
-        named = {"checkpoint": subject.name} if len(subjects) > 1 else {}
-        lines += [named | line for line in answers(asked, result, model, config.validation.sampling.stop)]
+        label = {"checkpoint": subject.name} if len(subjects) > 1 else {}
+        lines += [label | line for line in answers(prompts, result, model, config.validation.sampling.stop)]
     return done, lines, None
 
 
-def _tell(done: Sequence[Evaluated], config: schema.Config, engine: str, *, several: bool, as_json: bool) -> None:
-    places = [one.dataset.place for one in config.data.validation_sets()]
-    asked = {"prompts": places[0] if len(places) == 1 else places, "engine": engine}
+def _print_results(
+    done: Sequence[Evaluated], config: schema.Config, engine: str, *, several: bool, as_json: bool
+) -> None:
+    files = [named.dataset.place for named in config.data.validation_sets()]
+    settings = {"prompts": files[0] if len(files) == 1 else files, "engine": engine}
     if not several:
-        tell(done[0].to_json() | asked, table(done[0], ", ".join(places)), as_json=as_json)
+        print_result(done[0].to_json() | settings, table(done[0], ", ".join(files)), as_json=as_json)
     else:
-        told = {"checkpoints": [one.to_json() for one in done], **asked}
-        tell(told, comparison(done, ", ".join(places)), as_json=as_json)
+        results = {"checkpoints": [each.to_json() for each in done], **settings}
+        print_result(results, comparison(done, ", ".join(files)), as_json=as_json)
 
 
-def _find_all(words: Sequence[str], file: Path | None, chosen: Sequence[str]) -> list[_Subject]:
-    """Find the subjects; `chosen` are settings from options, which override those among the words."""
+def _find_all(words: Sequence[str], file: Path | None, option_settings: Sequence[str]) -> list[_Subject]:
+    """Find the subjects; `option_settings` are settings from options, which override those among the words."""
     overrides = [word for word in words if _OVERRIDE.match(word)]
     checkpoints = [each for word in words if word not in overrides for each in checkpoints_of(word)]
     if not checkpoints:
         raise ConfigError("name at least one checkpoint: a run, RUN@STEP, RUN@best, RUN@all, or a model")
-    return [_find(checkpoint, file, [*overrides, *chosen]) for checkpoint in checkpoints]
+    return [_find(checkpoint, file, [*overrides, *option_settings]) for checkpoint in checkpoints]
 
 
 def _find(text: str, file: Path | None, overrides: Sequence[str]) -> _Subject:
@@ -183,9 +185,13 @@ def _find(text: str, file: Path | None, overrides: Sequence[str]) -> _Subject:
     found = find_subject(text)
     path = file or found.config_file
     if file is None and not path.is_file():
-        raise ConfigError(f"{text} belongs to no run: say with --config FILE how to sample and what to reward")
-    own = [] if found.checkpoint else [f"model.path={json.dumps(text)}", "model.lora=null"]
-    return _Subject(name=found.name, config=load_config(path, [*overrides, *own]).config, checkpoint=found.checkpoint)
+        raise ConfigError(
+            f"{text} belongs to no run: name a configuration with sampling and rewards, with --config FILE"
+        )
+    model_settings = [] if found.checkpoint else [f"model.path={json.dumps(text)}", "model.lora=null"]
+    return _Subject(
+        name=found.name, config=load_config(path, [*overrides, *model_settings]).config, checkpoint=found.checkpoint
+    )
 
 
 def _checked(config: schema.Config, local_reward_url: str | None) -> schema.Config:
@@ -194,9 +200,7 @@ def _checked(config: schema.Config, local_reward_url: str | None) -> schema.Conf
     Raises UserError for anything that would fail later. Imports neither torch nor transformers.
     """
     if not config.data.validation_sets():
-        raise ConfigError(
-            "there are no prompts to score it on; name a file with --prompts FILE, or set data.validation"
-        )
+        raise ConfigError("no prompts to score it on: name a file with --prompts FILE, or set data.validation")
     check_config(config)
     urls = [url for one in config.rewards.values() if isinstance(one, schema.SERVICES) for url in one.urls]
     if local_reward_url is not None or LOCAL_REWARD_SERVER not in urls:
@@ -213,12 +217,12 @@ def _evaluate(
     from streamrl.workers.rewards.mixing import build_rewards
 
     configure_logging("eval", None, quiet=True)
-    line = _Line()
+    line = _ProgressLine()
     with ExitStack() as stack:
         stack.callback(line.end)
         server = None
         if config.reward_server is not None:
-            server = stack.enter_context(reward_server(config.reward_server, say=line.notice, show=line.show))
+            server = stack.enter_context(reward_server(config.reward_server, notify=line.notice, show=line.show))
         url = server.url if server is not None else local_reward_url
         build = partial(build_rewards, config.rewards, granted(config), url)
         _try_rewards(config, build(), patience_s, line)
@@ -236,11 +240,11 @@ def _evaluate(
             permissions=granted(config),
             show=line.counter(len(prompts), rewards),
         )
-        companions = {"reward server": _look_after(server)} if server is not None else {}
+        companions = {"reward server": _supervise(server)} if server is not None else {}
         return asyncio.run(run_beside(work, companions)), prompts, model
 
 
-class _Line:
+class _ProgressLine:
     """Progress on a terminal, and notices that are printed once."""
 
     def __init__(self) -> None:
@@ -259,12 +263,12 @@ class _Line:
         def show(num_done: int) -> None:
             self.show(f"{num_done} of {num_prompts} prompts")
             if (outage := rewards.outage()) is not None:
-                self.notice(f"no score can be had now, and samples wait for one: {outage}", about="outage")
+                self.notice(f"a reward is unavailable, and samples wait for their scores: {outage}", about="outage")
 
         return show
 
 
-def _try_rewards(config: schema.Config, rewards: Rewards, patience_s: float, line: _Line) -> None:
+def _try_rewards(config: schema.Config, rewards: Rewards, patience_s: float, line: _ProgressLine) -> None:
     """Send a first request to each reward, with the first prompt."""
     from streamrl.workers.evaluate import try_rewards
     from streamrl.workers.rewards.base import ScoreItem
@@ -289,11 +293,11 @@ def _try_rewards(config: schema.Config, rewards: Rewards, patience_s: float, lin
     asyncio.run(trying)
 
 
-async def _look_after(server: RewardPart) -> None:
+async def _supervise(server: RewardPart) -> None:
     while True:
         server.look()
-        if server.kept.given_up:
-            raise part_error(server.kept.process)
+        if server.supervised.has_given_up:
+            raise part_error(server.supervised.process)
         await asyncio.sleep(_LOOK_EVERY_S)
 
 
@@ -312,6 +316,6 @@ def _read_prompts(config: schema.Config, tokenizer: Any) -> list[EvalPrompt]:
     from streamrl.learner.groups.prompts import tokenise
     from streamrl.workers.evaluate import EvalPrompt
 
-    most = config.validation.max_prompts
-    rows = [row for named in config.data.validation_sets() for row in tokenise(named, tokenizer, config.data)[:most]]
+    limit = config.validation.max_prompts
+    rows = [row for named in config.data.validation_sets() for row in tokenise(named, tokenizer, config.data)[:limit]]
     return [EvalPrompt(text=row.text, token_ids=row.token_ids, fields=row.fields, dataset=row.dataset) for row in rows]

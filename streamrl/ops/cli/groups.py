@@ -30,7 +30,7 @@ _NARROWEST = 20
 Source = LiveGroups | RecordedGroups | KeptGroups
 
 
-_LOOK = (
+_LOOK_OPTIONS = (
     takes_server,
     click.option("--eval", "evaluation", is_flag=True, help="Show validation answers, which are not kept for long."),
     click.option("--tokenizer", metavar="MODEL", help="Model folder with the tokenizer for texts."),
@@ -41,7 +41,7 @@ _LOOK = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What to show besides the folder, and how: the options `_LOOK`."""
+    """What to show besides the folder, and how: the options `_LOOK_OPTIONS`."""
 
     url: str | None
     run: str | None
@@ -53,7 +53,7 @@ class Look:
 
 def _takes_look(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of `Look`."""
-    for option in reversed(_LOOK):
+    for option in reversed(_LOOK_OPTIONS):
         command = option(command)
     return command
 
@@ -73,7 +73,7 @@ def groups() -> None:
 @click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[RUN_FOLDER|RECORDING]")
 @click.option("-n", "--number", "count", type=click.IntRange(min=0), default=3, help="Number of groups.")
 @click.option("-f", "--follow", is_flag=True, help="Follow new groups until Ctrl-C or the end of the run.")
-@click.option("--lines", type=click.IntRange(min=1), default=12, help="Characters to show of each text.")
+@click.option("--lines", type=click.IntRange(min=1), default=12, help="Lines to show of each text.")
 @_takes_look
 def tail(folder: Path | None, count: int, follow: bool, lines: int, **options: Any) -> None:
     """Show the newest groups.
@@ -84,18 +84,18 @@ def tail(folder: Path | None, count: int, follow: bool, lines: int, **options: A
         streamrl groups tail recording -n 20 --json
     """
     look = Look(**options)
-    with _opened(folder, look) as (source, words):
+    with _opened(folder, look) as (source, decoder):
         if isinstance(source, KeptGroups):
             _print_kept(source.latest(count), look, max_lines=lines)
             return
-        found: Sequence[Entry] | None = source.latest(count)
-        if not (found or follow):
+        entries: Sequence[Entry] | None = source.latest(count)
+        if not (entries or follow):
             kept = KeptGroups(folder).latest(count) if folder is not None and not look.evaluation else []
             _print_kept(kept, look, max_lines=lines)
-        while found is not None:
-            for entry in found:
-                _print(entry, words, look, max_lines=lines)
-            found = source.more() if follow else None
+        while entries is not None:
+            for entry in entries:
+                _print(entry, decoder, look, max_lines=lines)
+            entries = source.more() if follow else None
 
 
 @groups.command()
@@ -109,7 +109,7 @@ def show(words: tuple[str, ...], **options: Any) -> None:
         streamrl groups show recording 1763628312345-0 --json
     """
     if len(words) > 2:
-        raise ConfigError(f"{len(words)} words given: write the folder of a run or a recording, and one ticket or id")
+        raise ConfigError(f"{len(words)} arguments: give the folder of a run or a recording, and one ticket or id")
     look = Look(**options)
     is_entry_id(words[-1])  # shows a mistake before anything is opened
     with _opened(Path(words[0]) if len(words) == 2 else None, look) as (source, decoder):
@@ -142,26 +142,26 @@ def _is_recording(folder: Path) -> bool:
     return any(folder.glob("*.groups")) and not (folder / "config.yaml").exists()
 
 
-def _print(entry: Entry, words: TokenDecoder | None, look: Look, *, max_lines: int | None) -> None:
+def _print(entry: Entry, decoder: TokenDecoder | None, look: Look, *, max_lines: int | None) -> None:
     try:
         group = open_group(entry)
     except WireError as error:
         click.echo(printable(f"group {entry.id} of ticket {entry.number} cannot be read: {error}"), err=True)
         return
     if look.as_json:
-        click.echo(json.dumps(to_json(entry, group, words)))
+        click.echo(json.dumps(to_json(entry, group, decoder)))
         return
     console = _console(look.colour)
     width = max(_NARROWEST, console.width)
     colour = console.color_system is not None
-    for line in lines_of(entry, group, words, width=width, colour=colour, max_lines=max_lines):
+    for line in lines_of(entry, group, decoder, width=width, colour=colour, max_lines=max_lines):
         console.print(line, soft_wrap=True, highlight=False)
     console.print()
 
 
 def _print_kept(records: Sequence[Mapping[str, Any]], look: Look, *, max_lines: int | None) -> None:
     if not records:
-        click.echo("no groups are there at the moment; -f waits for some", err=True)
+        click.echo("no groups at the moment; -f waits for new ones", err=True)
     console = _console(look.colour)
     for record in records:
         if look.as_json:

@@ -44,8 +44,8 @@ def is_chat_model(model: str) -> bool:
     folder = Path(model)
     if not folder.is_dir():
         return True
-    told = folder / "tokenizer_config.json"
-    return (folder / "chat_template.jinja").is_file() or (told.is_file() and '"chat_template"' in told.read_text())
+    file = folder / "tokenizer_config.json"
+    return (folder / "chat_template.jinja").is_file() or (file.is_file() and '"chat_template"' in file.read_text())
 
 
 def starter(case: Case, *, reference: Path) -> str:

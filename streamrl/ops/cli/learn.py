@@ -28,8 +28,8 @@ from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, ResourceError
 from streamrl.gpus import gpus_here
 from streamrl.learner.checkpoints import resume
-from streamrl.ops.cli.arguments import takes_config, try_out
-from streamrl.ops.launch.parts import Cluster, RunFolder, check_redis, holder_of_all, learner_command
+from streamrl.ops.cli.arguments import run_trials, takes_config
+from streamrl.ops.launch.parts import Cluster, RunFolder, check_redis, cluster_holder, learner_command
 from streamrl.ops.launch.processes import Command
 from streamrl.ops.monitor.doctor.requirements import check_learning
 from streamrl.protocol.transport.address import PASSWORD, split_password
@@ -116,12 +116,12 @@ def learn(
     if dry_run:
         click.echo(_shown(command))
     else:
-        _begin(loaded, command)
+        _exec(loaded, command)
 
 
-def _begin(loaded: Loaded, command: Command) -> NoReturn:
+def _exec(loaded: Loaded, command: Command) -> NoReturn:
     """Replace this process by torchrun's agent."""
-    try_out(loaded, workers_are_here=False)
+    run_trials(loaded, workers_are_here=False)
     _prepare(loaded.config)
     click.echo(_shown(command))
     sys.stdout.flush()
@@ -159,12 +159,12 @@ def _show_changes(config: Config) -> None:
 def _fork(config: Config, source: str, *, new_data: bool, dry_run: bool) -> None:
     checkpoint = resume.find_checkpoint(source)
     resume.check_steps(checkpoint, config.training)
-    begins = f"run {config.name} begins with {checkpoint.folder}"
+    message = f"run {config.name} starts from {checkpoint.folder}"
     if dry_run:
-        click.echo(f"{begins} (not yet: --dry-run)", err=True)
+        click.echo(f"{message} (not yet: --dry-run)", err=True)
         return
     resume.fork(checkpoint, config.folder, new_data=new_data)
-    click.echo(begins, err=True)
+    click.echo(message, err=True)
 
 
 def _reach(url: str, config: Config, *, dry_run: bool) -> str | None:
@@ -175,7 +175,7 @@ def _reach(url: str, config: Config, *, dry_run: bool) -> str | None:
     except ResourceError as error:
         if not dry_run:
             raise
-        click.echo(printable(f"Redis was not asked (--dry-run): {error}"), err=True)
+        click.echo(printable(f"Redis was not checked (--dry-run): {error}"), err=True)
         return None
     check_redis(server, config)
     return server
@@ -219,7 +219,7 @@ def _joins(config: Config, cluster: Cluster, server: str) -> bool:
     """Whether other machines of this cluster hold the run."""
     with connect(server, config.redis) as client:
         holder = lease_holder(client, Keys(config.name), give_up_after_s=config.redis.connect_timeout_s)
-    return holder == holder_of_all(config, cluster)
+    return holder == cluster_holder(config, cluster)
 
 
 def _shown(command: Command) -> str:
@@ -234,14 +234,14 @@ def _prepare(config: Config) -> None:
     folder = RunFolder(config.folder)
     folder.logs.mkdir(parents=True, exist_ok=True)
     folder.learner_error.unlink(missing_ok=True)
-    folder.ask(config)
+    folder.write_request(config)
 
 
 def _cluster(nodes: str, endpoint: str | None) -> Cluster | None:
     """Parse --nodes and --rendezvous; None: this machine alone."""
     match = _NODES.fullmatch(nodes)
     if match is None or int(match[2] or match[1]) < int(match[1]):
-        raise ConfigError(f"--nodes {nodes}: write how many machines, as 4, or a range, as 1:4")
+        raise ConfigError(f"--nodes {nodes}: must be a number of machines, such as 4, or a range, such as 1:4")
     if endpoint is None:
         if int(match[2] or match[1]) > 1:
             raise ConfigError(
@@ -250,15 +250,15 @@ def _cluster(nodes: str, endpoint: str | None) -> Cluster | None:
             )
         return None
     if not _ENDPOINT.fullmatch(endpoint):
-        raise ConfigError(f"--rendezvous {endpoint}: write HOST:PORT, as trainer-0:29400")
+        raise ConfigError(f"--rendezvous {endpoint}: must be HOST:PORT, such as trainer-0:29400")
     return Cluster(nodes=nodes, endpoint=endpoint)
 
 
 def _serving(config: Config) -> str:
-    found = serving(RunFolder(config.folder).redis)
-    if found is None:
+    url = serving(RunFolder(config.folder).redis)
+    if url is None:
         raise ResourceError(
-            "redis.url = 'embedded': that server comes with `streamrl up`, which is not running here; set "
+            "redis.url = 'embedded': that server is part of `streamrl up`, which is not running here; set "
             "redis.url=redis://HOST:6379 (workers must reach it too), or start everything with `streamrl up`"
         )
-    return found
+    return url

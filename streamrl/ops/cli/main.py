@@ -52,8 +52,8 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())  # buffered output is flushed at exit
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, sys.stdout.fileno())  # buffered output is flushed at exit
             ctx.exit(EXIT_UNREAD)
 
     def resolve_command(
@@ -69,7 +69,7 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, entry.help) for name, entry in self._entries.items()])
 
 
-def _print_what_can_be() -> None:
+def _replace_unencodable_characters() -> None:
     """Print a question mark for characters that a terminal or file cannot encode, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
@@ -91,17 +91,17 @@ def refusal(error: OSError) -> ResourceError | None:
     return ResourceError(f"{error.filename}: {error.strerror}")
 
 
-def _misused(error: click.ClickException) -> int:
+def _report_misuse(error: click.ClickException) -> int:
     error.show()
     if isinstance(error, click.NoSuchOption) and "." in error.option_name:
         click.echo(f"Settings have no dashes: {error.option_name.lstrip('-')}=VALUE", err=True)
     return error.exit_code
 
 
-def _broken_off(error: BaseException) -> int:
+def _report_abort(error: BaseException) -> int:
     if not isinstance(error.__context__, EOFError):
         return EXIT_INTERRUPTED
-    click.echo("\nerror: the input ended where an answer was asked for; an option can give it, see --help", err=True)
+    click.echo("\nerror: the input ended before a question was answered; an option can answer it, see --help", err=True)
     return UserError.exit_code
 
 
@@ -129,21 +129,21 @@ def main(argv: Sequence[str] | None = None, *, commands: Mapping[str, Entry] = C
         name from any folder, also in `extends`. For details use `streamrl COMMAND --help`.
         """
 
-    _print_what_can_be()
+    _replace_unencodable_characters()
     try:
         result = group.main(args=None if argv is None else list(argv), prog_name="streamrl", standalone_mode=False)
     except click.ClickException as error:
-        return _misused(error)
+        return _report_misuse(error)
     except (click.Abort, KeyboardInterrupt) as error:
-        return _broken_off(error)
+        return _report_abort(error)
     except StreamrlError as error:
         click.echo(f"error: {error}", err=True)
         return error.exit_code
     except OSError as error:
-        if (refused := refusal(error)) is None:
+        if (user_error := refusal(error)) is None:
             raise
-        click.echo(f"error: {refused}", err=True)
-        return refused.exit_code
+        click.echo(f"error: {user_error}", err=True)
+        return user_error.exit_code
     except Exception as error:
         if not was_interrupted(error):
             raise

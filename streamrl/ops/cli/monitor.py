@@ -18,7 +18,7 @@ import click
 
 from streamrl.errors import ConfigError, DataError, ResourceError, TransportError
 from streamrl.extras import need
-from streamrl.ops.cli.arguments import OutputFile, takes_json, takes_run, takes_server, tell
+from streamrl.ops.cli.arguments import OutputFile, print_result, takes_json, takes_run, takes_server
 from streamrl.ops.monitor.causes import unreachable
 from streamrl.ops.monitor.history import History
 from streamrl.ops.monitor.poller import look_once
@@ -94,19 +94,19 @@ def why(target: Target, as_json: bool) -> int:
 
 
 def _answer(
-    target: Target, told: Callable[[View], Any], lines: Callable[[View], Iterable[str]], *, as_json: bool
+    target: Target, to_json: Callable[[View], Any], lines: Callable[[View], Iterable[str]], *, as_json: bool
 ) -> int:
     """Look at the run once, print the result, and return the exit code."""
     try:
-        with opened(target) as there:
-            view = look_once(there)
+        with opened(target) as opened_run:
+            view = look_once(opened_run)
     except (ResourceError, TransportError) as error:
         cause = unreachable(str(error))
-        nothing = {"schema": SCHEMA, "run": {"name": target.run}, "verdict": "unreachable", "causes": [asdict(cause)]}
-        words = [f"{target.run}: unreachable", "", *cause_lines(cause, width=_width())]
-        tell(nothing, words, as_json=as_json, indent=None)
+        result = {"schema": SCHEMA, "run": {"name": target.run}, "verdict": "unreachable", "causes": [asdict(cause)]}
+        unreachable_lines = [f"{target.run}: unreachable", "", *cause_lines(cause, width=_width())]
+        print_result(result, unreachable_lines, as_json=as_json, indent=None)
         return EXIT_UNREACHABLE
-    tell(told(view), lines(view), as_json=as_json, indent=None)
+    print_result(to_json(view), lines(view), as_json=as_json, indent=None)
     return EXIT_CODES[view.verdict]
 
 
@@ -138,8 +138,8 @@ def top(target: Target, every_s: float) -> None:
     """
     from streamrl.ops.monitor.top.loop import run
 
-    with opened(target) as there:
-        run(there, period_s=every_s)
+    with opened(target) as opened_run:
+        run(opened_run, period_s=every_s)
 
 
 @click.command()
@@ -164,10 +164,10 @@ def dashboard(
     and shows it with the address on a terminal; --token-file reads one. It answers to addresses and to localhost; add
     other names, such as an ingress's, with --allow-host. GET /metrics is for Prometheus.
     """
-    is_seen = sys.stdout.isatty()  # a log is no place for a token
-    if makes_token and not token_file and not is_seen:
+    is_terminal = sys.stdout.isatty()  # a log is no place for a token
+    if makes_token and not token_file and not is_terminal:
         raise ConfigError(
-            "--token shows a token on a terminal, and here is none; write one to a file: --token-file FILE"
+            "--token prints its token to a terminal, and stdout is none; put one in a file: --token-file FILE"
         )
     token = token_file.read().strip() if token_file else secrets.token_urlsafe(24) if makes_token else None
     if token == "":
@@ -179,15 +179,15 @@ def dashboard(
     from streamrl.ops.monitor.web.server import Dashboard
     from streamrl.web import Server
 
-    with opened(target) as there, bind(host, port, what="dashboard") as listener:
+    with opened(target) as opened_run, bind(host, port, what="dashboard") as listener:
         url = f"http://{address_of(listener, host=host)}/"
         if token is not None:
             url += (
                 f"#token={token}"
-                if is_seen
-                else f" (add #token= and what {token_file.name if token_file else ''} holds)"
+                if is_terminal
+                else f" (append #token= and the content of {token_file.name if token_file else ''})"
             )
-        board = Dashboard(there, Guard(listens_on=host, token=token, names=[name.lower() for name in names]))
+        board = Dashboard(opened_run, Guard(listens_on=host, token=token, names=[name.lower() for name in names]))
         ready = partial(click.echo, f"dashboard of {target.run}: {url}")
         Server(board.app(), on_ready=ready, timeout_graceful_shutdown=2).run(sockets=[listener])
 
@@ -212,18 +212,18 @@ def plot(folders: tuple[Path, ...], url: str | None, run: str | None, output: Pa
         return
     name, history = _read_history(folders[0] if folders else None, url, run)
     if not history.steps.records and not history.validations.records:
-        raise DataError(f"nothing has been recorded of run {name!r} yet: its first step is still to come")
+        raise DataError(f"run {name!r} has no metrics yet: its first step has not finished")
     output = output or Path(f"{name}.png")
     steps = history.steps.records
     save_report(output, history, title=f"{name}, {steps[-1].step if steps else 0} steps")
     click.echo(f"{output}: {len(steps)} steps, {len(history.validations.records)} validations")
 
 
-def _plot_several(folders: Sequence[Path], elsewhere: str | None, output: Path | None) -> None:
+def _plot_several(folders: Sequence[Path], redis_options: str | None, output: Path | None) -> None:
     from streamrl.ops.monitor.comparison import histories, save_overlay
 
-    if elsewhere is not None:
-        raise ConfigError("several runs are drawn from their folders: leave out --redis and --run")
+    if redis_options is not None:
+        raise ConfigError("several runs are plotted from their folders: leave out --redis and --run")
     runs = histories(folders)
     output = output or Path("-against-".join(Path(name).name for name in runs) + ".png")
     save_overlay(output, runs)
@@ -236,15 +236,15 @@ def _read_history(folder: Path | None, url: str | None, run: str | None) -> tupl
     if folder is not None and url is None:
         if not (folder / "metrics.jsonl").is_file():
             raise ConfigError(
-                f"{folder} holds no metrics.jsonl: it is not the folder of a run, or no step was made yet"
+                f"{folder} has no metrics.jsonl: it is not a run's folder, or the run has not finished a step yet"
             )
         return folder.resolve().name, History.read(folder)
     target = find_target(folder, url, run)
     history = History()
-    with opened(target) as there:
-        if isinstance(there, Remains):
-            return there.name, there.history
-        history.refresh(there.client, there.keys)
+    with opened(target) as opened_run:
+        if isinstance(opened_run, Remains):
+            return opened_run.name, opened_run.history
+        history.refresh(opened_run.client, opened_run.keys)
     return target.run, history
 
 
@@ -273,7 +273,9 @@ def prometheus(target: Target, host: str, port: int) -> None:
         def ready(error: str) -> None:
             click.echo(f"metrics of {target.run}: {url}")
             if error:
-                click.echo(f"waits for Redis at {masked(target.server())}: streamrl_up is 0 until it answers", err=True)
+                click.echo(
+                    f"waiting for Redis at {masked(target.server())}: streamrl_up is 0 until it answers", err=True
+                )
 
         serve_metrics(target, bound, ready=ready)
 

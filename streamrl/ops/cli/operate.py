@@ -14,13 +14,13 @@ import click
 from streamrl.errors import ConfigError, DataError, ResourceError
 from streamrl.ops.cli.arguments import (
     OpenRun,
-    gone,
     open_run,
     open_run_or_remains,
+    print_result,
+    redis_gone_error,
     takes_json,
     takes_run,
     takes_timeout,
-    tell,
 )
 from streamrl.ops.monitor.remains import Remains
 from streamrl.ops.monitor.runs import Target
@@ -34,18 +34,18 @@ from streamrl.protocol.transport.types import Control
 from streamrl.terminal import plural
 
 _ENDS_A_RUN = ("drain", "stop")
-_TAKE_UP = "nothing is running that could follow; resume the run with `streamrl up CONFIG`"
-_LETTERS = "the dead letters are there again once you resume the run with `streamrl up CONFIG`"
+_RESUME = "no process is running that could obey; resume the run with `streamrl up CONFIG`"
+_RESTORE_LETTERS = "resume the run with `streamrl up CONFIG` to restore its dead letters"
 _LOOK_EVERY_S = 0.2
 _SHOWN_CHARS = 110  # of an error: the cause in a user's function comes after some 50 other characters
 
 
-def _order_of(command: Callable[..., Any]) -> click.Command:
+def _control_command(command: Callable[..., Any]) -> click.Command:
     """Make a command about a run, with a confirmation timeout and --json."""
     return click.command(takes_run(takes_timeout("wait for confirmation")(takes_json(command))))
 
 
-@_order_of
+@_control_command
 def pause(target: Target, timeout_s: float, as_json: bool) -> int:
     """Stop making steps and taking tickets, until `resume`.
 
@@ -53,16 +53,16 @@ def pause(target: Target, timeout_s: float, as_json: bool) -> int:
     further effect. Exits with 0 if the learner and all workers confirm, with 1 if some don't in time; the pause stays
     in force, also for parts that join later.
     """
-    return _order(target, "pause", timeout_s=timeout_s, as_json=as_json)
+    return _send_control(target, "pause", timeout_s=timeout_s, as_json=as_json)
 
 
-@_order_of
+@_control_command
 def resume(target: Target, timeout_s: float, as_json: bool) -> int:
     """Continue after a pause; cancel a `drain` that is not done yet."""
-    return _order(target, "run", timeout_s=timeout_s, as_json=as_json)
+    return _send_control(target, "run", timeout_s=timeout_s, as_json=as_json)
 
 
-@_order_of
+@_control_command
 def drain(target: Target, timeout_s: float, as_json: bool) -> int:
     """Issue no more tickets, train what was requested, write a checkpoint, and stop.
 
@@ -70,10 +70,10 @@ def drain(target: Target, timeout_s: float, as_json: bool) -> int:
     It addresses every learner started before it, including restarts by torchrun, waiting ones and standbys. A learner
     started later resumes the run.
     """
-    return _order(target, "drain", timeout_s=timeout_s, as_json=as_json)
+    return _send_control(target, "drain", timeout_s=timeout_s, as_json=as_json)
 
 
-@_order_of
+@_control_command
 def stop(target: Target, timeout_s: float, as_json: bool) -> int:
     """Finish the step, write a checkpoint, and stop; samples in flight wait in Redis for the next start.
 
@@ -81,37 +81,45 @@ def stop(target: Target, timeout_s: float, as_json: bool) -> int:
     It addresses every learner started before it, including restarts by torchrun, waiting ones and standbys. A learner
     started later resumes the run.
     """
-    return _order(target, "stop", timeout_s=timeout_s, as_json=as_json)
+    return _send_control(target, "stop", timeout_s=timeout_s, as_json=as_json)
 
 
-def _order(target: Target, mode: Control, *, timeout_s: float, as_json: bool) -> int:
+def _send_control(target: Target, mode: Control, *, timeout_s: float, as_json: bool) -> int:
     with open_run_or_remains(target) as opened:
         if isinstance(opened, Remains):
             if mode not in _ENDS_A_RUN or not opened.has_ended:
-                raise gone(opened, instead=_TAKE_UP)
-            told = {"run": target.run, "mode": mode, "changed": False, "state": opened.state}
-            told |= {"acknowledged": True, "obeying": (), "waiting_for": {}}
-            tell(told, [f"run {target.run}: {opened.state}"], as_json=as_json)
+                raise redis_gone_error(opened, remedy=_RESUME)
+            result = {"run": target.run, "mode": mode, "changed": False, "state": opened.state}
+            result |= {"acknowledged": True, "obeying": (), "waiting_for": {}}
+            print_result(result, [f"run {target.run}: {opened.state}"], as_json=as_json)
             return 0
         state = opened.info.state
         running = state == "running"
         if not running and mode not in _ENDS_A_RUN:
             raise ResourceError(f"run {opened.info.name!r} has ended ({state}); `streamrl up` resumes it")
         changed = orders.set_control(opened.client, opened.keys, mode, by=operator())
-        found = orders.await_obedience(opened.client, opened.keys, mode, timeout_s=timeout_s)
-    told = {"run": target.run, "mode": mode, "changed": changed, "state": found.state}
-    told |= {"acknowledged": found.complete, "obeying": found.obeying, "waiting_for": dict(found.waiting_for)}
-    tell(told, [_followers(target.run, mode, changed, found)], as_json=as_json)
-    return 0 if found.complete else 1
+        obedience = orders.await_obedience(opened.client, opened.keys, mode, timeout_s=timeout_s)
+    result = {"run": target.run, "mode": mode, "changed": changed, "state": obedience.state}
+    result |= {
+        "acknowledged": obedience.complete,
+        "obeying": obedience.obeying,
+        "waiting_for": dict(obedience.waiting_for),
+    }
+    print_result(result, [_obedience_line(target.run, mode, changed, obedience)], as_json=as_json)
+    return 0 if obedience.complete else 1
 
 
-def _followers(run: str, mode: Control, changed: bool, found: Obedience) -> str:
-    if found.state != "running":
-        return f"run {run}: {found.state or 'removed'}"
-    said = f"run {run}: {mode}{'' if changed else ' (as before)'}"
-    parts = [f"{', '.join(found.obeying)} follow{'s' if len(found.obeying) == 1 else ''}"] if found.obeying else []
-    parts += [f"not yet {part}, which {activity}" for part, activity in found.waiting_for.items()]
-    return "; ".join([said, *parts])
+def _obedience_line(run: str, mode: Control, changed: bool, obedience: Obedience) -> str:
+    if obedience.state != "running":
+        return f"run {run}: {obedience.state or 'removed'}"
+    command = f"run {run}: {mode}{'' if changed else ' (as before)'}"
+    parts = (
+        [f"{', '.join(obedience.obeying)} follow{'s' if len(obedience.obeying) == 1 else ''}"]
+        if obedience.obeying
+        else []
+    )
+    parts += [f"not yet {part}, which {activity}" for part, activity in obedience.waiting_for.items()]
+    return "; ".join([command, *parts])
 
 
 @click.group()
@@ -124,9 +132,11 @@ def dead() -> None:
 @takes_json
 def ls(target: Target, as_json: bool) -> None:
     """List the dead letters, oldest first."""
-    with open_run(target, instead=_LETTERS) as opened:
+    with open_run(target, remedy=_RESTORE_LETTERS) as opened:
         letters = _letters(opened)
-        tell([_to_json(letter) for letter in letters] if as_json else None, letter_lines(letters), as_json=as_json)
+        print_result(
+            [_to_json(letter) for letter in letters] if as_json else None, letter_lines(letters), as_json=as_json
+        )
 
 
 @dead.command()
@@ -134,8 +144,8 @@ def ls(target: Target, as_json: bool) -> None:
 @click.option("--ticket", "number", type=int, required=True, help="The ticket's number.")
 def show(target: Target, number: int) -> None:
     """Print everything known about one dead ticket, as JSON."""
-    with open_run(target, instead=_LETTERS) as opened:
-        [letter] = _chosen(_letters(opened), [number])
+    with open_run(target, remedy=_RESTORE_LETTERS) as opened:
+        [letter] = _select(_letters(opened), [number])
     click.echo(json.dumps(_to_json(letter), indent=2, ensure_ascii=False))
 
 
@@ -157,64 +167,64 @@ def retry(target: Target, numbers: tuple[int, ...], everything: bool, as_json: b
     requests when it has room for tickets; asking twice has no further effect. Exits with 0 when all are issued, with 1
     if some were not issued in time; their requests remain.
     """
-    _refuse_nothing(numbers, everything)
-    with open_run(target, instead=_LETTERS) as opened:
+    _check_selection(numbers, everything)
+    with open_run(target, remedy=_RESTORE_LETTERS) as opened:
         letters, issued_before = _letters(opened), orders.read_retried(opened.client, opened.keys)
-        chosen = letters if everything else _chosen(letters, [n for n in numbers if n not in issued_before])
+        chosen = letters if everything else _select(letters, [n for n in numbers if n not in issued_before])
         wanted: set[int] = set()
-        requested = orders.request_retries(opened.client, opened.keys, _noting(chosen, wanted), by=operator())
+        requested = orders.request_retries(opened.client, opened.keys, _collect_numbers(chosen, wanted), by=operator())
         # A run that has ended handles no requests until it is resumed.
         deadline = time.monotonic() + (timeout_s if opened.info.state == "running" else 0.0)
         while wanted & orders.read_requests(opened.client, opened.keys) and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S)
         issued = orders.read_retried(opened.client, opened.keys)
-    told = {n: max(issued[n]) if n in issued else None for n in sorted({*wanted, *numbers})}
-    lines = (f"{number} -> {'not yet: the request stands' if new is None else new}" for number, new in told.items())
-    tell({"requested": requested, "issued": told}, lines, as_json=as_json)
-    return 1 if None in told.values() else 0
+    new_numbers = {n: max(issued[n]) if n in issued else None for n in sorted({*wanted, *numbers})}
+    lines = (f"{old} -> {'not yet: the request remains' if new is None else new}" for old, new in new_numbers.items())
+    print_result({"requested": requested, "issued": new_numbers}, lines, as_json=as_json)
+    return 1 if None in new_numbers.values() else 0
 
 
 @dead.command()
 @_takes_tickets
 def purge(target: Target, numbers: tuple[int, ...], everything: bool, as_json: bool) -> None:
     """Delete dead letters. Their tickets have ended and are not asked again."""
-    _refuse_nothing(numbers, everything)
-    with open_run(target, instead=_LETTERS) as opened:
+    _check_selection(numbers, everything)
+    with open_run(target, remedy=_RESTORE_LETTERS) as opened:
         chosen = (letter for letter in _letters(opened) if everything or letter.number in numbers)
         purged = orders.purge(opened.client, opened.keys, chosen, by=operator())
-    tell({"purged": purged}, [f"{purged} dead letters purged"], as_json=as_json)
+    print_result({"purged": purged}, [f"{purged} dead letters purged"], as_json=as_json)
 
 
-def _refuse_nothing(numbers: Sequence[int], everything: bool) -> None:
+def _check_selection(numbers: Sequence[int], everything: bool) -> None:
     if bool(numbers) == everything:
-        raise ConfigError("say which dead tickets are meant: --ticket N, as often as needed, or --all")
+        raise ConfigError("choose the dead tickets: --ticket N (repeatable), or --all")
 
 
 def _letters(opened: OpenRun) -> Iterator[DeadLetter]:
     """Yield this run's letters, as the audit counts them; entries without a number belong to no ticket."""
     letters = orders.read_letters(opened.client, opened.keys)
-    return (one for one in letters if one.number >= 0 and one.run_uid == opened.info.uid)
+    return (letter for letter in letters if letter.number >= 0 and letter.run_uid == opened.info.uid)
 
 
-def _noting(letters: Iterable[DeadLetter], numbers: set[int]) -> Iterator[DeadLetter]:
+def _collect_numbers(letters: Iterable[DeadLetter], numbers: set[int]) -> Iterator[DeadLetter]:
     """Yield the letters, keeping only their numbers in memory."""
     for letter in letters:
         numbers.add(letter.number)
         yield letter
 
 
-def _chosen(letters: Iterable[DeadLetter], numbers: Sequence[int]) -> list[DeadLetter]:
-    there = {letter.number: letter for letter in letters if letter.number in numbers}
-    missing = [number for number in numbers if number not in there]
+def _select(letters: Iterable[DeadLetter], numbers: Sequence[int]) -> list[DeadLetter]:
+    found = {letter.number: letter for letter in letters if letter.number in numbers}
+    missing = [number for number in numbers if number not in found]
     if missing:
-        named = ", ".join(map(str, missing))
-        raise DataError(f"there is no dead letter of ticket {named}; `streamrl dead ls` shows all")
-    return [there[number] for number in dict.fromkeys(numbers)]
+        tickets = ", ".join(map(str, missing))
+        raise DataError(f"no dead letter for ticket {tickets}; `streamrl dead ls` lists all")
+    return [found[number] for number in dict.fromkeys(numbers)]
 
 
 def _to_json(letter: DeadLetter) -> dict[str, Any]:
     ticket = letter.ticket
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "ticket": letter.number,
         "purpose": letter.purpose,
         "error": letter.error,
@@ -222,7 +232,7 @@ def _to_json(letter: DeadLetter) -> dict[str, Any]:
         "retry_requested": letter.retry_requested,
     }
     if ticket is not None:
-        told |= {
+        fields |= {
             "attempts": ticket.attempt,
             "retry_of": ticket.retry_of,
             "prompt": ticket.prompt,
@@ -231,21 +241,21 @@ def _to_json(letter: DeadLetter) -> dict[str, Any]:
             "data_epoch": ticket.data_epoch,
             "fields": dict(ticket.fields),
         }
-    return told
+    return fields
 
 
 def letter_lines(letters: Iterable[DeadLetter]) -> Iterator[str]:
     count = 0
     for letter in letters:
         count += 1
-        yield from _of_letter(letter)
+        yield from _lines_of_letter(letter)
     yield plural(count, "dead letter")
 
 
-def _of_letter(letter: DeadLetter) -> Iterator[str]:
+def _lines_of_letter(letter: DeadLetter) -> Iterator[str]:
     """Yield the error, and below it the prompt: the end of a long one, since a run's chats begin alike."""
-    asked = "(retry asked for) " if letter.retry_requested else ""
-    error = " ".join(f"{asked}{letter.error}".split())
-    prompt = " ".join(letter.ticket.prompt.split()) if letter.ticket else "(cannot be read)"
+    mark = "(retry requested) " if letter.retry_requested else ""
+    error = " ".join(f"{mark}{letter.error}".split())
+    prompt = " ".join(letter.ticket.prompt.split()) if letter.ticket else "(unreadable)"
     yield f"{letter.number:>8}  {error if len(error) <= _SHOWN_CHARS else error[: _SHOWN_CHARS - 1] + '…'}"
     yield f"{'':8}  {prompt if len(prompt) <= _SHOWN_CHARS else '…' + prompt[1 - _SHOWN_CHARS :]}"

@@ -12,7 +12,7 @@ import click
 
 from streamrl.errors import ConfigError
 from streamrl.extras import need
-from streamrl.ops.cli.arguments import MovingLine, OutputFile, open_run, takes_json, takes_run, tell
+from streamrl.ops.cli.arguments import MovingLine, OutputFile, open_run, print_result, takes_json, takes_run
 from streamrl.ops.launch.processes import Interrupts
 from streamrl.ops.monitor.runs import Target
 from streamrl.ops.record.export import write_jsonl, write_parquet, write_whole
@@ -25,14 +25,14 @@ from streamrl.terminal import printable, size
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)i?B?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
-_INSTEAD = "nothing passes; `streamrl groups tail {folder}` shows what its folder keeps"
+_REMEDY = "there is nothing to record; `streamrl groups tail {folder}` shows the groups that its folder keeps"
 _LIVE = "live"  # the hidden command behind `streamrl record RUN_FOLDER`
 
 
 def _num_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise click.BadParameter(f"{text!r} is no size; write bytes, or 500MB, 2GB")
+        raise click.BadParameter(f"{text!r} is not a size; write a number of bytes, or for example 500MB or 2GB")
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
@@ -85,21 +85,21 @@ def live(target: Target, output: Path, file_bytes: int, max_bytes: int, once: bo
     """Record a run."""
     if max_bytes < 2 * file_bytes:
         raise ConfigError(f"--max-bytes {max_bytes}: must be at least twice --file-bytes = {file_bytes}")
-    with open_run(target, instead=_INSTEAD) as opened, Interrupts() as interrupts:
+    with open_run(target, remedy=_REMEDY) as opened, Interrupts() as interrupts:
         info = opened.info
         model = opened.config.model.path
         origin = Origin(run=info.name, run_uid=info.uid, fingerprint=info.fingerprint, model=model)
         tap = Tap(opened.client, opened.keys, run_uid=info.uid)
         with RecordingWriter(output, origin, file_bytes=file_bytes, max_bytes=max_bytes) as writer:
-            goes_on = f", behind {writer.last_id}" if writer.num_files else ""
-            click.echo(printable(f"recording run {info.name} into {output}{goes_on}; Ctrl-C ends it"), err=True)
+            continued = f", continuing after {writer.last_id}" if writer.num_files else ""
+            click.echo(printable(f"recording run {info.name} into {output}{continued}; Ctrl-C ends it"), err=True)
             show = _Progress(writer)
             run_session(tap, writer, stopped=lambda: interrupts.count > 0, follow=not once, show=show)
             show.end()
-    told = {"run": info.name, "output": str(output), "missed": tap.num_missed}
-    told |= {name.removeprefix("num_"): value for name, value in asdict(writer.written).items()}
-    told |= {"files": writer.num_files, "files_bytes": writer.num_bytes}
-    tell(told, [_line(writer.written, tap.num_missed, output)], as_json=as_json, indent=None)
+    result = {"run": info.name, "output": str(output), "missed": tap.num_missed}
+    result |= {name.removeprefix("num_"): value for name, value in asdict(writer.written).items()}
+    result |= {"files": writer.num_files, "files_bytes": writer.num_bytes}
+    print_result(result, [_line(writer.written, tap.num_missed, output)], as_json=as_json, indent=None)
 
 
 class _Progress:
@@ -110,9 +110,9 @@ class _Progress:
     def __call__(self) -> None:
         written = self._writer.written
         if written.num_dropped > self._num_dropped:
-            gone = written.num_dropped - self._num_dropped
+            num_new = written.num_dropped - self._num_dropped
             self._num_dropped = written.num_dropped
-            click.echo(f"\rdropped the oldest file with {gone} groups: --max-bytes is reached", err=True)
+            click.echo(f"\rdropped the oldest file with {num_new} groups: --max-bytes is reached", err=True)
         self._line.show(f"{written.num_groups} groups, {size(written.num_bytes)}")
 
     def end(self) -> None:
@@ -142,7 +142,7 @@ def export_to(folder: Path, kind: str, output: Path | None, tokenizer: str | Non
     write = partial(form, recording, decoder=decoder)
     exported = write(sys.stdout.buffer) if output is None else write_whole(output, write)
     torn = sum(recording.tears.values())
-    click.echo(f"{exported}; {torn} bytes at a tear are left out" if torn else str(exported), err=True)
+    click.echo(f"{exported}; {torn} torn bytes left out" if torn else str(exported), err=True)
 
 
 @record.command()
@@ -157,7 +157,7 @@ def info(folder: Path, verify: bool, as_json: bool) -> int:
     recording = Recording.open(folder)
     numbers = recording.numbers()
     damaged = [place.entry_id for place in recording.places if not is_intact(place)] if verify else []
-    told = {
+    facts = {
         "run": recording.origin.run,
         "run_uid": recording.origin.run_uid,
         "model": recording.origin.model,
@@ -171,8 +171,8 @@ def info(folder: Path, verify: bool, as_json: bool) -> int:
         "torn_bytes": sum(recording.tears.values()),
         "damaged": damaged if verify else None,
     }
-    lines = [f"{name.replace('_', ' '):<24}{_shown(value)}" for name, value in told.items() if value is not None]
-    tell(told, lines, as_json=as_json)
+    lines = [f"{name.replace('_', ' '):<24}{_shown(value)}" for name, value in facts.items() if value is not None]
+    print_result(facts, lines, as_json=as_json)
     return 1 if damaged else 0
 
 
@@ -181,9 +181,9 @@ def _line(written: Written, num_missed: int | None, output: Path) -> str:
     if written.num_dropped:
         line += f"; {written.num_dropped} older ones dropped for --max-bytes"
     if written.num_too_large:
-        line += f"; {written.num_too_large} entries too large for a group left out"
+        line += f"; {written.num_too_large} entries left out as too large for a group"
     if num_missed:
-        line += f"; {num_missed} went by unseen, trained before they could be read"
+        line += f"; {num_missed} missed, trained before they could be read"
     return line
 
 

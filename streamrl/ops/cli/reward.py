@@ -35,7 +35,7 @@ def _numbers(_: click.Context, __: click.Parameter, text: str) -> tuple[float, .
     try:
         return tuple(float(word) for word in text.split(",") if word)
     except ValueError:
-        raise click.BadParameter(f"{text!r} is no list of numbers, as 0.5,0,1 is") from None
+        raise click.BadParameter(f"{text!r} is not a list of numbers, such as 0.5,0,1") from None
 
 
 @click.group()
@@ -161,7 +161,7 @@ def train(threads: int | None, pairs: Path | None, ratings: Path | None, **optio
         examples = read_ratings(ratings)
     summary = train_model(examples, TrainSettings(**options), click.echo)
     click.echo(
-        f"{options['output']}: orders {summary.accuracy:.1%} of {summary.num_held_out} held-out examples rightly "
+        f"{options['output']}: orders {summary.accuracy:.1%} of {summary.num_held_out} held-out examples correctly "
         f"(trained on {summary.num_trained}, {summary.num_overlong} too long); serve it with "
         f"{_weights_option(summary.num_outputs)}"
         f"--reward-mean {summary.reward_mean:.4g} --reward-std {summary.reward_std:.4g}"
@@ -179,11 +179,11 @@ def _make_folder(output: Path) -> None:
         output.mkdir(parents=True, exist_ok=True)
         is_empty = not any(output.iterdir())
     except OSError as error:
-        raise ConfigError(f"--output: no folder can be at {str(output)!r}: {error.strerror}") from None
+        raise ConfigError(f"--output: cannot create the folder {str(output)!r}: {error.strerror}") from None
     if not is_empty:
         raise ConfigError(f"--output: {str(output)!r} is not empty; nothing is overwritten")
     if not os.access(output, os.W_OK):
-        raise ConfigError(f"--output: nothing may be written in {str(output)!r}")
+        raise ConfigError(f"--output: {str(output)!r} is not writable")
 
 
 @reward.command("read-hh")
@@ -195,8 +195,8 @@ def read_hh(source: Path, pairs: Path, prompts: Path) -> None:
 
     SOURCE holds dialogues as in Anthropic's HH: JSONL of {"chosen": ..., "rejected": ...}, .gz or not.
     """
-    done = convert(source, pairs=pairs, prompts=prompts)
+    counts = convert(source, pairs=pairs, prompts=prompts)
     click.echo(
-        f"{source}: {done.num_pairs} pairs to {pairs}, {done.num_prompts} prompts to {prompts}; "
-        f"{done.num_skipped} rows have no prompt in common and are left out"
+        f"{source}: {counts.num_pairs} pairs to {pairs}, {counts.num_prompts} prompts to {prompts}; "
+        f"{counts.num_skipped} rows left out: their two dialogues share no prompt"
     )

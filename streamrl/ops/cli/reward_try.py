@@ -23,7 +23,7 @@ from streamrl.config.source import parse
 from streamrl.data.prompts import PromptRow, read_prompts
 from streamrl.errors import ConfigError, DataError, RewardError
 from streamrl.extras import need
-from streamrl.ops.cli.arguments import MovingLine, takes_json, tell
+from streamrl.ops.cli.arguments import MovingLine, print_result, takes_json
 from streamrl.terminal import plural
 
 if TYPE_CHECKING:
@@ -91,10 +91,10 @@ def try_reward(
     \b
         streamrl reward try my_rewards.py:near --data prompts.jsonl --field answer
         streamrl reward try my_rewards.py:near --data prompts.jsonl --completion 7 --option scale=5
-        streamrl reward try my_rewards.py:near --data prompts.jsonl --completions said.jsonl
+        streamrl reward try my_rewards.py:near --data prompts.jsonl --completions answers.jsonl
         streamrl reward try numeric_match --data run.yaml --field answer --num 100
         streamrl reward try sandbox --data problems.jsonl --field solution --option time_s=2
-        streamrl reward try helpful --data run.yaml --completions said.jsonl
+        streamrl reward try helpful --data run.yaml --completions answers.jsonl
 
     Without --model a chat's prompt is the text of its messages, one per line, and each byte of a completion is a token.
 
@@ -111,8 +111,8 @@ def try_reward(
     pairs = list(zip(rows, _completions(rows, data, **chosen), strict=False))
     tried = asyncio.run(_try(_reward(target, data, options, limits), pairs, _encoder(model) if model else _as_text))
     num_failed = sum(one.error is not None for one in tried)
-    told = {"target": target, "num_failed": num_failed, "rows": list(map(_told, tried))}
-    tell(told, _lines(tried), as_json=as_json)
+    result = {"target": target, "num_failed": num_failed, "rows": list(map(_to_json, tried))}
+    print_result(result, _lines(tried), as_json=as_json)
     return 1 if num_failed else 0
 
 
@@ -131,7 +131,7 @@ def _reward(target: str, data: Path, options: Sequence[str], limits: Mapping[str
     config = load_config(data).config if data.suffix in _CONFIGURATIONS else None
     if config is not None and target in config.rewards:
         if options or any(limits[name] != _DEFAULTS[name].get_default() for name in limits):
-            raise ConfigError(f"{target} has its settings from {data}: change them there")
+            raise ConfigError(f"{target} takes its settings from {data}: change them there")
         return build_reward(target, config.rewards[target], granted(config), None)
     chosen = dict(map(as_option, options))
     if target == SANDBOX:
@@ -148,7 +148,7 @@ def _sandbox(options: dict[str, Any]) -> CodeReward:
         source = schema.CodeReward(type="code", tests=schema.Tests(**options))
     except ValidationError as error:
         mistakes = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise ConfigError(f"--option: {mistakes}; it takes {', '.join(schema.Tests.model_fields)}") from None
+        raise ConfigError(f"--option: {mistakes}; its options are {', '.join(schema.Tests.model_fields)}") from None
     return CodeReward(source, key=SANDBOX)
 
 
@@ -157,7 +157,7 @@ def _completions(
 ) -> list[list[str]]:
     """Return one or several completions per row; for fewer rows if the file has fewer."""
     if sum(given is not None for given in (completion, completions, field)) != 1:
-        raise ConfigError("exactly one of --completion, --completions and --field is needed: what shall be scored?")
+        raise ConfigError("exactly one of --completion, --completions and --field is needed, for the texts to score")
     if completion is not None:
         return [[completion]] * len(rows)
     if completions is not None:
@@ -177,13 +177,15 @@ def _read_completions(path: Path) -> Iterator[list[str]]:
         raise DataError(f"--completions: {path} cannot be read: {error}") from None
     for number, line in enumerate(lines, start=1):
         try:
-            read = json.loads(line)
+            value = json.loads(line)
         except ValueError:
-            read = None
-        text = read.get("completion") if isinstance(read, dict) else read
+            value = None
+        text = value.get("completion") if isinstance(value, dict) else value
         texts: list[Any] = text if isinstance(text, list) else [text]
         if not texts or not all(isinstance(text, str) for text in texts):
-            raise DataError(f'--completions: {path}:{number} must be a JSON text, or {{"completion": text}}, or a list')
+            raise DataError(
+                f'--completions: {path}:{number} must be a JSON string, or {{"completion": text}}, or a list'
+            )
         yield texts
 
 
@@ -191,11 +193,11 @@ def as_option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not (equals and name.isidentifier()):
         raise ConfigError(f"--option {text!r}: write NAME=VALUE, such as scale=5")
-    read = parse(value, name=f"--option {name}", numbered=False).plain()
-    if not isinstance(read, str | int | float):
-        right = "an option is a text, a number, true or false; a text that YAML reads otherwise is quoted"
-        raise ConfigError(f"--option {text!r}: {right}: '{name}=\"####\"'")
-    return name, read
+    parsed = parse(value, name=f"--option {name}", numbered=False).plain()
+    if not isinstance(parsed, str | int | float):
+        rule = "must be a string, a number, true or false; quote a string that YAML would read otherwise"
+        raise ConfigError(f"--option {text!r}: {rule}: '{name}=\"####\"'")
+    return name, parsed
 
 
 def _as_text(row: PromptRow, completion: str) -> tuple[str, list[int]]:
@@ -279,9 +281,9 @@ async def _score(reward: Reward | GroupReward, group: Sequence[tuple[PromptRow, 
             score=None if isinstance(score, RewardError) else score,
             error=str(score) if isinstance(score, RewardError) else None,
             seconds=seconds,
-            tests=became,
+            tests=results,
         )
-        for (row, item), score, became in zip(group, scores, tests, strict=True)
+        for (row, item), score, results in zip(group, scores, tests, strict=True)
     ]
 
 
@@ -292,20 +294,20 @@ async def _alone(reward: Reward, items: Sequence[ScoreItem]) -> list[float | Non
     return [None if score is None else worth_of(score) for score in scores]
 
 
-def _told(one: _Tried) -> dict[str, Any]:
-    told = asdict(one)
-    return told if one.tests else {name: value for name, value in told.items() if name != "tests"}
+def _to_json(one: _Tried) -> dict[str, Any]:
+    fields = asdict(one)
+    return fields if one.tests else {name: value for name, value in fields.items() if name != "tests"}
 
 
 def _lines(tried: Sequence[_Tried]) -> Iterator[str]:
     for one in tried:
-        said = "the function returned None: it does not apply" if one.score is None else f"{one.score:.6g}"
+        score = "the function returned None: it does not apply" if one.score is None else f"{one.score:.6g}"
         yield f"prompt      {one.prompt[:_MAX_SHOWN]}"
         yield f"completion  {one.completion[:_MAX_SHOWN]}"
-        yield f"error       {one.error}" if one.error else f"score       {said}"
+        yield f"error       {one.error}" if one.error else f"score       {score}"
         for number, test in enumerate(one.tests, start=1):
-            became = "passed" if test["passed"] else test["why"]
-            yield f"{f'test {number}':<12}{became}"
+            outcome = "passed" if test["passed"] else test["why"]
+            yield f"{f'test {number}':<12}{outcome}"
         yield f"took        {1000 * one.seconds:.1f} ms"
         yield ""
     scores = [one.score for one in tried if one.score is not None]

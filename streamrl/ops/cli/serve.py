@@ -20,8 +20,8 @@ from streamrl.ops.cli.subject import Subject, find_subject
     "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: for other machines too."
 )
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
-@click.argument("further", metavar="[VLLM'S OPTIONS]...", nargs=-1, type=click.UNPROCESSED)
-def serve(subject: str, name: str | None, host: str, port: int, further: tuple[str, ...]) -> None:
+@click.argument("vllm_options", metavar="[VLLM'S OPTIONS]...", nargs=-1, type=click.UNPROCESSED)
+def serve(subject: str, name: str | None, host: str, port: int, vllm_options: tuple[str, ...]) -> None:
     """Serve a model over OpenAI's protocol, with vLLM's own server, until Ctrl-C.
 
     \b
@@ -35,22 +35,24 @@ def serve(subject: str, name: str | None, host: str, port: int, further: tuple[s
     """
     found = find_subject(subject, exported=True)
     need("serving", "vllm", "torch", "transformers", extra="worker-cpu", or_extra="worker-gpu")
-    from streamrl.workers.engines.vllm_serve import serve as begin
+    from streamrl.workers.engines.vllm_serve import serve as serve_with_vllm
 
     with ExitStack() as stack:
         folder = found.name
         if found.checkpoint is not None:
             click.echo(f"writing {found.name} as a model folder", err=True)
             folder = str(_export(found, stack.enter_context(scratch_folder())))
-        begin(folder, name=name or subject, host=host, port=port, further=further)
+        serve_with_vllm(folder, name=name or subject, host=host, port=port, further=vllm_options)
 
 
 def _export(subject: Subject, folder: Path) -> Path:
     from streamrl.learner.checkpoints.export import write_model
     from streamrl.learner.checkpoints.resume import config_of
 
-    assert subject.checkpoint is not None, "asked before"
+    assert subject.checkpoint is not None, "only called for a checkpoint"
     config = config_of(subject.checkpoint)
     if config is None:
-        raise DataError(f"{subject.name} was made by another version of streamrl, whose settings are not known here")
+        raise DataError(
+            f"{subject.name} was made by another version of streamrl, and this one cannot read its settings"
+        )
     return write_model(config, folder, checkpoint=subject.checkpoint)

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from streamrl.errors import ConfigError, ResourceError
-from streamrl.ops.cli.arguments import takes_json, tell
+from streamrl.ops.cli.arguments import print_result, takes_json
 from streamrl.ops.monitor.runs import URL_VARIABLE, Listing, list_runs, open_server, with_folders
 from streamrl.protocol.transport.acl import ANY_RUN, ROLES, SERVERS, WEAKER_BEFORE_7, Role, rules
 from streamrl.protocol.transport.keys import Keys
@@ -44,14 +44,14 @@ def ls(url: str | None, folder: Path | None, as_json: bool) -> None:
     {complete, runs [{name state is_live term step parts created_at ended_at folder uid}]}.
     """
     if folder is not None and not folder.is_dir():
-        raise ConfigError(f"--dir {folder}: there is no such folder")
+        raise ConfigError(f"--dir {folder}: no such folder")
     listing = Listing(runs=(), is_complete=True)
     if (server := url or os.environ.get(URL_VARIABLE)) is not None:
         with open_server(server) as client:
             listing = list_runs(client)
     found = with_folders(listing, folder or Path("runs"))
-    told = {"complete": found.is_complete, "runs": [asdict(run) for run in found.runs]}
-    tell(told, _lines(found), as_json=as_json)
+    result = {"complete": found.is_complete, "runs": [asdict(run) for run in found.runs]}
+    print_result(result, _lines(found), as_json=as_json)
 
 
 @runs.command()
@@ -70,21 +70,21 @@ def compare(folders: tuple[Path, ...], as_json: bool) -> None:
     from streamrl.ops.monitor.comparison import table
 
     rows = compare_runs(folders)
-    tell([asdict(row) for row in rows], table(rows), as_json=as_json)
+    print_result([asdict(row) for row in rows], table(rows), as_json=as_json)
 
 
 @runs.command()
 @_takes_url
 @click.option("--run", metavar="NAME", required=True, help="The run's name.")
-@click.option("--live", "even_live", is_flag=True, help="Remove it even if a learner holds it.")
-def rm(url: str | None, run: str, even_live: bool) -> None:
+@click.option("--live", "remove_live", is_flag=True, help="Remove it even if a learner holds it.")
+def rm(url: str | None, run: str, remove_live: bool) -> None:
     """Remove a run from Redis: streams, weights, metrics. Its folder stays; its workers and learner exit."""
     keys = Keys(run)
     with open_server(_server(url)) as client:
-        if client.exists(keys.lease) and not even_live:
-            raise ResourceError(f"run {run!r} is live: `streamrl stop` ends it, --live removes it all the same")
-        there = remove_run(client, keys)
-    click.echo(printable(f"run {run}: {'removed' if there else 'there was none'}"))
+        if client.exists(keys.lease) and not remove_live:
+            raise ResourceError(f"run {run!r} is live: `streamrl stop` ends it, --live removes it anyway")
+        existed = remove_run(client, keys)
+    click.echo(printable(f"run {run}: {'removed' if existed else 'not in this Redis'}"))
 
 
 def _lines(found: Listing) -> Iterator[str]:
@@ -92,7 +92,7 @@ def _lines(found: Listing) -> Iterator[str]:
     for run in found.runs:
         live = "live" if run.is_live else ""
         times = {"began": run.created_at, "ended": run.ended_at}
-        when = ", ".join(f"{what} {age(time.time() - at)} ago" for what, at in times.items() if at)
+        when = ", ".join(f"{event} {age(time.time() - at)} ago" for event, at in times.items() if at)
         line = f"{run.name:<{width}}  {run.state:<9}{live:<6}step {run.step:<8}term {run.term:<4}{when}"
         yield f"{line}  {run.folder or ''}".rstrip()
     yield plural(len(found.runs), "run") + ("" if found.is_complete else ", and perhaps more")
@@ -138,23 +138,25 @@ def acl(roles: tuple[Role, ...], run: str | None, server: str, passwords: Path |
     follows.
     """
     for role in roles or ROLES:
-        _say_user(role, rules(role, run=run or ANY_RUN, selectors=server != "6.2"), passwords, form)
+        _print_user(role, rules(role, run=run or ANY_RUN, selectors=server != "6.2"), passwords, form)
         if server == "6.2":
             click.echo(f"note: {role} on Redis 6.2: {WEAKER_BEFORE_7[role]}", err=True)
     for name, granted in SERVERS.items():
         if not roles and passwords is not None and (passwords / name).exists():
-            _say_user(name, granted, passwords, form)
+            _print_user(name, granted, passwords, form)
     if not roles:  # last: this connection may use it
         click.echo("user default off" if form == "users" else "ACL SETUSER default off")
     if passwords is None:
         click.echo("note: no passwords yet: give --passwords DIR, or ACL SETUSER NAME >PASSWORD", err=True)
 
 
-def _say_user(name: str, granted: str, passwords: Path | None, form: str) -> None:
+def _print_user(name: str, granted: str, passwords: Path | None, form: str) -> None:
     known = "" if passwords is None else "".join(f"#{digest} " for digest in _digests(passwords / name))
     start = f"user {name} on" if form == "users" else f"ACL SETUSER {name} reset on"
     click.echo(f"{start} {known}{granted}")
 
 
 def _digests(file: Path) -> list[str]:
-    return [hashlib.sha256(word.encode()).hexdigest() for word in read_passwords(file, key=f"--passwords: {file}")]
+    return [
+        hashlib.sha256(password.encode()).hexdigest() for password in read_passwords(file, key=f"--passwords: {file}")
+    ]

@@ -34,8 +34,8 @@ def find_subject(text: str, *, exported: bool = False) -> Subject:
     place = text.rpartition("@")[0] or text
     if not Path(text).exists() and not Path(place).exists():
         raise DataError(
-            f"{text}: there is no folder {place}; name that of a run (RUN, RUN@STEP or RUN@best) or of a model, or a "
-            "model on a hub, OWNER/NAME"
+            f"{text}: there is no folder {place}; name a run (RUN, RUN@STEP or RUN@best), a model's folder, or a model "
+            "on a hub (OWNER/NAME)"
         )
     found = find_checkpoint(text)
     config_file = found.folder.parent.parent / "config.yaml"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from streamrl.config.load import Loaded, load_config
-from streamrl.ops.cli.arguments import takes_config, takes_overrides, tell
+from streamrl.ops.cli.arguments import print_result, takes_config, takes_overrides
 
 if TYPE_CHECKING:
     from streamrl.ops.launch.display import Audience
@@ -39,10 +39,10 @@ def up(file: str, overrides: tuple[str, ...], takeover: bool, as_json: bool) -> 
     from streamrl.ops.monitor.remains import Remains
 
     console = Console(stderr=as_json)
-    outcome = take_up(load_config(file, overrides), Display(console), takeover=takeover)
+    outcome = start_or_resume(load_config(file, overrides), Display(console), takeover=takeover)
     if isinstance(outcome, Remains):
-        told = outcome.summary or {"name": outcome.name, "state": outcome.state, "steps": outcome.step}
-        tell(told, finished_lines(outcome, file), as_json=as_json, indent=None)
+        result = outcome.summary or {"name": outcome.name, "state": outcome.state, "steps": outcome.step}
+        print_result(result, finished_lines(outcome, file), as_json=as_json, indent=None)
         return 0
     if outcome.summary is not None:
         for name, value in summary_lines(outcome.summary):
@@ -52,7 +52,7 @@ def up(file: str, overrides: tuple[str, ...], takeover: bool, as_json: bool) -> 
     return outcome.exit_code
 
 
-def take_up(loaded: Loaded, display: Audience, *, takeover: bool = False) -> Outcome | Remains:
+def start_or_resume(loaded: Loaded, display: Audience, *, takeover: bool = False) -> Outcome | Remains:
     """Start or resume the run of this configuration; return what its folder records if nothing is left to do.
 
     Called by the command, and by programs through `streamrl.start`.
@@ -65,7 +65,7 @@ def take_up(loaded: Loaded, display: Audience, *, takeover: bool = False) -> Out
     if (remains := nothing_left_of(loaded.config)) is not None:
         return remains
     for change in changed_since_checkpoint(loaded.config):
-        display.say(f"changed since the checkpoint: {change}")
+        display.notify(f"changed since the checkpoint: {change}")
     return run_up(loaded, display=display, takeover=takeover)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from streamrl.errors import ConfigError, DataError
-from streamrl.ops.cli.arguments import OpenRun, open_run, takes_json, takes_run, tell
+from streamrl.ops.cli.arguments import OpenRun, open_run, print_result, takes_json, takes_run
 from streamrl.ops.monitor.runs import Target
 from streamrl.protocol.weights.manifest import Manifest
 from streamrl.protocol.weights.published import Manifests, changed_by_tensor, check_blobs, full_bytes, read_manifests
@@ -20,7 +20,9 @@ from streamrl.protocol.weights.stores import BlobStore, open_store
 from streamrl.versions import parse, show
 
 _NUM_TENSORS_SHOWN = 10
-_INSTEAD = "{folder}/checkpoints, and of a finished run {folder}/export, have its weights; `streamrl eval` takes both"
+_REMEDY = (
+    "its weights are in {folder}/checkpoints and, if it has finished, in {folder}/export; `streamrl eval` reads both"
+)
 _LATEST = "latest"
 _UNREADABLE = "its manifest cannot be read"
 
@@ -40,7 +42,7 @@ def weights() -> None:
 
 @contextmanager
 def _published(target: Target) -> Iterator[tuple[OpenRun, Manifests]]:
-    with open_run(target, instead=_INSTEAD) as opened:
+    with open_run(target, remedy=_REMEDY) as opened:
         yield opened, read_manifests(opened.client, opened.keys)
 
 
@@ -67,8 +69,9 @@ def _pick(manifests: Mapping[int, Manifest], wanted: str) -> Manifest:
     except ValueError as error:
         raise ConfigError(f"--version: {error}; or {_LATEST}") from None
     if version not in manifests:
-        kept = f"{show(oldest)}, {show(newest)}"
-        raise DataError(f"version {wanted} is not there (any more); the oldest and the newest are {kept}")
+        raise DataError(
+            f"version {wanted} does not exist or was deleted; the oldest is {show(oldest)}, the newest {show(newest)}"
+        )
     return manifests[version]
 
 
@@ -82,23 +85,25 @@ def ls(target: Target, as_json: bool) -> None:
     and the deltas after it if it is late. In JSON, versions with unreadable manifests come last, with the kind
     `unreadable`.
     """
-    with _published(target) as (opened, found):
+    with _published(target) as (opened, manifests):
         served_by = _served_by(opened)
-    rows = [_row(manifest, served_by) for manifest in found.by_version.values()]
-    unreadable = [_unreadable_row(name) for name in found.unreadable]
-    tell([*rows, *unreadable], _table(rows, found, served_by), as_json=as_json)
+    rows = [_row(manifest, served_by) for manifest in manifests.by_version.values()]
+    unreadable = [_unreadable_row(name) for name in manifests.unreadable]
+    print_result([*rows, *unreadable], _table(rows, manifests, served_by), as_json=as_json)
 
 
-def _table(rows: Sequence[Mapping[str, Any]], found: Manifests, served_by: Mapping[int, list[str]]) -> Iterator[str]:
+def _table(
+    rows: Sequence[Mapping[str, Any]], manifests: Manifests, served_by: Mapping[int, list[str]]
+) -> Iterator[str]:
     yield f"{'VERSION':>10}  {'STEP':>7}  {'KIND':<14}  {'BYTES':>15}  {'RATIO':>7}  SERVED BY"
     for row in rows:
         sizes = f"{row['bytes']:>15,}  {row['ratio']:>7,.1f}"
         served = ", ".join(row["served_by"])
         yield f"{row['version']:>10}  {row['step']:>7}  {row['kind']:<14}  {sizes}  {served}".rstrip()
-    yield from (f"{name:>10}  {_UNREADABLE}" for name in found.unreadable)
+    yield from (f"{name:>10}  {_UNREADABLE}" for name in manifests.unreadable)
     for version, workers in sorted(served_by.items()):
-        if version not in found.by_version:
-            yield f"{show(version):>10}  is kept no longer; still served by {', '.join(workers)}"
+        if version not in manifests.by_version:
+            yield f"{show(version):>10}  deleted, but still served by {', '.join(workers)}"
 
 
 @weights.command("show")
@@ -107,8 +112,8 @@ def _table(rows: Sequence[Mapping[str, Any]], found: Manifests, served_by: Mappi
 @takes_json
 def show_version(target: Target, wanted: str, as_json: bool) -> None:
     """Describe one version: its blobs, and which tensors changed most."""
-    with _published(target) as (opened, found):
-        manifest = _pick(found.by_version, wanted)
+    with _published(target) as (opened, manifests):
+        manifest = _pick(manifests.by_version, wanted)
     row = _row(manifest, _served_by(opened)) | {
         "run_uid": manifest.run_uid,
         "tensors": [
@@ -119,7 +124,7 @@ def show_version(target: Target, wanted: str, as_json: bool) -> None:
         "anchor_blobs": [{"name": s.blob_name, "bytes": s.num_bytes} for s in manifest.anchor],
         "canary_tokens": len(manifest.canary_ids),
     }
-    tell(row, _version_lines(row), as_json=as_json)
+    print_result(row, _version_lines(row), as_json=as_json)
 
 
 def _version_lines(row: Mapping[str, Any]) -> Iterator[str]:
@@ -144,20 +149,20 @@ def verify(target: Target, wanted: str | None, as_json: bool) -> int:
     Exits with 0 if all match, with 1 if one is missing or damaged. Workers refuse such a blob anyway and use another
     path; the next anchor replaces a damaged one.
     """
-    with _published(target) as (opened, found):
-        chosen = [_pick(found.by_version, wanted)] if wanted else list(found.by_version.values())
-        unreadable = () if wanted else found.unreadable
+    with _published(target) as (opened, manifests):
+        chosen = [_pick(manifests.by_version, wanted)] if wanted else list(manifests.by_version.values())
+        unreadable = () if wanted else manifests.unreadable
         store = _store(opened)
         checked = {manifest.version: list(check_blobs(manifest, store)) for manifest in chosen}
     blobs = [(show(version), *blob) for version, of_version in checked.items() for blob in of_version]
     faults = [{"version": version, "blob": shard.blob_name, "fault": fault} for version, shard, fault in blobs if fault]
     broken = [{"version": name, "blob": None, "fault": _UNREADABLE} for name in unreadable]
-    told = {"versions": len(checked), "blobs": len(blobs), "faults": [*faults, *broken]}
+    result = {"versions": len(checked), "blobs": len(blobs), "faults": [*faults, *broken]}
     lines = [f"{fault['version']:>10}  {fault['blob']}: {fault['fault']}" for fault in faults]
     lines += [f"{name:>10}  {_UNREADABLE}" for name in unreadable]
     num_bytes = sum(shard.num_bytes for _, shard, _ in blobs)
     counts = f"{len(checked)} versions, {len(blobs)} blobs, {num_bytes:,} bytes: {len(faults)} missing or damaged"
-    tell(told, [*lines, counts], as_json=as_json)
+    print_result(result, [*lines, counts], as_json=as_json)
     return 1 if faults or unreadable else 0
 
 
@@ -176,18 +181,18 @@ def pull(target: Target, wanted: str, to: Path, model: Path | None, as_json: boo
     streamrl weights pull runs/big --to big-newest
     streamrl weights pull --redis redis://host:6379 --run big --version 6.103 --model ./sft --to big-6.103
     """
-    with _published(target) as (opened, found):
-        manifest = _pick(found.by_version, wanted)
+    with _published(target) as (opened, manifests):
+        manifest = _pick(manifests.by_version, wanted)
         base = model or Path(opened.config.model.path)
-        pull_version(manifest.version, found.by_version, _store(opened), model=base, folder=to)
+        pull_version(manifest.version, manifests.by_version, _store(opened), model=base, folder=to)
     version, step = show(manifest.version), manifest.step
-    told = {"version": version, "step": step, "folder": str(to), "bytes": full_bytes(manifest)}
-    tell(told, [f"version {version}, after step {step}, is in {to}"], as_json=as_json, indent=None)
+    result = {"version": version, "step": step, "folder": str(to), "bytes": full_bytes(manifest)}
+    print_result(result, [f"version {version}, after step {step}, is in {to}"], as_json=as_json, indent=None)
 
 
 def _row(manifest: Manifest, served_by: Mapping[int, list[str]]) -> dict[str, Any]:
     kind = "anchor" if manifest.base == 0 else "delta + anchor" if manifest.anchor else "delta"
-    whole = full_bytes(manifest)
+    model_bytes = full_bytes(manifest)
     return {
         "version": show(manifest.version),
         "step": manifest.step,
@@ -195,8 +200,8 @@ def _row(manifest: Manifest, served_by: Mapping[int, list[str]]) -> dict[str, An
         "base": show(manifest.base) if manifest.base else None,
         "bytes": manifest.num_bytes,
         "anchor_bytes": sum(shard.num_bytes for shard in manifest.anchor),
-        "model_bytes": whole,
-        "ratio": whole / max(1, manifest.num_bytes),
+        "model_bytes": model_bytes,
+        "ratio": model_bytes / max(1, manifest.num_bytes),
         "served_by": sorted(served_by.get(manifest.version, [])),
     }
 

@@ -21,19 +21,21 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from streamrl.ops.monitor import text as words
+from streamrl.ops.monitor import text as view_text
 from streamrl.ops.monitor.top.draw import draw_rows, draw_workers
 from streamrl.ops.monitor.view import View
 from streamrl.terminal import age, number, printable
 
 _MAX_WIDTH, _MAX_HEIGHT = 100, 24
-_FRAME = 4  # columns and lines: border and blank on either side, and lines for the phase and for hidden workers
+_BORDER = 4  # columns and lines: border and blank on either side, and lines for the phase and for hidden workers
 _PLAIN_EVERY_S, _PLAIN_SOONEST_S = 30.0, 5.0  # without a terminal: between lines, and before one about a change
-_TOLD = {"reward": "train_rollouts/rewards", "lag": "lag/mean"}  # metrics of the last step, without a terminal
+_PLAIN_METRICS = {"reward": "train_rollouts/rewards", "lag": "lag/mean"}  # of the last step, without a terminal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class Frame:
+    """What is shown of a run at one moment."""
+
     title: str
     phase: str  # what the launcher does, if there is no more to show
     began: float  # unix time
@@ -45,10 +47,10 @@ class Audience(Protocol):
     """Where the launcher reports to: a terminal, or the program that requested the run. Entered once the launcher has
     locked the folder."""
 
-    def show(self, shown: Shown) -> None:
+    def show(self, frame: Frame) -> None:
         """Show the current state; called several times a second while the parts run."""
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """Show a message that must not be missed."""
 
     def checking(self) -> AbstractContextManager[Callable[[str], None]]:
@@ -67,23 +69,23 @@ class Display:
         self._console, self._clock = console, clock
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._last_phase = ""
-        self._last_line, self._last_state = clock(), ""
+        self._last_line, self._last_trouble = clock(), ""
 
-    def show(self, shown: Shown) -> None:
+    def show(self, frame: Frame) -> None:
         if self._live is not None:
             width, height = min(_MAX_WIDTH, self._console.width), min(_MAX_HEIGHT, self._console.height)
-            self._live.update(render(shown, now=time.time(), width=width, height=height), refresh=True)
+            self._live.update(render(frame, now=time.time(), width=width, height=height), refresh=True)
             return
-        if shown.phase != self._last_phase:
-            self._last_phase = shown.phase
-            self.say(shown.phase)
-        now, state = self._clock(), _state(shown.view)
-        pause_s = _PLAIN_EVERY_S if state == self._last_state else _PLAIN_SOONEST_S
+        if frame.phase != self._last_phase:
+            self._last_phase = frame.phase
+            self.notify(frame.phase)
+        now, trouble = self._clock(), _trouble(frame.view)
+        pause_s = _PLAIN_EVERY_S if trouble == self._last_trouble else _PLAIN_SOONEST_S
         if now >= self._last_line + pause_s:
-            self._last_line, self._last_state = now, state
-            self.say(plain_line(shown, now=time.time()))
+            self._last_line, self._last_trouble = now, trouble
+            self.notify(plain_line(frame, now=time.time()))
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """Print a line that stays."""
         self._console.print(Text(printable(text)), soft_wrap=True)
 
@@ -108,61 +110,61 @@ def spinner(console: Console, clock: Callable[[], float] = time.monotonic) -> It
         with console.status("") as status:
             yield lambda text: status.update(Text(printable(text)))
         return
-    said_at, said = -_PLAIN_EVERY_S, ""
+    printed_at, last_text = -_PLAIN_EVERY_S, ""
 
-    def say(text: str) -> None:
-        nonlocal said_at, said
-        if clock() >= said_at + (_PLAIN_EVERY_S if text == said else _PLAIN_SOONEST_S):
-            said_at, said = clock(), text
+    def show(text: str) -> None:
+        nonlocal printed_at, last_text
+        if clock() >= printed_at + (_PLAIN_EVERY_S if text == last_text else _PLAIN_SOONEST_S):
+            printed_at, last_text = clock(), text
             console.print(Text(printable(text)), soft_wrap=True)
 
-    yield say
+    yield show
 
 
-def plain_line(shown: Shown, *, now: float) -> str:
+def plain_line(frame: Frame, *, now: float) -> str:
     """Return a short line for a log, with what is wrong."""
-    view, passed = shown.view, _clock_time(now - shown.began)
-    if not _is_there(view):
-        return f"{passed}  {shown.phase or 'the learner is starting'}"
-    told = [passed, words.steps(view)]
+    view, elapsed = frame.view, _clock_time(now - frame.began)
+    if not _run_exists(view):
+        return f"{elapsed}  {frame.phase or 'the learner is starting'}"
+    fields = [elapsed, view_text.steps(view)]
     if view.run.eta_s is not None:
-        told.append(f"left {age(view.run.eta_s)}")
-    found = view.learner.metrics
-    told += [f"{name} {number(found[metric])}" for name, metric in _TOLD.items() if metric in found]
-    return printable("  ".join(word for word in (*told, words.workers_line(view), _state(view)) if word))
+        fields.append(f"left {age(view.run.eta_s)}")
+    metrics = view.learner.metrics
+    fields += [f"{name} {number(metrics[key])}" for name, key in _PLAIN_METRICS.items() if key in metrics]
+    return printable("  ".join(field for field in (*fields, view_text.workers_line(view), _trouble(view)) if field))
 
 
-def _state(view: View | None) -> str:
+def _trouble(view: View | None) -> str:
     """Return what is wrong, if anything; a change is worth a line."""
-    if not _is_there(view):
+    if not _run_exists(view):
         return ""
     troubles = [cause.title for cause in view.causes if cause.level != "info"]
     return f"{view.verdict}: {troubles[0]}" if troubles else ""
 
 
-def _is_there(view: View | None) -> TypeGuard[View]:
+def _run_exists(view: View | None) -> TypeGuard[View]:
     return view is not None and view.run.state != "absent"
 
 
-def render(shown: Shown, *, now: float, width: int, height: int) -> RenderableType:
-    view = shown.view
+def render(frame: Frame, *, now: float, width: int, height: int) -> RenderableType:
+    view = frame.view
     lines: list[RenderableType] = []
-    if _is_there(view):
-        within = width - _FRAME
-        _, *rows = draw_rows(view, width=within)  # the first, about the run, is replaced by title and progress bar
-        room = max(1, height - _FRAME - len(rows) - 2)
-        workers = draw_workers(view.workers[:room], width=within)
-        lines += [_progress(view, passed_s=now - shown.began), *rows, *workers]
+    if _run_exists(view):
+        inner_width = width - _BORDER
+        _, *rows = draw_rows(view, width=inner_width)  # the first, about the run, is replaced by title and progress bar
+        room = max(1, height - _BORDER - len(rows) - 2)
+        workers = draw_workers(view.workers[:room], width=inner_width)
+        lines += [_progress(view, elapsed_s=now - frame.began), *rows, *workers]
         if (more := len(view.workers) - room) > 0:
             lines.append(Text(f"and {more} more", style="dim"))
         for line in (*rows, *workers):
-            line.truncate(within, overflow="ellipsis")
-    lines += [Text(f"{shown.phase} …", style="yellow")] if shown.phase else []
+            line.truncate(inner_width, overflow="ellipsis")
+    lines += [Text(f"{frame.phase} …", style="yellow")] if frame.phase else []
     return Panel(
         Group(*lines),
-        title=Text.assemble(("streamrl", "bold"), f" · {printable(shown.title)}"),
+        title=Text.assemble(("streamrl", "bold"), f" · {printable(frame.title)}"),
         title_align="left",
-        subtitle=Text(printable(shown.footer), style="dim"),
+        subtitle=Text(printable(frame.footer), style="dim"),
         subtitle_align="right",
         border_style="cyan",
         width=width,
@@ -170,15 +172,15 @@ def render(shown: Shown, *, now: float, width: int, height: int) -> RenderableTy
     )
 
 
-def _progress(view: View, *, passed_s: float) -> RenderableType:
+def _progress(view: View, *, elapsed_s: float) -> RenderableType:
     run = view.run
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(no_wrap=True)
     grid.add_column(ratio=1)
     grid.add_column(no_wrap=True, justify="right")
-    clock = _clock_time(passed_s) + (f"  left {age(run.eta_s)}" if run.eta_s is not None else "")
+    clock = _clock_time(elapsed_s) + (f"  left {age(run.eta_s)}" if run.eta_s is not None else "")
     bar = ProgressBar(total=1.0, completed=run.share_done) if run.share_done is not None else Text()
-    grid.add_row(Text(words.steps(view), style="bold"), bar, clock)
+    grid.add_row(Text(view_text.steps(view), style="bold"), bar, clock)
     return grid
 
 

@@ -24,17 +24,17 @@ def nothing_left_of(config: schema.Config) -> Remains | None:
         return None
     if remains.state != "finished" or remains.name != config.name:
         return None
-    return None if _goes_further(config.training, remains) else remains
+    return None if _extends(config.training, remains) else remains
 
 
-def _goes_further(asked: schema.Training, remains: Remains) -> bool:
+def _extends(requested: schema.Training, remains: Remains) -> bool:
     """Return whether the bound that ended it is raised: its steps, or its passes over the data."""
-    if 0 <= asked.max_steps <= remains.step:
+    if 0 <= requested.max_steps <= remains.step:
         return False
     before = remains.config.get("training", {})
     if 0 <= before.get("max_steps", -1) <= remains.step:
         return True
-    return asked.max_epochs > int(before.get("max_epochs", asked.max_epochs))
+    return requested.max_epochs > int(before.get("max_epochs", requested.max_epochs))
 
 
 def finished_lines(remains: Remains, file: str) -> Iterator[str]:
@@ -42,8 +42,8 @@ def finished_lines(remains: Remains, file: str) -> Iterator[str]:
     name, step, folder = remains.name, remains.step, remains.folder
     yield f"run {name} has finished: {step} steps, {age(time.time() - remains.at)} ago; nothing is left to do"
     if summary := summary_words(remains.summary):
-        yield f"  it came to      {summary}"
-    yield f"  to look at it   streamrl status {folder}; streamrl dashboard {folder}"
+        yield f"  result          {summary}"
+    yield f"  look at it      streamrl status {folder}; streamrl dashboard {folder}"
     yield f"  more steps      streamrl up {file} training.max_steps={2 * step}"
     yield f"  another run     streamrl up {file} name={name}-2"
     yield f"  a fork of it    streamrl learn {file} name={name}-2 --fork {folder}@{step}"

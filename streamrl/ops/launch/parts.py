@@ -26,7 +26,7 @@ from streamrl.errors import PartError
 from streamrl.files import write_durably
 from streamrl.held_folders import scratch_folder
 from streamrl.interface import gloo_towards
-from streamrl.ops.launch.processes import Command, Kept, Process, end_all, part_error
+from streamrl.ops.launch.processes import Command, Process, SupervisedProcess, end_all, part_error
 from streamrl.process import LOOPBACK
 from streamrl.protocol.transport.connection import check_server, connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis
@@ -48,7 +48,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.yaml"  # the run's
-        self.asked = path / "asked.yaml"  # of the latest launch, which a learner may refuse
+        self.requested_config = path / "asked.yaml"  # of the latest launch, which a learner may refuse
         self.redis = path / "redis"
         self.reward_url = path / "reward.url"
         self.reward_bound = path / "reward.bound"
@@ -56,28 +56,28 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.logs = path / "logs"
 
-    def ask(self, config: schema.Config) -> None:
+    def write_request(self, config: schema.Config) -> None:
         """Write the requested configuration. The learner makes it the run's own when it takes the run."""
         text = dump_config(config).encode()
-        write_durably(self.asked, text)
+        write_durably(self.requested_config, text)
         if not self.config.exists():
             write_durably(self.config, text)
 
 
-_NOWHERE = Placement(shares={})
+_NO_PLACEMENT = Placement(shares={})
 
 
 def reward_command(
-    server: schema.RewardServer, folder: RunFolder, *, port: int, placement: Placement = _NOWHERE
+    server: schema.RewardServer, folder: RunFolder, *, port: int, placement: Placement = _NO_PLACEMENT
 ) -> Command:
     weights = ",".join(map(str, server.attribute_weights))
     files = {"url_file": folder.reward_url, "bound_file": folder.reward_bound}
     options = server.model_dump() | {"port": port, "attribute_weights": weights, **files}
     # With =, since a mean may start with a minus sign.
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     return Command(
         name=REWARD,
-        arguments=(sys.executable, "-m", "streamrl.ops.cli.main", "reward", "serve", *words),
+        arguments=(sys.executable, "-m", "streamrl.ops.cli.main", "reward", "serve", *arguments),
         log=folder.logs / "reward.log",
         environment=placement.environment(REWARD),
     )
@@ -90,11 +90,11 @@ def worker_command(
     number: int,
     redis_url: str,
     reward_url: str | None,
-    placement: Placement = _NOWHERE,
+    placement: Placement = _NO_PLACEMENT,
 ) -> Command:
     name = f"worker/{number}"
-    words = ["--redis", redis_url, "--run", config.name, "--worker-id", str(number), "--model", config.model.path]
-    words += ["--log-file", str(folder.logs / f"worker-{number}.log")]
+    arguments = ["--redis", redis_url, "--run", config.name, "--worker-id", str(number), "--model", config.model.path]
+    arguments += ["--log-file", str(folder.logs / f"worker-{number}.log")]
     permissions = granted(config)
     allowed = {
         "--allow-reward-code": permissions.reward_code,
@@ -102,19 +102,19 @@ def worker_command(
         "--allow-reward-env": permissions.reward_environment,
         "--allow-host": permissions.hosts,
     }
-    words += [word for option, values in allowed.items() for value in values for word in (option, value)]
+    arguments += [word for option, values in allowed.items() for value in values for word in (option, value)]
     if reward_url is not None:
-        words += ["--local-reward-url", reward_url]
+        arguments += ["--local-reward-url", reward_url]
     if config.worker.engine == "vllm":
-        words += ["--import-vllm"]
+        arguments += ["--import-vllm"]
     if config.worker.hosts > 1:
-        words += ["--hosts", f"0.0.0.0:{_HOSTS_PORT + number}"]
+        arguments += ["--hosts", f"0.0.0.0:{_HOSTS_PORT + number}"]
     if (fraction := placement.fraction(name)) is not None:
-        words += ["--gpu-memory", f"{fraction:.3f}"]
+        arguments += ["--gpu-memory", f"{fraction:.3f}"]
     return Command(
         name=name,
         # vLLM's spawned processes import this module, and so apply `misfits`; a `__main__` module would be skipped.
-        arguments=(sys.executable, "-m", "streamrl.ops.cli.main", "worker", *words),
+        arguments=(sys.executable, "-m", "streamrl.ops.cli.main", "worker", *arguments),
         log=folder.logs / f"worker-{number}.out",
         environment=placement.environment(name),
     )
@@ -130,14 +130,14 @@ class Cluster:
     @property
     def is_elastic(self) -> bool:
         """Machines may leave and join."""
-        least, _, most = self.nodes.partition(":")
-        return most not in ("", least)
+        minimum, _, maximum = self.nodes.partition(":")
+        return maximum not in ("", minimum)
 
     @property
     def sizes(self) -> range:
         """The possible numbers of machines."""
-        least, _, most = self.nodes.partition(":")
-        return range(int(least), int(most or least) + 1)
+        minimum, _, maximum = self.nodes.partition(":")
+        return range(int(minimum), int(maximum or minimum) + 1)
 
 
 def learner_command(
@@ -150,11 +150,11 @@ def learner_command(
     standby: bool = False,
     cluster: Cluster | None = None,
     holder: str | None = None,
-    placement: Placement = _NOWHERE,
+    placement: Placement = _NO_PLACEMENT,
 ) -> Command:
     """Build the learner's command. Groups come from Redis or from a recording; ranks are on this machine, or on
     several. `holder` is for callers without the folder's lock, who under its name would take over from its owner."""
-    assert (redis_url is None) != (replay is None), "a learner has one source of groups"
+    assert (redis_url is None) != (replay is None), "groups come either from Redis or from a recording"
     learner = config.learner
     agent = [
         f"--nnodes={cluster.nodes if cluster else 1}",
@@ -162,13 +162,13 @@ def learner_command(
         f"--max-restarts={learner.max_restarts}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={cluster.endpoint if cluster else '127.0.0.1:0'}",
-        f"--rdzv-id={holder or (holder_of_all(config, cluster) if cluster else _holder(folder.path))}",
+        f"--rdzv-id={holder or (cluster_holder(config, cluster) if cluster else _folder_holder(folder.path))}",
         # By default every restart waits half a minute for more machines, and 15 s for a dead one. The latter is three
         # times the interval, by the observer's clock, so clocks must agree to within these 6 s.
         "--rdzv-conf=last_call_timeout=1,keep_alive_interval=2",
         f"--shutdown-timeout={DRAIN_S}",
     ]
-    program = ["--config", str(folder.asked)]
+    program = ["--config", str(folder.requested_config)]
     program += ["--redis", redis_url] if redis_url is not None else ["--replay", str(replay)]
     program += ["--takeover"] if takeover else []
     program += ["--standby"] if standby else []
@@ -189,15 +189,15 @@ def learner_command(
     )
 
 
-def holder_of_all(config: schema.Config, cluster: Cluster) -> str:
+def cluster_holder(config: schema.Config, cluster: Cluster) -> str:
     """Return the learner's holder name, the same on each machine."""
     return f"learn-{hashlib.sha256(f'{config.name}:{cluster.endpoint}'.encode()).hexdigest()[:16]}"
 
 
-def _holder(folder: Path) -> str:
+def _folder_holder(folder: Path) -> str:
     """Return the learner's holder name: one launcher at a time runs a folder, so its successor takes over at once."""
-    place = f"{socket.gethostname()}:{os.path.realpath(folder)}"
-    return f"up-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
+    location = f"{socket.gethostname()}:{os.path.realpath(folder)}"
+    return f"up-{hashlib.sha256(location.encode()).hexdigest()[:16]}"
 
 
 def check_redis(url: str, config: schema.Config) -> None:
@@ -211,8 +211,8 @@ def check_redis(url: str, config: schema.Config) -> None:
 class RedisPart:
     """The run's private Redis: started first, ended last, and restarted from its append-only file if it dies."""
 
-    def __init__(self, folder: Path, *, say: Callable[[str], None]) -> None:
-        self._folder, self._say = folder, say
+    def __init__(self, folder: Path, *, notify: Callable[[str], None]) -> None:
+        self._folder, self._notify = folder, notify
         self._server = EmbeddedRedis.start(folder)
         self.url = self._server.url  # the same after each start
         self.num_restarts = 0
@@ -224,7 +224,7 @@ class RedisPart:
         self.num_restarts += 1
         if self.num_restarts > _MAX_RESTARTS:
             raise PartError(f"the embedded Redis died {self.num_restarts} times (see {self._folder / 'redis.log'})")
-        self._say("the embedded Redis died; starting it again")
+        self._notify("the embedded Redis died; restarting it")
         self._server.stop()  # removes its socket
         self._server = EmbeddedRedis.start(self._folder)
 
@@ -242,24 +242,24 @@ class RewardPart:
         server: schema.RewardServer,
         folder: RunFolder,
         *,
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
         start: Callable[[Command], Process] = Process,
-        placement: Placement = _NOWHERE,
+        placement: Placement = _NO_PLACEMENT,
     ) -> None:
         self._command = partial(reward_command, server, folder, placement=placement)
         self._folder = folder
         self.forget_address()
         self.progress = Progress(part=REWARD, role="reward")
         self.progress.working("load the model")
-        self.kept = Kept(self._command(port=server.port), say=say, start=start)
+        self.supervised = SupervisedProcess(self._command(port=server.port), notify=notify, start=start)
         self.url: str | None = None  # set once its port is bound
         self.is_ready = False  # it has answered once
         self._ready_by = time.monotonic() + _READY_S
 
     def look(self) -> None:
-        self.kept.look(is_needed=True)
-        if self.kept.process.poll() is not None:
-            self.progress.working("start again")
+        self.supervised.look(is_needed=True)
+        if self.supervised.process.poll() is not None:
+            self.progress.working("restart")
             self.forget_address()  # its successor writes it again
             self._ready_by = time.monotonic() + _READY_S
             return
@@ -268,14 +268,14 @@ class RewardPart:
         if self._folder.reward_url.exists():
             self.is_ready = True
             self.progress.working("serve")
-            self.progress.advanced(restarts=self.kept.num_restarts)
+            self.progress.advanced(restarts=self.supervised.num_restarts)
         elif time.monotonic() > self._ready_by:
-            raise PartError(f"the reward server was not ready in {_READY_S:g} s (see {self.kept.command.log})")
+            raise PartError(f"the reward server was not ready in {_READY_S:g} s (see {self.supervised.command.log})")
 
     def _note_bound(self, url: str) -> None:
         # Workers keep this address, so a restart must use the same port.
         self.url = url
-        self.kept.command = self._command(port=urlsplit(url).port or 0)
+        self.supervised.command = self._command(port=urlsplit(url).port or 0)
 
     def forget_address(self) -> None:
         """Delete address files left by an earlier launcher, or for a later one."""
@@ -287,22 +287,22 @@ class RewardPart:
 def reward_server(
     server: schema.RewardServer,
     *,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     show: Callable[[str], None],
     start: Callable[[Command], Process] = Process,
 ) -> Iterator[RewardPart]:
     """Run a reward server outside of any run: on any free port, ready at once, ended with the context. `show` is called
     now and then with its loading time; if it cannot load, UserError or PartError."""
     with scratch_folder() as folder:
-        mine = server.model_copy(update={"host": LOOPBACK[0], "port": 0})
-        part, began = RewardPart(mine, RunFolder(folder), say=say, start=start), time.monotonic()
+        local_server = server.model_copy(update={"host": LOOPBACK[0], "port": 0})
+        part, began = RewardPart(local_server, RunFolder(folder), notify=notify, start=start), time.monotonic()
         try:
             while not part.is_ready:
-                if part.kept.process.poll() is not None:
-                    raise part_error(part.kept.process)
+                if part.supervised.process.poll() is not None:
+                    raise part_error(part.supervised.process)
                 part.look()
-                show(f"the reward server loads {server.model}: {time.monotonic() - began:.0f} s")
+                show(f"loading the reward model {server.model}: {time.monotonic() - began:.0f} s")
                 time.sleep(_LOOK_EVERY_S)
             yield part
         finally:
-            end_all([part.kept.process], within_s=_END_S)
+            end_all([part.supervised.process], within_s=_END_S)

@@ -40,7 +40,7 @@ class Command:
     environment: Mapping[str, str] = field(default_factory=dict)  # in addition to the launcher's own
 
 
-class Begun(Protocol):
+class StartedProcess(Protocol):
     """The part of `subprocess.Popen` used here."""
 
     @property
@@ -55,7 +55,7 @@ class Begun(Protocol):
     def wait(self, timeout: float) -> int: ...
 
 
-def _begin(command: Command) -> Begun:
+def _start(command: Command) -> StartedProcess:
     with command.log.open("ab") as log:
         return subprocess.Popen(
             dying_with_us(command.arguments, by=signal.SIGKILL),
@@ -70,12 +70,12 @@ def _begin(command: Command) -> Begun:
 class Process:
     """A command that runs from now on, and dies with the thread that starts it."""
 
-    def __init__(self, command: Command, *, begin: Callable[[Command], Begun] = _begin) -> None:
+    def __init__(self, command: Command, *, start: Callable[[Command], StartedProcess] = _start) -> None:
         self.command = command
         command.log.parent.mkdir(parents=True, exist_ok=True)
         with command.log.open("ab") as log:
-            self._log_begin = log.tell()
-        self._process = begin(command)
+            self._log_start = log.tell()
+        self._process = start(command)
 
     @property
     def pid(self) -> int:
@@ -96,7 +96,7 @@ class Process:
         self._process.kill()
         self.wait(_KILL_S)
         deadline = time.monotonic() + _TIDY_S
-        while _is_anybody_left(self._process.pid) and time.monotonic() < deadline:
+        while _group_is_alive(self._process.pid) and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S)
         with contextlib.suppress(ProcessLookupError):  # the group is empty
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -111,12 +111,12 @@ class Process:
         """Return the end of its output since it was started."""
         with self.command.log.open("rb") as log:
             end = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_begin, end - _TAIL_BYTES))
+            log.seek(max(self._log_start, end - _TAIL_BYTES))
             text = log.read().decode(errors="replace")
         return [line for line in text.splitlines() if line.strip()][-num_lines:]
 
 
-class Kept:
+class SupervisedProcess:
     """A process that is restarted when it dies, after a backoff that grows with repeated deaths.
 
     Exit code 0 means that it had nothing more to do, unless the caller knows better; 2 that the user must fix
@@ -127,15 +127,15 @@ class Kept:
         self,
         command: Command,
         *,
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         start: Callable[[Command], Process] = Process,
     ) -> None:
         self.command = command
         self.num_restarts = 0
-        self._say, self._clock, self._start = say, clock, start
+        self._notify, self._clock, self._start = notify, clock, start
         self._deaths, self._failures = 0, 0  # in a row; failures are deaths with an error
-        self._again_at: float | None = None
+        self._restart_at: float | None = None
         self._began = clock()
         self.process = start(command)
 
@@ -143,31 +143,31 @@ class Kept:
         """Restart it if it is dead and its backoff is over; with `is_needed` even after exit code 0, as when somebody
         asked it to end."""
         code = self.process.poll()
-        if code is None or self.given_up or (code == 0 and not is_needed):
+        if code is None or self.has_given_up or (code == 0 and not is_needed):
             return
         now = self._clock()
-        if self._again_at is None:
+        if self._restart_at is None:
             if now - self._began >= _HEALTHY_AFTER_S:
                 self._deaths, self._failures = 0, 0
             self._deaths += 1
             self._failures += code != 0
             pause_s = min(_FIRST_PAUSE_S * 2 ** (self._deaths - 1), _LONGEST_PAUSE_S)
-            self._again_at = now + pause_s * random.uniform(0.5, 1.0)
-            outlook = "giving it up" if self.given_up else "starting it again"
-            self._say(f"{self.command.name} {ending(code)}; {outlook} (see {self.command.log})")
-        elif now >= self._again_at:
+            self._restart_at = now + pause_s * random.uniform(0.5, 1.0)
+            outlook = "giving up on it" if self.has_given_up else "restarting it"
+            self._notify(f"{self.command.name} {describe_exit(code)}; {outlook} (see {self.command.log})")
+        elif now >= self._restart_at:
             self.num_restarts += 1
-            self._again_at, self._began = None, now
+            self._restart_at, self._began = None, now
             self.process = self._start(self.command)
 
     @property
-    def given_up(self) -> bool:
+    def has_given_up(self) -> bool:
         """It is dead, and a restart would not help."""
         code = self.process.poll()
         return code == 2 or (code not in (None, 0) and self._failures >= _MAX_FAILURES)
 
 
-def _is_anybody_left(group: int) -> bool:
+def _group_is_alive(group: int) -> bool:
     """Return whether the group has a live member. A zombie keeps its group until it is reaped, which in a container may
     never happen."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -178,10 +178,10 @@ def _is_anybody_left(group: int) -> bool:
     return False
 
 
-def ending(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Describe an exit code."""
     if code == 0:
-        return "left before the run's end"
+        return "exited before the run ended"
     return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
@@ -196,14 +196,14 @@ def end_all(processes: list[Process], *, within_s: float) -> None:
 
 
 def part_error(process: Process) -> UserError | PartError:
-    """Return why a part ended, in its own words."""
-    words = process.last_words()
-    said = [line.removeprefix("error: ") for line in words if line.startswith("error: ")]
-    if process.poll() == UserError.exit_code and said:
-        return UserError(f"{process.command.name}: {said[-1]}")
-    tail = "\n".join(f"  {line}" for line in words)
+    """Return why a part ended, with its own error message if it printed one."""
+    lines = process.last_words()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if process.poll() == UserError.exit_code and errors:
+        return UserError(f"{process.command.name}: {errors[-1]}")
+    tail = "\n".join(f"  {line}" for line in lines)
     return PartError(
-        f"{process.command.name} {ending(process.poll() or 0)} and cannot go on; the end of "
+        f"{process.command.name} {describe_exit(process.poll() or 0)} and cannot continue; the end of "
         f"{process.command.log}:\n{tail}"
     )
 
@@ -214,15 +214,15 @@ class Interrupts:
     def __init__(self) -> None:
         self.count = 0
         self._first: int | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         for number in signals_to_end():
-            self._before[number] = signal.signal(number, self._note)
+            self._previous_handlers[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -16,7 +16,7 @@ from streamrl.ops.monitor.history import HELD_OUT, History
 from streamrl.protocol.transport.types import Record
 from streamrl.versions import number_of, parse, term_of
 
-_OF_AUDIT = ("issued", "trained", "dropped", "dead", "outstanding", "lost", "twice", "clean")
+_AUDIT_KEYS = ("issued", "trained", "dropped", "dead", "outstanding", "lost", "twice", "clean")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +55,9 @@ class Summary:
         return (*self.audit.problems, *self.audit.unchecked)
 
     def to_json(self) -> dict[str, Any]:
-        told = {name: value for name, value in asdict(self).items() if name != "audit"}
+        fields = {name: value for name, value in asdict(self).items() if name != "audit"}
         audit = self.audit.to_json()
-        return {**told, **{n: audit[n] for n in _OF_AUDIT}, "steps": audit["step"], "remarks": self.remarks}
+        return {**fields, **{n: audit[n] for n in _AUDIT_KEYS}, "steps": audit["step"], "remarks": self.remarks}
 
 
 def lag_of(steps: list[Record]) -> Lag | None:
@@ -133,7 +133,7 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     for source, (before, after) in summary.held_out.items():
         lines.append((f"held out: {source}", f"{before:.3f} → {after:.3f}"))
     if summary.restarts:
-        lines.append(("started again", ", ".join(f"{part} {count} times" for part, count in summary.restarts.items())))
+        lines.append(("restarts", ", ".join(f"{part} {count} times" for part, count in summary.restarts.items())))
     lines += [("remark", remark) for remark in summary.remarks]
     lines.append(("model", summary.export or "not exported: the run has not finished"))
     return lines

@@ -27,9 +27,9 @@ from streamrl.config.placement import Placement
 from streamrl.errors import DataError, PartError, TransportError, UserError
 from streamrl.held_folders import remove_those_of_the_dead
 from streamrl.ops.audit.folder import read_commit
-from streamrl.ops.launch.display import Audience, Shown
+from streamrl.ops.launch.display import Audience, Frame
 from streamrl.ops.launch.parts import DRAIN_S, RedisPart, RewardPart, RunFolder, learner_command, worker_command
-from streamrl.ops.launch.processes import Command, Interrupts, Kept, Process, end_all, part_error
+from streamrl.ops.launch.processes import Command, Interrupts, Process, SupervisedProcess, end_all, part_error
 from streamrl.ops.launch.summary import Loads
 from streamrl.ops.monitor.evidence import is_running, is_taken_up, lead
 from streamrl.ops.monitor.poller import Watcher
@@ -73,11 +73,11 @@ class Supervisor:
         self._began = time.time()
         self._next_show = 0.0
         self._phase = "starting the parts"
-        self._redis_is_away = False
+        self._redis_is_unreachable = False
         self._drain_by: float | None = None  # None: no request to end
         self._learner: Process | None = None
         self._reward: RewardPart | None = None
-        self._workers: list[Kept] | None = None  # None: not started yet
+        self._workers: list[SupervisedProcess] | None = None  # None: not started yet
 
     def run(self) -> None:
         """Run until the learner has ended. Raises UserError or PartError if a part cannot go on, KeyboardInterrupt at
@@ -90,7 +90,7 @@ class Supervisor:
                     self._reward = RewardPart(
                         self._config.reward_server,
                         self._folder,
-                        say=self._say,
+                        notify=self._notify,
                         start=self._start,
                         placement=self._placement,
                     )
@@ -106,11 +106,11 @@ class Supervisor:
                 )
                 while self._learner.poll() is None:
                     self._tick()
-                self._judge_learner(self._learner)
+                self._raise_learner_error(self._learner)
                 self._dismiss_workers()
             except KeyboardInterrupt:
                 self._abort(within_s=0.0)
-                self._say(left_undone(self._folder.path, self.watcher.view))
+                self._notify(describe_lost_work(self._folder.path, self.watcher.view))
                 raise
             except BaseException:
                 self._abort(within_s=_ABORT_S)
@@ -119,40 +119,40 @@ class Supervisor:
     def close(self) -> None:
         """End the reward server, and remove what killed parts have left behind."""
         if self._reward is not None:
-            end_all([self._reward.kept.process], within_s=_ABORT_S)
+            end_all([self._reward.supervised.process], within_s=_ABORT_S)
             self._reward.forget_address()
         remove_those_of_the_dead()
 
     @property
     def restarts(self) -> dict[str, int]:
         """Restarts by part, for parts with any."""
-        kept = [*(self._workers or ()), *([self._reward.kept] if self._reward else [])]
-        counts = {one.command.name: one.num_restarts for one in kept}
+        processes = [*(self._workers or ()), *([self._reward.supervised] if self._reward else [])]
+        counts = {process.command.name: process.num_restarts for process in processes}
         if self._embedded is not None:
             counts["redis"] = self._embedded.num_restarts
         return {name: count for name, count in counts.items() if count}
 
     @property
     def loads(self) -> Loads:
-        lives = self._loads.values()
-        return Loads(loaded=sum(life.loaded for life in lives), in_flight=sum(life.in_flight for life in lives))
+        loads = self._loads.values()
+        return Loads(loaded=sum(each.loaded for each in loads), in_flight=sum(each.in_flight for each in loads))
 
     def _tick(self) -> None:
-        self._heed_requests_to_end()
+        self._handle_stop_requests()
         if self._embedded is not None:
             self._embedded.look()
         if self._drain_by is None:  # while draining no more groups are needed, and nothing may spoil the checkpoint
-            self._look_after_who_makes_groups()
+            self._check_group_producers()
         self.show()
         time.sleep(_TICK_S)
 
-    def _look_after_who_makes_groups(self) -> None:
+    def _check_group_producers(self) -> None:
         if self._reward is not None:
             self._reward.look()
-        self._look_after_workers()
-        self._give_up_where_nothing_helps()
+        self._check_workers()
+        self._raise_if_producers_are_lost()
 
-    def _look_after_workers(self) -> None:
+    def _check_workers(self) -> None:
         if self._workers is not None:
             if any(worker.process.poll() == 0 for worker in self._workers):
                 self.look()  # they leave when the run has ended, so refresh the state first
@@ -162,7 +162,7 @@ class Supervisor:
             self._workers = self._start_workers(self._reward.url if self._reward else None)
             self._phase = ""
 
-    def _start_workers(self, reward_url: str | None) -> list[Kept]:
+    def _start_workers(self, reward_url: str | None) -> list[SupervisedProcess]:
         commands = (
             worker_command(
                 self._config,
@@ -174,44 +174,44 @@ class Supervisor:
             )
             for number in range(self._config.worker.count)
         )
-        return [Kept(command, say=self._say, start=self._start) for command in commands]
+        return [SupervisedProcess(command, notify=self._notify, start=self._start) for command in commands]
 
-    def _heed_requests_to_end(self) -> None:
+    def _handle_stop_requests(self) -> None:
         if self._interrupts.count >= 2:
             raise KeyboardInterrupt
         if self._drain_by is not None and time.monotonic() > self._drain_by:
             raise PartError(f"the learner did not end within {DRAIN_S} s (see {self._folder.logs})")
         if self._interrupts.count and self._drain_by is None:
             self._drain_by = time.monotonic() + DRAIN_S
-            log.info("asked_to_end", drain_s=DRAIN_S)
+            log.info("stop_requested", drain_s=DRAIN_S)
             self._phase = "ending: the learner finishes its step and writes a checkpoint (Ctrl-C again: end at once)"
             self._progress.stopping()
-            assert self._learner is not None, "requests are heeded while it runs"
+            assert self._learner is not None, "stop requests are only handled while the learner runs"
             self._learner.terminate()
 
-    def _give_up_where_nothing_helps(self) -> None:
-        if self._reward is not None and self._reward.kept.given_up:
-            raise part_error(self._reward.kept.process)
+    def _raise_if_producers_are_lost(self) -> None:
+        if self._reward is not None and self._reward.supervised.has_given_up:
+            raise part_error(self._reward.supervised.process)
         workers = self._workers or []
-        lost = [worker for worker in workers if worker.given_up]
+        lost = [worker for worker in workers if worker.has_given_up]
         if lost and len(lost) == len(workers):
             raise part_error(lost[0].process)
 
-    def _judge_learner(self, learner: Process) -> None:
+    def _raise_learner_error(self, learner: Process) -> None:
         """Raise the learner's error, unless it ended in order."""
         with suppress(OSError, ValueError):  # no error file, or a full disk truncated it
-            found = json.loads(self._folder.learner_error.read_text())
-            raise (UserError if found["exit_code"] == UserError.exit_code else PartError)(found["error"])
-        if learner.poll() != 0 and not self._has_ended_as_told(learner):
+            failure = json.loads(self._folder.learner_error.read_text())
+            raise (UserError if failure["exit_code"] == UserError.exit_code else PartError)(failure["error"])
+        if learner.poll() != 0 and not self._ended_on_request(learner):
             raise part_error(learner)
 
-    def _has_ended_as_told(self, learner: Process) -> bool:
+    def _ended_on_request(self, learner: Process) -> bool:
         """It died by the signal before it began to learn, or its last act was to mark the run as ended in Redis."""
         if self._drain_by is None:
             return False
         self.look()
-        is_left = self.watcher.view is not None and self.watcher.view.run.state != "running"
-        return is_left or learner.poll() == -signal.SIGTERM
+        run_has_ended = self.watcher.view is not None and self.watcher.view.run.state != "running"
+        return run_has_ended or learner.poll() == -signal.SIGTERM
 
     def _dismiss_workers(self) -> None:
         """Wait for workers to leave at the run's end; terminate and then kill those that do not."""
@@ -223,9 +223,9 @@ class Supervisor:
         processes = [worker.process for worker in self._workers or ()]
         end_all([*([self._learner] if self._learner else []), *processes], within_s=within_s)
 
-    def _say(self, text: str) -> None:
+    def _notify(self, text: str) -> None:
         log.warning("notice", text=text)
-        self._display.say(text)
+        self._display.notify(text)
 
     def show(self) -> None:
         now = time.monotonic()
@@ -234,20 +234,20 @@ class Supervisor:
         self._next_show = now + _SHOW_EVERY_S
         self.look()
         self._progress.advanced(restarts=sum(self.restarts.values()))
-        shown = Shown(
+        frame = Frame(
             title=self._config.name,
-            phase=self._notice(),
+            phase=self._current_phase(),
             began=self._began,
             view=self.watcher.view,
             footer=f"logs in {self._folder.logs} · Ctrl-C stops it with a checkpoint",
         )
-        self._display.show(shown)
+        self._display.show(frame)
 
-    def _notice(self) -> str:
-        if self._redis_is_away:
+    def _current_phase(self) -> str:
+        if self._redis_is_unreachable:
             return "Redis does not answer"
         if not self._phase and self.watcher.view is not None and self.watcher.view.run.control == "pause":
-            return f"paused: `streamrl resume {self._folder.path}` lets it go on"
+            return f"paused: `streamrl resume {self._folder.path}` continues it"
         if not self._phase and self.watcher.view is not None and is_taken_up(self.watcher.view):
             return "the learner is starting"
         return self._phase
@@ -255,26 +255,26 @@ class Supervisor:
     def look(self) -> None:
         try:
             view = self.watcher.look()
-            self._redis_is_away = False
+            self._redis_is_unreachable = False
             for worker in view.workers:
-                life = Loads(loaded=worker.loads, in_flight=worker.loads_in_flight)
-                self._loads[worker.part.name, worker.part.pid] = life
+                loads = Loads(loaded=worker.loads, in_flight=worker.loads_in_flight)
+                self._loads[worker.part.name, worker.part.pid] = loads
             if self._drain_by is None and is_running(view) and lead(view):
                 self._progress.working("watch")  # before that, monitors show the learner as starting
         except TransportError as error:
             log.warning("redis_does_not_answer", error=str(error))
-            self._redis_is_away = True
+            self._redis_is_unreachable = True
 
 
-def left_undone(folder: Path, view: View | None) -> str:
+def describe_lost_work(folder: Path, view: View | None) -> str:
     """Describe what is lost after everything was ended at once."""
     try:
-        kept = read_commit(folder).step
+        saved = read_commit(folder).step
     except DataError:  # the run is not recorded yet
         return "ended at once, before the run had started"
-    made = view.run.step - kept if view is not None else 0
-    again = f"{plural(made, 'step')} after it, the current one" if made > 0 else "the current step"
+    num_lost = view.run.step - saved if view is not None else 0
+    repeated = f"{plural(num_lost, 'step')} after it, the current step" if num_lost > 0 else "the current step"
     return (
-        f"ended at once, without a checkpoint: the run is at step {kept}; {again} and what workers had in "
-        "progress will be repeated"
+        f"ended at once, without a checkpoint: the run is back at step {saved}; {repeated} and the "
+        "workers' unfinished samples will be repeated"
     )

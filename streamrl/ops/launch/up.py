@@ -58,10 +58,10 @@ def up(
     began = time.monotonic()
     with only_one(folder.path, config.name), Interrupts() as interrupts, display, ExitStack() as stack:
         configure_logging("launcher", folder.logs / "launcher.log", quiet=True)
-        folder.ask(config)
+        folder.write_request(config)
         embedded = None
         if config.redis.url == EMBEDDED_REDIS:
-            embedded = RedisPart(folder.redis, say=display.say)
+            embedded = RedisPart(folder.redis, notify=display.notify)
             stack.callback(embedded.close)
         url = embedded.url if embedded else config.redis.url
         client = stack.enter_context(connect(url, config.redis))
@@ -95,8 +95,8 @@ def _check(loaded: Loaded, display: Audience, *, is_tried: bool) -> None:
         check_redis(loaded.config.redis.url, loaded.config)
     if is_tried:
         return
-    with display.checking() as say:
-        run_trials(loaded, report=say, warn=lambda text: display.say(f"warning: {text}"))
+    with display.checking() as show:
+        run_trials(loaded, report=show, warn=lambda text: display.notify(f"warning: {text}"))
 
 
 def _summarise(

@@ -22,8 +22,8 @@ _PATIENCE_S = 120.0  # while a Redis that was there is away; the default patienc
 
 def look_at(folder: Path) -> View:
     """Return the state of the run in this folder, as in `streamrl status`."""
-    with opened(find_target(folder, None, None)) as there:
-        return look_once(there)
+    with opened(find_target(folder, None, None)) as opened_run:
+        return look_once(opened_run)
 
 
 class Attached:
@@ -51,14 +51,14 @@ class Attached:
 
     def wait(self, timeout_s: float | None) -> bool:
         deadline = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
-        seen_at = time.monotonic()
+        answered_at = time.monotonic()
         while True:
             try:
                 if self.ended is not None:
                     return True
-                seen_at = time.monotonic()
+                answered_at = time.monotonic()
             except (ResourceError, TransportError):
-                if time.monotonic() > seen_at + _PATIENCE_S:
+                if time.monotonic() > answered_at + _PATIENCE_S:
                     raise
             left_s = deadline - time.monotonic()
             if left_s <= 0:
@@ -66,9 +66,9 @@ class Attached:
             time.sleep(min(_LOOK_EVERY_S, left_s))
 
     def end(self, timeout_s: float | None) -> None:
-        with opened(find_target(self._folder, None, None)) as there:
-            if isinstance(there, Remains):
+        with opened(find_target(self._folder, None, None)) as opened_run:
+            if isinstance(opened_run, Remains):
                 return
-            orders.set_control(there.client, there.keys, "stop", by=orders.operator())
+            orders.set_control(opened_run.client, opened_run.keys, "stop", by=orders.operator())
         if not self.wait(timeout_s):
-            raise TimeoutError(f"run {self.name!r} has not stopped in {timeout_s:g} s; the word stands")
+            raise TimeoutError(f"run {self.name!r} has not stopped in {timeout_s:g} s; the stop command stays in force")

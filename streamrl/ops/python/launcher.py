@@ -28,15 +28,15 @@ from typing import Any, Literal, Protocol
 
 from streamrl import errors
 from streamrl.errors import PartError, StreamrlError
-from streamrl.ops.launch.processes import ending
+from streamrl.ops.launch.processes import describe_exit
 from streamrl.ops.python.request import Request
 
 State = Literal["finished", "stopped", "failed"]
 
-_COMMAND = (sys.executable, "-m", "streamrl.ops.cli.beside")
+_COMMAND = (sys.executable, "-m", "streamrl.ops.cli.up_child")
 _LOOK_EVERY_S = 0.2
-_TELL_AFTER_S = 1.0  # before explaining why the program waits
-_AT_ONCE_S = 30.0  # to end all parts at once, before the launcher is killed, and its parts with it
+_EXPLAIN_AFTER_S = 1.0  # before explaining why the program waits
+_ABORT_S = 30.0  # to end all parts at once, before the launcher is killed, and its parts with it
 
 log = logging.getLogger("streamrl")
 
@@ -79,23 +79,23 @@ class Launcher:
     def __init__(self, request: Request, *, command: Sequence[str] = _COMMAND) -> None:
         self.phase, self.name, self.folder = "", "", Path()  # the last two are set once the run has begun
         self.ended: Ended | None = None
-        self._begun, self._over = threading.Event(), threading.Event()
-        self._owner, self._is_to_end = os.getpid(), False
+        self._started, self._over = threading.Event(), threading.Event()
+        self._owner, self._stop_requested = os.getpid(), False
         self._process = subprocess.Popen(
             [*command, str(self._owner)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
-        atexit.register(self._leave)
-        threading.Thread(target=self._read, name="reads what the launcher says", daemon=True).start()
+        atexit.register(self._end_at_exit)
+        threading.Thread(target=self._read, name="launcher messages", daemon=True).start()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:  # the thread notices its end
             stdin.write(request.to_json().encode())
 
-    def await_begun(self, say: Callable[[str], None]) -> None:
+    def wait_until_started(self, show: Callable[[str], None]) -> None:
         """Wait until the parts run, or nothing is left to do; on an error nothing is left running."""
         try:
-            while not self._begun.wait(_LOOK_EVERY_S):
+            while not self._started.wait(_LOOK_EVERY_S):
                 if self.phase:
-                    say(self.phase)
+                    show(self.phase)
         except BaseException:
             self.end_now()
             raise
@@ -106,13 +106,13 @@ class Launcher:
         return self._over.wait(timeout_s)
 
     def end(self, timeout_s: float | None) -> None:
-        at_first_s = _TELL_AFTER_S if timeout_s is None else min(_TELL_AFTER_S, timeout_s)
+        first_wait_s = _EXPLAIN_AFTER_S if timeout_s is None else min(_EXPLAIN_AFTER_S, timeout_s)
         self._signal(signal.SIGTERM)
         try:
-            if self.wait(at_first_s):
+            if self.wait(first_wait_s):
                 return
-            print(f"streamrl: run {self.name} writes a checkpoint and ends (Ctrl-C: at once)", file=sys.stderr)
-            if self.wait(timeout_s if timeout_s is None else timeout_s - at_first_s):
+            print(f"streamrl: run {self.name} is writing a checkpoint and stopping (Ctrl-C: at once)", file=sys.stderr)
+            if self.wait(timeout_s if timeout_s is None else timeout_s - first_wait_s):
                 return
         except KeyboardInterrupt:  # the second one ends the run at once, as with `streamrl up`
             self.end_now()
@@ -122,15 +122,15 @@ class Launcher:
     def end_now(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):  # two signals of one kind may be merged
             self._signal(number)
-        if not self.wait(_AT_ONCE_S):
+        if not self.wait(_ABORT_S):
             self._process.kill()
             self.wait(None)
 
     def _signal(self, number: signal.Signals) -> None:
-        self._is_to_end = True
+        self._stop_requested = True
         self._process.send_signal(number)
 
-    def _leave(self) -> None:
+    def _end_at_exit(self) -> None:
         """Called at the exit of the program, but not of its forked children."""
         if os.getpid() == self._owner and self.ended is None:
             with contextlib.suppress(KeyboardInterrupt):
@@ -138,32 +138,32 @@ class Launcher:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        told: Ended | None = None
+        outcome: Ended | None = None
         with self._process.stdout as lines:
             for line in lines:
                 if line.endswith(b"\n"):  # otherwise it was killed in mid-line
-                    told = self._take(json.loads(line)) or told
+                    outcome = self._handle(json.loads(line)) or outcome
         code = self._process.wait()
-        if told is None and self._is_to_end:  # it was ended before it could handle the signal
-            told = Ended(state="stopped")
-        self.ended = told or Ended(state="failed", error=f"the launcher {ending(code)} (see {self._log})")
-        atexit.unregister(self._leave)
+        if outcome is None and self._stop_requested:  # it was ended before it could handle the signal
+            outcome = Ended(state="stopped")
+        self.ended = outcome or Ended(state="failed", error=f"the launcher {describe_exit(code)} (see {self._log})")
+        atexit.unregister(self._end_at_exit)
         self._over.set()
-        self._begun.set()
+        self._started.set()
 
-    def _take(self, line: dict[str, Any]) -> Ended | None:
-        match line["kind"]:
+    def _handle(self, message: dict[str, Any]) -> Ended | None:
+        match message["kind"]:
             case "doing" | "phase":
-                self.phase = line["text"]
+                self.phase = message["text"]
             case "said":
-                log.warning("%s", line["text"])
+                log.warning("%s", message["text"])
             case "begun":
-                self.name, self.folder, self.phase = line["name"], Path(line["folder"]), ""
-                self._begun.set()
+                self.name, self.folder, self.phase = message["name"], Path(message["folder"]), ""
+                self._started.set()
             case "ended":
-                return Ended(state=line["state"], steps=line["steps"], summary=line["summary"])
+                return Ended(state=message["state"], steps=message["steps"], summary=message["summary"])
             case "failed":
-                return Ended(state="failed", error=line["error"], kind=getattr(errors, line["type"]))
+                return Ended(state="failed", error=message["error"], kind=getattr(errors, message["type"]))
         return None
 
     @property

@@ -11,14 +11,14 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from streamrl.ops.launch.display import Display, Shown, render
+from streamrl.ops.launch.display import Display, Frame, render
 
 _WIDTH, _HEIGHT = 100, 24
 _PRE = '<pre style="line-height:1.2;font-family:monospace">{code}</pre>'
 
 
 class Canvas(Protocol):
-    def show(self, shown: Shown) -> None: ...
+    def show(self, frame: Frame) -> None: ...
     def __enter__(self) -> Any: ...
     def __exit__(self, *_: object) -> None: ...
 
@@ -27,10 +27,10 @@ def canvas() -> Canvas:
     return InNotebook() if _in_notebook() else Display(Console())
 
 
-def html(shown: Shown) -> str:
-    drawn = Console(file=io.StringIO(), record=True, width=_WIDTH, force_jupyter=False, color_system="truecolor")
-    drawn.print(render(shown, now=time.time(), width=_WIDTH, height=_HEIGHT))
-    return drawn.export_html(inline_styles=True, code_format=_PRE)
+def html(frame: Frame) -> str:
+    console = Console(file=io.StringIO(), record=True, width=_WIDTH, force_jupyter=False, color_system="truecolor")
+    console.print(render(frame, now=time.time(), width=_WIDTH, height=_HEIGHT))
+    return console.export_html(inline_styles=True, code_format=_PRE)
 
 
 class InNotebook:
@@ -38,11 +38,11 @@ class InNotebook:
 
     def __init__(self, display: Any = None) -> None:
         self._display = display or importlib.import_module("IPython.display").display
-        self._id, self._is_there = uuid.uuid4().hex, False
+        self._id, self._is_displayed = uuid.uuid4().hex, False
 
-    def show(self, shown: Shown) -> None:
-        self._display({"text/html": html(shown)}, raw=True, display_id=self._id, update=self._is_there)
-        self._is_there = True
+    def show(self, frame: Frame) -> None:
+        self._display({"text/html": html(frame)}, raw=True, display_id=self._id, update=self._is_displayed)
+        self._is_displayed = True
 
     def __enter__(self) -> InNotebook:
         return self

@@ -41,26 +41,28 @@ class Request:
 
     def to_json(self) -> str:
         functions = {name: b64encode(code).decode() for name, code in self.functions.items()}
-        told = {"config": self.config, "overrides": self.overrides, "functions": functions, "takeover": self.takeover}
-        return as_json(told)
+        fields = {"config": self.config, "overrides": self.overrides, "functions": functions, "takeover": self.takeover}
+        return as_json(fields)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        told = json.loads(text)
-        functions = {name: b64decode(code) for name, code in told["functions"].items()}
+        fields = json.loads(text)
+        functions = {name: b64decode(code) for name, code in fields["functions"].items()}
         return cls(
-            config=told["config"],
-            overrides=tuple(told["overrides"]),
+            config=fields["config"],
+            overrides=tuple(fields["overrides"]),
             functions=functions,
-            takeover=told["takeover"],
+            takeover=fields["takeover"],
         )
 
     def targets(self, folder: Path) -> list[str]:
         """Return the overrides that name the functions' places in the run's folder."""
-        return as_overrides({f"rewards.{name}.target": f"{pickle_of(name, folder)}:{name}" for name in self.functions})
+        return as_overrides(
+            {f"rewards.{name}.target": f"{pickle_path(name, folder)}:{name}" for name in self.functions}
+        )
 
 
-def pickle_of(name: str, folder: Path) -> Path:
+def pickle_path(name: str, folder: Path) -> Path:
     return folder / FOLDER / f"{name}.pkl"
 
 
@@ -77,7 +79,7 @@ def make_request(
     functions: dict[str, bytes] = {}
     sources: dict[str, Any] = {}
     for name, reward in _named(rewards or {}).items():
-        target = reward if isinstance(reward, str) else _place_of(reward, name)
+        target = reward if isinstance(reward, str) else _locate(reward, name)
         if target is None:
             functions[name] = _pickle(reward, name)
         sources[f"rewards.{name}"] = {"type": "function", "target": target or f"{name}.pkl:{name}"}
@@ -107,22 +109,24 @@ def _named(rewards: Rewards) -> Mapping[str, Reward]:
     return named
 
 
-def _place_of(function: Callable[..., Any], name: str) -> str | None:
+def _locate(function: Callable[..., Any], name: str) -> str | None:
     """Return where a worker finds the function; None: nowhere."""
     if not name.isidentifier():
-        raise ConfigError(f"rewards: {name!r} is no name for a reward: letters, digits and _ alone")
+        raise ConfigError(f"rewards: {name!r} is not a valid name: use letters, digits and _, and start with no digit")
     if not callable(function):
-        raise ConfigError(f"rewards.{name} = {function!r:.80}: must be a function, or the place of one as text")
+        raise ConfigError(
+            f"rewards.{name} = {function!r:.80}: must be a function, or its name, as in 'rewards.py:near'"
+        )
     module = sys.modules.get(getattr(function, "__module__", None) or "")
-    called = getattr(function, "__qualname__", "")
-    if module is None or module.__name__ == "__main__" or getattr(module, called, None) is not function:
+    qualname = getattr(function, "__qualname__", "")
+    if module is None or module.__name__ == "__main__" or getattr(module, qualname, None) is not function:
         return None
     file = Path(getattr(module, "__file__", None) or "")
-    if "." in module.__name__ or file.suffix != ".py" or any(file.is_relative_to(place) for place in _LIBRARIES):
-        return f"{module.__name__}:{called}"
+    if "." in module.__name__ or file.suffix != ".py" or any(file.is_relative_to(folder) for folder in _LIBRARIES):
+        return f"{module.__name__}:{qualname}"
     file = file.resolve()
-    place = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
-    return f"{place}:{called}"
+    path = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+    return f"{path}:{qualname}"
 
 
 def _pickle(function: Any, name: str) -> bytes:
@@ -130,6 +134,6 @@ def _pickle(function: Any, name: str) -> bytes:
         return pickled(function)
     except Exception as error:  # noqa: BLE001 - pickling what it refers to may raise anything
         raise ConfigError(
-            f"rewards.{name}: the function cannot be taken to the workers, with what it uses of where it was defined: "
-            f"{type(error).__name__}: {error}; make that inside of the function, or write it into a file"
+            f"rewards.{name}: cannot pickle the function and the objects that it uses, to send them to the workers: "
+            f"{type(error).__name__}: {error}; create such objects inside the function, or move it to a file"
         ) from None

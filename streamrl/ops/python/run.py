@@ -22,7 +22,7 @@ from typing import Any, Literal, Self
 from rich.console import Console
 
 from streamrl.errors import ConfigError, ResourceError, TransportError
-from streamrl.ops.launch.display import Shown, spinner
+from streamrl.ops.launch.display import Frame, spinner
 from streamrl.ops.monitor.history import History
 from streamrl.ops.monitor.view import View
 from streamrl.ops.python.attached import Attached, look_at
@@ -77,8 +77,8 @@ def start(
     `takeover` replaces a learner elsewhere that holds the run.
     """
     launcher = Launcher(make_request(config, overrides, rewards, takeover=takeover))
-    with spinner(Console(stderr=True, quiet=quiet)) as say:
-        launcher.await_begun(say)
+    with spinner(Console(stderr=True, quiet=quiet)) as show:
+        launcher.wait_until_started(show)
     return Run(launcher, name=launcher.name, folder=launcher.folder)
 
 
@@ -105,7 +105,7 @@ class Run:
 
         A step that is repeated after a crash is yielded again.
         """
-        yield from follow(self.folder, goes_on=lambda: not self._life.wait(_LOOK_EVERY_S))
+        yield from follow(self.folder, is_running=lambda: not self._life.wait(_LOOK_EVERY_S))
         self._ended().check()
 
     def status(self) -> View:
@@ -123,7 +123,7 @@ class Run:
             model = AutoModelForCausalLM.from_pretrained(result.export)
         """
         if not self._life.wait(timeout):
-            raise TimeoutError(f"run {self.name!r} has not ended within {timeout:g} s; it goes on")
+            raise TimeoutError(f"run {self.name!r} has not ended within {timeout:g} s; it is still running")
         return self._result(self._ended())
 
     def stop(self, timeout: float | None = None) -> Result:
@@ -139,11 +139,11 @@ class Run:
 
     def watch(self) -> None:
         """Display it, in the terminal or below a notebook's cell, until it has ended. Ctrl-C ends only the display."""
-        with canvas() as shown:
+        with canvas() as panel:
             is_over = False
             while not is_over:
                 is_over = self._life.wait(_SHOW_EVERY_S)
-                shown.show(self._shown())
+                panel.show(self._frame())
 
     def __enter__(self) -> Self:
         return self
@@ -159,24 +159,24 @@ class Run:
 
     def __repr__(self) -> str:
         ended = self._life.ended
-        return f"<streamrl run {self.name!r} in {self.folder}: {ended.state if ended else 'goes on'}>"
+        return f"<streamrl run {self.name!r} in {self.folder}: {ended.state if ended else 'running'}>"
 
     def _repr_html_(self) -> str:
-        return html(self._shown())
+        return html(self._frame())
 
-    def _shown(self) -> Shown:
+    def _frame(self) -> Frame:
         try:
             view = self.status()
         except (ConfigError, ResourceError, TransportError) as error:  # it is starting, or its Redis is busy
-            return self._drawn(None, str(error))
-        return self._drawn(view, self._life.phase)
+            return self._make_frame(None, str(error))
+        return self._make_frame(view, self._life.phase)
 
-    def _drawn(self, view: View | None, phase: str) -> Shown:
-        return Shown(title=self.name, phase=phase, began=self._began, view=view, footer=str(self.folder))
+    def _make_frame(self, view: View | None, phase: str) -> Frame:
+        return Frame(title=self.name, phase=phase, began=self._began, view=view, footer=str(self.folder))
 
     def _ended(self) -> Ended:
         ended = self._life.ended
-        assert ended is not None, "somebody has waited for that"
+        assert ended is not None, "called before the run has ended"
         return ended
 
     def _result(self, ended: Ended) -> Result:

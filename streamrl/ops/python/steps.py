@@ -25,14 +25,14 @@ class Step:
         return self.metrics.get("train_rollouts/rewards")
 
 
-def follow(folder: Path, *, goes_on: Callable[[], bool]) -> Iterator[Step]:
+def follow(folder: Path, *, is_running: Callable[[], bool]) -> Iterator[Step]:
     """Yield steps. Existing ones count as repeated after a crash; later on a repeated step is yielded again. Calls
-    `goes_on` before each look, which may therefore wait."""
+    `is_running` before each look, which may therefore wait."""
     tail = _Tail(folder / METRICS)
     yield from map(to_step, History.of(tail.records()).steps.records)
-    goes = True
-    while goes:
-        goes = goes_on()
+    running = True
+    while running:
+        running = is_running()
         yield from (to_step(record) for record in tail.records() if not is_validation(record.values))
 
 

@@ -45,7 +45,7 @@ def table(one: Evaluated, prompts: str) -> Iterator[str]:
     }
     if result.num_failed:
         first = next(group.header.error for group in result.groups if group is not None and group.header.failed)
-        rows["failed"] = f"{result.num_failed} prompts had no sample with a score; of the first: {first}"
+        rows["failed"] = f"{result.num_failed} prompts had no sample with a score; the first error: {first}"
     yield from (f"{key:<18}{value}" for key, value in rows.items())
     for name, of in result.datasets.items():
         yield f"{name}: {of.num_answered} of {of.num_prompts} prompts"
@@ -55,8 +55,8 @@ def table(one: Evaluated, prompts: str) -> Iterator[str]:
 
 
 def _passing(result: Result) -> dict[str, str]:
-    told = {f"pass@{k}": _share(share) for k, share in result.pass_at.items()}
-    return told | ({} if result.majority is None else {"majority": _share(result.majority)})
+    figures = {f"pass@{k}": _share(share) for k, share in result.pass_at.items()}
+    return figures | ({} if result.majority is None else {"majority": _share(result.majority)})
 
 
 def _share(share: Share) -> str:
@@ -154,9 +154,9 @@ def answers(
             for sample in (group.samples if group is not None else ())
         ]
         error = "not answered in time" if group is None else group.header.error
-        asked = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids.tolist(), "fields": dict(prompt.fields)}
-        asked |= {"dataset": prompt.dataset} if prompt.dataset else {}
-        yield {**asked, "error": error, "samples": samples}
+        line = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids.tolist(), "fields": dict(prompt.fields)}
+        line |= {"dataset": prompt.dataset} if prompt.dataset else {}
+        yield {**line, "error": error, "samples": samples}
 
 
 def _without_stop(text: str, stop: Sequence[str]) -> str:

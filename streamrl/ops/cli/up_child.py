@@ -20,61 +20,64 @@ from streamrl.errors import DataError, StreamrlError
 from streamrl.files import LOCK, only_one, write_durably
 from streamrl.ops.audit.folder import read_commit
 from streamrl.ops.cli.main import refusal
-from streamrl.ops.cli.up import take_up
-from streamrl.ops.launch.display import Shown
+from streamrl.ops.cli.up import start_or_resume
+from streamrl.ops.launch.display import Frame
 from streamrl.ops.monitor.remains import Remains
-from streamrl.ops.python.request import Request, pickle_of
+from streamrl.ops.python.request import Request, pickle_path
 from streamrl.process import ask_to_end_with, take_stdout
 
-_MODULE = "streamrl.ops.cli.beside"  # as in its command line, whose last argument is the program's pid
+_MODULE = "streamrl.ops.cli.up_child"  # as in its command line, whose last argument is the program's pid
 _LOOK_EVERY_S = 0.5
-Tell = Callable[..., None]  # the kind of message, and its fields
+Send = Callable[..., None]  # takes the kind of message, and its fields
 
 
 def main() -> None:
-    lines = take_stdout()
+    stdout = take_stdout()
 
-    def tell(kind: str, **told: Any) -> None:
+    def send(kind: str, **fields: Any) -> None:
         with suppress(BrokenPipeError):  # the program is gone; the run still ends in order
-            lines.write(json.dumps({"kind": kind, **told}) + "\n")
-            lines.flush()
+            stdout.write(json.dumps({"kind": kind, **fields}) + "\n")
+            stdout.flush()
 
     ask_to_end_with(int(sys.argv[1]))
     try:
-        run(Request.from_json(sys.stdin.read()), tell)
+        run(Request.from_json(sys.stdin.read()), send)
     except StreamrlError as error:
-        tell("failed", type=type(error).__name__, error=str(error))
+        send("failed", type=type(error).__name__, error=str(error))
     except OSError as error:
-        if (refused := refusal(error)) is None:
+        if (user_error := refusal(error)) is None:
             raise
-        tell("failed", type=type(refused).__name__, error=str(refused))
+        send("failed", type=type(user_error).__name__, error=str(user_error))
 
 
-def run(request: Request, tell: Tell) -> None:
+def run(request: Request, send: Send) -> None:
     """Run the request; raises the errors that `streamrl up` would print."""
     folder = load_config(request.config, request.overrides).config.folder
     loaded = load_config(request.config, (*request.overrides, *request.targets(folder)))
-    while (ending := orphan_in(folder)) is not None:
-        tell("doing", text=f"waiting for the launcher before, pid {ending}, whose program is gone: it ends the run ...")
+    while (pid := orphan_in(folder)) is not None:
+        send(
+            "doing",
+            text=f"waiting for the previous launcher (pid {pid}): its program is gone, and it is ending the run ...",
+        )
         time.sleep(_LOOK_EVERY_S)
     with ExitStack() as undo:
-        _place(request, loaded.config, undo)
-        teller = Teller(loaded.config, tell, on_begun=undo.pop_all)
+        _write_functions(request, loaded.config, undo)
+        audience = PipeAudience(loaded.config, send, on_started=undo.pop_all)
         try:
-            outcome = take_up(loaded, teller, takeover=request.takeover)
+            outcome = start_or_resume(loaded, audience, takeover=request.takeover)
         except KeyboardInterrupt:
-            tell("ended", state="stopped", steps=_steps_kept(folder), summary=None)
+            send("ended", state="stopped", steps=_steps_saved(folder), summary=None)
             return
         if not isinstance(outcome, Remains):
             undo.pop_all()
     if isinstance(outcome, Remains):
-        teller.begun()
-        tell("ended", state="finished", steps=outcome.step, summary=outcome.summary)
+        audience.report_start()
+        send("ended", state="finished", steps=outcome.step, summary=outcome.summary)
     elif outcome.summary is None:
-        tell("ended", state="stopped", steps=0, summary=None)
+        send("ended", state="stopped", steps=0, summary=None)
     else:
         summary = outcome.summary.to_json()
-        tell("ended", state=summary["state"], steps=summary["steps"], summary=summary)
+        send("ended", state=summary["state"], steps=summary["steps"], summary=summary)
 
 
 def orphan_in(folder: Path) -> int | None:
@@ -90,30 +93,30 @@ def orphan_in(folder: Path) -> int | None:
     return None
 
 
-class Teller:
+class PipeAudience:
     """The launcher's audience, at the other end of a pipe."""
 
-    def __init__(self, config: schema.Config, tell: Tell, *, on_begun: Callable[[], object]) -> None:
-        self._config, self._tell, self._on_begun = config, tell, on_begun
+    def __init__(self, config: schema.Config, send: Send, *, on_started: Callable[[], object]) -> None:
+        self._config, self._send, self._on_started = config, send, on_started
         self._phase: str | None = None  # None: the processes do not run yet
 
-    def show(self, shown: Shown) -> None:
+    def show(self, frame: Frame) -> None:
         if self._phase is None:
-            self.begun()
-        if shown.phase != self._phase:
-            self._phase = shown.phase
-            self._tell("phase", text=shown.phase)
+            self.report_start()
+        if frame.phase != self._phase:
+            self._phase = frame.phase
+            self._send("phase", text=frame.phase)
 
-    def say(self, text: str) -> None:
-        self._tell("said", text=text)
+    def notify(self, text: str) -> None:
+        self._send("said", text=text)
 
-    def begun(self) -> None:
-        self._on_begun()
-        self._tell("begun", name=self._config.name, folder=str(self._config.folder.absolute()))
+    def report_start(self) -> None:
+        self._on_started()
+        self._send("begun", name=self._config.name, folder=str(self._config.folder.absolute()))
 
     @contextmanager
     def checking(self) -> Iterator[Callable[[str], None]]:
-        yield lambda text: self._tell("doing", text=text)
+        yield lambda text: self._send("doing", text=text)
 
     def __enter__(self) -> Self:
         return self
@@ -122,7 +125,7 @@ class Teller:
         pass
 
 
-def _place(request: Request, config: schema.Config, undo: ExitStack) -> None:
+def _write_functions(request: Request, config: schema.Config, undo: ExitStack) -> None:
     """Write the functions to the run's folder, unless another launcher holds it."""
     if not request.functions:
         return
@@ -130,15 +133,15 @@ def _place(request: Request, config: schema.Config, undo: ExitStack) -> None:
         with only_one(config.folder, config.name):
             pass
     for name, code in request.functions.items():
-        path = pickle_of(name, config.folder)
-        undo.callback(_put_back, path, path.read_bytes() if path.exists() else None, config.folder)
+        path = pickle_path(name, config.folder)
+        undo.callback(_restore, path, path.read_bytes() if path.exists() else None, config.folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, code)
 
 
-def _put_back(path: Path, before: bytes | None, folder: Path) -> None:
-    if before is not None:
-        write_durably(path, before)
+def _restore(path: Path, previous: bytes | None, folder: Path) -> None:
+    if previous is not None:
+        write_durably(path, previous)
         return
     path.unlink()
     with suppress(OSError):  # not empty
@@ -146,7 +149,7 @@ def _put_back(path: Path, before: bytes | None, folder: Path) -> None:
         folder.rmdir()
 
 
-def _steps_kept(folder: Path) -> int:
+def _steps_saved(folder: Path) -> int:
     try:
         return read_commit(folder).step
     except DataError:  # it had not begun

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from streamrl.ops.launch.supervisor import left_undone
+from streamrl.ops.launch.supervisor import describe_lost_work
 from tests.launch_world import make_view, step_record
 from tests.run_folder import RunFolder
 
@@ -15,11 +15,11 @@ def test_steps_after_the_last_checkpoint_are_told(tmp_path: Path) -> None:
     folder.journal("e000001-s00000004", (4, "trained", [(0, 16)]))
     folder.checkpoint("e000001-s00000004", issued=20, ended=16, journal="e000001-s00000004")
 
-    told = left_undone(folder.path, make_view(step_record(4), step_record(7)))
+    message = describe_lost_work(folder.path, make_view(step_record(4), step_record(7)))
 
-    assert "the run is at step 4; 3 steps after it, the current one" in told
-    assert "; the current step" in left_undone(folder.path, None)
+    assert "the run is back at step 4; 3 steps after it, the current step and" in message
+    assert "; the current step" in describe_lost_work(folder.path, None)
 
 
 def test_where_there_is_no_run_yet_nothing_is_to_be_made_again(tmp_path: Path) -> None:
-    assert left_undone(tmp_path, None) == "ended at once, before the run had started"
+    assert describe_lost_work(tmp_path, None) == "ended at once, before the run had started"
