@@ -141,8 +141,8 @@ def workers_without_hosts(view: View) -> Iterator[Cause]:
         title="a worker waits for the other hosts of its engine",
         evidence=f"{longest.part.name} on {longest.part.host} has {joined} of {wanted} hosts, for "
         f"{age(longest.part.doing_s)}{more}; the others join at {address}",
-        remedy="on each missing host: streamrl worker --redis URL --run NAME --join HOST:PORT, with this worker's "
-        "host and that port; if one was started, its log says why it did not join (not_joined)",
+        remedy="on each missing host: streamrl worker --redis URL --run NAME --model MODEL --join HOST:PORT, with this "
+        "worker's host and that port; if one was started, its log says why it did not join (not_joined)",
     )
 
 
