@@ -45,13 +45,13 @@ def check_algorithm(config: Config) -> Iterator[Problem]:
     if settings.reinforce_epochs > 1 and settings.loss == "none":
         yield Problem(
             key="algorithm.reinforce_epochs",
-            remedy="after the first pass the samples are another policy's, which algorithm.loss=none ignores; "
+            remedy="after the first pass the samples are off-policy, which algorithm.loss=none ignores; "
             "choose another loss, or set this to 1",
         )
     if settings.discount_factor < 1 and settings.loss == "gspo":
         yield Problem(
             key="algorithm.discount_factor",
-            remedy="gspo judges a response as a whole, so its tokens cannot have advantages of their own; must be 1",
+            remedy="must be 1: gspo weights a response as a whole, so its tokens cannot have advantages of their own",
         )
     yield from _of_parts(settings)
 
@@ -62,15 +62,15 @@ def _of_parts(settings: Algorithm) -> Iterator[Problem]:
     if parts not in ("turns", "tokens"):
         return
     if settings.normalize_sources:
-        remedy = f"{by_parts} what each has earned is a sum over sources, which cannot be taken apart; must be false"
+        remedy = f"must be false: {by_parts} rewards are summed over sources, so no source can be normalised alone"
         yield Problem(key="algorithm.normalize_sources", remedy=remedy)
     if settings.scale_by_std:
-        remedy = f"{by_parts} samples may earn the same sum in other places, whose deviation is 0; must be false"
+        remedy = f"must be false: {by_parts} samples may earn equal sums in different places, whose std is 0"
         yield Problem(key="algorithm.scale_by_std", remedy=f"{remedy} (algorithm.normalize_batch may be true)")
     if settings.loss == "gspo":
         yield Problem(
             key="algorithm.advantages",
-            remedy=f"algorithm.loss=gspo judges a response as a whole, so its {parts} cannot have advantages of their "
+            remedy=f"algorithm.loss=gspo weights a response as a whole, so its {parts} cannot have advantages of their "
             "own; choose another loss, or leave_one_out",
         )
 
@@ -80,7 +80,7 @@ def _function(settings: Algorithm, key: str, known: Mapping[str, Callable[..., A
     target, arguments = getattr(settings, key), getattr(settings, f"{key}_args")
     if target not in known:
         if not is_own(target):
-            remedy = f"must be one of {', '.join(known)}, or code of yours as {FORMS}"
+            remedy = f"must be one of {', '.join(known)}, or your own code as {FORMS}"
             yield Problem(key=f"algorithm.{key}", remedy=remedy)
         return
     taken = _arguments_of(known[target])
@@ -89,7 +89,7 @@ def _function(settings: Algorithm, key: str, known: Mapping[str, Callable[..., A
         yield Problem(
             key=f"algorithm.{key}_args.{name}",
             value=arguments[name],
-            remedy=f"algorithm.{key}={target} takes {_listed(taken) or 'no arguments'}; take it away"
+            remedy=f"algorithm.{key}={target} takes {_listed(taken) or 'no arguments'}; remove it"
             + (f" (used by {having})" if having else ""),
         )
 
@@ -116,30 +116,30 @@ def _of_reinforce_only(settings: Algorithm) -> Iterator[Problem]:
     for name in (name for name in _OF_REINFORCE if getattr(settings, name) != getattr(silent, name)):
         yield Problem(
             key=f"algorithm.{name}",
-            remedy="rejection_sampling trains its winners as given answers, without ratios or advantages; "
-            "take it away, or set algorithm.name=reinforce",
+            remedy="rejection_sampling trains on its best samples by cross-entropy, without ratios or advantages; "
+            "remove it, or set algorithm.name=reinforce",
         )
 
 
 def check_teaching(config: Config) -> Iterator[Problem]:
     """Check that something teaches, and that a teacher's logprobs are comparable."""
     algorithm, teacher = config.algorithm, config.teacher
-    drawn = algorithm.kl.placement == "loss" and algorithm.kl.coefficient > 0
+    kl_in_loss = algorithm.kl.placement == "loss" and algorithm.kl.coefficient > 0
     if teacher is None:
-        if algorithm.advantages == "none" and not drawn:
-            remedy = "nothing would teach: name a teacher, or put algorithm.kl in the loss, or choose leave_one_out"
+        if algorithm.advantages == "none" and not kl_in_loss:
+            remedy = "nothing would be trained: set teacher, or algorithm.kl in the loss, or choose leave_one_out"
             yield Problem(key="algorithm.advantages", remedy=remedy)
         return
     if algorithm.name == "rejection_sampling":
-        remedy = "its winners are trained as given answers, and a teacher is asked about samples; set it to reinforce"
+        remedy = "trains on its best samples by cross-entropy, which takes no teacher; set it to reinforce"
         yield Problem(key="algorithm.name", remedy=remedy)
-    alone = algorithm.advantages == "none" or not config.reward_sources
-    if alone and algorithm.drop_zero_variance:
-        remedy = "the teacher teaches by groups whose rewards are all equal, too, and there may be no others; set false"
+    only_teacher = algorithm.advantages == "none" or not config.reward_sources
+    if only_teacher and algorithm.drop_zero_variance:
+        remedy = "the teacher also teaches on groups whose rewards are all equal, and there may be no others; set false"
         yield Problem(key="algorithm.drop_zero_variance", remedy=remedy)
-    if alone and config.data.curriculum:
-        remedy = "it draws by rewards that differ within a group, and here the teacher alone teaches; set false"
+    if only_teacher and config.data.curriculum:
+        remedy = "it draws prompts whose rewards differ within a group, but only the teacher teaches here; set false"
         yield Problem(key="data.curriculum", remedy=remedy)
     if teacher.urls and config.sampling.temperature != 1:
-        remedy = "a server's log-probs are at temperature 1, and would be compared with others; set 1, or teacher.path"
+        remedy = "the teacher's servers return log-probs at temperature 1, which must match; set 1, or use teacher.path"
         yield Problem(key="sampling.temperature", remedy=remedy)

@@ -16,12 +16,12 @@ from streamrl.config.explain import show
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError
 
-_TICKETS = "tickets of this run stand for prompts in the order that it gives"
-_WEIGHTS = "the weights and the reference of this run are of that model"
-_SAMPLED = "the groups of this run are sampled with it, and log-probs would mean something else"
-_SCORED = "the groups of this run are scored with it, and its rewards would not be comparable"
-_TAUGHT = "the groups of this run are made for it, and its log-probs may be in them"
-_SERVED = "workers that run were started with it"
+_TICKETS = "it decides which prompts this run's ticket numbers refer to"
+_WEIGHTS = "this run's weights and reference belong to that model"
+_SAMPLED = "this run's groups were sampled with it, and their log-probs would mean something else"
+_SCORED = "this run's groups were scored with it, and their rewards would not be comparable"
+_TAUGHT = "this run's groups were made for it, and may hold its log-probs"
+_SERVED = "running workers were started with it"
 
 _FREE = ("redis", "optimizer", "training", "lag", "checkpoint", "validation", "metrics", "worker", "learner")
 _OF_A_REQUEST = ("url", "replicas", "timeout_s", "attempts", "outage_s", "max_concurrency", "token_file")
@@ -34,7 +34,7 @@ RULES: tuple[tuple[str, str | None], ...] = (
     ("dir", None),
     ("seed", _TICKETS),
     ("model.path", _WEIGHTS),
-    ("model.router", "a frozen router is that of model.path, and a trained one that of the checkpoint"),
+    ("model.router", "a frozen router comes from model.path, a trained one from the checkpoint"),
     *((f"model.{name}", None) for name in ("router_balance", "router_z")),
     ("model.lora.dropout", None),
     ("model.lora*", _WEIGHTS),
@@ -53,7 +53,7 @@ RULES: tuple[tuple[str, str | None], ...] = (
     ("teacher*", _TAUGHT),
     *((f"reward_server.{name}", _SCORED) for name in ("model", "reward_*", "pool", "attribute_weights")),
     ("reward_server*", None),
-    ("algorithm.name", "the optimizer's state is that of another objective"),
+    ("algorithm.name", "the optimizer's state belongs to the other objective"),
     ("algorithm.*", None),
     *((f"weights.{name}", _SERVED) for name in ("store", "dtype")),
     ("weights.*", None),

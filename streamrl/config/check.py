@@ -63,10 +63,10 @@ def _sampling(config: Config) -> Iterator[Problem]:
             remedy = f"must be at least {_LOWEST_TEMPERATURE}, the lowest that vLLM samples at"
             yield Problem(key=f"{section}.temperature", remedy=remedy)
     if config.sampling.greedy:
-        remedy = "greedy samples of a prompt are all alike and teach nothing; it is for validation.sampling"
+        remedy = "greedy samples of a prompt are identical and teach nothing; use it in validation.sampling only"
         yield Problem(key="sampling.greedy", remedy=remedy)
     if (held_out := config.validation.sampling).greedy and held_out.num_samples > 1 and config.environment is None:
-        remedy = "greedy samples of a prompt are all alike; set validation.sampling.greedy=false, or this to 1"
+        remedy = "greedy samples of a prompt are identical; set validation.sampling.greedy=false, or this to 1"
         yield Problem(key="validation.sampling.num_samples", remedy=remedy)
     if config.algorithm.name == "reinforce" and not config.sampling.accept_mismatch:
         # Settings that change the distribution in a way that the learner's logprobs do not reproduce.
@@ -75,7 +75,7 @@ def _sampling(config: Config) -> Iterator[Problem]:
                 yield Problem(
                     key=f"sampling.{name}",
                     remedy="the learner cannot reproduce this distribution, so its importance ratios would be wrong; "
-                    f"set it to {off}, or accept that with sampling.accept_mismatch=true",
+                    f"set it to {off}, or set sampling.accept_mismatch=true to train anyway",
                 )
 
 
@@ -95,7 +95,7 @@ def _messages(config: Config) -> Iterator[Problem]:
 
 def _at_most(key: str, value: int, limit: int) -> Iterator[Problem]:
     if value > limit:
-        remedy = f"must be at most {limit}: a prompt, its samples and their rewards are one message"
+        remedy = f"must be at most {limit}: a prompt, its samples and their rewards must fit into one message"
         yield Problem(key=key, value=value, remedy=remedy)
 
 
@@ -118,12 +118,12 @@ def _pace(config: Config) -> Iterator[Problem]:
     """Check learning rate, duration, lag and validation."""
     optimizer, max_time, lag = config.optimizer, config.training.max_time, config.lag
     if optimizer.schedule == "cosine" and optimizer.min_lr > optimizer.lr:
-        remedy = f"the schedule falls from optimizer.lr = {optimizer.lr} to it, so it must not be larger"
+        remedy = f"must not exceed optimizer.lr = {optimizer.lr}, from which the schedule decays to it"
         yield Problem(key="optimizer.min_lr", remedy=remedy)
     if max(optimizer.betas) >= 1:
         yield Problem(key="optimizer.betas", remedy="both must be less than 1")
     if config.training.max_steps == 0:
-        remedy = "no step would be made: must be at least 1, or -1 for as many as training.max_epochs gives"
+        remedy = "nothing would be trained: must be at least 1, or -1 to train until training.max_epochs"
         yield Problem(key="training.max_steps", remedy=remedy)
     if max_time is not None and not (_MAX_TIME.match(max_time) and max_time_s(max_time)):
         yield Problem(key="training.max_time", remedy=DURATION)
@@ -132,12 +132,12 @@ def _pace(config: Config) -> Iterator[Problem]:
     if config.weights.publish_every > lag.max_steps + 1:
         yield Problem(
             key="weights.publish_every",
-            remedy=f"weights published so rarely are older than lag.max_steps = {lag.max_steps} allows; "
-            f"must be at most {lag.max_steps + 1}",
+            remedy=f"must be at most {lag.max_steps + 1}: weights published less often would be older than "
+            f"lag.max_steps = {lag.max_steps} allows",
         )
     yield from _check_passing(config)
     if config.validation.every_steps and config.data.validation is None:
-        remedy = "there are no prompts to validate on; name them in data.validation, or set this to 0"
+        remedy = "there are no prompts to validate on; set data.validation, or set this to 0"
         yield Problem(key="validation.every_steps", remedy=remedy)
 
 
@@ -145,53 +145,53 @@ def _check_passing(config: Config) -> Iterator[Problem]:
     """Check what decides whether a sample passes, and which checkpoint is best."""
     validation, sources = config.validation, config.reward_sources
     if validation.pass_by is not None and validation.pass_by not in sources:
-        remedy = f"must be one of the sources of rewards: {', '.join(sources)}"
+        remedy = f"must be one of the reward sources: {', '.join(sources)}"
         yield Problem(key="validation.pass_by", value=validation.pass_by, remedy=remedy)
     if validation.answer is not None:
         if validation.pass_by is None:
-            remedy = "validation.pass_by decides whether the majority's answer passes: name a source of rewards"
+            remedy = "set validation.pass_by to the reward source that decides whether the majority's answer passes"
             yield Problem(key="validation.answer", remedy=remedy)
         try:
             re.compile(validation.answer)
         except re.error as error:
-            yield Problem(key="validation.answer", value=validation.answer, remedy=f"is no regular expression: {error}")
+            yield Problem(key="validation.answer", value=validation.answer, remedy=f"not a regular expression: {error}")
     metric = config.checkpoint.best_by
-    known = set(_told_by_validation(config))
+    known = set(_validation_metrics(config))
     if config.checkpoint.keep_best and metric not in known:
         near = get_close_matches(metric, known, n=1)
-        meant = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(known))}"
-        remedy = f"is no metric of this run's validation; {meant}"
+        hint = f"did you mean {near[0]!r}?" if near else f"must be one of {', '.join(sorted(known))}"
+        remedy = f"not a metric of this run's validation; {hint}"
         yield Problem(key="checkpoint.best_by", value=metric, remedy=remedy)
 
 
-def _told_by_validation(config: Config) -> Iterator[str]:
+def _validation_metrics(config: Config) -> Iterator[str]:
     """Yield the validation metrics for which more is better."""
     validation = config.validation
-    names = [one.name for one in config.data.validation_sets() if one.name]
+    names = [dataset.name for dataset in config.data.validation_sets() if dataset.name]
     yield from ("val_rollouts/rewards", "val_rollouts/fraction_of_samples_properly_ended")
     yield from (f"val_rollouts/rewards/{source}" for source in config.reward_sources)
     yield from (f"val_rollouts/rewards_by_dataset/{name}" for name in names)
     if validation.pass_by is None:
         return
     count = validation.sampling.num_samples
-    for place in ("", *(f"_by_dataset/{name}" for name in names)):
-        yield from (f"val_rollouts/pass_at{place}/{k}" for k in numbers_of_samples(count))
+    for suffix in ("", *(f"_by_dataset/{name}" for name in names)):
+        yield from (f"val_rollouts/pass_at{suffix}/{k}" for k in numbers_of_samples(count))
         if validation.answer is not None:
-            yield f"val_rollouts/majority{place}"
+            yield f"val_rollouts/majority{suffix}"
 
 
 def _gpus(config: Config) -> Iterator[Problem]:
     learner, worker = config.learner, config.worker
     if learner.gpus not in ("auto", 0, learner.processes):
-        remedy = f"each rank takes one: must be auto, 0 or learner.processes = {learner.processes}"
+        remedy = f"each rank uses one GPU: must be auto, 0 or learner.processes = {learner.processes}"
         yield Problem(key="learner.gpus", remedy=remedy)
     parallel = parallel_in(worker)
     if worker.gpus == "auto" or not worker.gpus:
         return
     num = worker.gpus * worker.hosts
     if num != parallel and ("tensor_parallel_size" in worker.engine_args or num % parallel):
-        on = f", on worker.hosts = {worker.hosts}" if worker.hosts > 1 else ""
-        remedy = f"worker.engine_args spread each worker over {parallel}{on}; take one of the two away"
+        on_hosts = f", on worker.hosts = {worker.hosts}" if worker.hosts > 1 else ""
+        remedy = f"worker.engine_args spread each worker over {parallel} GPUs{on_hosts}; remove one of the two settings"
         yield Problem(key="worker.gpus", remedy=remedy)
 
 

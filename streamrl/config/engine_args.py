@@ -16,9 +16,7 @@ from streamrl.config.schema import Config, Worker
 # Dimensions over which an engine's processes split the model.
 _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
 _HOSTS = ("nnodes", "node_rank", "master_addr", "master_port", "data_parallel_address", "data_parallel_backend")
-_SEVERAL = (
-    "take it away; for one engine over several hosts set worker.hosts, and start `streamrl worker --join` on them"
-)
+_SEVERAL = "remove it; for one engine over several hosts set worker.hosts, and start `streamrl worker --join` on them"
 # Forms to which vLLM 0.32 quantises a model at load; the proofs know how far each is from the weights themselves.
 Form = Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block"]
 QUANTIZED: tuple[Form, ...] = get_args(Form)
@@ -31,15 +29,15 @@ def ranks_in(arguments: Mapping[str, Any]) -> int:
 
 def quantized_as(worker: Worker) -> Form | None:
     """Return the form in which the engine keeps the model's layers; None: as published."""
-    asked = worker.engine_args.get("quantization") if worker.engine == "vllm" else None
-    return next((form for form in QUANTIZED if form == asked), None)
+    requested = worker.engine_args.get("quantization") if worker.engine == "vllm" else None
+    return next((form for form in QUANTIZED if form == requested), None)
 
 
 def check_engine_args(config: Config) -> Iterator[Problem]:
     worker, arguments = config.worker, config.worker.engine_args
     if worker.engine != "vllm":
         if worker.hosts > 1:
-            remedy = f"worker.engine = {worker.engine} runs on one host alone: must be 1, or the engine vllm"
+            remedy = f"worker.engine = {worker.engine} runs on one host only: must be 1, or set worker.engine=vllm"
             yield Problem(key="worker.hosts", value=worker.hosts, remedy=remedy)
         return
     yield from _spread(arguments)
@@ -50,51 +48,51 @@ def check_engine_args(config: Config) -> Iterator[Problem]:
 def _spread(arguments: Mapping[str, Any]) -> Iterator[Problem]:
     for name in _HOSTS:
         if name in arguments:
-            yield _refused(arguments, name, f"streamrl tells vLLM which host is which; {_SEVERAL}")
+            yield _refused(arguments, name, f"streamrl sets it itself on each host; {_SEVERAL}")
     backend = arguments.get("distributed_executor_backend")
     if backend not in (None, "mp", "uni"):
         remedy = f"its processes would not end with this worker; {_SEVERAL}"
         yield _refused(arguments, "distributed_executor_backend", remedy)
     if (size := arguments.get("data_parallel_size", 1)) not in (None, 1):
         remedy = (
-            f"of several engines the proofs would see the first alone; set worker.count = {size} instead, and for "
-            "experts over GPUs enable_expert_parallel with tensor_parallel_size"
+            f"workers could prove the weights of the first engine only; set worker.count = {size} instead, and to "
+            "spread experts over GPUs enable_expert_parallel with tensor_parallel_size"
         )
         yield _refused(arguments, "data_parallel_size", remedy)
     for name in ("enable_eplb", "enable_elastic_ep"):
         if arguments.get(name):
-            remedy = "it moves experts while they serve, and a load puts them where they were; take it away"
+            remedy = "it moves experts at run time, but loading weights puts them back in their places; remove it"
             yield _refused(arguments, name, remedy)
 
 
 def _over_hosts(worker: Worker) -> Iterator[Problem]:
-    num_ranks, told_by_gpus = ranks_in(worker.engine_args), worker.gpus != "auto" and worker.gpus > 0
-    if num_ranks % worker.hosts and not told_by_gpus:
+    num_ranks, gpus_are_set = ranks_in(worker.engine_args), worker.gpus != "auto" and worker.gpus > 0
+    if num_ranks % worker.hosts and not gpus_are_set:
         remedy = (
-            f"an engine's hosts share its ranks evenly, and worker.engine_args make {num_ranks}: let "
-            "tensor_parallel_size x pipeline_parallel_size be a multiple of it, or set worker.gpus, for each host"
+            f"does not divide the {num_ranks} ranks of worker.engine_args: make tensor_parallel_size x "
+            "pipeline_parallel_size a multiple of it, or set worker.gpus, the number per host"
         )
         yield Problem(key="worker.hosts", value=worker.hosts, remedy=remedy)
     if worker.hosts > 1 and worker.engine_args.get("distributed_executor_backend") == "uni":
-        yield _refused(worker.engine_args, "distributed_executor_backend", "take it away: it is for one rank alone")
+        yield _refused(worker.engine_args, "distributed_executor_backend", "remove it: it supports one rank only")
 
 
 def _quantized(config: Config) -> Iterator[Problem]:
     arguments = config.worker.engine_args
     form = arguments.get("quantization")
     if "quantization_config" in arguments:
-        remedy = f"proofs know models in one form; take it away, and set quantization to one of {', '.join(QUANTIZED)}"
+        remedy = f"mixed forms cannot be proved; remove it, and set quantization to one of {', '.join(QUANTIZED)}"
         yield _refused(arguments, "quantization_config", remedy)
     if form is None:
         return
     if form not in QUANTIZED:
         remedy = (
-            "workers get the weights as weights.dtype says, and vLLM makes nothing of them in this form that could be "
-            f"proved; must be one of {', '.join(QUANTIZED)}, or taken away"
+            "workers cannot prove weights that vLLM quantises to this form; must be one of "
+            f"{', '.join(QUANTIZED)}, or remove it"
         )
         yield _refused(arguments, "quantization", remedy)
     elif config.weights.dtype != "bfloat16":
-        remedy = f"worker.engine_args.quantization = {form} is made of bfloat16 alone: set it to bfloat16"
+        remedy = f"worker.engine_args.quantization = {form} needs bfloat16 weights: set it to bfloat16"
         yield Problem(key="weights.dtype", value=config.weights.dtype, remedy=remedy)
 
 

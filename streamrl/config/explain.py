@@ -97,9 +97,9 @@ _RIGHT = {  # replaces pydantic's wording where it does not help a reader of YAM
     "dict_type": "must be a map",
     "tuple_type": "must be a list",
     "bool_type": "must be true or false",
-    "string_type": "must be text (quote it if it is meant so)",
+    "string_type": "must be text (quote it if it is meant as text)",
     "finite_number": "must be a finite number",
-    "string_pattern_mismatch": "must be letters, digits, '.', '_' and '-', at most 64, a letter or digit first",
+    "string_pattern_mismatch": "must be at most 64 letters, digits, '.', '_' and '-', starting with a letter or digit",
 }
 DURATION = "must be a duration DD:HH:MM:SS, such as 00:03:50:00"
 _RIGHT_OF = {"training.max_time": DURATION}  # by setting, whatever is wrong with it
@@ -145,10 +145,10 @@ def _locate(loc: Sequence[int | str], tree: Node, *, missing: bool) -> tuple[lis
 _MAX_KEYS = 24  # per place; a reward has more, depending on its type
 
 
-def _what_there_is(path: Sequence[str]) -> str:
+def _list_keys(path: Sequence[str]) -> str:
     keys = _keys_beside(path)
     if not keys or len(keys) > _MAX_KEYS:
-        return "; `streamrl config show conf/reinforce.yaml` prints all that there are"
+        return "; `streamrl config show conf/reinforce.yaml` prints all keys"
     return f"; {'.'.join(path[:-1]) or 'a configuration'} has {', '.join(keys)}"
 
 
@@ -156,7 +156,7 @@ def _describe(finding: Any, path: list[str], node: Node) -> tuple[str, str]:
     key, kind, message = ".".join(path), finding["type"], finding["msg"]
     if kind == "extra_forbidden":
         nearest = nearest_key(path)
-        return f"unknown key {key!r}", f"; did you mean {nearest!r}?" if nearest else _what_there_is(path)
+        return f"unknown key {key!r}", f"; did you mean {nearest!r}?" if nearest else _list_keys(path)
     if kind == "missing":
         keys = required_keys(path)
         return f"{' and '.join(keys)} is not set", f"; set it in the file, or with the override {keys[0]}=VALUE"

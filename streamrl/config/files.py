@@ -38,30 +38,30 @@ _OF_SOURCES = {
 
 def check_datasets(config: Config) -> Iterator[Problem]:
     """Check that each dataset has exactly one source, and no setting without effect there."""
-    for one in config.data.datasets():
-        dataset, key = one.dataset, one.key.removesuffix(f".{one.dataset.source}")
+    for named_dataset in config.data.datasets():
+        dataset, key = named_dataset.dataset, named_dataset.key.removesuffix(f".{named_dataset.dataset.source}")
         named = [name for name in SOURCES if getattr(dataset, name) is not None]
         if not named:
-            remedy = f"name a file of JSON Lines, or what holds prompts by one of {', '.join(SOURCES[1:])}"
+            remedy = f"set it to a JSON Lines file, or set one of {', '.join(SOURCES[1:])} instead"
             yield Problem(key=f"{key}.path", remedy=remedy)
         for name in named[1:]:
-            remedy = f"the dataset is that of {named[0]} = {getattr(dataset, named[0])!r}; set one to null"
+            remedy = f"the dataset already has a source, {named[0]} = {getattr(dataset, named[0])!r}; set one to null"
             yield Problem(key=f"{key}.{name}", remedy=remedy)
         for name, sources in _OF_SOURCES.items():
             if dataset.source not in sources and getattr(dataset, name) != Dataset().model_dump()[name]:
-                remedy = f"it is of a dataset of {' or '.join(sources)}, and this one is of {dataset.source}"
+                remedy = f"applies only to a dataset with {' or '.join(sources)}; this one has {dataset.source}"
                 yield Problem(key=f"{key}.{name}", remedy=remedy)
     for held_out in config.data.validation_sets():
         if held_out.dataset.weight != 1:
             key = "data.validation.weight" if not held_out.name else f"data.validation.{held_out.name}.weight"
-            yield Problem(key=key, remedy="each prompt that is held out is asked once; leave it out")
+            yield Problem(key=key, remedy="validation uses each prompt once, whatever its weight; remove it")
 
 
 def check_files(config: Config, *, trains: bool = True) -> None:
     """Refuse paths with wrong content; prompts are read completely. Without training, training data is not needed."""
     problems = [*_model("model.path", config.model.path)]
-    for one in config.data.datasets() if trains else config.data.validation_sets():
-        problems += _prompts(one, config)
+    for named_dataset in config.data.datasets() if trains else config.data.validation_sets():
+        problems += _prompts(named_dataset, config)
     if config.reward_server is not None:
         problems += _model("reward_server.model", config.reward_server.model)
     if config.teacher is not None:
@@ -70,7 +70,7 @@ def check_files(config: Config, *, trains: bool = True) -> None:
         problems += _code("environment.target", config.environment.target or "")
         problems += _file("environment.token_file", config.environment.token_file)
     for name, source in config.rewards.items():
-        problems += _of_source(f"rewards.{name}", source)
+        problems += _reward_files(f"rewards.{name}", source)
     if problems:
         raise DataError("\n".join(problems))
 
@@ -94,7 +94,7 @@ def _model(key: str, path: str) -> Iterator[str]:
     if not folder.exists() and _may_be_hub_name(path):
         return
     if not folder.is_dir():
-        yield f"{key} = {path!r}: there is no such folder, and the name of a model on a hub is OWNER/NAME"
+        yield f"{key} = {path!r}: there is no such folder, and it is not the name of a model on a hub (OWNER/NAME)"
     elif not (folder / "config.json").is_file():
         yield f"{key} = {path!r}: the folder holds no model (config.json)"
     elif not any((folder / name).is_file() for name in _TOKENIZER_FILES):
@@ -108,7 +108,7 @@ def _weights(key: str, folder: Path) -> Iterator[str]:
     if not files:
         yield f"{key} = {str(folder)!r}: the folder holds no weights (model.safetensors, ...)"
     elif pointers := [file.name for file in files if _is_pointer(file)]:
-        yield f"{key} = {str(folder)!r}: {pointers[0]} is git's pointer to a large file; `git lfs pull` brings it here"
+        yield f"{key} = {str(folder)!r}: {pointers[0]} is a Git LFS pointer; download the file with `git lfs pull`"
 
 
 def _is_pointer(file: Path) -> bool:
@@ -129,14 +129,14 @@ def _prompts(named: NamedDataset, config: Config) -> Iterator[str]:
         yield str(error)
 
 
-def _of_source(key: str, source: Reward) -> Iterator[str]:
+def _reward_files(key: str, source: Reward) -> Iterator[str]:
     if isinstance(source, FunctionReward):
         yield from _code(f"{key}.target", source.target)
     elif isinstance(source, HttpReward):
         yield from _file(f"{key}.token_file", source.token_file)
     elif isinstance(source, JudgeReward):
-        for called, judge in source.judges.items():
-            yield from _file(f"{key}.judges.{called}.token_file", judge.token_file)
+        for name, judge in source.judges.items():
+            yield from _file(f"{key}.judges.{name}.token_file", judge.token_file)
 
 
 def _file(key: str, path: str | None) -> Iterator[str]:

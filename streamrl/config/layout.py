@@ -23,10 +23,10 @@ def refuse_layout(layout: schema.Layout, ranks: int) -> None:
         if ranks % unit:
             others = [f"learner.layout.{o} = {getattr(layout, o)}" for o in _WITHIN[name] if getattr(layout, o) > 1]
             each = f" in each of {' and '.join(others)}" if others else ""
-            told = f"learner.layout.{name} = {getattr(layout, name)}{each} does not divide the learner's ranks, {ranks}"
             raise ConfigError(
-                f"{told}: set it to a divisor, or begin a multiple of {unit} ranks (learner.processes, or "
-                "--nproc-per-node and --nodes)"
+                f"learner.layout.{name} = {getattr(layout, name)}{each} does not divide the learner's ranks, {ranks}: "
+                f"set it to a divisor, or start a multiple of {unit} ranks (learner.processes, or --nproc-per-node and "
+                "--nodes)"
             )
 
 

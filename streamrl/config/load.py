@@ -26,9 +26,9 @@ import yaml
 from pydantic import ValidationError
 
 from streamrl.config.explain import explain, show
-from streamrl.config.precision import settled
+from streamrl.config.precision import resolve_dtypes
 from streamrl.config.schema import Config
-from streamrl.config.shipped import find_shipped, told_shipped
+from streamrl.config.shipped import find_shipped, list_shipped
 from streamrl.config.source import Node, parse
 from streamrl.errors import ConfigError
 from streamrl.protocol.transport.address import masked
@@ -60,7 +60,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         tree = _read(path if path.exists() else find_shipped(path) or path, chain=())
     for text in overrides:
         tree = merge(tree, _extended(_override(text), Path(_GIVEN), chain=()))
-    tree = settled(tree)
+    tree = resolve_dtypes(tree)
     return Loaded(config=_validate(tree), tree=tree)
 
 
@@ -74,7 +74,7 @@ def as_json(value: Any) -> str:
     try:
         return json.dumps(value, default=os.fspath, ensure_ascii=False)
     except (TypeError, ValueError) as error:  # ValueError: it contains itself
-        raise ConfigError(f"no setting can be {value!r:.80}: {error}") from None
+        raise ConfigError(f"{value!r:.80} is not a value for a setting: {error}") from None
 
 
 def merge(base: Node, over: Node) -> Node:
@@ -83,11 +83,11 @@ def merge(base: Node, over: Node) -> Node:
         return over
     entries = dict(base.value)
     for key, node in over.value.items():
-        held = entries.get(key)
-        if held is not None and isinstance(held.value, dict) and node.value is None:
+        below = entries.get(key)
+        if below is not None and isinstance(below.value, dict) and node.value is None:
             del entries[key]
         else:
-            entries[key] = merge(held, node) if held is not None else node
+            entries[key] = merge(below, node) if below is not None else node
     return Node(value=entries, origin=base.origin)
 
 
@@ -99,7 +99,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> Node:
 def _extended(tree: Node, path: Path, chain: tuple[Path, ...]) -> Node:
     if not isinstance(tree.value, dict):
         found = "it is empty" if tree.value is None else f"it holds {show(tree.plain())}"
-        raise ConfigError(f"{path}: a configuration is a map of settings; {found}")
+        raise ConfigError(f"{path}: a configuration must be a map of settings; {found}")
     entries = dict(tree.value)
     extends = entries.pop(EXTENDS, None)
     tree = Node(value=entries, origin=str(path))  # the file as a whole, not the line of its first key
@@ -116,7 +116,7 @@ def _base(name: Node, path: Path, chain: tuple[Path, ...]) -> Path:
     """Return the file that `path` extends by this name."""
     if not isinstance(name.value, str):
         raise ConfigError(
-            f"{name.origin}: extends = {show(name.plain())}: must be the name of a file, or several in a list"
+            f"{name.origin}: extends = {show(name.plain())}: must be a file name, or a list of file names"
         )
     base = Path(os.path.normpath(path.parent / name.value))
     seen = [*chain, path]
@@ -126,7 +126,7 @@ def _base(name: Node, path: Path, chain: tuple[Path, ...]) -> Path:
         return base
     shipped = find_shipped(name.value)
     if shipped is None:
-        raise ConfigError(f"{name.origin}: extends = {name.value!r}: there is no file {base}; {told_shipped()}")
+        raise ConfigError(f"{name.origin}: extends = {name.value!r}: there is no file {base}; {list_shipped()}")
     return shipped
 
 
@@ -149,7 +149,7 @@ def _text(path: Path) -> str:
         folder = path.parent
         names = [file.name for file in folder.glob("*.yaml")] if folder.is_dir() else []
         near = get_close_matches(path.name, names, n=1)
-        hint = f"did you mean {folder / near[0]}?" if near else told_shipped()
+        hint = f"did you mean {folder / near[0]}?" if near else list_shipped()
         raise ConfigError(f"there is no configuration file {path}; {hint}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error

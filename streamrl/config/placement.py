@@ -53,8 +53,8 @@ class Share:
     @property
     def words(self) -> str:
         names = ", ".join(gpu.name for gpu in self.gpus)
-        told = f"GPU {names}" if self.gpus else "no GPU"
-        return told if self.fraction is None else f"{told}, {self.fraction:.2f} of its memory"
+        text = f"GPU {names}" if self.gpus else "no GPU"
+        return text if self.fraction is None else f"{text}, {self.fraction:.2f} of its memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +113,9 @@ def place(config: Config, gpus: Sequence[Gpu], part: Part = "all") -> Placement:
 def _refuse_without(config: Config, part: Part) -> None:
     learner, worker = config.learner.gpus, config.worker.gpus
     if learner != "auto" and learner and num_ranks(config, part):
-        raise ResourceError(f"learner.gpus = {learner}: there is no GPU here that torch can use; `auto` does without")
+        raise ResourceError(f"learner.gpus = {learner}: torch finds no usable GPU here; set it to auto or 0")
     if worker != "auto" and worker and num_workers(config, part):
-        raise ResourceError(f"worker.gpus = {worker}: there is no GPU here that torch can use; `auto` does without")
+        raise ResourceError(f"worker.gpus = {worker}: torch finds no usable GPU here; set it to auto or 0")
 
 
 def _ranks(config: Config, gpus: Sequence[Gpu], part: Part) -> Sequence[Gpu]:
@@ -123,8 +123,8 @@ def _ranks(config: Config, gpus: Sequence[Gpu], part: Part) -> Sequence[Gpu]:
     if not wanted or config.learner.gpus == 0:
         return ()
     if wanted > len(gpus):
-        told = f"learner.processes = {wanted}: each rank needs a GPU of its own, and {_here(gpus)}"
-        raise ResourceError(f"{told}; set it to {len(gpus)}, or start the learner where there are more")
+        problem = f"learner.processes = {wanted}: each rank needs a GPU of its own, and {_available(gpus)}"
+        raise ResourceError(f"{problem}; set it to {len(gpus)}, or start the learner where there are more")
     _refuse_slices(gpus[:wanted], f"learner.processes = {wanted}")
     return gpus[:wanted]
 
@@ -137,23 +137,23 @@ def _workers(config: Config, gpus: Sequence[Gpu], left: Sequence[Gpu], count: in
     pool = left if left or not may_share else gpus
     if count and (len(pool) < each or (is_demand and len(pool) < count * each)):
         wanted = f"worker.count = {count}: {plural(count, 'worker')} of {plural(each, 'GPU')} each"
-        told = f"{wanted} want {count * each}, {_here(gpus)}, and the learner leaves {len(left)}"
+        problem = f"{wanted} need {count * each}, {_available(gpus)}, and the learner leaves {len(left)}"
         fit = len(left) // each
-        remedy = f"set worker.count to {fit}" if fit else "take fewer for each (worker.gpus, tensor_parallel_size)"
-        raise ResourceError(f"{told}; {remedy}, or start workers elsewhere")
+        remedy = f"set worker.count to {fit}" if fit else "use fewer per worker (worker.gpus, tensor_parallel_size)"
+        raise ResourceError(f"{problem}; {remedy}, or start workers on other machines")
     if count:
         _refuse_slices(pool[:each], f"worker.gpus = {each}")
     chunks = len(pool) // each
     return [pool[each * (number % chunks) :][:each] for number in range(count)]
 
 
-def _here(gpus: Sequence[Gpu]) -> str:
+def _available(gpus: Sequence[Gpu]) -> str:
     return f"there {'is' if len(gpus) == 1 else 'are'} {plural(len(gpus), 'GPU')}"
 
 
 def _refuse_slices(gpus: Sequence[Gpu], wanted: str) -> None:
     if len(gpus) > 1 and any(gpu.is_slice for gpu in gpus):
-        raise ResourceError(f"{wanted}: a process sees one slice of a GPU (MIG) alone; set it to 1, or use whole GPUs")
+        raise ResourceError(f"{wanted}: a process sees only one slice of a GPU (MIG); set it to 1, or use whole GPUs")
 
 
 def _shares(config: Config, placed: Mapping[str, Sequence[Gpu]], gpus: Sequence[Gpu]) -> Mapping[str, Share]:
@@ -170,20 +170,20 @@ def _shares(config: Config, placed: Mapping[str, Sequence[Gpu]], gpus: Sequence[
 def _fractions(config: Config, parts: Sequence[str], gpu: Gpu) -> Mapping[str, float]:
     """Divide this GPU's memory. The user's `gpu_memory_utilization` is kept, and the learner gets the rest."""
     kinds = Counter(part.partition("/")[0] for part in parts)
-    workers, asked = kinds["worker"], config.worker.engine_args.get(_UTILISATION)
+    workers, requested = kinds["worker"], config.worker.engine_args.get(_UTILISATION)
     room = USABLE - _REWARD_SHARE * kinds["reward"]
-    asked = asked if isinstance(asked, int | float) else None
-    if asked is not None and workers:
-        worker, learner = asked, room - workers * asked
+    requested = requested if isinstance(requested, int | float) else None
+    if requested is not None and workers:
+        worker, learner = requested, room - workers * requested
     else:
         learner = (_LEARNER_SHARE if workers else room) * kinds["learner"]
         worker = (room - learner) / max(1, workers)
     if (kinds["learner"] and learner < _LEAST) or (workers and worker < _LEAST) or learner < 0:
         most = (room - _LEARNER_SHARE * kinds["learner"]) / max(1, workers)
-        told = f"worker.engine_args.{_UTILISATION} = {asked:g} each" if asked else f"{workers} workers"
+        users = f"worker.engine_args.{_UTILISATION} = {requested:g} each" if requested else f"{workers} workers"
         raise ResourceError(
-            f"{' and '.join(parts)} share GPU {gpu.name}, of whose memory {told} leave too little; "
-            f"take at most {max(most, _LEAST):.2f}, or fewer workers"
+            f"{' and '.join(parts)} share GPU {gpu.name}, and {users} leave too little of its memory; "
+            f"use at most {max(most, _LEAST):.2f} each, or fewer workers"
         )
     of_kind = {LEARNER: learner, "worker": worker, "reward": _REWARD_SHARE}
     return {part: of_kind[part.partition("/")[0]] for part in parts}

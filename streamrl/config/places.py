@@ -70,7 +70,7 @@ def is_object_store(url: str) -> bool:
 
 def check_rewards(config: Config) -> Iterator[Problem]:
     if not config.rewards and config.environment is None and config.teacher is None:
-        remedy = "name at least one source of rewards, or an environment that gives them, or a teacher"
+        remedy = "set at least one reward source, an environment that gives rewards, or a teacher"
         yield Problem(key="rewards", remedy=remedy)
     if config.environment is not None:
         yield from _check_environment(config, config.environment)
@@ -82,37 +82,37 @@ def check_rewards(config: Config) -> Iterator[Problem]:
         elif isinstance(source, FunctionReward):
             yield from _check_function(name, source)
     if config.reward_server is not None and not any(isinstance(r, HttpReward) for r in config.rewards.values()):
-        remedy = f"no reward source asks this server; add one of type http with url: {LOCAL_REWARD_SERVER}"
+        remedy = f"no reward source uses this server; add one of type http with url: {LOCAL_REWARD_SERVER}"
         yield Problem(key="reward_server.model", remedy=remedy)
 
 
 def _check_function(name: str, source: FunctionReward) -> Iterator[Problem]:
     if source.target not in REWARDS and not is_own(source.target):
         nearest = get_close_matches(source.target, REWARDS, n=1)
-        remedy = f"must be one of {', '.join(REWARDS)}, or code of yours as {CODE_FORMS}"
+        remedy = f"must be one of {', '.join(REWARDS)}, or your own code as {CODE_FORMS}"
         remedy += f"; did you mean {nearest[0]!r}?" if nearest else ""
         yield Problem(key=f"rewards.{name}.target", value=source.target, remedy=remedy)
     elif source.of_group and source.target in REWARDS:
-        remedy = f"{source.target} sees one sample at a time; must be false"
+        remedy = f"must be false: {source.target} scores one sample at a time"
         yield Problem(key=f"rewards.{name}.of_group", remedy=remedy)
     elif source.per_token and (source.of_group or source.target in REWARDS):
-        remedy = "a function of yours in streamrl's form, without of_group, returns numbers of tokens: must be false"
+        remedy = "must be false: only your own functions return a number per token, and only without of_group"
         yield Problem(key=f"rewards.{name}.per_token", remedy=remedy)
 
 
 def _check_environment(config: Config, environment: Environment) -> Iterator[Problem]:
     if environment.target is None:
-        yield from _check_players(environment)
+        yield from _check_service_environment(environment)
     elif environment.urls:
-        remedy = f"rollouts are those of target = {environment.target!r}; set one of the two to its default"
+        remedy = f"environment.target = {environment.target!r} is set as well; set one of the two to its default"
         yield Problem(key="environment.urls", value=list(environment.urls), remedy=remedy)
     elif environment.target not in ENVIRONMENTS and not is_own(environment.target):
-        remedy = f"must be one of {', '.join(ENVIRONMENTS)}, or a class of yours as {CODE_FORMS}"
+        remedy = f"must be one of {', '.join(ENVIRONMENTS)}, or your own class as {CODE_FORMS}"
         yield Problem(key="environment.target", value=environment.target, remedy=remedy)
     if environment.target in OF_A_NETWORK and not environment.network:
         yield Problem(key="environment.network", remedy=f"{OF_A_NETWORK[environment.target]}, so it must be true")
     if "environment" in config.rewards:
-        remedy = "is the name of what the environment gives: call this source otherwise"
+        remedy = "`environment` is the name of the environment's own rewards: rename this source"
         yield Problem(key="rewards.environment", remedy=remedy)
 
 
@@ -122,10 +122,10 @@ def check_teacher(config: Config) -> Iterator[Problem]:
     if teacher is None:
         return
     if teacher.path is None and not teacher.urls:
-        remedy = "name a model's folder, or by teacher.urls the vLLM servers that have it"
+        remedy = "set it to a model, or set teacher.urls to the vLLM servers that serve it"
         yield Problem(key="teacher.path", remedy=remedy)
     elif teacher.path is not None and teacher.urls:
-        remedy = f"the teacher is that of teacher.path = {teacher.path!r}; set one of the two to its default"
+        remedy = f"teacher.path = {teacher.path!r} is set as well; set one of the two to its default"
         yield Problem(key="teacher.urls", value=list(teacher.urls), remedy=remedy)
     yield from _service_urls("teacher.urls", teacher.urls)
 
@@ -134,32 +134,32 @@ def _service_urls(key: str, urls: tuple[str, ...]) -> Iterator[Problem]:
     for url in urls:
         parts = _split(url, ("http", "https"))
         if parts is None or parts.username is not None or parts.query:
-            remedy = "must be http://host:port, with no user and no query; token_file names a file with a bearer token"
+            remedy = "must be http://host:port, without user and query; put a bearer token in a file (token_file)"
             yield Problem(key=key, value=url, remedy=remedy)
 
 
-def _check_players(environment: Environment) -> Iterator[Problem]:
+def _check_service_environment(environment: Environment) -> Iterator[Problem]:
     """Check an environment that is a service."""
     if not environment.urls:
-        remedy = f"name one of {', '.join(ENVIRONMENTS)}, code of yours as {CODE_FORMS}, or by `urls` a service"
+        remedy = f"must be one of {', '.join(ENVIRONMENTS)}, or your code as {CODE_FORMS}; or set `urls` to a service"
         yield Problem(key="environment.target", remedy=remedy)
     if environment.options:
-        remedy = "a service has its options from who begins it; take them away"
+        remedy = "a service gets its options where it is started; remove them"
         yield Problem(key="environment.options", remedy=remedy)
     yield from _service_urls("environment.urls", environment.urls)
 
 
 def _check_service(config: Config, name: str, source: HttpReward) -> Iterator[Problem]:
     if source.tests != Tests() and source.form != "sandbox-fusion":
-        remedy = f"are run by a service of form sandbox-fusion, and this one is asked by {source.form}"
+        remedy = f"apply only to form = sandbox-fusion, and this source has {source.form}; remove them"
         yield Problem(key=f"rewards.{name}.tests", remedy=remedy)
     for index, url in enumerate(source.urls):
         key = f"rewards.{name}.replicas" if index else f"rewards.{name}.url"
         if url == LOCAL_REWARD_SERVER:
             if config.reward_server is None:
-                yield Problem(key=key, value=url, remedy="there is no reward_server section that it could mean")
+                yield Problem(key=key, value=url, remedy="there is no reward_server section; add one, or set a URL")
             elif source.form not in ("streamrl", "openrlhf"):
-                remedy = "the run's own reward_server answers the forms streamrl and openrlhf"
+                remedy = "the run's own reward_server supports the forms streamrl and openrlhf only"
                 yield Problem(key=f"rewards.{name}.form", value=source.form, remedy=remedy)
             continue
         parts = _split(url, ("http", "https"))
@@ -167,29 +167,29 @@ def _check_service(config: Config, name: str, source: HttpReward) -> Iterator[Pr
             remedy = f"must be http://host:port, or {LOCAL_REWARD_SERVER} for the run's own reward_server"
             yield Problem(key=key, value=url, remedy=remedy)
         elif parts.username is not None or parts.query:
-            remedy = f"must name no user and no query; a file with a bearer token is named by rewards.{name}.token_file"
+            remedy = f"must have no user and no query; put a bearer token in a file (rewards.{name}.token_file)"
             yield Problem(key=key, value=url, remedy=remedy)
 
 
 def _check_judges(name: str, source: JudgeReward) -> Iterator[Problem]:
     key, (low, high) = f"rewards.{name}", source.scale
     if not source.judges:
-        yield Problem(key=f"{key}.judges", remedy="name at least one: {big: {url: https://host/v1, model: ...}}")
+        yield Problem(key=f"{key}.judges", remedy="set at least one: {big: {url: https://host/v1, model: ...}}")
     if not low < high <= low + _MAX_SCORES:
         remedy = f"must be the worst and the best score, at most {_MAX_SCORES} apart"
         yield Problem(key=f"{key}.scale", value=list(source.scale), remedy=remedy)
     if source.against is not None and source.form == "pointwise":
-        remedy = "pointwise compares with nothing: set form to pairwise, or name the field in show"
+        remedy = "form = pointwise makes no comparisons: set form to pairwise, or show the field to judges (show)"
         yield Problem(key=f"{key}.against", value=source.against, remedy=remedy)
-    for called, judge in source.judges.items():
-        own = f"{key}.judges.{called}"
+    for judge_name, judge in source.judges.items():
+        judge_key = f"{key}.judges.{judge_name}"
         for index, url in enumerate(judge.urls):
             parts = _split(url, ("http", "https"))
             if parts is None or parts.username is not None or parts.query:
-                remedy = "must be https://host/v1, with no user and no query; a key lies in token_file or token_env"
-                yield Problem(key=f"{own}.replicas" if index else f"{own}.url", value=url, remedy=remedy)
+                remedy = "must be https://host/v1, without user and query; pass a key by token_file or token_env"
+                yield Problem(key=f"{judge_key}.replicas" if index else f"{judge_key}.url", value=url, remedy=remedy)
         if judge.token_file is not None and judge.token_env is not None:
-            yield Problem(key=f"{own}.token_env", remedy="the key lies in token_file; take one of the two away")
+            yield Problem(key=f"{judge_key}.token_env", remedy="token_file is set as well; remove one of the two")
 
 
 def check_redis(config: Config) -> Iterator[Problem]:
@@ -199,8 +199,8 @@ def check_redis(config: Config) -> Iterator[Problem]:
     if not _is_server(url):
         yield Problem(key="redis.url", remedy=f"must be {FORMS}, or {EMBEDDED_REDIS}")
     elif has_secret(url):
-        remedy = f"{_NO_PASSWORD}; leave the user only, and name a file that holds the password in the environment: "
-        yield Problem(key="redis.url", remedy=f"{remedy}{PASSWORD}_FILE")
+        remedy = f"{_NO_PASSWORD}; keep the user only, and set {PASSWORD}_FILE in the environment to a file with it"
+        yield Problem(key="redis.url", remedy=remedy)
 
 
 def check_store(config: Config) -> Iterator[Problem]:
@@ -209,7 +209,7 @@ def check_store(config: Config) -> Iterator[Problem]:
         remedy = "must be redis:, file:/a/path that all machines share, or an object store such as s3://bucket/folder"
         yield Problem(key="weights.store", remedy=remedy)
     elif masked(store) != store:
-        remedy = f"{_NO_PASSWORD}; each machine's environment has the credentials of the store"
+        remedy = f"{_NO_PASSWORD}; put the store's credentials in each machine's environment"
         yield Problem(key="weights.store", remedy=remedy)
 
 

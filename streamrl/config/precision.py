@@ -23,43 +23,43 @@ _COMPUTES = {"model": "learner", "weights": "worker"}  # section -> the section 
 MAY_BE_AUTO = frozenset(f"{section}.dtype" for section in _COMPUTES)
 
 
-def settled(tree: Node) -> Node:
+def resolve_dtypes(tree: Node) -> Node:
     """Return the tree with each `auto` replaced by a dtype, whose origin says why it was chosen."""
-    asked = [section for section in _COMPUTES if _plain(tree, section, "dtype") == AUTO]
-    if not asked or not isinstance(tree.value, dict):
+    automatic = [section for section in _COMPUTES if _plain(tree, section, "dtype") == AUTO]
+    if not automatic or not isinstance(tree.value, dict):
         return tree
-    began = _began_with(tree)
+    saved = _saved_dtypes(tree)
     entries = dict(tree.value)
-    for section in asked:
-        held, node = entries[section], tree.find(section, "dtype")
+    for section in automatic:
+        settings, node = entries[section], tree.find(section, "dtype")
         assert node is not None, "it is auto"
-        assert isinstance(held.value, dict), "it has a dtype"
-        dtype, why = began.get(section) or _of_this_machine(tree, section)
-        told = Node(value=dtype, origin=f"{node.origin}: auto; {why}")
-        entries[section] = replace(held, value={**held.value, "dtype": told})
+        assert isinstance(settings.value, dict), "it has a dtype"
+        dtype, why = saved.get(section) or _of_this_machine(tree, section)
+        resolved = Node(value=dtype, origin=f"{node.origin}: auto; {why}")
+        entries[section] = replace(settings, value={**settings.value, "dtype": resolved})
     return replace(tree, value=entries)
 
 
-def _began_with(tree: Node) -> dict[str, tuple[str, str]]:
+def _saved_dtypes(tree: Node) -> dict[str, tuple[str, str]]:
     """Return what the run of this name has saved, by section; empty if there is none."""
     folder, name = (_plain(tree, key) or Config.model_fields[key].default for key in ("dir", "name"))
     saved = Path(str(folder)) / str(name) / "config.yaml"
     if not saved.is_file():
         return {}
-    then = parse(saved.read_text(encoding="utf-8"), name=str(saved), numbered=True)
-    found = {section: _plain(then, section, "dtype") for section in _COMPUTES}
-    return {section: (str(dtype), f"so the run began ({saved})") for section, dtype in found.items() if dtype}
+    saved_tree = parse(saved.read_text(encoding="utf-8"), name=str(saved), numbered=True)
+    dtypes = {section: _plain(saved_tree, section, "dtype") for section in _COMPUTES}
+    return {section: (str(dtype), f"the run started with it ({saved})") for section, dtype in dtypes.items() if dtype}
 
 
 def _of_this_machine(tree: Node, section: str) -> tuple[str, str]:
     gpus = gpus_here() if _plain(tree, _COMPUTES[section], "gpus") != 0 else ()
     if old := [gpu for gpu in gpus if not gpu.has_bfloat16]:
-        return "float32", f"GPU {old[0].name} ({old[0].model}) has no products of bfloat16"
+        return "float32", f"GPU {old[0].name} ({old[0].model}) has no native bfloat16"
     if gpus:
-        return "bfloat16", "this machine's GPUs compute in it"
+        return "bfloat16", "this machine's GPUs support it natively"
     if computes_in_bfloat16():
-        return "bfloat16", "these cores have products of it"
-    return "float32", "these cores have no products of bfloat16"
+        return "bfloat16", "this CPU supports it natively"
+    return "float32", "this CPU has no native bfloat16"
 
 
 def _plain(tree: Node, *path: str) -> str | int | None:

@@ -46,18 +46,16 @@ def check_routing(config: schema.Config) -> Iterator[Problem]:
     """Check what is visible without the model."""
     settings, worker = config.algorithm, config.worker
     if settings.routing_replay == "first_pass" and settings.reinforce_epochs == 1:
-        remedy = "with algorithm.reinforce_epochs = 1 there is no pass but the first; choose rollout, or none"
+        remedy = "algorithm.reinforce_epochs = 1 makes one pass only, so nothing would be replayed; set rollout or none"
         yield Problem(key=SETTING, remedy=remedy)
     if not wants_routes(config) or worker.engine != "vllm":
         return
     for name in _SPREADS:
         if (size := worker.engine_args.get(name, 1)) not in (None, 1):
-            remedy = (
-                "no process of vLLM's would see all routes of a token; take it away (tensor_parallel_size may stay)"
-            )
+            remedy = "no vLLM process would see all routes of a token; remove it (tensor_parallel_size may stay)"
             yield Problem(key=f"worker.engine_args.{name}", value=size, remedy=f"{remedy}, or set {SETTING}=none")
     if worker.engine_args.get("enable_prefix_caching") is False:
-        remedy = "vLLM keeps routes beside its prefix cache, which this turns off; take it away"
+        remedy = "vLLM stores routes with its prefix cache, which this turns off; remove it"
         key = "worker.engine_args.enable_prefix_caching"
         yield Problem(key=key, value=False, remedy=f"{remedy}, or set {SETTING}=none")
 
@@ -66,8 +64,8 @@ def refuse_without_gpus(config: schema.Config, num_gpus: int) -> None:
     """ConfigError if workers run here and could not report routes."""
     if wants_routes(config) and config.worker.engine == "vllm" and not num_gpus:
         raise ConfigError(
-            f"{SETTING} = {config.algorithm.routing_replay}: vLLM tells routes on GPUs alone, and there is none here; "
-            "set worker.engine=transformers, or this to none"
+            f"{SETTING} = {config.algorithm.routing_replay}: vLLM reports routes on GPUs only, and this machine has "
+            "none; set worker.engine=transformers, or this to none"
         )
 
 
@@ -80,7 +78,7 @@ class Routers:
 def find_routers(model: Any, config: schema.Config) -> Routers:
     """Find a transformers model's routers. DataError if it has none, or unknown ones; ConfigError if a group's routes
     might not fit into its message."""
-    begin = (
+    subject = (
         f"{SETTING} = {config.algorithm.routing_replay}: model.path {config.model.path!r} is a {type(model).__name__}"
     )
     settings = model.config.get_text_config()
@@ -93,13 +91,15 @@ def find_routers(model: Any, config: schema.Config) -> Routers:
         elif _OTHERS.search(kind):
             unknown.add(kind)
     if unknown or (not found and any(getattr(settings, name, None) for name in _EXPERTS)):
-        kinds = ", ".join(sorted(unknown)) or "no router of its own"
-        raise DataError(f"{begin}, whose experts are chosen by {kinds}; known are {', '.join(ROUTERS)}: set it to none")
+        kinds = ", ".join(sorted(unknown)) or "no router module of their own"
+        raise DataError(
+            f"{subject}, whose experts are chosen by {kinds}; supported: {', '.join(ROUTERS)}: set it to none"
+        )
     if not found:
-        raise DataError(f"{begin}, which has no experts: set it to none")
+        raise DataError(f"{subject}, which has no experts: set it to none")
     shapes = {(router.top_k, router.num_experts) for router in found.values()}
     if len(shapes) != 1:
-        raise DataError(f"{begin}, whose layers have unlike experts, {sorted(shapes)}: set it to none")
+        raise DataError(f"{subject}, whose layers differ in their experts, {sorted(shapes)}: set it to none")
     [(num_chosen, num_experts)] = shapes
     shape = RouteShape(settings.num_hidden_layers, num_chosen, num_experts)
     if wants_routes(config):
@@ -109,9 +109,10 @@ def find_routers(model: Any, config: schema.Config) -> Routers:
 
 def refuse_large(config: schema.Config, shape: RouteShape) -> None:
     """ConfigError if a group's routes might be too large; known before any ticket is issued."""
-    most = config.data.max_prompt_tokens + config.sampling.num_samples * config.max_response_tokens
-    if (size := shape.plain_bytes(most)) > MAX_ROUTE_BYTES:
+    num_tokens = config.data.max_prompt_tokens + config.sampling.num_samples * config.max_response_tokens
+    if (size := shape.plain_bytes(num_tokens)) > MAX_ROUTE_BYTES:
         raise ConfigError(
-            f"{SETTING} = {config.algorithm.routing_replay}: a group of {most} tokens may have {size} bytes of routes "
-            f"({shape.num_layers} layers, {shape.num_chosen} experts a token); the limit is {MAX_ROUTE_BYTES}: {REMEDY}"
+            f"{SETTING} = {config.algorithm.routing_replay}: a group of {num_tokens} tokens may have {size} bytes of "
+            f"routes ({shape.num_layers} layers, {shape.num_chosen} experts a token); the limit is {MAX_ROUTE_BYTES}: "
+            f"{REMEDY}"
         )

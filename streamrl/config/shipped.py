@@ -15,7 +15,7 @@ def find_shipped(path: str | Path) -> Path | None:
     return shipped_config(name) if name in _names() else None
 
 
-def told_shipped() -> str:
+def list_shipped() -> str:
     """List them, for an error about an unknown name."""
     return f"streamrl ships {', '.join(_names())}"
 

@@ -72,7 +72,7 @@ class _Loader(yaml.SafeLoader):
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
             raise yaml.MarkedYAMLError(
-                problem="anchors and aliases are not used here; share settings with `extends`",
+                problem="anchors and aliases are not supported; share settings with `extends`",
                 problem_mark=event.start_mark,
             )
         return super().compose_node(parent, index)
@@ -90,7 +90,7 @@ def parse(text: str, *, name: str, numbered: bool) -> Node:
         why = " ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{place(error.problem_mark or error.context_mark)}: not valid YAML: {why}") from error
     except RecursionError:
-        raise ConfigError(f"{name}: not a configuration: lists or maps are nested hundreds deep") from None
+        raise ConfigError(f"{name}: not a configuration: lists or maps are nested too deeply") from None
     except yaml.YAMLError as error:  # a forbidden character
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
     return _node(root, place) if root is not None else Node(value=None, origin=name)
@@ -99,7 +99,7 @@ def parse(text: str, *, name: str, numbered: bool) -> Node:
 def _node(node: yaml.Node, place: Place) -> Node:
     origin = place(node.start_mark)
     if node.tag not in _TAGS:
-        raise ConfigError(f"{origin}: the tag {node.tag!r} is not used here; write a plain value")
+        raise ConfigError(f"{origin}: the tag {node.tag!r} is not supported; write a plain value")
     if isinstance(node, yaml.MappingNode):
         return Node(value=_map(node, place), origin=origin)
     if isinstance(node, yaml.SequenceNode):
@@ -116,7 +116,7 @@ def _map(node: yaml.MappingNode, place: Place) -> dict[str, Node]:
             shown = repr(key) if isinstance(key, str) else "a list or map"
             raise ConfigError(f"{where}: a key must be a name, not {shown}; quote it if it is meant as text")
         if key in entries:
-            raise ConfigError(f"{where}: key {key!r} stands twice in one map (first at {entries[key].origin})")
+            raise ConfigError(f"{where}: duplicate key {key!r} (first at {entries[key].origin})")
         value = _node(value_node, place)
         entries[key] = Node(value=value.value, origin=where)  # the origin of a value is its key's line
     return entries

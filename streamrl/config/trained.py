@@ -12,15 +12,13 @@ from streamrl.config.schema import Config
 def check_adapters(config: Config) -> Iterator[Problem]:
     """Check the dtypes: workers read the frozen model from its own files, and compare it with the learner's."""
     if config.model.lora is not None and (config.model.dtype, config.weights.dtype) == ("bfloat16", "float32"):
-        remedy = "the learner holds the frozen model in bfloat16, which is not what float32 files hold; set bfloat16"
+        remedy = "the learner holds the frozen model in bfloat16, so workers' float32 copy would differ; set bfloat16"
         yield Problem(key="weights.dtype", remedy=f"{remedy}, or model.dtype=float32")
 
 
 def check_activations(config: Config) -> Iterator[Problem]:
     if config.model.activations == "cpu" and config.model.gradient_checkpointing is False:
-        remedy = (
-            "only the inputs that gradient checkpointing keeps can wait there; set model.gradient_checkpointing: auto"
-        )
+        remedy = "only gradient checkpointing's inputs can be offloaded; set model.gradient_checkpointing: auto"
         yield Problem(key="model.activations", remedy=remedy)
 
 
@@ -30,7 +28,7 @@ def check_compile(config: Config) -> Iterator[Problem]:
     layout = config.learner.layout
     shared = [f"learner.layout.{name}" for name in ("context", "tensor", "experts") if getattr(layout, name) > 1]
     for key in [*shared, *(["model.lora"] if config.model.lora is not None else [])]:
-        remedy = f"layers are compiled only where a rank has them whole and without adapters; set it to false ({key})"
+        remedy = f"only whole layers without adapters can be compiled, and {key} is set; set it to false"
         yield Problem(key="model.compile", remedy=remedy)
 
 
@@ -39,4 +37,4 @@ def check_routers(config: Config) -> Iterator[Problem]:
     why = "with model.router = frozen" if model.router == "frozen" else "with model.lora" if model.lora else None
     for name in ("router_balance", "router_z") if why else ():
         if getattr(model, name):
-            yield Problem(key=f"model.{name}", remedy=f"must be 0 {why}: no router trains that it could move")
+            yield Problem(key=f"model.{name}", remedy=f"must be 0 {why}: no router is trained")

@@ -306,7 +306,7 @@ def test_each_machine_is_asked_for_what_its_own_part_needs(model: Path, redis_ur
 
 def test_a_worker_on_vllm_without_gpus_cannot_tell_routes(model: Path, redis_url: str) -> None:
     config = load(model, redis_url, "worker.engine=vllm", "algorithm.routing_replay=rollout").config
-    with pytest.raises(ConfigError, match=r"vLLM tells routes on GPUs alone.*worker\.engine=transformers"):
+    with pytest.raises(ConfigError, match=r"vLLM reports routes on GPUs only.*worker\.engine=transformers"):
         check_packages(config, "worker")
     check_packages(config, "learner")
 

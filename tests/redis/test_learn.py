@@ -242,7 +242,7 @@ def test_changes_since_the_checkpoint_are_shown_and_those_that_may_not_be_refuse
     assert learn(file, "--replay", "x", "--dry-run", "optimizer.lr=1e-4") == 0
     assert "changed since the checkpoint: optimizer.lr: 9e-07 -> 0.0001" in capsys.readouterr().err
     assert learn(file, "--replay", "x", "--dry-run", "seed=7") == 2
-    assert "seed: 1234 -> 7: tickets of this run" in capsys.readouterr().err
+    assert "seed: 1234 -> 7: it decides which prompts this run's ticket numbers refer to" in capsys.readouterr().err
 
 
 def test_up_tells_what_has_changed_as_learn_does_before_it_looks_for_a_server(
@@ -257,5 +257,5 @@ def test_up_tells_what_has_changed_as_learn_does_before_it_looks_for_a_server(
     assert "Redis at 127.0.0.1:1" in told.err
     assert main(["up", str(file), *nowhere, "sampling.temperature=0.5"]) == 2
     told = capsys.readouterr()
-    assert "sampling.temperature: 1.0 -> 0.5: the groups of this run are sampled with it" in told.err
+    assert "sampling.temperature: 1.0 -> 0.5: this run's groups were sampled with it" in told.err
     assert "Redis at" not in told.err

@@ -140,7 +140,7 @@ def test_a_begun_configuration_leaves_its_dtypes_to_the_machine_that_begins(
         assert main(["config", "show", "here.yaml"]) == 0
         [line, _] = [line for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("dtype:")]
         assert line.startswith(f"  dtype: {dtype}  # here.yaml:")
-        assert "auto; these cores have" in line
+        assert "auto; this CPU " in line
 
 
 def test_held_out_answers_end_where_trained_ones_do(config: str) -> None:

@@ -103,6 +103,6 @@ def test_a_refusal_names_every_setting_and_the_way_out() -> None:
     with pytest.raises(ConfigError) as caught:
         check_changes(found, folder="runs/run")
     told = str(caught.value)
-    assert "seed: 1234 -> 5: tickets of this run" in told
-    assert "sampling.temperature: 1.0 -> 0.7: the groups of this run are sampled with it" in told
+    assert "seed: 1234 -> 5: it decides which prompts this run's ticket numbers refer to" in told
+    assert "sampling.temperature: 1.0 -> 0.7: this run's groups were sampled with it" in told
     assert "--fork runs/run" in told

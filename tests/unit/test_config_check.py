@@ -73,32 +73,44 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
         ),
         ("data.max_prompt_tokens=1048577", "data.max_prompt_tokens = 1048577: ", "at most 1048576"),
         ("data.train={a b: {path: x.jsonl}}", "data.train = 'a b': ", "letters, digits"),
-        ("data.train={a: {weight: 1}}", "data.train.a.path = nothing: ", "by one of hub, reasoning_gym"),
+        ("data.train={a: {weight: 1}}", "data.train.a.path = nothing: ", "set one of hub, reasoning_gym"),
         ("data.train={path: x.jsonl, hub: a/b}", "data.train.hub = 'a/b': ", "set one to null"),
-        ("data.train={path: x.jsonl, split: test}", "data.train.split = 'test': ", "of hub, and this one is of path"),
+        (
+            "data.train={path: x.jsonl, split: test}",
+            "data.train.split = 'test': ",
+            "a dataset with hub; this one has path",
+        ),
         ("data.train={reasoning_gym: gcd, textarena: x}", "data.train.textarena = 'x': ", "reasoning_gym = 'gcd'; set"),
-        ("data.train={path: x.jsonl, size: 3}", "data.train.size = 3: ", "of reasoning_gym or textarena"),
+        ("data.train={path: x.jsonl, size: 3}", "data.train.size = 3: ", "a dataset with reasoning_gym or textarena"),
         (
             "data.train={textarena: x, level: 3}",
             "data.train.level = 3: ",
-            "this one is of textarena",
+            "this one has textarena",
         ),
         ("environment={target: textarea}", "environment.target = 'textarea': ", "must be one of textarena"),
         ("environment={target: openenv}", "environment.network = False: ", "it must be true"),
         ("environment={target: verifiers}", "environment.network = False: its programs ask", "it must be true"),
-        ("environment={max_turns: 2}", "environment.target = nothing: ", "or by `urls` a service"),
+        ("environment={max_turns: 2}", "environment.target = nothing: ", "or set `urls` to a service"),
         ("environment={target: textarena, urls: ['http://h:1']}", "environment.urls = ", "set one of the two"),
         ("environment={urls: ['h:1']}", "environment.urls = 'h:1': ", "must be http://host:port"),
-        ("environment={urls: ['http://h:1'], options: {a: 1}}", "environment.options = ", "take them away"),
-        ("data.validation={path: x.jsonl, weight: 2}", "data.validation.weight = 2.0: ", "asked once"),
+        ("environment={urls: ['http://h:1'], options: {a: 1}}", "environment.options = ", "remove them"),
+        ("data.validation={path: x.jsonl, weight: 2}", "data.validation.weight = 2.0: ", "uses each prompt once"),
         ("data.validation=null", "validation.every_steps = 10: ", "data.validation"),
-        ("data.validation={a: {path: x.jsonl, weight: 2}}", "data.validation.a.weight = 2.0: ", "asked once"),
+        (
+            "data.validation={a: {path: x.jsonl, weight: 2}}",
+            "data.validation.a.weight = 2.0: ",
+            "uses each prompt once",
+        ),
         ("data.validation={a b: {path: x.jsonl}}", "data.validation = 'a b': ", "letters, digits"),
-        ("validation.pass_by=judge", "validation.pass_by = 'judge': ", "must be one of the sources of rewards"),
-        ("validation.answer=x", "validation.answer = 'x': ", "name a source of rewards"),
+        ("validation.pass_by=judge", "validation.pass_by = 'judge': ", "must be one of the reward sources"),
+        ("validation.answer=x", "validation.answer = 'x': ", "set validation.pass_by to the reward source"),
         ("checkpoint.best_by=val_rollouts/reward", "checkpoint.best_by = ", "did you mean 'val_rollouts/rewards'?"),
-        ("checkpoint.best_by=foo", "checkpoint.best_by = 'foo': ", "validation; it has val_rollouts/fraction_of"),
-        ("checkpoint.best_by=val_rollouts/pass_at/1", "checkpoint.best_by = ", "no metric of"),
+        (
+            "checkpoint.best_by=foo",
+            "checkpoint.best_by = 'foo': ",
+            "validation; must be one of val_rollouts/fraction_of",
+        ),
+        ("checkpoint.best_by=val_rollouts/pass_at/1", "checkpoint.best_by = ", "not a metric of"),
         ("algorithm.kl.estimator=k2", "algorithm.kl.estimator = 'k2': ", "must be k1"),
         ("algorithm.kl.placement=loss", "algorithm.kl.estimator = 'k1': ", "must be k2 or k3"),
         ("algorithm.loss=truncatd", "algorithm.loss = 'truncatd': ", "must be one of truncated, tis, icepop"),
@@ -109,10 +121,10 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
         (
             "algorithm.advantages=gae",
             "algorithm.advantages = 'gae': ",
-            "must be one of leave_one_out, group_mean, turns, tokens, none, or code of yours",
+            "must be one of leave_one_out, group_mean, turns, tokens, none, or your own code",
         ),
-        ("algorithm.advantages=none", "algorithm.advantages = 'none': ", "nothing would teach"),
-        ("teacher={weight: 2.0}", "teacher.path = nothing: ", "by teacher.urls the vLLM servers"),
+        ("algorithm.advantages=none", "algorithm.advantages = 'none': ", "nothing would be trained"),
+        ("teacher={weight: 2.0}", "teacher.path = nothing: ", "set teacher.urls to the vLLM servers"),
         ("teacher={path: t, urls: ['http://h:1']}", "teacher.urls = ", "set one of the two"),
         ("teacher={urls: ['h:1']}", "teacher.urls = 'h:1': ", "must be http://host:port"),
         ("algorithm.advantages_args.x=1", "algorithm.advantages_args.x = 1: ", "takes no arguments"),
@@ -182,7 +194,7 @@ def test_a_teacher_alone_has_no_rewards_for_a_curriculum_to_go_by(good: Path) ->
     assert problems(good, *alone) == []
     [problem] = problems(good, *alone, "data.curriculum=true")
     assert problem.startswith("data.curriculum = True: ")
-    assert "by rewards that differ within a group" in problem
+    assert "prompts whose rewards differ within a group" in problem
 
 
 @pytest.mark.parametrize(
@@ -254,7 +266,7 @@ def largest_sample(num_tokens: int, step: int) -> Sample:
             "icepop",
             "loss_args.clamp=3",
             "algorithm.loss_args.clamp = 3: ",
-            "takes low, high, clip_low and clip_high; take it away (used by truncated, tis, sequence_mask, decoupled)",
+            "takes low, high, clip_low and clip_high; remove it (used by truncated, tis, sequence_mask, decoupled)",
         ),
         ("ppo", "loss_args={low: 1.1, high: 1.2}", "algorithm.loss_args.low = 1.1: ", "from 0 to 1"),
         ("ppo", "loss_args={low: 0.5, high: 0.9}", "algorithm.loss_args.high = 0.9: ", "at least 1"),
@@ -331,7 +343,7 @@ def test_layers_are_compiled_only_where_a_rank_has_them_whole_and_without_adapte
     assert problems(good, other) == []
     [problem] = problems(good, "model.compile=true", other)
     assert problem.startswith("model.compile = True: ")
-    assert f"set it to false ({other.partition('=')[0]})" in problem
+    assert f"{other.partition('=')[0]} is set; set it to false" in problem
 
 
 def test_max_time_counts_days_hours_minutes_and_seconds() -> None:

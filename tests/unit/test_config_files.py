@@ -108,7 +108,7 @@ def test_a_folder_without_weights_is_refused(config: Path) -> None:
 
     Path("model/pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     [problem] = problems(config)
-    assert problem.endswith("pytorch_model.bin is git's pointer to a large file; `git lfs pull` brings it here")
+    assert problem.endswith("pytorch_model.bin is a Git LFS pointer; download the file with `git lfs pull`")
 
 
 @pytest.mark.parametrize("path", ["nowhere", "./nowhere", "a/b/c", "/a/b", "../b", "~/b", "model/other"])

@@ -119,7 +119,7 @@ def test_extends_on_the_command_line_lays_a_file_on_all_before_it(folder: Path) 
 def test_extends_takes_names_of_files(folder: Path, wrong: str) -> None:
     (folder / "a.yaml").write_text(f"extends: {wrong}\n")
 
-    assert error_of("a.yaml").endswith(": must be the name of a file, or several in a list")
+    assert error_of("a.yaml").endswith(": must be a file name, or a list of file names")
 
 
 def test_a_missing_file_is_named_with_the_nearest_one(folder: Path) -> None:
@@ -166,8 +166,8 @@ def test_a_folder_an_empty_file_and_a_list_are_no_configuration(folder: Path) ->
     (folder / "bytes.yaml").write_bytes(b"name: \xff\n")
 
     assert error_of(".") == "cannot read the configuration file .: Is a directory"
-    assert error_of("empty.yaml") == "empty.yaml: a configuration is a map of settings; it is empty"
-    assert error_of("list.yaml") == "list.yaml: a configuration is a map of settings; it holds [1]"
+    assert error_of("empty.yaml") == "empty.yaml: a configuration must be a map of settings; it is empty"
+    assert error_of("list.yaml") == "list.yaml: a configuration must be a map of settings; it holds [1]"
     assert error_of("bytes.yaml") == "bytes.yaml: not UTF-8 text: invalid start byte at byte 6"
 
 
@@ -202,10 +202,13 @@ def test_a_folder_an_empty_file_and_a_list_are_no_configuration(folder: Path) ->
         ("sampling.num_samples=true", "sampling.num_samples = True: must be a valid integer"),
         ("sampling.num_samples=0", "sampling.num_samples = 0: must be greater than or equal to 1"),
         ("sampling.greedy=yes", "sampling.greedy = 'yes': must be true or false"),
-        ("name=2024", "name = 2024: must be text (quote it if it is meant so)"),
-        ("name=../x", "name = '../x': must be letters, digits, '.', '_' and '-', at most 64, a letter or digit first"),
+        ("name=2024", "name = 2024: must be text (quote it if it is meant as text)"),
+        (
+            "name=../x",
+            "name = '../x': must be at most 64 letters, digits, '.', '_' and '-', starting with a letter or digit",
+        ),
         ("seed=4294967296", "seed = 4294967296: must be less than 4294967296"),
-        ("name=", "name = nothing: must be text (quote it if it is meant so)"),
+        ("name=", "name = nothing: must be text (quote it if it is meant as text)"),
         ("model.dtype=fp8", "model.dtype = 'fp8': must be 'auto', 'float32', 'bfloat16' or 'float64'"),
         ("training.max_time=5", "training.max_time = 5: must be a duration DD:HH:MM:SS, such as 00:03:50:00"),
         (
@@ -224,7 +227,7 @@ def test_a_folder_an_empty_file_and_a_list_are_no_configuration(folder: Path) ->
         ),
         (
             "algorithm.loss_args.x=[1]",
-            "algorithm.loss_args.x = [1]: must be text (quote it if it is meant so) or a valid integer or "
+            "algorithm.loss_args.x = [1]: must be text (quote it if it is meant as text) or a valid integer or "
             "a valid number or true or false",
         ),
         ("worker.engine_args.x={y: [1, .inf]}", "worker.engine_args.x = a map: must be a finite number"),
@@ -258,7 +261,7 @@ def test_a_key_named_like_the_type_of_its_source_confuses_nobody(folder: Path) -
         f"override '{override}': rewards.other.target is not set; "
         "set it in the file, or with the override rewards.other.target=VALUE",
         f"override '{override}': unknown key 'rewards.other.function'"
-        "; `streamrl config show conf/reinforce.yaml` prints all that there are",
+        "; `streamrl config show conf/reinforce.yaml` prints all keys",
     ]
 
 
@@ -266,7 +269,7 @@ def test_a_key_named_like_the_type_of_its_source_confuses_nobody(folder: Path) -
     ("value", "message"),
     [
         ("{}", "data.train = a map: Dictionary should have at least 1 item after validation, not 0"),
-        ("[a.jsonl]", "data.train = ['a.jsonl']: must be text (quote it if it is meant so)"),
+        ("[a.jsonl]", "data.train = ['a.jsonl']: must be text (quote it if it is meant as text)"),
         ("{math: {path: a, weight: 0}}", "data.train.math.weight = 0: must be greater than 0"),
         ("{math: {path: a, wight: 1}}", "unknown key 'data.train.math.wight'; did you mean 'data.train.math.weight'?"),
         ("{math: a.jsonl}", "data.train.math = 'a.jsonl': must be a map of settings"),

@@ -58,7 +58,7 @@ def test_gpus_without_products_of_bfloat16_compute_in_float32(machine: Machine) 
     assert dtypes("learner.gpus=0") == ("bfloat16", "float32")
     loaded = load_config("mine.yaml")
     assert loaded.config.model.dtype == "float32"
-    assert loaded.origin("model.dtype") == "mine.yaml:2: auto; GPU 0 (Tesla T4) has no products of bfloat16"
+    assert loaded.origin("model.dtype") == "mine.yaml:2: auto; GPU 0 (Tesla T4) has no native bfloat16"
 
 
 def test_an_error_of_a_dtype_names_auto_among_the_choices(machine: Machine) -> None:
@@ -86,7 +86,7 @@ def test_a_run_goes_on_in_what_it_began_with_wherever_it_goes_on(machine: Machin
     loaded = load_config("mine.yaml")
 
     assert loaded.config == begun
-    assert loaded.origin("model.dtype") == "mine.yaml:2: auto; so the run began (runs/mine/config.yaml)"
+    assert loaded.origin("model.dtype") == "mine.yaml:2: auto; the run started with it (runs/mine/config.yaml)"
     assert dtypes("name=another") == ("float32", "float32")
     assert dtypes("model.dtype=float32") == ("float32", "bfloat16")
 

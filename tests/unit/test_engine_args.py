@@ -25,12 +25,12 @@ def told(dtype: str = "bfloat16", *, engine: str = "vllm", **arguments: Any) -> 
     ("name", "value", "remedy"),
     [
         ("nnodes", 2, "set worker.hosts, and start `streamrl worker --join`"),
-        ("master_addr", "10.0.0.1", "streamrl tells vLLM which host is which"),
+        ("master_addr", "10.0.0.1", "streamrl sets it itself on each host"),
         ("distributed_executor_backend", "ray", "would not end with this worker"),
         ("data_parallel_size", 2, "set worker.count = 2 instead"),
         ("enable_eplb", True, "moves experts"),
         ("quantization", "awq", "must be one of fp8_per_tensor, fp8_per_channel, fp8_per_block"),
-        ("quantization_config", {"linear": "mxfp8"}, "models in one form"),
+        ("quantization_config", {"linear": "mxfp8"}, "mixed forms cannot be proved"),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_to_set_instead(name: str, value: Any, remedy: str) -> None:
@@ -57,13 +57,13 @@ def test_hosts_of_one_engine_share_its_ranks_evenly_and_vllm_alone_spans_several
     assert refused(hosts=2, engine_args={"pipeline_parallel_size": 2}) == []
     assert refused(hosts=2, gpus=4) == []
     [found] = refused(hosts=3, engine_args=four)
-    assert found.startswith("worker.hosts = 3: an engine's hosts share its ranks evenly, and worker.engine_args make 4")
+    assert found.startswith("worker.hosts = 3: does not divide the 4 ranks of worker.engine_args")
     [found] = refused(hosts=2)
-    assert "make 1" in found
+    assert "the 1 ranks" in found
     [found] = refused(hosts=2, engine="transformers")
-    assert found.startswith("worker.hosts = 2: worker.engine = transformers runs on one host alone")
+    assert found.startswith("worker.hosts = 2: worker.engine = transformers runs on one host only")
     [found] = refused(hosts=2, engine_args={**four, "distributed_executor_backend": "uni"})
-    assert "is for one rank alone" in found
+    assert "supports one rank only" in found
 
     assert ranks_in(four) == 4
     assert gpus_of_worker(worker_config(hosts=2, engine_args=four).worker) == 2
@@ -76,14 +76,16 @@ def test_gpus_of_a_worker_are_those_of_each_host() -> None:
         return [found.remedy for found in check_gpus(config)]
 
     assert refused(8) == []
-    assert refused(4) == ["worker.engine_args spread each worker over 4, on worker.hosts = 2; take one of the two away"]
+    assert refused(4) == [
+        "worker.engine_args spread each worker over 4 GPUs, on worker.hosts = 2; remove one of the two settings"
+    ]
 
 
 @pytest.mark.parametrize("form", QUANTIZED)
 def test_a_model_is_quantised_of_bfloat16_alone(form: str) -> None:
     assert told(quantization=form) == []
     [found] = told("float32", quantization=form)
-    assert found == f"weights.dtype = float32: worker.engine_args.quantization = {form} is made of bfloat16 alone: " + (
+    assert found == f"weights.dtype = float32: worker.engine_args.quantization = {form} needs bfloat16 weights: " + (
         "set it to bfloat16"
     )
     assert quantized_as(worker_config(engine="vllm", engine_args={"quantization": form}).worker) == form

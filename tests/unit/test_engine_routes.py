@@ -140,8 +140,8 @@ async def test_a_model_without_experts_ends_the_start_with_the_setting_and_the_r
 @pytest.mark.parametrize(
     ("arguments", "on_cpu", "words"),
     [
-        ({}, True, r"rollout: vLLM tells routes on GPUs alone, .* set worker\.engine=transformers, or this to none"),
-        ({"pipeline_parallel_size": 2}, False, r"worker\.engine_args\.pipeline_parallel_size = 2: no process"),
+        ({}, True, r"rollout: vLLM reports routes on GPUs only, .* set worker\.engine=transformers, or this to none"),
+        ({"pipeline_parallel_size": 2}, False, r"worker\.engine_args\.pipeline_parallel_size = 2: no vLLM process"),
         ({"decode_context_parallel_size": 4}, False, r"worker\.engine_args\.decode_context_parallel_size = 4"),
         ({"prefill_context_parallel_size": 2}, False, r"worker\.engine_args\.prefill_context_parallel_size = 2"),
         ({"enable_prefix_caching": False}, False, r"worker\.engine_args\.enable_prefix_caching = False: .* turns off"),

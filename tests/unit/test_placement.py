@@ -107,7 +107,9 @@ def test_a_users_share_of_the_memory_stands_and_the_learner_has_the_rest() -> No
     assert (placement.fraction("worker/0"), placement.fraction("learner")) == (0.25, pytest.approx(0.65))
 
     greedy = make_config(worker={"engine_args": {"gpu_memory_utilization": 0.92}})
-    with pytest.raises(ResourceError, match=r"share GPU 0, .*= 0\.92 each leave too little; take at most 0\.40"):
+    with pytest.raises(
+        ResourceError, match=r"share GPU 0, .*= 0\.92 each leave too little of its memory; use at most 0\.40"
+    ):
         place(greedy, made_up(1))
     assert place(greedy, made_up(2)).fraction("worker/0") is None
 
@@ -120,21 +122,21 @@ def test_tensor_parallel_workers_take_several_each() -> None:
         "worker/1": ["4", "5"],
         "worker/2": ["6", "7"],
     }
-    with pytest.raises(ResourceError, match=r"3 workers of 4 GPUs each want 12, there are 5 GPUs, .*leaves 3; .*fewer"):
+    with pytest.raises(ResourceError, match=r"3 workers of 4 GPUs each need 12, there are 5 GPUs, .*leaves 3; .*fewer"):
         place(make_config(ranks=2, workers=3, worker={"gpus": 4}), made_up(5))
 
 
 def test_a_number_is_a_demand() -> None:
     asked = make_config(ranks=1, workers=2, worker={"gpus": 1})
     assert on(place(asked, made_up(3)))["worker/1"] == ["2"]
-    with pytest.raises(ResourceError, match=r"want 2, there are 2 GPUs, .* leaves 1; set worker\.count to 1"):
+    with pytest.raises(ResourceError, match=r"need 2, there are 2 GPUs, .* leaves 1; set worker\.count to 1"):
         place(asked, made_up(2))
-    with pytest.raises(ResourceError, match=r"worker\.gpus = 1: there is no GPU here that torch can use"):
+    with pytest.raises(ResourceError, match=r"worker\.gpus = 1: torch finds no usable GPU here"):
         place(asked, ())
     alone = make_config(workers=1, learner={"gpus": 1})
     with pytest.raises(ResourceError, match=r"there is 1 GPU, and the learner leaves 0"):
         place(alone, made_up(1))
-    with pytest.raises(ResourceError, match=r"learner\.gpus = 1: there is no GPU here"):
+    with pytest.raises(ResourceError, match=r"learner\.gpus = 1: torch finds no usable GPU here"):
         place(alone, ())
 
 
@@ -152,9 +154,9 @@ def test_slices_of_a_gpu_are_one_a_process() -> None:
         "worker/0": ["MIG-1"],
         "worker/1": ["MIG-2"],
     }
-    with pytest.raises(ResourceError, match=r"learner\.processes = 2: a process sees one slice"):
+    with pytest.raises(ResourceError, match=r"learner\.processes = 2: a process sees only one slice"):
         place(make_config(ranks=2), slices)
-    with pytest.raises(ResourceError, match=r"worker\.gpus = 2: a process sees one slice"):
+    with pytest.raises(ResourceError, match=r"worker\.gpus = 2: a process sees only one slice"):
         place(make_config(worker={"gpus": 2}), slices)
 
 
@@ -167,8 +169,11 @@ def test_on_a_machine_for_one_part_that_part_has_it() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ranks": 4, "learner": {"gpus": 2}}, r"learner\.gpus = 2: each rank takes one: must be auto, 0 or .* = 4"),
-        ({"worker": {"gpus": 4, "engine_args": {"tensor_parallel_size": 2}}}, r"worker\.gpus = 4: .* over 2; take one"),
+        ({"ranks": 4, "learner": {"gpus": 2}}, r"learner\.gpus = 2: each rank uses one GPU: must be auto, 0 or .* = 4"),
+        (
+            {"worker": {"gpus": 4, "engine_args": {"tensor_parallel_size": 2}}},
+            r"worker\.gpus = 4: .* over 2 GPUs; remove one",
+        ),
         ({"worker": {"gpus": 3, "engine_args": {"pipeline_parallel_size": 2}}}, r"worker\.gpus = 3: .* over 2"),
     ],
 )

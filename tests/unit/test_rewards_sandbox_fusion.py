@@ -114,7 +114,5 @@ async def test_a_row_without_tests_asks_nobody() -> None:
 def test_tests_of_a_service_that_runs_no_programs_are_a_mistake() -> None:
     words = "rewards={judge: {type: http, url: 'http://127.0.0.1:1', tests: {time_s: 1}}}"
     loaded = load_config("conf/reinforce.yaml", ["model.path=x", words, "reward_server=null"])
-    with pytest.raises(
-        ConfigError, match=r"rewards\.judge\.tests = a map: are run by a service of form sandbox-fusion"
-    ):
+    with pytest.raises(ConfigError, match=r"rewards\.judge\.tests = a map: apply only to form = sandbox-fusion"):
         check_config(loaded.config, loaded.origin)
