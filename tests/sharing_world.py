@@ -103,7 +103,7 @@ class Hosts:
 
     def says(self, address: str, pieces: Sequence[int], *, most: int = 0) -> None:
         """Report to Redis as a peer at this address would."""
-        Peers(self._client, self._keys, run_uid=RUN_UID, address=address).tell(
+        Peers(self._client, self._keys, run_uid=RUN_UID, address=address).exchange(
             RECORD.digest.hex(),
             have=bitmap_of(pieces, RECORD.num_pieces),
             num_pieces=RECORD.num_pieces,

@@ -188,7 +188,7 @@ def test_a_run_that_was_removed_is_refused_under_torchrun_once_and_leaves_no_tra
     config = make_run(tmp_path, name="removed")
     client.set(Keys(config.name).tombstone, claim_run(config.folder))
     assert run_to_end(config, url, processes=1) == 1
-    assert "with --takeover it goes on there" in json.loads((config.folder / "error.json").read_text())["error"]
+    assert "use --takeover to continue it there" in json.loads((config.folder / "error.json").read_text())["error"]
     assert output(config).count("learner: run 'removed' was removed from Redis") == 1
     assert not (config.folder / "terms").exists()
 

@@ -175,7 +175,7 @@ def test_of_two_learners_too_many_one_ends_by_itself_and_a_stop_ends_the_standby
         standby = stack.enter_context(running_learner(config, url, "--standby", processes=1))
         leaver = stack.enter_context(running_learner(config, url, "--standby", processes=2))
         assert refused.wait(PATIENCE_S) == 2, output(config)
-        assert output(config).count("learner: run 'wanted' has a learner already") == 1, "it was not tried again"
+        assert output(config).count("learner: run 'wanted' already has a learner") == 1, "it was not tried again"
         assert not (config.folder / "error.json").exists(), "the run is well"
         both = [("standby", "lease")] * 3
         wait_until(lambda: shown() == both, description="the ranks that stand by are shown", timeout_s=PATIENCE_S)

@@ -182,8 +182,8 @@ def test_workers_tell_each_other_of_pieces_and_nobody_else_reads_their_secret(
     client.hset(keys.meta, "uid", "u")
     denied(client)
     peers = Peers(as_role["worker"], keys, run_uid="u", address="10.0.0.1:7000")
-    told = peers.tell("0" * 32, have=b"\0", num_pieces=3, taken=(), most=2)
-    assert told.given == [0, 1]
+    told = peers.exchange("0" * 32, have=b"\0", num_pieces=3, taken=(), most=2)
+    assert told.assigned == [0, 1]
     assert len(told.secret) == 64
     assert denied(client) == []
     for role in ROLES:

@@ -245,7 +245,7 @@ def test_tls_that_does_not_work_says_what_would(tls_port: int, guarded: Guarded)
     settings = schema.Redis(connect_timeout_s=0.3, reply_timeout_s=0.3)
     with pytest.raises(ResourceError, match="ssl_ca_certs=FILE"):
         connect(f"rediss://127.0.0.1:{tls_port}", settings)
-    with pytest.raises(ResourceError, match="one side speaks TLS"):
+    with pytest.raises(ResourceError, match="check TLS, which only one side may be using"):
         connect(f"rediss://127.0.0.1:{guarded.port}", settings)
     with pytest.raises(ResourceError, match="ssl_ca_certs=FILE"):
         connect(f"rediss://127.0.0.1:{tls_port}", settings, patience_s=0.3)
@@ -340,7 +340,7 @@ def test_a_client_follows_when_sentinels_make_another_master(service: Service, t
 
 def test_a_service_that_cannot_be_found_is_one_clear_error() -> None:
     settings = schema.Redis(connect_timeout_s=0.3)
-    with pytest.raises(ResourceError, match="Its sentinels must be there and know the service"):
+    with pytest.raises(ResourceError, match="Its sentinels must run and know the service"):
         connect("redis+sentinel://127.0.0.1:1/other", settings)
     wrong = ("redis+sentinel://host:1", "redis+sentinel:///run", "redis+sentinel://host:port/run", "redis://host/one")
     for url in wrong:

@@ -60,7 +60,7 @@ def test_a_run_that_was_removed_is_refused_without_a_trace_and_told_how_it_goes_
     come()
     remove_run(client, keys)
 
-    with pytest.raises(RunGone, match=r"was removed from Redis at .*: with --takeover it goes on there"):
+    with pytest.raises(RunGone, match=r"was removed from Redis at .*: use --takeover to continue it there"):
         come()
 
     assert terms(config) == ["000001"]
@@ -119,7 +119,7 @@ def test_a_word_that_ends_the_run_is_for_every_learner_that_had_begun_by_then(
 ) -> None:
     first = come(holder="the first")
     set_control(client, keys, word, by="the test")
-    with pytest.raises(Ended, match="was told to end since this learner began: start one anew"):
+    with pytest.raises(Ended, match="was told to drain or stop after this learner started: start a new learner"):
         come(ago_s=_LONG_S, holder="waiting")  # while the first still obeys
     first.stream.release("stopped")
     for holder, takeover in (("waiting", False), ("waiting", True), ("the first", False)):
@@ -193,7 +193,7 @@ def test_a_learner_that_was_replaced_is_told_apart_from_one_whose_own_ranks_were
         first.stream.renew()
     assert not isinstance(fenced.value, Replaced)
     come(holder="another", takeover=True)
-    with pytest.raises(Replaced, match="since another has taken over"):
+    with pytest.raises(Replaced, match="as another has taken over"):
         first.stream.renew()
 
 

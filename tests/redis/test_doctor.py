@@ -116,7 +116,7 @@ def test_a_server_that_would_evict_or_is_too_small_is_found(model: Path, redis_u
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("maxmemory", 0)
     assert (findings["redis policy"].level, findings["redis memory"].level) == ("error", "warning")
-    assert (refused.level, "takes a quarter more" in refused.evidence) == ("error", True)
+    assert (refused.level, "a quarter more than the data" in refused.evidence) == ("error", True)
 
 
 @pytest.mark.parametrize(

@@ -199,4 +199,4 @@ def test_a_password_that_is_wrong_is_not_waited_for(tmp_path: Path, capsys: pyte
         assert main(["export", "prometheus", "--redis", url, "--run", "x", "--port", "0"]) == 2
     finally:
         server.stop()
-    assert "Name the user in the URL" in capsys.readouterr().err
+    assert "Put the user into the URL" in capsys.readouterr().err

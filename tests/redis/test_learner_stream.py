@@ -162,7 +162,7 @@ def test_tickets_that_cannot_be_read_or_are_of_another_run_are_told_apart(
     assert found == [(0, True), (1, False), (0, False), (-1, False), (-1, False)]
     assert [ticket.flaw for ticket in present[:3]] == [
         None,
-        "the ticket and its entry do not agree on number, purpose, run or what is asked",
+        "the ticket and its stream entry differ in number, purpose, run or request",
         "not a message: Expected `object`, got `int`",
     ]
 

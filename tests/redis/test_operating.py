@@ -199,11 +199,11 @@ def test_a_run_is_found_by_its_folder_by_the_environment_or_by_name(
         (["nowhere"], "nowhere is not the folder of a run"),
         (
             ["--redis", "http://host", "--run", "x"],
-            "error: --redis (or STREAMRL_REDIS, or redis.url): 'http://host' is no address of a server; write redis://",
+            "error: --redis (or STREAMRL_REDIS, or redis.url): 'http://host' is not a server address; must be redis://",
         ),
         (
             ["--redis", "redis://127.0.0.1:9", "--run", "x"],
-            "Start Redis there, or name another by --redis or redis.url",
+            "Start Redis there, or set another server by --redis or redis.url",
         ),
     ],
 )

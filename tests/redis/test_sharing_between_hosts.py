@@ -114,18 +114,18 @@ def test_what_a_dead_host_took_on_is_given_to_the_next(store: CountingStore, cli
     client.hset(keys.meta, "uid", RUN_UID)
     dead, next_ = (Peers(client, keys, run_uid=RUN_UID, address=f"10.0.0.{n}:7000") for n in (1, 2))
     digest, none = RECORD.digest.hex(), bitmap_of((), len(EVERY))
-    taken = dead.tell(digest, have=none, num_pieces=len(EVERY), taken=(), most=5).given
-    told = next_.tell(digest, have=none, num_pieces=len(EVERY), taken=(), most=len(EVERY))
-    assert sorted([*taken, *told.given]) == [*EVERY]
+    taken = dead.exchange(digest, have=none, num_pieces=len(EVERY), taken=(), most=5).assigned
+    told = next_.exchange(digest, have=none, num_pieces=len(EVERY), taken=(), most=len(EVERY))
+    assert sorted([*taken, *told.assigned]) == [*EVERY]
     assert set(told.peers) == {"10.0.0.1:7000"}
     assert told.busy == set(taken)
 
     for piece in taken:
         client.hset(keys.claims(digest), str(piece), "1 10.0.0.1:7000")
-    have = bitmap_of(told.given, len(EVERY))
-    again = next_.tell(digest, have=have, num_pieces=len(EVERY), taken=told.given, most=len(EVERY))
-    assert sorted(again.given) == sorted(taken)
-    assert not client.hgetall(keys.claims(digest)).keys() & {str(piece).encode() for piece in told.given}
+    have = bitmap_of(told.assigned, len(EVERY))
+    again = next_.exchange(digest, have=have, num_pieces=len(EVERY), taken=told.assigned, most=len(EVERY))
+    assert sorted(again.assigned) == sorted(taken)
+    assert not client.hgetall(keys.claims(digest)).keys() & {str(piece).encode() for piece in told.assigned}
     for key in (keys.peers(digest), keys.claims(digest)):
         assert client.pttl(key) > 0
 

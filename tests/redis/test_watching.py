@@ -189,7 +189,7 @@ def test_a_snapshot_writes_nothing(busy: LearnerStream, client: redis.Redis, key
 def test_a_snapshot_without_a_server_is_one_error(tmp_path: Path) -> None:
     with EmbeddedRedis.start(tmp_path) as server, connect(server.url, schema.Redis()) as client:
         server.stop()
-        with pytest.raises(TransportError, match="could not be looked at within"):
+        with pytest.raises(TransportError, match="could not read the run's state within"):
             snapshot(client, Keys("x"), give_up_after_s=0.1)
 
 

@@ -53,5 +53,5 @@ async def test_one_that_is_told_to_stop_before_redis_comes_ends_at_once(tmp_path
 async def test_what_no_waiting_changes_is_a_mistake_at_once(tmp_path: Path) -> None:
     with EmbeddedRedis.start(tmp_path):
         url = f"unix://nobody:wrong@{tmp_path.resolve()}/redis.sock"
-        with pytest.raises(ResourceError, match="Name the user in the URL"):
+        with pytest.raises(ResourceError, match="Put the user into the URL"):
             await asyncio.wait_for(serve(make_options(url), asyncio.Event(), leave=never_leave), 60)

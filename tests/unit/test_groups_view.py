@@ -87,7 +87,7 @@ def test_a_rollout_is_shown_as_a_conversation_with_its_rows_versions_and_calls()
     assert "ended by itself after 2 turns" in told
     assert "turn 1 by 1.4 then 1.5, calls add, 3 tokens" in told
     assert "a⟨1.5⟩b" in told
-    assert "given   row 1: goes on behind 4 tokens of row 0, 1 token" in told
+    assert "given   row 1: continues after 4 tokens of row 0, 1 token" in told
     [first, given, second] = to_json(ENTRY, make_group(make_ticket(7), samples=(sample,)), letters)["samples"][0][
         "turns"
     ]

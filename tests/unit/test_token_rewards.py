@@ -144,7 +144,7 @@ def test_on_the_wire_a_sample_without_any_beside_one_with_some_has_zeros() -> No
 
 @pytest.mark.parametrize("earned", [[np.nan, 0.0, 0.0], [np.inf, 0.0, 0.0], [1.0, 2.0]])
 def test_what_is_not_finite_or_not_one_for_each_token_is_refused(earned: list[float]) -> None:
-    with pytest.raises(WireError, match="rewards of tokens"):
+    with pytest.raises(WireError, match="token rewards"):
         through_the_wire(earning([1.0, 0.0], [earned, None]))
 
 

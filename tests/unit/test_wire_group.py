@@ -204,7 +204,7 @@ def test_a_header_that_lies_about_its_body_is_one_wire_error(changes: dict[str, 
 def test_a_header_of_another_schema_is_refused_with_both_numbers() -> None:
     fields = msgpack.unpackb(encode_group(make_group(make_ticket(0)))[0])
     for other in ({**fields, "schema": SCHEMA - 1}, {"schema": SCHEMA + 1, "anything": [1]}):
-        with pytest.raises(WireError, match=f"schema {other['schema']}; this program speaks schema {SCHEMA}: update"):
+        with pytest.raises(WireError, match=f"schema {other['schema']}; this program uses schema {SCHEMA}: update"):
             decode_header(msgpack.packb(other))
 
 

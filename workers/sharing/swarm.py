@@ -25,7 +25,7 @@ import structlog
 
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import TransportError, WeightsError
-from streamrl.protocol.transport.peers import CLAIM_S, Peers, Told, bitmap_of
+from streamrl.protocol.transport.peers import CLAIM_S, Peers, PeersReply, bitmap_of
 from streamrl.protocol.weights.stores import BlobStore
 from streamrl.workers.sharing.host import SharedBlob
 from streamrl.workers.sharing.neighbours import Neighbour, Neighbours
@@ -196,14 +196,14 @@ class _Filling:
         self._swarm.door.secret = self._swarm.neighbours.secret = reply.secret
         self._swarm.neighbours.update(self._record, reply.peers)
         self._busy = reply.busy
-        self._assigned += [piece for piece in reply.given if piece not in self._assigned]
-        self._taken |= {*reply.given}
+        self._assigned += [piece for piece in reply.assigned if piece not in self._assigned]
+        self._taken |= {*reply.assigned}
 
-    def _exchange(self, most: int) -> Told | None:
+    def _exchange(self, most: int) -> PeersReply | None:
         record = self._record
         have = [piece for piece in range(record.num_pieces) if piece not in self._missing]
         try:
-            reply = self._swarm.peers.tell(
+            reply = self._swarm.peers.exchange(
                 record.digest.hex(),
                 have=bitmap_of(have, record.num_pieces),
                 num_pieces=record.num_pieces,

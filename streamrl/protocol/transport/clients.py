@@ -115,17 +115,17 @@ def server_name(client: AnyClient) -> str:
 
 def _checked(url: str) -> str:
     if has_password_in_query(url):
-        told = f"a password in its query would be seen by all; name a file that holds it in {PASSWORD}_FILE"
-        raise ConfigError(f"{GIVEN_BY}: {masked(url)!r}: {told}")
+        remedy = f"a password in the query would be visible to all; set {PASSWORD}_FILE to a file that holds it"
+        raise ConfigError(f"{GIVEN_BY}: {masked(url)!r}: {remedy}")
     try:
         parse_url(url)  # type: ignore[no-untyped-call]
         # The client's own parser reads any other path as database 0.
         if not url.startswith("unix:") and not _DATABASE.fullmatch(urlsplit(url).path):
-            raise ValueError("its path is no number of a database")
+            raise ValueError("its path is not a database number")
     except ValueError:
         # Remove anything that may be a password, wherever the URL is wrong.
         shown = re.sub("//.*@", "//", url.partition("?")[0])
-        raise ConfigError(f"{GIVEN_BY}: {shown!r} is no address of a server; write {FORMS}") from None
+        raise ConfigError(f"{GIVEN_BY}: {shown!r} is not a server address; must be {FORMS}") from None
     return url
 
 
@@ -143,8 +143,8 @@ def _secret(url: str, environment: Mapping[str, str]) -> dict[str, Any]:
         return {}
     if file := environment.get(f"{PASSWORD}_FILE"):
         user = urlsplit(url).username
-        told = PasswordFile(user and unquote(user), Path(file), key=f"{PASSWORD}_FILE = {file!r}")
-        return {"credential_provider": told}
+        provider = PasswordFile(user and unquote(user), Path(file), key=f"{PASSWORD}_FILE = {file!r}")
+        return {"credential_provider": provider}
     password = _from_environment(PASSWORD, environment)
     return {} if password is None else {"password": password}
 
@@ -172,7 +172,7 @@ def _watched(
     userinfo, at, hosts = parts.netloc.rpartition("@")
     service = _SERVICE.fullmatch(parts.path)
     if service is None or not hosts:
-        raise ConfigError(f"{GIVEN_BY}: {masked(url)!r} names no service; write {FORMS}")
+        raise ConfigError(f"{GIVEN_BY}: {masked(url)!r} has no service name; must be {FORMS}")
     scheme = parts.scheme.removesuffix("+sentinel")
     # Parse user, database and TLS as in any other URL.
     plain = urlunsplit((scheme, f"{userinfo}{at}{hosts.partition(',')[0]}", f"/{service[2] or 0}", parts.query, ""))
@@ -189,8 +189,8 @@ def _watched(
         "command_packer",
     )  # not for sentinels: they have other users, and get short commands
     shared = {name: value for name, value in options.items() if name not in masters}
-    asking = of_sentinels({**shared, **tls, **({"password": password} if password else {})})
-    sentinels = by([_host(text, url) for text in hosts.split(",")], sentinel_kwargs=asking)
+    sentinel_options = of_sentinels({**shared, **tls, **({"password": password} if password else {})})
+    sentinels = by([_host(text, url) for text in hosts.split(",")], sentinel_kwargs=sentinel_options)
     return sentinels.master_for(service[1], **{**options, **found, **tls, **classes})
 
 
@@ -201,5 +201,5 @@ def _host(text: str, url: str) -> tuple[str, int]:
     except ValueError:
         host, port = None, None
     if host is None:
-        raise ConfigError(f"{GIVEN_BY}: {masked(url)!r}: {text!r} is no sentinel's HOST:PORT")
+        raise ConfigError(f"{GIVEN_BY}: {masked(url)!r}: {text!r} is not a sentinel's HOST:PORT")
     return host, port or _SENTINEL_PORT

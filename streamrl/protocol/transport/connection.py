@@ -34,7 +34,7 @@ _LONGEST_BLOCK_MS = 5_000
 _UNIX_SEND_BYTES = 1 << 20
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
-_ROLES = "the user of another role? `streamrl redis acl` prints what each may do"
+_ROLES = "is this the user of another role? `streamrl redis acl` prints each role's permissions"
 # When hiredis parses the replies, redis-py lets it pack the commands too, and it copies large values into one buffer,
 # several times over. This packer passes bodies and weights to the socket without a copy.
 _LARGE_BYTES = 6000
@@ -133,22 +133,22 @@ def _is_away(error: BaseException | None) -> bool:
 def _remedy(url: str, error: BaseException | None) -> str:
     if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
         return (
-            f"Name the user in the URL (redis://USER@HOST) and the file with its password in {PASSWORD}_FILE; "
-            "without a user in the URL the password is the default user's"
+            f"Put the user into the URL (redis://USER@HOST), and set {PASSWORD}_FILE to the file with its password; "
+            "without a user in the URL, the password is that of the default user"
         )
     if isinstance(error, redis.exceptions.NoPermissionError):
-        return "The rules that `streamrl redis acl` prints allow what each part needs"
-    told = str(error)
-    if "CERTIFICATE_VERIFY_FAILED" in told:
-        return "Name the authority that signed the server's certificate: rediss://HOST:PORT?ssl_ca_certs=FILE"
-    unlike = isinstance(error, redis.TimeoutError) if url.startswith("rediss") else "closed by server" in told
-    if "SSL" in told or unlike:
-        return (
-            "Start Redis there; or one side speaks TLS and the other does not: rediss:// is with TLS, redis:// without"
-        )
+        return "Give the user the rules that `streamrl redis acl` prints for its role"
+    text = str(error)
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return "Set the CA that signed the server's certificate: rediss://HOST:PORT?ssl_ca_certs=FILE"
+    may_differ_in_tls = (
+        isinstance(error, redis.TimeoutError) if url.startswith("rediss") else "closed by server" in text
+    )
+    if "SSL" in text or may_differ_in_tls:
+        return "Start Redis there, or check TLS, which only one side may be using: rediss:// has TLS, redis:// has none"
     if "sentinel" in url.partition("://")[0]:
-        return "Its sentinels must be there and know the service by that name (SENTINEL GET-MASTER-ADDR-BY-NAME)"
-    return "Start Redis there, or name another by --redis or redis.url (`embedded` needs none)"
+        return "Its sentinels must run and know the service by that name (SENTINEL GET-MASTER-ADDR-BY-NAME)"
+    return "Start Redis there, or set another server by --redis or redis.url (`embedded` needs none)"
 
 
 def bounded_block_ms(client: AnyClient, wanted_ms: int) -> int:
@@ -162,7 +162,7 @@ def check_server(
     client: redis.Redis, *, max_backlog_bytes: int = 0, max_store_bytes: int = 0, give_up_after_s: float = 0.0
 ) -> None:
     """Raise ResourceError if the server is too old, would evict a run's keys, or lacks memory for the settings."""
-    info = repeat(client, "say what it is", client.info, give_up_after_s=give_up_after_s)
+    info = repeat(client, "read the server's info", client.info, give_up_after_s=give_up_after_s)
     for fault in server_faults(server_name(client), info, max_backlog_bytes, max_store_bytes).values():
         raise ResourceError(fault)
 
@@ -178,16 +178,15 @@ def server_faults(
     limit, policy = info.get("maxmemory", 0), info.get("maxmemory_policy", "noeviction")
     if policy != "noeviction" and limit:
         faults["policy"] = (
-            f"Redis at {server} has maxmemory-policy {policy}: it would throw rollouts away; "
+            f"Redis at {server} has maxmemory-policy {policy}: it would evict rollouts; "
             "set it to noeviction (redis-cli CONFIG SET maxmemory-policy noeviction, or a managed service's parameters)"
         )
     needed = needed_memory(max_backlog_bytes, max_store_bytes)
     if limit and needed > limit:
         weights = f" and weights.max_store_bytes = {max_store_bytes}" if max_store_bytes else ""
         faults["memory"] = (
-            f"redis.max_backlog_bytes = {max_backlog_bytes}{weights}: Redis at {server} may use {limit} "
-            f"bytes in all (maxmemory), and takes a quarter more than is put into it, {needed}; lower them, or raise "
-            "maxmemory"
+            f"redis.max_backlog_bytes = {max_backlog_bytes}{weights}: Redis at {server} may use {limit} bytes "
+            f"(maxmemory), and needs {needed}, a quarter more than the data; lower the settings, or raise maxmemory"
         )
     return faults
 
@@ -217,7 +216,7 @@ def pacing(
             hint = f" ({_ROLES})" if isinstance(error, redis.exceptions.NoPermissionError) else ""
             raise TransportError(f"Redis at {server} could not {what}: {error}{hint}") from error
         if not wait_for_room and _is_full(error):
-            raise ServerFull(f"Redis at {server} could not {what}, being full: {error}") from error
+            raise ServerFull(f"Redis at {server} could not {what} because it is full: {error}") from error
         pause_s = longest_s * random.uniform(0.5, 1.0)
         if time.monotonic() + pause_s > deadline:
             raise TransportError(f"Redis at {server} could not {what} within {give_up_after_s:g} s: {error}") from error
@@ -230,15 +229,15 @@ def pacing(
 def _is_passing(error: redis.RedisError) -> bool:
     if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
         return False
-    return isinstance(error, _PASSING_ERRORS) or _is_full(error) or _says(error, _PASSING_ANSWERS)
+    return isinstance(error, _PASSING_ERRORS) or _is_full(error) or _has_code(error, _PASSING_ANSWERS)
 
 
 def _is_full(error: redis.RedisError) -> bool:
     full = isinstance(error, redis.exceptions.OutOfMemoryError)
-    return full or _says(error, _FULL_ANSWERS)
+    return full or _has_code(error, _FULL_ANSWERS)
 
 
-def _says(error: redis.RedisError, answers: Sequence[str]) -> bool:
+def _has_code(error: redis.RedisError, answers: Sequence[str]) -> bool:
     """Whether a word of the error is one of these codes; names of users and runs may contain them as parts."""
     words = (word.lstrip("-") for word in str(error).split())
     return any(word in answers for word in words)

@@ -123,11 +123,9 @@ class EmbeddedRedis:
             if answer == "loading":  # a large file may take long
                 silent_since = now
             if not self.running:
-                raise ResourceError(f"the embedded Redis ended at once: {self._last_words()}")
+                raise ResourceError(f"the embedded Redis exited at once: {self._last_words()}")
             if now - silent_since > timeout_s:
-                raise ResourceError(
-                    f"the embedded Redis gave no sign of life for {timeout_s:g} s: {self._last_words()}"
-                )
+                raise ResourceError(f"the embedded Redis did not answer for {timeout_s:g} s: {self._last_words()}")
             time.sleep(_PAUSE_S)
 
     def _last_words(self) -> str:

@@ -57,9 +57,9 @@ _MOST_BYTES = 1 << 20
 def read_ticket(body: bytes, *, purpose: Purpose, number: bytes, uid: bytes, identity: bytes) -> Ticket:
     """Decode the ticket; WireError unless it matches its entry's fields, which the delivery script compares."""
     ticket = decode_ticket(body)
-    told = (ticket.purpose, str(ticket.number).encode(), ticket.run_uid.encode(), ticket.identity.encode())
-    if told != (purpose, number, uid, identity):
-        raise WireError("the ticket and its entry do not agree on number, purpose, run or what is asked")
+    in_ticket = (ticket.purpose, str(ticket.number).encode(), ticket.run_uid.encode(), ticket.identity.encode())
+    if in_ticket != (purpose, number, uid, identity):
+        raise WireError("the ticket and its stream entry differ in number, purpose, run or request")
     return ticket
 
 
@@ -170,36 +170,36 @@ class PagedReader:
         weakref.finalize(self, self._connection.disconnect)  # avoids a warning about an open socket
         self._reached = ""  # id of the last entry returned
         self._page: list[Any] = []  # entries after it that have arrived
-        self._asked = False  # whether the page after those is requested
+        self._is_requested = False  # whether the page after those is requested
 
     def read(self, *, after: str, count: int, block_ms: int | None) -> list[Any]:
         """Return up to `count` entries after this id, as the client returns them."""
         if after != self._reached:
             self.forget()
-        if self._asked:
+        if self._is_requested:
             self._page = self._collect()
         if not self._page:
-            self._ask(after, count, *(() if block_ms is None else ("BLOCK", block_ms)))
+            self._request(after, count, *(() if block_ms is None else ("BLOCK", block_ms)))
             self._page = self._collect()
         handed_out, self._page = self._page[:count], self._page[count:]
         if handed_out:
             self._reached = handed_out[-1][0].decode()
         if len(handed_out) == count and not self._page:  # otherwise there is nothing to read ahead
-            self._ask(self._reached, count)
+            self._request(self._reached, count)
         return handed_out
 
     def forget(self) -> None:
         """Drop what was read ahead: it may be outdated, or from another server."""
-        self._reached, self._page, self._asked = "", [], False
+        self._reached, self._page, self._is_requested = "", [], False
         self._connection.disconnect()
 
-    def _ask(self, after: str, count: int, *block: str | int) -> None:
+    def _request(self, after: str, count: int, *block: str | int) -> None:
         self._connection.connect()  # a sentinel connection finds the master only in this call
         self._connection.send_command("XREAD", "COUNT", count, *block, "STREAMS", self._stream, after)
-        self._asked = True
+        self._is_requested = True
 
     def _collect(self) -> list[Any]:
-        self._asked = False
+        self._is_requested = False
         reply: Any = self._client.parse_response(self._connection, "XREAD")  # type: ignore[no-untyped-call]
         return list(reply[0][1]) if reply else []
 

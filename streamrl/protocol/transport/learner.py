@@ -101,7 +101,7 @@ class LearnerStream:
 
     def forget_end(self, *, began: float) -> None:
         """Clear a drain or stop from before this learner began (`time.monotonic`), which would end it at once."""
-        what, age_ms = "forget what an earlier learner was told", int(1000 * (time.monotonic() - began))
+        what, age_ms = "clear an earlier drain or stop", int(1000 * (time.monotonic() - began))
         for word in self._write(what, scripts.FORGET_END, [self._keys.control], age_ms):
             self.event("forgets", control=word.decode())
 
@@ -228,16 +228,15 @@ class LearnerStream:
         a, k = announcement, self._keys
         assert term_of(a.version) == self._fence.term, f"version {show(a.version)} is of another term"
         what, keys = f"announce version {show(a.version)}", [k.manifests, k.weights, k.announced]
-        said = (a.version, a.base, a.step, time.time(), a.manifest)
-        self._write(what, scripts.ANNOUNCE, keys, *said, *keep)
+        self._write(what, scripts.ANNOUNCE, keys, a.version, a.base, a.step, time.time(), a.manifest, *keep)
         crashpoint("announce.written")
 
     def amend(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
         """Replace the manifest of an announced version, now that its anchor is stored beside it for late workers.
         Deletes manifests not in `keep`, such as those that only led to older anchors.
         """
-        what, said = f"amend version {show(announcement.version)}", (announcement.version, announcement.manifest)
-        self._write(what, scripts.AMEND, [self._keys.manifests], *said, *keep)
+        a, what = announcement, f"amend version {show(announcement.version)}"
+        self._write(what, scripts.AMEND, [self._keys.manifests], a.version, a.manifest, *keep)
         crashpoint("amended.written")
 
     def has_manifests(self, versions: Sequence[int]) -> bool:
@@ -250,13 +249,15 @@ class LearnerStream:
         """Record a step's metrics in the streams that keep them; omits values that are not finite."""
         values = {name: value for name, value in metrics.items() if math.isfinite(value)}
         streams = history_streams(self._keys, step, is_validation=is_validation(values))
-        self._tell("record metrics", streams, {"step": step, "values": json.dumps(values)})
+        self._append_telemetry("record metrics", streams, {"step": step, "values": json.dumps(values)})
 
     def event(self, kind: str, **detail: str | int | float) -> None:
         """Append one line to the journal."""
-        self._tell("note an event", {self._keys.events: LONGEST_EVENTS}, {"kind": kind, "detail": json.dumps(detail)})
+        self._append_telemetry(
+            "note an event", {self._keys.events: LONGEST_EVENTS}, {"kind": kind, "detail": json.dumps(detail)}
+        )
 
-    def _tell(self, what: str, streams: Mapping[str, int], fields: Mapping[str, Argument]) -> None:
+    def _append_telemetry(self, what: str, streams: Mapping[str, int], fields: Mapping[str, Argument]) -> None:
         """Append the same entry to each stream, which is trimmed to about its length; waits briefly and never fails the
         run.
         """
@@ -314,7 +315,7 @@ class LearnerStream:
     def _note_server(self) -> None:
         """Detect a server that was replaced between calls, which only its run id shows."""
         try:
-            run_id = str(self._ask("say what it is", lambda: self._client.info("server"))["run_id"])
+            run_id = str(self._ask("read the server's info", lambda: self._client.info("server"))["run_id"])
         except TransportError as error:
             if isinstance(error.__cause__, redis.exceptions.NoPermissionError):
                 return  # INFO may be forbidden; lost connections and the fence still detect most replacements

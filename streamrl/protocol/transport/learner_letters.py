@@ -60,7 +60,7 @@ class LetterBox:
         return self._listed()
 
     def purged(self) -> set[int]:
-        found: Any = self._ask("read what was purged", lambda: self._client.smembers(self._keys.purged))
+        found: Any = self._ask("read the purged letters", lambda: self._client.smembers(self._keys.purged))
         return {to_number(number) for number in found}
 
     def remove(self, entry_ids: Sequence[str], *, requests: Sequence[int] = ()) -> None:

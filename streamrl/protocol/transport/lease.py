@@ -53,7 +53,10 @@ def await_lease(
         call = Call(scripts.TAKE_LEASE, (keys.lease, keys.meta, keys.control), args)
         reply = repeat(client, "take the run's lease", partial(run, client, call), give_up_after_s=give_up_after_s)
         if reply[0] == b"ENDED":
-            raise Ended(f"run {keys.name!r} was told to end since this learner began: start one anew, and it goes on")
+            raise Ended(
+                f"run {keys.name!r} was told to drain or stop after this learner started: start a new learner to "
+                "continue it"
+            )
         return other_holder(reply)
 
     if not wait_out(try_once, keys, wait_s, go_on=go_on):
@@ -65,7 +68,7 @@ def await_lease(
 def lease_holder(client: redis.Redis, keys: Keys, *, give_up_after_s: float) -> str | None:
     """Return the learner's holder name, or None."""
     get = partial(client.get, keys.lease)
-    holder: Any = repeat(client, "say who learns the run", get, give_up_after_s=give_up_after_s)
+    holder: Any = repeat(client, "read the learner's lease", get, give_up_after_s=give_up_after_s)
     return None if holder is None else str(holder.decode(errors="replace"))
 
 
@@ -78,11 +81,11 @@ def known_term(client: redis.Redis, keys: Keys, run_uid: str, *, takeover: bool 
     def read() -> Any:
         return *client.hmget(keys.meta, "uid", "term"), client.get(keys.tombstone)
 
-    uid, term, tombstone = repeat(client, "say how the run stands", read, give_up_after_s=give_up_after_s)
+    uid, term, tombstone = repeat(client, "read the run's term", read, give_up_after_s=give_up_after_s)
     if tombstone == run_uid.encode() and not takeover:
         raise RunGone(
-            f"run {keys.name!r} was removed from Redis at {server_name(client)}: with --takeover it goes on there, "
-            "from its newest checkpoint; or set another name"
+            f"run {keys.name!r} was removed from Redis at {server_name(client)}: use --takeover to continue it there "
+            "from its newest checkpoint, or set another name"
         )
     return int(term) if uid == run_uid.encode() and term else 0
 
@@ -95,8 +98,8 @@ def wait_out(
     while (other := try_once()) is not None:
         if time.monotonic() >= deadline:
             raise Refused(
-                f"run {keys.name!r} has a learner already: {other} holds its lease. Stop it, take over explicitly "
-                "(--takeover), or wait for its end (--standby)"
+                f"run {keys.name!r} already has a learner: {other} holds its lease. Stop it, take over explicitly "
+                "(--takeover), or wait until it ends (--standby)"
             )
         if not go_on():
             return False
@@ -115,8 +118,8 @@ def refusal(client: redis.Redis, keys: Keys, fence: Fence, *, what: str, reply: 
     match status:
         case b"FENCED":
             other = rest[0].decode(errors="replace") if rest else ""
-            told = f"run {name!r} has another learner than this one of term {fence.term}: it may not {what}"
-            return Fenced(told) if other in ("", fence.holder) else Replaced(f"{told}, since {other} has taken over")
+            problem = f"the learner of term {fence.term} no longer holds run {name!r}: could not {what}"
+            return Fenced(problem) if other in ("", fence.holder) else Replaced(f"{problem}, as {other} has taken over")
         case b"GONE":
             return RunGone(f"run {name!r} was removed from Redis, or another took its name: could not {what}")
         case b"TAKEN":

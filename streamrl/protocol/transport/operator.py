@@ -118,9 +118,9 @@ def remove_run(client: redis.Redis, keys: Keys) -> bool:
     """
     streams = [key for purpose in PURPOSES for key in (keys.tickets(purpose), keys.groups(purpose))]
     bury = Call(scripts.BURY, (keys.meta, keys.tombstone, keys.lease, keys.control, *streams), (1000 * _TOMBSTONE_S,))
-    there = _ask(client, "remove the run", partial(run, client, bury))
+    existed = _ask(client, "remove the run", partial(run, client, bury))
     _ask(client, "remove the run's keys", partial(_sweep, client, keys))
-    return bool(there)
+    return bool(existed)
 
 
 def _sweep(client: redis.Redis, keys: Keys) -> None:
@@ -163,7 +163,7 @@ def read_retried(client: redis.Redis, keys: Keys) -> dict[int, list[int]]:
 
 def request_retries(client: redis.Redis, keys: Keys, letters: Iterable[DeadLetter], *, by: str) -> int:
     """Request a retry of each; return how many requests are new."""
-    return _for_each(client, keys, "ask for retries", scripts.REQUEST_RETRIES, letters, by)
+    return _for_each(client, keys, "request retries", scripts.REQUEST_RETRIES, letters, by)
 
 
 def purge(client: redis.Redis, keys: Keys, letters: Iterable[DeadLetter], *, by: str) -> int:

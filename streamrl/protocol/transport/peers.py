@@ -33,64 +33,64 @@ HAVE = "x-have"  # response header: bitmap, in hex, of the pieces that the peer 
 CLAIM_S = 5.0
 KEPT_S = 900.0  # after the last update by any host
 MOST_PEERS = 4096  # remembered per blob
-_NUM_TOLD = 12  # peers per reply, chosen at random
+_PEERS_PER_REPLY = 12  # chosen at random
 _LOWEST_PORT = 1024
 _PATIENCE_S = 2.0
 
 # `have` is a bitmap, lowest bit first. Assigned pieces that the host has by now are released, those it still fetches
 # are extended. Then it is assigned up to `most` others: first those never assigned, then those whose assignment
 # expired.
-TELL = guarded("""
+EXCHANGE = guarded("""
 local peers, claims, secret = unpack(KEYS)
-local me, have, num, most, claim_ms, kept_ms, num_told, longest, fresh = unpack(ARGV, 1, 9)
+local me, have, num, most, claim_ms, kept_ms, peers_per_reply, max_peers, new_secret = unpack(ARGV, 1, 9)
 num, most = tonumber(num), tonumber(most)
 local function has(piece)
   local byte = string.byte(have, math.floor(piece / 8) + 1) or 0
   return bit.band(byte, bit.lshift(1, piece % 8)) ~= 0
 end
-redis.call('SET', secret, fresh, 'NX')
-if redis.call('HEXISTS', peers, me) == 1 or redis.call('HLEN', peers) < tonumber(longest) then
+redis.call('SET', secret, new_secret, 'NX')
+if redis.call('HEXISTS', peers, me) == 1 or redis.call('HLEN', peers) < tonumber(max_peers) then
   redis.call('HSET', peers, me, have)
 end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local given, busy, first = {}, {}, tonumber(redis.call('HGET', claims, 'next') or 0)
+local assigned, busy, first = {}, {}, tonumber(redis.call('HGET', claims, 'next') or 0)
 local function claim(piece) redis.call('HSET', claims, piece, string.format('%d %s', now + claim_ms, me)) end
-local function give(piece)
+local function assign(piece)
   claim(piece)
-  given[#given + 1] = piece
+  assigned[#assigned + 1] = piece
 end
 for i = 10, #ARGV do
   if has(tonumber(ARGV[i])) then redis.call('HDEL', claims, ARGV[i]) else claim(ARGV[i]) end
 end
-while #given < most and first < num do
-  if not has(first) then give(first) end
+while #assigned < most and first < num do
+  if not has(first) then assign(first) end
   first = first + 1
 end
 redis.call('HSET', claims, 'next', first)
 local all = redis.call('HGETALL', claims)
 for i = 1, #all, 2 do
   local piece = tonumber(all[i])
-  local till, who = string.match(all[i + 1], '^(%d+) (.*)$')
-  if piece and till and who ~= me and tonumber(till) >= now then
+  local expires, host = string.match(all[i + 1], '^(%d+) (.*)$')
+  if piece and expires and host ~= me and tonumber(expires) >= now then
     busy[#busy + 1] = piece
-  elseif piece and till and tonumber(till) < now and #given < most and not has(piece) then
-    give(piece)
+  elseif piece and expires and tonumber(expires) < now and #assigned < most and not has(piece) then
+    assign(piece)
   end
 end
 redis.call('PEXPIRE', claims, kept_ms)
 redis.call('PEXPIRE', peers, kept_ms)
-local told = redis.call('HRANDFIELD', peers, num_told, 'WITHVALUES')
-return {'OK', redis.call('GET', secret), redis.call('HLEN', peers), told, given, busy}
+local some = redis.call('HRANDFIELD', peers, peers_per_reply, 'WITHVALUES')
+return {'OK', redis.call('GET', secret), redis.call('HLEN', peers), some, assigned, busy}
 """)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class PeersReply:
     secret: bytes
     num_peers: int
     peers: Mapping[str, bytes]  # some of them: address -> bitmap
-    given: Sequence[int]  # pieces that this host is to fetch from the store
+    assigned: Sequence[int]  # pieces that this host is to fetch from the store
     busy: Collection[int]  # pieces that other hosts are fetching from the store
 
 
@@ -99,30 +99,35 @@ class Peers:
         self.run_uid, self.address = run_uid, address
         self._client, self._keys = client, keys
 
-    def tell(self, digest: str, *, have: bytes, num_pieces: int, taken: Collection[int], most: int) -> Told:
+    def exchange(self, digest: str, *, have: bytes, num_pieces: int, taken: Collection[int], most: int) -> PeersReply:
         """Report, for one blob, the pieces this host has and those in progress, and take up to `most` more.
 
         Safe to retry: an assignment whose reply was lost expires.
         """
         keys = self._keys
-        args = (self.address, have, num_pieces, most, int(1000 * CLAIM_S), int(1000 * KEPT_S), _NUM_TOLD, MOST_PEERS)
+        durations_ms = (int(1000 * CLAIM_S), int(1000 * KEPT_S))
+        args = (self.address, have, num_pieces, most, *durations_ms, _PEERS_PER_REPLY, MOST_PEERS)
         call = Call(
-            TELL,
+            EXCHANGE,
             (keys.meta, keys.tombstone, keys.peers(digest), keys.claims(digest), keys.peers_secret),
             (self.run_uid, *args, secrets.token_hex(32), *taken),
         )
         reply: Any = repeat(
-            self._client, "tell of peers", partial(run, self._client, call), give_up_after_s=_PATIENCE_S
+            self._client, "coordinate with peers", partial(run, self._client, call), give_up_after_s=_PATIENCE_S
         )
         if reply[0] != b"OK":
-            raise TransportError(f"Redis knows nothing of run {keys.name!r}, whose hosts were to be asked")
-        _, secret, num_peers, told, given, busy = reply
-        texts = [address.decode(errors="replace") for address in told[::2]]
-        return Told(
+            raise TransportError(f"Redis has no run {keys.name!r}: could not coordinate with its other hosts")
+        _, secret, num_peers, some, assigned, busy = reply
+        addresses = [address.decode(errors="replace") for address in some[::2]]
+        return PeersReply(
             secret=secret,
             num_peers=num_peers,
-            peers={address: have for address, have in zip(texts, told[1::2], strict=True) if address != self.address},
-            given=[piece for piece in given if 0 <= piece < num_pieces],
+            peers={
+                address: bitmap
+                for address, bitmap in zip(addresses, some[1::2], strict=True)
+                if address != self.address
+            },
+            assigned=[piece for piece in assigned if 0 <= piece < num_pieces],
             busy=set(busy),
         )
 
@@ -155,6 +160,6 @@ def address_of_peer(text: str, *, own: str) -> tuple[str, int] | None:
         ours = ipaddress.ip_address(parse_address(own, what="peer")[0])
     except (ConfigError, ValueError):
         return None
-    never = ip.is_unspecified or ip.is_multicast or ip.is_link_local or ip.is_reserved or port < _LOWEST_PORT
-    unlike = ip.version != ours.version or ip.is_loopback != ours.is_loopback or ip.is_global != ours.is_global
-    return None if never or unlike or text == own else (host, port)
+    is_unusable = ip.is_unspecified or ip.is_multicast or ip.is_link_local or ip.is_reserved or port < _LOWEST_PORT
+    is_elsewhere = ip.version != ours.version or ip.is_loopback != ours.is_loopback or ip.is_global != ours.is_global
+    return None if is_unusable or is_elsewhere or text == own else (host, port)

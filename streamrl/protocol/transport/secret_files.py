@@ -43,16 +43,16 @@ class PasswordFile(CredentialProvider):
         return self.get_credentials()
 
 
-class AuthorityReadAnew:
+class RereadsAuthority:
     """Makes an asyncio TLS connection read its certificate authority again."""
 
     ssl_context: Any
 
     def _connection_arguments(self) -> Mapping[str, Any]:
         self.ssl_context.context = None
-        told: Mapping[str, Any] = super()._connection_arguments()  # type: ignore[misc]
-        return told
+        arguments: Mapping[str, Any] = super()._connection_arguments()  # type: ignore[misc]
+        return arguments
 
 
-class AsyncSslConnection(AuthorityReadAnew, redis.asyncio.SSLConnection):
+class AsyncSslConnection(RereadsAuthority, redis.asyncio.SSLConnection):
     pass

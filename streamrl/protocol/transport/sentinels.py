@@ -20,7 +20,7 @@ from redis.asyncio.sentinel import SentinelManagedConnection as AsyncManaged
 from redis.asyncio.sentinel import SentinelManagedSSLConnection as AsyncManagedSsl
 from redis.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
 
-from streamrl.protocol.transport.secret_files import AuthorityReadAnew
+from streamrl.protocol.transport.secret_files import RereadsAuthority
 
 _ASK_EVERY_S = 1.0
 _AWAY_S = 30.0  # pause before asking again: detecting that they are down may take seconds
@@ -44,7 +44,7 @@ class _Following:
     def _is_due(self) -> bool:
         return time.monotonic() >= self._ask_at
 
-    def _asked(self, *, answered: bool) -> None:
+    def _schedule_next_ask(self, *, answered: bool) -> None:
         self._ask_at = time.monotonic() + (_ASK_EVERY_S if answered else _AWAY_S)
 
     def _is_at_the_master(self) -> bool:
@@ -64,9 +64,9 @@ class MasterConnection(_Following, SentinelManagedConnection):
         try:
             self.connection_pool.get_master_address()
         except redis.RedisError:
-            self._asked(answered=False)
+            self._schedule_next_ask(answered=False)
         else:
-            self._asked(answered=True)
+            self._schedule_next_ask(answered=True)
 
 
 class MasterSslConnection(MasterConnection, SentinelManagedSSLConnection):
@@ -85,10 +85,10 @@ class AsyncMasterConnection(_Following, AsyncManaged):
         try:
             await self.connection_pool.get_master_address()
         except redis.RedisError:
-            self._asked(answered=False)
+            self._schedule_next_ask(answered=False)
         else:
-            self._asked(answered=True)
+            self._schedule_next_ask(answered=True)
 
 
-class AsyncMasterSslConnection(AuthorityReadAnew, AsyncMasterConnection, AsyncManagedSsl):
+class AsyncMasterSslConnection(RereadsAuthority, AsyncMasterConnection, AsyncManagedSsl):
     pass

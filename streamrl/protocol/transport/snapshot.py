@@ -102,7 +102,7 @@ def snapshot(
     client: redis.Redis, keys: Keys, *, num_records: int = 1, num_events: int = 20, give_up_after_s: float = _PATIENCE_S
 ) -> Snapshot:
     look = partial(_look, client, keys, num_records, num_events)
-    replies, of_another_type = repeat(client, "be looked at", look, give_up_after_s=give_up_after_s)
+    replies, of_another_type = repeat(client, "read the run's state", look, give_up_after_s=give_up_after_s)
     seen = _Lenient(unreadable=[f"{key}: of another type" for key in of_another_type])
     (time, meta, weights, progress, holder, lease_ms, control, tombstone), replies = replies[:8], replies[8:]
     (num_dead, letters, num_requests, num_versions, records, events, info), replies = replies[:7], replies[7:]
@@ -194,7 +194,7 @@ def _tolerate(reply: Any) -> Any:
 def _to_counts(replies: Sequence[Any], *, at: float) -> StreamCounts:
     num_tickets, pending, oldest, num_groups, num_bytes = replies
     consumers = (pending or {}).get("consumers", ())
-    leased_by = {one["name"].decode(errors="replace"): one["pending"] for one in consumers}
+    leased_by = {consumer["name"].decode(errors="replace"): consumer["pending"] for consumer in consumers}
     leased_by.pop(HANDED_BACK, None)
     leases = [lease for entry in oldest or () if (lease := _to_lease(entry, at=at)).worker != HANDED_BACK]
     return StreamCounts(
@@ -218,7 +218,7 @@ def _to_lease(entry: Mapping[str, Any], *, at: float) -> OldestLease:
 
 
 def _to_letter(fields: Fields) -> Mapping[str, str]:
-    return {told: _text(fields.get(name, b"")) for told, name in (("ticket", b"n"), ("error", b"error"))}
+    return {label: _text(fields.get(name, b"")) for label, name in (("ticket", b"n"), ("error", b"error"))}
 
 
 def _to_server(info: Mapping[str, Any]) -> Server:
@@ -246,10 +246,10 @@ class _Lenient:
             self.unreadable.append(f"{hash_name} {name} = {_text(raw or b'')[:_SHOWN]!r}")
             return None
 
-    def all_of(self, what: str, there: Sized, found: Sequence[T]) -> tuple[T, ...]:
-        if num_missing := len(there) - len(found):
-            self.unreadable.append(f"{num_missing} of {len(there)} {what}")
-        return tuple(found)
+    def all_of(self, what: str, stored: Sized, decoded: Sequence[T]) -> tuple[T, ...]:
+        if num_missing := len(stored) - len(decoded):
+            self.unreadable.append(f"{num_missing} of {len(stored)} {what}")
+        return tuple(decoded)
 
 
 def to_records(entries: Entries) -> list[Record]:

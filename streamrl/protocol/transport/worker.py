@@ -65,8 +65,8 @@ class WorkerStream:
         self._look_for_expired_at = 0.0
         self._can_wait = True  # all streams exist, as far as we know
         self._latest: Announcement | None = None
-        self._heard = 0  # the newest version that woke us
-        self._is_deaf = False  # announcements cannot be read, and that was logged
+        self._woken_for = 0  # the newest version that woke us
+        self._failure_is_logged = False  # announcements cannot be read, and that was logged
         self._ask = partial(repeat_async, client, give_up_after_s=give_up_after_s)
 
     async def run_info(self) -> RunInfo | None:
@@ -99,7 +99,7 @@ class WorkerStream:
         seconds, and a small part of a lease). Never returns a ticket that the caller still holds and renews. One call
         at a time.
         """
-        assert max_tickets >= 1, f"asked to lease {max_tickets} tickets"
+        assert max_tickets >= 1, f"cannot lease {max_tickets} tickets"
         looks = self._recover or not self._can_wait or time.monotonic() >= self._look_for_expired_at
         if block_ms <= 0 or looks:
             taken = await self._do("lease tickets", lambda uid: self._take(uid, max_tickets))
@@ -110,10 +110,10 @@ class WorkerStream:
                 self._look_for_expired_at = 0.0  # some had expired, and there may be more
             if (leased := self._adopt(taken[0], max_tickets)) or block_ms <= 0:
                 return leased
-        came = await self._ask("wait for tickets", lambda: self._wait(max_tickets, block_ms))
+        arrived = await self._ask("wait for tickets", lambda: self._wait(max_tickets, block_ms))
         if self._recover:
             return await self.lease(max_tickets=max_tickets, block_ms=0)
-        leased = self._adopt(came, len(came))
+        leased = self._adopt(arrived, len(arrived))
         if surplus := leased[max_tickets:]:  # a blocking read's count applies to each stream separately
             await self.hand_back(surplus)
             self._look_for_expired_at = 0.0  # finds them in the next call
@@ -191,20 +191,20 @@ class WorkerStream:
         lost causes no busy loop. Blocks for the given time (some seconds at most), on a connection of its own from the
         client's pool.
         """
-        since = max(version, self._heard)
+        since = max(version, self._woken_for)
         block = bounded_block_ms(self._client, int(1000 * within_s))
         try:
             reply: Any = await self._client.xread({self._keys.announced: f"{since}-0"}, count=1, block=block)
         except redis.RedisError as error:  # the caller's next look finds out whether Redis is down
-            if not self._is_deaf and not isinstance(error, redis.ConnectionError | redis.TimeoutError):
-                self._is_deaf = True
-                structlog.get_logger().warning("announcements_not_heard", error=str(error), looks_every_s=_POLL_S)
+            if not self._failure_is_logged and not isinstance(error, redis.ConnectionError | redis.TimeoutError):
+                self._failure_is_logged = True
+                structlog.get_logger().warning("announcements_unreadable", error=str(error), looks_every_s=_POLL_S)
             await asyncio.sleep(min(within_s, _POLL_S * random.uniform(0.5, 1.0)))
             return False
         if not reply:
             return False
         [[_, [(entry_id, _)]]] = reply
-        self._heard = int(entry_id.partition(b"-")[0])
+        self._woken_for = int(entry_id.partition(b"-")[0])
         return True
 
     async def manifest(self, version: int) -> bytes | None:
@@ -245,16 +245,16 @@ class WorkerStream:
             await asyncio.sleep(block / 1000)
             return []
         self._can_wait = True
-        came = [
+        arrived = [
             (stream, entry_id, *(fields.get(name, b"") for name in (b"n", b"u", b"d", b"b")))
             for stream, entries in reply or []
             for entry_id, fields in entries
         ]
-        if came:
+        if arrived:
             crashpoint("ticket.leased")
         # A ticket of another run: only the script can tell whether ours is gone.
-        self._recover = self._run_uid is None or any(uid != self._run_uid.encode() for *_, uid, _, _ in came)
-        return came
+        self._recover = self._run_uid is None or any(uid != self._run_uid.encode() for *_, uid, _, _ in arrived)
+        return arrived
 
     def _adopt(self, entries: Sequence[Any], most: int) -> list[Leased]:
         oldest = time.monotonic() - _FORGET_AFTER_LEASES * self._lease_s

@@ -16,9 +16,9 @@ _GUARD = """
 local meta, tombstone = unpack(KEYS, 1, 2)
 local uid = table.remove(ARGV, 1)
 for _ = 1, 2 do table.remove(KEYS, 1) end
-local here = redis.call('HGET', meta, 'uid')
-if here ~= uid then
-  if here or redis.call('GET', tombstone) == uid then return {'GONE'} end
+local known = redis.call('HGET', meta, 'uid')
+if known ~= uid then
+  if known or redis.call('GET', tombstone) == uid then return {'GONE'} end
   return {'LOST'}
 end
 """
@@ -98,8 +98,8 @@ local lost = {}
 for i = 3, #ARGV, 2 do
   local stream, id = tonumber(ARGV[i]), ARGV[i + 1]
   local key = KEYS[stream]
-  local mine = redis.pcall('XPENDING', key, group, id, id, 1, worker)
-  if mine.err or #mine == 0 then
+  local pending = redis.pcall('XPENDING', key, group, id, id, 1, worker)
+  if pending.err or #pending == 0 then
     lost[#lost + 1] = {stream, id}
   else
     redis.call('XCLAIM', key, group, worker, 0, id, 'IDLE', 0, 'JUSTID')
@@ -123,8 +123,8 @@ HAND_BACK = guarded(
     + """
 for i = 5, #ARGV, 2 do
   local key, id = KEYS[tonumber(ARGV[i])], ARGV[i + 1]
-  local mine = redis.pcall('XPENDING', key, group, id, id, 1, worker)
-  if not mine.err and #mine > 0 then hand_back(key, mine[1]) end
+  local pending = redis.pcall('XPENDING', key, group, id, id, 1, worker)
+  if not pending.err and #pending > 0 then hand_back(key, pending[1]) end
 end
 return {'OK'}
 """
@@ -138,10 +138,10 @@ LEAVE = guarded(
     _HAND_BACK
     + """
 for _, key in ipairs(KEYS) do
-  local mine = redis.pcall('XPENDING', key, group, '-', '+', 10000, worker)
-  if not mine.err then
-    for _, lease in ipairs(mine) do hand_back(key, lease) end
-    if #mine < 10000 then redis.call('XGROUP', 'DELCONSUMER', key, group, worker) end
+  local pending = redis.pcall('XPENDING', key, group, '-', '+', 10000, worker)
+  if not pending.err then
+    for _, lease in ipairs(pending) do hand_back(key, lease) end
+    if #pending < 10000 then redis.call('XGROUP', 'DELCONSUMER', key, group, worker) end
   end
 end
 return {'OK'}
@@ -170,8 +170,8 @@ local function outcome_of(tickets, id, number, identity)
   local fields = {}
   for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
   if fields.n ~= number or fields.u ~= uid or fields.d ~= identity then return 'duplicates' end
-  local mine = redis.pcall('XPENDING', tickets, group, id, id, 1, worker)
-  if mine.err or #mine == 0 then return 'refused' end
+  local pending = redis.pcall('XPENDING', tickets, group, id, id, 1, worker)
+  if pending.err or #pending == 0 then return 'refused' end
   taken[tickets .. id] = true
   return 'delivered'
 end

@@ -52,11 +52,11 @@ def check_branches(
     lengths = [num_prompt + starts[0]]
     for at, (branch, end) in enumerate(zip(branches, ends, strict=True), start=1):
         if branch.row >= at or branch.keep > lengths[branch.row]:
-            raise WireError(f"branch {at} keeps {branch.keep} tokens of row {branch.row}, which has not as many")
+            raise WireError(f"branch {at} keeps {branch.keep} tokens of row {branch.row}, which has fewer")
         lengths.append(branch.keep + end - branch.start)
     keeps = {branch.start: branch.keep for branch in branches}
     for start, end in spans:
         if any(start < place < end for place in starts):
-            raise WireError(f"the version span from {start} to {end} goes on in another row")
+            raise WireError(f"the version span from {start} to {end} continues in another row")
         if not keeps.get(start, 1):
-            raise WireError(f"token {start} was sampled behind nothing")
+            raise WireError(f"token {start} was sampled without any context")

@@ -18,7 +18,7 @@ _largest, _least = np.maximum.reduce, np.minimum.reduce  # an array's own method
 def check_tokens(token_ids: npt.NDArray[np.int32], vocabulary: int) -> None:
     # As an unsigned number, a negative id is beyond every vocabulary.
     if len(token_ids) and _largest(token_ids.view(_UNSIGNED)) >= vocabulary:
-        raise WireError(f"token ids are not all from 0 to {vocabulary - 1}, as the vocabulary has them")
+        raise WireError(f"token ids must be from 0 to {vocabulary - 1}, as in the vocabulary")
 
 
 def check_logprobs(logprobs: npt.NDArray[np.float32]) -> None:
@@ -35,7 +35,7 @@ def check_cover(runs: Sequence[int], spans: Sequence[tuple[int, int, int, int]],
     reached = 0
     for _, _, start, end in spans:
         if start < reached or end <= start:
-            raise WireError("version spans must follow one another")
+            raise WireError("version spans must not overlap or be empty")
         covered.append((covered.pop()[0] if covered and start == reached else start, end))
         reached = end
     if reached > length:
@@ -43,4 +43,4 @@ def check_cover(runs: Sequence[int], spans: Sequence[tuple[int, int, int, int]],
     bounds = list(accumulate(runs, initial=0))
     for start, end in zip(bounds[:-1:2], bounds[1::2], strict=True):
         if start < end and not any(begin <= start and end <= until for begin, until in covered):
-            raise WireError(f"tokens {start} to {end} have a loss and no version")
+            raise WireError(f"tokens {start} to {end} have a loss but no version")

@@ -95,7 +95,7 @@ def _check_schema(data: bytes | memoryview) -> None:
 
 
 def _of_schema(schema: int) -> WireError:
-    return WireError(f"message of schema {schema}; this program speaks schema {SCHEMA}: update the older side")
+    return WireError(f"message of schema {schema}; this program uses schema {SCHEMA}: update the older side")
 
 
 def _begin_of_map(num_fields: int) -> bytes:
@@ -105,7 +105,7 @@ def _begin_of_map(num_fields: int) -> bytes:
 
 def _plain_number(value: Any) -> int | float:
     if not hasattr(value, "dtype"):
-        raise TypeError(f"{type(value).__name__} is of no kind that messages have")
+        raise TypeError(f"{type(value).__name__} is not a type that messages can hold")
     number: int | float = value.item()
     return number
 

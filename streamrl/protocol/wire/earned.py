@@ -19,14 +19,14 @@ def pack_earned(earned: Sequence[Earned], lengths: Sequence[int]) -> bytes | Non
         return None
     each = [np.zeros(n) if rewards is None else rewards for rewards, n in zip(earned, lengths, strict=True)]
     if [len(rewards) for rewards in each] != list(lengths):
-        raise WireError("a sample has not as many rewards of tokens as tokens")
+        raise WireError("a sample's token rewards and tokens differ in number")
     return np.concatenate(each).astype(_F4).tobytes()
 
 
-def take_earned(told: bytes | None, lengths: Sequence[int]) -> list[Earned]:
-    if told is None:
+def take_earned(packed: bytes | None, lengths: Sequence[int]) -> list[Earned]:
+    if packed is None:
         return [None] * len(lengths)
-    earned = to_array("token_rewards", told, _F4, count=sum(lengths))
+    earned = to_array("token_rewards", packed, _F4, count=sum(lengths))
     if not np.isfinite(earned).all():
-        raise WireError("rewards of tokens must be finite")
+        raise WireError("token rewards must be finite")
     return list(np.split(earned, np.cumsum(lengths)[:-1]))

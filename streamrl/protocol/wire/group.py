@@ -85,8 +85,8 @@ class GroupHeader(Message, frozen=True, kw_only=True):
 
     def facts(self) -> dict[str, Any]:
         """Return what JSON output shows of a group besides its id, time, texts and tokens."""
-        told = ("ticket", "run_uid", "worker", "attempt", "error", "num_failed_samples", "num_tool_calls")
-        return {name: getattr(self, name) for name in (*told, "generate_s", "reward_s", "model_s", "environment_s")}
+        shown = ("ticket", "run_uid", "worker", "attempt", "error", "num_failed_samples", "num_tool_calls")
+        return {name: getattr(self, name) for name in (*shown, "generate_s", "reward_s", "model_s", "environment_s")}
 
 
 _HEADERS = Messages(GroupHeader, max_bytes=MAX_HEADER_BYTES)
@@ -129,9 +129,9 @@ def decode_header(data: bytes) -> GroupHeader:
     """Decode a header, or raise WireError."""
     header = _HEADERS.unpack(data)
     if not len(header.sample_lengths) == len(header.sample_rewards) == len(header.sample_finished):
-        raise WireError("lengths, rewards and ends are of different numbers of samples")
+        raise WireError("lengths, rewards and finish flags differ in their number of samples")
     if header.failed == bool(header.sample_lengths):
-        raise WireError("a group has samples or an error, exactly one of them")
+        raise WireError("a group must have either samples or an error")
     if header.routes is not None:
         check_counts(header.routes)
     return header

@@ -96,10 +96,10 @@ def pack_routes(
     routed = [each for each in samples if each is not None]
     if not routed:
         return None, b""
-    told = [all_missing(num_prompt, routed[0]) if prompt is None else prompt, *routed]
-    if sum(map(len, told)) != num_prompt + sum(lengths) or len({(each.shape[1:], each.dtype) for each in told}) != 1:
-        raise WireError("some of a group's tokens have no routes, or routes of another model")
-    whole = np.concatenate(told)
+    parts = [all_missing(num_prompt, routed[0]) if prompt is None else prompt, *routed]
+    if sum(map(len, parts)) != num_prompt + sum(lengths) or len({(each.shape[1:], each.dtype) for each in parts}) != 1:
+        raise WireError("some of a group's tokens have no routes, or routes of a different shape")
+    whole = np.concatenate(parts)
     if whole.nbytes > MAX_ROUTE_BYTES:
         raise WireError(f"routes of {whole.nbytes} bytes in a group; the limit is {MAX_ROUTE_BYTES}: {REMEDY}")
     planes = whole.astype(_DTYPES[whole.itemsize], copy=False).view(np.uint8).reshape(-1, whole.itemsize)
@@ -142,9 +142,9 @@ def take_routes(
 def _expand(frame: memoryview, size: int) -> bytes:
     """Decompress, after checking that the size is what the tokens need."""
     try:
-        told = zstandard.frame_content_size(frame)
-        if told != size:
-            raise WireError(f"routes claim to be {told} bytes, expected {size}")
+        declared = zstandard.frame_content_size(frame)
+        if declared != size:
+            raise WireError(f"routes claim to be {declared} bytes, expected {size}")
         plain = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise WireError(f"routes do not decompress: {error}") from None
@@ -161,4 +161,4 @@ def _check(routes: Routes, shape: RouteShape) -> None:
         )
     last = int(routes.max(initial=0, where=routes != missing_in(routes)))
     if last >= shape.num_experts:
-        raise WireError(f"a route to expert {last}, and the model has {shape.num_experts}")
+        raise WireError(f"a route to expert {last}, but the model has {shape.num_experts}")

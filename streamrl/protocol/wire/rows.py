@@ -57,7 +57,7 @@ _TURN_REWARDS = attrgetter("turn_rewards")
 def pack_rows(samples: Sequence[Sample], lengths: Sequence[int]) -> bytes:
     """Pack everything that is not one item per token."""
     if list(lengths) != [len(s.logprobs) for s in samples]:  # concatenated, they would shift those of later samples
-        raise WireError("a sample has not as many log-probs as tokens")
+        raise WireError("a sample's log-probs and tokens differ in number")
     if not all(map(math.isfinite, chain.from_iterable([s.rewards.values() for s in samples]))):
         raise WireError("a reward is not a finite number")
     rows = _Rows(
@@ -78,7 +78,7 @@ def unpack_samples(
 ) -> tuple[Sample, ...]:
     found, lengths = _MESSAGES.unpack(message), header.sample_lengths
     if len(found.rows) != len(lengths):
-        raise WireError(f"{len(found.rows)} samples where the header says {len(lengths)}")
+        raise WireError(f"{len(found.rows)} samples, but the header says {len(lengths)}")
     of_tokens = zip(
         take_earned(found.token_rewards, lengths), take_taught(found.teacher_logprobs, lengths), routes, strict=True
     )
@@ -107,6 +107,6 @@ def unpack_samples(
 
 def _check_turns(samples: Sequence[Sample]) -> None:
     """Raise WireError unless all turns of all samples have a reward, or none has."""
-    earning = any(map(_TURN_REWARDS, samples))
-    if earning and any(len(s.turn_rewards) != len(turns_of(s.spans, s.branches)) for s in samples):
-        raise WireError("a sample has not as many rewards of turns as turns")
+    has_turn_rewards = any(map(_TURN_REWARDS, samples))
+    if has_turn_rewards and any(len(s.turn_rewards) != len(turns_of(s.spans, s.branches)) for s in samples):
+        raise WireError("a sample's turn rewards and turns differ in number")

@@ -19,17 +19,17 @@ Taught = npt.NDArray[np.float32] | None  # [T] of a sample
 
 
 def pack_taught(taught: Sequence[Taught], lengths: Sequence[int]) -> bytes | None:
-    told = [each for each in taught if each is not None]
-    if not told:
+    given = [each for each in taught if each is not None]
+    if not given:
         return None
-    if [len(each) for each in told] != list(lengths):
-        raise WireError("a sample has not as many log-probs of the teacher as tokens")
-    return np.concatenate(told).astype(_F4).tobytes()
+    if [len(each) for each in given] != list(lengths):
+        raise WireError("a sample's teacher log-probs and tokens differ in number")
+    return np.concatenate(given).astype(_F4).tobytes()
 
 
-def take_taught(told: bytes | None, lengths: Sequence[int]) -> list[Taught]:
-    if told is None:
+def take_taught(packed: bytes | None, lengths: Sequence[int]) -> list[Taught]:
+    if packed is None:
         return [None] * len(lengths)
-    logprobs = to_array("teacher_logprobs", told, _F4, count=sum(lengths))
+    logprobs = to_array("teacher_logprobs", packed, _F4, count=sum(lengths))
     check_logprobs(logprobs)
     return list(np.split(logprobs, np.cumsum(lengths)[:-1]))

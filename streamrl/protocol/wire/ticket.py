@@ -145,7 +145,7 @@ def decode_ticket(data: bytes) -> Ticket:
     asked = _ASKED.unpack(issued.asked)
     num_tokens = len(asked.token_ids) // _ID_BYTES
     if not 1 <= num_tokens <= MAX_TOKENS:
-        raise WireError(f"a prompt of {num_tokens} tokens is not possible")
+        raise WireError(f"a prompt of {num_tokens} tokens: must be 1 to {MAX_TOKENS}")
     ticket = Ticket(
         number=asked.number,
         run_uid=asked.run_uid,

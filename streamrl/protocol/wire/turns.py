@@ -49,7 +49,7 @@ def told_of(sample: Sample, decode: Callable[[Any], str] | None) -> list[dict[st
 
     A tokenizer may decode a piece differently than the whole, so each text is what the part adds to those before it.
     """
-    told: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     before = ""
     earned = iter(sample.turn_rewards)
     for part in parts_of(sample):
@@ -64,17 +64,17 @@ def told_of(sample: Sample, decode: Callable[[Any], str] | None) -> list[dict[st
             record["text"] = so_far[len(before) :] if so_far.startswith(before) else alone
             record["tool_calls"] = _CALL.findall(record["text"]) if part.spans else []
             before = so_far
-        told.append(record)
-    return told
+        records.append(record)
+    return records
 
 
-def heading_of(told: dict[str, Any], number: int) -> str:
+def heading_of(record: dict[str, Any], number: int) -> str:
     """Format the heading of a part: the turn of this number, or the tokens given before it."""
-    words = f"turn {number} by {' then '.join(told['versions'])}" if told["by"] == "model" else "given"
-    if calls := told.get("tool_calls"):
-        words += f", calls {', '.join(calls)}"
-    if "reward" in told:
-        words += f", reward {told['reward']:.4g}"
-    if behind := told.get("behind"):
-        words += f"   row {told['row']}: goes on behind {behind['tokens']} tokens of row {behind['row']}"
-    return words
+    heading = f"turn {number} by {' then '.join(record['versions'])}" if record["by"] == "model" else "given"
+    if calls := record.get("tool_calls"):
+        heading += f", calls {', '.join(calls)}"
+    if "reward" in record:
+        heading += f", reward {record['reward']:.4g}"
+    if behind := record.get("behind"):
+        heading += f"   row {record['row']}: continues after {behind['tokens']} tokens of row {behind['row']}"
+    return heading
