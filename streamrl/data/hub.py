@@ -37,19 +37,21 @@ def _load(dataset: Dataset, key: str) -> Any:
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    assert dataset.hub is not None, "the caller has asked"
+    assert dataset.hub is not None, "the caller has checked it"
     cache = _cache_of(Path(dataset.hub), Path(datasets.config.HF_DATASETS_CACHE))
     try:
         return datasets.load_dataset(
             dataset.hub, dataset.name, split=dataset.split, revision=dataset.revision, cache_dir=str(cache)
         )
     except datasets.exceptions.DatasetNotFoundError as error:
-        raise DataError(f"{key} = {dataset.hub!r}: there is no such folder, and on the hub: {_told(error)}") from None
+        raise DataError(
+            f"{key} = {dataset.hub!r}: there is no such folder, and on the hub: {_first_line(error)}"
+        ) from None
     except ConnectionError as error:
-        remedy = "fetch it once where there is a network, into this machine's HF_HOME, or name a folder that holds it"
-        raise DataError(f"{key} = {dataset.hub!r} cannot be fetched: {_told(error)}; {remedy}") from None
+        remedy = "download it once on a machine with network access into HF_HOME, or set hub to a local folder"
+        raise DataError(f"{key} = {dataset.hub!r} cannot be fetched: {_first_line(error)}; {remedy}") from None
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:  # no such split or configuration
-        raise DataError(f"{key} = {dataset.hub!r} cannot be loaded: {_told(error)}") from None
+        raise DataError(f"{key} = {dataset.hub!r} cannot be loaded: {_first_line(error)}") from None
 
 
 def _cache_of(folder: Path, cache: Path) -> Path:
@@ -62,7 +64,7 @@ def _cache_of(folder: Path, cache: Path) -> Path:
     return cache / "folders" / xxhash.xxh3_64_hexdigest(repr(states).encode())
 
 
-def _told(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     """Shorten a message that may go on with how to call the library."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]).rstrip(".") or type(error).__name__
@@ -83,8 +85,8 @@ def _encode(row: Mapping[str, Any], dataset: Dataset, key: str) -> bytes:
     except TypeError:
         name, value = next((name, value) for name, value in row.items() if not _is_json(value))
         raise DataError(
-            f"{key}: column {name!r} of {dataset.place} holds what is no JSON ({type(value).__name__}); name the "
-            "columns that rewards need by `fields`, and this one not"
+            f"{key}: column {name!r} of {dataset.place} holds a {type(value).__name__}, which is not "
+            "JSON; list the columns that rewards need in `fields`, without this one"
         ) from None
 
 

@@ -39,7 +39,7 @@ def made_file(dataset: Dataset, key: str) -> Path:
     path = cache / f"{wanted['name']}-{digest}.jsonl"
     if not path.exists():
         rows = _make(wanted, key)
-        check_writable(cache, what=f"{key}, the folder that keeps what was made (XDG_CACHE_HOME moves it)")
+        check_writable(cache, what=f"{key}, the cache of generated data (set XDG_CACHE_HOME to move it)")
         cache.mkdir(parents=True, exist_ok=True)
         write_durably(path, rows)
     return path
@@ -75,7 +75,11 @@ def _make(wanted: dict[str, Any], key: str) -> bytes:
         return path.read_bytes()
 
 
-def _why(told: subprocess.CompletedProcess[str]) -> str:
-    if told.returncode == -signal.SIGALRM:
-        return f"no item came in {STALL_S} s; take another level, or options that make it easier"
-    return told.stdout.strip() if told.returncode == FAILED else f"its process ended with status {told.returncode}"
+def _why(process: subprocess.CompletedProcess[str]) -> str:
+    if process.returncode == -signal.SIGALRM:
+        return f"no item was made in {STALL_S} s; use another level or easier options"
+    return (
+        process.stdout.strip()
+        if process.returncode == FAILED
+        else f"its process ended with status {process.returncode}"
+    )

@@ -21,7 +21,7 @@ from streamrl.recipe.reasoning import task_rows
 
 FAILED = 2
 STALL_S = 600
-_TELL_EVERY_S = 2.0
+_REPORT_EVERY_S = 2.0
 _MAKERS: Mapping[str, Callable[..., Iterator[dict[str, Any]]]] = {"reasoning_gym": task_rows, "textarena": game_rows}
 
 
@@ -43,13 +43,13 @@ def main() -> None:
 
 def _watched(rows: Iterator[Mapping[str, Any]], *, name: str, size: int) -> Iterator[Mapping[str, Any]]:
     """Yield the rows; if that takes long, report progress on a terminal."""
-    told = time.monotonic()
+    last_report = time.monotonic()
     signal.alarm(STALL_S)
     for number, row in enumerate(rows, start=1):
         yield row
         signal.alarm(STALL_S)
-        if sys.stderr.isatty() and time.monotonic() > told + _TELL_EVERY_S:
-            told = time.monotonic()
+        if sys.stderr.isatty() and time.monotonic() > last_report + _REPORT_EVERY_S:
+            last_report = time.monotonic()
             print(f"  {name}: {number} of {size} made", file=sys.stderr)
 
 

@@ -84,7 +84,9 @@ def _file_of(dataset: Dataset, key: str) -> Path:
         return made_file(dataset, key)
     path = Path(dataset.place)
     if path.suffix.lower() in _TABLES and path.is_file():
-        raise DataError(f"{key}: {path} is no JSON Lines; {{hub: FOLDER, prompt: COLUMN}} reads a folder of such files")
+        raise DataError(
+            f"{key}: {path} is not a JSON Lines file; {{hub: FOLDER, prompt: COLUMN}} reads a folder of such files"
+        )
     return path
 
 
@@ -116,7 +118,7 @@ def _parse(line: int, data: bytes, dataset: Dataset) -> PromptRow:
     if is_chat:
         return PromptRow(line=line, text=None, messages=_check_messages(value), fields=fields)
     if not isinstance(value, str) or not value:
-        raise _Malformed(f"{kind!r} must be a text that is not empty")
+        raise _Malformed(f"{kind!r} must be non-empty text")
     return PromptRow(line=line, text=value, messages=None, fields=fields)
 
 
@@ -132,7 +134,7 @@ def _prompt(row: dict[str, Any], dataset: Dataset) -> tuple[str, Any]:
     kinds = [kind for kind in _KINDS if kind in row]
     if len(kinds) != 1:
         found = " and ".join(repr(kind) for kind in kinds) or f"none in {', '.join(row) or 'an empty object'}"
-        remedy = "; {path: FILE, prompt: COLUMN} names another" if row else ""
+        remedy = "; {path: FILE, prompt: COLUMN} selects another" if row else ""
         raise _Malformed(f"expected exactly one of 'text', 'prompt' and 'messages', found {found}{remedy}")
     return kinds[0], row.pop(kinds[0])
 
@@ -154,7 +156,7 @@ def _object(data: bytes) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise _Malformed(_why_not_text(data)) from None
     except UnicodeEncodeError as error:
-        raise _Malformed(f"not text: \\u{ord(error.object[error.start]):x} is half of a character") from None
+        raise _Malformed(f"not text: \\u{ord(error.object[error.start]):x} is half of a surrogate pair") from None
     except (ValueError, RecursionError) as error:
         where = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise _Malformed(f"not JSON: {where}") from None
@@ -195,4 +197,4 @@ def _finite(text: str) -> float:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value")
+    raise ValueError(f"{name} is not a JSON value")

@@ -66,7 +66,7 @@ def convert(source: Path, *, pairs: Path, prompts: Path) -> Converted:
     found = [split(row["chosen"], row["rejected"]) for _, row in rows]
     kept = [pair for pair in found if pair is not None]
     if not kept:
-        raise DataError(f"{source} holds no two dialogues that part in the words after {ASSISTANT.strip()!r}")
+        raise DataError(f"{source} holds no pair of dialogues that differ only after the last {ASSISTANT.strip()!r}")
     unique = dict.fromkeys(pair["prompt"] for pair in kept)
     write_durably(pairs, _lines(kept))
     write_durably(prompts, _lines([{"prompt": prompt} for prompt in unique]))

@@ -95,7 +95,7 @@ def _beside_others(
 ) -> list[npt.NDArray[np.float64]]:
     """Return each reward's return to go, minus the mean of the others' from the same place on."""
     if not 0 <= discount <= 1:
-        raise ValueError(f"discount must be from 0 to 1, and is {discount}")
+        raise ValueError(f"discount must be from 0 to 1, not {discount}")
     to_go = [_to_go(of_sample, discount) for of_sample in rewards]
     values = [np.zeros(len(own)) for own in to_go]
     for i, own in enumerate(to_go):

@@ -79,9 +79,9 @@ class Reinforce:
         self._advantages = _function(settings, "advantages", ADVANTAGES, "group")
         self._kl_in = settings.kl.placement if settings.kl.coefficient > 0 else "none"
         self._estimate_kl = KL_ESTIMATES[settings.kl.estimator]
-        asked: frozenset[str] = getattr(self._loss.func, "needs", frozenset())
-        self.needs_reference = self._kl_in != "none" or "reference" in asked
-        self.needs_entropy = "entropy" in asked or settings.entropy_bonus > 0
+        needs: frozenset[str] = getattr(self._loss.func, "needs", frozenset())
+        self.needs_reference = self._kl_in != "none" or "reference" in needs
+        self.needs_entropy = "entropy" in needs or settings.entropy_bonus > 0
 
     def drop_reason(self, header: GroupHeader) -> str | None:
         if not self._settings.drop_zero_variance:
@@ -148,7 +148,7 @@ class Reinforce:
         if wrong:
             raise ConfigError(f"algorithm.loss = {self._settings.loss!r}: {wrong}")
         if self._settings.entropy_bonus > 0:
-            assert batch.entropy is not None, "it was asked for"
+            assert batch.entropy is not None, "the loss needs it"
             values = values - self._settings.entropy_bonus * batch.entropy
         if self._kl_in != "loss":
             return values, metrics

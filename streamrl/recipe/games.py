@@ -22,10 +22,10 @@ def game_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield rows; with `asks` each is a chat that starts with the rules. ValueError for what the library lacks."""
     for number in range(seed, seed + size):
-        played: dict[str, Any] = {"game": name, "seed": number, "options": dict(options)}
-        opening = _Table(**played).opening
-        said = {"messages": [{"role": "user", "content": opening}]} if asks else {}
-        yield {**said, "opening": opening, "textarena": played}
+        game: dict[str, Any] = {"game": name, "seed": number, "options": dict(options)}
+        opening = _Table(**game).opening
+        chat = {"messages": [{"role": "user", "content": opening}]} if asks else {}
+        yield {**chat, "opening": opening, "textarena": game}
 
 
 class TextArena:
@@ -33,7 +33,7 @@ class TextArena:
 
     def reset(self, row: Mapping[str, Any]) -> None:
         if "textarena" not in row:
-            raise ValueError("the prompt's row names no game: its dataset is not one of `textarena`")
+            raise ValueError("the prompt's row has no field 'textarena': its dataset is not from textarena")
         self._table = _Table(**row["textarena"])  # the prompt has already shown its opening
 
     def step(self, completion: str) -> tuple[str, float, bool]:
@@ -52,17 +52,17 @@ class _Table:
         try:
             self._alone(lambda: self._game.reset(num_players=1, seed=seed))
         except AssertionError as error:
-            raise ValueError(f"the game cannot be played by one: {error}") from None
-        self.opening = self._told()
+            raise ValueError(f"not a single-player game: {error}") from None
+        self.opening = self._new_messages()
 
-    def step(self, said: str) -> tuple[str, float, bool]:
-        done, _ = self._alone(lambda: self._game.step(said))
+    def step(self, move: str) -> tuple[str, float, bool]:
+        done, _ = self._alone(lambda: self._game.step(move))
         if not done:
-            return self._told(), 0.0, False
+            return self._new_messages(), 0.0, False
         rewards, _ = self._game.close()
         return "", float(rewards[0]), True
 
-    def _told(self) -> str:
+    def _new_messages(self) -> str:
         """Return the new messages to the player, without its own."""
         from textarena import ObservationType
 
@@ -86,5 +86,5 @@ def _make(name: str, options: Mapping[str, Any]) -> Any:
 
     if name not in ENV_REGISTRY:
         near = " or ".join(map(repr, get_close_matches(name, ENV_REGISTRY, n=3)))
-        raise ValueError("textarena has no such game" + (f"; did you mean {near}?" if near else ""))
+        raise ValueError(f"textarena has no game {name!r}" + (f"; did you mean {near}?" if near else ""))
     return textarena.make(name if name.endswith(_RAW) else name + _RAW, **options)

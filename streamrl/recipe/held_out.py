@@ -34,7 +34,7 @@ class Judged:
 
 
 def pass_at(k: int, *, num_samples: int, num_passed: int) -> float:
-    assert 1 <= k <= num_samples, "nothing is known of more samples than there are"
+    assert 1 <= k <= num_samples, "k must not exceed the number of samples"
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
 
@@ -67,7 +67,7 @@ def _majority_of(samples: Sequence[Judged]) -> float:
 
 def wilson(share: float, num_prompts: int) -> tuple[float, float]:
     """Return the interval's bounds."""
-    assert num_prompts > 0, "nobody was asked"
+    assert num_prompts > 0, "there are no prompts"
     square = _Z * _Z / num_prompts
     middle = (share + square / 2) / (1 + square)
     half = _Z / (1 + square) * math.sqrt(share * (1 - share) / num_prompts + square / (4 * num_prompts))

@@ -21,7 +21,7 @@ class OpenEnv:
         or the whole observation as JSON if that is empty."""
         scheme, separator, place = url.rstrip("/").partition("://")
         if not separator or scheme not in ("ws", "wss", "http", "https"):
-            raise ValueError(f"url {url!r} is no address of a server: ws://host:port is expected")
+            raise ValueError(f"url {url!r} is not a server address: must be ws://host:port")
         self._url = f"{'wss' if scheme in ('wss', 'https') else 'ws'}://{place}/ws"
         self._action, self._observation = action, observation
         self._connection: Any = None
@@ -33,12 +33,12 @@ class OpenEnv:
         except ImportError:
             raise ValueError("the environment openenv needs websockets: `pip install websockets`") from None
         self._connection = await connect(self._url, max_size=_MAX_BYTES, proxy=None)
-        told = await self._ask("reset", row.get("openenv", {}))
-        return None if "messages" in row else self._text(told)  # a chat prompt describes the task itself
+        observed = await self._ask("reset", row.get("openenv", {}))
+        return None if "messages" in row else self._text(observed)  # a chat prompt describes the task itself
 
     async def step(self, completion: str) -> tuple[str, float, bool]:
-        told = await self._ask("step", {self._action: completion})
-        return self._text(told), float(told.get("reward") or 0.0), bool(told.get("done"))
+        observed = await self._ask("step", {self._action: completion})
+        return self._text(observed), float(observed.get("reward") or 0.0), bool(observed.get("done"))
 
     async def close(self) -> None:
         if self._connection is not None:
@@ -49,13 +49,13 @@ class OpenEnv:
     async def _ask(self, what: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         await self._connection.send(json.dumps({"type": what, "data": data}))
         answer = json.loads(await self._connection.recv())
-        told: Mapping[str, Any] = answer.get("data") or {}
+        received: Mapping[str, Any] = answer.get("data") or {}
         if answer.get("type") != "observation":
-            raise RuntimeError(f"the server answered {answer.get('type')!r}: {told.get('message', told)}")
-        return told
+            raise RuntimeError(f"the server answered {answer.get('type')!r}: {received.get('message', received)}")
+        return received
 
-    def _text(self, told: Mapping[str, Any]) -> str:
-        observation = told.get("observation") or {}
+    def _text(self, observed: Mapping[str, Any]) -> str:
+        observation = observed.get("observation") or {}
         if not self._observation:
             return json.dumps(observation, ensure_ascii=False)
         if self._observation not in observation:

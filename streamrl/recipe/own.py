@@ -70,11 +70,11 @@ def bind(function: Callable[..., Any], arguments: Mapping[str, Any], *given: str
 def describe(error: BaseException) -> str:
     """Describe what user code raised, with the last line of theirs rather than of a library or of ours."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
-    theirs = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
+    users = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
     place = ""
-    if theirs:
-        line = f": {theirs[-1].line[:_MAX_LINE_CHARS]}" if theirs[-1].line else ""
-        place = f" ({Path(theirs[-1].filename).name}:{theirs[-1].lineno}{line})"
+    if users:
+        line = f": {users[-1].line[:_MAX_LINE_CHARS]}" if users[-1].line else ""
+        place = f" ({Path(users[-1].filename).name}:{users[-1].lineno}{line})"
     return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS] + place
 
 
@@ -96,9 +96,9 @@ def pickled(function: Callable[..., Any]) -> bytes:
                 files[file] = linecache.getlines(file)
             return _code_of, (file, *self.dispatch_table[CodeType](value))
 
-    held = io.BytesIO()
-    Pickler(held).dump(function)
-    return platform.python_version().encode() + b"\n" + pickle.dumps((files, held.getvalue()))
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(function)
+    return platform.python_version().encode() + b"\n" + pickle.dumps((files, buffer.getvalue()))
 
 
 def _code_of(file: str, make: Callable[..., CodeType], arguments: tuple[Any, ...]) -> CodeType:
@@ -108,11 +108,13 @@ def _code_of(file: str, make: Callable[..., CodeType], arguments: tuple[Any, ...
 def _load_pickled(path: Path) -> Callable[..., Any]:
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
-    version, _, held = path.read_bytes().partition(b"\n")
-    theirs, ours = version.decode(), platform.python_version()
-    if theirs.split(".")[:2] != ours.split(".")[:2]:  # code objects are specific to a minor version
-        raise RuntimeError(f"{path} is of Python {theirs}, and this is {ours}: give streamrl.start the function again")
-    files, function = pickle.loads(held)  # noqa: S301 - it is code, like a Python file, and needs the same permission
+    version, _, data = path.read_bytes().partition(b"\n")
+    pickled_by, running = version.decode(), platform.python_version()
+    if pickled_by.split(".")[:2] != running.split(".")[:2]:  # code objects are specific to a minor version
+        raise RuntimeError(
+            f"{path} was pickled by Python {pickled_by}, but this is {running}: call streamrl.start again"
+        )
+    files, function = pickle.loads(data)  # noqa: S301 - it is code, like a Python file, and needs the same permission
     for file, lines in files.items():
         linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
     return pickle.loads(function)  # type: ignore[no-any-return]  # noqa: S301 - as above

@@ -29,8 +29,8 @@ def task_rows(
     made_by = {"task": name, "level": level, "options": dict(options)}
     for place in range(size):
         item = task[place]
-        said = [{"role": "system", "content": SYSTEM_PROMPTS["default"]}, {"role": "user", "content": item["question"]}]
-        yield {**({"messages": said} if asks else {}), **item, "reasoning_gym": made_by}
+        chat = [{"role": "system", "content": SYSTEM_PROMPTS["default"]}, {"role": "user", "content": item["question"]}]
+        yield {**({"messages": chat} if asks else {}), **item, "reasoning_gym": made_by}
 
 
 def load() -> None:
@@ -49,7 +49,7 @@ def score_answer(
     If the library fails on what the model has written, the score is 0."""
     lacking = [name for name in ("reasoning_gym", "answer", "metadata") if name not in fields]
     if lacking:
-        raise ValueError(f"the prompt's row has no field {lacking[0]!r}: its dataset is not one of `reasoning_gym`")
+        raise ValueError(f"the prompt's row has no field {lacking[0]!r}: its dataset is not from reasoning_gym")
     made_by = fields["reasoning_gym"]
     task = _judge(made_by["task"], made_by["level"], json.dumps(made_by["options"]))
     from reasoning_gym.utils import extract_answer
@@ -77,15 +77,15 @@ def _task(name: str, *, size: int, seed: int, level: int | None, options: Mappin
     known = [one.name for one in fields_of(settings) if one.name not in ("size", "seed")]
     for option in options:
         if option not in known:
-            raise ValueError(f"the task has no option {option!r}, but {', '.join(known)}")
+            raise ValueError(f"the task has no option {option!r}; it has {', '.join(known)}")
     if level is None:
         return make(settings(size=size, seed=seed, **options))
     if name not in CURRICULA:
-        raise ValueError("the task has no curriculum, so `level` says nothing of it; leave it out")
+        raise ValueError("the task has no curriculum, so `level` has no effect; remove it")
     curriculum = CURRICULA[name]()
     highest = max(len(one.levels) for one in curriculum.attributes.values()) - 1
     if level > highest:
-        raise ValueError(f"level {level} is beyond the last of its curriculum, which is {highest}")
+        raise ValueError(f"level {level} is beyond the curriculum's last level, {highest}")
     curriculum.set_global_level(level)
     return make(replace(curriculum.generate_configuration({"size": size, "seed": seed}), **options))
 

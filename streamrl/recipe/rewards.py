@@ -39,10 +39,10 @@ def numeric_match(
     right = _last_number(str(_field(fields, field)))
     if right is None:
         raise ValueError(f"field {field!r} holds no number: {_field(fields, field)!r:.80}")
-    said = completion
+    answer = completion
     if after:
-        said = completion.rpartition(after)[2] if after in completion else ""
-    given = _last_number(said)
+        answer = completion.rpartition(after)[2] if after in completion else ""
+    given = _last_number(answer)
     return float(given is not None and math.isclose(given, right, rel_tol=tolerance, abs_tol=tolerance))
 
 

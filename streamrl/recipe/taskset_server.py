@@ -39,10 +39,10 @@ def main() -> None:
         config = _config(setup["env"])
         if sys.argv[1] == "tasks":
             for row in _rows(config, setup["first"], setup["count"]):
-                _tell(answers, row)
+                _send(answers, row)
             return
     except Exception as error:  # noqa: BLE001 - a taskset may raise anything
-        _tell(answers, {"error": _words(error)})
+        _send(answers, {"error": _error_text(error)})
         return
     asyncio.run(_play(config, answers))
 
@@ -78,12 +78,12 @@ def _messages(data: Any) -> list[dict[str, str]]:
     """Return the messages for people and rewards; the harness decides what the model is really asked."""
     from verifiers.v1.types import content_text
 
-    said = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    messages = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     if isinstance(data.prompt, str):
-        said.append({"role": "user", "content": data.prompt})
+        messages.append({"role": "user", "content": data.prompt})
     else:
-        said += [{"role": one.role, "content": content_text(one.content)} for one in data.prompt or ()]
-    return said or [{"role": "user", "content": data.name or f"task {data.idx}"}]
+        messages += [{"role": message.role, "content": content_text(message.content)} for message in data.prompt or ()]
+    return messages or [{"role": "user", "content": data.name or f"task {data.idx}"}]
 
 
 async def _play(config: Any, answers: TextIO) -> None:
@@ -93,12 +93,12 @@ async def _play(config: Any, answers: TextIO) -> None:
         try:
             server = EnvServer(config, address=f"ipc://{folder}/server")
         except Exception as error:  # noqa: BLE001 - as above
-            _tell(answers, {"error": _words(error)})
+            _send(answers, {"error": _error_text(error)})
             return
         serving = asyncio.create_task(server.run())
         client = EnvClient(server.address)
         await client.wait_for_server_startup(interval=0.1)
-        _tell(answers, {})
+        _send(answers, {})
         asking = asyncio.create_task(_answer_calls(client, answers))
         await asyncio.wait([serving, asking], return_when=asyncio.FIRST_COMPLETED)
         for task in (asking, serving):
@@ -116,12 +116,12 @@ async def _answer_calls(client: Any, answers: TextIO) -> None:
 
     async def answer(call: dict[str, Any]) -> None:
         try:
-            told = await _rollout(client, call)
+            outcome = await _rollout(client, call)
         except Exception as error:  # noqa: BLE001 - it fails only this rollout
-            told = {"error": _words(error)}
+            outcome = {"error": _error_text(error)}
         finally:
             del running[call["id"]]
-        _tell(answers, {"id": call["id"], **told})
+        _send(answers, {"id": call["id"], **outcome})
 
     while line := await calls.get():
         call = json.loads(line)
@@ -151,24 +151,24 @@ async def _rollout(client: Any, call: dict[str, Any]) -> dict[str, Any]:
     )
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        last = f"{errors[-1].type}: {errors[-1].message}" if errors else "verifiers says that it failed, and not why"
+        last = f"{errors[-1].type}: {errors[-1].message}" if errors else "verifiers reported a failure without a reason"
         return {"error": last[:_MAX_ERROR_CHARS]}
     rewards: dict[str, float] = {}
     for trace in episode.traces:
         for name, reward in trace.rewards.items():
             if reward is not None:
                 rewards[name] = rewards.get(name, 0.0) + reward.value
-    return {"rewards": rewards} if rewards else {"error": "the task has given no reward"}
+    return {"rewards": rewards} if rewards else {"error": "the task returned no reward"}
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     if isinstance(error, ImportError) and (error.name or "").split(".")[0] == "verifiers":
         remedy = f"`uv pip install --python {sys.executable} verifiers==0.4.0 uv`"
         return f"{sys.executable} has no verifiers 0.4 ({error}): {remedy}"
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_ERROR_CHARS]
 
 
-def _tell(answers: TextIO, message: dict[str, Any]) -> None:
+def _send(answers: TextIO, message: dict[str, Any]) -> None:
     answers.write(json.dumps(message) + "\n")
     answers.flush()
 

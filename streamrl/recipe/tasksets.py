@@ -38,7 +38,7 @@ class Verifiers:
     def __init__(self, *, python: str, taskset: str | Mapping[str, Any], **env: Any) -> None:
         """`python`: an interpreter that has verifiers and the taskset. `taskset`: its name, or its own configuration
         with the name as `id`. `env`: everything else in verifiers' own [env]."""
-        self._server = _begin(python, "play", {"env": {"taskset": taskset, **env}})
+        self._server = _start(python, "play", {"env": {"taskset": taskset, **env}})
         self._waiting: dict[int, Future[dict[str, float]]] = {}
         self._numbers = itertools.count()
         first = _read(self._server)
@@ -50,11 +50,11 @@ class Verifiers:
 
     async def rollout(self, session: _Session, row: Mapping[str, Any]) -> dict[str, float]:
         if "verifiers" not in row:
-            raise ValueError("the prompt's row has no task: `streamrl environment tasks` makes rows that have one")
+            raise ValueError("the prompt's row has no field 'verifiers': make rows with `streamrl environment tasks`")
         number, answer = next(self._numbers), Future[dict[str, float]]()
         self._waiting[number] = answer
-        asked = {"base_url": session.base_url, "api_key": session.api_key, "model": session.model}
-        _send(self._server, {"id": number, "session": asked, "task": row["verifiers"]})
+        endpoint = {"base_url": session.base_url, "api_key": session.api_key, "model": session.model}
+        _send(self._server, {"id": number, "session": endpoint, "task": row["verifiers"]})
         try:
             return await asyncio.wrap_future(answer)
         except asyncio.CancelledError:
@@ -64,20 +64,20 @@ class Verifiers:
             del self._waiting[number]
 
     def _listen(self) -> None:
-        while (told := _read(self._server)) is not None:
-            answer = self._waiting.get(told["id"])
+        while (reply := _read(self._server)) is not None:
+            answer = self._waiting.get(reply["id"])
             with contextlib.suppress(InvalidStateError):  # it was cancelled at this very moment
-                if answer is not None and "error" in told:
-                    answer.set_exception(RuntimeError(told["error"]))
+                if answer is not None and "error" in reply:
+                    answer.set_exception(RuntimeError(reply["error"]))
                 elif answer is not None:
-                    answer.set_result(told["rewards"])
-        print("verifiers' server has ended, and all its rollouts with it", file=sys.stderr, flush=True)
+                    answer.set_result(reply["rewards"])
+        print("verifiers' server exited; all its rollouts are lost", file=sys.stderr, flush=True)
         os._exit(1)
 
 
 def tasks(python: str, taskset: Mapping[str, Any], *, first: int, count: int) -> Iterator[str]:
     """Yield rows for a prompt file, one line each. ValueError says what to fix."""
-    maker = _begin(python, "tasks", {"env": {"taskset": taskset}, "first": first, "count": count})
+    maker = _start(python, "tasks", {"env": {"taskset": taskset}, "first": first, "count": count})
     with maker:
         while (row := _read(maker)) is not None:
             if "error" in row:
@@ -87,12 +87,12 @@ def tasks(python: str, taskset: Mapping[str, Any], *, first: int, count: int) ->
         raise ValueError(f"{python} ended with status {maker.returncode} while it made the tasks")
 
 
-def _begin(python: str, what: str, setup: Mapping[str, Any]) -> subprocess.Popen[str]:
+def _start(python: str, what: str, setup: Mapping[str, Any]) -> subprocess.Popen[str]:
     program = os.path.abspath(os.path.expanduser(python))  # not resolved: the link identifies the virtual environment
     path = os.pathsep.join([os.path.dirname(program), os.environ.get("PATH", os.defpath)])  # harnesses look for uv
     modules = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))  # tools look for the taskset
     try:
-        begun = subprocess.Popen(
+        process = subprocess.Popen(
             [program, str(_SERVER), what],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -101,10 +101,10 @@ def _begin(python: str, what: str, setup: Mapping[str, Any]) -> subprocess.Popen
             start_new_session=True,  # a kill of our process group must leave it time to end what it has started
         )
     except OSError as error:
-        remedy = "`uv venv FOLDER` and `uv pip install --python FOLDER/bin/python verifiers==0.4.0 uv` make one"
+        remedy = "make one with `uv venv FOLDER` and `uv pip install --python FOLDER/bin/python verifiers==0.4.0 uv`"
         raise ValueError(f"python = {python!r} cannot be run ({error.strerror}): {remedy}") from None
-    _send(begun, setup)
-    return begun
+    _send(process, setup)
+    return process
 
 
 def _send(server: subprocess.Popen[str], message: Mapping[str, Any]) -> None:

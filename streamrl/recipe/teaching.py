@@ -30,7 +30,7 @@ _MOST = 20.0  # nats: e^20 = 4.9e8
 
 def taught(values: torch.Tensor, metrics: Mapping[str, Metric], batch: TokenBatch, *, weight: float) -> Losses:
     """Add the teacher's term, with the mean of d as the metric `teacher_kl`: on-policy, it estimates the reverse KL."""
-    assert batch.teacher_logprobs is not None, "asked for where there is a teacher"
+    assert batch.teacher_logprobs is not None, "requested whenever there is a teacher"
     of_ratio = metrics.get("weight", 1.0)
     assert not isinstance(of_ratio, tuple), "a weight is a number for each token"
     now = batch.logprobs.detach()

@@ -81,7 +81,8 @@ def test_samples_of_a_prompt_play_the_same_game_and_nobody_takes_anothers_luck(p
 
 
 @pytest.mark.parametrize(
-    ("game", "told"), [("GuesTheNumber-v0", "did you mean 'GuessTheNumber-v0'"), ("TicTacToe-v0", "played by one")]
+    ("game", "told"),
+    [("GuesTheNumber-v0", "did you mean 'GuessTheNumber-v0'"), ("TicTacToe-v0", "not a single-player game")],
 )
 def test_a_game_that_is_none_or_needs_others_is_an_error(python: Path, tmp_path: Path, game: str, told: str) -> None:
     written = tmp_path / "tried.yaml"

@@ -112,7 +112,7 @@ def test_what_is_not_there_is_told_with_what_is(gsm8k: Path, settings: dict[str,
 def test_a_column_that_is_no_json_is_named_and_may_be_left_out(tmp_path: Path) -> None:
     folder = write_parquet(tmp_path / "seen", [{"question": "What?", "picture": b"\x89PNG", "answer": "this"}])
 
-    with pytest.raises(DataError, match=r"column 'picture' of .*/seen/train holds what is no JSON \(bytes\)"):
+    with pytest.raises(DataError, match=r"column 'picture' of .*/seen/train holds a bytes, which is not JSON"):
         read(folder, prompt="question")
     assert read(folder, prompt="question", fields={"answer": "answer"})[0].fields == {"answer": "this"}
 

@@ -118,9 +118,9 @@ def test_what_was_made_is_read_again_until_a_setting_or_the_library_changes(libr
             {"reasoning_gym": "drew"},
             "reasoning_gym = 'drew': reasoning-gym has no such task; did you mean 'draw'",
         ),
-        ({"options": {"word": 1}}, "the task has no option 'word', but words"),
+        ({"options": {"word": 1}}, "the task has no option 'word'; it has words"),
         ({"options": {"words": 0}}, "words must be above 0"),
-        ({"level": 3}, "level 3 is beyond the last of its curriculum, which is 2"),
+        ({"level": 3}, "level 3 is beyond the curriculum's last level, 2"),
         ({"reasoning_gym": "dry", "level": 0}, "the task has no curriculum"),
     ],
 )

@@ -158,7 +158,7 @@ async def test_roles_run_here_and_have_no_shell_unless_somebody_says_so(folder: 
     [
         ("raise", "the agent failed: RuntimeError: KeyError: 'what'"),
         ("fail", "the agent failed: RuntimeError: TaskError: no"),
-        ("nothing", "the task has given no reward"),
+        ("nothing", "the task returned no reward"),
         ("exit", "the process ended"),
     ],
 )
@@ -181,7 +181,7 @@ async def test_a_task_that_hangs_is_given_up_in_the_server_too(folder: Path) -> 
 
 async def test_a_row_without_a_task_is_told_how_to_get_one(folder: Path) -> None:
     async with played() as world:
-        with pytest.raises(SampleError, match="`streamrl environment tasks` makes rows that have one"):
+        with pytest.raises(SampleError, match="make rows with `streamrl environment tasks`"):
             await world.play(lambda _: "5", {})
 
 

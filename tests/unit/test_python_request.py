@@ -194,7 +194,9 @@ Path({str(tmp_path)!r}, "mine.pkl").write_bytes(pickled(mine))
 def test_a_function_of_another_python_is_refused_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "mine.pkl").write_bytes(b"3.9.1\n" + b"whatever")
 
-    with pytest.raises(RuntimeError, match=r"mine.pkl is of Python 3.9.1, and this is 3.* give streamrl.start"):
+    with pytest.raises(
+        RuntimeError, match=r"mine.pkl was pickled by Python 3.9.1, but this is 3.* call streamrl.start"
+    ):
         load_function(f"{tmp_path}/mine.pkl:mine", {})
     with pytest.raises(FileNotFoundError, match=r"no such file: .*none.pkl"):
         load_function(f"{tmp_path}/none.pkl:none", {})
