@@ -127,7 +127,7 @@ def test_damage_in_the_store_is_found_and_named(published: Run, capsys) -> None:
     told = json.loads(capsys.readouterr().out)
     assert [fault["version"] for fault in told["faults"]] == ["1.1", "1.2"]
     assert "does not agree with its digest" in told["faults"][0]["fault"]
-    assert told["faults"][1]["fault"].endswith("or only a part of it")
+    assert told["faults"][1]["fault"].endswith("or incomplete")
     assert published.ask("verify", "--version", "1.0") == 0
 
 
@@ -198,7 +198,7 @@ def test_a_pulled_version_is_a_folder_that_transformers_loads(published: Run, tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "newest"]
 
     assert published.ask("pull", "--to", str(tmp_path / "newest")) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert published.ask("pull", "--to", str(tmp_path / "other"), "--model", str(tmp_path)) == 2
     assert "has no config.json" in capsys.readouterr().err
 

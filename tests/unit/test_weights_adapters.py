@@ -178,7 +178,7 @@ def test_a_worker_that_merges_otherwise_serves_nothing(scene: Scene, tmp_path: P
     manifest = scene.stream.manifests[-1]
     other = replace(manifest, adapters=tuple(replace(one, scale=one.scale * 1.01) for one in manifest.adapters))
     mirror = Mirror(tmp_path / "mirror", pretrained=pretrained(scene))
-    with pytest.raises(WeightsError, match="merged, is not what the learner says"):
+    with pytest.raises(WeightsError, match="merged, does not match the learner's digest"):
         mirror.apply(other, scene.store)
     assert mirror.version == 0
 
@@ -213,5 +213,5 @@ def test_adapters_that_do_not_fit_are_no_manifest(scene: Scene) -> None:
 
 def test_without_a_pretrained_model_adapters_are_of_no_use(scene: Scene, tmp_path: Path) -> None:
     publish(scene.publisher, 0)
-    with pytest.raises(DataError, match="adapters alone: name the model"):
+    with pytest.raises(DataError, match="adapters only: give the base model"):
         Mirror(tmp_path / "mirror").apply(scene.stream.manifests[-1], scene.store)

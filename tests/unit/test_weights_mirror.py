@@ -134,7 +134,7 @@ def test_a_wrong_base_an_old_version_and_a_wrong_run_are_refused(tmp_path: Path)
 
     refused(mirror, second, world.store, match="holds nothing")
     start_over()
-    refused(mirror, fourth, world.store, match=r"is a delta on 1.2, the mirror holds 1.1")
+    refused(mirror, fourth, world.store, match=r"is a delta on 1.2, but the mirror holds 1.1")
     refused(mirror, third, world.store, match="holds nothing")
     start_over()
     refused(mirror, second, world.store, match="not newer")
@@ -319,7 +319,7 @@ def test_a_change_of_the_file_behind_our_back_is_found_where_a_delta_touches_it(
 def test_no_room_is_one_clear_error_before_anything_is_written(tmp_path: Path):
     huge = TensorMeta(name="huge", dtype="bfloat16", shape=(1 << 40,))
 
-    with pytest.raises(ResourceError, match=r"needs 2199.02 GB in .*, where .* GB are free"):
+    with pytest.raises(ResourceError, match=r"needs 2199.02 GB in .*, which has .* GB free"):
         create_file(tmp_path / "file", [huge])
 
     assert not list(tmp_path.iterdir())
@@ -387,5 +387,5 @@ def test_whatever_happens_to_blobs_and_manifests_no_wrong_state_is_trusted(tmp_p
 def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path):
     (tmp_path / "file").write_bytes(b"")
 
-    with pytest.raises(ResourceError, match=r"no mirror of the weights can be kept in .*: Not a directory"):
+    with pytest.raises(ResourceError, match=r"cannot create the mirror of the weights in .*: Not a directory"):
         Mirror(tmp_path / "file" / "folder")

@@ -72,5 +72,5 @@ def test_the_setting_chooses_the_store(tmp_path: Path):
 
 @pytest.mark.parametrize("url", ["", "redis", "redis:x", "redis://host", "file:", "file://", "s3:bucket", "/tmp"])
 def test_an_unknown_store_is_an_error_that_names_the_setting(url):
-    with pytest.raises(ConfigError, match=r"weights.store: .* is no store; write redis:, file:"):
+    with pytest.raises(ConfigError, match=r"weights.store: .* is not a store; must be redis:, file:"):
         open_store(url, sentinel.client, Keys("run"))

@@ -22,8 +22,8 @@ _MAX_PATH = 4096  # versions; far above any sensible distance between anchors
 
 
 class CatchUp:
-    """A search from `have` (0: nothing) to the target: pass each manifest that `wants` names to `tell` until it is
-    None.
+    """A search from `have` (0: nothing) to the target: pass each manifest that `wants` names to `offer` until it
+    is None.
     """
 
     def __init__(self, have: int, target: Manifest) -> None:
@@ -34,9 +34,9 @@ class CatchUp:
         self._best_cost = 0
         self.wants: int | None = None  # the version whose manifest is needed next
         if have < target.version:
-            self.tell(target)
+            self.offer(target)
 
-    def tell(self, manifest: Manifest | None) -> None:
+    def offer(self, manifest: Manifest | None) -> None:
         """Take the manifest that `wants` named; None: it no longer exists."""
         if manifest is None or (self._walked and manifest.version != self.wants):
             self.wants = None
@@ -60,7 +60,7 @@ class CatchUp:
         """
         if self._best is None and self._walked:
             missing = show(self._walked[-1].base)
-            raise WeightsError(f"version {missing}, which leads to {show(self._target.version)}, is not there any more")
+            raise WeightsError(f"version {missing}, which leads to {show(self._target.version)}, no longer exists")
         return self._best or []
 
     def _consider(self, path: list[Manifest], cost: int) -> None:
@@ -79,7 +79,7 @@ def catch_up(have: int, target: Manifest, manifests: Callable[[int], Manifest | 
     """Run `CatchUp` with a synchronous lookup."""
     way = CatchUp(have, target)
     while way.wants is not None:
-        way.tell(manifests(way.wants))
+        way.offer(manifests(way.wants))
     return way.path()
 
 
@@ -88,5 +88,5 @@ async def way_to(target: Manifest, look_up: Callable[[int], Awaitable[bytes | No
     way = CatchUp(have, target)
     while way.wants is not None:
         encoded = await look_up(way.wants)
-        way.tell(None if encoded is None else decode_manifest(encoded))
+        way.offer(None if encoded is None else decode_manifest(encoded))
     return way.path()

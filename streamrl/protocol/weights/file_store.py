@@ -31,7 +31,7 @@ class FileStore:
         with self._bounded(f"write {name}"):
             if path.exists():
                 if path.read_bytes() != data:
-                    raise WeightsError(f"blob {name} is there already, with other bytes")
+                    raise WeightsError(f"blob {name} already exists with other bytes")
                 return
             self._make_folder(path.parent)
             self._write(path, data)

@@ -223,7 +223,7 @@ def _read_manifest(f: Fields) -> Manifest:
     ranks = f.array("ranks", "<u1", count=count)
     dims = f.array("dims", "<u8", count=f.integer("num_dims", low=0, high=255 * count)).tolist()
     if len(names) != count or dtypes.max() >= len(DTYPES) or int(ranks.sum()) != len(dims):
-        raise WeightsError("a manifest's list of tensors is not coherent")
+        raise WeightsError("a manifest's list of tensors is inconsistent")
     ends = np.cumsum(ranks, dtype=np.int64).tolist()
     tensors = tuple(
         TensorMeta(name=name, dtype=DTYPES[dtype], shape=tuple(dims[end - rank : end]))
@@ -326,7 +326,9 @@ def _check_range(part: RangeDigest, tensor: TensorMeta, *, anchor: bool) -> None
             fits = part.num_changed == part.num_bytes == 0
     fits = fits and 0 < part.length <= MAX_RANGE_ELEMENTS and 0 <= part.num_changed <= part.length
     if not fits or len(part.digest) != DIGEST_BYTES:
-        raise WeightsError(f"the range of {tensor.name} at {part.start} is not coded as its kind of version asks for")
+        raise WeightsError(
+            f"the range of {tensor.name} at {part.start} has a coding that its kind of version does not allow"
+        )
 
 
 def _check_cover(tensor: TensorMeta, parts: list[RangeDigest], *, version: int) -> None:

@@ -44,7 +44,9 @@ class Merging:
         digests.
         """
         if self._pretrained is None:
-            raise DataError(f"version {show(manifest.version)} is adapters alone: name the model that they are for")
+            raise DataError(
+                f"version {show(manifest.version)} holds adapters only: give the base model that they belong to"
+            )
         self._lay_pretrained(self._pretrained, manifest, views)
         for adapter in manifest.adapters:
             if touched & {adapter.a, adapter.b}:
@@ -53,7 +55,9 @@ class Merging:
         for part in _parts(manifest, Coding.MERGED):
             if digest_of(views[part.tensor][part.start : part.start + part.length].data) != part.digest:
                 where = f"{part.tensor} from element {part.start}"
-                raise WeightsError(f"version {show(manifest.version)}: {where}, merged, is not what the learner says")
+                raise WeightsError(
+                    f"version {show(manifest.version)}: {where}, merged, does not match the learner's digest"
+                )
 
     def _lay_pretrained(self, pretrained: Pretrained, manifest: Manifest, views: Mapping[str, Bits]) -> None:
         doubtful: dict[str, list[RangeDigest]] = defaultdict(list)
@@ -69,7 +73,7 @@ class Merging:
                 if digest_of(bits[part.start : part.start + part.length].data) != part.digest:
                     raise DataError(
                         f"the pretrained model here is not the one that the learner trains: {name} differs from "
-                        f"element {part.start}; take the same files as the learner (model.path, --model)"
+                        f"element {part.start} on; use the same files as the learner (model.path, --model)"
                     )
             if name not in adapted:
                 views[name][:] = bits

@@ -77,7 +77,7 @@ class Mirror:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ResourceError(f"no mirror of the weights can be kept in {folder}: {error.strerror}") from error
+            raise ResourceError(f"cannot create the mirror of the weights in {folder}: {error.strerror}") from error
         self.path = folder / "mirror.safetensors"
         self.version = 0
         self._changes = ChangeLog()
@@ -138,7 +138,7 @@ class Mirror:
             if manifest.version <= have:
                 raise WeightsError(f"{name} is not newer than {held}, which the mirror holds")
             if manifest.base != have and (manifest.base or number):
-                raise WeightsError(f"{name} is a delta on {show(manifest.base)}, the mirror holds {held}")
+                raise WeightsError(f"{name} is a delta on {show(manifest.base)}, but the mirror holds {held}")
             given = _layout(manifest.tensors)
             if manifest.base and given != layout:
                 raise WeightsError(f"{name} is a delta on other tensors: {_first_difference(given, layout)}")
@@ -237,8 +237,8 @@ def _first_difference(given: Layout, wanted: Layout) -> str:
         if name not in wanted:
             return f"{name} is unknown"
         if given[name] != wanted[name]:
-            is_, should = given[name], wanted[name]
-            return f"{name} is {is_.dtype} {list(is_.shape)}, should be {should.dtype} {list(should.shape)}"
+            found, expected = given[name], wanted[name]
+            return f"{name} is {found.dtype} {list(found.shape)}, should be {expected.dtype} {list(expected.shape)}"
     return "the same tensors"
 
 
@@ -319,6 +319,6 @@ def _reserve(path: Path, num_bytes: int) -> None:
 
 def _no_room(folder: Path, num_bytes: int, free: int) -> str:
     return (
-        f"the mirror of the weights needs {num_bytes / 1e9:.2f} GB in {folder}, where {free / 1e9:.2f} GB are free; "
-        "give that file system more room (in containers: --shm-size, or a memory-backed volume)"
+        f"the mirror of the weights needs {num_bytes / 1e9:.2f} GB in {folder}, which has {free / 1e9:.2f} GB free; "
+        "enlarge that file system (in containers: --shm-size, or a memory-backed volume)"
     )

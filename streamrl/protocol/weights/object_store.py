@@ -61,7 +61,7 @@ class ObjectStore:
         def put_once() -> None:
             if self._files.exists(path):
                 if self._files.cat_file(path) != data:
-                    raise WeightsError(f"blob {name} is there already, with other bytes")
+                    raise WeightsError(f"blob {name} already exists with other bytes")
                 return
             self._files.pipe_file(path, data)
 

@@ -47,8 +47,8 @@ class PretrainedFiles:
             raise DataError(
                 f"the model {self._name!r} has no {tensor.name} {list(tensor.shape)}, which the learner trains"
             )
-        dtype, _, held = self._tensors[tensor.name]
-        return held if dtype == tensor.dtype else bits_of(floats(held, dtype), tensor.dtype)
+        dtype, _, bits = self._tensors[tensor.name]
+        return bits if dtype == tensor.dtype else bits_of(floats(bits, dtype), tensor.dtype)
 
     def _open(self, file: Path) -> None:
         try:
@@ -59,7 +59,7 @@ class PretrainedFiles:
                 if name != "__metadata__" and entry["dtype"] in _DTYPES:
                     dtype = _DTYPES[entry["dtype"]]
                     begin, end = (data_at + offset for offset in entry["data_offsets"])
-                    held = contents[begin:end].view(np.ndarray).view(BITS[dtype])
-                    self._tensors[name] = dtype, tuple(entry["shape"]), held
+                    bits = contents[begin:end].view(np.ndarray).view(BITS[dtype])
+                    self._tensors[name] = dtype, tuple(entry["shape"]), bits
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{file} cannot be read as safetensors: {error}") from error

@@ -86,9 +86,11 @@ def pull(version: int, manifests: dict[int, Manifest], store: BlobStore, *, mode
     renamed. DataError when it exists already, or `model` is not a model folder.
     """
     if folder.exists():
-        raise DataError(f"{folder} is there already: name a new folder")
+        raise DataError(f"{folder} already exists: choose a new folder")
     if not (model / "config.json").is_file():
-        raise DataError(f"{model} is no folder of a model: it has no config.json; name the base model's with --model")
+        raise DataError(
+            f"{model} is not a model's folder: it has no config.json; pass the base model's folder with --model"
+        )
     target = manifests[version]
     beside = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(beside, ignore_errors=True)
@@ -99,17 +101,17 @@ def pull(version: int, manifests: dict[int, Manifest], store: BlobStore, *, mode
         mirror.apply_path(catch_up(0, target, manifests.get), store)
         assert mirror.version == version, "a path that was applied leads to its target"
         mirror.path.rename(beside / "model.safetensors")
-        _say_dtype(beside / "config.json", target)
+        _set_dtype(beside / "config.json", target)
         beside.rename(folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _say_dtype(path: Path, manifest: Manifest) -> None:
+def _set_dtype(path: Path, manifest: Manifest) -> None:
     """Set the published dtype: the base model's config.json names the dtype of its own release."""
-    told = json.loads(path.read_text())
+    config = json.loads(path.read_text())
     [dtype, *others] = {tensor.dtype for tensor in manifest.tensors}
     if not others:
-        told.pop("torch_dtype", None)
-        told["dtype"] = dtype
-    path.write_text(json.dumps({**told, "streamrl_version": show(manifest.version)}, indent=2) + "\n")
+        config.pop("torch_dtype", None)
+        config["dtype"] = dtype
+    path.write_text(json.dumps({**config, "streamrl_version": show(manifest.version)}, indent=2) + "\n")

@@ -56,7 +56,7 @@ class RedisStore:
         digest = digest_of(data)
         there = self._index(name)
         if there is not None and there.digest != digest:
-            raise WeightsError(f"blob {name} is there already, with other bytes")
+            raise WeightsError(f"blob {name} already exists with other bytes")
         if there is not None and there.whole:
             return
         # An unfinished blob keeps its chunk size: another would leave chunks that the index does not count.
@@ -120,7 +120,7 @@ class RedisStore:
         check_blob_name(name)
         index = self._index(name)
         if index is None or not index.whole:
-            raise WeightsError(f"blob {name} is not in Redis, or only a part of it")
+            raise WeightsError(f"blob {name} is missing from Redis, or incomplete")
         return index
 
     def _index(self, name: str) -> _Index | None:
@@ -143,7 +143,7 @@ class RedisStore:
                     whole=f.integer("whole", low=0, high=1) == 1,
                 )
             if index.num_chunks > _MAX_CHUNKS:
-                raise WireError(f"{index.num_chunks} chunks, where {_MAX_CHUNKS} are the most")
+                raise WireError(f"{index.num_chunks} chunks; the limit is {_MAX_CHUNKS}")
         except WireError as error:
             raise WeightsError(f"the index of blob {name} cannot be read: {error}") from None
         return index

@@ -61,8 +61,8 @@ def open_store(url: str, client: redis.Redis, keys: Keys) -> BlobStore:
     elif is_object_store(url):
         return ObjectStore.open(url)
     raise ConfigError(
-        f"weights.store: {url!r} is no store; write redis:, file:/path/to/a/shared/directory, or the URL of an object "
-        "store such as s3://bucket/folder"
+        f"weights.store: {url!r} is not a store; must be redis:, file:/path/to/a/shared/directory, or the URL of an "
+        "object store such as s3://bucket/folder"
     )
 
 
@@ -95,7 +95,7 @@ class MemoryStore:
     def put(self, name: str, data: bytes) -> None:
         check_blob_name(name)
         if self.blobs.setdefault(name, bytes(data)) != data:
-            raise WeightsError(f"blob {name} is there already, with other bytes")
+            raise WeightsError(f"blob {name} already exists with other bytes")
 
     def get(self, name: str) -> bytes:
         check_blob_name(name)
