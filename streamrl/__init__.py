@@ -5,8 +5,8 @@
     def near(prompt, completion, token_ids, fields):
         return -abs(len(completion) - 20)
 
-    mine = {"model.path": "./sft", "data.train": "prompts.jsonl"}
-    with streamrl.start("pretrained.yaml", mine, rewards=[near]) as run:
+    settings = {"model.path": "./sft", "data.train": "prompts.jsonl"}
+    with streamrl.start("pretrained.yaml", settings, rewards=[near]) as run:
         for step in run:
             print(step.number, step.reward)
 

@@ -36,7 +36,7 @@ def check_writable(folder: Path, *, what: str) -> None:
     there = first_there(folder)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         reason = "cannot be written to" if there.is_dir() else "is no folder"
-        raise ResourceError(f"{what}: {there} {reason}; choose another place, or mend its permissions")
+        raise ResourceError(f"{what}: {there} {reason}; choose another place, or fix its permissions")
 
 
 def fsync_file(path: Path) -> None:

@@ -77,9 +77,9 @@ def _become(code: str, descriptors: Sequence[int]) -> NoReturn:
         os._exit(status)
 
 
-def _close_all_but(kept: set[int]) -> None:
+def _close_all_but(keep: set[int]) -> None:
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if descriptor not in kept:
+        if descriptor not in keep:
             try:
                 os.close(descriptor)
             except OSError:  # the descriptor of the listing itself

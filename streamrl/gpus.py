@@ -67,9 +67,9 @@ def _all_of(program: str, environment: Mapping[str, str]) -> Iterator[tuple[str,
         if mig == "Enabled":
             yield from slices.get(uuid, {}).items()
         else:
-            told = f"{model}, driver {driver}"
+            description = f"{model}, driver {driver}"
             has = _has_bfloat16(capability)
-            yield uuid, Gpu(name=index, model=told, memory=_bytes(total), free=_bytes(free), has_bfloat16=has)
+            yield uuid, Gpu(name=index, model=description, memory=_bytes(total), free=_bytes(free), has_bfloat16=has)
 
 
 def _slices(lines: list[str]) -> Mapping[str, Mapping[str, Gpu]]:
@@ -102,7 +102,7 @@ def _ask(program: str, *words: str, environment: Mapping[str, str]) -> list[str]
             [program, *words], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True, env=dict(environment)
         )
     except (OSError, subprocess.SubprocessError) as failed:
-        raise ResourceError(f"nvidia-smi fails ({failed}): mend the driver, or set {VISIBLE}= to do without") from None
+        raise ResourceError(f"nvidia-smi fails ({failed}): fix the driver, or set {VISIBLE}= to do without") from None
     return [line for line in done.stdout.splitlines() if line.strip()]
 
 

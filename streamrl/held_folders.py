@@ -51,7 +51,7 @@ def scratch_folder(*, in_memory: bool = False, root: Path | None = None) -> Abst
     """Hold a folder with a new, short name, on a memory file system if requested and available."""
     root = root or (_memory() if in_memory else _temporary())
     name = _SCRATCH + secrets.token_hex(4)
-    return _held(root / name, taken=f"{root / name} is another process's: begin again")
+    return _held(root / name, taken=f"{root / name} belongs to another process: try again")
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def share_folder(run_uid: str, *, root: Path | None = None) -> Iterator[Path]:
         _remove_those_of_the_dead(root)
         folder.mkdir(mode=0o700, exist_ok=True)
         if not _is_ours(folder):
-            raise ResourceError(f"{folder} is another user's: remove it, for workers share weights there")
+            raise ResourceError(f"{folder} is another user's: remove it, as workers share weights there")
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(lock, fcntl.LOCK_SH)
     try:

@@ -26,16 +26,16 @@ def gloo_towards(endpoint: str, environment: Mapping[str, str] = os.environ) -> 
         return {}
     host, _, port = endpoint.rpartition(":")
     try:
-        mine = _address_towards(host.strip("[]"), int(port))
+        own_address = _address_towards(host.strip("[]"), int(port))
     except OSError:  # no such host, or no route, which the learner reports itself
         return {}
-    return gloo_from(str(mine), environment)
+    return gloo_from(str(own_address), environment)
 
 
 def gloo_from(own: str, environment: Mapping[str, str] = os.environ) -> Mapping[str, str]:
     """Return the variable for ranks on hosts that reach each other through this address of ours."""
-    mine = ipaddress.ip_address(own.partition("%")[0])
-    name = None if GLOO in environment or mine.is_loopback else interface_of(mine)
+    own_address = ipaddress.ip_address(own.partition("%")[0])
+    name = None if GLOO in environment or own_address.is_loopback else interface_of(own_address)
     return {} if name is None else {GLOO: name}
 
 

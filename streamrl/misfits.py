@@ -25,12 +25,12 @@ _PIN = re.compile(r"torch\s*\(?==\s*([\d.]+)")
 def misfits() -> Mapping[str, str]:
     """Return why each misfit does not fit, by name."""
     torch = version("torch")
-    told = {}
+    problems = {}
     for name in _NAMES:
         found = version(name)
         if torch and found and not (_build(torch, found) and _pinned(torch, name)):
-            told[name] = f"{name} {found} does not fit torch {torch}"
-    return told
+            problems[name] = f"{name} {found} does not fit torch {torch}"
+    return problems
 
 
 def do_without() -> None:

@@ -144,7 +144,7 @@ parent, number, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, number)
 if os.getppid() != parent:
-    sys.exit("the process that wanted this one has ended")
+    sys.exit("the parent process has ended")
 os.execv(command[0], command)
 """
 

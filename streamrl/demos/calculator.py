@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from streamrl.recipe.rewards import numeric_match
 
-_TOLD = "You have a calculator. Write one call of it, and then say what it tells you."
+_SYSTEM_PROMPT = "You have a calculator. Write one call of it, and then say what it tells you."
 _EXAMPLES = {"51 + 8": "59", "6 + 27": "33"}
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _SUM = re.compile(r"\s*(\d{1,6})\s*([-+*])\s*(\d{1,6})\s*")
@@ -40,14 +40,14 @@ async def rollout(session: _Session, row: Mapping[str, Any]) -> dict[str, float]
         called = False
         for _ in range(2):
             answer = await client.chat.completions.create(model=session.model, messages=messages)
-            said = answer.choices[0].message.content or ""
-            call = _CALL.search(said)
+            text = answer.choices[0].message.content or ""
+            call = _CALL.search(text)
             if call is None:
                 break
             result = calculate(call[1])
             called = called or result != _NO_CALL
-            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": _response(result)}]
-    return {"right": numeric_match("", said, (), row) if call is None else 0.0, "called": _FOR_A_CALL * called}
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": _response(result)}]
+    return {"right": numeric_match("", text, (), row) if call is None else 0.0, "called": _FOR_A_CALL * called}
 
 
 def calculate(call: str) -> str:
@@ -64,7 +64,7 @@ def calculate(call: str) -> str:
 
 
 def _opening() -> Iterator[dict[str, str]]:
-    yield {"role": "system", "content": _TOLD}
+    yield {"role": "system", "content": _SYSTEM_PROMPT}
     for expression, result in _EXAMPLES.items():
         call = json.dumps({"name": "calculate", "arguments": {"expression": expression}})
         yield {"role": "user", "content": f"Calculate {expression}."}

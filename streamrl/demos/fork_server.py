@@ -54,19 +54,19 @@ def _serve() -> Callable[[], None] | None:
     signal.set_wakeup_fd(wake)  # wakes `select` when a child ends
     signal.signal(signal.SIGCHLD, lambda *_: None)
     numbers: dict[int, int] = {}
-    us, asked, is_open = os.getpid(), b"", True
+    server_pid, incomplete, is_open = os.getpid(), b"", True
     while is_open or numbers:
         ready, _, _ = select.select([woken, *([sys.stdin.fileno()] if is_open else [])], [], [])
         if woken in ready:
             os.read(woken, 512)
-            _tell_ended(numbers)
+            _report_ended(numbers)
             continue
         read = os.read(sys.stdin.fileno(), 1 << 16)
         is_open = bool(read)
-        *lines, asked = (asked + read).split(b"\n")
-        for told in map(json.loads, lines):
-            if "modules" in told:
-                _import(told["modules"])
+        *lines, incomplete = (incomplete + read).split(b"\n")
+        for request in map(json.loads, lines):
+            if "modules" in request:
+                _import(request["modules"])
                 continue
             pid = os.fork()
             if pid == 0:
@@ -74,13 +74,13 @@ def _serve() -> Callable[[], None] | None:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 os.close(woken)
                 os.close(wake)
-                return partial(_become, told, parent=us)
-            numbers[pid] = told["number"]
-            print("began", told["number"], pid, flush=True)
+                return partial(_become, request, parent=server_pid)
+            numbers[pid] = request["number"]
+            print("began", request["number"], pid, flush=True)
     return None
 
 
-def _tell_ended(numbers: dict[int, int]) -> None:
+def _report_ended(numbers: dict[int, int]) -> None:
     while numbers:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -91,16 +91,16 @@ def _tell_ended(numbers: dict[int, int]) -> None:
 def _become(program: Mapping[str, Any], *, parent: int) -> None:
     die_with_parent()
     if os.getppid() != parent:
-        sys.exit("the process that wanted this one has ended")
+        sys.exit("the parent process has ended")
     os.setsid()
     if sys.platform == "linux":
         Path("/proc/self/comm").write_text(program["name"])  # for `ps`, where all of them show our command line
     log = program["log"]
-    nothing, said = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    for descriptor, instead in ((0, nothing), (1, said), (2, said)):
-        os.dup2(instead, descriptor)
-    os.close(nothing)
-    os.close(said)
+    stdin, output = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for descriptor, replacement in ((0, stdin), (1, output), (2, output)):
+        os.dup2(replacement, descriptor)
+    os.close(stdin)
+    os.close(output)
     change_environment(program["environment"])
     option, module, *words = program["arguments"]
     assert option == "-m", "programs are modules"

@@ -48,7 +48,7 @@ class Forking:
         self, modules: Sequence[str], *, log: Path, environment: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         self._modules, self._log, self._environment = modules, log, environment
-        self._said = b""  # an incomplete line of its output
+        self._incomplete = b""  # an incomplete line of its output
         self._num_programs = 0
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
@@ -87,7 +87,7 @@ class Forking:
 
     def import_also(self, modules: Sequence[str]) -> None:
         """Import modules for the programs started from now on."""
-        self._tell({"modules": modules})
+        self._send({"modules": modules})
 
     def start(self, command: Command) -> Process:
         """Start a program as soon as the modules are imported."""
@@ -102,10 +102,10 @@ class Forking:
             "log": str(command.log),
             "environment": {**os.environ, **command.environment},
         }
-        self._tell(program)
+        self._send(program)
         return _Forked(self, number)
 
-    def _tell(self, what: Mapping[str, object]) -> None:
+    def _send(self, what: Mapping[str, object]) -> None:
         assert self._server.stdin is not None
         with suppress(BrokenPipeError):  # it has ended, which its exit code will show
             self._server.stdin.write(json.dumps(what).encode() + b"\n")
@@ -114,21 +114,21 @@ class Forking:
     def exit_code(self, number: int) -> int | None:
         """Return a program's exit code by its number in starting order; None while it runs."""
         is_over = self._server.poll()  # polled before its last output is read
-        self._hear()
+        self._read_output()
         return self._codes.get(number, is_over)
 
     def pid(self, number: int) -> int | None:
         """Return a program's pid once it has begun."""
-        self._hear()
+        self._read_output()
         return self._pids.get(number)
 
     def wait_for_news(self, timeout_s: float) -> None:
         assert self._server.stdout is not None
         select.select([self._server.stdout], [], [], timeout_s)
 
-    def _hear(self) -> None:
+    def _read_output(self) -> None:
         assert self._server.stdout is not None
-        *lines, self._said = (self._said + (self._server.stdout.read() or b"")).split(b"\n")
+        *lines, self._incomplete = (self._incomplete + (self._server.stdout.read() or b"")).split(b"\n")
         for what, number, found in map(bytes.split, lines):
             (self._pids if what == b"began" else self._codes)[int(number)] = int(found)
 

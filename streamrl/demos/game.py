@@ -69,19 +69,19 @@ class Guess:
 
 def demonstrate(number: int, rng: random.Random) -> str:
     """Return a timid player's guesses with the feedback, to the end of the game."""
-    low, high, told = LOWEST, HIGHEST, []
+    low, high, transcript = LOWEST, HIGHEST, []
     for turn in range(NUM_GUESSES):
         guess = rng.randint(low, high)
         if rng.random() < _TIMID:
             step = rng.randrange(max(1, round(_NEAR * (high - low + 1))))
             guess = rng.choice((low + step, high - step))
-        told.append(str(guess))
+        transcript.append(str(guess))
         if guess == number or turn == NUM_GUESSES - 1:
             break
         is_larger = number > guess
-        told.append(f"{END}{LARGER if is_larger else SMALLER}")
+        transcript.append(f"{END}{LARGER if is_larger else SMALLER}")
         low, high = (guess + 1, high) if is_larger else (low, guess - 1)
-    return "".join(told)
+    return "".join(transcript)
 
 
 def right(prompt: str, completion: str, token_ids: Sequence[int], fields: Mapping[str, Any]) -> float:
@@ -89,9 +89,9 @@ def right(prompt: str, completion: str, token_ids: Sequence[int], fields: Mappin
     return float(found(completion, fields))
 
 
-def prepare(config: Config, say: Callable[[str], None], trial: Trial, ahead: PartsAhead) -> list[str]:
+def prepare(config: Config, show: Callable[[str], None], trial: Trial, ahead: PartsAhead) -> list[str]:
     folder, seed = config.folder, config.seed
-    say("writing the numbers and an untrained model")
+    show("writing the numbers and an untrained model")
     rng = random.Random(seed)
     numbers = range(LOWEST, HIGHEST + 1)
     write_rows(folder / "data" / "validation.jsonl", map(_row, numbers))
@@ -103,7 +103,7 @@ def prepare(config: Config, say: Callable[[str], None], trial: Trial, ahead: Par
         ahead.begin(config)
         trial(_overrides(folder, model="base"))
 
-    run_all([warm_up(folder, seed)], say, meanwhile=meanwhile)
+    run_all([warm_up(folder, seed)], show, meanwhile=meanwhile)
     return _overrides(folder, model="sft")
 
 
@@ -133,8 +133,8 @@ def found(transcript: str, fields: Mapping[str, Any]) -> bool:
 GAME = Showcase(
     name="game",
     explanation=(
-        f"A game: find a number from {LOWEST} to {HIGHEST} in {NUM_GUESSES} guesses, told '{LARGER}' or '{SMALLER}'.",
-        "Demonstrations heed what they are told, and guess timidly. Now rewards.",
+        f"A game: find a number from {LOWEST} to {HIGHEST} in {NUM_GUESSES} guesses, by '{LARGER}' or '{SMALLER}'.",
+        "Demonstrations follow the feedback, but guess timidly. Now rewards.",
     ),
     source="found",
     question=lambda _, fields: f"{LOWEST} to {HIGHEST}",

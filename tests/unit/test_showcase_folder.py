@@ -26,7 +26,7 @@ def test_a_fresh_start_clears_what_a_quickstart_has_left_and_keeps_the_lock(tmp_
 def test_a_folder_of_somebody_else_is_not_cleared(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
 
-    with pytest.raises(ConfigError, match=r"holds something else than a quickstart; choose another name"):
+    with pytest.raises(ConfigError, match=r"holds files that are not from a quickstart; choose another name"):
         clear(tmp_path, what="quickstart")
 
     assert (tmp_path / "thesis.tex").exists()
@@ -35,5 +35,5 @@ def test_a_folder_of_somebody_else_is_not_cleared(tmp_path: Path) -> None:
 def test_a_demonstration_does_not_clear_what_another_has_left(tmp_path: Path) -> None:
     clear(tmp_path / "run", what="demo")
 
-    with pytest.raises(ConfigError, match=r"something else than a quickstart"):
+    with pytest.raises(ConfigError, match=r"files that are not from a quickstart"):
         clear(tmp_path / "run", what="quickstart")
