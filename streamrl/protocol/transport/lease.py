@@ -126,7 +126,7 @@ def refusal(client: redis.Redis, keys: Keys, fence: Fence, *, what: str, reply: 
             uid, state = (part.decode(errors="replace") for part in rest)
             return ResourceError(
                 f"name {name!r} is taken: Redis at {server_name(client)} holds another run of that name "
-                f"(uid {uid}, {state}); remove that run, or set another name"
+                f"(uid {uid}, {state}); remove that run with `streamrl runs rm --run {name}`, or set another name"
             )
         case b"STALE":
             return TransportError(f"Redis already has weights of version {int(rest[0])}: could not {what}")
