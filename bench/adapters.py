@@ -49,7 +49,7 @@ def _publish(folder: Path, name: str, lora: schema.Lora | None, *, lr: float, nu
         _config(folder / "model", lora),
         store=store,
         announcer=announced,
-        beside=BackgroundThreadDouble(),
+        background=BackgroundThreadDouble(),
         num_tokens=_NUM_TOKENS,
         lr=lr,
     )

@@ -55,7 +55,7 @@ class _Committer:
 
 
 class _Learner:
-    def __init__(self, folder: Path, *, beside: BackgroundThread, quick: bool) -> None:
+    def __init__(self, folder: Path, *, background: BackgroundThread, quick: bool) -> None:
         self._model = make_model(quick=quick)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6)
         self.train()  # AdamW allocates its moments in the first step
@@ -68,7 +68,7 @@ class _Learner:
             checkpoints=root,
             conductor=_Committer(root),
             term=root.claim_term("bench").number,
-            beside=beside,
+            background=background,
             timers=self._timers,
         )
         moments = [state[name] for state in self._optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
@@ -76,7 +76,7 @@ class _Learner:
         self._room = [torch.zeros_like(tensor) for tensor in self._state]
         self.num_bytes = sum(tensor.nbytes for tensor in self._state)
         self.written_s: list[float] = []
-        self.beside_s: list[float] = []  # step times while a checkpoint is being written
+        self.busy_step_s: list[float] = []  # step times while a checkpoint is being written
 
     def train(self) -> float:
         return seconds(lambda: train_once(self._model, self._optimizer, num_tokens=_NUM_TOKENS))
@@ -88,7 +88,7 @@ class _Learner:
         """Save a checkpoint; return how long the loop waits for it."""
         waited_s = self._begin()
         while self._saver.busy:
-            self.beside_s.append(self.train())
+            self.busy_step_s.append(self.train())
             waited_s += seconds(self._saver.settle)
         self.written_s.append(self._timers.take()["timers/checkpoint_write"])
         return waited_s
@@ -107,9 +107,9 @@ class _Learner:
 
 
 def bench(*, quick: bool, say: Say) -> list[Line]:
-    beside = BackgroundThread("checkpoints")
-    with scratch_folder() as folder, beside.working(join_s=60):
-        learner = _Learner(folder, beside=beside, quick=quick)
+    background = BackgroundThread("checkpoints")
+    with scratch_folder() as folder, background.working(join_s=60):
+        learner = _Learner(folder, background=background, quick=quick)
         say(f"a state of {learner.num_bytes / 1e9:.2f} GB")
         ways = {"bare copy": learner.copy, "checkpoint": learner.checkpoint, "step": learner.train}
         if not quick:
@@ -131,5 +131,5 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
         Fact(name="a bare copy of weights and moments", value=rounds.median("bare copy"), unit="s"),
         Fact(name="weights and moments", value=learner.num_bytes / 1e6, unit="MB"),
         Fact(name="written beside the steps in", value=median(learner.written_s), unit="s"),
-        Fact(name="a step beside it / alone", value=median(learner.beside_s) / rounds.median("step"), unit="x"),
+        Fact(name="a step beside it / alone", value=median(learner.busy_step_s) / rounds.median("step"), unit="x"),
     ]

@@ -48,7 +48,7 @@ class LearnerSide:
         *,
         store: BlobStore,
         announcer: Announcer,
-        beside: BackgroundThread | BackgroundThreadDouble,
+        background: BackgroundThread | BackgroundThreadDouble,
         num_tokens: int,
         lr: float = _LR,
     ) -> None:
@@ -66,7 +66,7 @@ class LearnerSide:
             store=store,
             announcer=announcer,
             canary_ids=tuple(range(3, 3 + _CANARY_TOKENS)),
-            beside=beside,
+            background=background,
         )
 
     def train(self) -> None:

@@ -251,5 +251,5 @@ def _batch(case: Case) -> MicroBatch:
         sample=whole(tokens),
         starts=torch.zeros(2, dtype=torch.int32),
         longest=case.length,
-        mine=None if case.context == 1 else whole(tokens // case.context),
+        own_tokens=None if case.context == 1 else whole(tokens // case.context),
     )

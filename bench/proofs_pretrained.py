@@ -54,17 +54,17 @@ class _Found:
     alarms: list[str] = field(default_factory=list)
 
 
-def bench_pretrained(kept: Path, *, quick: bool, say: Say) -> list[Line]:
+def bench_pretrained(result_file: Path, *, quick: bool, say: Say) -> list[Line]:
     """Measure, or return the kept result."""
     num_versions = 5 if quick else _NUM_VERSIONS
     found = _Found()
-    if kept.exists():
-        found = _Found(**json.loads(kept.read_text()))
+    if result_file.exists():
+        found = _Found(**json.loads(result_file.read_text()))
     elif MODEL.is_dir():
         asyncio.run(_prove_versions(num_versions, found, say))
-        kept.write_text(json.dumps(asdict(found)))
+        result_file.write_text(json.dumps(asdict(found)))
     else:
-        say(f"{MODEL} is not there: `make demo` makes it")
+        say(f"{MODEL} does not exist: `make demo` creates it")
     step_share = float(np.median(found.cast_s)) / found.step_s if found.cast_s else math.nan
     alarms = float(len(found.alarms)) if len(found.check_s) == num_versions else math.nan
     return [
@@ -100,7 +100,12 @@ async def _prove_versions(num_versions: int, found: _Found, say: Say) -> None:
     config, facts = _config(), read_model(str(MODEL), trust_remote_code=False)
     announced, store = Announced(), MemoryStore()
     learner = LearnerSide(
-        config, store=store, announcer=announced, beside=BackgroundThreadDouble(), num_tokens=_UPDATE_TOKENS, lr=1e-5
+        config,
+        store=store,
+        announcer=announced,
+        background=BackgroundThreadDouble(),
+        num_tokens=_UPDATE_TOKENS,
+        lr=1e-5,
     )
     found.step_s = learner.measure_step(rows=_STEP_ROWS, length=_STEP_LENGTH)
     progress = Progress(part="worker/0", role="worker")
@@ -125,8 +130,8 @@ async def _prove_versions(num_versions: int, found: _Found, say: Say) -> None:
                 learner.publish()
                 mirror.apply(announced.manifests[-1], store)
                 await _prove(engine, prover, mirror, _with_canary(announced.manifests[-1], facts), found)
-                told = progress.report().detail
-                found.ratios.append(float(told["engine_off"]) / float(told["rounding"]))
+                detail = progress.report().detail
+                found.ratios.append(float(detail["engine_off"]) / float(detail["rounding"]))
         finally:
             await engine.stop()
             mirror.close()

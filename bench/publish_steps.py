@@ -73,15 +73,15 @@ def bench_steps(*, quick: bool, say: Say) -> list[Line]:
         connect(server.url, schema.Redis()) as client,
     ):
         make_model(quick=quick).save_pretrained(folder / "model")
-        beside = BackgroundThread("publisher")
+        background = BackgroundThread("publisher")
         learner = LearnerSide(
             _config(folder / "model"),
             store=RedisStore(client, Keys("bench")),
             announcer=_Announced(),
-            beside=beside,
+            background=background,
             num_tokens=_NUM_TOKENS,
         )
-        with beside.working(join_s=60), _on(own):
+        with background.working(join_s=60), _on(own):
             stepping = _Stepping(learner)
             stepping.warm_up()
             rounds = Rounds(

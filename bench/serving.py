@@ -106,12 +106,12 @@ class Round:
     checkpoint: Update
 
     def __str__(self) -> str:
-        told = [
+        updates = [
             f"{kv_cache}: served after {one.served_after_s:.3f} s, paused {one.paused_s:.3f} s, "
             f"lost {one.lost:.0f} of {one.calm:.0f} tokens, own reload {self.own_s[kv_cache]:.3f} s"
             for kv_cache, one in self.ours.items()
         ]
-        return "; ".join([*told, f"checkpoint: after {self.checkpoint.served_after_s:.3f} s"])
+        return "; ".join([*updates, f"checkpoint: after {self.checkpoint.served_after_s:.3f} s"])
 
 
 def lines_of(rounds: Sequence[Round]) -> list[Line]:
@@ -229,9 +229,9 @@ async def _opened(
         announcer = LearnerStream(client, keys, run_uid=RUN_UID, term=1, holder="bench", lease_s=600.0)
         announcer.claim(config_json=config.model_dump_json(), fingerprint=facts.fingerprint, wait_s=0.0)
         announcer.restore(cursor=START)
-        beside = BackgroundThread("publisher")
-        stack.enter_context(beside.working(join_s=_TIMEOUT_S))
-        learner = LearnerSide(config, store=store, announcer=announcer, beside=beside, num_tokens=_STEP_TOKENS)
+        background = BackgroundThread("publisher")
+        stack.enter_context(background.working(join_s=_TIMEOUT_S))
+        learner = LearnerSide(config, store=store, announcer=announcer, background=background, num_tokens=_STEP_TOKENS)
         worker = await stack.enter_async_context(connect_async(server.url, config.redis))
         mirror = Mirror(shared / "mirror", run_uid=RUN_UID)
         follower = WeightFollower(

@@ -30,10 +30,10 @@ from streamrl.learner.rank import work
 from streamrl.learner.rank_context import (
     RankContext,
     load_model_together,
+    make_context,
     rank_progress,
     read_train_prompts,
     standby_progress,
-    surround,
 )
 from streamrl.learner.start import Admitted, Server, Start, admit, holder_name, take_lease, was_restarted
 from streamrl.learner.validation.validation import Validation
@@ -69,33 +69,34 @@ def learn(
         server = _connect(config, url, environment, takeover=takeover, standby=standby)
         stack.enter_context(server.client)
         # Before anything slow: workers wait for a learner that reports itself.
-        show = stack.enter_context(_showing(config, server, progress))
-        context = surround(config, world, progress, stop=stop, environment=environment, elastic=elastic)
-        return _lead(context, server, show) if world.is_main else _follow(context, server, show)
+        report_as_learner = stack.enter_context(_reporting(config, server, progress))
+        context = make_context(config, world, progress, stop=stop, environment=environment, elastic=elastic)
+        run = _lead if world.is_main else _follow
+        return run(context, server, report_as_learner)
 
 
 @contextmanager
-def _showing(config: schema.Config, server: Server, progress: Progress) -> Iterator[Callable[[], None]]:
+def _reporting(config: schema.Config, server: Server, progress: Progress) -> Iterator[Callable[[], None]]:
     """Report this rank's progress, or that it is on standby while another learner holds the run.
 
     Yields a function to call once this learner has the run.
     """
     holder = lease_holder(server.client, server.keys, give_up_after_s=config.redis.give_up_after_s)
-    is_shown = holder in (None, server.holder)
+    reports_as_learner = holder in (None, server.holder)
     report = partial(write_reports, server.client, server.keys)
     with ExitStack() as stack:
 
-        def show() -> None:
-            if not is_shown:
+        def report_as_learner() -> None:
+            if not reports_as_learner:
                 stack.close()
                 stack.enter_context(report(progress))
 
-        if is_shown:
+        if reports_as_learner:
             stack.enter_context(report(progress))
         else:
             stack.enter_context(report(standby := standby_progress()))
             stack.enter_context(standby.waiting(Wait.LEASE))
-        yield show
+        yield report_as_learner
 
 
 def _connect(
@@ -116,21 +117,21 @@ def _connect(
     )
 
 
-def _follow(context: RankContext, server: Server, show: Callable[[], None]) -> RunState:
+def _follow(context: RankContext, server: Server, report_as_learner: Callable[[], None]) -> RunState:
     """Every rank except rank 0."""
     policy = load_model_together(context)
-    while (word := context.patient.broadcast(None)) == _WAIT_ON:
+    while (message := context.patient.broadcast(None)) == _WAIT_ON:
         pass
-    if word == _LEAVE:
+    if message == _LEAVE:
         return "running"
-    show()
-    start = Start.from_bytes(word)
+    report_as_learner()
+    start = Start.from_bytes(message)
     stream = server.stream(context.config, run_uid=start.run_uid, term=start.term)
     publisher = _make_publisher(context, server, policy, start, stream)
     return work(context, policy, start, conductor=Follower(context), stream=stream, publisher=publisher)
 
 
-def _lead(context: RankContext, server: Server, show: Callable[[], None]) -> RunState:
+def _lead(context: RankContext, server: Server, report_as_learner: Callable[[], None]) -> RunState:
     """Rank 0: become the run's learner, train, and record how the run ended."""
     config, prompts, held_out = context.config, read_train_prompts(context), _read_held_out(context)
     policy = load_model_together(context)
@@ -143,19 +144,20 @@ def _lead(context: RankContext, server: Server, show: Callable[[], None]) -> Run
     take = partial(take_lease, config, server)
     if not _await_lease(context, server, take):
         return "running"
-    show()
+    report_as_learner()
     keeper = LeaseKeeper(take, lease_s=config.learner.lease_s)
     with keeper.keeping():
         admitted = admit(
             config=config, server=server, keeper=keeper, prompts=prompts, fingerprint=context.tokenizer_info.fingerprint
         )
         make_conductor = partial(_make_conductor, context, admitted, keeper, prompts, held_out, policy.routes_wanted)
-        return _work_and_tell(context, server, policy, admitted, make_conductor)
+        return _work_and_record(context, server, policy, admitted, make_conductor)
 
 
 def _read_held_out(context: RankContext) -> Sequence[Prompt]:
-    data, tokenizer, most = context.config.data, context.tokenizer_info.tokenizer, context.config.validation.max_prompts
-    return [prompt for one in data.validation_sets() for prompt in tokenise(one, tokenizer, data)[:most]]
+    config, tokenizer = context.config, context.tokenizer_info.tokenizer
+    sets, max_prompts = config.data.validation_sets(), config.validation.max_prompts
+    return [prompt for named in sets for prompt in tokenise(named, tokenizer, config.data)[:max_prompts]]
 
 
 def _await_lease(context: RankContext, server: Server, take: Callable[..., bool]) -> bool:
@@ -172,7 +174,7 @@ def _await_lease(context: RankContext, server: Server, take: Callable[..., bool]
     return has_it
 
 
-def _work_and_tell(
+def _work_and_record(
     context: RankContext,
     server: Server,
     policy: Policy,
@@ -212,7 +214,7 @@ def _make_publisher(
         store=open_store(context.config.weights.store, server.client, server.keys),
         announcer=stream,
         canary_ids=start.canary_ids,
-        beside=BackgroundThread("publisher"),
+        background=BackgroundThread("publisher"),
     )
 
 
@@ -250,7 +252,7 @@ def _make_feed(context: RankContext, admitted: Admitted, prompts: PromptSet, rou
         quarantine=Quarantine(config.folder, term=start.term),
         order=open_order(config, prompts, root=config.folder, term=start.term, since=since, state=state),
         state=state,
-        most=largest_group(config, routes),
+        largest_group_bytes=largest_group(config, routes),
     )
     if state is not None:
         # Repeated in case the checkpoint's writer died before it updated Redis.

@@ -46,8 +46,8 @@ class Commit:
 
     def announce(self) -> None:
         """Update Redis and the validation schedule. Blocks on Redis, within its limits."""
-        assert self._sealed is not None, "there is nothing to tell of before"
-        with redis_may_be_away("the next checkpoint tells of this one"):
+        assert self._sealed is not None, "only called after `seal`"
+        with redis_may_be_away("checkpoint not announced, the next one includes it"):
             self._feed.committed(self._sealed.state.stream, step=self._name.step)
         self._validation_schedule.note_committed(self._name)
         self._undecided = self._validation_schedule.undecided(self._name.term)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from streamrl.protocol.wire.group import Group
 
 _SLICE_S = 1.0
-_LOOK_FOR_WEIGHTS_EVERY_S = 5.0
+_WEIGHTS_CHECK_EVERY_S = 5.0
 
 log = structlog.get_logger(__name__)
 
@@ -95,15 +95,15 @@ class Conductor:
         self._data_epochs = 0.0  # passes over the prompts
         self._control: Control = "run"  # the operator's last known order
         self._newest: Published | None = None
-        self._look_for_weights_at = 0.0
+        self._next_weights_check = 0.0
 
     # Broadcast to all ranks
 
     def next_plan(self, step: int, *, may_train: bool = True) -> Plan:
         """What all ranks do next. `may_train=False`: weights cannot be published; do not train further ahead."""
-        otherwise = self._next_of_feed if may_train else self._next_without_a_step
-        plan = self._next_but_training(step) or otherwise(step)
-        self._tell(plan.to_bytes())
+        otherwise = self._next_from_feed if may_train else self._next_without_training
+        plan = self._next_before_training(step) or otherwise(step)
+        self._broadcast(plan.to_bytes())
         return plan
 
     def must_stop(self, *, after_s: float = 0.0) -> bool:
@@ -111,30 +111,30 @@ class Conductor:
         self._lease.check()
         if after_s:
             self._pause(after_s)
-        told = self._has_to_end()
-        self._tell(bytes([told]))
-        return told
+        must_end = self._has_to_end()
+        self._broadcast(bytes([must_end]))
+        return must_end
 
-    def look_at_validation(self) -> Outcome:
+    def poll_validation(self) -> Outcome:
         """Poll the running validation and return its outcome."""
         self._lease.check()
         outcome = Outcome.STOPPED
-        if not (self._has_to_end() or self._told_to_stop()):
+        if not (self._has_to_end() or self._operator_stopped()):
             with self._context.progress.waiting(Wait.EVALUATION):
                 self._validation_schedule.poll(wait_s=_SLICE_S)
             outcome = Outcome.WAITING if self._validation_schedule.running else Outcome.DONE
         if outcome is Outcome.WAITING:
-            self._look_for_rejections()
-        self._tell(bytes([outcome]))
+            self._check_rejections()
+        self._broadcast(bytes([outcome]))
         return outcome
 
-    def _tell(self, words: bytes) -> None:
+    def _broadcast(self, message: bytes) -> None:
         self._context.watchdog.beat()
-        self._context.world.broadcast(words)
+        self._context.world.broadcast(message)
 
     # Decisions
 
-    def _next_but_training(self, step: int) -> Plan | None:
+    def _next_before_training(self, step: int) -> Plan | None:
         self._lease.check()
         self._validation_schedule.poll(wait_s=0.0)
         if self._has_to_end():
@@ -143,26 +143,26 @@ class Conductor:
             return Plan(kind=Kind.END, step=step)
         return Plan(kind=Kind.PUBLISH, step=step) if self._weights_are_lost() else None
 
-    def _next_of_feed(self, step: int) -> Plan:
+    def _next_from_feed(self, step: int) -> Plan:
         plan = None
         progress, timers = self._context.progress, self._context.timers
-        with progress.waiting(self._feed.waits_for), timers.measure("rollout"), redis_may_be_away("no plan"):
+        with progress.waiting(self._feed.waits_for), timers.measure("rollout"), redis_may_be_away("no plan made"):
             plan = self._feed.plan(step=step, world_size=self._context.world.data_size, timeout_s=_SLICE_S)
         self._show_control()
         if plan is not None and plan.kind is Kind.END:
             self._feed.check_trained()
         if plan is None and self._feed.waits_for is Wait.GROUPS:
-            self._look_for_rejections()
+            self._check_rejections()
         # Reported live: a run whose groups are all dropped makes no step and so no record.
         progress.note(**self._feed.metrics())
         return plan or Plan(kind=Kind.IDLE, step=step)
 
-    def _next_without_a_step(self, step: int) -> Plan:
+    def _next_without_training(self, step: int) -> Plan:
         """The next plan while weights that are due cannot be published.
 
         Redis may be full; then a commit would free memory.
         """
-        if self._told_to_stop():
+        if self._operator_stopped():
             return Plan(kind=Kind.STOP, step=step)
         if self._feed.commit_would_free():
             return Plan(kind=Kind.COMMIT, step=step)
@@ -180,33 +180,33 @@ class Conductor:
         limit = self._config.training.max_time
         if limit is None or self._clock() - self._context.job_began < max_time_s(limit):
             return False
-        log.info("the time of this job is over", max_time=limit)
+        log.info("time limit of this job reached", max_time=limit)
         return True
 
     def _weights_are_lost(self) -> bool:
         """Whether Redis no longer holds the newest version's manifests: it was emptied or lost its latest writes.
 
         New workers would wait for weights forever, and the learner for their groups. Checked after each version and
-        every `_LOOK_FOR_WEIGHTS_EVERY_S`.
+        every `_WEIGHTS_CHECK_EVERY_S`.
         """
         needed = self._newest.needs if self._newest is not None else ()
-        if not needed or self._clock() < self._look_for_weights_at:
+        if not needed or self._clock() < self._next_weights_check:
             return False
-        self._look_for_weights_at = self._clock() + _LOOK_FOR_WEIGHTS_EVERY_S
-        with redis_may_be_away("no look for the weights"):
+        self._next_weights_check = self._clock() + _WEIGHTS_CHECK_EVERY_S
+        with redis_may_be_away("weights not checked"):
             if not self._stream.has_manifests(needed):
                 log.warning("weights lost in Redis", needed=needed)
                 return True
         return False
 
-    def _look_for_rejections(self) -> None:
+    def _check_rejections(self) -> None:
         """Check for workers that reject the weights, unless the operator has paused the run."""
         if self._newest is not None and self._feed.control != "pause":
             self._rejections.check(self._newest.version)
 
-    def _told_to_stop(self) -> bool:
+    def _operator_stopped(self) -> bool:
         """Whether the operator stopped the run, for rounds without a feed plan (`feed.plan` reads orders itself)."""
-        with redis_may_be_away("the operator cannot be heard"):
+        with redis_may_be_away("operator's orders not read"):
             self._feed.listen()
         self._show_control()
         return self._feed.control == "stop"
@@ -238,14 +238,14 @@ class Conductor:
 
     def note_published(self, published: Published) -> None:
         self._feed.note_version(published.version, published.step)
-        self._newest, self._look_for_weights_at = published, 0.0
+        self._newest, self._next_weights_check = published, 0.0
         self._validation_schedule.note_published(published)
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        facts = {**self._feed.metrics(), "train_rollouts/epoch": self._data_epochs}
-        self._recorder.step(step, {**metrics, **facts})
+        feed_metrics = {**self._feed.metrics(), "train_rollouts/epoch": self._data_epochs}
+        self._recorder.step(step, {**metrics, **feed_metrics})
 
-    def keep_some(self, step: int, groups: Sequence[Group]) -> None:
+    def keep_rollouts(self, step: int, groups: Sequence[Group]) -> None:
         """Keep some of this rank's trained rollouts readable after the stream has trimmed them."""
         self._recorder.rollouts(step, groups)
 
@@ -278,15 +278,15 @@ class Follower:
         self._context = context
 
     def next_plan(self, step: int, *, may_train: bool = True) -> Plan:
-        return Plan.from_bytes(self._hear())
+        return Plan.from_bytes(self._receive())
 
     def must_stop(self, *, after_s: float = 0.0) -> bool:
-        return bool(self._hear()[0])
+        return bool(self._receive()[0])
 
-    def look_at_validation(self) -> Outcome:
-        return Outcome(self._hear()[0])
+    def poll_validation(self) -> Outcome:
+        return Outcome(self._receive()[0])
 
-    def _hear(self) -> bytes:
+    def _receive(self) -> bytes:
         self._context.watchdog.beat()
         with self._context.progress.waiting(Wait.PEERS):
             return self._context.world.broadcast(None)
@@ -299,7 +299,7 @@ class Follower:
 
     def record(self, step: int, metrics: dict[str, float]) -> None: ...
 
-    def keep_some(self, step: int, groups: Sequence[Group]) -> None: ...
+    def keep_rollouts(self, step: int, groups: Sequence[Group]) -> None: ...
 
     def begin_commit(self, name: CheckpointName, *, consumed_samples: int) -> NoCommit:
         return NoCommit()

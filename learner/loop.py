@@ -42,7 +42,7 @@ from streamrl.learner.start import Start
 from streamrl.protocol.transport.types import GroupStream, RunState
 from streamrl.protocol.wire.group import Group
 
-_BEFORE_NEXT_TRY_S = 1.0  # before another attempt to publish
+_RETRY_PAUSE_S = 1.0  # before another attempt to publish
 
 log = structlog.get_logger(__name__)
 
@@ -127,7 +127,7 @@ class Loop:
     def _publish(self) -> bool:
         """Publish, retrying until it succeeds or the run must stop."""
         while not self._publish_schedule.send(self._step):
-            if self._conductor.must_stop(after_s=_BEFORE_NEXT_TRY_S):
+            if self._conductor.must_stop(after_s=_RETRY_PAUSE_S):
                 return False
         return True
 
@@ -139,7 +139,7 @@ class Loop:
         return self._await_validation()
 
     def _await_validation(self) -> bool:
-        while (outcome := self._conductor.look_at_validation()) is Outcome.WAITING:
+        while (outcome := self._conductor.poll_validation()) is Outcome.WAITING:
             self._settle_checkpoint()
         return outcome is Outcome.DONE
 
@@ -163,7 +163,7 @@ class Loop:
             return
         self._step += 1
         if self._step % self._config.weights.publish_every == 0:
-            self._publish_schedule.send_beside(self._step)
+            self._publish_schedule.send_in_background(self._step)
         if self._config.validation.every_steps and self._step % self._config.validation.every_steps == 0:
             self._conductor.validate(self._step, self._publish_schedule.latest)
         metrics = tally.metrics(self._world)
@@ -171,7 +171,7 @@ class Loop:
         if self._step % self._config.checkpoint.every_steps == 0:
             self._save()
         self._record(metrics, applied[-1])
-        self._conductor.keep_some(self._step, groups)
+        self._conductor.keep_rollouts(self._step, groups)
         self._progress.advanced(step=self._step)
 
     def _fetch(self, plan: Plan) -> tuple[Fetched, list[GroupCheck]]:
@@ -185,9 +185,9 @@ class Loop:
             taught=self._config.teacher is not None and bool(self._config.teacher.urls),
             routes=self._parts.policy.routes_wanted,
         )
-        told = float(self._context.stop.is_set())
-        *verdicts, any_told = self._world.largest(np.append(fetched.verdicts, told))
-        if any_told:  # on any machine: rank 0 ends all ranks with its next plan
+        stop_requested = float(self._context.stop.is_set())
+        *verdicts, any_stop_requested = self._world.largest(np.append(fetched.verdicts, stop_requested))
+        if any_stop_requested:  # on any machine: rank 0 ends all ranks with its next plan
             self._context.stop.set()
         return fetched, [GroupCheck(int(verdict)) for verdict in verdicts]
 
@@ -226,7 +226,7 @@ class Loop:
         log.warning("step skipped", step=self._step, loss=made.loss, grad_norm=made.grad_norm)
         if self._num_skipped_in_row >= self._config.training.max_skipped_in_row:
             raise TrainingError(
-                f"{self._num_skipped_in_row} steps in a row had a loss or gradient that is not finite "
+                f"{self._num_skipped_in_row} steps in a row had a non-finite loss or gradient "
                 f"(training.max_skipped_in_row); the last checkpoint is sound: try a smaller optimizer.lr"
             )
 

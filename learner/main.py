@@ -28,9 +28,9 @@ from streamrl.errors import Ended, Refused, Replaced, RunGone, StreamrlError, Tr
 from streamrl.learner.assemble import learn
 from streamrl.learner.checkpoints.resume import check_resume
 from streamrl.learner.process.guardian import guarded
-from streamrl.learner.process.job import EXIT_TOLD, have_nothing_to_finish, tell
+from streamrl.learner.process.job import EXIT_ON_SIGNAL, end_at_once_on_sigterm, write_verdict
 from streamrl.learner.process.ranks import die_with_parent, join_world, show_rank
-from streamrl.learner.process.told import Told
+from streamrl.learner.process.stop_flag import StopFlag
 from streamrl.learner.rank_context import stall_limit_s
 from streamrl.learner.replay import replay
 from streamrl.learner.start import was_restarted
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     log_file = options.log_file and Path(str(options.log_file).replace("{rank}", rank))
     configure_logging(f"learner/{rank}", log_file)
     under_agent = "TORCHELASTIC_RUN_ID" in os.environ
-    stop = Told()
+    stop = StopFlag()
     if under_agent:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing to finish until this rank has joined the others
         die_with_parent(parent)
@@ -58,23 +58,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with guarded(limit_s=_STOPPED_LIMIT_S) if under_agent else nullcontext():
             state = _run(options, stop, under_agent=under_agent)
     except StreamrlError as error:
-        is_told = isinstance(error, UserError | TrainingError | RunGone)
-        comes_back = isinstance(error, Replaced) and options.standby
-        hopeless = is_told or (isinstance(error, Replaced | Refused | Ended) and not comes_back)
-        log.error(str(error), exc_info=not hopeless)
+        is_reported = isinstance(error, UserError | TrainingError | RunGone)
+        stays_on_standby = isinstance(error, Replaced) and options.standby
+        is_permanent = is_reported or (isinstance(error, Replaced | Refused | Ended) and not stays_on_standby)
+        log.error(str(error), exc_info=not is_permanent)
         if rank == "0":
             print(f"learner: {error}", file=sys.stderr, flush=True)
-        if is_told and rank == "0" and options.error_file:  # otherwise another learner owns the run and is healthy
+        if is_reported and rank == "0" and options.error_file:  # otherwise another learner owns the run and is healthy
             options.error_file.write_text(json.dumps({"error": str(error), "exit_code": error.exit_code}))
-        if hopeless and under_agent and os.environ.get("LOCAL_RANK") == "0":
-            tell(error.exit_code, os.environ)
+        if is_permanent and under_agent and os.environ.get("LOCAL_RANK") == "0":
+            write_verdict(error.exit_code, os.environ)
             os.kill(_agent(parent), signal.SIGTERM)  # else torchrun would restart the ranks, up to max-restarts times
         return error.exit_code
-    was_told = stop.is_set() or state == "running"  # this rank or another one got a signal
-    if under_agent and not was_told:
-        have_nothing_to_finish()
-        was_told = stop.is_set()  # a signal may have come since the check above
-    return EXIT_TOLD if under_agent and was_told else 0
+    was_signalled = stop.is_set() or state == "running"  # this rank or another one got a signal
+    if under_agent and not was_signalled:
+        end_at_once_on_sigterm()
+        was_signalled = stop.is_set()  # a signal may have come since the check above
+    return EXIT_ON_SIGNAL if under_agent and was_signalled else 0
 
 
 def _agent(parent: int) -> int:
@@ -109,22 +109,22 @@ def _run(options: argparse.Namespace, stop: threading.Event, *, under_agent: boo
                 elastic=options.elastic,
                 environment=os.environ,
             )
-        log.info("learner ends", state=state)
+        log.info("learner ended", state=state)
     return state
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m streamrl.learner", description="One rank of the learner of a run.")
+    parser = argparse.ArgumentParser(prog="python -m streamrl.learner", description="One rank of a run's learner.")
     parser.add_argument("--config", required=True, type=Path, help="the run's resolved configuration")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--redis", metavar="URL", help="where the run's stream is")
-    source.add_argument("--replay", metavar="DIR", type=Path, help="learn from this recording, without Redis")
+    source.add_argument("--redis", metavar="URL", help="Redis server with the run's stream")
+    source.add_argument("--replay", metavar="DIR", type=Path, help="train from this recording, without Redis")
     parser.add_argument("--takeover", action="store_true", help="replace a learner that still holds the run")
     parser.add_argument("--standby", action="store_true", help="wait for as long as another learner holds the run")
-    parser.add_argument("--elastic", action="store_true", help="when told to end, leave the run to other machines")
-    parser.add_argument("--gpu-memory", type=float, help="share of its GPU's memory, where others use it too")
-    parser.add_argument("--log-file", type=Path, help="write JSON lines here; {rank} in it becomes the rank")
-    parser.add_argument("--error-file", type=Path, help="write an error here that no restart can mend, as JSON")
+    parser.add_argument("--elastic", action="store_true", help="on a signal, leave the run to other machines")
+    parser.add_argument("--gpu-memory", type=float, help="share of its GPU's memory that this rank may use")
+    parser.add_argument("--log-file", type=Path, help="write logs here as JSON lines; {rank} becomes the rank")
+    parser.add_argument("--error-file", type=Path, help="write an error that no restart can fix here, as JSON")
     return parser.parse_args(arguments)
 
 

@@ -40,16 +40,16 @@ _READ_S = 10.0  # time limit for tokenising prompts; the learner reads the rest
 def main() -> int:
     write = take_stdout()
     try:
-        words, config = _words(), config_from_json(sys.stdin.read())
-        part: Part = "learner" if words.elsewhere else "all"
-        for finding in examine(config, part) if words.gpus is None else plan_for(config, words):
+        arguments, config = _parse_arguments(), config_from_json(sys.stdin.read())
+        part: Part = "learner" if arguments.elsewhere else "all"
+        for finding in examine(config, part) if arguments.gpus is None else plan_for(config, arguments):
             write(finding)
     except UserError as mistake:
         write(error("learner", str(mistake), ""))
     return 0
 
 
-def _words() -> Namespace:
+def _parse_arguments() -> Namespace:
     parser = ArgumentParser()
     parser.add_argument("--elsewhere", action="store_true")
     for name in ("--gpus", "--memory", "--per-host"):
@@ -57,22 +57,22 @@ def _words() -> Namespace:
     return parser.parse_args()
 
 
-def plan_for(config: schema.Config, words: Namespace) -> Iterator[Finding]:
+def plan_for(config: schema.Config, arguments: Namespace) -> Iterator[Finding]:
     """Suggest a layout for the given GPUs; needs only the model's configuration files on this machine."""
     from streamrl.learner.loading.load import outline, teacher_sizes
-    from streamrl.learner.planning.advice import tell
-    from streamrl.learner.planning.layouts import Asked, Machine
+    from streamrl.learner.planning.advice import suggest_layout
+    from streamrl.learner.planning.layouts import Machine, Task
     from streamrl.learner.planning.sizes import Sizes
 
     for path in (config.model.path, None if config.teacher is None else config.teacher.path):
         if path is not None and not _is_here(path):
-            told = f"{path!r} is not on this machine: its config.json is what a layout is planned by"
-            yield error("layout", told, f"`hf download {path} --include '*.json'`, or name a folder that has it")
+            problem = f"{path!r} is not on this machine: planning a layout needs its config.json"
+            yield error("layout", problem, f"`hf download {path} --include '*.json'`, or name a folder that has it")
             return
     learner = config.learner.model_copy(update={"layout": schema.Layout()})  # ignore the layout that is set now
     config = config.model_copy(update={"learner": learner})
-    machine = Machine(gpus=words.gpus, memory=words.memory, per_host=words.per_host)
-    yield from tell(Asked.of(Sizes.of(outline(config)), config, teacher=teacher_sizes(config)), machine)
+    machine = Machine(gpus=arguments.gpus, memory=arguments.memory, per_host=arguments.per_host)
+    yield from suggest_layout(Task.of(Sizes.of(outline(config)), config, teacher=teacher_sizes(config)), machine)
 
 
 def examine(config: schema.Config, part: Part = "all") -> Iterator[Finding]:
@@ -80,12 +80,12 @@ def examine(config: schema.Config, part: Part = "all") -> Iterator[Finding]:
     from streamrl.learner.objective.trial import try_out  # imports only torch: half the import time of transformers
 
     try_out(config.algorithm)
-    yield ok("algorithm", f"{config.algorithm.name} goes through made-up groups")
+    yield ok("algorithm", f"{config.algorithm.name} runs on synthetic groups")
     if not _is_here(config.model.path):
         yield warning(
             "model",
-            f"model.path = {config.model.path!r} is not on this machine yet: neither it nor the prompts were tried",
-            "the learner tries both once it is downloaded",
+            f"model.path = {config.model.path!r} is not on this machine yet: neither it nor the prompts were checked",
+            "the learner checks both once it is downloaded",
         )
         return
     from streamrl.learner.loading.load import outline
@@ -99,7 +99,7 @@ def examine(config: schema.Config, part: Part = "all") -> Iterator[Finding]:
     yield ok("model structure", "it is a causal language model with room for the longest sequence")
     if config.algorithm.routing_replay != "none":
         find_routers(model, config)
-        yield ok("routers", "they can be told which experts to choose")
+        yield ok("routers", "their choice of experts can be replayed")
     yield from _teacher(config, info)
     yield from _memory(config, model, part)
 
@@ -114,14 +114,14 @@ def _teacher(config: schema.Config, info: TokenizerInfo) -> Iterator[Finding]:
         yield warning("teacher", f"teacher.path = {path!r} is not on this machine yet", "the learner downloads it")
         return
     check_teacher(config, info)
-    yield ok("teacher", "its tokens are the policy's")
+    yield ok("teacher", "its tokens match the policy's")
 
 
 def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterator[Finding]:
     """Compare a rank's memory need with its GPU; if the learner spans hosts, their number is unknown here."""
     from streamrl.learner.loading.load import teacher_sizes
-    from streamrl.learner.planning.advice import tell
-    from streamrl.learner.planning.layouts import Asked, Machine
+    from streamrl.learner.planning.advice import suggest_layout
+    from streamrl.learner.planning.layouts import Machine, Task
     from streamrl.learner.planning.memory import REMEDY, plan
     from streamrl.learner.planning.sizes import Sizes
 
@@ -134,17 +134,19 @@ def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterat
     is_here = config.teacher is None or config.teacher.path is None or _is_here(config.teacher.path)
     sizes, teacher = Sizes.of(model), teacher_sizes(config) if is_here else None
     planned = plan(sizes, config, teacher=teacher)
-    told = f"{size(planned.needed)} peak per rank (calculated), {size(share.memory)} available on {share.words}"
+    evidence = f"{size(planned.needed)} peak per rank (calculated), {size(share.memory)} available on {share.words}"
     if planned.needed <= share.memory:
-        yield ok("learner on GPU", told)
+        yield ok("learner on GPU", evidence)
     elif planned.peak > share.memory and part == "all":
-        yield error("learner on GPU", f"{told}; {REMEDY}", "")
+        yield error("learner on GPU", f"{evidence}; {REMEDY}", "")
     else:
-        yield warning("learner on GPU", told if part == "all" else f"{told}, were this host alone", REMEDY)
+        yield warning(
+            "learner on GPU", evidence if part == "all" else f"{evidence}, if this host is the only one", REMEDY
+        )
     if part == "all":
         ranks = config.learner.processes
         machine = Machine(gpus=ranks, memory=share.memory, per_host=ranks)
-        yield from tell(Asked.of(sizes, config, teacher=teacher), machine, has=config.learner.layout)
+        yield from suggest_layout(Task.of(sizes, config, teacher=teacher), machine, configured=config.learner.layout)
 
 
 def _is_here(path: str) -> bool:
@@ -169,14 +171,14 @@ def _prompts(config: schema.Config, info: TokenizerInfo) -> Iterator[Finding]:
     longest = max(rows, key=lambda row: len(row.token_ids))
     highest = max(int(row.token_ids.max()) for row in rows)
     if highest >= info.vocabulary:
-        told = f"a prompt has the token {highest}, and the model {info.vocabulary} outputs"
-        raise DataError(f"model.path = {config.model.path!r}: {told}: model and tokenizer are of different models")
+        problem = f"a prompt has token id {highest}, but the model has {info.vocabulary} outputs"
+        raise DataError(f"model.path = {config.model.path!r}: {problem}: model and tokenizer do not match")
     yield ok("prompts", f"{len(rows)} tokenised, {len(longest.token_ids)} tokens at most")
     num_tickets, wanted = prompts.num_tickets(training.max_epochs), training.groups_per_step
     if num_tickets < wanted:
-        told = f"data.train gives {num_tickets} prompts in training.max_epochs = {training.max_epochs}"
-        told += f", and training.groups_per_step = {wanted} want more: the run is a single step, of fewer"
-        yield warning("number of prompts", told, "lower training.groups_per_step, or raise training.max_epochs")
+        problem = f"data.train gives {num_tickets} prompts in training.max_epochs = {training.max_epochs}"
+        problem += f", fewer than training.groups_per_step = {wanted}: the run is a single, smaller step"
+        yield warning("number of prompts", problem, "lower training.groups_per_step, or raise training.max_epochs")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from streamrl.learner.start import Start
 from streamrl.protocol.transport.types import GroupStream, RunState
 from streamrl.recipe.algorithms import make_algorithm
 
-_LAST_S = 1.0  # for a checkpoint still being written when the loop has failed
+_FINISH_S = 1.0  # for a checkpoint still being written when the loop has failed
 
 
 def work(
@@ -47,14 +47,14 @@ def work(
     checkpoints = CheckpointRoot(context.config.folder)
     if start.checkpoint is not None:
         load_state(checkpoints.open(start.checkpoint).folder, policy, optimizer, context.world)
-    beside = BackgroundThread("checkpoints")
+    background = BackgroundThread("checkpoints")
     saver = Saver(
         state=Shard(policy, optimizer, context.world),
         world=context.patient,
         checkpoints=checkpoints,
         conductor=conductor,
         term=start.term,
-        beside=beside,
+        background=background,
         timers=context.timers,
     )
     parts = Parts(
@@ -72,30 +72,30 @@ def work(
     gc.collect()
     gc.freeze()
     context.patient.barrier()  # ranks restore at the speed of their own disks
-    with context.watchdog.watching(), publisher.working(), beside.working(join_s=_LAST_S):
+    with context.watchdog.watching(), publisher.working(), background.working(join_s=_FINISH_S):
         state = loop.run()
     context.progress.stopping()
-    return _go_on(context, state)
+    return _final_state(context, state)
 
 
-def _go_on(context: RankContext, state: RunState) -> RunState:
+def _final_state(context: RankContext, state: RunState) -> RunState:
     """Return "running" if a machine was told to leave an elastic run. A collective.
 
     Torchrun ends all ranks when a machine leaves or joins; workers must not take that for the end of the run.
     """
     if state != "stopped" or not context.elastic:
         return state
-    told = context.world.largest(np.array([float(context.stop.is_set())]))
-    return "running" if told[0] else state
+    any_stopped = context.world.largest(np.array([float(context.stop.is_set())]))
+    return "running" if any_stopped[0] else state
 
 
 def _make_gradients(context: RankContext, policy: Policy) -> Gradients:
     config, world, end_ids = context.config, context.world, context.tokenizer_info.end_ids
     algorithm = make_algorithm(config.algorithm, config.reward_weights)
-    asked = algorithm.needs_reference
+    needs_reference = algorithm.needs_reference
     return Gradients(
         policy=policy,
-        reference=make_reference(config, world, end_ids, policy) if asked else None,
+        reference=make_reference(config, world, end_ids, policy) if needs_reference else None,
         algorithm=algorithm,
         config=config,
         world=world,

@@ -44,7 +44,7 @@ class RankContext:
     elastic: bool = False  # a machine that is told to end leaves; the others continue
 
 
-def surround(
+def make_context(
     config: schema.Config,
     world: World,
     progress: Progress,
@@ -62,7 +62,7 @@ def surround(
     return RankContext(
         config=config,
         world=world,
-        patient=world.beside(timeout_s=at_disk_s(config)),
+        patient=world.with_own_group(timeout_s=at_disk_s(config)),
         tokenizer_info=info,
         progress=progress,
         watchdog=Watchdog(limit_s=stall_limit_s(config), at_disk_s=at_disk_s(config)),
@@ -99,12 +99,12 @@ def read_train_prompts(context: RankContext) -> PromptSet:
 
 def refuse_other_dtypes(config: schema.Config, world: World) -> None:
     """Raise if the ranks' dtypes differ: each machine resolves `dtype: auto` by itself. A collective."""
-    mine = f"model.dtype={config.model.dtype}, weights.dtype={config.weights.dtype}"
-    first = world.broadcast(mine.encode() if world.is_main else None).decode()
-    if mine != first:
+    own = f"model.dtype={config.model.dtype}, weights.dtype={config.weights.dtype}"
+    expected = world.broadcast(own.encode() if world.is_main else None).decode()
+    if own != expected:
         raise ConfigError(
-            f"rank {world.rank} on {socket.gethostname()} has {mine}, rank 0 {first}; all ranks must have the same: "
-            "write the dtypes into the configuration in the place of `auto`"
+            f"rank {world.rank} on {socket.gethostname()} has {own}, rank 0 has {expected}; all ranks must have the "
+            "same: write the dtypes into the configuration instead of `auto`"
         )
 
 

@@ -24,7 +24,7 @@ from streamrl.errors import ConfigError, DataError
 from streamrl.files import create_exclusively, only_one
 from streamrl.learner.checkpoints.export import export
 from streamrl.learner.conductor import Conducting, Conductor, Follower
-from streamrl.learner.groups.curriculum import NothingAsked
+from streamrl.learner.groups.curriculum import UnknownOrder
 from streamrl.learner.groups.feed import Feed
 from streamrl.learner.groups.prompts import PromptSet
 from streamrl.learner.metrics.keepsakes import note_state
@@ -35,9 +35,9 @@ from streamrl.learner.rank import work
 from streamrl.learner.rank_context import (
     RankContext,
     load_model_together,
+    make_context,
     rank_progress,
     read_train_prompts,
-    surround,
 )
 from streamrl.learner.replayed import ReplayStream, Unpublished, as_replayed, first_state, versions_of
 from streamrl.learner.start import REPLAY, Start, claim_folder, make_start
@@ -54,7 +54,7 @@ def replay(
 ) -> RunState:
     """Run one rank that trains from the recording in `folder`, from start to end."""
     config = as_replayed(config)
-    context = surround(config, world, rank_progress(world), stop=stop, environment=environment)
+    context = make_context(config, world, rank_progress(world), stop=stop, environment=environment)
     recording = Recording.open(folder)
     _check(recording, config, context.tokenizer_info.fingerprint)
     with closing(ReplayStream(recording)) as stream:
@@ -90,7 +90,7 @@ def _begin(
     lineage = dict.fromkeys(term_of(version) for version, _ in versions)
     start = make_start(config, claimed, prompts, lineage=lineage, canary_ids=())
     goes_on_from = str(start.checkpoint)
-    log.info("replays", recording=str(recording.folder), groups=len(recording.places), goes_on_from=goes_on_from)
+    log.info("replay started", recording=str(recording.folder), groups=len(recording.places), goes_on_from=goes_on_from)
     num_of_data = prompts.num_tickets(config.training.max_epochs)
     feed = Feed(
         stream=stream,
@@ -102,7 +102,7 @@ def _begin(
         state=claimed.checkpoint.state.stream
         if claimed.checkpoint
         else first_state(recording, versions, num_of_data=num_of_data),
-        order=NothingAsked() if config.data.curriculum else None,
+        order=UnknownOrder() if config.data.curriculum else None,
         clock=lambda: stream.now_s,
         sleep=lambda seconds: None,
     )
@@ -116,10 +116,10 @@ def _work(
     """Train; a recording that is used up counts as finished. Only rank 0 knows that, so it broadcasts it."""
     state = work(context, policy, start, conductor=conductor, stream=stream, publisher=Unpublished(start.term))
     used_up = stream.used_up and not context.stop.is_set()
-    told = context.world.broadcast(bytes([used_up]) if context.world.is_main else None)
-    if state != "stopped" or not told[0]:
+    ended = context.world.broadcast(bytes([used_up]) if context.world.is_main else None)
+    if state != "stopped" or not ended[0]:
         return state
-    log.info("the recording is used up; what is left of it is too little for a step")
+    log.info("the recording is used up; the rest is too small for a step")
     export(policy, context.tokenizer_info.tokenizer, context.config, context.patient)
     return "finished"
 
@@ -138,7 +138,7 @@ def _check(recording: Recording, config: schema.Config, fingerprint: str) -> Non
 
 def _mark(folder: Path, recording: Recording) -> None:
     """Record in the run's folder which recording it replays; refuse a folder that belongs to something else."""
-    here = {
+    identity = {
         "recorded_run": recording.origin.run,
         "run_uid": recording.origin.run_uid,
         "num_groups": len(recording.places),
@@ -147,12 +147,13 @@ def _mark(folder: Path, recording: Recording) -> None:
     }
     path = folder / REPLAY
     if not path.exists() and (folder / "checkpoints").exists():
-        raise ConfigError(f"{folder} holds a run that is no replay: set another name for the replay, as name=again")
-    if create_exclusively(path, json.dumps(here).encode()):
+        raise ConfigError(f"{folder} holds a run that is not a replay: set another name for the replay, as name=again")
+    if create_exclusively(path, json.dumps(identity).encode()):
         return
-    before = json.loads(path.read_bytes())
-    if before != here:
+    recorded = json.loads(path.read_bytes())
+    if recorded != identity:
         raise ConfigError(
-            f"{folder} is a replay of another recording (run {before['recorded_run']}, {before['num_groups']} groups) "
-            f"than {recording.folder} is now ({len(recording.places)} groups to {here['last']}); set another name"
+            f"{folder} is a replay of another recording (run {recorded['recorded_run']}, "
+            f"{recorded['num_groups']} groups) than {recording.folder} is now "
+            f"({len(recording.places)} groups to {identity['last']}); set another name"
         )

@@ -134,7 +134,7 @@ def admit(
     learners that had started by then, and to their restarts. `fingerprint` identifies model and tokenizer.
     """
     if (config.folder / REPLAY).exists():
-        raise ConfigError(f"{config.folder} is the replay of a recording, which goes on with --replay only")
+        raise ConfigError(f"{config.folder} is the replay of a recording: continue it with --replay")
     # Check again: loading may have taken longer than the lease, and another learner may have been waiting for it to
     # expire.
     still_ours = partial(
@@ -210,7 +210,7 @@ def once_there_is_room(
         except OSError as error:
             if error.errno not in _FULL or clock() > deadline:
                 raise
-            log.warning("no room to begin", error=str(error))
+            log.warning("no disk space to start", error=str(error))
         sleep(_ROOM_EVERY_S)
 
 

@@ -13,7 +13,7 @@ import torch
 from streamrl.config import schema
 from streamrl.learner.loading.load import load_policy
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.parallel.dtensors import kept_in
+from streamrl.learner.parallel.dtensors import persistent_buffers
 from streamrl.learner.process.background import BackgroundThread, BackgroundThreadDouble
 from streamrl.learner.process.ranks import World as Ranks
 from streamrl.learner.publishing.copiers import Copier
@@ -84,7 +84,7 @@ class Scene:
         folder: Path,
         *,
         store: MemoryStore | None = None,
-        beside: BackgroundThread | BackgroundThreadDouble | None = None,
+        background: BackgroundThread | BackgroundThreadDouble | None = None,
         term: int = 3,
         lora: schema.Lora | None = None,
         copier: Copier | None = None,
@@ -98,7 +98,7 @@ class Scene:
         self.config = learner_config(path, weights=settings, model=model)
         self.policy: Policy = load_policy(self.config, ALONE, (1,))
         self.store, self.stream, self.clock = store or MemoryStore(), FakeStream(), FakeClock()
-        self.beside = beside or BackgroundThreadDouble()
+        self.background = background or BackgroundThreadDouble()
         self.publisher = Publisher(
             policy=self.policy,
             config=self.config,
@@ -108,7 +108,7 @@ class Scene:
             store=self.store,
             announcer=self.stream,
             canary_ids=(3, 4, 5),
-            beside=self.beside,
+            background=self.background,
             copier=copier,
             clock=self.clock,
         )
@@ -128,7 +128,7 @@ class Scene:
         """Check that a worker has the policy in the published dtype, bit for bit, without a tied head; buffers fp32."""
         dtype = getattr(torch, self.config.weights.dtype)
         truth = {name: p.detach().to(dtype) for name, p in self.policy.model.named_parameters()}
-        truth |= {name: buffer.float() for name, buffer in kept_in(self.policy.model)}
+        truth |= {name: buffer.float() for name, buffer in persistent_buffers(self.policy.model)}
         served = self.served(folder)
         return served.keys() == truth.keys() and all(torch.equal(served[name], truth[name]) for name in truth)
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
-from streamrl.learner.process.job import EXIT_TOLD, have_nothing_to_finish
-from streamrl.learner.process.told import Told
+from streamrl.learner.process.job import EXIT_ON_SIGNAL, end_at_once_on_sigterm
+from streamrl.learner.process.stop_flag import StopFlag
 
 FOLDER, HOLD_AT = "STAND_IN_FOLDER", "STAND_IN_HOLD_AT"
 OF_A_RANK = ("joining", "step", "save", "publish", "drain", "done")  # in this order
@@ -31,10 +31,10 @@ def note(moment: str) -> None:
         file.write(f"{moment}\n")
 
 
-def pass_by(moment: str, *, told: threading.Event | None = None) -> None:
+def pass_by(moment: str, *, stop_flag: threading.Event | None = None) -> None:
     note(moment)
     if os.environ[HOLD_AT] == moment:
-        (told or threading.Event()).wait(_HOLD_S)
+        (stop_flag or threading.Event()).wait(_HOLD_S)
 
 
 def rank(*, restarts: int) -> int:
@@ -46,17 +46,17 @@ def rank(*, restarts: int) -> int:
         note(f"failed {os.getpid()}")
         return 1
     pass_by("joining")
-    told = Told()
-    signal.signal(signal.SIGTERM, lambda *_: told.set())
+    stop_flag = StopFlag()
+    signal.signal(signal.SIGTERM, lambda *_: stop_flag.set())
     for moment in OF_A_RANK[1:-1]:
-        if not told.is_set():
-            pass_by(moment, told=told)
+        if not stop_flag.is_set():
+            pass_by(moment, stop_flag=stop_flag)
     time.sleep(_STEP_S)  # the step in progress
-    if not told.is_set():
-        have_nothing_to_finish()
+    if not stop_flag.is_set():
+        end_at_once_on_sigterm()
     note("finished")
-    if told.is_set():
-        return EXIT_TOLD
+    if stop_flag.is_set():
+        return EXIT_ON_SIGNAL
     pass_by("done")  # torchrun makes a rank wait here until it has heard from all
     return 0
 

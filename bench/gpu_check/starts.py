@@ -28,7 +28,7 @@ from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.objective.gradients import Gradients
 from streamrl.learner.objective.optimizer import make_optimizer, update
-from streamrl.learner.objective.reference import asking
+from streamrl.learner.objective.reference import frozen_logprobs
 from streamrl.learner.parallel.dtensors import held
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group
@@ -109,9 +109,9 @@ def _of_reference(config: schema.Config, scale: Scale, groups: list[Group]) -> I
     tally = Tally(sources=(), step=0, is_dead=lambda _version, _step: False)
     [first, *_] = learner.gradients.prepare(groups, tally).micro_batches
 
-    def ask(*, on_host: bool) -> torch.Tensor:
+    def logprobs(*, on_host: bool) -> torch.Tensor:
         like: Policy = learner.policy
-        return asking(load_reference(config, learner.world, (END,), like=like, on_host=on_host))(first)
+        return frozen_logprobs(load_reference(config, learner.world, (END,), like=like, on_host=on_host))(first)
 
-    off = float((ask(on_host=True) - ask(on_host=False)).abs().max())
+    off = float((logprobs(on_host=True) - logprobs(on_host=False)).abs().max())
     yield Row(what="reference on the host: largest difference", value=off, unit="nats", goal=0, better="lower")

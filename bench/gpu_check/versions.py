@@ -37,8 +37,8 @@ class _Heard:
 def publish(scale: Scale) -> Iterator[Row]:
     name, size = _size(scale)
     stepping = Stepping(size, make_config(micro_batch_tokens=64, dtype="bfloat16"), max_length=64, device=scale.device)
-    beside = BackgroundThread("publisher")
-    with scratch_folder() as folder, beside.working(join_s=60):
+    background = BackgroundThread("publisher")
+    with scratch_folder() as folder, background.working(join_s=60):
         publisher = Publisher(
             policy=stepping.policy,
             config=make_config(micro_batch_tokens=64, dtype="bfloat16"),
@@ -48,7 +48,7 @@ def publish(scale: Scale) -> Iterator[Row]:
             store=FileStore(folder),
             announcer=_Heard(),
             canary_ids=(3, 4, 5),
-            beside=beside,
+            background=background,
         )
         waits, ways = [], []
         for step in range(_ROUNDS):

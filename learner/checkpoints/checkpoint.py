@@ -140,8 +140,8 @@ class CheckpointRoot:
         """
         crashpoint("checkpoint.written")
         folder, final = self.temp_folder(name), self.folder_of(name)
-        again = final.exists()
-        if again:
+        is_resealed = final.exists()
+        if is_resealed:
             files = _unseal(final / MANIFEST)["files"]
         elif files is None:
             files = {path: describe(folder / path) for path in _files(folder)}
@@ -154,7 +154,7 @@ class CheckpointRoot:
         crashpoint("journal.written")
         state = replace(state, stream=stream.committed(journal))
         sealed = _seal({"schema": _SCHEMA, "files": files, "state": state.to_json()})
-        if again:
+        if is_resealed:
             self._refuse_replaced(name)
             write_durably(final / MANIFEST, sealed)
             crashpoint("checkpoint.sealed")
@@ -177,7 +177,9 @@ class CheckpointRoot:
         """
         highest = highest_term(self.root)
         if highest > name.term:
-            raise Fenced(f"{self.root}: term {highest} has the run; a replaced learner's checkpoint {name} is refused")
+            raise Fenced(
+                f"{self.root}: term {highest} has the run; checkpoint {name} of the replaced learner is refused"
+            )
 
     def names(self, lineage: Lineage) -> list[CheckpointName]:
         """Checkpoints of the lineage, the newest first, without checking that they are complete."""
@@ -196,8 +198,8 @@ class CheckpointRoot:
                 log.warning("checkpoint ignored", checkpoint=str(name), reason=str(error))
                 reasons.append(str(error))
         if reasons or lineage.has_parent:
-            newest = f"; of the newest: {reasons[0]}" if reasons else ""
-            raise DataError(f"{self._folder}: the run has made checkpoints, but none that is complete is left{newest}")
+            newest = f"; the newest: {reasons[0]}" if reasons else ""
+            raise DataError(f"{self._folder}: none of the run's checkpoints is complete{newest}")
         return None
 
     def open(self, name: CheckpointName, *, digests: bool = False) -> Checkpoint:
@@ -225,8 +227,8 @@ class CheckpointRoot:
         """Remove checkpoints that need not be kept, and leftovers of unfinished work; return the names removed."""
         self._clean_up(term)
         readable = list(self.readable(lineage))
-        kept = {*keep, *(c.name for c in (*readable[:keep_last], *best_first(readable, best_by)[:keep_best]))}
-        return [c.name for c in readable if c.name not in kept and self._remove(c.name, term)]
+        retained = {*keep, *(c.name for c in (*readable[:keep_last], *best_first(readable, best_by)[:keep_best]))}
+        return [c.name for c in readable if c.name not in retained and self._remove(c.name, term)]
 
     def readable(self, lineage: Lineage) -> Iterator[Checkpoint]:
         """Checkpoints of the lineage whose files are all present, the newest first."""
@@ -234,7 +236,7 @@ class CheckpointRoot:
             try:
                 yield self.open(name)
             except DataError:
-                log.warning("damaged checkpoint left where it is", checkpoint=str(name))
+                log.warning("damaged checkpoint left in place", checkpoint=str(name))
 
     def _remove(self, name: CheckpointName, term: int) -> bool:
         """Remove a checkpoint unless a newer term resumes from it.
@@ -242,13 +244,13 @@ class CheckpointRoot:
         Rename first, check second: a newer term writes its record first and checks for its parent second, so at least
         one of the two sees the other.
         """
-        folder, aside = self.folder_of(name), self._folder / f".trash-{name}"
-        folder.rename(aside)
+        folder, trash = self.folder_of(name), self._folder / f".trash-{name}"
+        folder.rename(trash)
         crashpoint("prune.aside")
         if name in parents_named_after(self.root, term):
-            aside.rename(folder)
+            trash.rename(folder)
             return False
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(trash, ignore_errors=True)
         crashpoint("prune.removed")
         return True
 
@@ -290,7 +292,7 @@ def _unseal(path: Path) -> dict[str, Any]:
         content: dict[str, Any] = sealed["content"]
         intact = sealed["digest"] == _digest_of(content)
     except (OSError, ValueError, KeyError, TypeError):
-        raise DataError(f"{path}: missing or cut off") from None
+        raise DataError(f"{path}: missing or truncated") from None
     if not intact:
         raise DataError(f"{path}: contents do not match their digest")
     if content["schema"] != _SCHEMA:
@@ -322,11 +324,15 @@ def read_score(folder: Path, metric: str = BEST_METRIC) -> float | None:
         score = json.loads(path.read_bytes()).get(metric)
         return None if score is None else float(score)
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        log.warning("score of a checkpoint ignored", path=str(path), error=str(error))
+        log.warning("checkpoint score ignored", path=str(path), error=str(error))
         return None
 
 
 def best_first(checkpoints: Iterable[Checkpoint], metric: str = BEST_METRIC) -> list[Checkpoint]:
     """The validated checkpoints by this metric, the best first; on ties the newest first."""
-    scored = [(score, one.name, one) for one in checkpoints if (score := read_score(one.folder, metric)) is not None]
-    return [one for _, _, one in sorted(scored, key=lambda each: each[:2], reverse=True)]
+    scored = [
+        (score, checkpoint.name, checkpoint)
+        for checkpoint in checkpoints
+        if (score := read_score(checkpoint.folder, metric)) is not None
+    ]
+    return [checkpoint for _, _, checkpoint in sorted(scored, key=lambda entry: entry[:2], reverse=True)]

@@ -27,13 +27,13 @@ from streamrl.learner.loading.tokenizer import read_tokenizer_info
 from streamrl.learner.model.lora import adapter_parameters, base_name, merged_parameters, save_adapters
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.packing.attention import MASKED
-from streamrl.learner.parallel.dtensors import kept_in, whole
+from streamrl.learner.parallel.dtensors import persistent_buffers, whole
 from streamrl.learner.process.ranks import World
 
 ADAPTER = "adapter"  # folder within the export
 # How far the ranks may gather ahead of rank 0's writing. On GPUs nothing else limits it: a gather waits in its stream,
 # where NCCL aborts it after a step's timeout, not a disk's. No GPU has run this.
-_MOST_AHEAD_BYTES = 1 << 30
+_MAX_AHEAD_BYTES = 1 << 30
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 
 
@@ -77,10 +77,10 @@ def _write_weights(policy: Policy, folder: Path, path: str, dtype: torch.dtype, 
             tensor = whole(parameter.detach().to(dtype))
             if files is not None:
                 files.take(name, tensor.cpu())
-            if (ahead := ahead + tensor.nbytes) >= _MOST_AHEAD_BYTES:
+            if (ahead := ahead + tensor.nbytes) >= _MAX_AHEAD_BYTES:
                 world.barrier()
                 ahead = 0
-        for name, buffer in kept_in(policy.model):
+        for name, buffer in persistent_buffers(policy.model):
             if files is not None:
                 files.take(base_name(name), buffer.cpu())
 
@@ -113,7 +113,7 @@ def write_weights(config: schema.Config, path: Path, *, checkpoint: Checkpoint |
     dtype = getattr(torch, config.weights.dtype)
     with torch.no_grad():
         tensors = {name: tensor.detach().to(dtype).contiguous() for name, tensor in merged_parameters(model, dtype)}
-        tensors |= {base_name(name): buffer.float() for name, buffer in kept_in(model)}  # as publishing does
+        tensors |= {base_name(name): buffer.float() for name, buffer in persistent_buffers(model)}  # as publishing does
     safetensors.torch.save_file(tensors, path)
 
 

@@ -33,7 +33,7 @@ from transformers.core_model_loading import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from streamrl.files import naming
-from streamrl.learner.parallel.dtensors import kept_in
+from streamrl.learner.parallel.dtensors import persistent_buffers
 
 _FILES = "model{suffix}.safetensors"
 _MAX_FILE_BYTES = 5 * 10**9  # usual on hubs; files larger than the host's memory may fail to be mapped
@@ -64,7 +64,7 @@ class HubFiles:
         self._model = known
         known._weight_conversions = self._rules  # cached; otherwise they are looked up for each group
         own = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        own.update((name, tensor.to("meta")) for name, tensor in kept_in(model))
+        own.update((name, tensor.to("meta")) for name, tensor in persistent_buffers(model))
         self._groups = _groups(own, self._rules)
         self._members = Counter(self._groups.values())
         self._waiting: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
@@ -82,7 +82,7 @@ class HubFiles:
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
         """Add a whole tensor, on the host and in the dtype to write."""
-        assert name in self._groups, f"{name} is in the trained model, and not in the original one"
+        assert name in self._groups, f"{name} is in the trained model but not in the original one"
         group = self._groups[name]
         self._waiting[group][name] = tensor
         if len(self._waiting[group]) == self._members[group]:
@@ -118,8 +118,8 @@ class HubFiles:
                 at = 8 + len(header) + begin
                 yield name, _Place(file=file, at=at, dtype=tensor.dtype, shape=tuple(tensor.shape))
         if split.is_sharded:
-            told = {"total_parameters": self._model.num_parameters(), **split.metadata}
-            index = {"metadata": told, "weight_map": split.tensor_to_filename}
+            metadata = {"total_parameters": self._model.num_parameters(), **split.metadata}
+            index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
             (self._folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def _by_width(self, name: str) -> tuple[int, str]:

@@ -57,10 +57,10 @@ def write_journal(root: Path, checkpoint: str, endings: Sequence[Ending], *, aft
 
 def _lines(endings: Iterable[Ending], *, after: str | None, run_uid: str) -> Iterator[dict[str, object]]:
     yield {"schema": _SCHEMA, "run_uid": run_uid, "after": after}
-    alike: dict[tuple[int, str], list[Ending]] = {}
+    by_ending: dict[tuple[int, str], list[Ending]] = {}
     for ending in endings:
-        alike.setdefault((ending.step, ending.outcome), []).append(ending)
-    for (step, outcome), ended in alike.items():
+        by_ending.setdefault((ending.step, ending.outcome), []).append(ending)
+    for (step, outcome), ended in by_ending.items():
         ended.sort(key=attrgetter("ticket"))
         others = {str(one.ticket): one.answered for one in ended if one.answered not in ("", one.asked)}
         yield {

@@ -53,7 +53,7 @@ def check_resume(config: schema.Config) -> None:
     """
     if not config.checkpoint.resume and CheckpointRoot(config.folder).names(ancestry(config.folder)):
         raise ConfigError(
-            f"checkpoint.resume = false, and {config.folder} holds checkpoints: set another name, or let it go on"
+            f"checkpoint.resume = false, but {config.folder} holds checkpoints: set another name, or let it resume"
         )
 
 
@@ -102,17 +102,17 @@ def find_checkpoint(text: str) -> Checkpoint:
         return newest
     names = root.names(lineage)
     if which == "best":
-        kept = list(root.readable(lineage))  # newest first; a live run may remove one meanwhile
-        config = config_of(kept[0]) if kept else None
+        available = list(root.readable(lineage))  # newest first; a live run may remove one meanwhile
+        config = config_of(available[0]) if available else None
         metric = BEST_METRIC if config is None else config.checkpoint.best_by
-        scored = best_first(kept, metric)
+        scored = best_first(available, metric)
         if not scored:
             raise DataError(f"{text}: no checkpoint of the run has been validated ({metric}, checkpoint.best_by)")
         return root.open(scored[0].name, digests=True)
     found = next((name for name in names if str(name.step) == which), None)
     if found is None:
         steps = ", ".join(str(name.step) for name in reversed(names)) or "none"
-        raise DataError(f"{text}: the run keeps no checkpoint of step {which}; it has {steps}, or say @best")
+        raise DataError(f"{text}: the run has no checkpoint of step {which}; it has {steps}; @best names the best one")
     return root.open(found, digests=True)
 
 
@@ -124,29 +124,29 @@ def check_steps(source: Checkpoint, training: schema.Training) -> None:
     made = source.state.step
     if 0 <= training.max_steps <= made:
         raise ConfigError(
-            f"training.max_steps = {training.max_steps}: {source.folder} is of step {made}, and a fork counts on from "
-            f"there; set it to {made + training.max_steps} for as many steps more, or to -1 for all of the data"
+            f"training.max_steps = {training.max_steps}: {source.folder} is at step {made}, and a fork continues "
+            f"its count; set it to {made + training.max_steps} for as many further steps, or to -1 for all of the data"
         )
 
 
 def fork(source: Checkpoint, folder: Path, *, new_data: bool) -> Checkpoint:
     """Create the new run's folder."""
     if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is there already: give the fork a name of its own, as name=NEW")
+        raise ConfigError(f"{folder} exists already: give the fork its own name, with name=NEW")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = folder.with_name(f".tmp-fork-{folder.name}-{uuid.uuid4().hex[:12]}")
+    temporary = folder.with_name(f".tmp-fork-{folder.name}-{uuid.uuid4().hex[:12]}")
     try:
-        made = _make(source, aside, new_data=new_data)
-        aside.rename(folder)
+        made = _make(source, temporary, new_data=new_data)
+        temporary.rename(folder)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     fsync_folder(folder.parent)
     return CheckpointRoot(folder).open(made.name)
 
 
-def _make(source: Checkpoint, aside: Path, *, new_data: bool) -> Checkpoint:
-    root = CheckpointRoot(aside)
-    run_uid = claim_run(aside)
+def _make(source: Checkpoint, temporary: Path, *, new_data: bool) -> Checkpoint:
+    root = CheckpointRoot(temporary)
+    run_uid = claim_run(temporary)
     term = root.claim_term(run_uid)
     name = CheckpointName(term.number, source.state.step)
     target = root.new_folder(name)
@@ -156,7 +156,7 @@ def _make(source: Checkpoint, aside: Path, *, new_data: bool) -> Checkpoint:
     state = CheckpointState(
         run_uid=run_uid,
         step=source.state.step,
-        stream=FeedState() if new_data else _behind(source.state.stream, step=source.state.step),
+        stream=FeedState() if new_data else _state_after(source.state.stream, step=source.state.step),
         data_fingerprint=ANY_DATA if new_data else source.state.data_fingerprint,
         extra={
             "consumed_samples": source.state.extra.get("consumed_samples", 0),
@@ -167,7 +167,7 @@ def _make(source: Checkpoint, aside: Path, *, new_data: bool) -> Checkpoint:
     return root.commit(name, state)
 
 
-def _behind(stream: FeedState, *, step: int) -> FeedState:
+def _state_after(stream: FeedState, *, step: int) -> FeedState:
     """The stream's state after the source's: tickets that ended there count as dropped, open ones will be issued."""
     before = stream.ledger
     ended = Ledger(before)

@@ -113,11 +113,11 @@ class Saver:
         checkpoints: CheckpointRoot,
         conductor: Committer,
         term: int,
-        beside: Jobs,
+        background: Jobs,
         timers: Timers,
     ) -> None:
         self._state, self._world, self._checkpoints = state, world, checkpoints
-        self._conductor, self._term, self._beside, self._timers = conductor, term, beside, timers
+        self._conductor, self._term, self._background, self._timers = conductor, term, background, timers
         self._under_way: _UnderWay | None = None
         self._pruned: Future[None] | None = None
         self._last: CheckpointName | None = None
@@ -142,7 +142,7 @@ class Saver:
         elif self._make_folder(name):
             self._state.take()
             crashpoint("checkpoint.copied")
-            written = self._beside.submit(partial(self._write, self._checkpoints.temp_folder(name)))
+            written = self._background.submit(partial(self._write, self._checkpoints.temp_folder(name)))
             self._under_way = _UnderWay(name=name, commit=commit, written=written)
 
     def settle(self, *, wait_s: float = 0.0) -> bool | None:
@@ -158,12 +158,14 @@ class Saver:
                 self._checkpoints.discard(under_way.name)
             return False
         if under_way.sealed is None:
-            under_way.sealed = self._beside.submit(partial(under_way.commit.seal, self._all_files(under_way.written)))
+            under_way.sealed = self._background.submit(
+                partial(under_way.commit.seal, self._all_files(under_way.written))
+            )
             return None
         self._under_way, self._last = None, under_way.name
         self._after_pruning()  # immediate: the thread pruned before it wrote
         under_way.commit.announce()
-        self._pruned = self._beside.submit(under_way.commit.prune)
+        self._pruned = self._background.submit(under_way.commit.prune)
         return True
 
     def save(self, step: int, *, consumed_samples: int) -> bool:
@@ -182,23 +184,23 @@ class Saver:
         if self._pruned is not None:
             self._pruned.result()
 
-    def _outcome(self, name: CheckpointName, mine: Future[Any], *, wait_s: float) -> _Outcome:
+    def _outcome(self, name: CheckpointName, future: Future[Any], *, wait_s: float) -> _Outcome:
         """The outcome over all ranks; raises errors that are not the disk's."""
-        wait([mine], timeout=wait_s)
-        outcome = _Outcome.DONE if mine.done() else _Outcome.WAITING
-        if mine.done() and (error := mine.exception()) is not None:
+        wait([future], timeout=wait_s)
+        outcome = _Outcome.DONE if future.done() else _Outcome.WAITING
+        if future.done() and (error := future.exception()) is not None:
             _raise_unless_of_the_disk(error, name)
             outcome = _Outcome.FAILED
         return _Outcome(int(self._world.largest(np.array([float(outcome)]))[0]))
 
-    def _all_files(self, mine: Future[_Written]) -> Files:
+    def _all_files(self, future: Future[_Written]) -> Files:
         """The files of all ranks, as each reports its own."""
-        written = mine.result()
-        mine_told = json.dumps([written.took_s, written.files]).encode()
-        told = [json.loads(part) for part in self._world.gather_bytes(mine_told)]
+        written = future.result()
+        own_report = json.dumps([written.took_s, written.files]).encode()
+        reports = [json.loads(part) for part in self._world.gather_bytes(own_report)]
         if written.files:
-            self._timers.add("checkpoint_write", max(took_s for took_s, _ in told))
-        return {path: (size, digest) for _, files in told for path, (size, digest) in files.items()}
+            self._timers.add("checkpoint_write", max(took_s for took_s, _ in reports))
+        return {path: (size, digest) for _, files in reports for path, (size, digest) in files.items()}
 
     def _write(self, folder: Path) -> _Written:
         began = time.perf_counter()

@@ -28,7 +28,7 @@ from torch import nn
 from streamrl.errors import DataError
 from streamrl.learner.checkpoints.checkpoint import Files
 from streamrl.learner.checkpoints.save import write_parts
-from streamrl.learner.parallel.dtensors import LocalRows, held, told
+from streamrl.learner.parallel.dtensors import LocalRows, held, reported
 from streamrl.learner.process.ranks import World
 from streamrl.pinning import Pinned
 
@@ -48,8 +48,8 @@ class Shard:
     ) -> None:
         """`pinned` defaults to that of the device, if it is a GPU."""
         self._policy, self._optimizer, self._world = policy, optimizer, world
-        told_bytes = sum(told(p, shape=p.shape).values.nbytes for _, p in _trained(policy))
-        num_bytes = (1 + len(_MOMENTS)) * told_bytes + _RNG_BYTES
+        reported_bytes = sum(reported(p, shape=p.shape).values.nbytes for _, p in _trained(policy))
+        num_bytes = (1 + len(_MOMENTS)) * reported_bytes + _RNG_BYTES
         self._buffer = torch.empty(num_bytes, dtype=torch.uint8).zero_()
         if pinned is None and world.device.type == "cuda":
             pinned = Pinned(torch.cuda.cudart(), lambda: torch.ones(1, device=world.device))
@@ -66,7 +66,7 @@ class Shard:
             state = self._optimizer.state.get(parameter, {})
             metadata["steps"][name] = float(state["step"]) if state else 0.0
             for kind, tensor in [("master", parameter), *((moment, state[moment]) for moment in _MOMENTS if state)]:
-                run = told(tensor, shape=parameter.shape)
+                run = reported(tensor, shape=parameter.shape)
                 metadata["starts"][name] = run.start
                 layout[f"{kind}/{name}"] = self._place(run.values)
         layout[_RNG] = self._place(torch.get_rng_state())

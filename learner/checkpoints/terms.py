@@ -118,7 +118,9 @@ def claim_term(
             return Term(number=number, parent=parent, run_uid=run_uid)
         else:
             number += 1  # a predecessor that still runs has just pruned the parent: choose again in the same lineage
-    raise ResourceError(f"{folder}: no term could be claimed in {_CLAIM_ATTEMPTS} attempts; do other learners start?")
+    raise ResourceError(
+        f"{folder}: no term could be claimed in {_CLAIM_ATTEMPTS} attempts; are other learners starting?"
+    )
 
 
 def ancestry(root: Path) -> Lineage:
@@ -157,7 +159,7 @@ def _parent_of(root: Path, term: int) -> CheckpointName | None:
         return None
     name = CheckpointName.parse(str(text))
     if name is None:
-        raise DataError(f"{path}: {text!r} is no name of a checkpoint")
+        raise DataError(f"{path}: {text!r} is not the name of a checkpoint")
     return name
 
 

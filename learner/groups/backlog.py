@@ -67,16 +67,16 @@ class Backlog:
         """Bytes that a commit now would free: all but the entries still needed."""
         return self.num_bytes - sum(self._sizes.get(entry_id, 0) for entry_id in held)
 
-    def let_go(self, *, cursor: str, carry: Collection[str], trim_below: str) -> list[str]:
+    def forget_freed(self, *, cursor: str, carry: Collection[str], trim_below: str) -> list[str]:
         """Forget the entries that a commit with this cursor and carry frees.
 
         Returns those that have ended but lie above the trim, between entries that have not.
         """
-        kept, last, lowest = set(carry), entry_order(cursor), entry_order(trim_below)
-        places = {entry_id: entry_order(entry_id) for entry_id in self._sizes if entry_id not in kept}
-        ended = {entry_id: place for entry_id, place in places.items() if place <= last}
+        carried, last, lowest = set(carry), entry_order(cursor), entry_order(trim_below)
+        orders = {entry_id: entry_order(entry_id) for entry_id in self._sizes if entry_id not in carried}
+        ended = {entry_id: order for entry_id, order in orders.items() if order <= last}
         self.num_bytes -= sum(map(self._sizes.pop, ended))
-        return [entry_id for entry_id, place in ended.items() if place >= lowest]
+        return [entry_id for entry_id, order in ended.items() if order >= lowest]
 
     @property
     def _mean(self) -> float:
@@ -116,27 +116,27 @@ class Inventory:
             purged=stream.letters.purged(),
         )
 
-    def shown(self, *, cursor: str, unread: Sequence[str]) -> set[tuple[int, str]]:
+    def live_identities(self, *, cursor: str, unread: Sequence[str]) -> set[tuple[int, str]]:
         """(number, identity) of tickets that are queued or leased, and of groups present that will be read."""
-        last, again = entry_order(cursor), set(unread)
-        asked = {(ticket.number, ticket.identity) for ticket in self.tickets if ticket.sound}
-        to_read = (g for g in self.groups if entry_order(g.entry_id) > last or g.entry_id in again)
-        return asked | {(group.number, group.identity) for group in to_read if group.number >= 0}
+        last, to_read_again = entry_order(cursor), set(unread)
+        queued = {(ticket.number, ticket.identity) for ticket in self.tickets if ticket.sound}
+        to_read = (g for g in self.groups if entry_order(g.entry_id) > last or g.entry_id in to_read_again)
+        return queued | {(group.number, group.identity) for group in to_read if group.number >= 0}
 
     def unreadable(self, ledger: Ledger) -> dict[int, str]:
         """Tickets whose entries no worker can read, with the reason; they would be leased again and again forever."""
-        return {t.number: t.flaw for t in self.tickets if t.flaw is not None and _is_asked(t, ledger)}
+        return {t.number: t.flaw for t in self.tickets if t.flaw is not None and _is_wanted(t, ledger)}
 
     def of_another_branch(self, ledger: Ledger) -> list[PresentTicket]:
         """Open tickets whose entries ask for something other than their numbers stand for."""
-        return [t for t in self.tickets if t.sound and ledger.is_open(t.number) and not _is_asked(t, ledger)]
+        return [t for t in self.tickets if t.sound and ledger.is_open(t.number) and not _is_wanted(t, ledger)]
 
     def superfluous(self, ledger: Ledger) -> list[str]:
         """Ticket entries to delete: unreadable, ended, of another branch, or a second one of the same ticket."""
         found: list[str] = []
         seen: set[int] = set()
         for ticket in self.tickets:
-            if not ticket.sound or ticket.number in seen or not _is_asked(ticket, ledger):
+            if not ticket.sound or ticket.number in seen or not _is_wanted(ticket, ledger):
                 found.append(ticket.entry_id)
             else:
                 seen.add(ticket.number)
@@ -152,5 +152,5 @@ class Inventory:
         }
 
 
-def _is_asked(ticket: PresentTicket, ledger: Ledger) -> bool:
-    return ledger.is_open(ticket.number) and ledger.asks(ticket.number, ticket.identity)
+def _is_wanted(ticket: PresentTicket, ledger: Ledger) -> bool:
+    return ledger.is_open(ticket.number) and ledger.has_identity(ticket.number, ticket.identity)

@@ -21,7 +21,7 @@ What a place asks for is fixed when it is drawn, and never changes afterwards:
     a log is lost     these places are drawn again; tickets in Redis under their numbers are of another branch: deleted
     fork              has the checkpoint's pool and places; or starts afresh with its own data
     Redis rolls back  a number asks for what it did before, or its identity differs (`wire.ticket`)
-    replay            draws nothing: `NothingAsked`
+    replay            draws nothing: `UnknownOrder`
 
 A pass is counted in candidates. Observations of a ticket belong to the pass it was drawn in, so the same groups make
 the same pool whether or not a learner died in between. `draw` blocks on the disk.
@@ -92,7 +92,7 @@ class DataOrder:
         return {}
 
 
-class NothingAsked:
+class UnknownOrder:
     """The order of a replay, which does not know which prompts its groups answer."""
 
     num_drawn = 0
@@ -103,7 +103,7 @@ class NothingAsked:
         return False
 
     def locate(self, place: int) -> tuple[int, int]:
-        raise AssertionError(f"nobody knows what place {place} asks for")
+        raise AssertionError(f"a replay does not know the prompt of place {place}")
 
     def ended(self, place: int, header: GroupHeader, *, teaches: bool) -> None: ...
 
@@ -162,7 +162,7 @@ class Curriculum:
     def state(self, ledger: Ledger) -> CurriculumState:
         """The state to checkpoint; forgets places that can no longer be issued."""
         ahead = range(ledger.retries.num_places(ledger.issued), self.num_drawn)
-        needed = sorted({*_asked_by(ledger), *ahead})
+        needed = sorted({*_retained_places(ledger), *ahead})
         self._places = {place: self._places[place] for place in needed if place in self._places}
         return CurriculumState(
             num_drawn=self.num_drawn,
@@ -183,9 +183,9 @@ class Curriculum:
         visited, of_a_pass = self._num_visited, self._prompts.num_tickets(1)
         while len(chosen) < count:
             data_epoch, first = divmod(visited, of_a_pass)
-            rows, throws = self._prompts.candidates(data_epoch)
+            rows, uniforms = self._prompts.candidates(data_epoch)
             admission = self._pool.admission(data_epoch)[rows[first:]]
-            admitted = np.flatnonzero(throws[first:] < admission)[: count - len(chosen)]
+            admitted = np.flatnonzero(uniforms[first:] < admission)[: count - len(chosen)]
             chosen += [(data_epoch, int(row)) for row in rows[first:][admitted]]
             chances += admission[admitted].tolist()
             visited += int(admitted[-1]) + 1 if len(chosen) == count else of_a_pass - first
@@ -209,24 +209,24 @@ def open_order(
     num_places = prompts.num_tickets(config.training.max_epochs)
     if not config.data.curriculum:
         return DataOrder(prompts, num_places=num_places)
-    given = state or FeedState()
+    restored = state or FeedState()
     return Curriculum(
         prompts,
         num_samples=config.sampling.num_samples,
         num_places=num_places,
         block=config.training.groups_per_step,
         log=DrawLog(root, term=term, since=since) if root is not None else None,
-        state=given.curriculum or _behind_data_order(Ledger(given.ledger), prompts),
+        state=restored.curriculum or _state_after_data_order(Ledger(restored.ledger), prompts),
     )
 
 
-def _behind_data_order(ledger: Ledger, prompts: PromptSet) -> CurriculumState:
+def _state_after_data_order(ledger: Ledger, prompts: PromptSet) -> CurriculumState:
     """The initial state of a curriculum in a run that started without one."""
     begin = ledger.retries.num_places(ledger.issued)
-    places = {place: prompts.locate(place) for place in sorted(_asked_by(ledger))}
+    places = {place: prompts.locate(place) for place in sorted(_retained_places(ledger))}
     return CurriculumState(num_drawn=begin, num_visited=begin, places=places)
 
 
-def _asked_by(ledger: Ledger) -> set[int]:
+def _retained_places(ledger: Ledger) -> set[int]:
     """Places of open tickets, and of dead ones that may be retried."""
     return {ledger.retries.place(number) for number in (*ledger.open_tickets(), *ledger.letters)}

@@ -71,9 +71,9 @@ class Dispatch:
         self._groups_per_step = config.training.groups_per_step
         self._num_of_data = prompts.num_tickets(config.training.max_epochs)
         self._widest_window = (config.lag.max_steps + 1) * self._groups_per_step
-        self.to_repeat: list[int] = []  # dead tickets that the operator wants retried, as of the last orders
+        self.retry_requests: list[int] = []  # dead tickets that the operator wants retried, as of the last orders
         self.refused: list[int] = []  # by a full server: issued in the ledger, written to Redis once there is room
-        self._is_sure = False  # the issued count includes tickets issued after the checkpoint
+        self._is_issued_known = False  # the issued count includes tickets issued after the checkpoint
         self.wants_commit = False  # a commit would free bytes that are needed
 
     @property
@@ -123,7 +123,7 @@ class Dispatch:
             return
         first = self._ledger.issued
         for dead in self._repeatable()[:room]:
-            self.to_repeat.remove(dead)  # issuing fulfils the request
+            self.retry_requests.remove(dead)  # issuing fulfils the request
             self._ledger.repeat(dead, by=self._ledger.issued)
             self._ledger.issued += 1
             crashpoint("retry.counted")
@@ -135,18 +135,18 @@ class Dispatch:
 
     def issue(self, numbers: Iterable[int] = (), *, step: int) -> None:
         """Write these tickets, new or repeated, after those that were refused before."""
-        first_version, begins_with = self._lag.first_version()
+        first_version, first_step = self._lag.first_version()
         before, self.refused = self.refused, []  # if this fails, reconciling finds what is missing
         wanted = dict.fromkeys((*filter(self._ledger.is_open, before), *numbers))
         tickets = self._tickets(wanted, step=step, min_version=first_version)
         for ticket in tickets:
-            self._ledger.begin(ticket.number, step=begins_with, asked=ticket.identity)
+            self._ledger.begin(ticket.number, step=first_step, identity=ticket.identity)
         if tickets:
             self.refused = [ticket.number for ticket in self._stream.issue(tickets)]
         if self.refused and not before:
-            log.warning("Redis is full, and tickets wait for room", tickets=len(self.refused))
+            log.warning("Redis is full: tickets wait for room", tickets=len(self.refused))
         elif before and not self.refused:
-            log.info("Redis takes tickets again", tickets=len(tickets))
+            log.info("Redis accepts tickets again", tickets=len(tickets))
 
     def failed(self, number: int, *, error: str, step: int) -> None:
         """A worker could not fill this ticket, or could not read it: issue it again or declare it dead."""
@@ -169,21 +169,23 @@ class Dispatch:
         self._ready_groups.put_back()
         found = Inventory.take(self._stream)
         self._backlog.recount(found.groups, cursor=cursor)
-        shown = found.shown(cursor=cursor, unread=self._ready_groups.unread)
-        self._count_issued(shown, found.retried, step=step)
-        present = {n for n, identity in shown if self._ledger.is_open(n) and self._ledger.asks(n, identity)}
+        live_identities = found.live_identities(cursor=cursor, unread=self._ready_groups.unread)
+        self._count_issued(live_identities, found.retried, step=step)
+        present = {
+            n for n, identity in live_identities if self._ledger.is_open(n) and self._ledger.has_identity(n, identity)
+        }
         superfluous = found.superfluous(self._ledger)
         missing = [number for number in self._ledger.open_tickets() if number not in present]
         flaws = found.unreadable(self._ledger)
         unreadable = flaws.keys() & set(missing)
-        for ticket in (others := found.of_another_branch(self._ledger)):
+        for ticket in (of_another_branch := found.of_another_branch(self._ledger)):
             self._ledger.ignore(NOT_ASKED)
             log.warning("ticket of another branch", entry=ticket.entry_id, ticket=ticket.number)
         if superfluous:
             self._stream.delete_tickets("train", superfluous)
             crashpoint("reconcile.deleted")
         self.issue((number for number in missing if number not in unreadable), step=step)
-        self._put_letters_right(found, step=step)
+        self._repair_letters(found, step=step)
         for number in sorted(unreadable):
             self.failed(number, error=f"no worker could read the ticket: {flaws[number]}", step=step)
         self._stream.count_issued(self._ledger.issued)
@@ -191,7 +193,7 @@ class Dispatch:
             "reconciled",
             present=len(present),
             deleted=len(superfluous),
-            of_another_branch=len(others),
+            of_another_branch=len(of_another_branch),
             issued_again=len(missing),
             unreadable=len(unreadable),
         )
@@ -203,7 +205,7 @@ class Dispatch:
         others = {n: None for n in self._stream.retried() if n < self._ledger.issued and n not in known}
         return {**others, **known}
 
-    def _count_issued(self, shown: Set[tuple[int, str]], retried: Mapping[int, int], *, step: int) -> None:
+    def _count_issued(self, live_identities: Set[tuple[int, str]], retried: Mapping[int, int], *, step: int) -> None:
         """Raise the issued count past tickets that an earlier learner issued after the checkpoint. Runs once.
 
         Such tickets are still in Redis, except for what Redis has lost, so nothing beyond a gap of more than a window
@@ -211,26 +213,26 @@ class Dispatch:
         gap costs only their generation. A ticket whose content differs from what its number stands for, given these
         retries, does not count either: nothing after the checkpoint has ended, so these numbers may be reused.
         """
-        if self._is_sure:
+        if self._is_issued_known:
             return
         counter = first = self._ledger.issued
         repeated = {number: dead for number, dead in retried.items() if number >= first}
         retries = Retries({**self._ledger.retries.known(), **repeated})
-        for number in sorted(number for number in {*(n for n, _ in shown), *repeated} if number >= first):
+        for number in sorted(number for number in {*(n for n, _ in live_identities), *repeated} if number >= first):
             too_far = number - counter > self._widest_window or retries.num_places(number + 1) > self._order.num_drawn
             if too_far or not self._order.knows(retries.place(number)):
                 break
-            if number in repeated or (number, self._ticket(number, retries).identity) in shown:
+            if number in repeated or (number, self._ticket(number, retries).identity) in live_identities:
                 counter = number + 1
         self._ledger.issued = counter
         for number in range(first, counter):
             if number in repeated:
                 self._ledger.repeat(repeated[number], by=number)
-            asked = self._ticket(number, self._ledger.retries).identity
-            self._ledger.begin(number, step=step, asked=asked)  # with weights at least as new as the checkpoint's
-        self._is_sure = True
+            identity = self._ticket(number, self._ledger.retries).identity
+            self._ledger.begin(number, step=step, identity=identity)  # with weights at least as new as the checkpoint's
+        self._is_issued_known = True
 
-    def _put_letters_right(self, found: Inventory, *, step: int) -> None:
+    def _repair_letters(self, found: Inventory, *, step: int) -> None:
         ledger = self._ledger
         ledger.adopt_letters(letter.number for letter in found.letters)
         for number in found.purged:
@@ -238,7 +240,9 @@ class Dispatch:
         listed = found.listed(ledger)
         stale = sorted({letter.entry_id for letter in found.letters} - set(listed.values()))
         # A request stands while its ticket may still die: it had died in the lost steps that the request refers to.
-        settled = [number for number in self.to_repeat if number not in ledger.letters and not ledger.is_open(number)]
+        settled = [
+            number for number in self.retry_requests if number not in ledger.letters and not ledger.is_open(number)
+        ]
         if stale or settled:
             self._stream.letters.remove(stale, requests=settled)
         missing = [(number, letter) for number, letter in ledger.letters.items() if number not in listed]
@@ -249,9 +253,9 @@ class Dispatch:
             for ticket in self._tickets([number], step=step, min_version=version)
         )
         if not self._stream.letters.put(again, wait_for_room=False):
-            log.warning("Redis is full, and dead letters that it lost are not listed", letters=len(missing))
+            log.warning("Redis is full: lost dead letters not restored", letters=len(missing))
         if stale or missing:
-            log.info("put dead letters right", letters=len(ledger.letters), removed=len(stale), put_back=len(missing))
+            log.info("dead letters repaired", letters=len(ledger.letters), removed=len(stale), put_back=len(missing))
 
     def _room(self, step: int) -> int:
         """How many tickets may be issued; negative if the window has shrunk."""
@@ -267,7 +271,7 @@ class Dispatch:
 
     def _repeatable(self) -> list[int]:
         """Dead tickets to retry; one that a lost step made open again must die first."""
-        return [dead for dead in self.to_repeat if dead in self._ledger.letters]
+        return [dead for dead in self.retry_requests if dead in self._ledger.letters]
 
     def _tickets(self, numbers: Iterable[int], *, step: int, min_version: int) -> list[Ticket]:
         """Tickets for the numbers whose prompt is known; a replay may not know all."""

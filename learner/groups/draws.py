@@ -51,8 +51,8 @@ class DrawLog:
         found: dict[int, tuple[tuple[int, int], float, int]] = {}
         for term in sorted(self._terms()):
             for line in _lines(self._folder / f"{term:06d}.jsonl"):
-                told = zip(line["asked"], line["chances"], strict=True)
-                for place, (asked, chance) in enumerate(told, line["first"]):
+                pairs = zip(line["asked"], line["chances"], strict=True)
+                for place, (asked, chance) in enumerate(pairs, line["first"]):
                     found[place] = ((int(asked[0]), int(asked[1])), float(chance), int(line["num_visited"]))
         end = first
         while end in found:
@@ -73,7 +73,7 @@ class DrawLog:
                 fsync_folder(self._folder.parent)
             self._append(line)
         except OSError as error:
-            log.warning("no prompts are drawn, for the log of draws cannot be written", error=str(error))
+            log.warning("no prompts drawn: cannot write the log of draws", error=str(error))
             return False
         return True
 

@@ -20,16 +20,16 @@ _SHOWN_CHARS = 80  # of a prompt
 class FailuresInRow:
     def __init__(self, limit: int) -> None:
         self._limit, self._count = limit, 0
-        self._before_us: str | None = None  # newest entry in the stream when this learner started
+        self._newest_existing: str | None = None  # newest entry in the stream when this learner started
         self.latest = ""  # the latest failure: prompt and error
 
-    def began(self, entry_ids: Iterable[str]) -> None:
+    def note_existing(self, entry_ids: Iterable[str]) -> None:
         """Note the entries in the stream; only the first call counts."""
-        if self._before_us is None:
-            self._before_us = max(entry_ids, key=entry_order, default=START)
+        if self._newest_existing is None:
+            self._newest_existing = max(entry_ids, key=entry_order, default=START)
 
     def is_old(self, entry_id: str) -> bool:
-        return self._before_us is not None and entry_order(entry_id) <= entry_order(self._before_us)
+        return self._newest_existing is not None and entry_order(entry_id) <= entry_order(self._newest_existing)
 
     def sound(self) -> None:
         """Note a group without a failure."""
@@ -38,11 +38,11 @@ class FailuresInRow:
     def failed(self, prompt: Prompt | None, *, error: str) -> None:
         """Count a failure. `prompt` is None in a replay that does not know it."""
         self._count += 1
-        self.latest = f"{self._told(prompt)}: {error}"
+        self.latest = f"{self._describe(prompt)}: {error}"
         if self._count >= self._limit:
             raise TrainingError(
-                f"{self._count} groups in a row failed, and none between was sound (training.max_failed_in_row). "
-                f"The latest, {self.latest}. Mend it and start the run again: it goes on from its last checkpoint"
+                f"{self._count} groups in a row failed (training.max_failed_in_row). The latest, {self.latest}. "
+                "Fix the cause and start the run again: it resumes from its last checkpoint"
             )
 
     def check_trained(self, ledger: Ledger) -> None:
@@ -50,14 +50,14 @@ class FailuresInRow:
             return
         endings = [f"{count} dropped as {reason}" for reason, count in ledger.dropped()]
         if num_dead := ledger.outcomes[DEAD]:
-            endings.append(f"{num_dead} failed for good, the latest, {self.latest}")
+            endings.append(f"{num_dead} failed for good (the latest, {self.latest})")
         raise TrainingError(
-            f"all the data were asked for, and no step was made: of {ledger.issued} groups {'; '.join(endings)}. "
-            "`streamrl groups` shows answers and their rewards; mend it and start the run again"
+            f"the data is used up and no step was made: of {ledger.issued} groups {'; '.join(endings)}. "
+            "`streamrl groups` shows answers and their rewards; fix the cause and start the run again"
         )
 
     @staticmethod
-    def _told(prompt: Prompt | None) -> str:
+    def _describe(prompt: Prompt | None) -> str:
         if prompt is None:
             return "a prompt"
         text = prompt.text if len(prompt.text) <= _SHOWN_CHARS else f"{prompt.text[:_SHOWN_CHARS]}..."

@@ -58,7 +58,7 @@ class Feed:
         state: FeedState | None = None,  # of the checkpoint to resume from
         quarantine: Quarantine | None = None,  # None: no ticket is suspected
         order: PromptOrder | None = None,  # None: by the settings, stored only in checkpoints
-        most: int | None = None,  # largest group in bytes, if larger than the configuration implies
+        largest_group_bytes: int | None = None,  # if larger than the configuration implies
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -84,7 +84,9 @@ class Feed:
             fingerprint=fingerprint,
             max_samples=config.sampling.num_samples,
         )
-        self._backlog = Backlog(max_bytes=config.redis.max_backlog_bytes, largest_group=most or largest_group(config))
+        self._backlog = Backlog(
+            max_bytes=config.redis.max_backlog_bytes, largest_group=largest_group_bytes or largest_group(config)
+        )
         self._dispatch = Dispatch(
             stream=stream,
             prompts=prompts,
@@ -99,7 +101,7 @@ class Feed:
         self._cursor = state.cursor
         self._journal = state.journal
         self.control: Control = "run"  # the operator's order in effect
-        self._listen_at = 0.0
+        self._next_listen = 0.0
         self._planned: Plan | None = None
         self._doubtful = True  # Redis and the ledger may differ: reconcile first
 
@@ -116,8 +118,8 @@ class Feed:
         """Read the operator's orders; `plan` does so by itself."""
         orders = self._stream.orders()
         self.control = orders.control
-        self._dispatch.to_repeat = list(orders.retries)
-        self._listen_at = self._clock() + _ROUND_S  # or as soon as no group is left to read
+        self._dispatch.retry_requests = list(orders.retries)
+        self._next_listen = self._clock() + _ROUND_S  # or as soon as no group is left to read
 
     def plan(self, *, step: int, world_size: int, timeout_s: float) -> Plan | None:
         """The next batch, or what to do instead; None if nothing can be trained within `timeout_s`.
@@ -127,10 +129,10 @@ class Feed:
         """
         assert self._planned is None, "settle the plan before asking for the next"
         doubtful, self._doubtful = self._doubtful, True  # until this call succeeds
-        if doubtful or self._stream.disturbed or self._wait_timers.looked_long_ago:
+        if doubtful or self._stream.disturbed or self._wait_timers.reconcile_is_due:
             self.reconcile(step=step)
         self._wait_timers.begin()
-        self._drop_what_got_old(step)
+        self._drop_stale(step)
         plan = self._plan_until(self._clock() + timeout_s, step, world_size)
         self._doubtful = False
         if plan is not None and plan.kind is Kind.STEP:
@@ -182,12 +184,12 @@ class Feed:
         self._journal = state.journal
         self._wait_timers.committed()
         self._ledger.committed(state.ledger)
-        ended = self._backlog.let_go(cursor=state.cursor, carry=state.carry, trim_below=state.trim_below)
+        ended = self._backlog.forget_freed(cursor=state.cursor, carry=state.carry, trim_below=state.trim_below)
         self._stream.commit(step=step, cursor=state.cursor, trim_below=state.trim_below, ended=ended)
 
     def commit_would_free(self) -> bool:
         """Whether to commit just for the room it frees in Redis; also starts the pause before the next such commit."""
-        return self._backlog.freeable(self._ready_groups.all_ids()) > 0 and self._wait_timers.may_ask_for_commit()
+        return self._backlog.freeable(self._ready_groups.all_ids()) > 0 and self._wait_timers.may_request_commit()
 
     def metrics(self) -> dict[str, float]:
         dropped = {f"stream/dropped/{reason}": float(count) for reason, count in self._ledger.dropped()}
@@ -217,14 +219,14 @@ class Feed:
         """Compare Redis with the ledger and repair the differences."""
         assert self._planned is None, "a plan is with the ranks: settle it first"
         found = self._dispatch.reconcile(cursor=self._cursor, step=step)
-        self._failures.began(group.entry_id for group in found.groups)
+        self._failures.note_existing(group.entry_id for group in found.groups)
         self._wait_timers.reconciled()
 
     def _plan_until(self, deadline: float, step: int, world_size: int) -> Plan | None:
         waited = False
-        self._listen_at = self._clock()
+        self._next_listen = self._clock()
         while True:
-            if self._clock() >= self._listen_at:
+            if self._clock() >= self._next_listen:
                 self.listen()
                 if self.control in ("run", "drain"):
                     self._dispatch.issue(step=step)  # tickets that a full server refused
@@ -232,8 +234,8 @@ class Feed:
                 return Plan(kind=Kind.STOP, step=step)
             if self.control == "run" or (self.control == "drain" and self._dispatch.refused):
                 self._dispatch.top_up(step=step)
-                if self._dispatch.wants_commit and self._wait_timers.may_ask_for_commit():
-                    log.info("a checkpoint before its time", backlog_bytes=self._backlog.num_bytes)
+                if self._dispatch.wants_commit and self._wait_timers.may_request_commit():
+                    log.info("early checkpoint to free Redis memory", backlog_bytes=self._backlog.num_bytes)
                     return Plan(kind=Kind.COMMIT, step=step)
             if self.control != "pause" and (plan := self._ready(step, world_size)):
                 return plan
@@ -253,7 +255,7 @@ class Feed:
             self._wait_timers.check(num_outstanding=self._ledger.outstanding)
             if self._wait_timers.tickets_may_be_lost:
                 self.reconcile(step=step)
-        self._listen_at = self._clock()
+        self._next_listen = self._clock()
 
     def _ready(self, step: int, world_size: int) -> Plan | None:
         """A full batch; the last, partial one when no more groups can come; or the end."""
@@ -311,7 +313,7 @@ class Feed:
         elif not header.failed:
             self._backlog.expect(num_bytes)
             self._failures.sound()
-            self._weigh(entry, header, step)
+            self._keep_or_drop(entry, header, step)
         else:
             self._dispatch.failed(entry.number, error=header.error, step=step)
             self._failures.failed(self._dispatch.prompt_of(entry.number), error=header.error)
@@ -320,12 +322,12 @@ class Feed:
         """Ignore a group; its ticket stays as it is."""
         self._ledger.ignore(reason)
         if reason == LATE_FAILURE or (reason == NOT_ASKED and not self._gate.still_waits(number)):
-            self._wait_timers.look_soon()  # Redis and the ledger disagree
+            self._wait_timers.reconcile_soon()  # Redis and the ledger disagree
         if reason in (NOT_ASKED, NOT_LEASED) and self._ledger.ignored[reason].bit_count() == 1:  # 1, 2, 4, 8, ...
             count = self._ledger.ignored[reason]
             log.warning("group set aside", entry=entry_id, ticket=number, reason=reason, so_far=count)
 
-    def _weigh(self, entry: Entry, header: GroupHeader, step: int) -> None:
+    def _keep_or_drop(self, entry: Entry, header: GroupHeader, step: int) -> None:
         reason = self._reason_to_drop(header, step)
         if reason is None:
             self._ready_groups.take(ReadyGroup(entry.id, header, entry.body))
@@ -339,7 +341,7 @@ class Feed:
             return "stale"
         return QUARANTINED if self._quarantine.holds(header.ticket) else self._reason_of_algorithm(header)
 
-    def _drop_what_got_old(self, step: int) -> None:
+    def _drop_stale(self, step: int) -> None:
         """Drop groups that went stale in hand; happens only if the most urgent groups are trained first."""
         for held in self._ready_groups:
             if self._lag.is_stale(held.header.min_version, held.header.max_version, step):

@@ -156,7 +156,7 @@ class Ledger:
         """Recover the dead letters of a checkpoint that predates them: those in Redis whose tickets have ended."""
         if not self.knows_letters:
             known = {number for number in numbers if number in self._resolved} - set(self.retries.known().values())
-            self.letters = dict.fromkeys(sorted(known), Letter("an older version did not note it", 0.0))
+            self.letters = dict.fromkeys(sorted(known), Letter("not recorded by an older version", 0.0))
             self.knows_letters = True
 
     def committed(self, state: LedgerState) -> None:
@@ -171,17 +171,17 @@ class Ledger:
     def attempts(self, number: int) -> int:
         return self._attempts.get(number, 0)
 
-    def begin(self, number: int, *, step: int, asked: str) -> None:
+    def begin(self, number: int, *, step: int, identity: str) -> None:
         """Record the identity of an issued ticket and the step of the oldest weights a worker may start it with."""
         self._begins[number] = step
-        self._asked[number] = asked
+        self._asked[number] = identity
 
-    def asks(self, number: int, identity: str) -> bool:
+    def has_identity(self, number: int, identity: str) -> bool:
         """Whether the open ticket has this identity; a recording's ticket takes that of its first answer."""
-        assert self.is_open(number), f"ticket {number} asks for nothing: it is not open"
+        assert self.is_open(number), f"ticket {number} has no identity: it is not open"
         return self._asked.setdefault(number, identity) == identity
 
-    def begun_at(self, number: int) -> int:
+    def first_weights_step(self, number: int) -> int:
         return self._begins[number]
 
     def failed(self, number: int) -> int:

@@ -40,7 +40,7 @@ from streamrl.protocol.wire.group import Group, GroupHeader, decode_body, decode
 from streamrl.protocol.wire.routes import RouteShape
 from streamrl.protocol.wire.sample import Sample
 
-_MOST_KEPT_BYTES = 256 << 20  # of bodies; those beyond are read again by the rank that trains them
+_MAX_KEPT_BYTES = 256 << 20  # of bodies; those beyond are read again by the rank that trains them
 
 log = structlog.get_logger(__name__)
 
@@ -151,7 +151,7 @@ class ReadyGroups:
 
     def take(self, held: ReadyGroup) -> None:
         num_bytes = len(held.body or b"")
-        if self._num_kept_bytes + num_bytes > _MOST_KEPT_BYTES:
+        if self._num_kept_bytes + num_bytes > _MAX_KEPT_BYTES:
             held, num_bytes = replace(held, body=None), 0
         self._num_kept_bytes += num_bytes
         self._held[held.header.ticket] = held
@@ -201,7 +201,7 @@ class ReadyGroups:
         return sum(number not in self._held for _, number in urgent[: late[-1] + 1]) if late else 0
 
     def _deadline(self, ticket: int) -> int:
-        return self._ledger.begun_at(ticket) + self._lag.max_steps
+        return self._ledger.first_weights_step(ticket) + self._lag.max_steps
 
 
 def balance(num_tokens: Sequence[int], world_size: int) -> list[int]:
@@ -228,8 +228,10 @@ class Fetched:
 
     def agreed(self, verdicts: Sequence[GroupCheck]) -> tuple[Group, ...]:
         """This rank's groups that all ranks holding them found sound."""
-        mine = np.flatnonzero(self.verdicts == GroupCheck.SOUND).tolist()
-        return tuple(group for at, group in zip(mine, self.groups, strict=True) if verdicts[at] is GroupCheck.SOUND)
+        own_sound = np.flatnonzero(self.verdicts == GroupCheck.SOUND).tolist()
+        return tuple(
+            group for at, group in zip(own_sound, self.groups, strict=True) if verdicts[at] is GroupCheck.SOUND
+        )
 
 
 def fetch_groups(
@@ -247,16 +249,16 @@ def fetch_groups(
     Tokens of versions before `oldest_step` get no loss. `taught`: samples must carry a teacher's log-probs. `routes`:
     samples must carry expert routes of this shape.
     """
-    mine = plan.of_rank(rank)
-    lacking = [planned.entry_id for _, planned in mine if planned.opened is None]
+    own_entries = plan.of_rank(rank)
+    lacking = [planned.entry_id for _, planned in own_entries if planned.opened is None]
     entries = dict(zip(lacking, stream.fetch("train", lacking), strict=True)) if lacking else {}
     groups: list[Group] = []
     verdicts = np.zeros(len(plan.entries))
     num_masked = 0
-    for at, planned in mine:
-        verdict, group, masked = _look_at(planned, entries.get(planned.entry_id), vocabulary, oldest_step, routes)
-        if group is not None and (lacking_words := _lacks(group, taught=taught, routed=routes is not None)):
-            log.warning("group refused", ticket=planned.ticket, error=lacking_words)
+    for at, planned in own_entries:
+        verdict, group, masked = _check(planned, entries.get(planned.entry_id), vocabulary, oldest_step, routes)
+        if group is not None and (problem := _missing_part(group, taught=taught, routed=routes is not None)):
+            log.warning("group refused", ticket=planned.ticket, error=problem)
             verdict, group = GroupCheck.MALFORMED, None
         verdicts[at] = verdict
         if group is not None:
@@ -265,16 +267,16 @@ def fetch_groups(
     return Fetched(groups=tuple(groups), verdicts=verdicts, num_masked=num_masked)
 
 
-def _lacks(group: Group, *, taught: bool, routed: bool) -> str:
+def _missing_part(group: Group, *, taught: bool, routed: bool) -> str:
     """What the group lacks, in words; empty: nothing."""
     if taught and any(sample.teacher_logprobs is None for sample in group.samples):
-        return "it has no log-probs of the teacher"
+        return "it has no teacher log-probs"
     if routed and any(sample.routes is None and len(sample.token_ids) for sample in group.samples):
-        return "it has no routes, which algorithm.routing_replay asks for"
+        return "it has no expert routes, which algorithm.routing_replay requires"
     return ""
 
 
-def _look_at(
+def _check(
     planned: PlanEntry, entry: Entry | None, vocabulary: int, oldest_step: int, routes: RouteShape | None
 ) -> tuple[GroupCheck, Group | None, int]:
     """(verdict, the group if it is sound, number of masked tokens)"""

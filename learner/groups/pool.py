@@ -31,11 +31,11 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-_FADE = 0.9  # decay of the knowledge about a prompt, per pass
-_LEAST = 1 / 64  # floor: every prompt is drawn eventually
+_DECAY = 0.9  # decay of the knowledge about a prompt, per pass
+_MIN_ADMISSION = 1 / 64  # floor: every prompt is drawn eventually
 _TINY = 1e-9  # below this a difference may be rounding only
 _IN_A_ROW = 8  # required teaching groups: with 1, a prompt alike every other time would be drawn half as often
-_ENOUGH = 4  # prompts of a dataset, or half of it, before its prior is fitted
+_MIN_OBSERVED = 4  # prompts of a dataset, or half of it, before its prior is fitted
 _BREADTH = (0.02, 2000.0)  # bounds of a0 + b0: from prompts always or never alike, to identical prompts
 _SEEN = np.dtype(
     [("row", "<i4"), ("at", "<i4"), ("samples", "<f8"), ("minority", "<f8"), ("reward", "<f8"), ("alike", "<f8")]
@@ -68,22 +68,22 @@ class Pool:
         if not seen["samples"] or at >= seen["at"]:
             seen["alike"] = not teaches
         latest = max(at, int(seen["at"]))
-        before, now = _FADE ** (latest - int(seen["at"])), _FADE ** (latest - at)
+        before, now = _DECAY ** (latest - int(seen["at"])), _DECAY ** (latest - at)
         for name, value in (("samples", count), ("minority", minority), ("reward", sum(rewards))):
             seen[name] = seen[name] * before + value * now
         seen["row"], seen["at"] = row, latest
 
     def refit(self) -> None:
         """Fit each dataset's prior to everything known; later admissions use it."""
-        seen, dataset_of = self._asked()
+        seen, dataset_of = self._observed()
         self._priors = np.ones((len(self._names), 2))  # [datasets, (a0, b0)]
         self._known = np.zeros(len(self._names), dtype=np.bool_)
         sizes = np.bincount(self._dataset_of, minlength=len(self._names))
         for number, size in enumerate(sizes.tolist()):
-            of_it = seen[dataset_of == number]
-            if len(of_it) >= min(_ENOUGH, (size + 1) // 2) and self._num_samples > 1:
+            observed = seen[dataset_of == number]
+            if len(observed) >= min(_MIN_OBSERVED, (size + 1) // 2) and self._num_samples > 1:
                 self._known[number] = True
-                self._priors[number] = _beta(of_it, self._num_samples)
+                self._priors[number] = _beta(observed, self._num_samples)
         self._admission: dict[int, Chances] = {}  # by pass
 
     def admission(self, at: int) -> Chances:
@@ -91,7 +91,7 @@ class Pool:
         if at not in self._admission:
             teach, known = _all_teach(self._alike(at, times=_IN_A_ROW)), self._known[self._dataset_of]
             chances = np.where(known, teach / teach[known].max(initial=_TINY), 1.0)
-            self._admission = {at: np.maximum(_LEAST, chances)}
+            self._admission = {at: np.maximum(_MIN_ADMISSION, chances)}
         return self._admission[at]
 
     def census(self, at: int) -> Mapping[str, int]:
@@ -100,25 +100,25 @@ class Pool:
         The next group of a solved or hopeless prompt is alike with a chance of at least one half; a solved one's reward
         is at least the mean over all drawn prompts, a hopeless one's is below.
         """
-        seen, _ = self._asked()
+        seen, _ = self._observed()
         means = np.divide(seen["reward"], seen["samples"])
-        rests = self._alike(at, times=1)[0][self._seen["samples"] > 0] >= 0.5
-        above = means >= (means.mean() if len(means) else 0.0)
+        is_resting = self._alike(at, times=1)[0][self._seen["samples"] > 0] >= 0.5
+        is_above_mean = means >= (means.mean() if len(means) else 0.0)
         return {
             "new": len(self._seen) - len(seen),
-            "fitting": int((~rests).sum()),
-            "solved": int((rests & above).sum()),
-            "hopeless": int((rests & ~above).sum()),
+            "fitting": int((~is_resting).sum()),
+            "solved": int((is_resting & is_above_mean).sum()),
+            "hopeless": int((is_resting & ~is_above_mean).sum()),
         }
 
-    def _asked(self) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int32]]:
-        asked = self._seen["samples"] > 0
-        return self._seen[asked], self._dataset_of[asked]
+    def _observed(self) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int32]]:
+        is_observed = self._seen["samples"] > 0
+        return self._seen[is_observed], self._dataset_of[is_observed]
 
     def _alike(self, at: int, *, times: int) -> list[Chances]:
         """For each row, the chances that its next group is alike, that its next two are all one reward, and so on."""
-        kept = _FADE ** np.maximum(0, at - self._seen["at"])
-        minority, samples = self._seen["minority"] * kept, self._seen["samples"] * kept
+        decay = _DECAY ** np.maximum(0, at - self._seen["at"])
+        minority, samples = self._seen["minority"] * decay, self._seen["samples"] * decay
         a0, b0 = self._priors[self._dataset_of].T
         return _chances_of_alike(a0 + minority, b0 + samples - minority, self._num_samples, times=times)
 

@@ -89,12 +89,13 @@ class PromptSet:
     def load(cls, *, tokenizer: Tokenizer, data: schema.Data, seed: int, at_most_s: float | None = None) -> PromptSet:
         """Load the datasets that `data.train` names. `at_most_s`: see `tokenise`."""
         sets = data.train_sets()
-        found = [tokenise(one, tokenizer, data, at_most_s=at_most_s) for one in sets]
+        found = [tokenise(named, tokenizer, data, at_most_s=at_most_s) for named in sets]
         parts = [
-            MixedDataset(num_rows=len(rows), weight=one.dataset.weight) for one, rows in zip(sets, found, strict=True)
+            MixedDataset(num_rows=len(rows), weight=named.dataset.weight)
+            for named, rows in zip(sets, found, strict=True)
         ]
-        for one, part in zip(sets, parts, strict=True):
-            log.info("dataset", name=one.name, rows=part.num_rows, weight=part.weight, in_each_pass=part.num_places)
+        for named, part in zip(sets, parts, strict=True):
+            log.info("dataset", name=named.name, rows=part.num_rows, weight=part.weight, in_each_pass=part.num_places)
         return cls([row for rows in found for row in rows], seed=seed, shuffle=data.shuffle, parts=parts)
 
     def fingerprint(self) -> str:
@@ -118,7 +119,7 @@ class PromptSet:
 
     def candidates(self, data_epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """The rows of a pass in order, and for each a random number in [0, 1) (`groups.curriculum`)."""
-        return self._mixture.rows_of_pass(data_epoch), self._mixture.throws_of_pass(data_epoch)
+        return self._mixture.rows_of_pass(data_epoch), self._mixture.uniforms_of_pass(data_epoch)
 
 
 def tokenise(
@@ -129,8 +130,8 @@ def tokenise(
     with _uncollected():
         file = read_prompts(named.dataset, malformed=data.malformed, key=key)
         reader = _Reader(file.place, tokenizer, data, named.name)
-        enough_at = math.inf if at_most_s is None else time.monotonic() + at_most_s
-        rows = list(reader.read(file.rows, enough_at=enough_at))
+        stop_at = math.inf if at_most_s is None else time.monotonic() + at_most_s
+        rows = list(reader.read(file.rows, stop_at=stop_at))
     num_malformed = file.num_skipped + reader.num_malformed
     if not rows:
         raise DataError(
@@ -139,7 +140,7 @@ def tokenise(
         )
     if num_malformed or reader.num_overlong or reader.num_truncated:
         log.warning(
-            "prompts left out or cut",
+            "prompts skipped or truncated",
             key=key,
             used=len(rows),
             malformed=num_malformed,
@@ -173,10 +174,10 @@ class _Reader:
         self.num_overlong = 0
         self.num_truncated = 0
 
-    def read(self, rows: Sequence[PromptRow], *, enough_at: float) -> Iterator[Prompt]:
-        """Read all rows, or until `time.monotonic` passes `enough_at`, but at least one batch."""
+    def read(self, rows: Sequence[PromptRow], *, stop_at: float) -> Iterator[Prompt]:
+        """Read all rows, or until `time.monotonic` passes `stop_at`, but at least one batch."""
         for start in range(0, len(rows), _BATCH):
-            if start and time.monotonic() > enough_at:
+            if start and time.monotonic() > stop_at:
                 return
             batch = [(row, text) for row in rows[start : start + _BATCH] if (text := self._text(row)) is not None]
             # The chat template has already added special tokens.
@@ -237,7 +238,7 @@ class _Reader:
 
 _CACHED_PASSES = 2  # around the end of a pass, tickets of two passes alternate
 _FIRST_CIRCLE = 1 << 63  # random streams for circles count from here, those for passes from 0
-_FIRST_THROWS = 1 << 62  # streams for admission, one per pass, count from here
+_FIRST_UNIFORMS = 1 << 62  # streams for admission, one per pass, count from here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +263,7 @@ class Mixture:
         self._seed = seed
         self._shuffle = shuffle
         self.rows_of_pass = lru_cache(_CACHED_PASSES)(self._rows_of)
-        self.throws_of_pass = lru_cache(_CACHED_PASSES)(self._throws_of)
+        self.uniforms_of_pass = lru_cache(_CACHED_PASSES)(self._uniforms_of)
 
     def locate(self, place: int) -> tuple[int, int]:
         """(passes before it, its row)"""
@@ -288,8 +289,8 @@ class Mixture:
             rest = self._permutation(_FIRST_CIRCLE + at, part.num_rows)[rest]
         return np.concatenate([np.tile(np.arange(part.num_rows), num_times), rest])
 
-    def _throws_of(self, data_epoch: int) -> npt.NDArray[np.float64]:  # [num_places]
-        draws: npt.NDArray[np.uint64] = self._draws(_FIRST_THROWS + data_epoch, self.num_places)
+    def _uniforms_of(self, data_epoch: int) -> npt.NDArray[np.float64]:  # [num_places]
+        draws: npt.NDArray[np.uint64] = self._draws(_FIRST_UNIFORMS + data_epoch, self.num_places)
         return (draws >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
     def _permutation(self, draw: int, count: int) -> npt.NDArray[np.intp]:

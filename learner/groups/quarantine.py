@@ -27,7 +27,7 @@ from pydantic import TypeAdapter
 QUARANTINED = "quarantined"
 _DEATHS_TO_SUSPECT = 2
 _DEATHS_TO_CONVICT = 3
-_MOST_ELSEWHERE = 3  # limit, so that a killing group is found even if ranks also die for other reasons
+_MAX_ELSEWHERE = 3  # limit, so that a killing group is found even if ranks also die for other reasons
 
 log = structlog.get_logger(__name__)
 
@@ -98,10 +98,10 @@ class Quarantine:
     def _write(self) -> None:
         if self._path is None:
             return
-        aside = self._path.with_suffix(".tmp")
+        temporary = self._path.with_suffix(".tmp")
         try:
-            aside.write_text(json.dumps(asdict(self._note)))
-            aside.rename(self._path)
+            temporary.write_text(json.dumps(asdict(self._note)))
+            temporary.rename(self._path)
         except OSError as error:
             log.warning("plan not noted", error=str(error))
 
@@ -109,7 +109,7 @@ class Quarantine:
 def _after(note: Note) -> Note:
     """The note with which the learner that finds `note` starts."""
     if not note.plan:
-        return replace(note, elsewhere=min(note.elsewhere + 1, _MOST_ELSEWHERE) if note.deaths else 0)
+        return replace(note, elsewhere=min(note.elsewhere + 1, _MAX_ELSEWHERE) if note.deaths else 0)
     common = _common(note.plan, note.suspects)
     if not common:  # no ticket in common: not a group's fault
         return Note(deaths=1, suspects=note.plan, quarantined=note.quarantined)
@@ -127,5 +127,5 @@ def _read(path: Path) -> Note:
     try:
         return TypeAdapter(Note).validate_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        log.warning("note of the last plan ignored", path=str(path), error=str(error))
+        log.warning("unreadable note of the last plan ignored", path=str(path), error=str(error))
         return Note()

@@ -16,7 +16,7 @@ from streamrl.errors import TrainingError
 from streamrl.telemetry.progress import Wait
 
 _RECONCILE_AFTER_S = 60.0  # without a group for so long, tickets may be lost; reconciling is cheap
-_LOOK_EVERY_S = 600.0  # reconcile in any case: else a bad ticket circulates while others arrive
+_RECONCILE_EVERY_S = 600.0  # reconcile in any case: else a bad ticket circulates while others arrive
 _COMMIT_AGAIN_S = 60.0  # pause after a requested checkpoint that did not complete
 
 log = structlog.get_logger(__name__)
@@ -32,7 +32,7 @@ class WaitTimers:
         self._since: float | None = None  # time of the latest group; None: a step is in progress
         self._full_since: float | None = None  # since when a full batch waits for stragglers
         self._reconciled_at = clock()
-        self._asked_commit_at: float | None = None
+        self._commit_requested_at: float | None = None
 
     def begin(self) -> None:
         """Start waiting for a batch."""
@@ -62,7 +62,7 @@ class WaitTimers:
             self._full_since, self.waits_for = began, Wait.STRAGGLERS
             return True
         if num_stragglers:
-            log.warning("went on without stragglers", tickets=num_stragglers, waited_s=round(now - began))
+            log.warning("continued without stragglers", tickets=num_stragglers, waited_s=round(now - began))
         self.straggler_wait_s += now - began
         self._full_since = None
         return False
@@ -74,7 +74,7 @@ class WaitTimers:
         if waited_s >= self._idle_timeout_s:
             raise TrainingError(
                 f"no group arrived for {waited_s:.0f} s (learner.idle_timeout_s) and {num_outstanding} tickets are "
-                "outstanding; do workers run, and do they reach Redis and rewards?"
+                "outstanding; check that workers run, and that they reach Redis and rewards"
             )
 
     @property
@@ -84,23 +84,23 @@ class WaitTimers:
         return self._clock() - max(self._since, self._reconciled_at) >= _RECONCILE_AFTER_S
 
     @property
-    def looked_long_ago(self) -> bool:
-        return self._clock() - self._reconciled_at >= _LOOK_EVERY_S
+    def reconcile_is_due(self) -> bool:
+        return self._clock() - self._reconciled_at >= _RECONCILE_EVERY_S
 
-    def look_soon(self) -> None:
+    def reconcile_soon(self) -> None:
         """A ticket may be missing: reconcile before the next batch."""
         self._reconciled_at = -math.inf
 
     def reconciled(self) -> None:
         self._reconciled_at = self._clock()
 
-    def may_ask_for_commit(self) -> bool:
+    def may_request_commit(self) -> bool:
         """Whether a commit may be requested, not too soon after one that failed; records the request."""
         now = self._clock()
-        if self._asked_commit_at is not None and now - self._asked_commit_at < _COMMIT_AGAIN_S:
+        if self._commit_requested_at is not None and now - self._commit_requested_at < _COMMIT_AGAIN_S:
             return False
-        self._asked_commit_at = now
+        self._commit_requested_at = now
         return True
 
     def committed(self) -> None:
-        self._asked_commit_at = None
+        self._commit_requested_at = None

@@ -41,7 +41,7 @@ def begin_model(path: str, *, attention: str, world: World) -> tuple[transformer
     try:
         sources, buffers = sources_of(model, path)
     except (OSError, SafetensorError, Unlike) as reason:
-        refuse_whole(model, path, reason, ranks_here=world.here, room=available_memory())
+        refuse_whole(model, path, reason, ranks_here=world.local_size, room=available_memory())
         model = load_model(path, attention=attention)
         nn.Module.to(model, world.device)
         return model, {}
@@ -60,9 +60,9 @@ def refuse_whole(
     log.info("weights are loaded whole", model=path, reason=str(reason), each_rank=size(each), ranks_here=ranks_here)
     if each * ranks_here > room:
         raise ResourceError(
-            f"model.path {path!r} is loaded whole by each rank, {size(each)} in fp32, since {reason}: "
-            f"{ranks_here} here take {size(each * ranks_here)} of this machine's memory, and {size(room)} are free; "
-            "name a copy of the model in safetensors of bfloat16, which is read shard by shard, or start fewer ranks "
+            f"model.path {path!r}: each rank loads the whole model, {size(each)} in fp32, because {reason}; the "
+            f"{ranks_here} ranks here need {size(each * ranks_here)} of this machine's memory, but {size(room)} are "
+            "free; use a copy of the model in bfloat16 safetensors, which is read shard by shard, or start fewer ranks "
             "on each host (learner.processes)"
         )
 
@@ -117,5 +117,5 @@ def usable(path: str, what: str, errors: tuple[type[Exception], ...]) -> Iterato
     try:
         yield
     except errors as error:
-        said = (str(error).splitlines() or [repr(error)])[0]
-        raise DataError(f"model.path {path!r} cannot {what}: {said}") from error
+        reason = (str(error).splitlines() or [repr(error)])[0]
+        raise DataError(f"model.path {path!r} cannot {what}: {reason}") from error

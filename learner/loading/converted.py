@@ -102,10 +102,10 @@ def _made(model: transformers.PreTrainedModel, stored: Mapping[str, Stored]) -> 
 
 def _unpacking(config: transformers.PretrainedConfig) -> Sequence[WeightConverter]:
     """Converters for a quantised model; Unlike if only transformers can dequantise it."""
-    said = getattr(config, "quantization_config", None)
-    if said is None:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
         return ()
-    method = said["quant_method"] if isinstance(said, dict) else said.quant_method
+    method = quantization["quant_method"] if isinstance(quantization, dict) else quantization.quant_method
     if method != _PACKED:
         raise Unlike(f"its files are quantised as {method}")
     return [

@@ -22,15 +22,15 @@ from torch import nn
 from streamrl.errors import DataError, UserError
 
 
-def convert(file: Path, output: Path, say: Callable[[str], None]) -> None:
+def convert(file: Path, output: Path, report: Callable[[str], None]) -> None:
     if not file.is_file():
         raise DataError(f"{file}: no such file")
-    say("step 1 of 3, the tokenizer")
+    report("step 1 of 3, the tokenizer")
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    say("step 2 of 3, the weights")
+    report("step 2 of 3, the weights")
     read = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     model = plain(read)
-    say("step 3 of 3, writing")
+    report("step 3 of 3, writing")
     nn.Module.to(model, torch.bfloat16)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)

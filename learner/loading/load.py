@@ -148,7 +148,9 @@ def _checkpoint(model: transformers.PreTrainedModel, *, is_wished: bool, on_host
         if not is_wished:
             log.warning("all activations are kept: the model has no checkpointing", kind=type(model).__name__)
             return
-        raise ConfigError(f"model.gradient_checkpointing: {type(model).__name__} has none; set it to false") from error
+        raise ConfigError(
+            f"model.gradient_checkpointing: {type(model).__name__} does not support it; set it to false"
+        ) from error
 
 
 def load_reference(

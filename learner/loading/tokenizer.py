@@ -35,7 +35,7 @@ def read_tokenizer_info(path: str) -> TokenizerInfo:
         generation_eos = config.eos_token_id
     ends = stop_ids(tokenizer_eos=tokenizer.eos_token_id, generation_eos=generation_eos)
     if not ends:
-        raise DataError(f"model.path {path!r} has no end token, so that no response could ever end by itself")
+        raise DataError(f"model.path {path!r} has no end token, so no response could ever end by itself")
     return TokenizerInfo(
         tokenizer=tokenizer,
         end_ids=ends,

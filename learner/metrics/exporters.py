@@ -52,7 +52,7 @@ class WeightsAndBiases:
 
     def __init__(self, settings: schema.Config, module: Any, *, run_uid: str) -> None:
         wandb = settings.metrics.wandb
-        assert wandb is not None, "asked for"
+        assert wandb is not None, "only built if configured"
         try:
             self._run = module.init(
                 project=wandb.project,
@@ -67,7 +67,7 @@ class WeightsAndBiases:
             )
         except module.errors.UsageError as error:
             raise ConfigError(
-                f"metrics.wandb: {error} The key may be in the environment too, as WANDB_API_KEY; "
+                f"metrics.wandb: {error} The API key may also be in the environment, as WANDB_API_KEY; "
                 "metrics.wandb.mode=offline needs none"
             ) from error
 
@@ -107,18 +107,18 @@ class Guarded:
         except ConfigError:
             raise
         except Exception:
-            log.warning("metrics are not exported for now", exporter=self._key, exc_info=True)
+            log.warning("exporter not started, retrying later", exporter=self._key, exc_info=True)
 
 
 def check_exporters(settings: schema.Config, *, load: Importer = import_module) -> None:
     """Raise ConfigError if a configured exporter is not installed."""
-    for key, module in _asked(settings):
+    for key, module in _configured(settings):
         try:
             load(module)
         except ImportError as error:
             raise ConfigError(
                 f"metrics.{key}: not installed here ({error}); "
-                f"`{install('trackers')}`, or take metrics.{key} out of the configuration"
+                f"`{install('trackers')}`, or remove metrics.{key} from the configuration"
             ) from error
 
 
@@ -134,9 +134,9 @@ def open_exporters(
         "tensorboard": TensorBoard,
         "wandb": partial(WeightsAndBiases, run_uid=run_uid),
     }
-    asked = [(key, load(module)) for key, module in _asked(settings)]
-    return [Guarded(key, partial(kinds[key], settings, module), clock=clock) for key, module in asked]
+    modules = [(key, load(module)) for key, module in _configured(settings)]
+    return [Guarded(key, partial(kinds[key], settings, module), clock=clock) for key, module in modules]
 
 
-def _asked(settings: schema.Config) -> list[tuple[str, str]]:
+def _configured(settings: schema.Config) -> list[tuple[str, str]]:
     return [(key, module) for key, module in _MODULES.items() if getattr(settings.metrics, key)]

@@ -34,6 +34,6 @@ class Gpu:
         try:
             return {"gpu/use": self._cuda.utilization(self._device) / 100}
         except Exception:  # nvidia-ml-py is not installed, or fails
-            log.info("the GPU's use is not known", exc_info=True)
+            log.info("GPU utilisation is unknown", exc_info=True)
             self._tells_use = False
             return {}

@@ -45,9 +45,9 @@ class Decoder(Protocol):
 
 def note_state(folder: Path, state: RunState, *, term: int, error: str = "") -> None:
     """Record the run's state; rank 0 does so when it takes the run and when it leaves it."""
-    told = {"state": state, "term": term, "at": time.time(), "error": error}
-    told |= {"host": socket.gethostname(), "pid": os.getpid(), "process_began": started_at(os.getpid())}
-    _replace(folder / STATE, json.dumps(told))
+    record = {"state": state, "term": term, "at": time.time(), "error": error}
+    record |= {"host": socket.gethostname(), "pid": os.getpid(), "process_began": started_at(os.getpid())}
+    _replace(folder / STATE, json.dumps(record))
 
 
 class RolloutKeeper:

@@ -176,11 +176,11 @@ class Tally:
         self._add("masked_tokens", num_tokens)
 
     def metrics(self, world: World) -> dict[str, float]:
-        told = world.gather_bytes(json.dumps(list(self._own)).encode())
-        names = sorted({name for part in told for name in json.loads(part)})
+        gathered = world.gather_bytes(json.dumps(list(self._own)).encode())
+        names = sorted({name for part in gathered for name in json.loads(part)})
         own = [self._own.get(name, np.zeros(2)) for name in names]
         of_data = np.concatenate([list(self._sums.values()), *own])
-        once = of_data if world.speaks else np.zeros_like(of_data)  # others have seen the same data
+        once = of_data if world.reports_samples else np.zeros_like(of_data)  # others have seen the same data
         routes, totals = np.split(world.total(np.concatenate([self._routes, once])), [len(self._routes)])
         sums = dict(zip(self._sums, totals[: len(self._sums)].tolist(), strict=True))
         peaks = dict(zip(self._peaks, world.largest(np.array(list(self._peaks.values()))).tolist(), strict=True))
@@ -220,8 +220,8 @@ class Tally:
 def _to_cpu(values: Sequence[torch.Tensor | float]) -> list[float]:
     """Sums of tensors, on any device, and plain numbers; one transfer for all tensors."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    told = iter(torch.stack([value.sum().to(tensors[0].device, torch.float64) for value in tensors]).tolist())
-    return [next(told) if isinstance(value, torch.Tensor) else float(value) for value in values]
+    sums = iter(torch.stack([value.sum().to(tensors[0].device, torch.float64) for value in tensors]).tolist())
+    return [next(sums) if isinstance(value, torch.Tensor) else float(value) for value in values]
 
 
 def _of_fresh(difference: torch.Tensor, fresh: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -279,9 +279,9 @@ def _of_tokens(sums: Mapping[str, float], peaks: Mapping[str, float]) -> dict[st
     return found
 
 
-def _of_routes(pairs: float, told: float, differing: float) -> dict[str, float]:
-    missing = {"router/routes_missing": 1 - told / pairs} if pairs else {}
-    return {**missing, "router/routes_differ": differing / told} if told else missing
+def _of_routes(pairs: float, known: float, differing: float) -> dict[str, float]:
+    missing = {"router/routes_missing": 1 - known / pairs} if pairs else {}
+    return {**missing, "router/routes_differ": differing / known} if known else missing
 
 
 def _of_loss(pairs: Mapping[str, Sequence[float]]) -> dict[str, float]:

@@ -30,13 +30,13 @@ def refuse_compiling(model: transformers.PreTrainedModel) -> None:
     """Raise ConfigError if the model's layers are not known to compile correctly, or no compiler is installed."""
     kind = type(model).__name__
     if not any(True for _ in layers_of(model)):
-        raise ConfigError(f"{KEY} = true: transformers names no layers of {kind}; set it to false")
+        raise ConfigError(f"{KEY} = true: transformers does not name the layers of {kind}; set it to false")
     if any(True for _ in experts_of(model)):
-        raise ConfigError(f"{KEY} = true: {kind} is a mixture of experts, which are not compiled; set it to false")
+        raise ConfigError(f"{KEY} = true: {kind} is a mixture of experts, which cannot be compiled; set it to false")
     wanted = [os.environ["CXX"]] if "CXX" in os.environ else _COMPILERS
     if not any(shutil.which(name) for name in wanted):
-        told = f"torch needs a C++ compiler for it, and there is no {' or '.join(wanted)} on PATH"
-        raise ConfigError(f"{KEY} = true: {told}; install one, or set it to false")
+        problem = f"torch needs a C++ compiler, and there is no {' or '.join(wanted)} on PATH"
+        raise ConfigError(f"{KEY} = true: {problem}; install one, or set it to false")
 
 
 def compile_layers(model: transformers.PreTrainedModel) -> None:

@@ -65,16 +65,16 @@ def place_adapters(model: transformers.PreTrainedModel, settings: schema.Lora) -
             raise ConfigError(f"model.lora.targets: {targets}: {str(error).splitlines()[0]}") from error
         linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         remedy = f"; it has {', '.join(sorted(linear))}" if linear else ""
-        raise ConfigError(f"model.lora.targets: no layer of the model is called any of {targets}{remedy}") from error
+        raise ConfigError(f"model.lora.targets: no layer of the model is named any of {targets}{remedy}") from error
     adapted = _adapted(model)
     for name, layer in adapted.items():
         if isinstance(layer, peft.tuners.lora.ParamWrapper):
             raise ConfigError(
-                f"model.lora.targets: {name} is experts in one parameter, which have no adapters; name others"
+                f"model.lora.targets: {name} holds stacked experts, which cannot have adapters; name others"
             )
         if layer.get_base_layer().weight.dim() != 2:
             raise ConfigError(
-                f"model.lora.targets: {name} is no matrix, and cannot be served with adapters; leave it out"
+                f"model.lora.targets: {name} is not a matrix and cannot be served with adapters; leave it out"
             )
     return adapted
 

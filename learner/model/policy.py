@@ -24,8 +24,8 @@ from streamrl.learner.packing.attention import EAGER, VARLEN
 from streamrl.learner.packing.micro_batches import MicroBatch, Shape, additive
 from streamrl.learner.packing.ways import Way, decoder_of, layer_types, ways_of
 from streamrl.learner.parallel.context import Parts
-from streamrl.learner.parallel.experts import ask_here
-from streamrl.learner.parallel.sums import Turn
+from streamrl.learner.parallel.experts import use_our_experts
+from streamrl.learner.parallel.sums import TokenShare
 from streamrl.learner.parallel.tensor import sharers_of
 from streamrl.protocol.wire.routes import RouteShape
 
@@ -51,7 +51,7 @@ class Policy(nn.Module):
         self.effort = Flops.of(model)  # before anything is sharded
         self.replay: RoutingReplay | None = None  # set if expert routes are replayed
         if dtype == torch.float64:
-            ask_here(model)
+            use_our_experts(model)
         self.ways = ways_of(model)  # before one of them is taken
         self.parts: Parts | None = None
         self.take(self.ways[0], head)
@@ -95,39 +95,39 @@ class Policy(nn.Module):
         dtype, head, min_tokens = (
             (torch.float32, self.head.plain(), 0) if raw else (self._dtype, self.head, self._min_tokens)
         )
-        here = batch if self.parts is None else self.parts.cut(batch)
-        early = here.in_turn < min_tokens
+        own_part = batch if self.parts is None else self.parts.cut(batch)
+        early = own_part.in_turn < min_tokens
         projection = self.model.get_output_embeddings()
         # Parameters that FSDP gathered in bf16 need no casts; a cast cache would hold them all until the end of the
         # pass.
         casts = dtype == torch.bfloat16 and next(self.model.parameters()).dtype != dtype
-        told = nullcontext() if self.replay is None else self.replay.passing(here)
-        with told, torch.autocast(batch.input_ids.device.type, torch.bfloat16, enabled=casts, cache_enabled=False):
+        replaying = nullcontext() if self.replay is None else self.replay.passing(own_part)
+        with replaying, torch.autocast(batch.input_ids.device.type, torch.bfloat16, enabled=casts, cache_enabled=False):
             if self.way.own_logits:
                 logits = self.model(input_ids=batch.input_ids, use_cache=False).logits
                 return given_logprobs(logits.flatten(0, 1)[batch.index], batch.targets, early, head, entropy_learns)
-            hidden = self._hidden(here, batch)
+            hidden = self._hidden(own_part, batch)
         bias = getattr(projection, "bias", None)
         if (sharers := sharers_of(self.model)) is None:
-            found = token_logprobs(hidden, projection.weight, here.targets, early, head, bias, entropy_learns)
+            found = token_logprobs(hidden, projection.weight, own_part.targets, early, head, bias, entropy_learns)
         else:
-            turn = Turn(sharers, len(hidden), hidden.device)
-            of_mine = (here.targets[turn.mine], early[turn.mine])
-            own = token_logprobs(turn.taken(hidden), projection.weight, *of_mine, head, bias, entropy_learns)
-            found = LogProbs(*turn.told(*own))
+            share = TokenShare(sharers, len(hidden), hidden.device)
+            of_own = (own_part.targets[share.own_tokens], early[share.own_tokens])
+            own_logprobs = token_logprobs(share.taken(hidden), projection.weight, *of_own, head, bias, entropy_learns)
+            found = LogProbs(*share.gathered(*own_logprobs))
         return found if self.parts is None else LogProbs(*self.parts.joined(batch, *found))
 
-    def _hidden(self, here: MicroBatch, batch: MicroBatch) -> torch.Tensor:  # [T, H]
-        """`here`: the part of the micro-batch that this rank computes."""
+    def _hidden(self, own_part: MicroBatch, batch: MicroBatch) -> torch.Tensor:  # [T, H]
+        """`own_part`: the part of the micro-batch that this rank computes."""
         where: dict[str, Any] = {}
         if not self.shape.alone:
-            where["position_ids"] = here.position_ids
+            where["position_ids"] = own_part.position_ids
         if self.shape.share_prompts:
             where["attention_mask"] = self._masks(batch)
         if self._varlen and not self.shape.alone:
             where |= {"cu_seq_lens_q": batch.starts, "max_length_q": batch.longest}
-        out = decoder_of(self.model)(input_ids=here.input_ids, use_cache=False, **where)
-        hidden: torch.Tensor = out.last_hidden_state.flatten(0, 1)[here.index]
+        out = decoder_of(self.model)(input_ids=own_part.input_ids, use_cache=False, **where)
+        hidden: torch.Tensor = out.last_hidden_state.flatten(0, 1)[own_part.index]
         return hidden
 
     def _masks(self, batch: MicroBatch) -> torch.Tensor | dict[str, torch.Tensor]:

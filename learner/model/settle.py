@@ -48,17 +48,15 @@ def settle(policy: Policy, world: World, *, wished: str = MASKED) -> None:
         ways = [way for way in policy.ways if head is not None or way.own_logits]
         taken = next((way for way in ways if trial.is_right(way, head or policy.head)), None)
         if taken is None and policy.parts is not None:
-            raise policy.parts.refusal(policy.model, "its log-probs change when it is")
+            raise policy.parts.refusal(policy.model, "its log-probs change")
         if taken is None:
             raise trial.refusal(
                 "its log-probs of a sequence depend on what comes after it; model.path must be a causal language model"
             )
         if not trial.is_right(taken, policy.head, while_training=True):
-            raise trial.refusal(
-                "it gives other log-probs while it trains; turn noise and dropout off in its config.json"
-            )
+            raise trial.refusal("its log-probs differ in training mode; turn noise and dropout off in its config.json")
     if world.is_main:
-        _tell(policy, wished)
+        _log_choice(policy, wished)
 
 
 @contextmanager
@@ -73,14 +71,14 @@ def _without_tf32() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _tell(policy: Policy, wished: str) -> None:
+def _log_choice(policy: Policy, wished: str) -> None:
     """Log which part of the fastest way is unavailable."""
     about = {"model": policy.model.name_or_path, "kind": type(policy.model).__name__, "way": str(policy.way)}
     if policy.shape.alone:
-        reason = ", ".join(unpackable(policy.model.config)[:3]) or "packed log-probs are not its own"
-        log.warning("sequences are not packed: right, but slower", reason=reason, **about)
+        reason = ", ".join(unpackable(policy.model.config)[:3]) or "packed log-probs differ from its own"
+        log.warning("sequences are not packed: correct, but slower", reason=reason, **about)
     elif wished == VARLEN and policy.way.attention != VARLEN:
-        log.warning("sequences attend under a mask: the model's attention is not for varlen", **about)
+        log.warning("attention uses a mask: the model does not support varlen", **about)
 
 
 class _Trial:
@@ -92,8 +90,8 @@ class _Trial:
         self._device = world.device
         self._truth: dict[bool, list[Seen]] = {}
         for narrow in (False, True) if has_window(policy.model.config) else (False,):
-            if not self._all_ranks(partial(self._ask, narrow)):
-                raise self.refusal(f"it cannot be asked for the logits of token ids alone ({self._error})")
+            if not self._all_ranks(partial(self._run_plain, narrow)):
+                raise self.refusal(f"it cannot compute logits from token ids alone ({self._error})")
 
     def refusal(self, why: str) -> DataError:
         model = self._policy.model
@@ -117,7 +115,7 @@ class _Trial:
         self._policy.eval()
         return right
 
-    def _ask(self, narrow: bool) -> bool:
+    def _run_plain(self, narrow: bool) -> bool:
         # Eager: other attention implementations silently skip a model's unusual treatment of scores.
         self._policy.take(Way(layout="rows", attention=EAGER), self._policy.head)
         with _narrowed(self._policy.model) if narrow else nullcontext():
@@ -129,30 +127,32 @@ class _Trial:
         policy, found, finite = self._policy, {}, True
         with _narrowed(policy.model) if narrow else nullcontext():
             for batch in pack(self._pieces, max_tokens=64, shape=policy.shape):
-                here = batch.to(self._device)
-                finite &= bool(policy(here).logp.isfinite().all())  # low-precision kernels may support less
+                on_device = batch.to(self._device)
+                finite &= bool(policy(on_device).logp.isfinite().all())  # low-precision kernels may support less
                 with policy.watching() as passes:
-                    logp = policy(here, raw=True).logp
+                    logp = policy(on_device, raw=True).logp
                 parts = policy.parts
                 hidden = (passes[0] if parts is None else parts.joined_rows(passes[0])).flatten(0, 1)
                 for sample in batch.sample.unique().tolist():
-                    own = here.sample == sample
-                    found[sample] = Seen(logp=logp[own], hidden=hidden[here.index[own]] if hidden.numel() else hidden)
+                    own = on_device.sample == sample
+                    found[sample] = Seen(
+                        logp=logp[own], hidden=hidden[on_device.index[own]] if hidden.numel() else hidden
+                    )
         return finite and _alike([found[piece.sample] for piece in self._pieces], self._truth[narrow])
 
     def _all_ranks(self, holds: Callable[[], bool]) -> bool:
         """Whether `holds` on all ranks; an exception from the model counts as no. A collective."""
         try:
-            mine = holds()
+            holds_here = holds()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - models raise arbitrary exceptions
-            self._error, mine = repr(error).splitlines()[0], False
-            log.info("a way of asking the model fails", way=str(self._policy.way), error=self._error)
+            self._error, holds_here = repr(error).splitlines()[0], False
+            log.info("a way of calling the model failed", way=str(self._policy.way), error=self._error)
             for module in self._policy.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-        return self._world.all_agree(mine)
+        return self._world.all_agree(holds_here)
 
 
 def _pieces(vocabulary: int) -> list[Piece]:

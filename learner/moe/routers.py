@@ -1,6 +1,6 @@
 """The routers of a mixture-of-experts model: capturing their outputs, and freezing them.
 
-Capturing uses hooks that are active only inside `listening`: not in a reference's pass, nor when layers are recomputed.
+Capturing uses hooks that are active only inside `capturing`: not in a reference's pass, nor when layers are recomputed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BIASED = "e_score_correction_bias"  # of routers that balance by their own bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class RouterOutputs:
     """Router outputs of one pass, layer by layer."""
 
     logits: list[torch.Tensor] = field(default_factory=list)  # [cells, E]
@@ -48,31 +48,31 @@ class Routers:
     """The routers of a model that has some, one for each layer of experts."""
 
     def __init__(self, model: transformers.PreTrainedModel) -> None:
-        self._said: Said | None = None
+        self._captured: RouterOutputs | None = None
         for (router, place), experts in zip(_routers(model), [module for _, module in experts_of(model)], strict=True):
-            router.register_forward_hook(lambda _module, _args, out, place=place: self._hear_logits(out, place))
-            experts.register_forward_pre_hook(lambda _module, args: self._hear_choice(args))
+            router.register_forward_hook(lambda _module, _args, out, place=place: self._capture_logits(out, place))
+            experts.register_forward_pre_hook(lambda _module, args: self._capture_choice(args))
 
     @classmethod
     def of(cls, model: transformers.PreTrainedModel) -> Routers | None:
         return cls(model) if has_routers(model) else None
 
     @contextmanager
-    def listening(self) -> Iterator[Said]:
+    def capturing(self) -> Iterator[RouterOutputs]:
         """Capture router outputs of the passes inside."""
-        self._said = said = Said()
+        self._captured = captured = RouterOutputs()
         try:
-            yield said
+            yield captured
         finally:
-            self._said = None
+            self._captured = None
 
-    def _hear_logits(self, out: Any, place: int) -> None:
-        if self._said is not None:
-            self._said.logits.append(out[place] if isinstance(out, tuple) else out)
+    def _capture_logits(self, out: Any, place: int) -> None:
+        if self._captured is not None:
+            self._captured.logits.append(out[place] if isinstance(out, tuple) else out)
 
-    def _hear_choice(self, args: Sequence[torch.Tensor]) -> None:
-        if self._said is not None:
-            self._said.chosen.append(args[1])
+    def _capture_choice(self, args: Sequence[torch.Tensor]) -> None:
+        if self._captured is not None:
+            self._captured.chosen.append(args[1])
 
 
 def has_routers(model: transformers.PreTrainedModel) -> bool:
@@ -84,23 +84,23 @@ def prepare_mixture(model: transformers.PreTrainedModel, config: schema.Config) 
     """Freeze routers if configured; ConfigError for settings that the model does not support."""
     refuse_experts(model, config.learner.layout.experts)
     settings = config.model
-    asked = _asked(settings)
-    if not asked:
+    settings_in_use = _router_settings(settings)
+    if not settings_in_use:
         return
     kind = type(model).__name__
     if not has_routers(model):
-        raise ConfigError(f"{asked[0]}: {kind} has no routers that are known; leave it out")
+        raise ConfigError(f"{settings_in_use[0]}: {kind} has no routers known to streamrl; leave it out")
     if settings.router_balance and any(hasattr(router, _BIASED) for router, _ in _routers(model)):
         raise ConfigError(
-            f"model.router_balance = {settings.router_balance:g}: routers of {kind} are balanced by a bias of their "
-            f"own; set it to 0"
+            f"model.router_balance = {settings.router_balance:g}: routers of {kind} are balanced by their own bias; "
+            f"set it to 0"
         )
     if settings.router == "frozen":
         for router, _ in _routers(model):
             router.requires_grad_(False)
 
 
-def _asked(settings: schema.Model) -> list[str]:
+def _router_settings(settings: schema.Model) -> list[str]:
     found = [f"model.router = {settings.router}"] if settings.router == "frozen" else []
     of_loss = {"router_balance": settings.router_balance, "router_z": settings.router_z}
     return found + [f"model.{name} = {value:g}" for name, value in of_loss.items() if value]

@@ -47,7 +47,7 @@ class RoutingReplay:
         self.shape: RouteShape = routers.shape
         self.mode = config.algorithm.routing_replay
         self._extent = torch.Size()  # [rows, length] of the current pass
-        self._told: torch.Tensor | None = None  # [cells, layers, k]
+        self._routes: torch.Tensor | None = None  # [cells, layers, k]
         self._chosen: dict[int, torch.Tensor] = {}  # layer -> [cells, k], in this pass
         self._counts: list[torch.Tensor] = []  # [3] of each layer
         self._in_forward = False
@@ -63,7 +63,7 @@ class RoutingReplay:
     def passing(self, batch: MicroBatch) -> Iterator[None]:
         """Around a forward pass over this rank's cells; its routes stay set until the next one."""
         self._extent = batch.input_ids.shape
-        self._told = None if batch.routes is None else batch.routes.flatten(0, 1).to(batch.input_ids.device)
+        self._routes = None if batch.routes is None else batch.routes.flatten(0, 1).to(batch.input_ids.device)
         self._chosen, self._counts, self._in_forward = {}, [], True
         try:
             yield
@@ -92,25 +92,25 @@ class RoutingReplay:
             logits, weights, own = out
             if self._in_forward and self.mode == "first_pass":
                 self._chosen[layer] = own.detach()
-            if self._told is None:
+            if self._routes is None:
                 return None
-            told = self._told[:, layer].to(own.dtype)
+            given = self._routes[:, layer].to(own.dtype)
             if self._in_forward:
-                self._counts.append(_count(own, told))
+                self._counts.append(_count(own, given))
             if self.mode == "compare":
                 return None
-            chosen = torch.where(told < 0, own, told)
+            chosen = torch.where(given < 0, own, given)
             return logits, weigh(router, logits, chosen).to(weights.dtype), chosen
 
         return replay
 
 
 @torch.no_grad()
-def _count(own: torch.Tensor, told: torch.Tensor) -> torch.Tensor:  # [cells, k] each
+def _count(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:  # [cells, k] each
     """[3] tokens; those with a route; of these, those the learner would route to another set of experts."""
-    is_token, is_told = told[:, 0] != NO_TOKEN, told[:, 0] >= 0
-    differs = (own.sort(dim=-1).values != told.sort(dim=-1).values).any(dim=-1)
-    return torch.stack([is_token.sum(), is_told.sum(), (differs & is_told).sum()])
+    is_token, has_route = given[:, 0] != NO_TOKEN, given[:, 0] >= 0
+    differs = (own.sort(dim=-1).values != given.sort(dim=-1).values).any(dim=-1)
+    return torch.stack([is_token.sum(), has_route.sum(), (differs & has_route).sum()])
 
 
 def weigh(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:  # [cells, E], [cells, k] -> same

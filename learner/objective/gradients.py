@@ -122,7 +122,7 @@ class Gradients:
         self._routers.count(batch.micro_batches)
         for at, micro_batch in enumerate(batch.micro_batches):
             let_replicas_add_up(self._policy, now=at + 1 == len(batch.micro_batches))
-            with self._routers.listening():
+            with self._routers.capturing():
                 out = self._policy(micro_batch, entropy_learns=self._algorithm.needs_entropy)
             if first:
                 batch.proximal_logprobs.append(out.logp.detach())
@@ -155,7 +155,7 @@ class Gradients:
         loss = loss + self._routers.term(micro_batch, num_trained=batch.num_trained)
         # FSDP averages over ranks; the loss needs a sum.
         (loss * self._world.addends).backward()
-        self._routers.tell(micro_batch, tally)
+        self._routers.add_metrics(micro_batch, tally)
         fresh = batch.fresh[micro_batch.sample] if first else None
         tally.add_tokens(tokens, out.entropy.detach(), metrics, fresh=fresh)
         return loss.detach().double()
@@ -200,13 +200,13 @@ class Gradients:
         if self._teaching is None:
             return None
         if self._teacher is None:
-            told = [sample.teacher_logprobs for sample in samples if sample.teacher_logprobs is not None]
-            return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *told])).to(self._world.device)
+            logprobs = [sample.teacher_logprobs for sample in samples if sample.teacher_logprobs is not None]
+            return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *logprobs])).to(self._world.device)
         found = torch.zeros(
             sum(len(sample.token_ids) for sample in samples), dtype=torch.float64, device=self._world.device
         )
         for batch in self._micro_batches(pieces, self._teacher.shape):
-            found[begins[batch.sample] + batch.position] = self._teacher.ask(batch).double()
+            found[begins[batch.sample] + batch.position] = self._teacher.logprobs_of(batch).double()
             self._beat()
         return found
 

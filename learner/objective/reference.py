@@ -25,13 +25,13 @@ Reference = Callable[[MicroBatch], torch.Tensor]  # [T] log-probs under the froz
 def make_reference(config: schema.Config, world: World, end_ids: tuple[int, ...], policy: Policy) -> Reference:
     on_host = config.model.reference == "cpu" and world.device.type != "cpu"
     frozen = policy if config.model.lora else load_reference(config, world, end_ids, like=policy, on_host=on_host)
-    return asking(frozen)
+    return frozen_logprobs(frozen)
 
 
-def asking(frozen: Policy) -> Reference:
-    def ask(batch: MicroBatch) -> torch.Tensor:
+def frozen_logprobs(frozen: Policy) -> Reference:
+    def logprobs_of(batch: MicroBatch) -> torch.Tensor:
         with evaluating(frozen), without_adapters(frozen):
             logp: torch.Tensor = frozen(replace(batch, routes=None)).logp
         return logp
 
-    return ask
+    return logprobs_of

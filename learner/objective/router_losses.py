@@ -22,7 +22,7 @@ import torch.distributed as dist
 from streamrl.config import schema
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.policy import Policy, evaluating
-from streamrl.learner.moe.routers import Routers, Said
+from streamrl.learner.moe.routers import RouterOutputs, Routers
 from streamrl.learner.packing.micro_batches import MicroBatch
 from streamrl.learner.process.ranks import World
 
@@ -34,7 +34,7 @@ class RouterTerms:
         self._policy, self._world, self._beat = policy, world, beat
         self._balance, self._z = settings.router_balance, settings.router_z
         self._routers = Routers.of(policy.model)
-        self._said: Said | None = None  # router outputs of the last pass
+        self._captured: RouterOutputs | None = None  # router outputs of the last pass
         self._loads: torch.Tensor | None = None  # [layers, E] trained tokens of the step per expert
 
     def count(self, batches: Sequence[MicroBatch]) -> None:
@@ -43,27 +43,27 @@ class RouterTerms:
             return
         found = []
         for batch in batches:
-            with evaluating(self._policy), self._routers.listening() as said:
+            with evaluating(self._policy), self._routers.capturing() as outputs:
                 self._policy(batch)
-            found.append(said.loads(self._index(batch)))
+            found.append(outputs.loads(self._index(batch)))
             self._beat()
         own = torch.stack(found).sum(0)
         self._loads = torch.from_numpy(self._world.total(own.cpu().numpy())).to(self._world.device)
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def capturing(self) -> Iterator[None]:
         """Capture router outputs during the training pass."""
         if self._routers is None:
             yield
         else:
-            with self._routers.listening() as self._said:
+            with self._routers.capturing() as self._captured:
                 yield
 
     def term(self, batch: MicroBatch, *, num_trained: float) -> torch.Tensor | float:
         """The loss term of these tokens. `num_trained`: trained tokens of the whole step."""
-        if self._said is None or not (self._balance or self._z):
+        if self._captured is None or not (self._balance or self._z):
             return 0.0
-        logits = self._said.wide(self._index(batch))  # [layers, T, E]
+        logits = self._captured.wide(self._index(batch))  # [layers, T, E]
         num_layers, _, num_experts = logits.shape
         found = self._z * logits.logsumexp(-1).square().sum()
         if self._loads is not None:
@@ -87,15 +87,15 @@ class RouterTerms:
         return batch.index if self._policy.parts is None else self._policy.parts.cut(batch).index
 
     @torch.no_grad()
-    def tell(self, batch: MicroBatch, tally: Tally) -> None:
+    def add_metrics(self, batch: MicroBatch, tally: Tally) -> None:
         """Add to the tally, for each layer, the tokens per expert and the sums of entropy and logsumexp^2."""
-        if self._said is None:
+        if self._captured is None:
             return
         index = self._index(batch)
-        logits = self._said.wide(index)
+        logits = self._captured.wide(index)
         logp = logits.log_softmax(-1)
         entropy = -(logp.exp() * logp).sum((1, 2)).double()
         z = logits.logsumexp(-1).square().sum(1).double()
-        sums = torch.cat([self._said.loads(index), entropy[:, None], z[:, None]], dim=1)
+        sums = torch.cat([self._captured.loads(index), entropy[:, None], z[:, None]], dim=1)
         tally.add_routers(sums.cpu().numpy(), num_tokens=len(index))
-        self._said = None
+        self._captured = None

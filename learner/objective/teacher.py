@@ -33,7 +33,7 @@ from streamrl.protocol.wire.fingerprint import PROBE_TEXTS
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teacher:
     shape: Shape  # the shape of its micro-batches
-    ask: Callable[[MicroBatch], torch.Tensor]  # returns [T] log-probs
+    logprobs_of: Callable[[MicroBatch], torch.Tensor]  # returns [T] log-probs
 
 
 def load_teacher(
@@ -56,12 +56,12 @@ def load_teacher(
         on_host = config.teacher.place == "cpu" and world.device.type != "cpu"
         policy = settled(model, sources, config, world, end_ids, on_host=on_host, wait_for_readers=wait_for_readers)
 
-    def ask(batch: MicroBatch) -> torch.Tensor:
+    def logprobs_of(batch: MicroBatch) -> torch.Tensor:
         with evaluating(policy):
             logp: torch.Tensor = policy(batch).logp
         return logp
 
-    return Teacher(shape=policy.shape, ask=ask)
+    return Teacher(shape=policy.shape, logprobs_of=logprobs_of)
 
 
 def check_teacher(config: schema.Config, info: TokenizerInfo) -> None:
@@ -70,33 +70,35 @@ def check_teacher(config: schema.Config, info: TokenizerInfo) -> None:
         return
     path, policy = config.teacher.path, config.model.path
     with _as_teacher():
-        theirs = read_tokenizer_info(path)
-    if wrong := differences(info.tokenizer, theirs.tokenizer):
+        teacher_info = read_tokenizer_info(path)
+    if wrong := differences(info.tokenizer, teacher_info.tokenizer):
         raise DataError(
             f"teacher.path = {path!r} has another tokenizer than model.path = {policy!r}, so token ids would mean "
             f"something else: {wrong}"
         )
-    if theirs.vocabulary < info.vocabulary:
+    if teacher_info.vocabulary < info.vocabulary:
         raise DataError(
-            f"teacher.path = {path!r} has {theirs.vocabulary} outputs, fewer than the {info.vocabulary} of "
+            f"teacher.path = {path!r} has {teacher_info.vocabulary} outputs, fewer than the {info.vocabulary} of "
             f"model.path = {policy!r}: it has no log-prob for the last ones"
         )
 
 
 def differences(ours: transformers.PreTrainedTokenizerBase, theirs: transformers.PreTrainedTokenizerBase) -> str:
     """Describe how vocabularies or tokenisations differ; empty if they agree. Extra tokens of `theirs` are allowed."""
-    mine, other = ours.get_vocab(), theirs.get_vocab()
-    unlike = sorted((token for token in mine if other.get(token) != mine[token]), key=lambda token: mine[token])
-    if unlike:
-        token = unlike[0]
-        return (
-            f"{len(unlike)} of {len(mine)} tokens differ, {token!r} for one is {mine[token]} here and "
-            f"{other.get(token, 'nothing')} there"
-        )
+    own_vocabulary, teacher_vocabulary = ours.get_vocab(), theirs.get_vocab()
+    different = sorted(
+        (token for token in own_vocabulary if teacher_vocabulary.get(token) != own_vocabulary[token]),
+        key=lambda token: own_vocabulary[token],
+    )
+    if different:
+        token = different[0]
+        own_id, teacher_id = own_vocabulary[token], teacher_vocabulary.get(token, "nothing")
+        count = f"{len(different)} of {len(own_vocabulary)} tokens differ"
+        return f"{count}; {token!r}, for one, is {own_id} here and {teacher_id} in the teacher"
     for text in PROBE_TEXTS:
         a, b = (_ids(tokenizer, text) for tokenizer in (ours, theirs))
         if a != b:
-            return f"{text!r} is {a} here and {b} there"
+            return f"{text!r} is {a} here and {b} in the teacher"
     return ""
 
 

@@ -34,18 +34,18 @@ def try_out(settings: schema.Algorithm) -> None:
         return  # no user code involved
     algorithm = Reinforce(settings, {})
     for what, (rewards, finished) in _GROUPS.items():
-        group = _made_up_group(rewards, finished)
+        group = _synthetic_group(rewards, finished)
         with _trying(f"algorithm.advantages = {settings.advantages!r}", what):
             algorithm.judge(group)
     key = f"algorithm.loss = {settings.loss!r}"
     # A rank without tokens still takes part in the step, so the loss must accept an empty batch.
     for what, samples in {"five tokens of three samples": [0, 0, 1, 2, 2], "no tokens": []}.items():
-        batch = _made_up_tokens(samples)
+        batch = _synthetic_tokens(samples)
         with _trying(key, what):
             values, metrics = algorithm.loss(batch)
-        wrong = _senseless(values, metrics, batch)
-        if wrong:
-            raise ConfigError(f"{key}: for a made-up batch with {what} {wrong}")
+        problem = _find_problem(values, metrics, batch)
+        if problem:
+            raise ConfigError(f"{key}: on a synthetic batch with {what} {problem}")
 
 
 @contextmanager
@@ -55,10 +55,10 @@ def _trying(key: str, what: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{key}: it fails on a made-up batch with {what}: {describe(error)}") from error
+        raise ConfigError(f"{key}: it fails on a synthetic batch with {what}: {describe(error)}") from error
 
 
-def _senseless(values: torch.Tensor, metrics: Mapping[str, Metric], batch: TokenBatch) -> str:
+def _find_problem(values: torch.Tensor, metrics: Mapping[str, Metric], batch: TokenBatch) -> str:
     if not values.isfinite().all():
         return f"its values are not finite: {values.tolist()}"
     for name, metric in metrics.items():
@@ -66,7 +66,7 @@ def _senseless(values: torch.Tensor, metrics: Mapping[str, Metric], batch: Token
         if not all(torch.as_tensor(part).isfinite().all() for part in parts):
             return f"its metric {name!r} is not finite: {metric}"
     if not values.requires_grad:
-        return "its values carry no gradient: make them of batch.logprobs or batch.entropy, without `detach`"
+        return "its values carry no gradient: compute them from batch.logprobs or batch.entropy, without `detach`"
     learning = [tensor for tensor in (batch.logprobs, batch.entropy) if tensor is not None]
     gradients = torch.autograd.grad(values.sum(), learning, allow_unused=True)
     if not all(gradient.isfinite().all() for gradient in gradients if gradient is not None):
@@ -74,7 +74,7 @@ def _senseless(values: torch.Tensor, metrics: Mapping[str, Metric], batch: Token
     return ""
 
 
-def _made_up_tokens(samples: list[int]) -> TokenBatch:
+def _synthetic_tokens(samples: list[int]) -> TokenBatch:
     some = torch.linspace(-3.0, -0.1, len(samples))
     return TokenBatch(
         logprobs=some.clone().requires_grad_(),
@@ -89,7 +89,7 @@ def _made_up_tokens(samples: list[int]) -> TokenBatch:
     )
 
 
-def _made_up_group(rewards: tuple[float, ...], finished: tuple[bool, ...]) -> ScoredGroup:
+def _synthetic_group(rewards: tuple[float, ...], finished: tuple[bool, ...]) -> ScoredGroup:
     return ScoredGroup(
         rewards=np.array(rewards),
         may_teach=np.array(finished),

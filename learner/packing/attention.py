@@ -54,10 +54,10 @@ def attend(
     s_aux: torch.Tensor | None = None,  # attention sinks
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    assert attention_mask is None, "sequences are told apart by where they begin"
+    assert attention_mask is None, "sequences are marked by their starts, not by a mask"
     if softcap is not None or s_aux is not None:
         raise ConfigError(
-            f"model.attention: {type(module).__name__} bends its attention in a way that only `masked` may support"
+            f"model.attention: {type(module).__name__} modifies its attention in a way that only `masked` may support"
         )
     rows, heads, length, head_dim = query.shape
     if cu_seq_lens_q is None or max_length_q is None:
@@ -90,7 +90,7 @@ def _flash(
     attended = varlen_attn(
         query, key, value, starts, starts, longest, longest, scale=scale, window_size=(left, 0), **extra
     )
-    assert isinstance(attended, torch.Tensor), "nothing else was asked for"
+    assert isinstance(attended, torch.Tensor), "no other outputs were requested"
     return attended
 
 

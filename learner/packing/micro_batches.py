@@ -30,7 +30,7 @@ from streamrl.learner.packing.cells import Cells, cells_of
 from streamrl.protocol.wire.branches import Branch
 from streamrl.protocol.wire.routes import Routes, is_missing
 
-UNTOLD, NO_TOKEN = -1, -2  # in place of an expert: a token without a route, a cell without a token
+NO_ROUTE, NO_TOKEN = -1, -2  # in place of an expert: a token without a route, a cell without a token
 _ROW_MULTIPLES = (1, 2, 4, 8)
 
 
@@ -68,7 +68,7 @@ class MicroBatch:
     sample: torch.Tensor  # [T] sample of the token
     starts: torch.Tensor  # [sequences + 1] int32: starts of sequences, rows concatenated; then the last end
     longest: int  # of these sequences; both are used only if prompts are not shared
-    mine: torch.Tensor | None = None  # [t] of T, those predicted by this rank's part of the rows; None: all
+    own_tokens: torch.Tensor | None = None  # [t] of T, those predicted by this rank's part of the rows; None: all
     # [rows, length, layers, experts per token], if samples carry routes; on the host until a pass: they may be large
     routes: torch.Tensor | None = None
 
@@ -213,15 +213,15 @@ def _fill(bundles: Sequence[_Bundle], length: int) -> list[list[_Bundle]]:
 def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int, shape: Shape) -> MicroBatch:
     cells = np.zeros((3, len(rows), length), dtype=np.int64)  # input ids, position ids, until
     cells[2] = length
-    routes = _untold(rows, length)
+    routes = _empty_routes(rows, length)
     trained: list[npt.NDArray[np.int64]] = []  # [5, t] index, target, position, place in the turn, sample
     behaviour_logprobs: list[npt.NDArray[np.float32]] = [np.zeros(0, dtype=np.float32)]
     for r, row in enumerate(rows):
         start = 0
         for bundle in row:
             for piece, own, before in _lay_bundle(bundle, cells[:, r], start, None if routes is None else routes[r]):
-                begun = np.asarray(piece.turns)
-                in_turn = own - begun[np.searchsorted(begun, own, side="right") - 1]
+                turn_starts = np.asarray(piece.turns)
+                in_turn = own - turn_starts[np.searchsorted(turn_starts, own, side="right") - 1]
                 sample = np.full_like(own, piece.sample)
                 trained.append(np.stack([r * length + before, piece.token_ids[own], own, in_turn, sample]))
                 behaviour_logprobs.append(piece.behaviour_logprobs[own])
@@ -242,7 +242,7 @@ def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int, shape: Shape) -> Mi
         sample=samples,
         starts=torch.from_numpy(starts),
         longest=int(np.diff(starts).max()),
-        mine=None if shape.parts == 1 else torch.from_numpy(_predicted_in(flat[0], length, shape)),
+        own_tokens=None if shape.parts == 1 else torch.from_numpy(_predicted_in(flat[0], length, shape)),
         routes=None if routes is None else torch.from_numpy(routes),
     )
 
@@ -250,15 +250,15 @@ def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int, shape: Shape) -> Mi
 def _predicted_in(index: npt.NDArray[np.int64], length: int, shape: Shape) -> npt.NDArray[np.int64]:
     """Indices of the tokens predicted by cells of this rank's part."""
     size = length // shape.parts
-    assert size * shape.parts == length, "rows are padded so that parts are as long"
+    assert size * shape.parts == length, "rows are padded to parts of equal length"
     return np.flatnonzero(index % length // size == shape.part)
 
 
-def _untold(rows: Sequence[Sequence[_Bundle]], length: int) -> npt.NDArray[np.int16] | None:
+def _empty_routes(rows: Sequence[Sequence[_Bundle]], length: int) -> npt.NDArray[np.int16] | None:
     """Routes of all cells, preset to NO_TOKEN; None if samples carry no routes."""
     pieces = (one.piece for row in rows for bundle in row for one in bundle.laid)
-    told = next((piece.routes for piece in pieces if piece.routes is not None), None)
-    return None if told is None else np.full((len(rows), length, *told.shape[1:]), NO_TOKEN, np.int16)
+    shape_source = next((piece.routes for piece in pieces if piece.routes is not None), None)
+    return None if shape_source is None else np.full((len(rows), length, *shape_source.shape[1:]), NO_TOKEN, np.int16)
 
 
 def _lay_bundle(
@@ -275,7 +275,7 @@ def _lay_bundle(
     )
     first = start + len(prompt_ids)
     if routes is not None:
-        _tell(bundle.laid[0].piece, np.arange(len(prompt_ids)), routes[start:first])
+        _write_routes(bundle.laid[0].piece, np.arange(len(prompt_ids)), routes[start:first])
     hanging = sum(len(cells.places) for _, cells in ordered if cells.on_prompt)
     row[2, start:first] = first + hanging
     for piece, cells in ordered:
@@ -283,15 +283,15 @@ def _lay_bundle(
         whole = np.concatenate([piece.prompt_ids, piece.token_ids])
         row[:, first:end] = whole[cells.places], cells.positions, first + cells.ends
         if routes is not None:
-            _tell(piece, cells.places, routes[first:end])
+            _write_routes(piece, cells.places, routes[first:end])
         # The prompt's last cell predicts the first token of every response.
         yield piece, cells.trained, np.where(cells.before < 0, start + len(prompt_ids) - 1, first + cells.before)
         first = end
 
 
-def _tell(piece: Piece, places: npt.NDArray[np.int64], cells: npt.NDArray[np.int16]) -> None:
-    cells[:] = UNTOLD
+def _write_routes(piece: Piece, places: npt.NDArray[np.int64], cells: npt.NDArray[np.int16]) -> None:
+    cells[:] = NO_ROUTE
     if piece.routes is not None:
         routes = piece.routes[places]
-        is_told = ~is_missing(routes)
-        cells[is_told] = routes[is_told]
+        has_route = ~is_missing(routes)
+        cells[has_route] = routes[has_route]

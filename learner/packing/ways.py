@@ -53,7 +53,7 @@ def attention_of(config: transformers.PretrainedConfig, wished: str) -> str:
     if type(config) not in known:
         raise ValueError(f"transformers knows no causal language model of type {config.model_type!r}")
     model_class = known[type(config)]
-    assert isinstance(model_class, type), "transformers promises a pair, which only tasks with two models have"
+    assert isinstance(model_class, type), "only tasks with two models have a pair of classes"
     # PyTorch's attention has no soft cap, and transformers omits it silently.
     if not model_class._supports_sdpa or getattr(config.get_text_config(), "attn_logit_softcapping", None):
         return EAGER
@@ -111,7 +111,7 @@ def refuse_long(model: transformers.PreTrainedModel, longest: int) -> None:
     if limit is not None and longest > limit:
         raise DataError(
             f"model.path {model.name_or_path!r}: {what} {limit} tokens; data.max_prompt_tokens + sampling.max_tokens "
-            f"is {longest}: make them smaller"
+            f"is {longest}: reduce them"
         )
 
 
@@ -121,7 +121,7 @@ def _positions(model: transformers.PreTrainedModel, config: transformers.Pretrai
     for turns in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):
         if turns.get("rope_type") in ("dynamic", "longrope"):
             first = turns.get("original_max_position_embeddings") or most
-            return first, "by its rope_parameters all sequences of a batch change with one that is longer than"
+            return first, "its rope_parameters change all sequences of a batch if one is longer than"
     tables = [m for m in decoder_of(model).modules() if isinstance(m, nn.Embedding)]
     learned = [m for m in tables if m is not model.get_input_embeddings() and most and 0 <= m.num_embeddings - most < 8]
     return (most, "it has learned positions for") if learned else (None, "")

@@ -69,30 +69,30 @@ class Parts:
         refuse_heads(model, self.of)
         found = [way for way in known if not way.own_logits and (way.layout == "shared" or way.attention == VARLEN)]
         if not found:
-            raise self.refusal(model, ", ".join(unpackable(model.config)[:3]) or "it takes no masks of ours")
+            raise self.refusal(model, ", ".join(unpackable(model.config)[:3]) or "it does not accept our masks")
         return found
 
     def refusal(self, model: transformers.PreTrainedModel, reason: str) -> ConfigError:
-        told = f"{type(model).__name__} cannot be computed in parts of its rows ({reason})"
-        return ConfigError(f"{KEY} = {self.of}: {told}; set it to 1")
+        problem = f"{type(model).__name__} cannot split its rows over ranks ({reason})"
+        return ConfigError(f"{KEY} = {self.of}: {problem}; set it to 1")
 
     # Cells and tokens
 
     def cut(self, batch: MicroBatch) -> MicroBatch:
         """This rank's cells and tokens; attention metadata (`until`, `starts`) stays that of whole rows."""
-        mine, length = batch.mine, batch.input_ids.shape[1]
-        assert mine is not None, "it was packed for a policy that has rows whole"
+        own_tokens, length = batch.own_tokens, batch.input_ids.shape[1]
+        assert own_tokens is not None, "the micro-batch was packed for whole rows"
         size = length // self.of
         cells = self._cells(size)
         of_tokens = ("targets", "position", "in_turn", "behaviour_logprobs", "sample")
-        index = batch.index[mine]
+        index = batch.index[own_tokens]
         return replace(
             batch,
             input_ids=batch.input_ids[:, cells],
             position_ids=batch.position_ids[:, cells],
             index=index // length * size + index % length - cells.start,
             routes=None if batch.routes is None else batch.routes[:, cells],
-            **{name: getattr(batch, name)[mine] for name in of_tokens},
+            **{name: getattr(batch, name)[own_tokens] for name in of_tokens},
         )
 
     def spread(self, part: torch.Tensor) -> torch.Tensor:  # [rows, a part of the length, ...] -> [rows, length, ...]
@@ -107,8 +107,8 @@ class Parts:
 
     def joined(self, batch: MicroBatch, *values: torch.Tensor) -> Sequence[torch.Tensor]:  # [T] each
         """Values of all tokens, from each rank's values of its own tokens."""
-        assert batch.mine is not None, "it was packed for a policy that has rows whole"
-        return joined(self.group, batch.mine, len(batch.index), *values)
+        assert batch.own_tokens is not None, "the micro-batch was packed for whole rows"
+        return joined(self.group, batch.own_tokens, len(batch.index), *values)
 
     @torch.no_grad()
     def joined_rows(self, hidden: torch.Tensor) -> torch.Tensor:  # [rows, length, H] of [rows, a part of it, H]
@@ -143,10 +143,10 @@ class Parts:
             parts = [x.to(torch.get_autocast_dtype(device)) for x in parts]
         query, key, value = swap(self, *parts, cut=1, join=2)
         own = slice(self.at * num_own, (self.at + 1) * num_own)
-        here = _OwnHeads(module, own, heads, groups=num_own // key.shape[1])
+        own_heads = _OwnHeads(module, own, heads, groups=num_own // key.shape[1])
         if "s_aux" in options:  # per head, like module.sinks
             options["s_aux"] = _of_heads(options["s_aux"], own, heads)
-        attended, _ = _kernel(inner, module)(here, query, key, value, attention_mask, **options)
+        attended, _ = _kernel(inner, module)(own_heads, query, key, value, attention_mask, **options)
         [back] = swap(self, attended, cut=1, join=2)
         return back[:, :, :heads], None
 
@@ -155,8 +155,8 @@ def refuse_heads(model: transformers.PreTrainedModel, ranks: int) -> None:
     """Raise ConfigError if the model has fewer heads than `ranks`."""
     heads = getattr(model.config.get_text_config(), "num_attention_heads", None) or 1
     if ranks > heads:
-        told = f"{type(model).__name__} has {heads} attention heads"
-        raise ConfigError(f"{KEY} = {ranks}: {told}; set it to {heads} or less")
+        problem = f"{type(model).__name__} has {heads} attention heads"
+        raise ConfigError(f"{KEY} = {ranks}: {problem}; set it to {heads} or less")
 
 
 def share(heads: int, ranks: int) -> int:
@@ -179,7 +179,9 @@ def _kernel(inner: str, module: nn.Module) -> Kernel:
     if inner == EAGER:
         own: Kernel | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         if own is None:
-            raise ConfigError(f"{KEY}: {type(module).__name__} attends in a way that cannot be shared out; set it to 1")
+            raise ConfigError(
+                f"{KEY}: {type(module).__name__} has an attention that cannot be split over ranks; set it to 1"
+            )
         return own
     known: Kernel = transformers.AttentionInterface()[inner]
     return known
@@ -188,8 +190,8 @@ def _kernel(inner: str, module: nn.Module) -> Kernel:
 def _of_heads(option: Any, own: slice, heads: int) -> Any:
     if not isinstance(option, torch.Tensor) or option.shape != (heads,):
         return option
-    mine = option[own]
-    return F.pad(mine, (0, own.stop - own.start - len(mine)))
+    own_heads = option[own]
+    return F.pad(own_heads, (0, own.stop - own.start - len(own_heads)))
 
 
 class _OwnHeads:
@@ -204,11 +206,11 @@ class _OwnHeads:
 
 
 def joined(
-    group: dist.ProcessGroup, mine: torch.Tensor, num_tokens: int, *values: torch.Tensor
+    group: dist.ProcessGroup, own_tokens: torch.Tensor, num_tokens: int, *values: torch.Tensor
 ) -> Sequence[torch.Tensor]:
-    """[num_tokens, ...] each, from the ranks' values of their own tokens (`mine`)."""
+    """[num_tokens, ...] each, from the ranks' values of their own tokens (`own_tokens`)."""
     # torch leaves `apply` untyped: its types are those of `forward`.
-    whole: Sequence[torch.Tensor] = _Join.apply(mine, num_tokens, group, *values)  # type: ignore[no-untyped-call]
+    whole: Sequence[torch.Tensor] = _Join.apply(own_tokens, num_tokens, group, *values)  # type: ignore[no-untyped-call]
     return whole
 
 
@@ -247,11 +249,11 @@ def _exchange(parts: Parts, tensors: Sequence[torch.Tensor], *, cut: int, join: 
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, mine: torch.Tensor, num_tokens: int, group: dist.ProcessGroup, *values: torch.Tensor
+        ctx: Any, own_tokens: torch.Tensor, num_tokens: int, group: dist.ProcessGroup, *values: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.save_for_backward(mine)
+        ctx.save_for_backward(own_tokens)
         whole = values[0].new_zeros(len(values), num_tokens, *values[0].shape[1:])
-        whole[:, mine] = torch.stack(values)
+        whole[:, own_tokens] = torch.stack(values)
         if num_tokens:
             dist.all_reduce(whole, group=group)
         found = tuple(each.clone() for each in whole)  # FSDP does not accept views
@@ -262,5 +264,5 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Each rank takes the gradient of its own tokens; later computation is identical on all ranks."""
-        [mine] = ctx.saved_tensors
-        return None, None, None, *(grad[mine] for grad in grads)
+        [own_tokens] = ctx.saved_tensors
+        return None, None, None, *(grad[own_tokens] for grad in grads)

@@ -30,7 +30,7 @@ def held(tensor: torch.Tensor, *, shape: torch.Size) -> LocalRows:
     return LocalRows(start=first * (shape.numel() // shape[0]) if first else 0, values=rows.view(-1))
 
 
-def told(tensor: torch.Tensor, *, shape: torch.Size) -> LocalRows:
+def reported(tensor: torch.Tensor, *, shape: torch.Size) -> LocalRows:
     """The run that this rank reports: what it holds, or nothing if another replica reports it."""
     run = held(tensor, shape=shape)
     return LocalRows(start=run.start, values=run.values[:0]) if is_copy(tensor) else run
@@ -41,7 +41,7 @@ def is_copy(tensor: torch.Tensor) -> bool:
     if not isinstance(tensor, DTensor):
         return False
     place = tensor.device_mesh.get_coordinate()
-    assert place is not None, "a rank has no tensor of a mesh that it is not on"
+    assert place is not None, "this rank is not on the tensor's mesh"
     return any(isinstance(kind, Replicate) and at > 0 for kind, at in zip(tensor.placements, place, strict=True))
 
 
@@ -67,7 +67,7 @@ def _cuts(tensor: DTensor) -> list[int]:
     return sorted(kinds, key=lambda number: isinstance(kinds[number], _StridedShard))
 
 
-def kept_in(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """A model's persistent buffers, which its files hold besides parameters."""
     for owner, module in model.named_modules():
         for leaf, buffer in module._buffers.items():

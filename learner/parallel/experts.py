@@ -35,7 +35,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from streamrl.errors import ConfigError
 from streamrl.learner.parallel.context import Parts
 from streamrl.learner.parallel.dtensors import local, part_of
-from streamrl.learner.parallel.sums import Turn
+from streamrl.learner.parallel.sums import TokenShare
 
 KEY = "learner.layout.experts"
 OURS = "streamrl_experts"  # name in transformers' registry
@@ -88,8 +88,8 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def active_shares(model: transformers.PreTrainedModel) -> dict[torch.Tensor, float]:
     """Expert parameter -> the fraction of it that a token uses."""
     config = model.config.get_text_config()
-    said = getattr(config, "num_experts_per_tok", None) or 0
-    chosen = max(said) if isinstance(said, list) else said  # some models have one value per layer
+    per_token = getattr(config, "num_experts_per_tok", None) or 0
+    chosen = max(per_token) if isinstance(per_token, list) else per_token  # some models have one value per layer
     parameters = [parameter for _, module in experts_of(model) for parameter in module.parameters()]
     return {parameter: min(1.0, chosen / len(parameter)) if chosen else 1.0 for parameter in parameters}
 
@@ -102,7 +102,9 @@ def refuse_experts(model: transformers.PreTrainedModel, ranks: int) -> None:
         raise ConfigError(f"{KEY} = {ranks}: {kind} has no experts that can be divided; set it to 1")
     for num in nums:
         if num % ranks:
-            raise ConfigError(f"{KEY} = {ranks}: a layer has {num} experts, which are no multiple of it; set a divisor")
+            raise ConfigError(
+                f"{KEY} = {ranks}: a layer has {num} experts, not a multiple of {ranks}; set a divisor of {num}"
+            )
 
 
 def divide(model: transformers.PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
@@ -120,7 +122,7 @@ def divide(model: transformers.PreTrainedModel, mesh: DeviceMesh) -> list[nn.Mod
             setattr(module, leaf, nn.Parameter(part_of(parameter, mesh), requires_grad=parameter.requires_grad))
         vars(module)["divided"] = made
     if found:
-        ask_here(model)
+        use_our_experts(model)
     return found
 
 
@@ -130,16 +132,16 @@ def share_tokens(model: transformers.PreTrainedModel, parts: Parts) -> None:
     for module in modules:
         vars(module)["sharers"] = parts
     if modules:
-        ask_here(model)
+        use_our_experts(model)
 
 
-def ask_here(model: transformers.PreTrainedModel) -> None:
-    """Call experts through `ask` from now on, which also supports float64."""
-    ALL_EXPERTS_FUNCTIONS.register(OURS, ask)
+def use_our_experts(model: transformers.PreTrainedModel) -> None:
+    """Call experts through `experts_forward` from now on, which also supports float64."""
+    ALL_EXPERTS_FUNCTIONS.register(OURS, experts_forward)
     model.set_experts_implementation(OURS)
 
 
-def ask(
+def experts_forward(
     module: Any,
     hidden_states: torch.Tensor,  # [tokens, H]
     top_k_index: torch.Tensor,  # [tokens, k] the experts that the router chose
@@ -148,37 +150,45 @@ def ask(
     """The entry in transformers' registry of experts functions."""
     sharers: Parts | None = vars(module).get("sharers")
     if sharers is None:
-        return _ask(module, hidden_states, top_k_index, top_k_weights)
-    turn = Turn(sharers, len(hidden_states), hidden_states.device)
-    [found] = turn.told(_ask(module, turn.taken(hidden_states), top_k_index[turn.mine], turn.taken(top_k_weights)))
+        return _experts_forward(module, hidden_states, top_k_index, top_k_weights)
+    share = TokenShare(sharers, len(hidden_states), hidden_states.device)
+    [found] = share.gathered(
+        _experts_forward(module, share.taken(hidden_states), top_k_index[share.own_tokens], share.taken(top_k_weights))
+    )
     return found
 
 
-def _ask(
+def _experts_forward(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     divided: Divided | None = vars(module).get("divided")
-    here = _Weights.of(module)
+    local_weights = _Weights.of(module)
     chosen = top_k_index.flatten()
     order = chosen.argsort(stable=True)
     size = 1 if divided is None else divided.size
-    given = torch.zeros(here.num * size, dtype=torch.int64, device=chosen.device)
-    given = given.scatter_add_(0, chosen, torch.ones_like(chosen)).view(size, here.num)
+    given = torch.zeros(local_weights.num * size, dtype=torch.int64, device=chosen.device)
+    given = given.scatter_add_(0, chosen, torch.ones_like(chosen)).view(size, local_weights.num)
     rows = hidden_states[order // top_k_index.shape[1]]
-    made = here.compute(rows, given[0]) if divided is None else _elsewhere(rows, given, here, divided.exchange)
-    weighted = made[_inverse(order)].view(*top_k_index.shape, made.shape[-1]) * top_k_weights[..., None]
+    computed = (
+        local_weights.compute(rows, given[0])
+        if divided is None
+        else _compute_remotely(rows, given, local_weights, divided.exchange)
+    )
+    weighted = computed[_inverse(order)].view(*top_k_index.shape, computed.shape[-1]) * top_k_weights[..., None]
     return weighted.sum(1).to(hidden_states.dtype)
 
 
-def _elsewhere(rows: torch.Tensor, given: torch.Tensor, here: _Weights, exchange: Exchange) -> torch.Tensor:
+def _compute_remotely(
+    rows: torch.Tensor, given: torch.Tensor, local_weights: _Weights, exchange: Exchange
+) -> torch.Tensor:
     """Compute rows [S, H], sorted by expert, on the ranks of their experts. `given`: [N, E/N]."""
     taken, give, take = exchange.counts(given)
     arrived = exchange.swap(rows, give, take)
     # Rows arrive grouped by rank, and within each rank by expert.
-    of = torch.arange(here.num, device=rows.device).repeat(len(taken))
+    of = torch.arange(local_weights.num, device=rows.device).repeat(len(taken))
     by_expert = of.repeat_interleave(taken.flatten(), output_size=sum(take)).argsort(stable=True)
-    made = here.compute(arrived[by_expert], taken.sum(0))
-    return exchange.swap(made[_inverse(by_expert)], take, give)
+    computed = local_weights.compute(arrived[by_expert], taken.sum(0))
+    return exchange.swap(computed[_inverse(by_expert)], take, give)
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ def entering(parts: Parts, given: Any) -> Any:
     return _Enter.apply(parts.group, given)  # type: ignore[no-untyped-call]
 
 
-class Turn:
+class TokenShare:
     """This rank's share of the tokens for modules whose weights are not divided within its group: head and experts.
 
     Other ranks have the other tokens. Such weights are in no divided layer: their gradient must be the same on every
@@ -39,17 +39,17 @@ class Turn:
     def __init__(self, parts: Parts, num_tokens: int, device: torch.device) -> None:
         self._parts, self._num = parts, num_tokens
         size = -(-num_tokens // parts.of)
-        self.mine = torch.arange(num_tokens, device=device)[parts.at * size : (parts.at + 1) * size]
+        self.own_tokens = torch.arange(num_tokens, device=device)[parts.at * size : (parts.at + 1) * size]
 
-    def taken(self, whole: torch.Tensor) -> torch.Tensor:  # [T, ...] -> [mine, ...]
-        found: torch.Tensor = _Take.apply(self._parts, self.mine, whole)  # type: ignore[no-untyped-call]
+    def taken(self, whole: torch.Tensor) -> torch.Tensor:  # [T, ...] -> [own tokens, ...]
+        found: torch.Tensor = _Take.apply(self._parts, self.own_tokens, whole)  # type: ignore[no-untyped-call]
         return found
 
-    def told(self, *values: torch.Tensor) -> Sequence[torch.Tensor]:  # [T, ...] of [mine, ...] each
+    def gathered(self, *values: torch.Tensor) -> Sequence[torch.Tensor]:  # [T, ...] of [own tokens, ...] each
         for value in values:
             if value.requires_grad:
                 value.register_hook(self._times)
-        return joined(self._parts.group, self.mine, self._num, *values)
+        return joined(self._parts.group, self.own_tokens, self._num, *values)
 
     def _times(self, gradient: torch.Tensor) -> torch.Tensor:
         return gradient * self._parts.of
@@ -89,16 +89,16 @@ class _Take(torch.autograd.Function):
     """Some of the tokens; the gradient is the mean over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Parts, mine: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, parts: Parts, own_tokens: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         ctx.parts, ctx.num = parts, len(whole)
-        ctx.save_for_backward(mine)
-        return whole[mine]
+        ctx.save_for_backward(own_tokens)
+        return whole[own_tokens]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        [mine], [own] = ctx.saved_tensors, grads
+        [own_tokens], [own] = ctx.saved_tensors, grads
         gradient = own.new_zeros(ctx.num, *own.shape[1:])
-        gradient[mine] = own / ctx.parts.of
+        gradient[own_tokens] = own / ctx.parts.of
         if ctx.num:
             dist.all_reduce(gradient, group=ctx.parts.group)
         return None, None, gradient

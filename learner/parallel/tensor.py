@@ -87,7 +87,7 @@ class Block:
 class Shared:
     """What ranks can share of a model's layers."""
 
-    most: int  # number of ranks must divide this; 1: nothing to share
+    max_ranks: int  # number of ranks must divide this; 1: nothing to share
     weights: int  # in all layers
     trained: int  # of these
     of_rows: int  # of these, in rows that are exchanged for columns
@@ -97,12 +97,12 @@ class Shared:
         try:
             blocks = _blocks(model)
         except Undividable:
-            return cls(most=1, weights=0, trained=0, of_rows=0)
+            return cls(max_ranks=1, weights=0, trained=0, of_rows=0)
         rows = [layer.linear.weight for block in blocks for layer in block.rows]
         each = [*rows, *(layer.linear.weight for block in blocks for layer in block.columns)]
         trained = (weight for weight in each if weight.requires_grad)
         weights, own, of_rows = (sum(weight.numel() for weight in some) for some in (each, trained, rows))
-        return cls(most=_most(model), weights=weights, trained=own, of_rows=of_rows)
+        return cls(max_ranks=_max_ranks(model), weights=weights, trained=own, of_rows=of_rows)
 
 
 def refuse_tensor(model: transformers.PreTrainedModel, layout: schema.Layout) -> None:
@@ -113,20 +113,22 @@ def refuse_tensor(model: transformers.PreTrainedModel, layout: schema.Layout) ->
     try:
         _blocks(model)
     except Undividable as reason:
-        told = f"{KEY} = {ranks}: ranks cannot share the layers of {kind} ({reason})"
-        raise ConfigError(f"{told}; set it to 1") from reason
+        problem = f"{KEY} = {ranks}: ranks cannot share the layers of {kind} ({reason})"
+        raise ConfigError(f"{problem}; set it to 1") from reason
     config = model.config.get_text_config()
     heads, kv_heads = _heads(config)
-    if (most := _most(model)) % ranks:
-        told = f"{heads} attention heads, {kv_heads} of keys and values, an MLP {config.intermediate_size} wide and "
-        told += f"hidden states {config.hidden_size} wide"
-        raise ConfigError(f"{KEY} = {ranks}: {kind} has {told}, which they cannot share; set one of {_divisors(most)}")
+    if (limit := _max_ranks(model)) % ranks:
+        sizes = f"{heads} attention heads, {kv_heads} of keys and values, an MLP {config.intermediate_size} wide and "
+        sizes += f"hidden states {config.hidden_size} wide"
+        raise ConfigError(
+            f"{KEY} = {ranks}: {kind} has {sizes}, which {ranks} ranks cannot share; set one of {_divisors(limit)}"
+        )
     own = heads // ranks
     if layout.context > own:
-        told = (
+        problem = (
             f"learner.layout.context = {layout.context}: with {KEY} = {ranks} a rank has {own} of the attention heads"
         )
-        raise ConfigError(f"{told} of {kind}; set it to {own} or less")
+        raise ConfigError(f"{problem} of {kind}; set it to {own} or less")
 
 
 def divide(model: transformers.PreTrainedModel, mesh: DeviceMesh) -> Sequence[Block]:
@@ -139,7 +141,7 @@ def divide(model: transformers.PreTrainedModel, mesh: DeviceMesh) -> Sequence[Bl
         blocks = _blocks(model)
     except Undividable:
         return []
-    if _most(model) % parts.of:
+    if _max_ranks(model) % parts.of:
         return []
     for block in blocks:
         for layer in block.columns:
@@ -183,15 +185,15 @@ def _styles(model: transformers.PreTrainedModel, decoder: nn.Module) -> dict[str
 def _block(owner: str, module: nn.Module, styles: dict[str, str]) -> Block:
     by_style: dict[str, list[Any]] = {_COLUMNS: [], _ROWS: [], _OF_HEADS: []}
     if any(parameter is not None for parameter in module._parameters.values()):
-        raise Undividable(f"{owner} has weights of its own, of which transformers' plan says nothing")
+        raise Undividable(f"{owner} has weights of its own, which transformers' plan does not cover")
     for name, child in module.named_children():
         style = styles.get(f"{owner}.{name}")
         if style is None and next(child.parameters(), None) is None:
             continue
         if style not in by_style:
-            raise Undividable(f"transformers' plan for {owner}.{name} is {style or 'none'}, which is not known here")
+            raise Undividable(f"transformers' plan for {owner}.{name} is {style or 'none'}, which is not supported")
         if style != _OF_HEADS and type(Layer.of(child).linear) is not nn.Linear:
-            raise Undividable(f"{owner}.{name} is no plain linear layer")
+            raise Undividable(f"{owner}.{name} is not a plain linear layer")
         by_style[style].append(child)
     if not by_style[_COLUMNS] or not by_style[_ROWS]:
         raise Undividable(f"transformers' plan has no columns for {owner}, or no rows")
@@ -199,7 +201,7 @@ def _block(owner: str, module: nn.Module, styles: dict[str, str]) -> Block:
     return Block(module=module, columns=columns, rows=rows, of_heads=by_style[_OF_HEADS])
 
 
-def _most(model: transformers.PreTrainedModel) -> int:
+def _max_ranks(model: transformers.PreTrainedModel) -> int:
     """The largest number of ranks that can have equal parts of everything; its divisors can too.
 
     Heads stay whole, even if layers have heads of different sizes.
@@ -225,24 +227,24 @@ def _divisors(number: int) -> str:
 
 def _share_columns(layer: Layer, parts: Parts, mesh: DeviceMesh) -> None:
     _share_weight(layer.linear, mesh, bias=part_of)
-    layer.linear.__class__ = _Here
+    layer.linear.__class__ = _LocalLinear
     if layer.factors is not None:
         inner, outer = layer.factors
         _keep(inner, "weight", _copy_of(inner.weight, mesh))
         _keep(outer, "weight", part_of(outer.weight, mesh))
-        inner.__class__, outer.__class__ = _Before, _Here
+        inner.__class__, outer.__class__ = _ColumnFactorA, _LocalLinear
         vars(inner)["parts"] = parts
 
 
 def _share_rows(layer: Layer, parts: Parts, mesh: DeviceMesh) -> None:
     _share_weight(layer.linear, mesh, bias=_copy_of)
-    layer.linear.__class__ = _Rows
+    layer.linear.__class__ = _RowLinear
     vars(layer.linear)["parts"] = parts
     if layer.factors is not None:
         inner, outer = layer.factors
         for factor in layer.factors:
             _keep(factor, "weight", _copy_of(factor.weight, mesh))
-        inner.__class__, outer.__class__ = _FromPart, _Here
+        inner.__class__, outer.__class__ = _RowFactorA, _LocalLinear
         vars(inner)["parts"] = parts
 
 
@@ -261,14 +263,14 @@ def _copy_of(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(tensor.detach().clone(), mesh, [Replicate()], run_check=False)
 
 
-class _Here(nn.Linear):
+class _LocalLinear(nn.Linear):
     """A linear layer computed with the local part of its weight."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden, local(self.weight), None if self.bias is None else local(self.bias))
 
 
-class _Before(nn.Linear):
+class _ColumnFactorA(nn.Linear):
     """Factor A of a column-wise adapter, whose B is divided: its gradient is summed over ranks."""
 
     parts: Parts
@@ -277,7 +279,7 @@ class _Before(nn.Linear):
         return F.linear(hidden, entering(self.parts, local(self.weight)))
 
 
-class _FromPart(nn.Linear):
+class _RowFactorA(nn.Linear):
     """Factor A of a row-wise adapter: takes this rank's part of the width, and returns the sum over ranks."""
 
     parts: Parts
@@ -287,7 +289,7 @@ class _FromPart(nn.Linear):
         return total(self.parts, F.linear(inner, columns))
 
 
-class _Rows(nn.Linear):
+class _RowLinear(nn.Linear):
     parts: Parts
 
     def forward(self, inner: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Task:
     """The learner's task, independent of the layout."""
 
     sizes: Sizes
@@ -51,13 +51,13 @@ class Asked:
     teacher: Sizes | None = None
 
     @classmethod
-    def of(cls, sizes: Sizes, config: schema.Config, *, teacher: Sizes | None = None) -> Asked:
+    def of(cls, sizes: Sizes, config: schema.Config, *, teacher: Sizes | None = None) -> Task:
         """The task of this configuration; a sample longer than a micro-batch makes one of its own."""
         longest = config.data.max_prompt_tokens + config.max_response_tokens
         tokens = max(longest, config.training.micro_batch_tokens)
         return cls(sizes=sizes, config=config, tokens=tokens, longest=longest, teacher=teacher)
 
-    def under(self, **settings: object) -> Asked:
+    def under(self, **settings: object) -> Task:
         """The task with other model settings."""
         model = self.config.model.model_copy(update=settings)
         return replace(self, config=self.config.model_copy(update={"model": model}))
@@ -76,12 +76,12 @@ class Option:
         return self.links.weighed
 
 
-def options(asked: Asked, machine: Machine) -> Sequence[Option]:
+def options(task: Task, machine: Machine) -> Sequence[Option]:
     """All layouts that model and GPUs allow, the best first.
 
     First those that fit, by traffic, with empty heads last; then those that do not fit, by memory.
     """
-    found = [_option(layout, asked, machine) for layout in _allowed(asked, machine)]
+    found = [_option(layout, task, machine) for layout in _allowed(task, machine)]
     return sorted(found, key=lambda option: _rank(option))
 
 
@@ -105,49 +105,49 @@ def smaller(found: Sequence[Option]) -> Iterator[Option]:
 class WayOut:
     """A change that would make it fit."""
 
-    words: str
+    change: str
     option: Option
 
 
-def ways_out(asked: Asked, machine: Machine) -> Iterator[WayOut]:
+def ways_out(task: Task, machine: Machine) -> Iterator[WayOut]:
     """Single changes that would make it fit; none if no single one helps."""
-    for words, changed in _changes(asked):
+    for change, changed in _changes(task):
         if (option := options(changed, machine)[0]).fits:
-            yield WayOut(words=words, option=option)
+            yield WayOut(change=change, option=option)
     for times in (2**n for n in range(1, 11)):
         gpus = machine.gpus * times
         if gpus > machine.per_host and gpus % machine.per_host:
             continue
-        if (option := options(asked, replace(machine, gpus=gpus))[0]).fits:
-            yield WayOut(words=f"{gpus} GPUs", option=option)
+        if (option := options(task, replace(machine, gpus=gpus))[0]).fits:
+            yield WayOut(change=f"{gpus} GPUs", option=option)
             break
-    steps = bisect_left(range(1, asked.longest // _STEP + 1), True, key=lambda n: not _shorter(asked, n, machine).fits)
+    steps = bisect_left(range(1, task.longest // _STEP + 1), True, key=lambda n: not _shorter(task, n, machine).fits)
     if steps:
         longest = steps * _STEP
-        told = f"samples of at most {longest} tokens, prompts included, and training.micro_batch_tokens={longest}"
-        yield WayOut(words=told, option=_shorter(asked, steps, machine))
+        change = f"samples of at most {longest} tokens, prompts included, and training.micro_batch_tokens={longest}"
+        yield WayOut(change=change, option=_shorter(task, steps, machine))
 
 
-def _shorter(asked: Asked, steps: int, machine: Machine) -> Option:
-    return options(replace(asked, longest=steps * _STEP, tokens=steps * _STEP), machine)[0]
+def _shorter(task: Task, steps: int, machine: Machine) -> Option:
+    return options(replace(task, longest=steps * _STEP, tokens=steps * _STEP), machine)[0]
 
 
-def _changes(asked: Asked) -> Iterator[tuple[str, Asked]]:
-    model = asked.config.model
-    if asked.tokens > asked.longest:
-        yield f"training.micro_batch_tokens={asked.longest}", replace(asked, tokens=asked.longest)
-    if not computes_again(asked.config):
-        yield "model.gradient_checkpointing=auto", asked.under(gradient_checkpointing="auto")
+def _changes(task: Task) -> Iterator[tuple[str, Task]]:
+    model = task.config.model
+    if task.tokens > task.longest:
+        yield f"training.micro_batch_tokens={task.longest}", replace(task, tokens=task.longest)
+    if not computes_again(task.config):
+        yield "model.gradient_checkpointing=auto", task.under(gradient_checkpointing="auto")
     elif model.activations == "device":
-        yield "model.activations=cpu", asked.under(activations="cpu")
-    if keeps_reference(asked.config):
-        yield "model.reference=cpu", asked.under(reference="cpu")
+        yield "model.activations=cpu", task.under(activations="cpu")
+    if keeps_reference(task.config):
+        yield "model.reference=cpu", task.under(reference="cpu")
     if model.masters == "device":
-        yield "model.masters=cpu", asked.under(masters="cpu")
+        yield "model.masters=cpu", task.under(masters="cpu")
     if model.lora is None:
-        total = asked.sizes.trained + asked.sizes.frozen
-        few = replace(asked.sizes, trained=total // _ADAPTED, frozen=total)
-        yield "adapters alone (model.lora)", replace(asked.under(lora=schema.Lora()), sizes=few)
+        total = task.sizes.trained + task.sizes.frozen
+        few = replace(task.sizes, trained=total // _ADAPTED, frozen=total)
+        yield "adapters alone (model.lora)", replace(task.under(lora=schema.Lora()), sizes=few)
 
 
 def _rank(option: Option) -> tuple[float, ...]:
@@ -156,12 +156,12 @@ def _rank(option: Option) -> tuple[float, ...]:
     return (0, option.idle, option.sent, *simpler) if option.fits else (1, option.planned.needed, *simpler)
 
 
-def _allowed(asked: Asked, machine: Machine) -> Iterator[schema.Layout]:
-    sizes = asked.sizes
-    here = min(machine.per_host, machine.gpus)
+def _allowed(task: Task, machine: Machine) -> Iterator[schema.Layout]:
+    sizes = task.sizes
+    gpus_per_host = min(machine.per_host, machine.gpus)
     of_each = {
         "replicas": _divisors(machine.hosts),
-        "tensor": [n for n in _divisors(sizes.shared.most) if here % n == 0],  # within a host
+        "tensor": [n for n in _divisors(sizes.shared.max_ranks) if gpus_per_host % n == 0],  # within a host
         "context": _divisors(machine.gpus if sizes.may_share else 1),
         "experts": _divisors(1 if sizes.experts is None else sizes.experts.num),
     }
@@ -186,19 +186,19 @@ def _under(layout: schema.Layout, config: schema.Config) -> schema.Config:
     return config.model_copy(update={"learner": config.learner.model_copy(update={"layout": layout})})
 
 
-def _option(layout: schema.Layout, asked: Asked, machine: Machine) -> Option:
-    sizes, config, found = asked.sizes, asked.config, planned(layout, asked, machine)
-    links = sent(layout, sizes, config, ranks=machine.gpus, per_host=machine.per_host, tokens=asked.tokens)
+def _option(layout: schema.Layout, task: Task, machine: Machine) -> Option:
+    sizes, config, found = task.sizes, task.config, planned(layout, task, machine)
+    links = sent(layout, sizes, config, ranks=machine.gpus, per_host=machine.per_host, tokens=task.tokens)
     empty = idle(sizes.heads // layout.tensor, layout.context)
     return Option(layout=layout, planned=found, fits=found.needed <= machine.memory, links=links, idle=empty)
 
 
-def planned(layout: schema.Layout, asked: Asked, machine: Machine) -> Plan:
+def planned(layout: schema.Layout, task: Task, machine: Machine) -> Plan:
     return plan(
-        asked.sizes,
-        _under(layout, asked.config),
+        task.sizes,
+        _under(layout, task.config),
         ranks=machine.gpus,
-        teacher=asked.teacher,
-        tokens=asked.tokens,
-        longest=asked.longest,
+        teacher=task.teacher,
+        tokens=task.tokens,
+        longest=task.longest,
     )

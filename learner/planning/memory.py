@@ -78,8 +78,8 @@ def refuse_too_large(
     """Raise ResourceError if tensors alone exceed this room on a GPU."""
     needed = plan(sizes, config, ranks=ranks, teacher=teacher).peak
     if needed > room:
-        told = f"a rank takes {size(needed)} of its GPU at its peak (calculated), and {size(room)} are available"
-        raise ResourceError(f"{told}: {REMEDY}")
+        problem = f"a rank needs {size(needed)} of its GPU at its peak (calculated), but {size(room)} are available"
+        raise ResourceError(f"{problem}: {REMEDY}")
 
 
 def plan(
@@ -137,8 +137,8 @@ def _inputs(sizes: Sizes, config: schema.Config) -> int:
 
 def keeps_reference(config: schema.Config) -> bool:
     """Whether a reference is kept on the device beside the policy."""
-    beside = config.model.lora is None and config.algorithm.kl.placement != "none"
-    return beside and config.model.reference == "device"
+    background = config.model.lora is None and config.algorithm.kl.placement != "none"
+    return background and config.model.reference == "device"
 
 
 def _in_a_layer(sizes: Sizes, part: Part, ranks: int, *, is_lora: bool) -> int:

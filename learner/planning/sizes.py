@@ -112,11 +112,11 @@ def _mlp(config: transformers.PretrainedConfig, *, some_are_dense: bool) -> int:
 
 def _experts(config: transformers.PretrainedConfig, mixtures: Sequence[Any]) -> Experts:
     largest = max(mixtures, key=_weights)
-    said = getattr(config, "num_experts_per_tok", None) or 1
+    per_token = getattr(config, "num_experts_per_tok", None) or 1
     down = largest.down_proj
     return Experts(
         num=len(down),
-        chosen=max(said) if isinstance(said, list) else said,
+        chosen=max(per_token) if isinstance(per_token, list) else per_token,
         weights=_weights(largest),
         total=sum(_weights(module) for module in mixtures),
         trained=sum(p.numel() for module in mixtures for p in module.parameters() if p.requires_grad),

@@ -31,7 +31,7 @@ from pathlib import Path
 from streamrl.forked_server import forking_server
 from streamrl.held_folders import scratch_folder
 from streamrl.learner.process.ending import Ending
-from streamrl.learner.process.job import EXIT_TOLD, listen, note_job_began
+from streamrl.learner.process.job import EXIT_ON_SIGNAL, note_job_began, prepare_verdict
 from streamrl.process import TORCH_LOG_FORMAT
 
 _RANK = Path(__file__).parents[1] / "__main__.py"
@@ -43,7 +43,7 @@ _GRACE_S = 30  # torchrun's default
 
 # Micro-batches allocate ever-changing sizes; without expandable segments they fragment GPU memory.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-_ALLOCATOR_OF_OLD = "PYTORCH_CUDA_ALLOC_CONF"  # the older name, which torch still reads
+_OLD_ALLOCATOR_NAME = "PYTORCH_CUDA_ALLOC_CONF"  # the older name, which torch still reads
 
 
 def main(arguments: Sequence[str], *, torchrun: Callable[[list[str]], object] | None = None) -> None:
@@ -55,15 +55,15 @@ def main(arguments: Sequence[str], *, torchrun: Callable[[list[str]], object] | 
     note_job_began(os.environ)
     ending = Ending(
         grace_s=_grace_s(options),
-        verdict=listen(_keep_temporary_files_apart(), os.environ),
-        code_when_told=EXIT_TOLD if "--elastic" in ranks else 0,
+        verdict=prepare_verdict(_keep_temporary_files_apart(), os.environ),
+        clean_exit_code=EXIT_ON_SIGNAL if "--elastic" in ranks else 0,
     )
     # torchrun insists on handling some signal; this agent handles those that ask it to end.
     own = ["--start-method=forkserver", "--run-path", "--signals-to-handle=SIGQUIT"]
-    with ending.heeding():
+    with ending.handling_signals():
         for name, value in TORCH_LOG_FORMAT.items():  # used at each death of a rank
             os.environ.setdefault(name, value)
-        if _ALLOCATOR_OF_OLD not in os.environ:
+        if _OLD_ALLOCATOR_NAME not in os.environ:
             os.environ.setdefault(*_ALLOCATOR)
         _start_fork_server()
         (torchrun or _torchrun)([*own, *options, str(_RANK), *ranks])
@@ -77,10 +77,10 @@ def _start_fork_server() -> None:
         multiprocessing.forkserver.ensure_running()
 
 
-def _torchrun(words: list[str]) -> None:
+def _torchrun(arguments: list[str]) -> None:
     from torch.distributed import run  # takes seconds; signals are already handled meanwhile
 
-    run.main(words)
+    run.main(arguments)
 
 
 def _grace_s(options: Sequence[str]) -> float:

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
-_LOOK_EVERY_S = 0.2  # poll for the end; a job starts at once
+_POLL_EVERY_S = 0.2  # poll for the end; a job starts at once
 
 
 @contextmanager
@@ -64,7 +64,7 @@ class BackgroundThread:
     def _work(self) -> None:
         while not self._stopped.is_set():
             try:
-                run = self._jobs.get(timeout=_LOOK_EVERY_S)
+                run = self._jobs.get(timeout=_POLL_EVERY_S)
             except queue.Empty:
                 continue
             run()

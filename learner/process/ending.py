@@ -23,28 +23,28 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
-from streamrl.learner.process.job import EXIT_TOLD, heard
+from streamrl.learner.process.job import EXIT_ON_SIGNAL, read_verdict
 from streamrl.process import signals_to_end
 
-_IN_ORDER = {0, EXIT_TOLD}
+_CLEAN_EXITS = {0, EXIT_ON_SIGNAL}
 # Ended before it joined the others, so no rank had done anything.
-_HAD_NOT_BEGUN = {-signal.SIGTERM, 128 + signal.SIGTERM}
-_CRIPPLED_S = 30.0  # time for the other ranks once one has failed, as in torchrun
+_ENDED_BEFORE_JOINING = {-signal.SIGTERM, 128 + signal.SIGTERM}
+_AFTER_FAILURE_S = 30.0  # time for the other ranks once one has failed, as in torchrun
 _KILL_S = 10.0  # only a process that hangs in the kernel takes longer
 
 
 class Ending:
-    def __init__(self, *, grace_s: float, verdict: Path, code_when_told: int) -> None:
+    def __init__(self, *, grace_s: float, verdict: Path, clean_exit_code: int) -> None:
         """Prepare for an end.
 
-        `verdict`: file in which a rank may set the exit code. `code_when_told`: the code after a clean end without a
+        `verdict`: file in which a rank may set the exit code. `clean_exit_code`: the code after a clean end without a
         verdict.
         """
-        self._grace_s, self._verdict, self._code_when_told = grace_s, verdict, code_when_told
+        self._grace_s, self._verdict, self._clean_exit_code = grace_s, verdict, clean_exit_code
         self._is_ending = False
 
     @contextmanager
-    def heeding(self) -> Iterator[None]:
+    def handling_signals(self) -> Iterator[None]:
         """Handle signals inside the block, and ignore them afterwards.
 
         The process is ending by then, and the interpreter would restore the default handlers, which kill it.
@@ -65,8 +65,8 @@ class Ending:
         code = 1
         try:
             ranks = multiprocessing.active_children()
-            if heard(self._verdict) is None:  # otherwise a rank ends the agent, and has reported why
-                _say(f"learner: told to end by {signal.Signals(number).name}{self._outlook(ranks)}")
+            if read_verdict(self._verdict) is None:  # otherwise a rank ends the agent, and has reported why
+                _write_to_stderr(f"learner: ending on {signal.Signals(number).name}{self._outlook(ranks)}")
             codes = _end_ranks(ranks, within_s=self._grace_s)
             code = self._exit_code(codes)
             if None not in codes:  # they would block on a rank that hangs in the kernel
@@ -75,15 +75,15 @@ class Ending:
             os._exit(code)
 
     def _outlook(self, ranks: Sequence[BaseProcess]) -> str:
-        return f"; its ranks may take {self._grace_s:g} s to finish their step and to save" if ranks else ""
+        return f"; its ranks may take {self._grace_s:g} s to finish their step and save" if ranks else ""
 
     def _exit_code(self, codes: set[int | None]) -> int:
-        if (code := heard(self._verdict)) is not None:
+        if (code := read_verdict(self._verdict)) is not None:
             return code
         if codes == {0}:
             return 0  # the run had already finished
-        is_clean = codes <= _IN_ORDER or bool(codes & _HAD_NOT_BEGUN)
-        return self._code_when_told if is_clean else 1
+        is_clean = codes <= _CLEAN_EXITS or bool(codes & _ENDED_BEFORE_JOINING)
+        return self._clean_exit_code if is_clean else 1
 
 
 def _end_ranks(ranks: Sequence[BaseProcess], *, within_s: float) -> set[int | None]:
@@ -93,8 +93,8 @@ def _end_ranks(ranks: Sequence[BaseProcess], *, within_s: float) -> set[int | No
     left, deadline = list(ranks), time.monotonic() + within_s
     while left and (remaining_s := deadline - time.monotonic()) > 0:
         connection.wait([rank.sentinel for rank in left], timeout=remaining_s)
-        if any(rank.exitcode not in (None, *_IN_ORDER) for rank in left):
-            deadline = min(deadline, time.monotonic() + _CRIPPLED_S)
+        if any(rank.exitcode not in (None, *_CLEAN_EXITS) for rank in left):
+            deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_S)
         left = [rank for rank in left if rank.exitcode is None]
     for rank in left:
         rank.kill()
@@ -103,6 +103,6 @@ def _end_ranks(ranks: Sequence[BaseProcess], *, within_s: float) -> set[int | No
     return {rank.exitcode for rank in ranks}
 
 
-def _say(text: str) -> None:
+def _write_to_stderr(text: str) -> None:
     """Write to stderr unbuffered: the signal may have interrupted another write."""
     os.write(2, f"{text}\n".encode())

@@ -31,13 +31,13 @@ _STOPPED = "T"
 
 
 @contextmanager
-def guarded(*, limit_s: float, look_every_s: float = 1.0) -> Iterator[None]:
+def guarded(*, limit_s: float, check_every_s: float = 1.0) -> Iterator[None]:
     """Inside the block, kill this process once it has been stopped for `limit_s`."""
     if sys.platform != "linux":
         yield
         return
-    words = [str(os.getpid()), str(limit_s), str(look_every_s)]
-    guardian = subprocess.Popen([sys.executable, "-I", "-S", __file__, *words], stdin=subprocess.DEVNULL)
+    arguments = [str(os.getpid()), str(limit_s), str(check_every_s)]
+    guardian = subprocess.Popen([sys.executable, "-I", "-S", __file__, *arguments], stdin=subprocess.DEVNULL)
     try:
         yield
     finally:
@@ -45,19 +45,21 @@ def guarded(*, limit_s: float, look_every_s: float = 1.0) -> Iterator[None]:
         guardian.wait()
 
 
-def _guard(rank: int, *, limit_s: float, look_every_s: float) -> None:
+def _guard(rank: int, *, limit_s: float, check_every_s: float) -> None:
     """The guardian's loop; ends with the rank."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM):  # for the rank, which may take long to drain
         signal.signal(number, signal.SIG_IGN)
-    num_looks = 0  # looks in a row that saw it stopped; not a time, since clocks run on while the guardian is stopped
+    num_stopped = (
+        0  # checks in a row that saw it stopped; not a time, since clocks run on while the guardian is stopped
+    )
     while os.getppid() == rank:
-        num_looks = num_looks + 1 if _state(rank) == _STOPPED else 0
-        if num_looks * look_every_s > limit_s:
-            print(f"rank with pid {rank} was stopped for {limit_s:g} s: killing it, to be restarted", file=sys.stderr)
+        num_stopped = num_stopped + 1 if _state(rank) == _STOPPED else 0
+        if num_stopped * check_every_s > limit_s:
+            print(f"rank with pid {rank} was stopped for {limit_s:g} s: killing it for a restart", file=sys.stderr)
             os.kill(rank, signal.SIGKILL)
             return
-        time.sleep(look_every_s)
+        time.sleep(check_every_s)
 
 
 def _state(pid: int) -> str:
@@ -66,4 +68,4 @@ def _state(pid: int) -> str:
 
 
 if __name__ == "__main__":
-    _guard(int(sys.argv[1]), limit_s=float(sys.argv[2]), look_every_s=float(sys.argv[3]))
+    _guard(int(sys.argv[1]), limit_s=float(sys.argv[2]), check_every_s=float(sys.argv[3]))

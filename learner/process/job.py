@@ -21,28 +21,28 @@ from pathlib import Path
 _VERDICT, JOB_BEGAN = "STREAMRL_AGENT_VERDICT", "STREAMRL_JOB_BEGAN"
 # Exit code of a rank that a signal ended. With 0 torchrun would consider it finished and not join the next rendezvous;
 # and a forked rank that exits with 0 waits for its agent to acknowledge, which an ending agent never does.
-EXIT_TOLD = 76
+EXIT_ON_SIGNAL = 76
 
 
-def listen(folder: Path, environment: MutableMapping[str, str]) -> Path:
+def prepare_verdict(folder: Path, environment: MutableMapping[str, str]) -> Path:
     """Called by an agent before it starts its ranks; returns the file for a rank's exit code."""
     file = folder / "verdict"
     environment[_VERDICT] = str(file)
     return file
 
 
-def heard(file: Path) -> int | None:
+def read_verdict(file: Path) -> int | None:
     """The exit code that a rank has set, or None."""
     return int(file.read_text()) if file.exists() else None
 
 
-def tell(exit_code: int, environment: Mapping[str, str]) -> None:
+def write_verdict(exit_code: int, environment: Mapping[str, str]) -> None:
     """Called by a rank to set the exit code; does nothing under another agent than ours."""
     if _VERDICT in environment:
         Path(environment[_VERDICT]).write_text(str(exit_code))
 
 
-def have_nothing_to_finish() -> None:
+def end_at_once_on_sigterm() -> None:
     """Called by a rank about to exit with 0: from here on SIGTERM ends it at once.
 
     It waits for its agent to acknowledge, which an ending agent never does.

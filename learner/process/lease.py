@@ -49,11 +49,11 @@ class LeaseKeeper:
 
 
 @contextmanager
-def redis_may_be_away(what: str) -> Iterator[None]:
-    """Log and skip `what` if Redis is away; the keeper decides when it has been away for too long."""
+def redis_may_be_away(skipped: str) -> Iterator[None]:
+    """Log what was `skipped` if Redis is away; the keeper decides when it has been away for too long."""
     try:
         yield
     except (Fenced, RunGone):
         raise
     except TransportError as error:
-        log.warning(f"{what} while Redis is away", error=str(error))
+        log.warning(f"{skipped}: Redis is away", error=str(error))

@@ -36,7 +36,7 @@ class World:
     group: dist.ProcessGroup | None = None  # None: the loop's
     context_group: dist.ProcessGroup | None = None  # ranks that hold parts of the same samples; None: samples are whole
     timeout: timedelta | None = None  # of groups made from it; None: torch's default
-    here: int = 1  # ranks on this machine
+    local_size: int = 1  # ranks on this machine
 
     def under(self, layout: schema.Layout) -> World:
         """The same ranks with this layout; ConfigError if their number does not fit it."""
@@ -53,7 +53,7 @@ class World:
         own: dist.ProcessGroup = groups[self.rank // together * apart + self.rank % apart]
         return own
 
-    def beside(self, *, timeout_s: float) -> World:
+    def with_own_group(self, *, timeout_s: float) -> World:
         """The same ranks on a separate group, for a thread beside the loop or for waits longer than the loop's."""
         if self.size == 1:
             return self
@@ -79,7 +79,7 @@ class World:
         return self.size // self.sharers
 
     @property
-    def speaks(self) -> bool:
+    def reports_samples(self) -> bool:
         """Whether this rank reports for the ranks with the same samples."""
         return self.rank % self.sharers == 0
 
@@ -141,13 +141,13 @@ class World:
 
     def total_of_data(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """The sum of per-sample statistics, counting each sample once."""
-        return self.total(values if self.speaks else np.zeros_like(values))
+        return self.total(values if self.reports_samples else np.zeros_like(values))
 
     def largest(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def all_agree(self, mine: bool) -> bool:
-        return bool(self.largest(np.array([0.0 if mine else 1.0]))[0] == 0.0)
+    def all_agree(self, agrees: bool) -> bool:
+        return bool(self.largest(np.array([0.0 if agrees else 1.0]))[0] == 0.0)
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's bytes in the order of ranks, on all ranks."""
@@ -155,11 +155,11 @@ class World:
             return [data]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(data)]), group=self.group)
-        room = max(int(n) for n in lengths)
-        mine = torch.zeros(room, dtype=torch.uint8)
-        mine[: len(data)] = _to_tensor(data)
-        parts = [torch.zeros(room, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(parts, mine, group=self.group)
+        longest = max(int(n) for n in lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(data)] = _to_tensor(data)
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(parts, padded, group=self.group)
         return [part[: int(n)].numpy().tobytes() for part, n in zip(parts, lengths, strict=True)]
 
     def _reduce(self, values: npt.NDArray[np.float64], op: dist.ReduceOp.RedOpType) -> npt.NDArray[np.float64]:
@@ -187,8 +187,8 @@ def join_world(environment: Mapping[str, str], *, timeout_s: float, gpu_memory: 
     if size > 1:
         dist.init_process_group(_backend(device), timeout=timedelta(seconds=timeout_s))
     try:
-        here = int(environment.get("LOCAL_WORLD_SIZE", "1"))
-        yield World(rank=rank, size=size, device=device, timeout=timedelta(seconds=timeout_s), here=here)
+        local_size = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+        yield World(rank=rank, size=size, device=device, timeout=timedelta(seconds=timeout_s), local_size=local_size)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -209,7 +209,7 @@ def die_with_parent(parent: int) -> None:
     """
     process.die_with_parent()
     if os.getppid() != parent:  # it died before the line above took effect
-        raise TrainingError("the process that started this rank is gone")
+        raise TrainingError("the process that started this rank has ended")
 
 
 def show_rank(rank: str) -> None:

@@ -25,9 +25,9 @@ from typing import Literal, NoReturn
 from streamrl.learner.process.background import background_loop
 
 EXIT_STALLED = 75
-_LEAST_S = 60.0
-_TIMES_THE_LONGEST = 20
-_ENOUGH_SEEN = 10  # micro-batches; the first ones take longer
+_MIN_LIMIT_S = 60.0
+_LONGEST_FACTOR = 20
+_MIN_SEEN = 10  # micro-batches; the first ones take longer
 
 _Phase = Literal["anywhere", "computing", "at disk"]
 
@@ -84,16 +84,16 @@ class Watchdog:
         while not self._stopped.wait(self._check_every_s):
             stalled_s = self._clock() - self._last
             if stalled_s > self._bound_s:
-                self._on_stall(f"no round of the loop for {stalled_s:.0f} s: ending this rank, to be restarted")
+                self._on_stall(f"the loop made no progress for {stalled_s:.0f} s: ending this rank for a restart")
                 return
 
     @property
     def _bound_s(self) -> float:
         if self._phase == "at disk":
             return self._at_disk_s
-        if self._phase == "anywhere" or self._num_seen < _ENOUGH_SEEN:
+        if self._phase == "anywhere" or self._num_seen < _MIN_SEEN:
             return self._limit_s
-        return min(self._limit_s, max(_LEAST_S, _TIMES_THE_LONGEST * self._longest_s))
+        return min(self._limit_s, max(_MIN_LIMIT_S, _LONGEST_FACTOR * self._longest_s))
 
 
 def _end_process(reason: str) -> NoReturn:

@@ -101,7 +101,7 @@ class OnStream:
         def check() -> None:
             for copied, expected in sums:
                 if int(sum_of_words(copied)) != int(expected):
-                    raise WeightsError("what was copied from the GPU is not the cast of this step's weights")
+                    raise WeightsError("the bytes copied from the GPU are not the cast of this step's weights")
 
         return ready, check
 
@@ -135,18 +135,18 @@ class StreamDouble:
     """A stream that only records its calls; `mark` works when it is awaited."""
 
     def __init__(self, runtime: CudaRuntimeDouble) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
         self._runtime = runtime
 
     def follow_model(self) -> None:
-        self.told.append("follow")
+        self.calls.append("follow")
 
     def __call__(self) -> AbstractContextManager[object]:
-        self.told.append("copy")
+        self.calls.append("copy")
         return nullcontext()
 
     def mark(self) -> Ready:
-        return lambda: self.told.append("wait")
+        return lambda: self.calls.append("wait")
 
     def runtime(self) -> CudaRuntime:
         return self._runtime

@@ -29,7 +29,7 @@ from torch import nn
 
 from streamrl.errors import WeightsError
 from streamrl.learner.model.lora import published_parameters
-from streamrl.learner.parallel.dtensors import LocalRows, told
+from streamrl.learner.parallel.dtensors import LocalRows, reported
 from streamrl.learner.publishing.copiers import Check, Copier
 from streamrl.protocol.weights.format import MAX_RANGE_ELEMENTS, Coding, DType, HeldRange, RangeDigest
 
@@ -58,7 +58,7 @@ class HostCopy:
 
     def take(self, model: nn.Module) -> Iterator[Part]:
         """Yield everything that this rank publishes, some tensors at a time."""
-        runs = [(name, told(tensor, shape=tensor.shape)) for name, tensor in published_parameters(model)]
+        runs = [(name, reported(tensor, shape=tensor.shape)) for name, tensor in published_parameters(model)]
         runs = [(name, run) for name, run in runs if len(run.values)]
         slots = self._places([len(run.values) for _, run in runs])
         self._copier.begin(self._buffer)
@@ -123,7 +123,7 @@ def cast_digests(model: nn.Module, dtype: DType) -> CastDigests:
 def digests_of(tensors: Iterable[tuple[str, torch.Tensor]], dtype: DType, coding: Coding) -> Iterator[RangeDigest]:
     """Digest what this rank holds of the tensors, as ranges without bytes."""
     for name, tensor in tensors:
-        run = told(tensor, shape=tensor.shape)
+        run = reported(tensor, shape=tensor.shape)
         for begin in range(0, len(run.values), MAX_RANGE_ELEMENTS):
             values = run.values[begin : begin + MAX_RANGE_ELEMENTS]
             digest = _digest(values, getattr(torch, dtype))
@@ -142,6 +142,6 @@ def refuse_other_bytes(encoded: Iterable[RangeDigest], cast: CastDigests) -> Non
     others = [part for part in encoded if cast.get((part.tensor, part.start)) != part.digest]
     if others:
         raise WeightsError(
-            f"{len(others)} ranges that were to be published are not the cast of this step's weights, "
-            f"{others[0].tensor} from element {others[0].start} for one"
+            f"{len(others)} ranges to be published are not the cast of this step's weights, "
+            f"the first {others[0].tensor} from element {others[0].start}"
         )

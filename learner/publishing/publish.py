@@ -30,10 +30,10 @@ from streamrl.learner.model.lora import published_parameters
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.process.background import Jobs
 from streamrl.learner.process.ranks import World
-from streamrl.learner.publishing.adapter_words import AdapterWords, metas_of
+from streamrl.learner.publishing.adapter_digests import AdapterDigests, metas_of
+from streamrl.learner.publishing.buffers import PublishedBuffers
 from streamrl.learner.publishing.copiers import Copier, copier_for
 from streamrl.learner.publishing.host_copy import CastDigests, HostCopy, Part, cast_digests
-from streamrl.learner.publishing.kept import Kept
 from streamrl.learner.publishing.shipping import Announcer, Published, Shipper
 from streamrl.learner.publishing.sweep import Sweeper
 from streamrl.protocol.weights.encoder import CodedPart
@@ -43,7 +43,7 @@ from streamrl.protocol.weights.stores import BlobStore, budget_in_redis, refuse_
 from streamrl.versions import make_version
 
 _SPARE_S = 60.0  # the loop must give up before the collective's timeout, which would not report the cause
-_LAST_S = 10.0  # for a version in flight when the loop ends early
+_FINISH_S = 10.0  # for a version in flight when the loop ends early
 
 
 class Publishing(Protocol):
@@ -99,22 +99,22 @@ class Publisher:
         store: BlobStore,
         announcer: Announcer,
         canary_ids: tuple[int, ...],  # token IDs with which workers test their engine
-        beside: Jobs,
+        background: Jobs,
         copier: Copier | None = None,  # None: the device's default
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy, self._settings, self._world = policy, config.weights, world
         self._run_uid, self._term, self._canary_ids = run_uid, term, canary_ids
-        self._beside, self._clock = beside, clock
-        self._words = AdapterWords(policy.model, config.weights.dtype)
+        self._background, self._clock = background, clock
+        self._adapter_digests = AdapterDigests(policy.model, config.weights.dtype)
         published = metas_of(published_parameters(policy.model), config.weights.dtype)
-        self._kept = Kept(policy.model, tells=world.is_main)
-        self._tensors = (*self._words.pretrained, *published, *self._kept.metas)
+        self._buffers = PublishedBuffers(policy.model, publishes=world.is_main)
+        self._tensors = (*self._adapter_digests.pretrained, *published, *self._buffers.metas)
         max_bytes = budget_in_redis(config.weights)
         if max_bytes:
             refuse_too_large(sum(tensor.num_bytes for tensor in published), config.weights)
         self._shipper = Shipper(
-            world=world.beside(timeout_s=config.weights.give_up_after_s + _SPARE_S),
+            world=world.with_own_group(timeout_s=config.weights.give_up_after_s + _SPARE_S),
             store=store,
             sweeper=Sweeper(store=store, run_uid=run_uid, term=term, max_bytes=max_bytes, clock=clock),
             announcer=announcer,
@@ -131,7 +131,7 @@ class Publisher:
         self.latest: Published | None = None
 
     def working(self) -> AbstractContextManager[None]:
-        return self._beside.working(join_s=_LAST_S)
+        return self._background.working(join_s=_FINISH_S)
 
     @property
     def busy(self) -> bool:
@@ -146,7 +146,7 @@ class Publisher:
         return self._failed and not self.busy
 
     def begin(self, step: int, *, whole: bool = False) -> None:
-        assert not self.busy, "one version is on its way at a time"
+        assert not self.busy, "one version is in flight at a time"
         base = None if whole or self._pace.alone else self.latest
         pending = Manifest(
             version=make_version(self._term, self._next_n),
@@ -156,27 +156,30 @@ class Publisher:
             tensors=self._tensors,
             shards=(),  # not encoded yet
             canary_ids=self._canary_ids,
-            adapters=self._words.adapters,
+            adapters=self._adapter_digests.adapters,
         )
         self._next_n += 1
         if self._trying_since is None:
             self._trying_since = self._clock()
         encoded = [
-            self._beside.submit(partial(self._encode, pending, part)) for part in self._copy.take(self._policy.model)
+            self._background.submit(partial(self._encode, pending, part))
+            for part in self._copy.take(self._policy.model)
         ]
-        if (kept := self._kept.take()) is not None:
-            encoded.append(self._beside.submit(partial(self._encode, pending, kept)))
+        if (buffers := self._buffers.take()) is not None:
+            encoded.append(self._background.submit(partial(self._encode, pending, buffers)))
         # The copy is encoded meanwhile.
         cast = None if self._copier.checks else self._cast()
-        words = self._words.take()
-        shipped = self._under_way = self._beside.submit(lambda: self._shipper.ship(pending, encoded, cast, words))
+        adapter_digests = self._adapter_digests.take()
+        shipped = self._under_way = self._background.submit(
+            lambda: self._shipper.ship(pending, encoded, cast, adapter_digests)
+        )
         if base is not None and self._pace.due:
             if self._anchorless_since is None:
                 self._anchorless_since = self._clock()
-            self._anchor = self._beside.submit(lambda: self._shipper.lay_anchor() if shipped.result() else None)
+            self._anchor = self._background.submit(lambda: self._shipper.store_anchor() if shipped.result() else None)
 
     def _cast(self) -> CastDigests:
-        return {**cast_digests(self._policy.model, self._settings.dtype), **self._kept.digests()}
+        return {**cast_digests(self._policy.model, self._settings.dtype), **self._buffers.digests()}
 
     def _encode(self, pending: Manifest, part: Part) -> list[CodedPart]:
         part.check()
@@ -219,26 +222,27 @@ class Publisher:
         else:
             self._note_anchor(num_bytes)
 
-    def _is_done_everywhere(self, mine: Future[Any], *, wait_s: float) -> bool:
+    def _is_done_everywhere(self, job: Future[Any], *, wait_s: float) -> bool:
         """Whether the job is done on all ranks. A collective.
 
         An error of this rank's thread is raised at once: the other ranks' threads wait for its messages, and would only
         fail by timeout, with an error that does not name the cause.
         """
-        wait([mine], timeout=wait_s)
-        if mine.done():
-            mine.result()
-        return self._world.all_agree(mine.done())
+        wait([job], timeout=wait_s)
+        if job.done():
+            job.result()
+        return self._world.all_agree(job.done())
 
     def _note_anchor(self, num_bytes: int) -> None:
         self._anchorless_since = None
         self._pace.anchored(anchor_bytes=num_bytes)
 
     def _give_up_in_time(self, trying_since: float | None, what: str) -> None:
-        assert trying_since is not None, "an attempt was begun"
+        assert trying_since is not None, "an attempt has started"
         trying_s = float(self._world.largest(np.array([self._clock() - trying_since]))[0])
         if trying_s > self._settings.give_up_after_s:
             raise TrainingError(
                 f"no {what} could be published for {trying_s:.0f} s (weights.give_up_after_s = "
-                f"{self._settings.give_up_after_s:.0f}); is weights.store {self._settings.store!r} there, with room?"
+                f"{self._settings.give_up_after_s:.0f}); check that weights.store "
+                f"{self._settings.store!r} is reachable and has room"
             )

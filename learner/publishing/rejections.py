@@ -19,7 +19,7 @@ from streamrl.protocol.weights.rejected import REMEDY_OF_ALL, borne_s, rejects
 from streamrl.telemetry.progress import GONE_S, Liveness, Report
 from streamrl.versions import show
 
-_LOOK_EVERY_S = 5.0
+_CHECK_EVERY_S = 5.0
 
 log = structlog.get_logger(__name__)
 
@@ -32,26 +32,26 @@ class Rejections:
     ) -> None:
         self._read, self._give_up_after_s, self._clock = read, give_up_after_s, clock
         self._liveness = Liveness(clock)
-        self._look_at = 0.0
+        self._next_check = 0.0
         self._version = 0  # the newest, at the last look
         self._since: float | None = None  # when it was first rejected while no worker serves
-        self._is_blind = False  # the reports are unreadable
+        self._reports_unread = False  # the last attempt to read them failed
 
     def check(self, newest: int) -> None:
         """Raise TrainingError when no worker serves this version, and none will."""
-        if self._clock() < self._look_at:
+        if self._clock() < self._next_check:
             return
-        self._look_at = self._clock() + _LOOK_EVERY_S
+        self._next_check = self._clock() + _CHECK_EVERY_S
         try:
             at, reports = self._read()
         except (Fenced, RunGone):
             raise
         except TransportError as error:
-            if not self._is_blind:  # once in a row: the user's ACL may be too old to allow it
+            if not self._reports_unread:  # once in a row: the user's ACL may be too old to allow it
                 log.warning("reports_unread", error=str(error), hint="rejections by all workers go unnoticed")
-            self._is_blind = True
+            self._reports_unread = True
             return
-        self._is_blind = False
+        self._reports_unread = False
         self._judge(newest, self._living_workers(reports, at=at))
 
     def _living_workers(self, reports: Sequence[Report], *, at: float) -> list[Report]:
@@ -70,7 +70,7 @@ class Rejections:
             log.warning("version_rejected", version=show(newest), workers=len(rejecting))
         lasted_s = self._clock() - self._since
         if lasted_s >= borne_s(self._give_up_after_s, some_start=len(rejecting) < len(workers)):
-            raise TrainingError(_told(newest, rejecting, num_workers=len(workers), lasted_s=lasted_s))
+            raise TrainingError(_describe(newest, rejecting, num_workers=len(workers), lasted_s=lasted_s))
 
 
 def _serves(worker: Report) -> bool:
@@ -78,13 +78,13 @@ def _serves(worker: Report) -> bool:
     return "version" in worker.detail and not rejects(worker.detail)[0]
 
 
-def _told(newest: int, rejecting: Sequence[Report], *, num_workers: int, lasted_s: float) -> str:
+def _describe(newest: int, rejecting: Sequence[Report], *, num_workers: int, lasted_s: float) -> str:
     first = rejecting[0]
     if len(rejecting) == num_workers:
         who = f"all {num_workers} workers reject" if num_workers > 1 else "the only worker rejects"
     else:
-        who = f"{len(rejecting)} of {num_workers} workers reject, and no other one serves,"
+        who = f"{len(rejecting)} of {num_workers} workers reject, and no other serves,"
     return (
-        f"{who} version {show(newest)}, for {lasted_s:.0f} s now (weights.give_up_after_s), so no group can come. "
-        f"{first.part}: {rejects(first.detail)[0]}. What helps: {REMEDY_OF_ALL}"
+        f"{who} version {show(newest)}, for {lasted_s:.0f} s now (weights.give_up_after_s), so no group can arrive. "
+        f"{first.part}: {rejects(first.detail)[0]}. What to do: {REMEDY_OF_ALL}"
     )

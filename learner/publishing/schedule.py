@@ -73,7 +73,7 @@ class PublishSchedule:
             self._publisher.begin(step)
             return self.wait() and not self._publisher.failing
 
-    def send_beside(self, step: int) -> None:
+    def send_in_background(self, step: int) -> None:
         """Publish while training continues, unless that would take it more than lag.max_steps ahead of the workers'
         weights.
 

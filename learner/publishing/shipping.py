@@ -78,7 +78,7 @@ class Shipper:
         self._world, self._store, self._sweeper, self._announcer = world, store, sweeper, announcer
         self._encoder = ShardEncoder()
         self._announced: Manifest | None = None  # the newest
-        self._words: Sequence[RangeDigest] = ()  # ranges without bytes of the version shipped last
+        self._byteless: Sequence[RangeDigest] = ()  # ranges without bytes of the version shipped last
 
     def encode(self, pending: Manifest, ranges: Sequence[HeldRange]) -> list[CodedPart]:
         """Encode some of this rank's ranges. Here and below `pending` is the manifest without its blobs."""
@@ -89,18 +89,18 @@ class Shipper:
         pending: Manifest,
         encoded: Sequence[Future[list[CodedPart]]],
         cast: CastDigests | None,  # None: the parts were verified before they were encoded
-        words: Sequence[RangeDigest] = (),
+        byteless: Sequence[RangeDigest] = (),
     ) -> Published | None:
-        """Store and announce a version, with `words`, ranges that have no bytes. A collective.
+        """Store and announce a version, with `byteless`, ranges that have no bytes. A collective.
 
         None if it failed on any rank, which all ranks then know.
         """
-        self._words = words
+        self._byteless = byteless
         records = self._gathered(pending, self._joined(pending, encoded, cast))
         if records is None:
             return None
         manifest = replace(pending, shards=records)
-        if not self._all_told(manifest):
+        if not self._announce_together(manifest):
             return None
         self._encoder.advance()
         self._announced = manifest
@@ -112,17 +112,17 @@ class Shipper:
             changed_fraction=_changed_fraction(records),
         )
 
-    def lay_anchor(self) -> int | None:
+    def store_anchor(self) -> int | None:
         """Store an anchor beside the version announced last. A collective.
 
         Returns the anchor's bytes; None if it failed on any rank: a later version then gets one.
         """
-        assert self._announced is not None, "an anchor lies beside a version"
-        records = self._gathered(self._announced, self._with_words(self._encoder.encode_base()))
+        assert self._announced is not None, "an anchor belongs to an announced version"
+        records = self._gathered(self._announced, self._with_byteless(self._encoder.encode_base()))
         if records is None:
             return None
         manifest = replace(self._announced, anchor=records)
-        return sum(record.num_bytes for record in records) if self._all_told(manifest, amended=True) else None
+        return sum(record.num_bytes for record in records) if self._announce_together(manifest, amended=True) else None
 
     def _joined(
         self, pending: Manifest, encoded: Sequence[Future[list[CodedPart]]], cast: CastDigests | None
@@ -133,23 +133,23 @@ class Shipper:
             shard = self._encoder.join(parts, anchor=pending.base == 0)
             if cast is not None:
                 refuse_other_bytes(shard.ranges, cast)
-            return self._with_words(shard)
+            return self._with_byteless(shard)
         except StreamrlError as error:
             log.warning("weights not encoded", version=show(pending.version), error=str(error))
             return None
 
-    def _with_words(self, shard: EncodedShard) -> EncodedShard:
-        return replace(shard, ranges=(*shard.ranges, *self._words))
+    def _with_byteless(self, shard: EncodedShard) -> EncodedShard:
+        return replace(shard, ranges=(*shard.ranges, *self._byteless))
 
     def _gathered(self, manifest: Manifest, shard: EncodedShard | None) -> tuple[ShardRecord, ...] | None:
         """Gather all ranks' records of stored blobs; None if any rank failed."""
-        mine = self._stored(manifest, shard)
-        packed = self._world.gather_bytes(b"" if mine is None else encode_record(mine))
+        own = self._stored(manifest, shard)
+        packed = self._world.gather_bytes(b"" if own is None else encode_record(own))
         return tuple(decode_record(record) for record in packed) if all(packed) else None
 
     def _stored(self, manifest: Manifest, shard: EncodedShard | None) -> ShardRecord | None:
         """Store this rank's blob and return its record; None on an error."""
-        if not self._found_room(shard) or shard is None:
+        if not self._make_room(shard) or shard is None:
             return None
         record = shard.record(run_uid=manifest.run_uid, version=manifest.version, rank=self._world.rank)
         try:
@@ -159,18 +159,18 @@ class Shipper:
             return None
         return record
 
-    def _found_room(self, shard: EncodedShard | None) -> bool:
+    def _make_room(self, shard: EncodedShard | None) -> bool:
         """Make room on rank 0 for the blobs of all; False also if a rank has none."""
         num_bytes = self._world.total(np.array([0 if shard is None else len(shard.blob)], dtype=np.float64))
-        room = not self._world.is_main or self._sweeper.make_room(int(num_bytes[0]))
-        return self._world.all_agree(room and shard is not None)
+        has_room = not self._world.is_main or self._sweeper.make_room(int(num_bytes[0]))
+        return self._world.all_agree(has_room and shard is not None)
 
-    def _all_told(self, manifest: Manifest, *, amended: bool = False) -> bool:
+    def _announce_together(self, manifest: Manifest, *, amended: bool = False) -> bool:
         """Announce on rank 0; the other ranks must learn of a refusal instead of waiting for ever."""
         refusal: StreamrlError | None = None
         if self._world.is_main:
             try:
-                self._tell(manifest, amended=amended)
+                self._announce(manifest, amended=amended)
             except StreamrlError as error:
                 refusal = error
         agreed = self._world.all_agree(refusal is None)
@@ -181,15 +181,15 @@ class Shipper:
             log.warning(what, version=show(manifest.version), error=str(refusal))
         return agreed
 
-    def _tell(self, manifest: Manifest, *, amended: bool) -> None:
-        tell = self._announcer.amend if amended else self._announcer.announce
+    def _announce(self, manifest: Manifest, *, amended: bool) -> None:
+        send = self._announcer.amend if amended else self._announcer.announce
         encoded = encode_manifest(manifest)
-        told = Announcement(version=manifest.version, base=manifest.base, step=manifest.step, manifest=encoded)
-        tell(told, keep=sorted(self._sweeper.kept_with(manifest)))
+        announcement = Announcement(version=manifest.version, base=manifest.base, step=manifest.step, manifest=encoded)
+        send(announcement, keep=sorted(self._sweeper.kept_with(manifest)))
         self._sweeper.announced(manifest)
 
 
 def _changed_fraction(records: Sequence[ShardRecord]) -> float:
-    wordless = (Coding.PRETRAINED, Coding.MERGED)
-    ranges = [part for record in records for part in record.ranges if part.coding not in wordless]
+    without_bytes = (Coding.PRETRAINED, Coding.MERGED)
+    ranges = [part for record in records for part in record.ranges if part.coding not in without_bytes]
     return sum(part.num_changed for part in ranges) / max(1, sum(part.length for part in ranges))

@@ -68,7 +68,7 @@ class Sweeper:
                 self._forget_older_anchor()
                 excess -= self._delete(self._unneeded(sizes), sizes, excess)
         except StreamrlError as error:
-            log.warning("no room made for weights", error=str(error))
+            log.warning("cannot make room for weights", error=str(error))
             return False
         if excess > 0:
             log.warning("weights.max_store_bytes has no room for a version", num_bytes=num_bytes, lacking=excess)

@@ -81,13 +81,13 @@ class _Reader:
 
     def tokens(self, rows: Sequence[tuple[str, dict[str, Any]]], *, chat: bool) -> Iterator[_Tokens]:
         """(ids, which of them have a loss) of each row; rows come with their places."""
-        said = [_said(place, row, chat=chat) for place, row in rows]
-        texts = [one for one in said if isinstance(one, tuple)]
+        parsed = [_parse(place, row, chat=chat) for place, row in rows]
+        texts = [row for row in parsed if isinstance(row, tuple)]
         prompts = self._encode([prompt for prompt, _ in texts], add_special_tokens=True)
         completions = self._encode_behind([completion for _, completion in texts])
         encoded = zip(prompts, completions, strict=True)
-        for (place, _), one in zip(rows, said, strict=True):
-            yield self._text(place, *next(encoded)) if isinstance(one, tuple) else self._dialogue(place, one)
+        for (place, _), row in zip(rows, parsed, strict=True):
+            yield self._text(place, *next(encoded)) if isinstance(row, tuple) else self._dialogue(place, row)
 
     def _text(self, place: str, prompt: list[int], completion: list[int]) -> _Tokens:
         if not prompt:
@@ -102,17 +102,17 @@ class _Reader:
         for before, after in self._turns(place, messages):
             if not before.startswith(so_far) or not after.startswith(before):
                 raise DataError(
-                    f"{place}: the chat template writes earlier turns anew, so that answers cannot be told from it; "
+                    f"{place}: the chat template rewrites earlier turns, so answers cannot be located in it; "
                     "make a row of each turn, whose last message is its answer"
                 )
             [given] = self._encode_behind([before[len(so_far) :]]) if so_far else self._encode([before])
-            [said] = self._encode_behind([after[len(before) :]])
-            answer, tail = self._cut(said)
+            [continuation] = self._encode_behind([after[len(before) :]])
+            answer, tail = self._cut(continuation)
             ids += given + answer + tail
             trained += [False] * len(given) + [True] * len(answer) + [False] * len(tail)
             so_far = after
         if not any(trained) or trained[0]:
-            raise DataError(f"{place}: the chat template leaves no prompt, or no answer")
+            raise DataError(f"{place}: the chat template yields no prompt, or no answer")
         return ids, trained
 
     def _turns(self, place: str, messages: Messages) -> Iterator[tuple[str, str]]:
@@ -130,10 +130,10 @@ class _Reader:
                 except TemplateError as error:
                     raise DataError(f"{place}: the tokenizer's chat template refuses the messages: {error}") from None
 
-    def _cut(self, said: list[int]) -> tuple[list[int], list[int]]:
+    def _cut(self, ids: list[int]) -> tuple[list[int], list[int]]:
         """(up to the answer's end token, what the template writes after it)"""
-        ends = [at for at, token in enumerate(said) if token in self._end_ids]
-        return (said[: ends[-1] + 1], said[ends[-1] + 1 :]) if ends else ([*said, self._end], [])
+        ends = [at for at, token in enumerate(ids) if token in self._end_ids]
+        return (ids[: ends[-1] + 1], ids[ends[-1] + 1 :]) if ends else ([*ids, self._end], [])
 
     def _encode_behind(self, texts: list[str]) -> list[list[int]]:
         """Encode texts as continuations, without the space that sentencepiece tokenizers put before any input."""
@@ -151,17 +151,17 @@ class _Reader:
         return list(self._tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]) if texts else []
 
 
-def _said(place: str, row: dict[str, Any], *, chat: bool) -> tuple[str, str] | Messages:
+def _parse(place: str, row: dict[str, Any], *, chat: bool) -> tuple[str, str] | Messages:
     """A prompt and its completion, or a dialogue."""
     prompt, completion = row.get("prompt"), row.get("completion")
     is_text = isinstance(prompt, str) and isinstance(completion, str)
     if is_text and not chat:
         return str(prompt), str(completion)
-    said = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-    messages: Any = said if is_text else row.get("messages")
+    as_messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    messages: Any = as_messages if is_text else row.get("messages")
     if not _is_dialogue(messages):
-        told = json.dumps(row, ensure_ascii=False)
-        raise DataError(f"{place}: expected {_EXPECTED}, with an assistant's message among them, got {told:.80}")
+        got = json.dumps(row, ensure_ascii=False)
+        raise DataError(f"{place}: expected {_EXPECTED}, with an assistant's message among them, got {got:.80}")
     return messages
 
 

@@ -92,26 +92,26 @@ def prepare_process(threads: int | None) -> None:
     transformers.logging.disable_progress_bar()
 
 
-def train(settings: Settings, say: Callable[[str], None]) -> Outcome:
+def train(settings: Settings, report: Callable[[str], None]) -> Outcome:
     """Train, and leave model and tokenizer in `output`. Resumes a training that was killed."""
     if settings.output.exists() and (not settings.output.is_dir() or any(settings.output.iterdir())):
         raise ConfigError(f"--output: {str(settings.output)!r} is not empty; nothing is overwritten")
     info = read_tokenizer_info(settings.model)
     rows = read_rows(settings.data, info.tokenizer, info.end_ids, max_tokens=settings.max_tokens, chat=settings.chat)
     if rows.num_overlong:
-        say(f"{rows.num_overlong} rows are longer than {settings.max_tokens} tokens, and left out")
-    learned, measured = _shared_out(rows.pieces, settings)
+        report(f"{rows.num_overlong} rows are longer than {settings.max_tokens} tokens and are skipped")
+    learned, measured = _split(rows.pieces, settings)
     settings.partial.mkdir(parents=True, exist_ok=True)
-    with locked(settings.partial, taken=f"another process trains into {settings.output} now"):
-        training = _Training(settings, learned, info.end_ids, say)
+    with locked(settings.partial, taken=f"another process is training into {settings.output}"):
+        training = _Training(settings, learned, info.end_ids, report)
         loss = training.run()
-        told = _mean_loss(training.policy, measured, settings, training.world) if measured else None
+        held_out_loss = _mean_loss(training.policy, measured, settings, training.world) if measured else None
         made = export(training.policy, info.tokenizer, training.config, training.world)
         replace_folder(made, settings.output)
         shutil.rmtree(settings.partial)
     return Outcome(
         loss=loss,
-        held_out_loss=told,
+        held_out_loss=held_out_loss,
         num_steps=training.num_steps,
         went_on_from=training.went_on_from,
         num_rows=len(learned),
@@ -121,11 +121,11 @@ def train(settings: Settings, say: Callable[[str], None]) -> Outcome:
     )
 
 
-def _shared_out(pieces: Sequence[Piece], settings: Settings) -> tuple[list[Piece], list[Piece]]:
+def _split(pieces: Sequence[Piece], settings: Settings) -> tuple[list[Piece], list[Piece]]:
     """(rows to train on, rows to measure with)"""
     count = int(settings.held_out * len(pieces) + 0.5)
     if count == len(pieces):
-        raise ConfigError(f"--held-out: {settings.held_out} of {len(pieces)} rows leaves none to learn from")
+        raise ConfigError(f"--held-out: {settings.held_out} of {len(pieces)} rows leaves none to train on")
     order = np.random.default_rng([settings.seed, 0]).permutation(len(pieces))
     measured = set(order[:count].tolist())
     return (
@@ -136,9 +136,9 @@ def _shared_out(pieces: Sequence[Piece], settings: Settings) -> tuple[list[Piece
 
 class _Training:
     def __init__(
-        self, settings: Settings, pieces: Sequence[Piece], end_ids: tuple[int, ...], say: Callable[[str], None]
+        self, settings: Settings, pieces: Sequence[Piece], end_ids: tuple[int, ...], report: Callable[[str], None]
     ) -> None:
-        self._settings, self._pieces, self._say = settings, pieces, say
+        self._settings, self._pieces, self._report = settings, pieces, report
         self.config = _config(settings, longest=max(piece.num_tokens + 1 for piece in pieces))
         self.world = World(rank=0, size=1, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         torch.manual_seed(settings.seed)
@@ -153,7 +153,7 @@ class _Training:
     def run(self) -> float:
         """Train; return the mean loss of the last steps."""
         began, first, skipped = time.monotonic(), self.went_on_from, 0
-        told = began
+        reported_at = began
         every = max(1, self.num_steps // _REPORTS)
         for step in range(first, self.num_steps):
             lr = learning_rate(step, self.config.optimizer, total_steps=self.num_steps)
@@ -162,18 +162,18 @@ class _Training:
             made = update(self._optimizer, loss=loss, lr=lr, clip_norm=clip, world=self.world)
             skipped = 0 if made.applied else skipped + 1
             if skipped >= _MAX_SKIPPED_IN_ROW:
-                raise TrainingError(f"{skipped} steps in a row had a loss that is not finite: try a smaller --lr")
+                raise TrainingError(f"{skipped} steps in a row had a non-finite loss: try a smaller --lr")
             if made.applied:
                 self._losses.append(loss)
             done = step + 1
             now = time.monotonic()
-            if done % every == 0 or now - told > _REPORT_S:
-                told, left_s = now, (now - began) / (done - first) * (self.num_steps - done)
-                self._say(f"step {done} of {self.num_steps}: loss {loss:.3f}, {age(left_s)} left")
+            if done % every == 0 or now - reported_at > _REPORT_S:
+                reported_at, left_s = now, (now - began) / (done - first) * (self.num_steps - done)
+                self._report(f"step {done} of {self.num_steps}: loss {loss:.3f}, {age(left_s)} left")
             if done % self._settings.save_every == 0 and done < self.num_steps:
                 self._save(done)
         if not self._losses:
-            raise TrainingError("no step had a loss that is finite: try a smaller --lr")
+            raise TrainingError("no step had a finite loss: try a smaller --lr")
         last = self._losses[-max(1, self.num_steps // _REPORTS) :]
         return sum(last) / len(last)
 
@@ -217,16 +217,16 @@ class _Training:
             state = json.loads((folder / _STATE).read_bytes())
             before, step, losses = state["identity"], int(state["step"]), list(state["losses"])
         except (ValueError, KeyError, TypeError):
-            raise DataError(f"{folder} cannot be read; remove {self._settings.partial} to begin anew") from None
+            raise DataError(f"{folder} cannot be read; remove {self._settings.partial} to start over") from None
         now = self._identity()
         if changed := [f"{key}: {before.get(key)} -> {now[key]}" for key in now if before.get(key) != now[key]]:
             raise ConfigError(
-                f"{self._settings.partial} holds a training with other settings ({'; '.join(changed)}): set them back, "
-                "choose another --output, or remove it to begin anew"
+                f"{self._settings.partial} holds a training with other settings ({'; '.join(changed)}): restore them, "
+                "choose another --output, or remove it to start over"
             )
         load_state(folder, self.policy, self._optimizer, self.world)
         self._losses = losses
-        self._say(f"going on at step {step} of {self.num_steps}")
+        self._report(f"resuming at step {step} of {self.num_steps}")
         return step
 
     def _identity(self) -> dict[str, str]:

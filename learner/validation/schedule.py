@@ -32,7 +32,7 @@ class ValidationSchedule:
     def __init__(self, *, validation: Validation | None, checkpoints: CheckpointRoot, recorder: Recorder) -> None:
         self._validation, self._checkpoints, self._recorder = validation, checkpoints, recorder
         self._due: int | None = None  # step whose weights are to be validated once published
-        self._of: frozenset[CheckpointName] = frozenset()  # checkpoints that the running validation scores
+        self._scored: frozenset[CheckpointName] = frozenset()  # checkpoints that the running validation scores
         self._newest: ValidationResult | None = None
         self._scores: dict[CheckpointName, Mapping[str, float]] = {}  # of checkpoints that may not exist yet
 
@@ -54,21 +54,21 @@ class ValidationSchedule:
         due, self._due = self._due, None
         if self._newest is not None and self._newest.complete and self._newest.version == latest.version:
             return  # already validated completely
-        with redis_may_be_away("no validation"):
+        with redis_may_be_away("validation not started"):
             self._validation.start(step=latest.step, version=latest.version)
-            self._of = frozenset(CheckpointName(term_of(latest.version), step) for step in (due, latest.step))
+            self._scored = frozenset(CheckpointName(term_of(latest.version), step) for step in (due, latest.step))
 
     def poll(self, *, wait_s: float) -> None:
         """Process answers that have come, and record the result once it is complete."""
         if self._validation is None:
             return
         result = None
-        with redis_may_be_away("no validation"):
+        with redis_may_be_away("validation not polled"):
             result = self._validation.poll(wait_s=wait_s)
         if result is not None:
-            of, self._newest, self._of = self._of, result, frozenset()
+            names, self._newest, self._scored = self._scored, result, frozenset()
             self._recorder.validation(result)
-            for name in () if result.cut_short else of:
+            for name in () if result.cut_short else names:
                 self._scores[name] = result.metrics
                 self._write_score(name)
 
@@ -83,8 +83,8 @@ class ValidationSchedule:
         try:
             write_score(self._checkpoints.folder_of(name), self._scores[name])
         except OSError as error:
-            log.warning("score of a checkpoint not written", checkpoint=str(name), error=str(error))
+            log.warning("checkpoint score not written", checkpoint=str(name), error=str(error))
 
     def undecided(self, term: int) -> frozenset[CheckpointName]:
         """This term's checkpoints that may still turn out to be the best."""
-        return self._of if self._due is None else self._of | {CheckpointName(term, self._due)}
+        return self._scored if self._due is None else self._scored | {CheckpointName(term, self._due)}

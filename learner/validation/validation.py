@@ -109,7 +109,7 @@ class Validation:
             return None
         if current.attempts:
             log.warning(
-                "validation ran out of time: no checkpoint is chosen by it",
+                "validation timed out: it scores no checkpoint",
                 unanswered=len(current.attempts),
                 timeout_s=self._settings.timeout_s,
             )
@@ -121,7 +121,7 @@ class Validation:
         if entry.run_uid != self._run_uid or entry.number not in current.attempts or not entry.ticket_entry:
             return  # of an earlier validation, already answered, or not delivered by a lease holder
         try:
-            current.answers[entry.number] = self._open(entry, asked=self._ticket(current, entry.number).identity)
+            current.answers[entry.number] = self._open(entry, identity=self._ticket(current, entry.number).identity)
         except WireError as error:
             current.attempts[entry.number] += 1
             if current.attempts[entry.number] < self._max_attempts:
@@ -130,14 +130,14 @@ class Validation:
             log.warning("validation prompt given up", line=self._prompt(current, entry.number).line, error=str(error))
         del current.attempts[entry.number]
 
-    def _open(self, entry: Entry, *, asked: str) -> Group:
+    def _open(self, entry: Entry, *, identity: str) -> Group:
         """The group; WireError if it is not a sound answer."""
         header = decode_header(entry.header)
         if header.failed:
             raise WireError(f"reported by worker {header.worker}: {header.error}")
-        expected = (entry.number, asked, self._run_uid, "eval", self._fingerprint)
+        expected = (entry.number, identity, self._run_uid, "eval", self._fingerprint)
         if (header.ticket, header.identity, header.run_uid, header.purpose, header.fingerprint) != expected:
-            raise WireError("the answer is not to this ticket, or was made by another model")
+            raise WireError("the answer belongs to another ticket or another model")
         return decode_body(header, entry.body)
 
     def _send(self, current: _Round) -> None:

@@ -167,20 +167,20 @@ class _Loop:
             validation=None,
             lease=keeper,
         )
-        self._beside = BackgroundThread("checkpoints")
+        self._background = BackgroundThread("checkpoints")
         self._saver = Saver(
             state=RankStateDouble(),
             world=_alone(),
             checkpoints=CheckpointRoot(config.folder),
             conductor=self._conductor,
             term=start.term,
-            beside=self._beside,
+            background=self._background,
             timers=Timers(),
         )
 
     def run(self) -> bool:
         """Return whether the last checkpoint could be written."""
-        with self._beside.working(join_s=1.0):
+        with self._background.working(join_s=1.0):
             self._publish()
             while (plan := self._next_plan()).kind not in (Kind.END, Kind.STOP):
                 if plan.kind is Kind.STEP:

@@ -183,9 +183,7 @@ def test_a_full_disk_costs_checkpoints_and_never_a_whole_one(
         os.kill(rank, signal.SIGKILL)
         began = time.monotonic()
         if isinstance(disk, SmallDisk):
-            wait_until(
-                lambda: "no room to begin" in output(config), description="it waits for room", timeout_s=PATIENCE_S
-            )
+            wait_until(lambda: "no disk space to start" in output(config), description="it waits", timeout_s=PATIENCE_S)
             disk.make_room(rank=rank)
         last = run.await_checkpoint(after=before)
         recovery_s = time.monotonic() - began

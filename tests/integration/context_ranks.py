@@ -23,7 +23,7 @@ from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.objective.gradients import Gradients
 from streamrl.learner.objective.optimizer import make_optimizer, update
-from streamrl.learner.objective.reference import asking
+from streamrl.learner.objective.reference import frozen_logprobs
 from streamrl.learner.packing.attention import VARLEN
 from streamrl.learner.parallel.dtensors import whole
 from streamrl.learner.process.ranks import World, join_world
@@ -117,7 +117,7 @@ class Rank:
         if case.dtype == "float64":
             for policy in {self.policy, frozen}:
                 never_round(policy)
-        self._reference = asking(frozen)
+        self._reference = frozen_logprobs(frozen)
         self.optimizer = make_optimizer(self.policy, self.config.optimizer)
 
     def learn(self, settings: Mapping[str, Any], groups: Sequence[Group]) -> tuple[float, Tally]:

@@ -71,9 +71,9 @@ def serve(rank: Rank, folder: Path, out: Path) -> None:
     """Two versions, of weights that one rank has left in `folder`."""
     out.mkdir(exist_ok=True)
     rank.world.barrier()
-    beside = BackgroundThread("publisher")
-    with beside.working(join_s=60):
-        versions = publisher(rank, out, beside)
+    background = BackgroundThread("publisher")
+    with background.working(join_s=60):
+        versions = publisher(rank, out, background)
         for step in (1, 2):
             _restore(rank, folder / f"weights-{step}")
             assert publish(versions, step) is not None

@@ -29,7 +29,7 @@ from streamrl.learner.model.lora import adapter_parameters, merged_parameters
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.objective.gradients import Gradients
 from streamrl.learner.objective.optimizer import make_optimizer, update
-from streamrl.learner.objective.reference import Reference, asking, make_reference
+from streamrl.learner.objective.reference import Reference, frozen_logprobs, make_reference
 from streamrl.learner.packing.micro_batches import pack
 from streamrl.learner.parallel.dtensors import whole
 from streamrl.learner.process.background import BackgroundThread
@@ -152,7 +152,7 @@ class Rank:
         return {name: whole(p).clone() for name, p in merged_parameters(self.policy.model, torch.float32)}
 
 
-def publisher(rank: Rank, folder: Path, beside: BackgroundThread) -> Publisher:
+def publisher(rank: Rank, folder: Path, background: BackgroundThread) -> Publisher:
     return Publisher(
         policy=rank.policy,
         config=rank.config,
@@ -162,7 +162,7 @@ def publisher(rank: Rank, folder: Path, beside: BackgroundThread) -> Publisher:
         store=FileStore(folder / "blobs"),
         announcer=KeptAnnouncements(folder),
         canary_ids=(3, 9, 4),
-        beside=beside,
+        background=background,
     )
 
 
@@ -202,16 +202,16 @@ def work(folder: Path, world: World) -> None:
     keep(rank.weights(), out / "begin.safetensors", world)
     reference = rank.reference_logprobs()
     metrics: dict[str, float] = {}
-    beside = BackgroundThread("publisher")
-    with beside.working(join_s=60):
-        versions = publisher(rank, out, beside)
+    background = BackgroundThread("publisher")
+    with background.working(join_s=60):
+        versions = publisher(rank, out, background)
         for number in range(NUM_STEPS):
             versions.begin(number)
             # The last batch has one group: with two ranks, one of them gets nothing.
             metrics = rank.step(number, num_groups=1 if number == NUM_STEPS - 1 else 5)
             assert finish(versions) is not None
         assert publish(versions, NUM_STEPS) is not None
-        found = poison_one_rank(rank, publisher(rank, out / "poisoned", beside))
+        found = poison_one_rank(rank, publisher(rank, out / "poisoned", background))
     assert torch.equal(rank.reference_logprobs(), reference), "steps do not move the reference"
     (out / f"poisoned-{world.rank}.json").write_text(json.dumps(found))
     (out / "checkpoint").mkdir(exist_ok=True)
@@ -223,7 +223,7 @@ def work(folder: Path, world: World) -> None:
     after, restored_after = (r.step(NUM_STEPS)["loss"] for r in (rank, restored))
     assert after == restored_after, f"a restored rank goes on differently: {after} and {restored_after}"
     if world.size > 1:
-        on_host = asking(load_reference(rank.config, world, (END,), on_host=True))
+        on_host = frozen_logprobs(load_reference(rank.config, world, (END,), on_host=True))
         assert torch.equal(rank.reference_logprobs(on_host), reference), "it says the same wherever it waits"
         grown = Rank(folder, world)  # goes on from what one rank wrote
         load_state(folder / "out-1" / "checkpoint", grown.policy, grown.optimizer, world)
@@ -239,9 +239,9 @@ def train_adapters(folder: Path, world: World) -> None:
     rank = Rank(folder, world, lora=ADAPTERS)
     keep(adapters_of(rank), out / "begin.safetensors", world)
     before = rank.reference_logprobs()
-    beside = BackgroundThread("publisher")
-    with beside.working(join_s=60):
-        versions = publisher(rank, out, beside)
+    background = BackgroundThread("publisher")
+    with background.working(join_s=60):
+        versions = publisher(rank, out, background)
         for number in range(NUM_STEPS):
             rank.step(number)
             assert publish(versions, number + 1) is not None

@@ -26,7 +26,7 @@ if __name__ == "__main__":
     model, out = map(Path, sys.argv[1:])
     torch.set_num_threads(1)
     with join_world(os.environ, timeout_s=240) as world:
-        assert world.here == world.size
+        assert world.local_size == world.size
         _, sources = begin_model(str(model), attention="sdpa", world=world)
         assert sources, "it is not loaded whole"
         config = learner_config(model, dir=out, weights=schema.Weights(dtype="bfloat16"))

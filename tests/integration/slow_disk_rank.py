@@ -31,7 +31,7 @@ def slowly(point: Point) -> None:
 def work(folder: Path) -> None:
     config = load_config(folder / "runs" / "again" / "config.yaml").config
     with join_world(os.environ, timeout_s=240) as joined:
-        world = joined.beside(timeout_s=_LOOP_WAITS_S)
+        world = joined.with_own_group(timeout_s=_LOOP_WAITS_S)
         with armed(slowly) if world.is_main else nullcontext():
             state = replay(
                 config=config,

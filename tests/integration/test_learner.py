@@ -157,7 +157,7 @@ def test_steps_that_are_never_finite_end_the_run_with_a_clear_error(
     config = make_run(tmp_path, name="absurd", training=schema.Training(groups_per_step=2, max_skipped_in_row=2))
     with made_up_worker(config, url, scale=1e308):
         assert run_to_end(config, url) == 1
-    assert "2 steps in a row had a loss or gradient that is not finite" in output(config)
+    assert "2 steps in a row had a non-finite loss or gradient" in output(config)
     assert client.hget(Keys(config.name).meta, "state") == b"failed"
     assert steps(config) == []
 

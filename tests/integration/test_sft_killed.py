@@ -44,7 +44,7 @@ def test_what_was_killed_goes_on_to_the_model_that_it_would_have_made(tmp_path: 
 
     told = json.loads(again.stdout)
     assert told["went_on_from"] > 0
-    assert f"going on at step {told['went_on_from']} of 135" in again.stderr.decode()
+    assert f"resuming at step {told['went_on_from']} of 135" in again.stderr.decode()
     assert {**told, "went_on_from": 0, "output": "whole"} == expected
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (tmp_path / "sft" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -27,7 +27,7 @@ import transformers
 
 from bench.proofs_engine import EngineHere, import_vllm
 from streamrl.learner.loading.build import load_model
-from streamrl.learner.parallel.dtensors import kept_in
+from streamrl.learner.parallel.dtensors import persistent_buffers
 from streamrl.workers.engines.base import Load, ReadBack
 from tests.tiny_families import make_family
 
@@ -40,7 +40,7 @@ _TOKENS = 48  # of each sample in flight
 def published(folder: Path) -> Path:
     path = folder / "published.safetensors"
     model = load_model(str(folder))
-    tensors = {name: p.detach().clone() for name, p in (*model.named_parameters(), *kept_in(model))}
+    tensors = {name: p.detach().clone() for name, p in (*model.named_parameters(), *persistent_buffers(model))}
     safetensors.torch.save_file(tensors, path)
     return path
 

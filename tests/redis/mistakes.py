@@ -176,7 +176,7 @@ OF_THE_MODEL = {
     ),
     "a target of adapters that no layer has": Mistake(
         overrides=("model.lora.targets=[query]",),
-        says=("model.lora.targets", "no layer of the model is called any of query", "q_proj"),
+        says=("model.lora.targets", "no layer of the model is named any of query", "q_proj"),
     ),
     "a loss that cannot be imported": Mistake(
         overrides=("algorithm.loss=no_such_module:loss",), says=("algorithm.loss", "no_such_module")

@@ -226,7 +226,7 @@ def test_a_run_that_may_not_resume_is_refused_when_it_is_started_and_may_be_join
     replay = ["--replay", "x", "--dry-run"]
     for start in (["learn", str(file), *cluster], ["learn", str(file), *replay], ["up", str(file)]):
         assert main([*start, fresh]) == 2
-        assert "checkpoint.resume = false, and " in capsys.readouterr().err
+        assert "checkpoint.resume = false, but " in capsys.readouterr().err
     client.set(Keys("mine").lease, identity)  # the machines that started it are at work
     assert learn(file, *cluster, fresh) == 0
     client.set(Keys("mine").lease, "a stranger")

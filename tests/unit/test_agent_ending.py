@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.learner.process.job import EXIT_TOLD
+from streamrl.learner.process.job import EXIT_ON_SIGNAL
 from tests.helpers import wait_until
 from tests.stand_in_ranks import FOLDER, HOLD_AT, OF_A_RANK, OF_TORCHRUN
 
@@ -92,7 +92,7 @@ def ends_in_order(process: subprocess.Popen[str], folder: Path, *, code: int = 0
     assert time.monotonic() - began < GRACE_S
     assert "SignalException" not in said
     assert "Logging error" not in said
-    assert said.count("learner: told to end by") <= 1
+    assert said.count("learner: ending on") <= 1
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -137,7 +137,7 @@ def test_a_machine_that_leaves_the_run_to_others_says_so_by_its_exit_code(tmp_pa
     with agent(tmp_path, "step", words=["--elastic"]) as process:
         await_moment(process, tmp_path, "step")
         process.send_signal(signal.SIGTERM)
-        ends_in_order(process, tmp_path, code=EXIT_TOLD)
+        ends_in_order(process, tmp_path, code=EXIT_ON_SIGNAL)
 
 
 @pytest.mark.long

@@ -52,10 +52,10 @@ def test_an_entry_that_is_read_twice_counts_once() -> None:
 def test_a_commit_lets_go_of_what_has_ended_and_names_what_the_trim_leaves() -> None:
     backlog = full(10, 20, 40, 80, 160)
     assert backlog.freeable(["1-0", "4-0", "9-0"]) == 130
-    ended = backlog.let_go(cursor="3-0", carry=["1-0"], trim_below="1-0")
+    ended = backlog.forget_freed(cursor="3-0", carry=["1-0"], trim_below="1-0")
     assert ended == ["2-0", "3-0"]
     assert backlog.num_bytes == 20 + 160
-    assert backlog.let_go(cursor="3-0", carry=["1-0"], trim_below="1-0") == []
+    assert backlog.forget_freed(cursor="3-0", carry=["1-0"], trim_below="1-0") == []
 
 
 def test_a_recount_believes_the_server_about_what_was_read() -> None:

@@ -95,7 +95,7 @@ def test_a_stream_is_told_of_all_copies_before_any_is_waited_for(tmp_path: Path)
     stream = StreamDouble(runtime)
     scene = Scene(tmp_path, copier=OnStream(stream))
     publish(scene.publisher, 0)
-    assert stream.told == ["follow", "copy", "wait"]  # one part: the model is small
+    assert stream.calls == ["follow", "copy", "wait"]  # one part: the model is small
     [num_bytes] = runtime.pinned.values()
     assert num_bytes >= sum(tensor.num_bytes for tensor in scene.stream.manifests[0].tensors)
     publish(scene.publisher, 1)
@@ -108,7 +108,7 @@ def test_large_models_are_handed_out_in_parts() -> None:
     stream = StreamDouble(CudaRuntimeDouble())
     for count, part in enumerate(HostCopy("bfloat16", OnStream(stream)).take(model), start=1):
         part.check()
-        assert stream.told == ["follow", *["copy"] * 3, *["wait"] * count]
+        assert stream.calls == ["follow", *["copy"] * 3, *["wait"] * count]
     assert count == 3
 
 

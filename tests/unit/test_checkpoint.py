@@ -165,10 +165,10 @@ def test_a_run_never_silently_begins_anew_when_its_checkpoints_are_damaged_or_go
     folder = save(root, 1, 10).folder
     root.claim_term("uid")
     flip(folder / MANIFEST)
-    with pytest.raises(DataError, match="none that is complete is left"):
+    with pytest.raises(DataError, match=r"none of the run.s checkpoints is complete"):
         root.claim_term("uid")
     shutil.rmtree(folder)
-    with pytest.raises(DataError, match="none that is complete is left"):
+    with pytest.raises(DataError, match=r"none of the run.s checkpoints is complete"):
         root.claim_term("uid")
 
 
@@ -285,5 +285,7 @@ def test_a_checkpoint_of_another_schema_is_refused_with_its_number(
     with monkeypatch.context() as older:
         older.setattr("streamrl.learner.checkpoints.checkpoint._SCHEMA", 1)
         save(root, 1, 10)
-    with pytest.raises(DataError, match=r"none that is complete is left; of the newest: .*schema 1; this program"):
+    with pytest.raises(
+        DataError, match=r"none of the run.s checkpoints is complete; the newest: .*schema 1; this program"
+    ):
         root.claim_term("uid")

@@ -98,7 +98,7 @@ def test_a_table_for_people(run: schema.Config, capsys: pytest.CaptureFixture[st
     [
         (["{model}"], "belongs to no run: name a configuration"),
         (["{folder}"], "name a file with --prompts FILE, or set data.validation"),
-        (["{folder}@7", "--prompts", "x"], "keeps no checkpoint of step 7; it has 2, 4"),
+        (["{folder}@7", "--prompts", "x"], "has no checkpoint of step 7; it has 2, 4"),
         (["{folder}", "--prompts", "nowhere.jsonl"], "no such file: nowhere.jsonl"),
         (["{folder}", "--prompts", "{data}", "validation.sampling.min_tokens=9"], "must not exceed"),
         (["{folder}", "--prompts", "{data}", "rewards.favourite.target=gone.py:f"], "'gone.py': there is no such file"),

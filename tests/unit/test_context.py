@@ -57,7 +57,7 @@ def test_parts_are_as_long_and_have_every_cell_and_every_token_once(
         assert len({tuple(one.input_ids.shape) for one in here}) == 1
         for name in ("input_ids", "position_ids"):
             assert torch.cat([getattr(one, name) for one in here], dim=1).equal(getattr(whole, name))
-        mine = [cast(torch.Tensor, batch.mine) for batch in same]
+        mine = [cast(torch.Tensor, batch.own_tokens) for batch in same]
         assert torch.cat(mine).sort().values.tolist() == list(range(len(whole.index)))
         for one, own in zip(here, mine, strict=True):
             assert cells_of(one).equal(cells_of(whole)[own])
@@ -121,7 +121,7 @@ def test_more_ranks_than_heads_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["lfm2", "bamba", "qwen3_next"])
 def test_a_model_that_looks_along_its_rows_by_itself_is_refused(tmp_path: Path, family: str) -> None:
     model = build_model(str(make_family(tmp_path, family)), MASKED)
-    with pytest.raises(ConfigError, match=r"learner\.layout\.context = 2: .* cannot be computed in parts"):
+    with pytest.raises(ConfigError, match=r"learner\.layout\.context = 2: .* cannot split its rows"):
         part(0, 2).ways(model, ways_of(model))
 
 
@@ -129,7 +129,7 @@ def test_ranks_in_a_row_share_samples_within_a_replica() -> None:
     layout = schema.Layout(replicas=2, context=2)
     world = [World(rank=rank, size=8, device=CPU, layout=layout) for rank in range(8)]
     assert [one.data_rank for one in world] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [one.rank for one in world if one.speaks] == [0, 2, 4, 6]
+    assert [one.rank for one in world if one.reports_samples] == [0, 2, 4, 6]
     assert world[0].data_size == 4
     refuse_layout(layout, 8)
     with pytest.raises(ConfigError, match=r"learner\.layout\.context = 2 .*ranks, 6: .*multiple of 4 ranks"):

@@ -36,7 +36,7 @@ class CharTokenizer:
 def told(logs: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, int]]:
     """(malformed, overlong, truncated) of each file, as the log has them."""
     counts = ("malformed", "overlong", "truncated")
-    return [tuple(entry[name] for name in counts) for entry in logs if entry["event"] == "prompts left out or cut"]
+    return [tuple(entry[name] for name in counts) for entry in logs if entry["event"] == "prompts skipped or truncated"]
 
 
 def write(folder: Path, *lines: str) -> Path:

@@ -48,7 +48,7 @@ def test_what_fits_nowhere_is_an_error_in_lines_for_people(file: str, capsys: py
     assert main(["doctor", file, "--gpus", "2", "--gpu-memory", "24"]) == 2
 
     told = capsys.readouterr().out
-    assert told.startswith("ERROR    layout             none of 2 GPUs fits: the least, ")
+    assert told.startswith("ERROR    layout             none of 2 GPUs fits: the smallest, ")
     assert f"{'':<28}with 64 GPUs: " in told
 
 
@@ -61,5 +61,5 @@ def test_a_model_that_is_not_here_is_told_what_to_fetch_of_it(file: str, capsys:
     assert main(["doctor", file, "model.path=nobody/has-this", "--gpus", "8"]) == 2
 
     told = capsys.readouterr().out
-    assert "'nobody/has-this' is not on this machine: its config.json is what a layout is planned by" in told
+    assert "'nobody/has-this' is not on this machine: planning a layout needs its config.json" in told
     assert "`hf download nobody/has-this --include '*.json'`" in told

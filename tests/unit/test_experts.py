@@ -16,7 +16,7 @@ from bench.memory_run import _batch, tell_evenly
 from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.learner.loading.load import fill, load_policy, make_policy
-from streamrl.learner.parallel.experts import ask, experts_of
+from streamrl.learner.parallel.experts import experts_forward, experts_of
 from streamrl.learner.parallel.fsdp import shard
 from streamrl.learner.process.ranks import World
 from tests.learner_cases import learner_config
@@ -40,7 +40,7 @@ def test_experts_answer_as_transformers_asks_them_one_after_another(
     chosen = torch.randn(40, NUM_EXPERTS - 2).topk(CHOSEN).indices  # some experts get nothing
     weights = torch.rand(40, CHOSEN, dtype=dtype, requires_grad=True)
     of = [hidden, weights, *module.parameters()]
-    answers = ask(module, hidden, chosen, weights), module(hidden, chosen, weights)
+    answers = experts_forward(module, hidden, chosen, weights), module(hidden, chosen, weights)
     found = [[answer, *torch.autograd.grad(answer.sin().sum(), of)] for answer in answers]
     for ours, theirs in zip(*found, strict=True):
         assert ours.dtype == dtype

@@ -150,7 +150,7 @@ def test_logits_that_no_head_of_ours_makes_are_the_models_own(tmp_path: Path) ->
         settle(policy, ALONE)
     assert str(policy.way) == "rows, own logits"
     assert [line["event"] for line in logs if line["log_level"] == "warning"] == [
-        "sequences are not packed: right, but slower"
+        "sequences are not packed: correct, but slower"
     ]
     for batch in pack(PIECES, max_tokens=60, shape=policy.shape):
         policy(batch).logp.sum().backward()
@@ -185,7 +185,7 @@ def test_a_model_that_is_noisy_while_it_trains_is_refused(tmp_path: Path) -> Non
     policy.model.model.norm.register_forward_hook(
         lambda module, _args, out: out * (1 + 0.1 * torch.randn_like(out)) if module.training else out
     )
-    with pytest.raises(DataError, match=r"while it trains; turn noise and dropout off"):
+    with pytest.raises(DataError, match=r"in training mode; turn noise and dropout off"):
         settle(policy, ALONE)
 
 
@@ -200,7 +200,7 @@ def test_what_is_no_causal_model_is_refused_in_one_line(tmp_path: Path) -> None:
 
 def test_sequences_longer_than_a_table_of_positions_are_refused_at_start(tmp_path: Path) -> None:
     folder = make_family(tmp_path / "model", "gpt2", n_positions=50, max_position_embeddings=50)
-    with pytest.raises(DataError, match=r"learned positions for 50 tokens; .* make them smaller"):
+    with pytest.raises(DataError, match=r"learned positions for 50 tokens; .* reduce them"):
         policy_of(folder)
 
 
@@ -304,7 +304,7 @@ def test_adapters_of_experts_are_refused_in_one_line(tmp_path: Path, targets: li
 @pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd")  # peft's word, before ours
 def test_an_adapter_of_a_convolution_is_refused_in_one_line(tmp_path: Path) -> None:
     folder = make_family(tmp_path / "model", "lfm2")
-    with pytest.raises(ConfigError, match=r"model\.lora\.targets: .*conv\.conv is no matrix.*; leave it out"):
+    with pytest.raises(ConfigError, match=r"model\.lora\.targets: .*conv\.conv is not a matrix.*; leave it out"):
         policy_of(folder, lora={"rank": 64, "targets": ["conv.conv"]})
 
 

@@ -90,7 +90,7 @@ def test_a_checkpoint_is_named_by_its_own_folder(old: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("{old}@15", r"keeps no checkpoint of step 15; it has 10, 20, 30, or say @best"),
+        ("{old}@15", r"has no checkpoint of step 15; it has 10, 20, 30; @best"),
         ("{old}/nowhere", r"name the folder of a run"),
     ],
 )
@@ -148,7 +148,7 @@ def test_a_fork_that_would_have_no_step_to_make_is_refused(old: Path) -> None:
     source = find_checkpoint(f"{old}@20")
     for max_steps in (-1, 21):
         check_steps(source, schema.Training(max_steps=max_steps))
-    with pytest.raises(ConfigError, match=r"training\.max_steps = 20: .*is of step 20.* 40 "):
+    with pytest.raises(ConfigError, match=r"training\.max_steps = 20: .*is at step 20.* 40 "):
         check_steps(source, schema.Training(max_steps=20))
 
 
@@ -162,7 +162,7 @@ def test_the_old_run_does_not_notice(old: Path, tmp_path: Path) -> None:
 
 
 def test_a_fork_needs_a_name_of_its_own(old: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="give the fork a name of its own"):
+    with pytest.raises(ConfigError, match="give the fork its own name"):
         fork(find_checkpoint(str(old)), old, new_data=False)
 
 

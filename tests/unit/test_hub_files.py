@@ -12,7 +12,7 @@ from streamrl.learner.checkpoints.export import export
 from streamrl.learner.checkpoints.hub_files import HubFiles
 from streamrl.learner.loading.build import build_model, load_model
 from streamrl.learner.loading.load import load_policy
-from streamrl.learner.parallel.dtensors import kept_in
+from streamrl.learner.parallel.dtensors import persistent_buffers
 from tests.helpers import files_up_to
 from tests.learner_cases import learner_config
 from tests.tiny_families import make_family
@@ -32,7 +32,7 @@ def write(model: torch.nn.Module, like: Path, folder: Path, dtype: torch.dtype) 
     with HubFiles(folder, build_model(str(like), "sdpa"), dtype) as files:
         for name, parameter in model.named_parameters():
             files.take(name, parameter.detach().to(dtype))
-        for name, buffer in kept_in(model):
+        for name, buffer in persistent_buffers(model):
             files.take(name, buffer)
 
 
@@ -70,7 +70,7 @@ def test_a_large_model_is_in_several_files_with_an_index(tmp_path: Path, monkeyp
 def test_buffers_that_nothing_computes_are_exported_as_they_are(tmp_path: Path, family: str) -> None:
     folder = make_family(tmp_path / "model", family)
     model = load_model(str(folder))
-    kept = dict(kept_in(model))
+    kept = dict(persistent_buffers(model))
     assert kept
     with torch.no_grad():
         for buffer in kept.values():

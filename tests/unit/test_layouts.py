@@ -15,12 +15,12 @@ from bench.memory import counted, planned, sizes_of
 from bench.memory_cases import Case, model_config
 from streamrl.config.schema import Layout
 from streamrl.learner.parallel.tensor import refuse_tensor
-from streamrl.learner.planning.advice import tell, words
-from streamrl.learner.planning.layouts import Asked, Machine, Option, options, ways_out
+from streamrl.learner.planning.advice import describe, suggest_layout
+from streamrl.learner.planning.layouts import Machine, Option, Task, options, ways_out
 from streamrl.learner.planning.traffic import sent
 from streamrl.terminal import size
 
-WHOLE = words(Layout())
+WHOLE = describe(Layout())
 ROOM = int(0.9 * 80 * (1019 << 20))  # of a GPU of 80 GB
 LONG = Case(size="8B", ranks=8, tokens=131_072)
 DENSE = Case(size="32B", ranks=32, tokens=32_768)
@@ -38,8 +38,8 @@ SHAPES = {
 }
 
 
-def asked(case: Case) -> Asked:
-    return Asked.of(sizes_of(case), case.config)
+def task(case: Case) -> Task:
+    return Task.of(sizes_of(case), case.config)
 
 
 def machine(case: Case, *, memory: int = ROOM) -> Machine:
@@ -47,7 +47,7 @@ def machine(case: Case, *, memory: int = ROOM) -> Machine:
 
 
 def choice(case: Case) -> Option:
-    return options(asked(case), machine(case))[0]
+    return options(task(case), machine(case))[0]
 
 
 def under(case: Case, layout: Layout) -> Case:
@@ -75,7 +75,7 @@ def test_what_is_planned_for_each_is_what_the_learners_own_code_holds(name: str)
 
 
 def test_it_is_told_with_what_is_to_be_pasted_and_each_smaller_one_with_why_not() -> None:
-    first, *others = tell(asked(GPT), machine(GPT))
+    first, *others = suggest_layout(task(GPT), machine(GPT))
     assert first.level == "ok"
     assert first.evidence.startswith("context 8, experts 32 on 32 GPUs: ")
     assert f"of {size(ROOM)} available" in first.evidence
@@ -86,20 +86,20 @@ def test_it_is_told_with_what_is_to_be_pasted_and_each_smaller_one_with_why_not(
         "context 2, experts 32",
         "experts 32",
     ]
-    assert re.search(rf"it takes \S+ GB of {size(ROOM)} available", told["context 4, experts 32"])
-    assert re.search(r"it sends .* for a token, and .* as chosen", told["context 8, experts 16"])
+    assert re.search(rf"it needs \S+ GB of {size(ROOM)} available", told["context 4, experts 32"])
+    assert re.search(r"it sends .* per token, the choice .*", told["context 8, experts 16"])
 
 
 def test_what_fits_and_is_not_chosen_sends_more() -> None:
-    [_, *others] = options(asked(QWEN), machine(QWEN))
+    [_, *others] = options(task(QWEN), machine(QWEN))
     for option in others:
         assert not option.fits or option.sent >= choice(QWEN).sent
-    told = [finding.evidence for finding in tell(asked(QWEN), machine(QWEN))]
-    assert any(re.fullmatch(r"experts 4: it sends .* for a token, and .* as chosen", line) for line in told)
+    told = [finding.evidence for finding in suggest_layout(task(QWEN), machine(QWEN))]
+    assert any(re.fullmatch(r"experts 4: it sends .* per token, the choice .*", line) for line in told)
 
 
 def test_a_layout_that_is_set_already_is_not_to_be_pasted() -> None:
-    first, *_ = tell(asked(QWEN), machine(QWEN), has=Layout(experts=8))
+    first, *_ = suggest_layout(task(QWEN), machine(QWEN), configured=Layout(experts=8))
     assert first.evidence.startswith("as configured, experts 8 on 8 GPUs: ")
     assert first.remedy == ""
 
@@ -107,20 +107,20 @@ def test_a_layout_that_is_set_already_is_not_to_be_pasted() -> None:
 def test_layers_too_large_for_a_rank_are_shared_within_a_host_and_it_is_told_why() -> None:
     chosen = choice(LARGE).layout
     assert chosen.tensor > 1
-    first, shared, *others = tell(asked(LARGE), machine(LARGE))
+    first, shared, *others = suggest_layout(task(LARGE), machine(LARGE))
     assert yaml.safe_load(first.remedy)["learner"]["layout"]["tensor"] == chosen.tensor
-    assert re.search(r"sends for a token \S+ [GM]B within its host and \S+ [GM]B to others", first.evidence)
+    assert re.search(r"sends per token \S+ [GM]B within its host and \S+ [GM]B to others", first.evidence)
     assert shared.name == f"layout, tensor {chosen.tensor}"
     told = re.match(r"(\S+) GB of weights, .* share, and (\S+) GB in a whole one", shared.evidence)
     assert told is not None
     assert float(told[1]) < float(told[2])
-    assert any(re.search(r"tensor 2: it takes", other.evidence) for other in others)
+    assert any(re.search(r"tensor 2: it needs", other.evidence) for other in others)
 
 
 def test_ranks_that_share_layers_are_of_one_host() -> None:
     for per_host, most in ((8, 8), (4, 4), (6, 2)):
         hosts = Machine(gpus=24, memory=ROOM, per_host=per_host)
-        assert max(option.layout.tensor for option in options(asked(LARGE), hosts)) == most
+        assert max(option.layout.tensor for option in options(task(LARGE), hosts)) == most
 
 
 @pytest.mark.parametrize(
@@ -128,13 +128,13 @@ def test_ranks_that_share_layers_are_of_one_host() -> None:
 )
 def test_what_the_learner_refuses_is_not_planned(case: Case, numbers: set[int]) -> None:
     """Of gpt-oss transformers has no plan."""
-    assert {option.layout.tensor for option in options(asked(case), machine(case))} == numbers
+    assert {option.layout.tensor for option in options(task(case), machine(case))} == numbers
 
 
 def test_heads_that_ranks_share_are_shared_further_by_those_that_share_samples() -> None:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(model_config(DENSE.size, 1))
-    found = {option.layout for option in options(asked(DENSE), machine(DENSE))}
+    found = {option.layout for option in options(task(DENSE), machine(DENSE))}
     assert {layout.tensor for layout in found} == {1, 2, 4, 8}
     for layout in found:
         refuse_tensor(model, layout)
@@ -160,16 +160,16 @@ def test_what_goes_to_other_hosts_is_told_apart() -> None:
 
 def test_a_micro_batch_holds_the_longest_sample() -> None:
     case = replace(SMALL, tokens=1024, longest=4096)
-    assert asked(case).tokens == 4096
-    [first] = tell(asked(case), machine(case))
+    assert task(case).tokens == 4096
+    [first] = suggest_layout(task(case), machine(case))
     assert yaml.safe_load(first.remedy)["training"] == {"micro_batch_tokens": 4096}
 
 
 def test_copies_are_kept_by_hosts_where_they_fit_and_nowhere_within_one() -> None:
     case = replace(SMALL, ranks=16)
     assert choice(case).layout == Layout(replicas=2)
-    assert all(o.layout.replicas == 1 for o in options(asked(case), Machine(gpus=16, memory=ROOM, per_host=16)))
-    [first, *_] = tell(asked(case), machine(case))
+    assert all(o.layout.replicas == 1 for o in options(task(case), Machine(gpus=16, memory=ROOM, per_host=16)))
+    [first, *_] = suggest_layout(task(case), machine(case))
     assert "on each of 2 hosts" in first.remedy
 
 
@@ -178,15 +178,17 @@ def test_long_micro_batches_are_dearer_to_send_than_experts() -> None:
     whole, sent = Layout(), Layout(experts=8)
     for tokens, better in ((8192, sent), (262_144, whole)):
         case = replace(QWEN, tokens=tokens, longest=8192)
-        found = {o.layout.experts: o.sent for o in options(asked(case), machine(case)) if o.layout.context == 1}
+        found = {o.layout.experts: o.sent for o in options(task(case), machine(case)) if o.layout.context == 1}
         assert min(found, key=lambda experts: found[experts]) == better.experts
 
 
 def test_what_no_layout_holds_is_told_with_what_would() -> None:
     case = replace(DENSE, ranks=8)
-    [told] = tell(asked(case), machine(case))
+    [told] = suggest_layout(task(case), machine(case))
     assert told.level == "error"
-    assert re.match(r"none of 8 GPUs fits: the least, context 8, takes 93\.7 GB of 76\.9 GB available", told.evidence)
+    assert re.match(
+        r"none of 8 GPUs fits: the smallest, context 8, needs 93\.7 GB of 76\.9 GB available", told.evidence
+    )
     assert "with 16 GPUs: " in told.remedy
     assert "with model.masters=cpu: " in told.remedy
     assert "with adapters alone (model.lora): " in told.remedy
@@ -195,9 +197,9 @@ def test_what_no_layout_holds_is_told_with_what_would() -> None:
 
 def test_shorter_samples_and_checkpointing_are_told_where_they_would_do() -> None:
     case = replace(LONG, ranks=4, checkpointing=False, reference=False)
-    ways = {way.words: way.option for way in ways_out(asked(case), machine(case))}
+    ways = {way.change: way.option for way in ways_out(task(case), machine(case))}
     assert all(option.fits for option in ways.values())
-    [shorter] = [words for words in ways if words.startswith("samples of at most")]
+    [shorter] = [describe for describe in ways if describe.startswith("samples of at most")]
     longest = int(shorter.split()[4])
     at_most = replace(case, tokens=longest), replace(case, tokens=longest + 1024)
     assert [choice(each).fits for each in at_most] == [True, False]
@@ -206,6 +208,6 @@ def test_shorter_samples_and_checkpointing_are_told_where_they_would_do() -> Non
 def test_a_model_of_few_heads_or_none_to_share_is_not_shared_further() -> None:
     sizes = replace(sizes_of(LONG), heads=9, kv_heads=3)
     for may_share, contexts in ((True, {1, 2, 3, 4, 6}), (False, {1})):
-        known = replace(asked(LONG), sizes=replace(sizes, may_share=may_share))
+        known = replace(task(LONG), sizes=replace(sizes, may_share=may_share))
         found = {o.layout.context for o in options(known, Machine(gpus=12, memory=ROOM, per_host=12))}
         assert found == contexts

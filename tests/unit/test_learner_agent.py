@@ -98,17 +98,17 @@ def test_a_rank_without_an_agent_is_a_job_of_its_own() -> None:
 _ENDED = """
 import os, signal, sys
 from streamrl.learner.process.agent import main
-from streamrl.learner.process.job import tell
+from streamrl.learner.process.job import write_verdict
 def torchrun(arguments):
     if sys.argv[1:]:
-        tell(int(sys.argv[1]), os.environ)
+        write_verdict(int(sys.argv[1]), os.environ)
     os.kill(os.getpid(), signal.SIGTERM)
     raise AssertionError("it went on")
 main(["--nproc-per-node=1", "--", "x"], torchrun=torchrun)
 """
 
 
-@pytest.mark.parametrize(("told", "code", "said"), [(["2"], 2, ""), ([], 0, "learner: told to end by SIGTERM\n")])
+@pytest.mark.parametrize(("told", "code", "said"), [(["2"], 2, ""), ([], 0, "learner: ending on SIGTERM\n")])
 def test_an_agent_that_its_rank_has_ended_ends_with_the_code_of_the_rank(told: list[str], code: int, said: str) -> None:
     words = [sys.executable, "-c", _ENDED, *told]
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -30,7 +30,7 @@ def anchor_due_at_once(folder: Path, **more: Any) -> Scene:
     """The next version is to have an anchor beside it."""
     scene = Scene(folder, anchor_every=1, **more)
     scene.publisher.begin(0)
-    if isinstance(hand := scene.beside, ByHand):
+    if isinstance(hand := scene.background, ByHand):
         hand.work()
     assert finish(scene.publisher) is not None
     scene.train()
@@ -40,7 +40,7 @@ def anchor_due_at_once(folder: Path, **more: Any) -> Scene:
 def test_workers_have_the_version_before_its_anchor_is_stored(tmp_path: Path) -> None:
     """Training that waits for them goes on by then, and the next version waits for the anchor."""
     hand = ByHand()
-    scene = anchor_due_at_once(tmp_path, beside=hand)
+    scene = anchor_due_at_once(tmp_path, background=hand)
     scene.publisher.begin(1)
     hand.work(2)  # encode, ship
     published = scene.publisher.settle()

@@ -35,7 +35,7 @@ def test_a_signal_stops_before_anything_else(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     scene.stop.set()
     assert scene.kinds(0) == [Kind.STOP]
-    assert scene.conductor.look_at_validation() is Outcome.STOPPED
+    assert scene.conductor.poll_validation() is Outcome.STOPPED
     assert scene.conductor.must_stop(after_s=1.0)
     assert scene.conductor.must_stop()
 
@@ -65,14 +65,14 @@ def test_a_job_whose_time_is_over_stops_whatever_it_does_and_leaves_the_end_of_t
     assert not scene.conductor.must_stop()
     scene.clock.advance(20.0)
     assert scene.kinds(0) == [Kind.STOP]
-    assert scene.conductor.look_at_validation() is Outcome.STOPPED
+    assert scene.conductor.poll_validation() is Outcome.STOPPED
     assert scene.conductor.must_stop(after_s=1.0)
     assert scene.conductor.must_stop()
 
 
 def test_waiting_for_validation_is_idle_until_the_result_which_is_recorded(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-    assert [scene.conductor.look_at_validation() for _ in range(2)] == [Outcome.WAITING, Outcome.DONE]
+    assert [scene.conductor.poll_validation() for _ in range(2)] == [Outcome.WAITING, Outcome.DONE]
     [(step, metrics)] = scene.stream.records
     assert (step, metrics["val_rollouts/rewards"]) == (3, 0.5)
     [line] = (scene.folder / "validation.jsonl").read_text().splitlines()
@@ -84,7 +84,7 @@ def test_a_newer_version_is_validated_when_the_one_before_is_done_and_none_twice
     older, newer = (published(make_version(1, step)) for step in (3, 4))
     scene.conductor.validate(newer.step, newer)
     assert scene.validation.started == [], "one of the older version still runs"
-    assert [scene.conductor.look_at_validation() for _ in range(2)] == [Outcome.WAITING, Outcome.DONE]
+    assert [scene.conductor.poll_validation() for _ in range(2)] == [Outcome.WAITING, Outcome.DONE]
     scene.conductor.validate(older.step, older)
     scene.conductor.validate(newer.step, newer)
     assert scene.validation.started == [newer.step]
@@ -93,7 +93,7 @@ def test_a_newer_version_is_validated_when_the_one_before_is_done_and_none_twice
 def test_a_validation_that_finds_redis_away_does_not_end_training_and_one_that_is_fenced_does(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     while scene.validation.running:
-        scene.conductor.look_at_validation()
+        scene.conductor.poll_validation()
     scene.validation.trouble = TransportError("Redis is away")
     scene.conductor.validate(4, published(make_version(1, 4)))
     assert len(scene.validation.started) == 1
@@ -159,9 +159,9 @@ def test_a_rank_that_follows_gets_what_rank_0_decides_and_records_nothing(tmp_pa
     wire, plan = Wire(), Plan(kind=Kind.STEP, step=2, entries=(entry,))
     lead = Scene(tmp_path, plan, world=wire)
     follower = Follower(surroundings(learner_config(tmp_path), world=wire))
-    assert [one.look_at_validation() for one in (lead.conductor, follower)] == [Outcome.WAITING] * 2
+    assert [one.poll_validation() for one in (lead.conductor, follower)] == [Outcome.WAITING] * 2
     assert (lead.conductor.next_plan(2), follower.next_plan(2)) == (plan, plan)
-    assert [one.look_at_validation() for one in (lead.conductor, follower)] == [Outcome.DONE] * 2
+    assert [one.poll_validation() for one in (lead.conductor, follower)] == [Outcome.DONE] * 2
     assert (lead.conductor.must_stop(), follower.must_stop()) == (False, False)
     lead.stop.set()
     assert (lead.conductor.must_stop(after_s=1.0), follower.must_stop(after_s=1.0)) == (True, True)

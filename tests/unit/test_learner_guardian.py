@@ -19,7 +19,7 @@ _RANK = f"""
 import sys, threading
 from streamrl.learner.process.guardian import guarded
 work_s = float(sys.argv[1])
-with guarded(limit_s={_LIMIT_S}, look_every_s=0.05):
+with guarded(limit_s={_LIMIT_S}, check_every_s=0.05):
     print("working", flush=True)
     threading.Event().wait(work_s)
 print("done", flush=True)

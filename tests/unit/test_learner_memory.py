@@ -76,7 +76,7 @@ def test_a_rank_that_cannot_fit_is_refused_with_both_numbers_and_the_remedy() ->
     case = CASES["7B full, 4 GPUs"]
     refuse_too_large(sizes_of(case), case.config, ranks=4, room=50 * 10**9)
     refuse_too_large(sizes_of(case), case.config, ranks=8, room=40 * 10**9)  # on two hosts
-    told = r"a rank takes 48\.4 GB .* 40\.0 GB are available: lower training\.micro_batch_tokens, .*masters"
+    told = r"a rank needs 48\.4 GB .* 40\.0 GB are available: lower training\.micro_batch_tokens, .*masters"
     with pytest.raises(ResourceError, match=told):
         refuse_too_large(sizes_of(case), case.config, ranks=4, room=40 * 10**9)
 

@@ -79,7 +79,7 @@ def test_a_budget_without_room_takes_the_older_anchor_with_its_deltas() -> None:
 def test_training_goes_on_while_a_version_is_on_its_way(tmp_path: Path) -> None:
     """What is published are the weights as they were, not as they are by then."""
     hand = ByHand()
-    scene = Scene(tmp_path, beside=hand)
+    scene = Scene(tmp_path, background=hand)
     scene.publisher.begin(0)
     before = {name: p.detach().to(torch.bfloat16).clone() for name, p in scene.policy.model.named_parameters()}
     scene.train()
@@ -98,7 +98,7 @@ def test_training_goes_on_while_a_version_is_on_its_way(tmp_path: Path) -> None:
 
 
 def test_a_version_that_does_not_get_out_ends_the_run_in_time(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, beside=ByHand(), give_up_after_s=30.0)
+    scene = Scene(tmp_path, background=ByHand(), give_up_after_s=30.0)
     scene.publisher.begin(0)
     scene.clock.now = 29.0
     assert scene.publisher.settle() is None
@@ -143,7 +143,7 @@ class WithOthers(Ranks):
     def all_agree(self, mine: bool) -> bool:
         return mine and next(self.are_done)
 
-    def beside(self, *, timeout_s: float) -> Ranks:
+    def with_own_group(self, *, timeout_s: float) -> Ranks:
         return ALONE
 
 

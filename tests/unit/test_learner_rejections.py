@@ -82,7 +82,7 @@ def test_a_worker_that_serves_an_older_version_is_still_on_its_way() -> None:
 def test_a_worker_that_starts_delays_the_end_but_not_for_ever() -> None:
     world = World(a=REJECTS, b=STARTING)
     world.pass_by(BORNE_WITH_STARTERS_S - 10)
-    with pytest.raises(TrainingError, match=r"1 of 2 workers reject, and no other one serves, version 1\.5"):
+    with pytest.raises(TrainingError, match=r"1 of 2 workers reject, and no other serves, version 1\.5"):
         world.pass_by(20)
 
 
@@ -178,10 +178,10 @@ def test_the_conductor_looks_while_it_waits_for_groups(tmp_path: Path) -> None:
 def test_the_conductor_looks_while_it_waits_for_a_validation(tmp_path: Path) -> None:
     there = scene(tmp_path)
     there.validation.look_for_ever()
-    assert there.conductor.look_at_validation() is Outcome.WAITING
+    assert there.conductor.poll_validation() is Outcome.WAITING
     passes(there, BORNE_S)
     with pytest.raises(TrainingError, match=r"version 1\.5"):
-        there.conductor.look_at_validation()
+        there.conductor.poll_validation()
 
 
 def test_a_run_that_is_paused_or_waits_for_stragglers_is_not_ended(tmp_path: Path) -> None:

@@ -108,10 +108,10 @@ def test_training_waits_only_where_it_would_run_too_far_ahead() -> None:
     out = outgoing(publisher, answers, max_ahead=2)
     out.send(0)
     asked = answers.asked
-    out.send_beside(1)
-    out.send_beside(2)  # the version of step 1 is still on its way, and is left alone
+    out.send_in_background(1)
+    out.send_in_background(2)  # the version of step 1 is still on its way, and is left alone
     assert (publisher.begun, answers.asked) == ([0, 1], asked)
-    out.send_beside(3)  # three steps ahead of version 0
+    out.send_in_background(3)  # three steps ahead of version 0
     assert publisher.begun == [0, 1, 3]
     assert answers.asked > asked
 
@@ -119,7 +119,7 @@ def test_training_waits_only_where_it_would_run_too_far_ahead() -> None:
 def test_training_that_waits_for_a_version_goes_on_when_told_to_stop() -> None:
     publisher = FakePublisher(settles_in=None)
     out = outgoing(publisher, Answers(stop_at=1), max_ahead=0)
-    out.send_beside(1)
+    out.send_in_background(1)
     assert publisher.begun == [1]
     assert publisher.busy
 
@@ -129,9 +129,9 @@ def test_no_step_follows_on_a_version_that_failed_until_one_is_out_again() -> No
     out = outgoing(publisher, Answers(), max_ahead=1)
     assert out.send(0)
     publisher.refuses = True
-    out.send_beside(1)
+    out.send_in_background(1)
     assert out.keeps_up(1), "version 0 is young enough"
-    out.send_beside(2)
+    out.send_in_background(2)
     for _ in range(3):
         assert not out.keeps_up(2)
         out.retry(2)
@@ -147,7 +147,7 @@ def test_steps_between_two_versions_do_not_run_ahead_of_one_that_failed_either()
     out = outgoing(publisher, Answers(), max_ahead=2)
     out.send(0)
     publisher.refuses = True
-    out.send_beside(2)
+    out.send_in_background(2)
     assert out.keeps_up(2)
     assert not out.keeps_up(3)
 
@@ -189,9 +189,9 @@ class HangingStore(MemoryStore):
 @pytest.mark.timeout(60)
 def test_a_store_that_hangs_holds_up_the_end_for_a_second_or_two(tmp_path: Path) -> None:
     """And not for `weights.give_up_after_s`, which is 300 here."""
-    store, beside = HangingStore(), BackgroundThread("publisher")
-    publisher = Scene(tmp_path, store=store, beside=beside).publisher
-    with beside.working(join_s=30):
+    store, background = HangingStore(), BackgroundThread("publisher")
+    publisher = Scene(tmp_path, store=store, background=background).publisher
+    with background.working(join_s=30):
         began = time.monotonic()
         assert not outgoing(publisher, StopsOnce(store.reached.is_set)).send(0)  # told to stop once it hangs
         took_s = time.monotonic() - began
@@ -202,16 +202,16 @@ def test_a_store_that_hangs_holds_up_the_end_for_a_second_or_two(tmp_path: Path)
 
 @pytest.mark.timeout(60)
 def test_training_that_waits_for_workers_does_not_wait_for_an_anchor(tmp_path: Path) -> None:
-    store, beside = HangingStore(from_bytes=100_000), BackgroundThread("publisher")
-    scene = Scene(tmp_path, store=store, beside=beside, anchor_every=1)
+    store, background = HangingStore(from_bytes=100_000), BackgroundThread("publisher")
+    scene = Scene(tmp_path, store=store, background=background, anchor_every=1)
     out = outgoing(scene.publisher, Answers(), max_ahead=0)
-    with beside.working(join_s=30):
+    with background.working(join_s=30):
         store.let_go.set()
         assert out.send(0)
         store.reached.clear()
         store.let_go.clear()
         scene.train()
-        out.send_beside(1)
+        out.send_in_background(1)
         assert scene.publisher.latest is not None
         assert scene.publisher.latest.step == 1
         assert scene.publisher.busy

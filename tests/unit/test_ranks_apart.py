@@ -47,7 +47,7 @@ def test_a_rank_that_writes_nothing_gathers_no_more_than_so_much_ahead_of_who_wr
         policy = load_policy(config, ranks, ())
         largest = max(parameter.numel() for parameter in policy.parameters()) * 4
         whole = sum(parameter.numel() for parameter in policy.parameters()) * 4
-        monkeypatch.setattr(exporting, "_MOST_AHEAD_BYTES", whole // parts)
+        monkeypatch.setattr(exporting, "_MAX_AHEAD_BYTES", whole // parts)
         second = Noted(rank=1, size=2, device=ranks.device)
         exporting.export(policy, NoTokenizer(), config, second)
     num_waits = second.said.count("barrier") - 1  # one is at the end

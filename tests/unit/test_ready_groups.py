@@ -31,7 +31,7 @@ def test_rank_0_gets_what_was_read_with_the_plan_and_others_do_not() -> None:
 def test_bodies_beyond_the_bound_are_not_kept_and_room_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     body = held(0).body
     assert body is not None
-    monkeypatch.setattr(plan, "_MOST_KEPT_BYTES", 2 * len(body))
+    monkeypatch.setattr(plan, "_MAX_KEPT_BYTES", 2 * len(body))
     hand = make_hand()
     for number in range(3):
         hand.take(held(number))

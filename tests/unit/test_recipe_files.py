@@ -165,7 +165,7 @@ def test_loss_and_gradient_are_the_papers(recipe: Path, tmp_path: Path) -> None:
         # Packed as the policy would not: its log-probs find their tokens all the same.
         teacher=Teacher(
             shape=Shape(hidden_size=8, share_prompts=False, alone=True),
-            ask=lambda batch: made.teacher[batch.sample, batch.position],
+            logprobs_of=lambda batch: made.teacher[batch.sample, batch.position],
         ),
     )
     tally = Tally(sources=("made_up",), step=3, is_dead=lambda _version, _step: False)

@@ -15,7 +15,7 @@ from streamrl.learner.loading.load import load_policy, load_reference
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.objective.gradients import Gradients
 from streamrl.learner.objective.optimizer import make_optimizer, update
-from streamrl.learner.objective.reference import Reference, asking, make_reference
+from streamrl.learner.objective.reference import Reference, frozen_logprobs, make_reference
 from streamrl.learner.process.ranks import World
 from streamrl.recipe.algorithms import make_algorithm
 from tests.learner_cases import learner_config, random_groups
@@ -39,7 +39,7 @@ class Run:
         self.policy = load_policy(self.config, ALONE, (1,))
         self.optimizer = make_optimizer(self.policy, self.config.optimizer)
         frozen = load_reference(self.config, ALONE, (1,), on_host=True) if on_host else None
-        self.ask = asking(frozen) if frozen else make_reference(self.config, ALONE, (1,), self.policy)
+        self.ask = frozen_logprobs(frozen) if frozen else make_reference(self.config, ALONE, (1,), self.policy)
 
     def step(self, number: int) -> None:
         gradients = self.gradients(self.ask)

@@ -192,7 +192,7 @@ def test_a_replay_does_not_go_on_from_a_live_run(config: schema.Config, tmp_path
     recording = make_recording(tmp_path / "recording", config, make_entries(config, range(8)))
     (config.folder / "checkpoints").mkdir()
 
-    with pytest.raises(ConfigError, match="holds a run that is no replay"):
+    with pytest.raises(ConfigError, match="holds a run that is not a replay"):
         run_replay(config, recording)
 
 

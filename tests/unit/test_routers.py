@@ -206,7 +206,7 @@ def test_what_is_asked_of_the_routers_of_a_dense_model_is_refused(tmp_path: Path
 
 def test_a_router_with_a_bias_of_its_own_is_refused_the_balance(tmp_path: Path) -> None:
     folder = make_family(tmp_path / "model", "deepseek_v3")
-    with pytest.raises(ConfigError, match=r"model\.router_balance = 0\.01: .* balanced by a bias of their own"):
+    with pytest.raises(ConfigError, match=r"model\.router_balance = 0\.01: .* balanced by their own bias"):
         load_policy(config_of(folder, router_balance=0.01), ALONE, ())
 
 

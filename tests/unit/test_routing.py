@@ -24,7 +24,7 @@ from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.logprobs import Head
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.moe.routing_replay import RoutingReplay
-from streamrl.learner.packing.micro_batches import NO_TOKEN, UNTOLD, MicroBatch, Piece, Shape, pack
+from streamrl.learner.packing.micro_batches import NO_ROUTE, NO_TOKEN, MicroBatch, Piece, Shape, pack
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.branches import Branch, rows_of
 from streamrl.protocol.wire.routes import Routes, RouteShape, all_missing, is_missing
@@ -192,7 +192,7 @@ def test_to_compare_changes_nothing_and_counts_every_pair_that_differs(folder: P
                 if theirs[layer, 0] == NO_TOKEN:
                     continue
                 pairs += 1
-                missing += int(theirs[layer, 0]) == UNTOLD
+                missing += int(theirs[layer, 0]) == NO_ROUTE
                 differing += theirs[layer, 0] >= 0 and set(ours[layer].tolist()) != set(theirs[layer].tolist())
     metrics = counts.metrics(WORLD)
     assert metrics["router/routes_missing"] == pytest.approx(missing / pairs)
@@ -229,7 +229,7 @@ def test_every_cell_has_the_route_of_its_token(
             row, column = divmod(index, length)
             assert own.routes is not None
             expected = own.routes[sequence[:at]].astype(np.int16)
-            expected[expected == np.iinfo(np.uint8).max] = UNTOLD
+            expected[expected == np.iinfo(np.uint8).max] = NO_ROUTE
             assert batch.routes[row, visible[row, column]].tolist() == expected.tolist()
             seen[row] |= visible[row, column]
         assert (batch.routes[~seen & (batch.input_ids == 0)] == NO_TOKEN).all()
@@ -240,7 +240,7 @@ def test_pieces_without_routes_among_others_are_told_none() -> None:
     routed = replace(one, routes=all_missing(len(one.prompt_ids) + len(one.token_ids), random_routes(1, TWO)))
     [batch] = pack([routed, other], max_tokens=1000, shape=ROWS)
     assert batch.routes is not None
-    assert set(batch.routes.flatten().tolist()) <= {UNTOLD, NO_TOKEN}
+    assert set(batch.routes.flatten().tolist()) <= {NO_ROUTE, NO_TOKEN}
     [plain] = pack([one, other], max_tokens=1000, shape=ROWS)
     assert plain.routes is None
 

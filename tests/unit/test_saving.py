@@ -98,7 +98,7 @@ class JobsByHand:
 class Saving:
     """A saver, and all around it."""
 
-    def __init__(self, folder: Path, *, world: World = ALONE, beside: Jobs | None = None) -> None:
+    def __init__(self, folder: Path, *, world: World = ALONE, background: Jobs | None = None) -> None:
         self.scene = Scene(folder, checkpoint=schema.Checkpoint(keep_last=1, keep_best=0))
         self.scene.checkpoints.claim_term("run")
         self.state, self.timers = RankStateDouble(), Timers()
@@ -108,7 +108,7 @@ class Saving:
             checkpoints=self.scene.checkpoints,
             conductor=self.scene.conductor,
             term=1,
-            beside=beside or BackgroundThreadDouble(),
+            background=background or BackgroundThreadDouble(),
             timers=self.timers,
         )
 
@@ -148,8 +148,8 @@ def test_what_was_saved_is_found_again_with_its_digests(tmp_path: Path) -> None:
 
 
 def test_what_is_trained_after_the_copy_is_not_committed_by_it(tmp_path: Path) -> None:
-    beside = JobsByHand()
-    saving = Saving(tmp_path, beside=beside)
+    background = JobsByHand()
+    saving = Saving(tmp_path, background=background)
     saving.scene.feed.now = FeedState(cursor="5-0")
     saving.begin(5)
     saving.scene.feed.now = FeedState(cursor="6-0")
@@ -158,7 +158,7 @@ def test_what_is_trained_after_the_copy_is_not_committed_by_it(tmp_path: Path) -
         assert saving.saver.settle() is None
         assert saving.newest() is None
         assert saving.scene.feed.told == []
-        beside.go_on()
+        background.go_on()
     assert saving.saver.settle()
     found = saving.newest()
     assert found is not None
@@ -216,10 +216,10 @@ def full_at(point: Point) -> Callable[[Point], None]:
 
 
 def test_the_next_checkpoint_waits_for_the_one_that_is_being_written_and_tells_so(tmp_path: Path) -> None:
-    beside = BackgroundThread("checkpoints")
-    saving = Saving(tmp_path, beside=beside)
+    background = BackgroundThread("checkpoints")
+    saving = Saving(tmp_path, background=background)
     written = threading.Event()
-    with beside.working(join_s=60), armed(lambda point: written.wait(60) if point == "shard.written" else None):
+    with background.working(join_s=60), armed(lambda point: written.wait(60) if point == "shard.written" else None):
         saving.begin(5)
         assert "timers/checkpoint_wait" not in saving.timers.take()
         threading.Timer(0.2, written.set).start()

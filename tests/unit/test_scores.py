@@ -99,7 +99,7 @@ class Run:
 
     def wait(self) -> None:
         while self.validation.running:
-            self.conductor.look_at_validation()
+            self.conductor.poll_validation()
 
     def scores(self) -> dict[int, float | None]:
         names = self.root.names(ancestry(self.root.root))

@@ -151,7 +151,7 @@ def test_a_template_that_writes_earlier_turns_anew_is_refused(tmp_path: Path) ->
     tokenizer.chat_template = "{{ messages | length }}" + TEMPLATE
     turns = [{"role": role, "content": "a"} for role in ("user", "assistant", "user", "assistant")]
 
-    with pytest.raises(DataError, match=r"data.jsonl:1: the chat template writes earlier turns anew.*row of each turn"):
+    with pytest.raises(DataError, match=r"data.jsonl:1: the chat template rewrites earlier turns.*row of each turn"):
         read_rows(write_rows(tmp_path / "data.jsonl", {"messages": turns}), tokenizer, [1], max_tokens=200)
 
 
@@ -233,7 +233,7 @@ def test_what_was_killed_goes_on_to_the_same_weights(settings: Settings, step: i
     outcome = train(settings, said.append)
 
     assert outcome.went_on_from == (step - 1) // 4 * 4
-    assert (f"going on at step {outcome.went_on_from} of 20" in said) == (outcome.went_on_from > 0)
+    assert (f"resuming at step {outcome.went_on_from} of 20" in said) == (outcome.went_on_from > 0)
     assert weights(settings.output) == weights(settings.output.with_name("whole"))
     assert outcome.loss == whole.loss
 
@@ -243,7 +243,7 @@ def test_another_training_does_not_go_on_from_this_ones_state(settings: Settings
     with pytest.raises(_Killed):
         train(settings, killed_at(6))
 
-    with pytest.raises(ConfigError, match=r"other settings \(lr: 0.002 -> 0.001\): set them back, choose another"):
+    with pytest.raises(ConfigError, match=r"other settings \(lr: 0.002 -> 0.001\): restore them, choose another"):
         train(replace(settings, lr=1e-3), lambda _: None)
     lines = settings.data.read_text().splitlines(keepends=True)
     settings.data.write_text("".join(lines[1:]))

@@ -39,7 +39,7 @@ class Rank:
         return told
 
     gather_bytes = _exchange
-    speaks = True
+    reports_samples = True
 
     def total(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         return np.sum(self._exchange(values), axis=0)

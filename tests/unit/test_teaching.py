@@ -139,7 +139,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_by_both_names(tmp_path: Pa
     told = str(refusal.value)
     assert f"teacher.path = '{tmp_path / 'teacher'}'" in told
     assert f"model.path = '{tmp_path / 'policy'}'" in told
-    assert f"2 of {len(words)} tokens differ, {a!r} for one is {first} here and {second} there" in told
+    assert f"2 of {len(words)} tokens differ; {a!r}, for one, is {first} here and {second} in the teacher" in told
 
 
 def test_tokenizers_of_one_vocabulary_that_cut_texts_otherwise_differ() -> None:

@@ -77,7 +77,7 @@ def test_ranks_in_a_row_share_layers_and_those_of_a_context_group_are_so_far_apa
     world = [World(rank=rank, size=16, device=torch.device("cpu"), layout=layout) for rank in range(16)]
     assert [one.data_rank for one in world] == [rank // 4 for rank in range(16)]
     assert {one.data_size for one in world} == {4}
-    assert [one.rank for one in world if one.speaks] == [0, 4, 8, 12]
+    assert [one.rank for one in world if one.reports_samples] == [0, 4, 8, 12]
 
 
 @pytest.fixture

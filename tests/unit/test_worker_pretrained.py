@@ -70,7 +70,7 @@ def test_a_model_that_transformers_converts_is_served_with_its_adapters(tmp_path
         store=store,
         announcer=stream,
         canary_ids=(3, 4),
-        beside=BackgroundThreadDouble(),
+        background=BackgroundThreadDouble(),
     )
     publish(publisher, 0)
     mirror = Mirror(tmp_path / "mirror", pretrained=pretrained(folder))

@@ -9,27 +9,27 @@ from __future__ import annotations
 import threading
 import time
 
-_LOOK_EVERY_S = 0.02
+_POLL_EVERY_S = 0.02
 
 
-class Told(threading.Event):
+class StopFlag(threading.Event):
     """An event without a lock: waiters poll it. It is never cleared."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_told = False
+        self._is_set = False
 
     def is_set(self) -> bool:
-        return self._is_told
+        return self._is_set
 
     def set(self) -> None:
-        self._is_told = True
+        self._is_set = True
 
     def wait(self, timeout: float | None = None) -> bool:
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._is_told:
-            left_s = _LOOK_EVERY_S if deadline is None else deadline - time.monotonic()
+        while not self._is_set:
+            left_s = _POLL_EVERY_S if deadline is None else deadline - time.monotonic()
             if left_s <= 0:
                 break
-            time.sleep(min(left_s, _LOOK_EVERY_S))
-        return self._is_told
+            time.sleep(min(left_s, _POLL_EVERY_S))
+        return self._is_set

@@ -21,7 +21,7 @@ from streamrl.protocol.weights.format import Coding, DType, RangeDigest, TensorM
 _NUM_TURNS = 16  # number of versions that cover all merged tensors
 
 
-class AdapterWords:
+class AdapterDigests:
     def __init__(self, model: nn.Module, dtype: DType) -> None:
         self._model, self._dtype = model, dtype
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
@@ -38,9 +38,11 @@ class AdapterWords:
         if self._digests is None:
             self._digests = tuple(digests_of(base.items(), self._dtype, Coding.PRETRAINED))
         factors = dict(adapter_parameters(self._model))
-        told = self.adapters[self._turn % _NUM_TURNS :: _NUM_TURNS] if self._turn else self.adapters
+        chosen = self.adapters[self._turn % _NUM_TURNS :: _NUM_TURNS] if self._turn else self.adapters
         self._turn += 1
-        tensors = ((one.tensor, merged(base[one.tensor], one, factors, self._torch_dtype)) for one in told)
+        tensors = (
+            (adapter.tensor, merged(base[adapter.tensor], adapter, factors, self._torch_dtype)) for adapter in chosen
+        )
         return [*self._digests, *digests_of(tensors, self._dtype, Coding.MERGED)]
 
 

@@ -11,25 +11,25 @@ import torch
 from torch import nn
 
 from streamrl.learner.model.lora import base_name
-from streamrl.learner.parallel.dtensors import kept_in
+from streamrl.learner.parallel.dtensors import persistent_buffers
 from streamrl.learner.publishing.host_copy import CastDigests, Part
 from streamrl.protocol.weights.format import HeldRange, TensorMeta, digest_of
 
 
-class Kept:
-    def __init__(self, model: nn.Module, *, tells: bool) -> None:
-        self._model, self._tells = model, tells
+class PublishedBuffers:
+    def __init__(self, model: nn.Module, *, publishes: bool) -> None:
+        self._model, self._publishes = model, publishes
         self.metas = tuple(
             TensorMeta(name=base_name(name), dtype="float32", shape=tuple(buffer.shape))
-            for name, buffer in kept_in(model)
+            for name, buffer in persistent_buffers(model)
         )
 
     def take(self) -> Part | None:
         """Return the buffers; None if this rank publishes none."""
-        if not (self._tells and self.metas):
+        if not (self._publishes and self.metas):
             return None
         held = []
-        for name, buffer in kept_in(self._model):
+        for name, buffer in persistent_buffers(self._model):
             values = torch.empty(buffer.shape, dtype=torch.float32).copy_(buffer.detach()).view(-1)  # always a copy
             held.append(HeldRange(tensor=base_name(name), start=0, bits=values.numpy().view("<u4")))
         return Part(ranges=held, check=lambda: None)

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.learner.process.told import Told
+from streamrl.learner.process.stop_flag import StopFlag
 
 ROOT = Path(__file__).parents[2]
 
 # A signal at one line after the other of what is done in the midst: of Python's own Event too, where it takes its lock.
 _AT_EACH_LINE = """
 import signal, sys
-from streamrl.learner.process.told import Told
+from streamrl.learner.process.stop_flag import StopFlag
 
 def signalled_at(line, what):
-    told, left = Told(), line
+    flag, left = StopFlag(), line
     def trace(frame, event, _):
         nonlocal left
         if event == "line":
@@ -28,16 +28,16 @@ def signalled_at(line, what):
             if left == 0:
                 signal.raise_signal(signal.SIGTERM)
         return trace
-    signal.signal(signal.SIGTERM, lambda *_: told.set())
+    signal.signal(signal.SIGTERM, lambda *_: flag.set())
     sys.settrace(trace)
-    what(told)
+    what(flag)
     sys.settrace(None)
-    return told.is_set()
+    return flag.is_set()
 
 for line in range(1, 40):
-    signalled_at(line, lambda told: told.wait(0.0))
-    signalled_at(line, lambda told: told.wait(0.02))
-    assert signalled_at(line, lambda told: told.set())
+    signalled_at(line, lambda flag: flag.wait(0.0))
+    signalled_at(line, lambda flag: flag.wait(0.02))
+    assert signalled_at(line, lambda flag: flag.set())
 print("ended")
 """
 
@@ -53,11 +53,11 @@ def test_a_signal_may_come_in_the_midst_of_a_wait_and_of_another_signal() -> Non
 
 
 def test_who_waits_hears_of_it_soon_and_else_waits_as_long_as_asked() -> None:
-    told = Told()
+    flag = StopFlag()
     began = time.monotonic()
-    assert not told.wait(0.1)
+    assert not flag.wait(0.1)
     assert time.monotonic() - began >= 0.1
-    threading.Timer(0.1, told.set).start()
-    assert told.wait(60)
-    assert told.wait()
+    threading.Timer(0.1, flag.set).start()
+    assert flag.wait(60)
+    assert flag.wait()
     assert time.monotonic() - began < 30
