@@ -50,7 +50,7 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
     transformers.logging.disable_progress_bar()
     task, seeds = (_QUICK, range(1)) if quick else (Task(), range(5))
     done = Done(_FOLDER / f"runs{'-quick' if quick else ''}.jsonl", of=f"{commit_of(Path('.'))} {task}")
-    say("the model, where it is not there yet")
+    say("creating the model, if it does not exist yet")
     model = make_model(task, _FOLDER)
     found: dict[tuple[str, bool], list[Run]] = defaultdict(list)
     for (kind, on), seed in cells(seeds):

@@ -97,10 +97,10 @@ def make_prompts(task: Task, kind: str, seed: int) -> tuple[PromptSet, list[Prom
     def digits() -> str:
         return "".join(rng.choices(DIGITS, k=rng.randint(*task.num_digits)))
 
-    def row(asked: str, answer: str, dataset: str) -> Prompt:
-        ids = np.array(_encode(asked), dtype=np.int32)
+    def row(question: str, answer: str, dataset: str) -> Prompt:
+        ids = np.array(_encode(question), dtype=np.int32)
         name = dataset if kind == MIXED else ""
-        return Prompt(line=1, text=asked, token_ids=ids, fields={"answer": answer}, dataset=name)
+        return Prompt(line=1, text=question, token_ids=ids, fields={"answer": answer}, dataset=name)
 
     def fitting() -> Prompt:
         some = digits()
@@ -183,7 +183,7 @@ class Trainer:
     def _make_step(self) -> None:
         task, batch = self._task, []
         while len(batch) < task.groups_per_step and self.num_ended < task.max_groups:
-            self._ask((task.lag + 1) * task.groups_per_step - len(batch) - len(self._queue))
+            self._request((task.lag + 1) * task.groups_per_step - len(batch) - len(self._queue))
             place, answers, rewards = self._queue.popleft()
             teaches = len(set(rewards)) > 1
             self._order.ended(place, _header(rewards), teaches=teaches)
@@ -193,7 +193,7 @@ class Trainer:
         if batch:
             self._train(batch)
 
-    def _ask(self, room: int) -> None:
+    def _request(self, room: int) -> None:
         """Answer prompts with the current weights. Answers many at once, for speed."""
         task = self._task
         if room < task.groups_per_step and self._queue:

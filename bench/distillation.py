@@ -108,8 +108,8 @@ def accuracy(model_folder: Path, data: Path) -> float:
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder, padding_side="left")
     model = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     rows = [json.loads(line) for line in (data / "validation.jsonl").read_text().splitlines()]
-    asked = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
+    inputs = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
     with torch.no_grad():
-        made = model.generate(**asked, max_new_tokens=_MAX_TOKENS, do_sample=False)[:, asked["input_ids"].shape[1] :]
-    said = tokenizer.batch_decode(made, skip_special_tokens=True)
-    return sum(text == row["answer"] for text, row in zip(said, rows, strict=True)) / len(rows)
+        made = model.generate(**inputs, max_new_tokens=_MAX_TOKENS, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    answers = tokenizer.batch_decode(made, skip_special_tokens=True)
+    return sum(text == row["answer"] for text, row in zip(answers, rows, strict=True)) / len(rows)

@@ -127,7 +127,7 @@ class _Scene:
         return await self._tokens_per_s([self._play(_SHORT) for _ in range(num_rollouts)])
 
     async def direct(self, num_rollouts: int) -> float:
-        return await self._tokens_per_s([self._ask() for _ in range(num_rollouts)])
+        return await self._tokens_per_s([self._ask_directly() for _ in range(num_rollouts)])
 
     async def cached(self, num_rollouts: int) -> float:
         """Return the fraction of full blocks of earlier turns that the cache still held."""
@@ -174,8 +174,8 @@ class _Scene:
         return (self._engine.stats().num_made - made) / (time.perf_counter() - began)
 
     async def _play(self, length: int, *, pause_s: float = 0.0, places: asyncio.Semaphore | None = None) -> None:
-        said, request = self._begin(length)
-        fields = {"said": said, "turns": _TURNS, "pause_s": pause_s}
+        text, request = self._begin(length)
+        fields = {"said": text, "turns": _TURNS, "pause_s": pause_s}
         ticket = Ticket(
             number=self._num_rollouts,
             run_uid="0",
@@ -190,21 +190,21 @@ class _Scene:
         async with places or contextlib.nullcontext():
             await self._player.play(ticket, self._engine, request)
 
-    async def _ask(self) -> None:
+    async def _ask_directly(self) -> None:
         _, request = self._begin(_SHORT)
         tail = np.array(self._ids(f"<end>U:{GIVEN}<end>A:"), np.int32)
         context = request.prompt_ids
         for turn in range(_TURNS):
-            asked = replace(request, request_id=f"{request.request_id}-{turn}", prompt_ids=context)
-            made: Generated = await self._engine.generate(asked)
+            turn_request = replace(request, request_id=f"{request.request_id}-{turn}", prompt_ids=context)
+            made: Generated = await self._engine.generate(turn_request)
             context = np.concatenate([context, made.token_ids, tail])
 
     def _begin(self, length: int) -> tuple[str, SampleRequest]:
         self._num_rollouts += 1
         rng = np.random.default_rng(self._num_rollouts)
-        said = "".join(chr(c) for c in rng.integers(65, 91, size=length))
-        ids = np.array(self._ids(f"U:{said}<end>A:"), np.int32)
-        return said, SampleRequest(request_id=f"rollout-{self._num_rollouts}", prompt_ids=ids, sampling=self._sampling)
+        text = "".join(chr(c) for c in rng.integers(65, 91, size=length))
+        ids = np.array(self._ids(f"U:{text}<end>A:"), np.int32)
+        return text, SampleRequest(request_id=f"rollout-{self._num_rollouts}", prompt_ids=ids, sampling=self._sampling)
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._facts.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -168,8 +168,8 @@ class _Learner:
 
     def announce(self, manifest: Manifest) -> None:
         encoded = encode_manifest(manifest)
-        said = Announcement(version=manifest.version, base=0, step=manifest.step, manifest=encoded)
-        self._stream.announce(said, keep=[manifest.version])
+        announcement = Announcement(version=manifest.version, base=0, step=manifest.step, manifest=encoded)
+        self._stream.announce(announcement, keep=[manifest.version])
 
     def sent_bytes(self) -> int:
         return int(self._client.info("stats")["total_net_output_bytes"])
@@ -210,7 +210,7 @@ def work(pipe: Connection, url: str, host: str, root: Path) -> None:
     with ExitStack() as stack:
         client = stack.enter_context(connect(url, settings))
         share = stack.enter_context(open_share(_RUN_UID, _SHARE_BYTES, root=root))
-        assert share is not None, "something is to be shared"
+        assert share is not None, "only called with sharing"
         door = stack.enter_context(open_door(share, bound, run_uid=_RUN_UID, address=address))
         neighbours = Neighbours(run_uid=_RUN_UID, own=address)
         swarm = Swarm(Peers(client, keys, run_uid=_RUN_UID, address=address), door, neighbours)

@@ -86,7 +86,7 @@ def _step(groups: Sequence[Group], *, quick: bool, say: Say) -> list[Line]:
         Fact(name="share of cells in rows that are used", value=_used(groups, packed), unit="x"),
     ]
     if quick:
-        say("TRL is left out of --quick")
+        say("TRL is skipped with --quick")
     else:
         lines.insert(
             1,

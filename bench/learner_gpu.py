@@ -40,7 +40,7 @@ _LENGTHS = Lengths(prompt=(128, 384), median=700, spread=0.9, longest=8192)
 
 def bench(*, quick: bool, say: Say) -> list[Line]:
     if not torch.cuda.is_available():
-        raise ResourceError("this bench needs a GPU that torch can use; `python -m bench learner` needs none")
+        raise ResourceError("this bench needs a GPU that torch can use; `python -m bench learner` does not")
     plan = Plan(
         sizes={"0.5B": SIZES["0.5B"]} if quick else SIZES,
         lengths=_LENGTHS,

@@ -84,7 +84,7 @@ class _WithoutBytes(Files):
 def count(folder: Path, world: World) -> tuple[Sizes, int, int]:
     """Return (sizes, shard bytes, peak bytes) of a rank that loads the model in this folder."""
     model, sources = begin_model(str(folder), attention="eager", world=world)
-    assert sources, "it is not loaded whole"
+    assert sources, "it is read by rows"
     sizes, policy = Sizes.of(model), shard(make_policy(model, config_for(folder), (1,), world), world)
     kinds = {name: stored.dtype for name, stored in stored_in(str(folder)).items()}
     dtypes = {name: torch.bfloat16 if kind == "BF16" else torch.uint8 for name, kind in kinds.items()}
@@ -166,5 +166,5 @@ def _real(folder: Path, *, quick: bool) -> Iterator[Line]:
     sizes = Sizes.of(model)
     del model
     words = [sys.executable, "-m", "bench.loading_rank", str(folder), str(case.ranks)]
-    told = json.loads(subprocess.run(words, check=True, capture_output=True, timeout=300).stdout)
-    yield from _lines("200 MB, as 1 of 8 ranks, real bytes", sizes, told["shard"], told["grew"])
+    measured = json.loads(subprocess.run(words, check=True, capture_output=True, timeout=300).stdout)
+    yield from _lines("200 MB, as 1 of 8 ranks, real bytes", sizes, measured["shard"], measured["grew"])

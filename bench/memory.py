@@ -66,10 +66,10 @@ def _of(name: str, case: Case, say: Say) -> Iterator[Line]:
 
 def _of_sharing(say: Say) -> Iterator[Line]:
     for checkpointing in (True, False):
-        kept = "inputs of layers kept" if checkpointing else "all activations kept"
-        say(f"context over {_SHARED_AMONG}, {kept}")
+        what_is_kept = "inputs of layers kept" if checkpointing else "all activations kept"
+        say(f"context over {_SHARED_AMONG}, {what_is_kept}")
         whole, shared = (_activations(context, checkpointing=checkpointing) for context in (1, _SHARED_AMONG))
-        name = f"context over {_SHARED_AMONG}, 128k tokens, {kept}"
+        name = f"context over {_SHARED_AMONG}, 128k tokens, {what_is_kept}"
         yield Bar(
             name=f"{name}: activations of a rank that shares them, of one with all",
             value=shared / whole,

@@ -46,7 +46,7 @@ class Trl:
         assert self._process.stdout is not None, "it was opened"
         line = self._process.stdout.readline()
         if not line:
-            raise ResourceError("TRL ended early; what it said stands above")
+            raise ResourceError("TRL ended early; see its output above")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -98,6 +98,6 @@ def environment(say: Say) -> Path:
         env={**os.environ, "PYTHONPATH": ""},
     )
     if done.returncode != 0:
-        raise ResourceError("TRL could not be installed from PyPI; --quick leaves the comparison with it out")
+        raise ResourceError("TRL could not be installed from PyPI; --quick skips the comparison with it")
     stamp.write_text(beside)
     return python

@@ -104,8 +104,8 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
     with_target = plan.limits.target is not None
     if with_target:
         say(draw_curves(folder / "curves.png", _pictured(found), x="seconds", y=f"mean reward of {_WINDOW} steps"))
-    told = lines(found, ours=streamrl.name, theirs=trl.name, with_target=with_target)
-    return [*told, *BEST.facts(terms)]
+    figures = lines(found, ours=streamrl.name, theirs=trl.name, with_target=with_target)
+    return [*figures, *BEST.facts(terms)]
 
 
 def measure(plan: Plan, terms: Terms, peers: Sequence[Side], *, folder: Path, done: Done, say: Say) -> None:
@@ -153,17 +153,17 @@ def lines(found: Mapping[str, Sequence[Outcome]], *, ours: str, theirs: str, wit
 
 
 def _facts(name: str, outcomes: Sequence[Outcome], *, with_target: bool) -> Iterator[Fact]:
-    def middle(what: str) -> float:
-        return median(getattr(outcome, what) for outcome in outcomes)
+    def median_of(field: str) -> float:
+        return median(getattr(outcome, field) for outcome in outcomes)
 
-    yield Fact(name=f"{name}: samples", value=middle("samples_per_s"), unit="samples/s")
-    yield Fact(name=f"{name}: useful tokens", value=middle("tokens_per_s"), unit="tokens/s")
+    yield Fact(name=f"{name}: samples", value=median_of("samples_per_s"), unit="samples/s")
+    yield Fact(name=f"{name}: useful tokens", value=median_of("tokens_per_s"), unit="tokens/s")
     if with_target:
-        yield Fact(name=f"{name}: time to the target", value=middle("target_s"), unit="s")
-        yield Fact(name=f"{name}: steps to the target", value=middle("num_steps"), unit="")
+        yield Fact(name=f"{name}: time to the target", value=median_of("target_s"), unit="s")
+        yield Fact(name=f"{name}: steps to the target", value=median_of("num_steps"), unit="")
         yield from _curve(name, [outcome.points for outcome in outcomes])
-    yield Fact(name=f"{name}: from its start to the first sample", value=middle("ready_s"), unit="s")
-    yield Fact(name=f"{name}: peak memory", value=middle("peak_bytes") / 2**20, unit="MiB")
+    yield Fact(name=f"{name}: from its start to the first sample", value=median_of("ready_s"), unit="s")
+    yield Fact(name=f"{name}: peak memory", value=median_of("peak_bytes") / 2**20, unit="MiB")
 
 
 def _curve(name: str, runs: Sequence[Sequence[Sequence[float]]]) -> Iterator[Fact]:

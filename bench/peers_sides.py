@@ -143,7 +143,7 @@ def _is_over(curve: Curve, limits: Limits) -> bool:
 
 
 def _gone_wrong(side: Side, process: Process, code: int | None) -> ResourceError:
-    how = f"made less than {_FEWEST} steps in its time" if code is None else describe_exit(code)
+    how = f"made fewer than {_FEWEST} steps in its time" if code is None else describe_exit(code)
     words = "\n".join(f"  {line}" for line in process.last_words())
     return ResourceError(f"{side.name} {how}; {process.command.log} ends with:\n{words}")
 

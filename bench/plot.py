@@ -10,7 +10,7 @@ from pathlib import Path
 def draw_curves(path: Path, curves: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: str) -> str:
     """Draw the curves; return a message about the result."""
     if importlib.util.find_spec("matplotlib") is None:
-        return "no picture: it takes matplotlib, of the extra `monitor`"
+        return "no picture: install matplotlib, of the extra `monitor`"
     from matplotlib.figure import Figure  # not pyplot, which changes global state
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

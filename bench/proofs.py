@@ -29,14 +29,14 @@ _PRETRAINED = "bench/proofs_pretrained.py"
 
 
 def bench(*, quick: bool, say: Say) -> list[Line]:
-    kept = Path("build") / f"proofs-{_digest(*_TRIED)}.jsonl"
-    kept.parent.mkdir(exist_ok=True)
-    rows = try_families(_QUICK if quick else FAMILIES, kept, quick=quick, say=say)
+    results_file = Path("build") / f"proofs-{_digest(*_TRIED)}.jsonl"
+    results_file.parent.mkdir(exist_ok=True)
+    rows = try_families(_QUICK if quick else FAMILIES, results_file, quick=quick, say=say)
     tried = [row for row in rows if "failed" not in row]
     for row in rows:
         if "failed" in row:
             say(f"{row['family']}, {row['depth']} layers, {row['dtype']}: {row['failed']}")
-    pretrained = kept.with_name(f"proofs-{'quick-' if quick else ''}{_digest(*_TRIED, _PRETRAINED)}.json")
+    pretrained = results_file.with_name(f"proofs-{'quick-' if quick else ''}{_digest(*_TRIED, _PRETRAINED)}.json")
     return [*_bars(tried), *_facts(tried), *bench_pretrained(pretrained, quick=quick, say=say)]
 
 

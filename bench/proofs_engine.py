@@ -70,7 +70,7 @@ class EngineHere:
 
     async def load(self, load: Load) -> None:
         changed = load.changed
-        self.reason = "all of it is asked for" if changed is None else self._write_patch(changed, load.weights)
+        self.reason = "a full load is requested" if changed is None else self._write_patch(changed, load.weights)
         patch = None if self.reason else str(self.patch)
         self._update({"path": str(load.weights), "version": load.version, "patch": patch})
 
@@ -100,7 +100,7 @@ class EngineHere:
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         [output] = self.llm.generate(TokensPrompt(prompt_token_ids=ids), params, use_tqdm=False)
         positions = output.prompt_logprobs
-        assert positions is not None, "they were asked for"
+        assert positions is not None, "prompt_logprobs were requested"
         values = [at[token].logprob for at, token in zip(positions[1:], ids[1:], strict=True) if at is not None]
         return np.minimum(np.asarray(values, dtype=np.float32), 0.0)
 

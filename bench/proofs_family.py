@@ -117,9 +117,9 @@ async def _serve_versions(case: _Case) -> None:
             await case.prover.check(case.engine, mirror, case.manifest())
         except LoadRejected as error:
             alarms.append(str(error))
-        told = case.progress.report().detail
-        ratios.append(float(told["engine_off"]) / float(told["rounding"]))
-        case.result |= {"off": float(told["engine_off"]), "rounding": float(told["rounding"])}
+        detail = case.progress.report().detail
+        ratios.append(float(detail["engine_off"]) / float(detail["rounding"]))
+        case.result |= {"off": float(detail["engine_off"]), "rounding": float(detail["rounding"])}
     found = await case.engine.read_back(mirror, number=0, num_parts=1)
     case.result |= {
         "checks": _NUM_VERSIONS,
@@ -176,9 +176,9 @@ def _module(masters: Tensors) -> torch.nn.Module:
     return module
 
 
-def try_families(names: Iterable[str], kept: Path, *, quick: bool, say: Say) -> list[Row]:
+def try_families(names: Iterable[str], results_file: Path, *, quick: bool, say: Say) -> list[Row]:
     """Return all rows, including kept ones; the row of a failed case contains the error."""
-    lines = kept.read_text().splitlines() if kept.exists() else []
+    lines = results_file.read_text().splitlines() if results_file.exists() else []
     rows: list[Row] = [row for row in map(json.loads, lines) if "failed" not in row]  # failed cases are retried
     done = {(row["family"], row["depth"], row["dtype"]) for row in rows}
     import_vllm()
@@ -188,7 +188,7 @@ def try_families(names: Iterable[str], kept: Path, *, quick: bool, say: Say) -> 
             continue
         say(f"{family}, {depth} layers, {dtype}")
         rows.append(_in_a_process(family, depth, dtype))
-        with kept.open("a") as file:
+        with results_file.open("a") as file:
             file.write(json.dumps(rows[-1]) + "\n")
     return rows
 

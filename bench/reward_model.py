@@ -91,8 +91,8 @@ def main() -> None:
     prepare_process(1)  # like the server
     model = BareModel(Path(sys.argv[1]))
     for line in sys.stdin:
-        asked = json.loads(line)
-        batches = model.batches(asked["texts"], max_tokens=asked["batch_tokens"])
+        request = json.loads(line)
+        batches = model.batches(request["texts"], max_tokens=request["batch_tokens"])
         print(seconds(partial(model.forward, batches)), flush=True)
 
 

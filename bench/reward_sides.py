@@ -63,7 +63,7 @@ class Bare:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise ResourceError("the bare model's process ended early; what it said stands above")
+            raise ResourceError("the bare model's process ended early; see its output above")
         return float(answer)
 
 

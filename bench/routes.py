@@ -71,11 +71,11 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
         with tempfile.TemporaryDirectory() as folder:
             model = _write_model(Path(folder) / "model", seed=seed)
             pieces = _sampled(model, num_samples=num_samples, seed=seed)
-            without.append(_asked(_config(model, "compare"), pieces))
-            replayed.append(_asked(_config(model, "rollout"), pieces))
+            without.append(_measure(_config(model, "compare"), pieces))
+            replayed.append(_measure(_config(model, "rollout"), pieces))
             bits.append(_bits_an_id(pieces))
-        told = f"{without[-1].difference:.4f} without, {replayed[-1].difference:.4f} with"
-        say(f"model {seed}: |log-prob difference| {told}")
+        differences = f"{without[-1].difference:.4f} without, {replayed[-1].difference:.4f} with"
+        say(f"model {seed}: |log-prob difference| {differences}")
     alone, with_it = _mean(without), _mean(replayed)
     return [
         Bar(name="routes that differ without replay", value=_share(without), unit="", goal=0.001, better="higher"),
@@ -150,17 +150,17 @@ async def _generate(folder: Path, prompts: Sequence[Any]) -> list[Generated]:
     await engine.start()
     try:
         await engine.load(Load(weights=weights, version=1, step=0))
-        asked = [
+        requests = [
             SampleRequest(request_id=str(at), prompt_ids=prompt, sampling=config.sampling)
             for at, prompt in enumerate(prompts)
         ]
-        return await asyncio.gather(*(engine.generate(one) for one in asked))
+        return await asyncio.gather(*(engine.generate(one) for one in requests))
     finally:
         await engine.stop()
 
 
 @torch.no_grad()
-def _asked(config: schema.Config, pieces: Sequence[Piece]) -> Apart:
+def _measure(config: schema.Config, pieces: Sequence[Piece]) -> Apart:
     policy = load_policy(config, World(rank=0, size=1, device=torch.device("cpu")), (1,))
     policy.replay = RoutingReplay(policy.model, config)
     used: dict[int, torch.Tensor] = {}  # by layer, [cells, k]: what its experts received
@@ -179,10 +179,10 @@ def _asked(config: schema.Config, pieces: Sequence[Piece]) -> Apart:
 def _compared(batch: MicroBatch, used: dict[int, torch.Tensor]) -> tuple[int, int]:
     """Return (pairs of a token and a layer, how many of them the learner routed differently from the engine)."""
     assert batch.routes is not None
-    told = batch.routes.flatten(0, 1)
+    routes = batch.routes.flatten(0, 1)
     pairs = differing = 0
     for layer, chosen in used.items():
-        of_layer = told[:, layer].long()
+        of_layer = routes[:, layer].long()
         known = of_layer[:, 0] >= 0
         other = (of_layer.sort(-1).values != chosen.sort(-1).values).any(-1)
         pairs, differing = pairs + int(known.sum()), differing + int((other & known).sum())

@@ -115,9 +115,9 @@ class Size:
             starved_s, calls_s = stream.starved_s, stream.calls_s
             began, redis_s = time.perf_counter(), cpu_s(self._server.pid)
             while (elapsed := time.perf_counter() - began) < for_s:
-                asked, starved_before_s = time.perf_counter(), stream.starved_s
+                requested, starved_before_s = time.perf_counter(), stream.starved_s
                 trained += learning.step()
-                busy_s = time.perf_counter() - asked - (stream.starved_s - starved_before_s)
+                busy_s = time.perf_counter() - requested - (stream.starved_s - starved_before_s)
                 time.sleep(max(0.0, step_s - busy_s))  # only the rest, to keep the learner's rate
             redis_s = cpu_s(self._server.pid) - redis_s
             starved_s, calls_s = stream.starved_s - starved_s, stream.calls_s - calls_s

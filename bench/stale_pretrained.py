@@ -45,11 +45,11 @@ Found = Mapping[tuple[str, int], Sequence[Trial]]
 
 def bench(*, quick: bool, say: Say) -> list[Line]:
     if not MODEL.is_dir():
-        raise ResourceError(f"{MODEL} is not there: `make demo` makes it")
+        raise ResourceError(f"{MODEL} does not exist: `make demo` creates it")
     task, seeds = (_QUICK, range(1)) if quick else (Task(), range(2))
     digest = xxhash.xxh3_64(b"".join(path.read_bytes() for path in _OF)).hexdigest()
-    kept = Path("runs/bench") / f"stale-llm{'-quick' if quick else ''}.jsonl"
-    done = Done(kept, of=f"{digest} {task}", fresh=quick)
+    results_file = Path("runs/bench") / f"stale-llm{'-quick' if quick else ''}.jsonl"
+    done = Done(results_file, of=f"{digest} {task}", fresh=quick)
     asyncio.run(_fill(done, task, seeds, say))
     done.complete()
     return list(lines({cell: [Trial(**done[_name(seed, *cell)]) for seed in seeds] for cell in _CELLS}, task))
@@ -77,8 +77,8 @@ async def _fill(done: Done, task: Task, seeds: range, say: Say) -> None:
         await engine.stop()
 
 
-def _say_of(name: str, say: Say, told: str) -> None:
-    say(f"{name}: {told}")
+def _say_of(name: str, say: Say, text: str) -> None:
+    say(f"{name}: {text}")
 
 
 def _name(seed: int, loss: str, lag: int) -> str:

@@ -112,7 +112,7 @@ class Trainer:
         for step in range(self._task.num_steps):
             self._save(folder, step)
             await self._serve(folder, max(0, step - self._lag))
-            groups = await self._ask(islice(self._entries, self._config.training.groups_per_step), "train")
+            groups = await self._generate(islice(self._entries, self._config.training.groups_per_step), "train")
             metrics = self._learn(groups, step)
             samples = [sample for group in groups for sample in group.samples]
             rewards.append(float(np.mean([sample.reward for sample in samples])))
@@ -121,7 +121,7 @@ class Trainer:
             say(f"step {step + 1} of {self._task.num_steps}, reward {rewards[-1]:.2f}")
         self._save(folder, self._task.num_steps)
         await self._serve(folder, self._task.num_steps)
-        answers = await self._ask(self._held_out, "eval")
+        answers = await self._generate(self._held_out, "eval")
         right = [int(answer.samples[0].rewards["right"]) for answer in answers]
         return Trial(right=right, rewards=rewards, clipped=float(np.mean(clipped)), length=float(np.mean(lengths)))
 
@@ -135,12 +135,12 @@ class Trainer:
         version = make_version(1, next(self._versions))
         await self._engine.load(Load(weights=_file(folder, step), version=version, step=step))
 
-    async def _ask(self, entries: Any, purpose: Purpose) -> list[Group]:
+    async def _generate(self, entries: Any, purpose: Purpose) -> list[Group]:
         return list(await asyncio.gather(*(self._answered(entry, purpose) for entry in entries)))
 
     async def _answered(self, entry: Mapping[str, Any], purpose: Purpose) -> Group:
-        said = [{"role": "user", "content": entry["question"]}]
-        prompt = str(self._info.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True))
+        messages = [{"role": "user", "content": entry["question"]}]
+        prompt = str(self._info.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         ids = self._info.tokenizer.encode(prompt, add_special_tokens=False)
         self._num_asked += 1
         ticket = Ticket(

@@ -84,13 +84,18 @@ def _checkout(commit: str) -> Iterator[Path]:
 def _start(checkout: Path) -> Start:
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent)
-        words = ["-m", "streamrl.ops.cli.main", "quickstart", f"dir={folder}", "training.max_steps=2"]
+        arguments = ["-m", "streamrl.ops.cli.main", "quickstart", f"dir={folder}", "training.max_steps=2"]
         # The installed script would import this checkout.
         environment = {**os.environ, "PYTHONPATH": str(checkout)}
         began = time.time()
         with (folder / "out").open("wb") as out:
             run = subprocess.Popen(
-                [sys.executable, *words], cwd=folder, env=environment, stdout=out, stderr=out, start_new_session=True
+                [sys.executable, *arguments],
+                cwd=folder,
+                env=environment,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
         try:
             found = _watch(run, folder / "quickstart", began)

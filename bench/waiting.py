@@ -25,12 +25,12 @@ class TimedStream(LearnerStream):
     starved_s = 0.0  # in reads, while the stream was empty
 
     def read(self, purpose: Purpose, *, after: str, count: int, block_ms: int) -> list[Entry]:
-        asked = time.time()
+        requested_at = time.time()
         found = super().read(purpose, after=after, count=count, block_ms=block_ms)
-        answered = time.time()
-        starved_s = starved(asked, answered, found)
+        answered_at = time.time()
+        starved_s = starved(requested_at, answered_at, found)
         self.starved_s += starved_s
-        self.calls_s += answered - asked - starved_s
+        self.calls_s += answered_at - requested_at - starved_s
         return found
 
     def fetch(self, purpose: Purpose, ids: Sequence[str]) -> list[Entry | None]:
@@ -56,10 +56,13 @@ class TimedStream(LearnerStream):
         self.calls_s += time.perf_counter() - began
 
 
-def starved(asked: float, answered: float, found: Sequence[Entry]) -> float:
-    """Return the seconds of a read during which the stream was empty. `asked`, `answered`: when it began and ended."""
+def starved(requested_at: float, answered_at: float, found: Sequence[Entry]) -> float:
+    """Return the seconds of a read during which the stream was empty.
+
+    `requested_at`, `answered_at`: when the read began and ended.
+    """
     if not found:
-        return answered - asked
+        return answered_at - requested_at
     milliseconds, _ = entry_order(found[0].id)
     came_by = (milliseconds + 1) / 1e3
-    return max(0.0, min(came_by, answered) - asked)
+    return max(0.0, min(came_by, answered_at) - requested_at)

@@ -184,11 +184,11 @@ def _run(settings: dict[str, Any], folder: Path, say: Say) -> Ran:
     port.close()
     began = time.time()
     with EmbeddedRedis.start(folder / "redis") as server:
-        words = ("learn", str(file), "--redis", server.url)
-        asked = ("worker", "--redis", server.url, "--run", _NAME, "--model", settings["model"]["path"], "--http", http)
+        learner = ("learn", str(file), "--redis", server.url)
+        worker = ("worker", "--redis", server.url, "--run", _NAME, "--model", settings["model"]["path"], "--http", http)
         parts = [
-            Process(_command("learner", words, folder)),
-            Process(_command("worker", (*asked, "--allow-reward-code", _REWARD_FUNCTION, "--import-vllm"), folder)),
+            Process(_command("learner", learner, folder)),
+            Process(_command("worker", (*worker, "--allow-reward-code", _REWARD_FUNCTION, "--import-vllm"), folder)),
         ]
         try:
             return _watched(parts, folder / _NAME / "metrics.jsonl", http, settings["training"]["max_steps"], began)
@@ -208,10 +208,10 @@ def _watched(parts: list[Process], metrics: Path, http: str, num_steps: int, beg
             return _ran(steps, made, by_part - first[1], seconds=now - first[0], start_s=first[0] - began)
         for part in parts:
             if (code := part.poll()) is not None:
-                words = "\n".join(part.last_words())
-                raise ResourceError(f"the {part.command.name} ended ({code}) after {len(steps)} steps:\n{words}")
+                last_lines = "\n".join(part.last_words())
+                raise ResourceError(f"the {part.command.name} ended ({code}) after {len(steps)} steps:\n{last_lines}")
         time.sleep(_LOOK_EVERY_S)
-    raise ResourceError(f"the run made no {num_steps} steps within {_LIMIT_S:.0f} s; {parts[0].command.log}")
+    raise ResourceError(f"the run made fewer than {num_steps} steps within {_LIMIT_S:.0f} s; {parts[0].command.log}")
 
 
 def _ran(steps: list[dict[str, Any]], made: int, spent: Counter[str], *, seconds: float, start_s: float) -> Ran:
@@ -238,6 +238,6 @@ def _made(http: str) -> int:
     return next((int(float(last)) for name, *_, last in words if name.endswith("engine_tokens")), 0)
 
 
-def _command(name: str, words: Sequence[str], folder: Path) -> Command:
-    program = (sys.executable, "-m", "streamrl.ops.cli.main", *words)
+def _command(name: str, arguments: Sequence[str], folder: Path) -> Command:
+    program = (sys.executable, "-m", "streamrl.ops.cli.main", *arguments)
     return Command(name=name, arguments=program, log=folder / f"{name}.log", environment={"HF_HUB_OFFLINE": "1"})

@@ -56,7 +56,7 @@ def _watched(process: Process, folder: Path, terms: Terms) -> tuple[float, Curve
         if before is not None and len(curve.steps) >= terms.max_steps:
             return now - before, curve
         if code is not None:
-            words = "\n".join(process.last_words())
-            raise ResourceError(f"TRL ended ({code}) after {len(curve.steps)} steps:\n{words}")
+            last_lines = "\n".join(process.last_words())
+            raise ResourceError(f"TRL ended ({code}) after {len(curve.steps)} steps:\n{last_lines}")
         time.sleep(_LOOK_EVERY_S)
-    raise ResourceError(f"TRL made no {terms.max_steps} steps within {_LIMIT_S:.0f} s; {process.command.log}")
+    raise ResourceError(f"TRL made fewer than {terms.max_steps} steps within {_LIMIT_S:.0f} s; {process.command.log}")

@@ -175,7 +175,7 @@ class _Versions:
         self.announce_next()
 
     def announce_next(self) -> None:
-        assert self._coming, f"more than {_MOST_UPDATES} versions were asked for"
+        assert self._coming, f"more than {_MOST_UPDATES} versions were requested"
         manifest = self._coming.pop(0)
         self.announcements.announce(
             Announcement(

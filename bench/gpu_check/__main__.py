@@ -88,20 +88,20 @@ def run_part(name: str, part: Part, *, reduced: bool) -> Outcome:
     missing = [package for package in part.needs if find_spec(package) is None]
     if missing:
         return Outcome(part=name, rows=(), not_run=f"{', '.join(missing)} is not installed")
-    words = [sys.executable, "-m", "bench.gpu_check", name, "--here", *(["--reduced"] if reduced else [])]
+    arguments = [sys.executable, "-m", "bench.gpu_check", name, "--here", *(["--reduced"] if reduced else [])]
     # Its own process group: Ctrl-C only reaches us, and we pass it on, so that the part ends its children. If it
     # comes during the start, before we know the process, the kernel signals the part when we exit.
-    command = dying_with_us(words, by=signal.SIGINT)
+    command = dying_with_us(arguments, by=signal.SIGINT)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        told, _ = process.communicate(timeout=part.limit_s)
+        output, _ = process.communicate(timeout=part.limit_s)
         not_run = "" if process.returncode == 0 else f"it ended with code {process.returncode}"
     except subprocess.TimeoutExpired:
-        told, not_run = _stop(process), f"it took longer than {part.limit_s:g} s"
+        output, not_run = _stop(process), f"it took longer than {part.limit_s:g} s"
     except BaseException:
         _stop(process)
         raise
-    return _outcome(name, told, not_run)
+    return _outcome(name, output, not_run)
 
 
 def _stop(process: subprocess.Popen[str]) -> str:
@@ -114,10 +114,10 @@ def _stop(process: subprocess.Popen[str]) -> str:
         return process.communicate()[0]
 
 
-def _outcome(name: str, told: str, not_run: str) -> Outcome:
+def _outcome(name: str, output: str, not_run: str) -> Outcome:
     """Parse rows from the output. Other lines come from libraries, except for the error."""
     rows = []
-    for line in told.splitlines():
+    for line in output.splitlines():
         if line.startswith('{"what":'):
             rows.append(Row(**loads(line)))
         elif line.startswith("error: "):

@@ -71,8 +71,8 @@ def _watched(run: subprocess.Popen[bytes], folder: Path) -> Iterator[Row]:
     os.kill(worker, signal.SIGKILL)
     while (left := [pid for pid, at in below.items() if _alive(pid, at)]) and time.monotonic() < killed + _END_S:
         time.sleep(_POLL_S)
-    told = f"of {len(below)}; the last ended after {time.monotonic() - killed:.2f} s"
-    yield Row(what="kill -9 of the worker: orphans", value=len(left), unit="", goal=0, better="lower", note=told)
+    note = f"of {len(below)}; the last ended after {time.monotonic() - killed:.2f} s"
+    yield Row(what="kill -9 of the worker: orphans", value=len(left), unit="", goal=0, better="lower", note=note)
     everything = _below(run.pid)
     code = run.wait(timeout=_START_S)
     yield Row(what="exit code of the run", value=code, unit="", goal=0, better="lower")
@@ -90,9 +90,10 @@ def told_by(folder: Path) -> Iterator[Row]:
     apart = max(off, default=1.0)
     yield Row(what="engine and learner apart", value=apart, unit="nats", goal=_APART, better="lower", note=note)
     for what, words in _SAID.items():
-        said = [line for file in (folder / "logs").iterdir() for line in file.read_text().splitlines() if words in line]
-        why = "; ".join(sorted({found[1] for line in said if (found := _REASON.search(line))}))
-        yield Row(what=what, value=len(said), unit="lines", goal=0, better="lower", note=why)
+        lines = [line for file in (folder / "logs").iterdir() for line in file.read_text().splitlines()]
+        matching = [line for line in lines if words in line]
+        why = "; ".join(sorted({found[1] for line in matching if (found := _REASON.search(line))}))
+        yield Row(what=what, value=len(matching), unit="lines", goal=0, better="lower", note=why)
 
 
 def _start(folder: Path) -> subprocess.Popen[bytes]:
@@ -107,10 +108,10 @@ def _start(folder: Path) -> subprocess.Popen[bytes]:
         "model.dtype": dtype,
         "weights.dtype": dtype,
     }
-    words = [f"{name}={value}" for name, value in settings.items()]
+    overrides = [f"{name}={value}" for name, value in settings.items()]
     conf = Path(__file__).parents[2] / "conf" / "quickstart.yaml"
     return subprocess.Popen(
-        [sys.executable, "-m", "streamrl.ops.cli.main", "up", str(conf), *words],
+        [sys.executable, "-m", "streamrl.ops.cli.main", "up", str(conf), *overrides],
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr,
     )

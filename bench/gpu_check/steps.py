@@ -71,8 +71,8 @@ def _of(name: str, case: _Case, scale: Scale) -> Iterator[Row]:
     stepping.learn(groups)  # AdamW allocates its moments
     took = statistics.median(seconds(lambda: stepping.learn(groups)) for _ in range(_ROUNDS))
     flops, peak = stepping.flops(groups) / took, peak_flops(scale.device)
-    told = f"{num_tokens(groups):,} tokens in {took:.3g} s; layers computed {'twice' if case.checkpointing else 'once'}"
-    yield Row(what=f"{name}: useful", value=flops / 1e12, unit="TFLOP/s", note=told)
+    note = f"{num_tokens(groups):,} tokens in {took:.3g} s; layers computed {'twice' if case.checkpointing else 'once'}"
+    yield Row(what=f"{name}: useful", value=flops / 1e12, unit="TFLOP/s", note=note)
     if peak is not None:
         yield Row(
             what=f"{name}: MFU",
