@@ -183,7 +183,7 @@ OF_THE_MODEL = {
     ),
 }
 OF_OTHER_MODELS = {
-    "a tokenizer of another model": ({"vocab_size": 15}, ("model.path", "the model only 15 outputs", "resizing")),
+    "a tokenizer of another model": ({"vocab_size": 15}, ("model.path", "the model only 15 outputs", "resize")),
     "too few positions": (_LEARNED_POSITIONS, ("model.path", "64 tokens", "data.max_prompt_tokens + sampling.max_tok")),
     "a model that does not generate": ({"model_type": "t5"}, ("model.path", "causal language model")),
     "a model that nobody knows": ({"model_type": "gpt9"}, ("model.path", "gpt9")),

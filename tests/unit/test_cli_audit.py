@@ -72,7 +72,7 @@ def test_many_wrong_tickets_are_shown_in_part(folder: RunFolder, capsys: pytest.
             ["--redis", "redis://localhost"],
             "name the run in that Redis with --run NAME",
         ),
-        (["--redis", "nonsense", "--run", "x"], "write redis://host:port"),
+        (["--redis", "nonsense", "--run", "x"], "must be redis://host:port"),
         (["--redis", "unix:///none.sock", "--run", "x"], "Redis at unix:///none.sock does not answer"),
     ],
 )

@@ -111,5 +111,7 @@ def test_ranks_whose_machines_settle_it_otherwise_are_refused(machine: Machine) 
     Told.words = b"model.dtype=float32, weights.dtype=float32"
     refuse_other_dtypes(load_config("mine.yaml").config, world)
     machine.half = True
-    with pytest.raises(ConfigError, match=r"rank 1 .* model.dtype=bfloat16, .* rank 0 model.dtype=float32, .*`auto`"):
+    with pytest.raises(
+        ConfigError, match=r"rank 1 .* model.dtype=bfloat16, .*, rank 0 has model.dtype=float32, .*`auto`"
+    ):
         refuse_other_dtypes(load_config("mine.yaml").config, world)

@@ -203,7 +203,7 @@ def test_a_run_that_goes_on_may_change_some_settings_and_is_refused_others(
     run_replay(make_replay_run(tmp_path, training=schema.Training(groups_per_step=4, max_steps=3)), recording)
     hotter = config.model_copy(update={"sampling": config.sampling.model_copy(update={"temperature": 0.5})})
 
-    with pytest.raises(ConfigError, match=r"sampling.temperature: 1.0 -> 0.5: the groups of this run .*\n.*--fork"):
+    with pytest.raises(ConfigError, match=r"sampling.temperature: 1.0 -> 0.5: this run's groups were .*\n.*--fork"):
         run_replay(hotter, recording)
     assert len(list((config.folder / "terms").iterdir())) == 1  # who is refused leaves no trace
     slower = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 1e-5})})
