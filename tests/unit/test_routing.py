@@ -270,7 +270,7 @@ def test_the_first_pass_is_what_later_passes_are_told(folder: Path) -> None:
 def test_models_whose_routes_cannot_be_replayed_are_refused_by_name(tmp_path: Path) -> None:
     for family, words in (
         ("qwen3", r"algorithm\.routing_replay = rollout: .*Qwen3ForCausalLM, which has no experts: set it to none"),
-        ("deepseek_v3", r"DeepseekV3ForCausalLM, whose experts are chosen by DeepseekV3TopkRouter; known are Gpt"),
+        ("deepseek_v3", r"DeepseekV3ForCausalLM, whose experts are chosen by DeepseekV3TopkRouter; supported: Gpt"),
     ):
         made = make_family(tmp_path / family, family)
         model = transformers.AutoModelForCausalLM.from_pretrained(made)

@@ -156,8 +156,14 @@ def test_what_does_not_apply_or_says_the_same_of_all_or_is_only_watched_adds_not
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ("{advantages: turns, normalize_sources: true}", "algorithm.normalize_sources = True: with algorithm.adv"),
-        ("{advantages: tokens, scale_by_std: true}", "algorithm.scale_by_std = True: with algorithm.advantages=tokens"),
+        (
+            "{advantages: turns, normalize_sources: true}",
+            "algorithm.normalize_sources = True: must be false: with algorithm.adv",
+        ),
+        (
+            "{advantages: tokens, scale_by_std: true}",
+            "algorithm.scale_by_std = True: must be false: with algorithm.advantages=tokens",
+        ),
         ("{name: rejection_sampling, loss: none, entropy_bonus: 0.1}", "algorithm.entropy_bonus = 0.1"),
     ],
 )

@@ -163,5 +163,7 @@ def test_a_model_that_only_fits_whole_is_refused_with_both_numbers(tmp_path: Pat
     model = build_model(str(make_family(tmp_path, "llama")), "sdpa")
     each = 4 * sum(parameter.numel() for parameter in model.parameters())
     refuse_whole(model, "m", Unlike("it is odd"), ranks_here=4, room=4 * each)
-    with pytest.raises(ResourceError, match=r"since it is odd: 4 here take .* are free; .*learner\.processes"):
+    with pytest.raises(
+        ResourceError, match=r"because it is odd; the 4 ranks here need .* are free; .*learner\.processes"
+    ):
         refuse_whole(model, "m", Unlike("it is odd"), ranks_here=4, room=4 * each - 1)

@@ -147,7 +147,9 @@ def test_tokenizers_of_one_vocabulary_that_cut_texts_otherwise_differ() -> None:
     assert differences(ours, theirs) == ""
     theirs.backend_tokenizer.normalizer = normalizers.Lowercase()
 
-    assert re.fullmatch(r"'The quick brown fox.*' is \[2, .* here and \[22, .* there", differences(ours, theirs))
+    assert re.fullmatch(
+        r"'The quick brown fox.*' is \[2, .* here and \[22, .* in the teacher", differences(ours, theirs)
+    )
 
 
 def test_what_is_wrong_with_a_teacher_names_its_own_setting(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_samples_of_which_some_have_no_routes_are_no_group() -> None:
     with pytest.raises(WireError, match="no routes"):
         encode_group(replace(group, samples=(group.samples[0], group.samples[1]._replace(routes=None))))
     other = group.samples[1]._replace(routes=random_routes(4, RouteShape(3, 2, 4)))
-    with pytest.raises(WireError, match="another model"):
+    with pytest.raises(WireError, match="routes of a different shape"):
         encode_group(replace(group, samples=(group.samples[0], other)))
 
 
@@ -109,7 +109,7 @@ def test_more_routes_than_a_message_may_have_are_refused_with_both_numbers(monke
     [
         (RouteShape(3, 2, 4), "2 layers and 2 experts a token; the model has 3 and 2"),
         (RouteShape(2, 1, 4), "2 layers and 2 experts a token; the model has 2 and 1"),
-        (RouteShape(2, 2, 3), "a route to expert 3, and the model has 3"),
+        (RouteShape(2, 2, 3), "a route to expert 3, but the model has 3"),
     ],
 )
 def test_routes_of_another_model_are_refused(shape: RouteShape, words: str) -> None:
