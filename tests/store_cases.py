@@ -31,9 +31,9 @@ def check_store(store: BlobStore) -> None:
 
     store.delete("u/000001/0-0-aa")
     store.delete("u/000001/0-0-aa")
-    with pytest.raises(WeightsError, match=r"u/000001/0-0-aa is (not|missing)"):
+    with pytest.raises(WeightsError, match="u/000001/0-0-aa is not"):
         store.get("u/000001/0-0-aa")
-    with pytest.raises(WeightsError, match=r"u/000001/0-0-aa is (not|missing)"):
+    with pytest.raises(WeightsError, match="u/000001/0-0-aa is not"):
         store.part("u/000001/0-0-aa", slice(0, 1))
     assert list(store.list("u/")) == ["u/000001/1-0-bb"]
 

@@ -76,11 +76,15 @@ def _read(body: bytes, *, time_s: float) -> Ending:
         stdout, stderr = str(result.get("stdout") or ""), str(result.get("stderr") or "")
         seconds = float(result.get("execution_time") or 0.0)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise TryAgain(f"the answer has no run result: {printable(body)}", answered=True) from None
+        raise _no_result(body) from None
     if ended == "TimeLimitExceeded":
         return Ending(ended="time", why=f"took more than {time_s:g} s", seconds=seconds)
     if ended != "Finished" or type(code) is not int:
-        raise TryAgain(f"the answer has no run result: {printable(body)}", answered=True)
+        raise _no_result(body)
     last = next(reversed(stderr.strip().splitlines()), "")[:_MAX_REASON_CHARS]
     why = "" if code == 0 else last or f"ended with status {code}"
     return Ending(ended="done" if code == 0 else "raised", why=why, stdout=stdout, seconds=seconds)
+
+
+def _no_result(body: bytes) -> TryAgain:
+    return TryAgain(f"the answer has no run result: {printable(body)}", answered=True)

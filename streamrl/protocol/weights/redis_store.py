@@ -120,7 +120,7 @@ class RedisStore:
         check_blob_name(name)
         index = self._index(name)
         if index is None or not index.whole:
-            raise WeightsError(f"blob {name} is missing from Redis, or incomplete")
+            raise WeightsError(f"blob {name} is not in Redis, or incomplete")
         return index
 
     def _index(self, name: str) -> _Index | None:
