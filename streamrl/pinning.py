@@ -2,17 +2,19 @@
 
 torch's own pinned memory is rounded up to a power of two (16 GB for 8.1), and cannot be a file that others patch. So
 the learner's copy of the weights and the workers' mirror are registered in place. Pages stay locked in memory until
-`release`. If registering is refused (ulimit -l, a file outside of memory file systems), copies stay slow, and a warning
-says so.
+`release`, or until the tensor is gone: CUDA must not keep an address that the system gives to other memory, since
+copies from there then fail ("resource already mapped", seen on an H200). If registering is refused (ulimit -l, a file
+outside of memory file systems), copies stay slow, and a warning says so.
 
 CUDA keeps the error of a refused call, and torch raises it at the next kernel launch, where it looks like an error of
 the model. So after a refusal `launch`, any kernel, is called to clear it.
 
-The caller passes `torch.cuda.cudart()` and the kernel: nothing here imports torch. No GPU has run this.
+The caller passes `torch.cuda.cudart()` and the kernel: nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
@@ -34,31 +36,43 @@ class CudaRuntime(Protocol):
     def cudaHostUnregister(self, address: int, /) -> Any: ...
 
 
+class Memory(Protocol):
+    """A tensor on the host."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def data_ptr(self) -> int: ...
+
+
 class Pinned:
-    """Pins at most one memory range at a time."""
+    """Pins the memory of at most one tensor at a time."""
 
     def __init__(self, runtime: CudaRuntime, launch: Callable[[], object]) -> None:
         """`launch`: runs any kernel on this process's GPU, which raises an error that an earlier call left."""
         self._runtime, self._launch = runtime, launch
-        self._address: int | None = None
+        self._unpin: weakref.finalize[[int], Memory] | None = None
 
-    def hold(self, address: int, num_bytes: int) -> bool:
-        """Pin this range instead of the previous one; False if it stays unpinned."""
+    def hold(self, memory: Memory) -> bool:
+        """Pin this memory instead of the previous one, for as long as this very object lives; False if it stays
+        unpinned."""
         self.release()
-        code = int(self._runtime.cudaHostRegister(address, num_bytes, _DEFAULT))
+        address = memory.data_ptr()
+        code = int(self._runtime.cudaHostRegister(address, memory.nbytes, _DEFAULT))
         if code != _SUCCESS:
             with suppress(RuntimeError):
                 self._launch()
-            log.warning("memory not pinned", num_bytes=num_bytes, cuda_error=code, remedy=_REMEDY)
+            log.warning("memory not pinned", num_bytes=memory.nbytes, cuda_error=code, remedy=_REMEDY)
             return False
-        self._address = address
+        self._unpin = weakref.finalize(memory, self._runtime.cudaHostUnregister, address)
+        self._unpin.atexit = False  # the driver ends with the process
         return True
 
     def release(self) -> None:
-        """Unpin; call this before freeing the memory."""
-        if self._address is not None:
-            self._runtime.cudaHostUnregister(self._address)
-            self._address = None
+        """Unpin."""
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
 
 
 class CudaRuntimeDouble:

@@ -9,7 +9,7 @@ parameters (the base under LoRA) are loaded from `model.path` again.
 
 The loop waits only for the first arrow. The buffer holds all that this rank trains, 12 bytes a weight, and is allocated
 at start, so that lack of memory shows at once and the first copy finds its pages mapped. With a GPU all of it is
-pinned, so that copies run at bus speed, asynchronously. No GPU has run this.
+pinned, so that copies run at bus speed, asynchronously.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Shard:
         if pinned is None and world.device.type == "cuda":
             pinned = Pinned(torch.cuda.cudart(), lambda: torch.ones(1, device=world.device))
         if pinned is not None:
-            pinned.hold(self._buffer.data_ptr(), num_bytes)
+            pinned.hold(self._buffer)
         self._header, self._num_bytes = b"", 0
 
     def take(self) -> None:
@@ -98,7 +98,7 @@ class Shard:
 
 def load_state(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
     """Restore the state from shards written by any number of ranks."""
-    counts_beside_weights = bool(optimizer.defaults.get("fused"))  # required by the fused kernel. No GPU has run this
+    counts_beside_weights = bool(optimizer.defaults.get("fused"))  # required by the fused kernel
     with _opened(folder) as files:
         for name, parameter in _trained(policy):
             _fill(held(parameter, shape=parameter.shape), files, f"master/{name}", name)

@@ -5,7 +5,7 @@
 
 All copies of a version are queued before the first is awaited, so that the bus does not idle; the loop waits for the
 last one's event. On a GPU the second cast, which proves that the published bytes are this step's, is not copied to the
-host: it is summed on the GPU, and the copy is summed beside the loop. No GPU has run this.
+host: it is summed on the GPU, and the copy is summed beside the loop.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class OnStream:
 
     def begin(self, host: torch.Tensor) -> None:
         if host.data_ptr() != self._host_at:
-            self._pinned.hold(host.data_ptr(), host.nbytes)
+            self._pinned.hold(host)
             self._host_at = host.data_ptr()
         self._stream.follow_model()
 
@@ -107,8 +107,6 @@ class OnStream:
 
 
 class CudaStream:
-    """No GPU has run this."""
-
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
 

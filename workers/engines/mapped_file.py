@@ -4,7 +4,7 @@ Mapping 272 MB again, page by page, took a seventh of each load. Reads see the f
 shares the file's pages, and the header is parsed on every read. Blocks only on the file system.
 
 If the engine is on a GPU, the pages are registered with CUDA, so that a load runs at bus speed instead of through a
-driver buffer. No GPU has run this.
+driver buffer.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class MappedFile:
                     self._contents = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the mapping alive
                 self._identity = identity
                 if self._pinned is not None:
-                    self._pinned.hold(self._contents.data_ptr(), len(self._contents))
+                    self._pinned.hold(self._contents)
 
 
 def mapped_for(device: torch.device) -> MappedFile:
