@@ -6,7 +6,7 @@
 
 Anything uncertain is not written in place: `NoPlace` carries the reason, and full loads continue. That applies to
 tensor-parallel and quantised engines, vLLM's own adapters, experts, absorbed projections, and weights that a model
-derives at load time. On GPUs parameters are plain, so all places are rows. No GPU has run this.
+derives at load time. On GPUs parameters are plain, so all places are rows.
 
 An error leaves a half-written version; the engine that raises it is ended (`base`).
 """

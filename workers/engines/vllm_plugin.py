@@ -1,9 +1,9 @@
 """Our vLLM plugin, loaded in each of vLLM's processes through the entry point `vllm.general_plugins`.
 
 vLLM's engine runs in child processes that have not imported streamrl, so this runs there: it registers our
-weight-transfer engine, ties the process to the life of its worker, and moves temporary files to a folder that is
-removed. Every vLLM on a machine with streamrl installed calls `register`, so it imports nothing heavy and changes
-nothing for other users of vLLM.
+weight-transfer engine, ties the process to the life of its worker, records why it did not start, and moves temporary
+files to a folder that is removed. Every vLLM on a machine with streamrl installed calls `register`, so it imports
+nothing heavy and changes nothing for other users of vLLM.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+from pathlib import Path
 
 from streamrl import process
+from streamrl.workers.engines.vllm_failure import record_failure
 
 # Names shared between us and vLLM's processes.
 WEIGHT_TRANSFER_BACKEND = "streamrl"
@@ -35,6 +37,7 @@ def register() -> None:
     owner = os.environ.get(OWNER_VARIABLE)
     if owner is not None and owner != str(os.getpid()):
         _die_with(int(owner))
+        record_failure(Path(os.environ[SOCKETS_VARIABLE]))
         _keep_temporary_files_in(os.environ[SOCKETS_VARIABLE])
 
 

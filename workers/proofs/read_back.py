@@ -14,8 +14,8 @@ reported as unreadable, and what a loader does to all readers alike, such as tak
 left to the canary (`proving`). Memory: one layer on the host, experts of a layer twice. Blocks the engine while it
 runs, between two of its steps.
 
-With tensor parallelism each process reads its own shard back. On GPUs parameters are compared on the host.
-No GPU has run this.
+With tensor parallelism each process reads its own shard back. On GPUs parameters are compared on the host; several GPUs
+to an engine have not been tried.
 """
 
 from __future__ import annotations
