@@ -2,7 +2,7 @@
 
 Uses `nvidia-smi` and CUDA_VISIBLE_DEVICES, not CUDA itself: a launcher with a CUDA context would hold memory on the
 first GPU, and could not fork. Numbers are those of `nvidia-smi`, so processes that get them are started with
-CUDA_DEVICE_ORDER=PCI_BUS_ID. Written from the manuals. No GPU has run this.
+CUDA_DEVICE_ORDER=PCI_BUS_ID. Run with one GPU; for several, and for slices of one, written from the manuals.
 """
 
 from __future__ import annotations

@@ -5,5 +5,5 @@
 
 A part that lacks packages, needs a missing GPU, or fails is reported with the reason, and the others continue. Without
 a GPU, and with `--reduced`, the same code runs on tiny shapes: this shows that the script works, but its figures mean
-nothing. None of it ever ran on a GPU.
+nothing. `reload` and `deaths` have never run on a GPU.
 """

@@ -1,4 +1,4 @@
-"""The learner's step on random models: GPU utilisation, and peak memory against the planner's figure.
+"""The learner's step on random models: GPU utilisation, peak memory against the planner's, where the time goes.
 
 MFU   useful FLOPs / seconds / the vendor's figure for dense bf16. Useful: 6 per layer weight and token, 6 per head
       weight and trained token, 12 x layers x heads x head_dim per token and token that it attends to; recomputation by
@@ -7,6 +7,7 @@ MFU   useful FLOPs / seconds / the vendor's figure for dense bf16. Useful: 6 per
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from bench.gpu_check.rows import Row, Scale
+from bench.gpu_check.shares import shares
 from bench.learner_gpu import SIZES
 from bench.long_tailed import Lengths, Size, make_config, make_groups, num_tokens
 from bench.measure import seconds
@@ -36,11 +38,13 @@ class _Case(NamedTuple):
     size: Size
     checkpointing: bool
     mfu: float | None = None  # goal
+    compiled: bool = False
 
 
 CASES = {
     "1.5B, all activations": _Case(SIZES["1.5B"], checkpointing=False, mfu=0.45),
     "1.5B, checkpointing": _Case(SIZES["1.5B"], checkpointing=True, mfu=0.40),
+    "1.5B, checkpointing, compiled": _Case(SIZES["1.5B"], checkpointing=True, compiled=True),
     "7B-shaped, 4 layers": _Case(_7B, checkpointing=True),
     "7B-shaped, 8 layers": _Case(replace(_7B, layers=8), checkpointing=True),
 }
@@ -52,6 +56,7 @@ def check(scale: Scale) -> Iterator[Row]:
         return
     for name, case in CASES.items():
         yield from _of(name, case, scale)
+        gc.collect()  # FSDP's modules are in cycles: their weights would count as the next case's
         torch.cuda.empty_cache()
 
 
@@ -81,18 +86,23 @@ def _of(name: str, case: _Case, scale: Scale) -> Iterator[Row]:
             goal=case.mfu,
             note=f"peak {peak / 1e12:g} TFLOP/s dense bf16",
         )
-    if not scale.is_reduced:
+    if not scale.is_reduced:  # before the profiler, whose buffers are on the GPU too
         measured = torch.cuda.max_memory_allocated(scale.device)
         torch.cuda.reset_peak_memory_stats(scale.device)
         yield Row(what=f"{name}: peak", value=measured / 1e9, unit="GB")
         off = abs(planned.peak / measured - 1)
         yield Row(what=f"{name}: planner is off by", value=off, unit="", goal=_OFF, better="lower")
+    yield from shares(name, lambda: stepping.learn(groups), scale)
 
 
 def _config(case: _Case, scale: Scale) -> schema.Config:
     config = make_config(micro_batch_tokens=64 if scale.is_reduced else 16_384, dtype="bfloat16")
     return config.model_copy(
-        update={"model": config.model.model_copy(update={"gradient_checkpointing": case.checkpointing})}
+        update={
+            "model": config.model.model_copy(
+                update={"gradient_checkpointing": case.checkpointing, "compile": case.compiled}
+            )
+        }
     )
 
 

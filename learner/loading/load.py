@@ -111,7 +111,7 @@ def teacher_sizes(config: schema.Config) -> Sizes | None:
 
 
 def _room(device: torch.device) -> int:
-    """Bytes of a GPU that this process may use. No GPU has run this."""
+    """Bytes of a GPU that this process may use."""
     total: int = torch.cuda.get_device_properties(device).total_memory
     return int(total * torch.cuda.get_per_process_memory_fraction(device))
 

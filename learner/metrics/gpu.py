@@ -1,6 +1,6 @@
 """Metrics of a rank's GPU at each step: memory and utilisation. Empty without a GPU.
 
-torch reports utilisation only if nvidia-ml-py is installed. No GPU has run this.
+torch reports utilisation only if nvidia-ml-py is installed.
 """
 
 from __future__ import annotations

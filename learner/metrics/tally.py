@@ -227,7 +227,7 @@ def _to_cpu(values: Sequence[torch.Tensor | float]) -> list[float]:
 def _of_fresh(difference: torch.Tensor, fresh: torch.Tensor) -> dict[str, torch.Tensor]:
     """Mismatch sums over fresh tokens. `difference`: log mu - log pi.
 
-    Uses `where` instead of indexing, whose result size would force a GPU sync. No GPU has run this.
+    Uses `where` instead of indexing, whose result size would force a GPU sync.
     """
     zero = torch.zeros_like(difference)
     k3 = (-difference).clamp(max=_MAX_LOG).exp() - 1 + difference

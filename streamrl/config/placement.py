@@ -11,7 +11,8 @@ If there are too few, with `auto`:
 
 Processes that share a GPU get a fraction of its memory each; the fractions leave a tenth for the driver's contexts. A
 number in `learner.gpus` or `worker.gpus` is a demand: exactly as many, not shared, or an error; 0 means none. The order
-is that of CUDA_VISIBLE_DEVICES, which is how to choose. Without GPUs nothing is set. No GPU has run this.
+is that of CUDA_VISIBLE_DEVICES, which is how to choose. Without GPUs nothing is set. One GPU has run
+this, shared by a learner and a worker; several have not.
 """
 
 from __future__ import annotations

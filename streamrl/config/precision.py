@@ -5,7 +5,6 @@
 
 The learner that starts a run decides for all: the result is saved in the run's folder and sent to the workers. Reading
 the same file on another machine, for example to check it, shows what it would mean there.
-No GPU has run this.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import torch
 from bench.gpu_check import attention, copies, deaths, starts, steps, versions
 from bench.gpu_check.__main__ import Part, run_part
 from bench.gpu_check.rows import Outcome, Row, Scale, table
+from bench.gpu_check.shares import kind_of
 from bench.learner_gpu import SIZES
 from streamrl.learner.model.flops import peak_of
 from tests.helpers import wait_until
@@ -27,9 +28,26 @@ COMMAND = [sys.executable, "-m", "bench.gpu_check", "--reduced"]
 
 def test_a_step_is_told_with_its_flops_and_its_planned_peak() -> None:
     rows = {row.what: row for row in steps.check(REDUCED)}
-    assert list(rows) == ["tiny: planned peak", "tiny: useful"]
+    kinds = ("attention", "matrix products", "optimizer", "copies and casts", "elementwise and sums", "other kernels")
+    assert list(rows) == ["tiny: planned peak", "tiny: useful", *(f"tiny: {kind}" for kind in kinds)]
+    assert all(rows[f"tiny: {kind}"].value > 0 for kind in kinds[:-1])
     assert rows["tiny: useful"].value > 0
     assert "layers computed twice" in rows["tiny: useful"].note
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNN", "matrix products"),
+        ("void flash::flash_bwd_dq_dk_dv_loop_kernel", "attention"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::exp_kernel_cuda>", "elementwise and sums"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float>>", "optimizer"),
+        ("Memcpy DtoD (Device -> Device)", "copies and casts"),
+        ("ncclDevKernel_AllGather_RING_LL", "other kernels"),
+    ],
+)
+def test_a_kernel_counts_by_what_its_name_says(kernel: str, kind: str) -> None:
+    assert kind_of(kernel) == kind
 
 
 def test_on_a_gpu_the_sizes_are_those_that_people_train() -> None:
@@ -37,6 +55,7 @@ def test_on_a_gpu_the_sizes_are_those_that_people_train() -> None:
     assert found == {
         "1.5B, all activations": (1536, 28, 0.45),
         "1.5B, checkpointing": (1536, 28, 0.40),
+        "1.5B, checkpointing, compiled": (1536, 28, None),
         "7B-shaped, 4 layers": (3584, 4, None),
         "7B-shaped, 8 layers": (3584, 8, None),
     }
