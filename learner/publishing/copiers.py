@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from streamrl.errors import WeightsError
@@ -21,6 +22,8 @@ from streamrl.pinning import CudaRuntime, CudaRuntimeDouble, Pinned
 
 _PIECE_ELEMENTS = 1 << 24  # cast by a GPU at a time
 _WORD_BYTES = 8
+_MODULUS = 1 << 64
+_BLOCK_WORDS = 1 << 16  # summed on the host at a time, from its cache
 
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (target, source): flat, of equal length
 Ready = Callable[[], None]  # blocks until the copies are on the host
@@ -100,7 +103,7 @@ class OnStream:
 
         def check() -> None:
             for copied, expected in sums:
-                if int(sum_of_words(copied)) != int(expected):
+                if sum_on_host(copied) != int(expected) % _MODULUS:
                     raise WeightsError("the bytes copied from the GPU are not the cast of this step's weights")
 
         return ready, check
@@ -165,3 +168,18 @@ def sum_of_words(values: torch.Tensor) -> torch.Tensor:
     words = torch.nn.functional.pad(values, (0, num_left)).view(torch.int64)
     odd = torch.arange(1, 2 * len(words), 2, device=words.device)
     return (words * odd).sum()
+
+
+def sum_on_host(values: torch.Tensor) -> int:
+    """The same sum, mod 2^64, in one pass over the memory: numpy multiplies and sums integers without the temporaries
+    that torch needs.
+    """
+    flat = values.view(torch.uint8).numpy()
+    if num_left := -len(flat) % _WORD_BYTES:
+        flat = np.pad(flat, (0, num_left))
+    words, odd = flat.view(np.uint64), np.arange(1, 2 * _BLOCK_WORDS, 2, dtype=np.uint64)
+    total = 0
+    for begin in range(0, len(words), _BLOCK_WORDS):
+        block = words[begin : begin + _BLOCK_WORDS]
+        total += int(np.dot(block, odd[: len(block)])) + 2 * begin * int(block.sum())
+    return total % _MODULUS

@@ -22,6 +22,7 @@ from streamrl.learner.publishing.copiers import (
     Ready,
     StreamDouble,
     sum_of_words,
+    sum_on_host,
 )
 from streamrl.learner.publishing.host_copy import HostCopy, cast_digests
 from streamrl.pinning import CudaRuntimeDouble
@@ -152,6 +153,14 @@ def test_each_bit_counts_in_the_sum_of_words(bits: torch.dtype, length: int) -> 
             other[place] ^= torch.tensor(1, dtype=bits) << bit
             sums.add(int(sum_of_words(other)))
     assert len(sums) == 1 + 8 * values.element_size() * len({0, length // 2, length - 1})
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 4097, (1 << 18) + 5, 3 << 18])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_host_sums_the_words_as_a_gpu_does(dtype: torch.dtype, length: int) -> None:
+    """In blocks, of which the longer ones here are several."""
+    values = torch.randn(length).to(dtype)
+    assert sum_on_host(values) == int(sum_of_words(values)) % (1 << 64)
 
 
 def test_memory_that_may_not_be_pinned_is_used_as_it_is(tmp_path: Path) -> None:
