@@ -111,10 +111,15 @@ class _TokenLogProbs(torch.autograd.Function):
         matrix, offset = _in_dtype(weight, bias, head)
         for part in _chunks(weight, targets, head):
             logits = _sampled_from(project(hidden[part], matrix, offset, head), targets[part], early[part], head)
-            total[part] = logits.logsumexp(dim=-1)
-            logits -= total[part, None]
-            logp[part] = logits.gather(1, targets[part, None])[:, 0]
-            entropy[part] = -torch.bmm(logits.exp()[:, None], logits[:, :, None])[:, 0, 0]  # no third [t, V]
+            # Few passes over [t, V], and no third one in memory: `logsumexp` would compute another exponential.
+            peak = logits.amax(dim=-1)
+            logits -= peak[:, None]
+            weights = logits.exp()
+            mass = weights.sum(dim=-1)
+            log_mass = mass.log()
+            total[part] = peak + log_mass
+            logp[part] = logits.gather(1, targets[part, None])[:, 0] - log_mass
+            entropy[part] = log_mass - torch.bmm(weights[:, None], logits[:, :, None])[:, 0, 0] / mass
         ctx.save_for_backward(hidden, weight, bias, targets, early, total, entropy if entropy_learns else None)
         ctx.head = head
         if not entropy_learns:
