@@ -69,7 +69,7 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
     without, replayed, bits = [], [], []
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder:
-            model = _write_model(Path(folder) / "model", seed=seed)
+            model = write_model(Path(folder) / "model", seed=seed)
             pieces = _sampled(model, num_samples=num_samples, seed=seed)
             without.append(_measure(_config(model, "compare"), pieces))
             replayed.append(_measure(_config(model, "rollout"), pieces))
@@ -88,7 +88,8 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
     ]
 
 
-def _write_model(folder: Path, *, seed: int) -> Path:
+def write_model(folder: Path, *, seed: int) -> Path:
+    """Write a mixture of experts with random weights, and its tokenizer."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**_MODEL))

@@ -40,6 +40,12 @@ PARTS: Mapping[str, Part] = {
     "attention": Part("attention:check", 120, (), "flash attention against the reference"),
     "publish": Part("versions:publish", 300, ("transformers", "redis"), "what the learner's loop waits for a version"),
     "reload": Part("versions:reload", 420, ("vllm",), "what an engine pauses for a version"),
+    "routes": Part(
+        "routes:check",
+        420,
+        ("vllm", "redis"),
+        "a mixture of experts, trained by itself and by the routes that vLLM chose",
+    ),
     "deaths": Part("deaths:check", 600, ("vllm", "redis"), "five steps of a run; kill -9 of the rank, of the worker"),
 }
 _HELP = """Check a machine with a GPU in half an hour: what was only calculated, measured.

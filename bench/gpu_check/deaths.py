@@ -54,7 +54,7 @@ def check(scale: Scale) -> Iterator[Row]:
         try:
             yield from _watched(run, folder / "run" / "quickstart")
         finally:
-            _end(run)
+            end_run(run)
 
 
 def _watched(run: subprocess.Popen[bytes], folder: Path) -> Iterator[Row]:
@@ -117,7 +117,7 @@ def _start(folder: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def _end(run: subprocess.Popen[bytes]) -> None:
+def end_run(run: subprocess.Popen[bytes]) -> None:
     """Stop the run as an operator would; kill what does not stop."""
     if run.poll() is None:
         everything = {**_below(run.pid), run.pid: _began(run.pid)}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu_check import attention, copies, deaths, starts, steps, versions
+from bench.gpu_check import attention, copies, deaths, routes, starts, steps, versions
 from bench.gpu_check.__main__ import Part, run_part
 from bench.gpu_check.rows import Outcome, Row, Scale, table
 from bench.gpu_check.shares import kind_of
@@ -74,6 +74,13 @@ def test_each_place_of_weights_is_started_trained_saved_and_restored() -> None:
     reference = "reference on the host: largest difference"
     assert [*rows] == [*(f"{place}: {what}" for place in starts.PLACES for what in told), reference]
     assert {row.verdict for row in rows.values()} == {"ok", ""}
+
+
+@pytest.mark.long
+def test_a_mixture_is_nearer_to_its_engine_by_the_engines_routes() -> None:
+    rows = {row.what: row for row in routes.check(REDUCED)}
+    assert {row.verdict for row in rows.values()} == {"ok", ""}
+    assert rows["compare: routes that differ"].value > 0
 
 
 def test_what_a_run_says_of_paths_that_only_a_gpu_has_is_told(tmp_path: Path) -> None:
