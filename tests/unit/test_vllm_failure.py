@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.workers.engines.vllm_failure import failure_in, record_failure
+from streamrl.workers.engines.vllm_failure import record_failure, take_failure
 
 _LEARNED = RuntimeError("Engine core initialization failed. See root cause above.")
 
@@ -32,14 +32,16 @@ def log(logger: logging.Logger, message: str, error: Exception) -> None:
 
 
 def test_the_first_process_that_fails_to_start_is_the_reason(logger: logging.Logger, tmp_path: Path) -> None:
-    assert failure_in(tmp_path, _LEARNED) == str(_LEARNED)
+    assert take_failure(tmp_path, _LEARNED) == str(_LEARNED)
     log(logger, "Something else failed, and was gone without.", OSError("no matter"))
-    assert failure_in(tmp_path, _LEARNED) == str(_LEARNED)
+    assert take_failure(tmp_path, _LEARNED) == str(_LEARNED)
     log(logger, "WorkerProc failed to start.", ValueError("Free memory on device\n(1.0 GiB) is less than desired"))
     log(logger, "EngineCore failed to start.", Exception("WorkerProc initialization failed"))
-    assert failure_in(tmp_path, _LEARNED) == "ValueError: Free memory on device (1.0 GiB) is less than desired"
+    assert take_failure(tmp_path, _LEARNED) == "ValueError: Free memory on device (1.0 GiB) is less than desired"
+    log(logger, "WorkerProc failed to start.", OSError("at the next start"))
+    assert take_failure(tmp_path, _LEARNED) == "OSError: at the next start"
 
 
 def test_a_message_of_pages_is_cut(logger: logging.Logger, tmp_path: Path) -> None:
     log(logger, "EngineCore failed to start.", ValueError("word " * 10_000))
-    assert len(failure_in(tmp_path, _LEARNED)) == 600
+    assert len(take_failure(tmp_path, _LEARNED)) == 600

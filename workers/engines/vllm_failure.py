@@ -23,10 +23,14 @@ def record_failure(folder: Path) -> None:
         logger.addHandler(_Recorder(folder))
 
 
-def failure_in(folder: Path, error: Exception) -> str:
-    """Return the recorded failure, in one line; without one, that of `error`."""
+def take_failure(folder: Path, error: Exception) -> str:
+    """Return the recorded failure, in one line, and forget it: the next start may fail for another reason. Without one,
+    return that of `error`."""
+    path = folder / _FILE
     with suppress(OSError):
-        return (folder / _FILE).read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        path.unlink()
+        return text
     return str(error)
 
 

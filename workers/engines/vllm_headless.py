@@ -18,7 +18,7 @@ from typing import Any
 from streamrl.errors import EngineError
 from streamrl.workers.engines.base import EngineSettings, Meeting
 from streamrl.workers.engines.host_mirror import MIRROR_VARIABLE
-from streamrl.workers.engines.vllm_failure import failure_in
+from streamrl.workers.engines.vllm_failure import take_failure
 from streamrl.workers.engines.vllm_ranks import message_segments, remove_shared
 from streamrl.workers.engines.vllm_start import vllm_config
 
@@ -44,7 +44,7 @@ class HeadlessRanks:
         try:
             self._executor = MultiprocExecutor(config, monitor_workers=False)
         except Exception as error:  # vLLM's own errors have no common base
-            raise EngineError(f"vLLM's ranks did not start: {failure_in(self._scratch, error)}") from error
+            raise EngineError(f"vLLM's ranks did not start: {take_failure(self._scratch, error)}") from error
         self._shared = {name for rank in self._executor.workers for name in message_segments(rank.proc.pid)}
 
     def wait(self) -> str:

@@ -36,7 +36,7 @@ from streamrl.interface import gloo_from
 from streamrl.misfits import misfits
 from streamrl.workers.engines.base import EngineSettings, Meeting
 from streamrl.workers.engines.routes import shape_of_vllm, vllm_args
-from streamrl.workers.engines.vllm_failure import failure_in
+from streamrl.workers.engines.vllm_failure import take_failure
 from streamrl.workers.engines.vllm_forked import forking_engines, import_ahead
 from streamrl.workers.engines.vllm_plugin import (
     OWNER_VARIABLE,
@@ -109,7 +109,7 @@ def build_llm(settings: EngineSettings, scratch: Path, meeting: Meeting | None =
         with forking_engines() if config.model_config.enforce_eager else nullcontext():
             llm = AsyncLLM(config, Executor.get_class(config), log_stats=True, log_requests=False)
     except Exception as error:  # vLLM's own errors have no common base
-        raise EngineError(f"vLLM did not start: {failure_in(scratch, error)}") from error
+        raise EngineError(f"vLLM did not start: {take_failure(scratch, error)}") from error
     return llm, watch_steps(llm)
 
 
