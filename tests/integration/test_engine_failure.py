@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
-import pytest
-
-from streamrl.errors import EngineError
-from streamrl.workers.engines.base import EngineSettings
-from streamrl.workers.engines.model import read_model
-from streamrl.workers.engines.vllm_engine import VllmEngine
 from tests.tiny_models import make_model
-from tests.worker_world import worker_config
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of what vLLM imports
+ROOT = Path(__file__).parents[2]
 
 
-async def test_the_reason_is_that_of_the_process_that_failed(tmp_path: Path) -> None:
+def test_the_reason_is_that_of_the_process_that_failed(tmp_path: Path) -> None:
     """As on a GPU with too little memory left."""
-    facts = read_model(str(make_model(tmp_path / "model")), trust_remote_code=False)
-    config = worker_config(engine="vllm", threads=1, engine_args={"kv_cache_memory_bytes": 1})
-    engine = VllmEngine(EngineSettings(model=facts, config=config, seed=1))
-    with pytest.raises(EngineError, match=r"^vLLM did not start: ValueError: .*cache blocks") as caught:
-        await engine.start()
-    await engine.stop()
-    assert "root cause above" not in str(caught.value)
-    assert "\n" not in str(caught.value)
+    model, arguments = make_model(tmp_path / "model"), json.dumps({"kv_cache_memory_bytes": 1})
+    command = [sys.executable, "-m", "tests.integration.lone_engine", str(model), arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("streamrl.errors.EngineError: ")]
+    assert len(errors) == 1
+    assert errors[0].startswith("streamrl.errors.EngineError: vLLM did not start: ValueError: No available memory for")
+    assert "root cause above" not in errors[0]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import torch
 
 from streamrl.pinning import CudaRuntimeDouble, Pinned
 
-_NUM_BYTES = 1 << 26  # so large that the system takes it back at once
+_NUM_BYTES = 1 << 20
 
 
 class Watching(CudaRuntimeDouble):
@@ -31,7 +32,7 @@ def is_mapped(address: int) -> bool:
 def test_memory_is_unpinned_just_before_it_is_freed() -> None:
     runtime = Watching()
     pinned = Pinned(runtime, runtime.launch)
-    memory = torch.zeros(_NUM_BYTES, dtype=torch.uint8)
+    memory = torch.frombuffer(mmap.mmap(-1, _NUM_BYTES), dtype=torch.uint8)  # given back with the tensor
     address = memory.data_ptr()
     assert pinned.hold(memory)
     assert runtime.pinned == {address: _NUM_BYTES}
