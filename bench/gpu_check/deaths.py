@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 
 from bench.gpu_check.rows import Row, Scale
+from bench.gpu_check.runs import alive, below, running
 from streamrl.demos.quickstart import write_base_model, write_data
 from streamrl.errors import ResourceError
 from streamrl.held_folders import scratch_folder
@@ -49,35 +49,32 @@ _SETTINGS = {
 
 
 def check(scale: Scale) -> Iterator[Row]:
-    with scratch_folder() as folder:
-        run = _start(folder)
-        try:
-            yield from _watched(run, folder / "run" / "quickstart")
-        finally:
-            end_run(run)
+    conf = Path(__file__).parents[2] / "conf" / "quickstart.yaml"
+    with scratch_folder() as folder, running(conf, _prepared(folder)) as run:
+        yield from _watched(run, folder / "run" / "quickstart")
 
 
 def _watched(run: subprocess.Popen[bytes], folder: Path) -> Iterator[Row]:
     began = time.monotonic()
     _await(lambda: _steps(folder) >= 1, _START_S, "the first step", run)
     yield Row(what="start to first step", value=time.monotonic() - began, unit="s", note="quickstart's model")
-    [rank] = [pid for pid in _below(run.pid) if _name(pid) == "rank-0"]
+    [rank] = [pid for pid in below(run.pid) if _name(pid) == "rank-0"]
     done, killed = _steps(folder), time.monotonic()
     os.kill(rank, signal.SIGKILL)
     _await(lambda: _steps(folder) > done, _STEP_S, "a step after the rank's death", run)
     yield Row(what="kill -9 of the rank: next step after", value=time.monotonic() - killed, unit="s")
-    worker = next(pid for pid in _below(run.pid) if _is_worker(pid))
-    below, killed = _below(worker), time.monotonic()
+    worker = next(pid for pid in below(run.pid) if _is_worker(pid))
+    children, killed = below(worker), time.monotonic()
     os.kill(worker, signal.SIGKILL)
-    while (left := [pid for pid, at in below.items() if _alive(pid, at)]) and time.monotonic() < killed + _END_S:
+    while (left := [pid for pid, at in children.items() if alive(pid, at)]) and time.monotonic() < killed + _END_S:
         time.sleep(_POLL_S)
-    note = f"of {len(below)}; the last ended after {time.monotonic() - killed:.2f} s"
+    note = f"of {len(children)}; the last ended after {time.monotonic() - killed:.2f} s"
     yield Row(what="kill -9 of the worker: orphans", value=len(left), unit="", goal=0, better="lower", note=note)
-    everything = _below(run.pid)
+    everything = below(run.pid)
     code = run.wait(timeout=_START_S)
     yield Row(what="exit code of the run", value=code, unit="", goal=0, better="lower")
     yield Row(what="steps made", value=_steps(folder), unit="", goal=_STEPS)
-    still = [pid for pid, at in everything.items() if _alive(pid, at)]
+    still = [pid for pid, at in everything.items() if alive(pid, at)]
     yield Row(what="processes left", value=len(still), unit="", goal=0, better="lower")
     yield from told_by(folder)
 
@@ -96,11 +93,12 @@ def told_by(folder: Path) -> Iterator[Row]:
         yield Row(what=what, value=len(matching), unit="lines", goal=0, better="lower", note=why)
 
 
-def _start(folder: Path) -> subprocess.Popen[bytes]:
+def _prepared(folder: Path) -> Mapping[str, object]:
+    """Write what the run needs; return its settings."""
     write_base_model(folder / "base", seed=1)
     write_data(folder / "data", seed=1)
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"  # flash attention needs bf16
-    settings = {
+    return {
         **_SETTINGS,
         "dir": folder / "run",
         "model.path": folder / "base",
@@ -108,26 +106,6 @@ def _start(folder: Path) -> subprocess.Popen[bytes]:
         "model.dtype": dtype,
         "weights.dtype": dtype,
     }
-    overrides = [f"{name}={value}" for name, value in settings.items()]
-    conf = Path(__file__).parents[2] / "conf" / "quickstart.yaml"
-    return subprocess.Popen(
-        [sys.executable, "-m", "streamrl.ops.cli.main", "up", str(conf), *overrides],
-        stdin=subprocess.DEVNULL,
-        stdout=sys.stderr,
-    )
-
-
-def end_run(run: subprocess.Popen[bytes]) -> None:
-    """Stop the run as an operator would; kill what does not stop."""
-    if run.poll() is None:
-        everything = {**_below(run.pid), run.pid: _began(run.pid)}
-        run.send_signal(signal.SIGTERM)
-        try:
-            run.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            for pid, at in everything.items():
-                if _alive(pid, at):
-                    os.kill(pid, signal.SIGKILL)
 
 
 def _steps(folder: Path) -> int:
@@ -146,34 +124,6 @@ def _await(holds: Callable[[], bool], limit_s: float, what: str, run: subprocess
         if time.monotonic() > until:
             raise ResourceError(f"no sign of {what} within {limit_s:g} s")
         time.sleep(_POLL_S)
-
-
-def _below(pid: int) -> Mapping[int, str]:
-    """Return all descendants, with the start time of each."""
-    parents = {int(path.name): _stat(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
-    found, more = {pid}, True
-    while more:
-        more = {one for one, stat in parents.items() if stat and int(stat[1]) in found} - found
-        found |= more
-    return {one: _began(one) for one in found - {pid}}
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; empty if the process is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _began(pid: int) -> str:
-    stat = _stat(pid)
-    return stat[19] if stat else ""
-
-
-def _alive(pid: int, at: str) -> bool:
-    stat = _stat(pid)
-    return bool(stat) and stat[0] != "Z" and stat[19] == at
 
 
 def _name(pid: int) -> str:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.gpu_check.deaths import end_run
 from bench.gpu_check.rows import Row, Scale
+from bench.gpu_check.runs import running
 from bench.routes import write_model
 from streamrl.errors import ResourceError
 from streamrl.held_folders import scratch_folder
@@ -23,9 +22,8 @@ _LIMIT_S = 200.0  # of one run
 _APART = 0.5  # as `bench routes`
 _CONFIG = f"""
 name: mixture
-dir: runs
-model: {{path: model, dtype: bfloat16}}
-data: {{train: train.jsonl, max_prompt_tokens: 16}}
+model: {{dtype: bfloat16}}
+data: {{max_prompt_tokens: 16}}
 sampling: {{num_samples: 8, max_tokens: 48, min_tokens: 24}}
 rewards: {{exact: {{type: function, target: exact_match}}}}
 algorithm: {{drop_zero_variance: false, mask_unfinished: false}}
@@ -71,19 +69,18 @@ def _write(folder: Path) -> None:
 
 
 def _train(folder: Path, replay: str, *, engine: str) -> None:
-    overrides = [f"algorithm.routing_replay={replay}", f"worker.engine={engine}"]
-    run = subprocess.Popen(
-        [sys.executable, "-m", "streamrl.ops.cli.main", "up", str(folder / "run.yaml"), *overrides],
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=sys.stderr,
-    )
-    try:
-        code = run.wait(timeout=_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        raise ResourceError(f"the run with routing_replay={replay} took longer than {_LIMIT_S:g} s") from None
-    finally:
-        end_run(run)
+    settings = {
+        "dir": folder / "runs",
+        "model.path": folder / "model",
+        "data.train": folder / "train.jsonl",
+        "algorithm.routing_replay": replay,
+        "worker.engine": engine,
+    }
+    with running(folder / "run.yaml", settings) as run:
+        try:
+            code = run.wait(timeout=_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise ResourceError(f"the run with routing_replay={replay} took longer than {_LIMIT_S:g} s") from None
     if code:
         raise ResourceError(f"the run with routing_replay={replay} ended with code {code}")
 

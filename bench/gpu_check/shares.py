@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -17,7 +16,7 @@ _KINDS = {
     "attention": ("flash", "fmha", "attention"),
     "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "aten::mm", "aten::addmm", "aten::bmm"),
     "optimizer": ("adam",),
-    "copies and casts": ("memcpy", "memset", "copy", "aten::to", "chunk_cat", "split_with_sizes", "cat"),
+    "copies and casts": ("memcpy", "memset", "copy", "chunk_cat", "split_with_sizes", "aten::cat"),
     "elementwise and sums": ("elementwise", "reduce", "vectorized", "softmax", "triton", "aten::"),
 }
 _OTHER = "other kernels"
@@ -31,7 +30,7 @@ def shares(name: str, step: Callable[[], object], scale: Scale) -> Iterator[Row]
     spent = Counter[str]()
     for event in seen.events() or ():
         if not on_gpu or event.device_type == DeviceType.CUDA:
-            spent[kind_of(event.name)] += _microseconds(event, on_gpu=on_gpu) / 1e6
+            spent[kind_of(event.name)] += (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
     for kind in (*_KINDS, _OTHER):
         yield Row(what=f"{name}: {kind}", value=spent[kind], unit="s", note=f"of {took_s:.3g} s, with the profiler")
     if on_gpu:
@@ -42,7 +41,3 @@ def shares(name: str, step: Callable[[], object], scale: Scale) -> Iterator[Row]
 def kind_of(name: str) -> str:
     lower = name.lower()
     return next((kind for kind, words in _KINDS.items() if any(word in lower for word in words)), _OTHER)
-
-
-def _microseconds(event: Any, *, on_gpu: bool) -> float:
-    return float(event.self_device_time_total if on_gpu else event.self_cpu_time_total)

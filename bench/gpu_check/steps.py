@@ -97,13 +97,8 @@ def _of(name: str, case: _Case, scale: Scale) -> Iterator[Row]:
 
 def _config(case: _Case, scale: Scale) -> schema.Config:
     config = make_config(micro_batch_tokens=64 if scale.is_reduced else 16_384, dtype="bfloat16")
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(
-                update={"gradient_checkpointing": case.checkpointing, "compile": case.compiled}
-            )
-        }
-    )
+    ways = {"gradient_checkpointing": case.checkpointing, "compile": case.compiled}
+    return config.model_copy(update={"model": config.model.model_copy(update=ways)})
 
 
 def _planned(size: Size, config: schema.Config, lengths: Lengths) -> Plan:

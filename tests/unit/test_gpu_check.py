@@ -42,6 +42,7 @@ def test_a_step_is_told_with_its_flops_and_its_planned_peak() -> None:
         ("void flash::flash_bwd_dq_dk_dv_loop_kernel", "attention"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::exp_kernel_cuda>", "elementwise and sums"),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float>>", "optimizer"),
+        ("void at::native::_scatter_gather_elementwise_kernel<128, 8>", "elementwise and sums"),
         ("Memcpy DtoD (Device -> Device)", "copies and casts"),
         ("ncclDevKernel_AllGather_RING_LL", "other kernels"),
     ],
