@@ -10,6 +10,7 @@ import select
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -145,24 +146,26 @@ def _pipe_beyond(number: int) -> list[int]:
 
 
 @contextmanager
-def chromium(program: str, profile: Path) -> Iterator[Browser]:
+def chromium(program: str) -> Iterator[Browser]:
     """Run Chromium, which reads commands from descriptor 3 and answers on 4."""
     its_in, to_it = _pipe_beyond(4)
     from_it, its_out = _pipe_beyond(4)
     script = f'exec "$@" 3<&{its_in} 4>&{its_out} {its_in}<&- {its_out}>&-'
-    process = subprocess.Popen(
-        ["bash", "-c", script, "bash", program, *_ARGUMENTS, f"--user-data-dir={profile}"],
-        pass_fds=(its_in, its_out),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    os.close(its_in)
-    os.close(its_out)
-    try:
-        yield Browser(to_it, from_it)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)  # the whole group: Chromium has many processes
-        process.wait()
-        os.close(to_it)
-        os.close(from_it)
+    with tempfile.TemporaryDirectory(prefix="chromium-", dir="/tmp") as folder:  # a short path, for its sockets
+        process = subprocess.Popen(
+            ["bash", "-c", script, "bash", program, *_ARGUMENTS, f"--user-data-dir={folder}/profile"],
+            env={**os.environ, "TMPDIR": folder},  # being killed, it leaves what it has there
+            pass_fds=(its_in, its_out),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        os.close(its_in)
+        os.close(its_out)
+        try:
+            yield Browser(to_it, from_it)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)  # the whole group: Chromium has many processes
+            process.wait()
+            os.close(to_it)
+            os.close(from_it)

@@ -153,11 +153,11 @@ def test_beyond_loopback_a_token_is_needed(run: Watched, capsys: pytest.CaptureF
 
 
 @pytest.fixture
-def page(tmp_path: Path) -> Iterator[Page]:
+def page() -> Iterator[Page]:
     program, why_not = find_chromium()
     if program is None:
         pytest.skip(f"no Chromium on PATH, and {why_not}: `apt-get install chromium` runs the tests of the page")
-    with chromium(program, tmp_path / "profile") as browser:
+    with chromium(program) as browser:
         yield browser.page()
 
 
