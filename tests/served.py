@@ -1,12 +1,15 @@
-"""vLLM's own server as a process, via `streamrl serve` or alone: started, awaited, and never left behind."""
+"""vLLM's own server as a process, via `streamrl serve` or alone: started, awaited, and never left behind, nor are its
+temporary files, which `streamrl serve` has to remove by itself."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +20,14 @@ from urllib.error import URLError
 from tests.helpers import wait_until
 
 _START_S = 300.0
+_CACHE = "torchinductor_"  # kept for the next start
 
 
 class Served:
     def __init__(self, model: Path, *, logs: Path, options: Sequence[str] = (), by_itself: bool = False) -> None:
         """`by_itself`: vLLM without streamrl."""
         self.model = model
+        self._by_itself = by_itself
         self._log = logs / "served.log"
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
@@ -36,7 +41,8 @@ class Served:
     def __enter__(self) -> Self:
         # Disable compilation: vLLM would compile sampling code for half a minute at its first requests.
         lean = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
-        environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, **lean}
+        self._temporary = Path(tempfile.mkdtemp(prefix="served-", dir="/tmp"))  # a short path, for its sockets
+        environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, **lean, "TMPDIR": str(self._temporary)}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command, env=environment, stdout=log, stderr=log, start_new_session=True
@@ -60,6 +66,9 @@ class Served:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        left = sorted(path.name for path in self._temporary.iterdir() if not path.name.startswith(_CACHE))
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        assert self._by_itself or not left, f"streamrl serve left {left} in the folder of temporary files"
 
     def _is_well(self) -> bool:
         assert self._process.poll() is None, self._log.read_text()[-3000:]

@@ -38,7 +38,7 @@ def register() -> None:
     if owner is not None and owner != str(os.getpid()):
         _die_with(int(owner))
         record_failure(Path(os.environ[SOCKETS_VARIABLE]))
-        _keep_temporary_files_in(os.environ[SOCKETS_VARIABLE])
+        keep_temporary_files_in(os.environ[SOCKETS_VARIABLE])
 
 
 def _die_with(owner: int) -> None:
@@ -50,7 +50,7 @@ def _die_with(owner: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _keep_temporary_files_in(folder: str) -> None:
+def keep_temporary_files_in(folder: str) -> None:
     """Redirect `tempfile`, but not through TMPDIR: reward functions would inherit it, and they outlive this engine."""
     # Later engines share torch's compile cache.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.geteuid()}")

@@ -1,5 +1,5 @@
-"""Runs vLLM's OpenAI-compatible server, for `streamrl serve`. Like a worker's engine, its processes are spawned, and
-packages incompatible with this torch are not imported."""
+"""Runs vLLM's OpenAI-compatible server, for `streamrl serve`. As with a worker's engine, its processes are spawned, end
+with their parent, leave no temporary files, and do not import packages that are incompatible with this torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import sys
 from collections.abc import Sequence
 
 from streamrl.errors import DataError, ResourceError, UserError
+from streamrl.held_folders import scratch_folder
 from streamrl.misfits import misfits
+from streamrl.workers.engines.vllm_plugin import OWNER_VARIABLE, SOCKETS_VARIABLE, keep_temporary_files_in
 from streamrl.workers.engines.vllm_start import CPU_KV_CACHE_BYTES, LOOK_AT_MODEL
 
 _ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -17,7 +19,13 @@ _ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": 
 
 def serve(model: str, *, name: str, host: str, port: int, further: Sequence[str]) -> None:
     """Serve until stopped. No GPU has run this."""
-    os.environ.update(_ENVIRONMENT)
+    with scratch_folder() as scratch:
+        os.environ.update(_ENVIRONMENT | {OWNER_VARIABLE: str(os.getpid()), SOCKETS_VARIABLE: str(scratch)})
+        keep_temporary_files_in(str(scratch))
+        _serve(model, name=name, host=host, port=port, further=further)
+
+
+def _serve(model: str, *, name: str, host: str, port: int, further: Sequence[str]) -> None:
     try:
         from vllm.entrypoints.launchers.api_server.entry import main
         from vllm.model_executor.models import registry
