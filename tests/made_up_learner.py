@@ -66,8 +66,8 @@ class MadeUpLearner:
         self.stream.issue(tickets)
         return tickets
 
-    def groups(self, count: int, *, purpose: Purpose = "train", timeout_s: float = 60.0) -> list[Group]:
-        """Return the next groups."""
+    def groups(self, count: int, *, purpose: Purpose = "train", timeout_s: float = 240.0) -> list[Group]:
+        """Return the next groups. On busy cores a worker that has to start first takes more than a minute."""
         found: list[Group] = []
 
         def enough() -> bool:
