@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
 from statistics import mean
 
@@ -58,6 +59,11 @@ class Curve:
         """Return (seconds since the beginning, reward) of each step."""
         assert self.began is not None, "a step was made, so it has begun"
         return [(round(step.at - self.began, 3), round(step.reward, 4)) for step in self.steps]
+
+    def costs(self) -> list[tuple[float, int]]:
+        """Return (seconds since the beginning, tokens of all answers) up to the end of each step."""
+        tokens = accumulate(step.num_tokens for step in self.steps)
+        return [(seconds, total) for (seconds, _), total in zip(self.points(), tokens, strict=True)]
 
     def rates(self, *, after: int) -> tuple[float, float]:
         """Return (samples, useful tokens) per second, excluding the first `after` steps."""

@@ -9,12 +9,12 @@ import inspect
 import json
 import random
 from collections.abc import Sequence
-from itertools import islice
+from itertools import filterfalse, islice
 from pathlib import Path
 
 from bench import peers_task
 from bench.measure import Say
-from bench.peers_task import demonstrate, examples, lessons
+from bench.peers_task import demonstrate, examples, is_held_out, lessons
 from streamrl.demos.quickstart import write_base_model
 
 _SEED = 7
@@ -26,7 +26,7 @@ _STAMP = "made.json"  # written last
 
 
 def write_prompts(path: Path, *, seed: int, num_prompts: int) -> None:
-    found = islice(examples(random.Random(seed)), num_prompts)
+    found = islice(filterfalse(is_held_out, examples(random.Random(seed))), num_prompts)
     _write(path, [{"prompt": one.prompt, "answer": one.answer} for one in found])
 
 

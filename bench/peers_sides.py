@@ -23,6 +23,7 @@ import yaml
 from bench.measure import Say
 from bench.peer_trl import environment
 from bench.peers_curve import Curve, Target, read_streamrl, read_trl
+from bench.peers_held_out import Snapshot, streamrl_snapshots, trl_snapshots
 from bench.peers_terms import NUM_CORES, Terms
 from bench.peers_trl_side import BEST, Settings, trl_command
 from streamrl.errors import ResourceError
@@ -40,6 +41,7 @@ class Side:
     name: str
     prepare: Callable[[Terms, Path, Path, int], Command]  # (terms, prompts, folder of the run, seed)
     read: Callable[[Path], Curve]  # of the run's folder
+    snapshots: Callable[[Path], Iterator[Snapshot]]  # of the run's folder, in the order of their steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,12 @@ def sides(say: Say) -> tuple[Side, Side]:
     """Return (TRL, streamrl), creating TRL's environment if needed."""
     return (
         trl_side(environment(say), BEST),
-        Side(name="streamrl", prepare=streamrl_command, read=lambda folder: read_streamrl(folder / _RUN)),
+        Side(
+            name="streamrl",
+            prepare=streamrl_command,
+            read=lambda folder: read_streamrl(folder / _RUN),
+            snapshots=lambda folder: streamrl_snapshots(folder / _RUN),
+        ),
     )
 
 
@@ -68,7 +75,7 @@ def trl_side(python: Path, settings: Settings) -> Side:
     def prepare(terms: Terms, prompts: Path, folder: Path, seed: int) -> Command:
         return trl_command(python, settings, terms, prompts, folder, seed)
 
-    return Side(name="TRL", prepare=prepare, read=read_trl)
+    return Side(name="TRL", prepare=prepare, read=read_trl, snapshots=trl_snapshots)
 
 
 def run(side: Side, terms: Terms, *, prompts: Path, folder: Path, seed: int, limits: Limits, say: Say) -> Watched:
@@ -191,7 +198,7 @@ def _config(terms: Terms, prompts: Path, folder: Path, seed: int) -> dict[str, A
         },
         "lag": {"max_steps": 1},  # the worker is faster than the learner: more lag would only fill the queue
         "weights": {"dtype": "float32"},
-        "checkpoint": {"every_steps": 50},
+        "checkpoint": {"every_steps": terms.snapshot_every, "keep_last": terms.max_steps},
         "validation": {"every_steps": 0, "at_start": False, "at_end": False},
         "worker": {"threads": 1, "grace_s": 1.0, "engine_args": {"kv_cache_memory_bytes": _KV_CACHE_BYTES}},
         "learner": {"threads": 1},

@@ -5,8 +5,8 @@
 The starting number is log-normal, so answer lengths are long-tailed: half have less than a dozen digits, a few more
 than a hundred, and the longest in a step has four times the mean. The warm-up demonstrations are careless: they answer
 most prompts with `>` by ones. So the model can count both ways from any number, and has to learn when to do which: what
-it learns on one prompt applies to all. The reward is the fraction of correct numbers. Only uses the standard library,
-since both peers import this file.
+it learns on one prompt applies to all. The reward is the fraction of correct numbers. Every fifth number is held out:
+reinforcement has no prompt that starts there. Only uses the standard library, since both peers import this file.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _BY_ONES, _BY_TWOS = "<", ">"
 _LEAST, _MEDIAN, _SPREAD, _MOST = 2, 8, 1.2, 99  # the spread is the sigma of the log-normal
 _WIDTH = 2
 _SHARE_BY_TWOS = 0.8
+_EVERY_HELD_OUT, _FIRST_HELD_OUT = 5, 3
 _CARELESSNESS = 0.7  # fraction of `>` demonstrations that count by ones
 
 
@@ -37,6 +38,10 @@ def examples(rng: random.Random) -> Iterator[Example]:
     while True:
         drawn = _MEDIAN * math.exp(rng.gauss(0.0, _SPREAD))
         yield _example(min(_MOST, max(_LEAST, round(drawn))), rng)
+
+
+def is_held_out(example: Example) -> bool:
+    return int(example.prompt[:-1]) % _EVERY_HELD_OUT == _FIRST_HELD_OUT
 
 
 def lessons(rng: random.Random) -> Iterator[Example]:

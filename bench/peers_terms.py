@@ -22,6 +22,7 @@ class Terms:
     betas: tuple[float, float] = (0.9, 0.999)
     clip_norm: float = 0.0  # off: it would affect losses that differ by a factor differently
     max_steps: int = 400
+    snapshot_every: int = 20  # steps; both save their weights, which are graded after the run
     longest: int = peers_task.LONGEST  # tokens per answer
     reward: Path = _TASK  # a module with a function `reward`, which imports nothing of ours
 

@@ -1,7 +1,8 @@
 """TRL's side of the peers: `python peers_trl.py TASK.json`, in TRL's own environment, alone or under torchrun.
 
 Calls its RLOO trainer as any user would. Appends one line per step to the task's steps file, after a first line with
-the time at which training began. Imports nothing of streamrl; the reward is a plain module.
+the time at which training began, and saves the weights every few steps. Imports nothing of streamrl; the reward is a
+plain module.
 """
 
 import json
@@ -9,6 +10,7 @@ import runpy
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -18,10 +20,11 @@ import trl
 
 
 class Steps(transformers.TrainerCallback):
-    """Records the result of each step for the observing process."""
+    """Records the result of each step for the observing process, and saves weights for grading them later."""
 
-    def __init__(self, path: str, *, num_samples: int) -> None:
+    def __init__(self, path: str, *, num_samples: int, snapshots: str, snapshot_every: int) -> None:
         self._path, self._num_samples = path, num_samples
+        self._snapshots, self._snapshot_every = Path(snapshots), snapshot_every
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
@@ -32,6 +35,12 @@ class Steps(transformers.TrainerCallback):
             tokens = round(logs["completions/mean_length"] * self._num_samples)
             line = {"step": state.global_step, "at": time.time(), "reward": logs["reward"]}
             self._write({**line, "num_samples": self._num_samples, "num_tokens": tokens})
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        if state.is_world_process_zero and state.global_step % self._snapshot_every == 0:
+            unfinished = self._snapshots / "unfinished"
+            getattr(model, "module", model).save_pretrained(unfinished)
+            unfinished.rename(self._snapshots / str(state.global_step))
 
     def _write(self, line: dict[str, float]) -> None:
         with open(self._path, "a") as file:
@@ -93,7 +102,14 @@ def make_trainer(task: dict[str, Any]) -> trl.RLOOTrainer:
         reward_funcs=scored_by(task["reward"]),
         args=settings,
         train_dataset=datasets.Dataset.from_list(prompts),
-        callbacks=[Steps(task["steps"], num_samples=task["samples_per_step"])],
+        callbacks=[
+            Steps(
+                task["steps"],
+                num_samples=task["samples_per_step"],
+                snapshots=task["snapshots"],
+                snapshot_every=task["snapshot_every"],
+            )
+        ],
     )
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.peers_curve import TRL_STEPS
+from bench.peers_held_out import TRL_SNAPSHOTS
 from bench.peers_terms import NUM_CORES, Terms
 from bench.report import Fact
 from streamrl.ops.launch.processes import Command
@@ -55,6 +56,8 @@ def trl_command(python: Path, settings: Settings, terms: Terms, prompts: Path, f
         "model": str(terms.model),
         "prompts": str(prompts),
         "steps": str(folder / TRL_STEPS),
+        "snapshots": str(folder / TRL_SNAPSHOTS),
+        "snapshot_every": terms.snapshot_every,
         "output": str(folder / "output"),
         "samples_per_step": terms.samples_per_step,
         "num_samples": terms.num_samples,

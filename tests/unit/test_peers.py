@@ -12,21 +12,25 @@ from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import pytest
+import safetensors.torch
 
 from bench.measure import Say
 from bench.peers import Outcome, Plan, lines, measure
 from bench.peers_curve import Curve, Step, Target, read_streamrl, read_trl
+from bench.peers_held_out import Grade, Grades, Snapshot, grade
 from bench.peers_model import write_prompts
 from bench.peers_sides import Limits, Side, Watched, memory_of, run, streamrl_command
-from bench.peers_task import LONGEST, Example, demonstrate, examples, reward
+from bench.peers_task import LONGEST, Example, demonstrate, examples, is_held_out, reward
 from bench.peers_terms import Terms
 from bench.peers_trl_side import Settings, trl_command
 from bench.report import Bar
 from bench.resume import Done
 from streamrl.config.check import check_config
 from streamrl.config.load import load_config
+from streamrl.demos.quickstart import write_base_model
 from streamrl.errors import ResourceError
 from streamrl.ops.launch.processes import Command
 
@@ -52,16 +56,21 @@ def curve(rewards: Sequence[float]) -> Curve:
     return Curve(began=100.0, steps=tuple(steps))
 
 
-def outcome(**changes: float) -> Outcome:
+def grades(seconds: float, accuracies: Sequence[float]) -> list[dict[str, float]]:
+    """The accuracy of one snapshot after another, each for so many seconds and a thousand tokens."""
+    return [{"seconds": n * seconds, "tokens": 1000.0 * n, "accuracy": value} for n, value in enumerate(accuracies)]
+
+
+def outcome(**changes: Any) -> Outcome:
     fields = {
         "samples_per_s": 10.0,
         "tokens_per_s": 100.0,
-        "reached": True,
         "target_s": 60.0,
         "num_steps": 20,
         "ready_s": 5.0,
         "peak_bytes": 1 << 30,
         "points": (),
+        "grades": grades(10.0, [0.0, 1.0]),
     }
     return Outcome(**{**fields, **changes})
 
@@ -150,16 +159,45 @@ def test_the_steps_of_streamrl_are_those_of_its_metrics(tmp_path: Path) -> None:
 
 
 def test_peers_are_compared_within_a_round() -> None:
-    ours = [outcome(samples_per_s=30.0, target_s=10.0), outcome(samples_per_s=20.0, target_s=30.0)]
-    theirs = [outcome(samples_per_s=10.0, target_s=40.0), outcome(samples_per_s=5.0, target_s=60.0, reached=False)]
+    ours = [outcome(samples_per_s=30.0, grades=grades(2.0, [0.0, 1.0]), ready_s=4.0), outcome(samples_per_s=20.0)]
+    theirs = [
+        outcome(samples_per_s=10.0, grades=grades(20.0, [0.0, 1.0]), ready_s=2.0),
+        outcome(samples_per_s=5.0, target_s=50.0, grades=grades(20.0, [0.0, 0.2, 0.4])),
+    ]
     found = {line.name: line for line in lines({"a": ours, "b": theirs}, ours="a", theirs="b", with_target=True)}
-    speed, time = found["samples/s / TRL's"], found["time to the target / TRL's"]
+    speed, time = found["samples/s / TRL's"], found["time to a held-out accuracy of 0.5 / TRL's"]
+    with_start = found["time to a held-out accuracy of 0.5, with starting / TRL's"]
     assert isinstance(speed, Bar)
     assert isinstance(time, Bar)
+    assert isinstance(with_start, Bar)
     assert (speed.value, speed.ok) == (3.5, True)
-    assert (time.value, time.ok) == (0.375, True)
+    assert (time.value, time.ok) == (0.1, True), "1 of 10 s, and 5 of the 50 s of a run that never reached it"
+    assert (with_start.value, with_start.ok) == (pytest.approx(mean([5 / 12, 10 / 55])), False)
     learned = [found[f"{name}: runs that learned it"] for name in "ab"]
     assert [(line.value, isinstance(line, Bar) and line.ok) for line in learned] == [(2, True), (1, False)]
+
+
+def test_accuracies_are_compared_at_equal_tokens() -> None:
+    slow, fast = outcome(grades=grades(1.0, [0.0, 0.5])), outcome(grades=grades(1.0, [0.0, 1.0, 0.2]))
+    found = {line.name: line for line in lines({"a": [slow], "b": [fast]}, ours="a", theirs="b", with_target=True)}
+    line = found["held-out accuracy by tokens, beyond TRL's"]
+    assert isinstance(line, Bar)
+    assert (line.value, line.ok) == (pytest.approx(-0.5 * mean(part / 10 for part in range(1, 11))), False)
+
+
+def test_no_prompt_of_the_training_starts_at_a_number_that_is_held_out(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "prompts", seed=1, num_prompts=500)
+    rows = [json.loads(line) for line in (tmp_path / "prompts").read_text().splitlines()]
+    assert {int(row["prompt"][:-1]) % 5 for row in rows} == {0, 1, 2, 4}
+    assert not any(is_held_out(Example(**row)) for row in rows)
+
+
+def test_the_weights_of_both_are_graded_at_the_cost_of_their_step(tmp_path: Path) -> None:
+    write_base_model(tmp_path / "model", seed=1, num_positions=256)
+    weights = safetensors.torch.load_file(tmp_path / "model" / "model.safetensors")
+    snapshots = [Snapshot(step=step, weights={n: w * 0 for n, w in weights.items()}) for step in (2, 3, 9)]
+    found = grade(tmp_path / "model", curve([0.1] * 4), snapshots, num_prompts=2, max_tokens=4)
+    assert [(point.seconds, point.tokens) for point in found.points] == [(0.0, 0), (2.0, 80), (3.0, 120)]
 
 
 def test_without_a_target_only_rates_are_compared() -> None:
@@ -168,10 +206,11 @@ def test_without_a_target_only_rates_are_compared() -> None:
 
 
 def test_a_run_that_never_reached_the_target_counts_with_all_its_time() -> None:
-    watched = Watched(curve=curve([0.1] * 6), ready_s=3.0, peak_bytes=1)
-    found = Outcome.of(watched, TARGET)
-    assert (found.reached, found.target_s, found.num_steps) == (False, 6.0, 6)
-    assert Outcome.of(Watched(curve=curve([0.1, 0.5, 0.5, 0.9]), ready_s=3.0, peak_bytes=1), TARGET).target_s == 3.0
+    low = Grades(points=[Grade(seconds=0.0, tokens=0.0, accuracy=0.1), Grade(seconds=5.0, tokens=9.0, accuracy=0.2)])
+    found = Outcome.of(Watched(curve=curve([0.1] * 6), ready_s=3.0, peak_bytes=1), TARGET, low)
+    assert (found.reached, found.held_out_s, found.target_s, found.num_steps) == (False, 6.0, 6.0, 6)
+    rising = Watched(curve=curve([0.1, 0.5, 0.5, 0.9]), ready_s=3.0, peak_bytes=1)
+    assert Outcome.of(rising, TARGET, low).target_s == 3.0
 
 
 def test_both_curves_are_told_as_far_as_runs_went() -> None:
@@ -208,7 +247,7 @@ def fake(script: str, name: str = "fake") -> Side:
         arguments = (sys.executable, "-c", script, str(folder / "steps.jsonl"))
         return Command(name="fake", arguments=arguments, log=folder / "fake.log")
 
-    return Side(name=name, prepare=prepare, read=read_trl)
+    return Side(name=name, prepare=prepare, read=read_trl, snapshots=lambda folder: iter(()))
 
 
 def run_fake(script: str, folder: Path) -> Curve:
@@ -249,7 +288,7 @@ def test_a_run_that_dies_early_is_told_with_its_last_words(tmp_path: Path) -> No
 
 def test_a_bench_that_was_broken_off_goes_on_with_the_runs_that_are_missing(tmp_path: Path) -> None:
     limits = Limits(target=TARGET, num_steps=100, seconds=20.0)
-    plan, path = Plan(limits=limits, num_rounds=2, warm_up=False), tmp_path / "outcomes.jsonl"
+    plan, path = Plan(limits=limits, num_rounds=2, warm_up=False, graded=False), tmp_path / "outcomes.jsonl"
     done = Done(path, of="this")
     for name in ("quick 0", "broken 0", "quick 1"):
         done.add(name, asdict(outcome(num_steps=99)))
