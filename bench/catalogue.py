@@ -49,7 +49,7 @@ BENCHES: Mapping[str, Entry] = {
     "whole": Entry("bench.whole:bench", "A whole run against bare vLLM and bare passes for its tokens."),
     "start": Entry("bench.start:bench", "The quickstart up to its first sample, against another commit."),
     "routes": Entry("bench.routes:bench", "Routing replay on a tiny mixture in bf16: routes, and log-probs."),
-    "peers": Entry("bench.peers:bench", "A whole run against TRL's RLOO trainer: held-out accuracy, speed, memory."),
+    "peers": Entry("bench.peers:bench", "A whole run against TRL's RLOO trainer: accuracy by time, speed, memory."),
     "peers-trl": Entry("bench.peers_tune:bench", "TRL's speed on two cores under several settings."),
     "monitor": Entry("bench.monitor:bench", "Watching a run: top, the page, status, and what it costs Redis."),
     "house": Entry(

@@ -12,7 +12,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 # By a word of the command line; the first match wins.
 _PARTS = {
     "imports for workers": "vllm_ahead",
-    "models and imports": "demos.fork_server",
+    "models and imports": "launch.fork_server",
     "warm-up": "cli.main sft",
     "reward model": "reward train",
     "checks": "preflight",
@@ -69,7 +69,7 @@ def part_of(pid: int, *, before: str) -> str:
         return before
     if "VLLM::" in words:
         return "engine"
-    if "demos.fork_server" in words and (name := Path(f"/proc/{pid}/comm").read_text().strip()) in _FORKED:
+    if "launch.fork_server" in words and (name := Path(f"/proc/{pid}/comm").read_text().strip()) in _FORKED:
         return _FORKED[name]
     return next((part for part, word in _PARTS.items() if word in words), _OTHERS)
 

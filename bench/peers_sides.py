@@ -23,7 +23,7 @@ import yaml
 from bench.measure import Say
 from bench.peer_trl import environment
 from bench.peers_curve import Curve, Target, read_streamrl, read_trl
-from bench.peers_held_out import Snapshot, streamrl_snapshots, trl_snapshots
+from bench.peers_grades import Snapshot, streamrl_snapshots, trl_snapshots
 from bench.peers_terms import NUM_CORES, Terms
 from bench.peers_trl_side import BEST, Settings, trl_command
 from streamrl.errors import ResourceError
@@ -196,7 +196,7 @@ def _config(terms: Terms, prompts: Path, folder: Path, seed: int) -> dict[str, A
             "max_steps": terms.max_steps,
             "micro_batch_tokens": 4096,
         },
-        "lag": {"max_steps": 1},  # the worker is faster than the learner: more lag would only fill the queue
+        "lag": {"max_steps": 2},  # with 1, both wait for the longest answers: three quarters of the samples per second
         "weights": {"dtype": "float32"},
         "checkpoint": {"every_steps": terms.snapshot_every, "keep_last": terms.max_steps},
         "validation": {"every_steps": 0, "at_start": False, "at_end": False},

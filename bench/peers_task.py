@@ -5,8 +5,8 @@
 The starting number is log-normal, so answer lengths are long-tailed: half have less than a dozen digits, a few more
 than a hundred, and the longest in a step has four times the mean. The warm-up demonstrations are careless: they answer
 most prompts with `>` by ones. So the model can count both ways from any number, and has to learn when to do which: what
-it learns on one prompt applies to all. The reward is the fraction of correct numbers. Every fifth number is held out:
-reinforcement has no prompt that starts there. Only uses the standard library, since both peers import this file.
+it learns on one prompt applies to others. The reward is the fraction of correct numbers. Every fifth number is held
+out: reinforcement has no prompt that starts there. Only uses the standard library, since both peers import this file.
 """
 
 from __future__ import annotations

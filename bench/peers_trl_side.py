@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.peers_curve import TRL_STEPS
-from bench.peers_held_out import TRL_SNAPSHOTS
+from bench.peers_grades import TRL_SNAPSHOTS
 from bench.peers_terms import NUM_CORES, Terms
 from bench.report import Fact
 from streamrl.ops.launch.processes import Command

@@ -20,7 +20,7 @@ import safetensors.torch
 from bench.measure import Say
 from bench.peers import Outcome, Plan, lines, measure
 from bench.peers_curve import Curve, Step, Target, read_streamrl, read_trl
-from bench.peers_held_out import Grade, Grades, Snapshot, grade
+from bench.peers_grades import Grade, Grades, Snapshot, grade
 from bench.peers_model import write_prompts
 from bench.peers_sides import Limits, Side, Watched, memory_of, run, streamrl_command
 from bench.peers_task import LONGEST, Example, demonstrate, examples, is_held_out, reward
@@ -58,7 +58,10 @@ def curve(rewards: Sequence[float]) -> Curve:
 
 def grades(seconds: float, accuracies: Sequence[float]) -> list[dict[str, float]]:
     """The accuracy of one snapshot after another, each for so many seconds and a thousand tokens."""
-    return [{"seconds": n * seconds, "tokens": 1000.0 * n, "accuracy": value} for n, value in enumerate(accuracies)]
+    return [
+        {"seconds": n * seconds, "tokens": 1000.0 * n, "accuracy": value, "unseen": 0.0}
+        for n, value in enumerate(accuracies)
+    ]
 
 
 def outcome(**changes: Any) -> Outcome:
@@ -165,14 +168,16 @@ def test_peers_are_compared_within_a_round() -> None:
         outcome(samples_per_s=5.0, target_s=50.0, grades=grades(20.0, [0.0, 0.2, 0.4])),
     ]
     found = {line.name: line for line in lines({"a": ours, "b": theirs}, ours="a", theirs="b", with_target=True)}
-    speed, time = found["samples/s / TRL's"], found["time to a held-out accuracy of 0.5 / TRL's"]
-    with_start = found["time to a held-out accuracy of 0.5, with starting / TRL's"]
+    speed, time = found["samples/s / TRL's"], found["time to an accuracy of 0.45 / TRL's"]
+    with_start = found["time to an accuracy of 0.45, with starting / TRL's"]
     assert isinstance(speed, Bar)
     assert isinstance(time, Bar)
     assert isinstance(with_start, Bar)
     assert (speed.value, speed.ok) == (3.5, True)
-    assert (time.value, time.ok) == (0.1, True), "1 of 10 s, and 5 of the 50 s of a run that never reached it"
-    assert (with_start.value, with_start.ok) == (pytest.approx(mean([5 / 12, 10 / 55])), False)
+    assert (time.value, time.ok) == (pytest.approx(0.095), True), (
+        "0.9 of 9 s, and 4.5 of the 50 s of a run that never reached it"
+    )
+    assert (with_start.value, with_start.ok) == (pytest.approx(mean([4.9 / 11, 9.5 / 55])), False)
     learned = [found[f"{name}: runs that learned it"] for name in "ab"]
     assert [(line.value, isinstance(line, Bar) and line.ok) for line in learned] == [(2, True), (1, False)]
 
@@ -180,7 +185,7 @@ def test_peers_are_compared_within_a_round() -> None:
 def test_accuracies_are_compared_at_equal_tokens() -> None:
     slow, fast = outcome(grades=grades(1.0, [0.0, 0.5])), outcome(grades=grades(1.0, [0.0, 1.0, 0.2]))
     found = {line.name: line for line in lines({"a": [slow], "b": [fast]}, ours="a", theirs="b", with_target=True)}
-    line = found["held-out accuracy by tokens, beyond TRL's"]
+    line = found["accuracy by tokens, beyond TRL's"]
     assert isinstance(line, Bar)
     assert (line.value, line.ok) == (pytest.approx(-0.5 * mean(part / 10 for part in range(1, 11))), False)
 
@@ -206,9 +211,9 @@ def test_without_a_target_only_rates_are_compared() -> None:
 
 
 def test_a_run_that_never_reached_the_target_counts_with_all_its_time() -> None:
-    low = Grades(points=[Grade(seconds=0.0, tokens=0.0, accuracy=0.1), Grade(seconds=5.0, tokens=9.0, accuracy=0.2)])
+    low = Grades(points=[Grade(seconds=at, tokens=at, accuracy=at / 50, unseen=0.0) for at in (0.0, 5.0)])
     found = Outcome.of(Watched(curve=curve([0.1] * 6), ready_s=3.0, peak_bytes=1), TARGET, low)
-    assert (found.reached, found.held_out_s, found.target_s, found.num_steps) == (False, 6.0, 6.0, 6)
+    assert (found.reached, found.accurate_s, found.target_s, found.num_steps) == (False, 6.0, 6.0, 6)
     rising = Watched(curve=curve([0.1, 0.5, 0.5, 0.9]), ready_s=3.0, peak_bytes=1)
     assert Outcome.of(rising, TARGET, low).target_s == 3.0
 

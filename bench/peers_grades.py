@@ -1,11 +1,13 @@
-"""Held-out accuracy of both peers: the weights they saved on their way, graded alike when the run is over.
+"""Accuracy of both peers: the weights they saved on their way, graded alike when the run is over.
 
     TRL        <folder>/snapshots/<step>/model.safetensors ─┐
-    streamrl   the run's checkpoints ───────────────────────┴─► 256 answers of each, drawn by plain transformers
+    streamrl   the run's checkpoints ───────────────────────┴─► 2 x 256 answers of each, drawn by plain transformers
 
-The prompts start at numbers that no training prompt has. Answers are drawn at temperature 1, as they are trained, from
-the same seed for every snapshot. The accuracy is the share of numbers in the right place, as the reward has it; its
-standard error is about 0.025. Takes seconds for each snapshot; needs torch.
+The prompts are drawn apart from those of the training, but there are only 196: those that start at trained numbers were
+seen before, so others start at numbers that no training prompt has. Within some 70 steps a model gets better at the
+former and not at the latter. Answers are drawn at temperature 1, as they are trained, from the same seed for every
+snapshot. Accuracy is the share of numbers in the right place, as the reward has it; its standard error is about 0.025.
+Takes seconds for each snapshot; needs torch.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import filterfalse, islice, pairwise
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -46,6 +48,7 @@ class Grade:
     seconds: float  # since the first sample could be requested
     tokens: float  # of all answers trained on until then
     accuracy: float
+    unseen: float  # accuracy from numbers that were not trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,7 @@ class Grades:
                     seconds=before.seconds + share * (after.seconds - before.seconds),
                     tokens=before.tokens + share * (after.tokens - before.tokens),
                     accuracy=accuracy,
+                    unseen=before.unseen + share * (after.unseen - before.unseen),
                 )
         return None
 
@@ -85,12 +89,12 @@ def grade(
 ) -> Grades:
     """Grade the model that both began with, and each snapshot whose step the curve has."""
     grader = _Grader(model, num_prompts=num_prompts, max_tokens=max_tokens)
-    points = [Grade(seconds=0.0, tokens=0, accuracy=grader.accuracy({}))]
+    points = [grader.grade({}, seconds=0.0, tokens=0)]
     costs = {step.number: cost for step, cost in zip(curve.steps, curve.costs(), strict=True)}
     for snapshot in snapshots:
         if snapshot.step in costs:
             seconds, tokens = costs[snapshot.step]
-            points.append(Grade(seconds=seconds, tokens=tokens, accuracy=grader.accuracy(snapshot.weights)))
+            points.append(grader.grade(snapshot.weights, seconds=seconds, tokens=tokens))
     return Grades(points=points)
 
 
@@ -126,20 +130,26 @@ class _Grader:
         self._max_tokens = max_tokens
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(model, padding_side="left")
         self._model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="float32").eval()
-        drawn = islice(filter(is_held_out, examples(random.Random(_SEED))), num_prompts)
-        by_length = sorted(drawn, key=lambda one: len(one.answer))  # a batch takes as long as its longest answer
-        self._batches = [by_length[at : at + _BATCH] for at in range(0, num_prompts, _BATCH)]
+        drawn = (
+            filterfalse(is_held_out, examples(random.Random(_SEED))),
+            filter(is_held_out, examples(random.Random(_SEED))),
+        )
+        self._trained, self._unseen = (_batches(islice(some, num_prompts)) for some in drawn)
 
-    def accuracy(self, weights: Weights) -> float:
-        """Return the accuracy with these weights; without any, with the model's own."""
-        import torch
-
+    def grade(self, weights: Weights, *, seconds: float, tokens: int) -> Grade:
+        """Grade these weights; if there are none, the model's own."""
         if weights:
             missing = self._model.load_state_dict(weights, strict=False).missing_keys
             assert not [name for name in missing if name != "lm_head.weight"], missing  # which may be tied
+        accuracy, unseen = map(self._accuracy, (self._trained, self._unseen))
+        return Grade(seconds=seconds, tokens=tokens, accuracy=accuracy, unseen=unseen)
+
+    def _accuracy(self, batches: Sequence[Sequence[Example]]) -> float:
+        import torch
+
         torch.manual_seed(_SEED)
         with torch.no_grad():
-            return mean(share for batch in self._batches for share in self._shares(batch))
+            return mean(share for batch in batches for share in self._shares(batch))
 
     def _shares(self, batch: Sequence[Example]) -> Iterator[float]:
         inputs = self._tokenizer([one.prompt for one in batch], return_tensors="pt", padding=True)
@@ -148,3 +158,8 @@ class _Grader:
         answers = self._tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         for one, answer in zip(batch, answers, strict=True):
             yield reward(one.prompt, answer, (), {"answer": one.answer})
+
+
+def _batches(some: Iterable[Example]) -> list[list[Example]]:
+    by_length = sorted(some, key=lambda one: len(one.answer))  # a batch takes as long as its longest answer
+    return [by_length[at : at + _BATCH] for at in range(0, len(by_length), _BATCH)]
