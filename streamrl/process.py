@@ -19,15 +19,15 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TextIO
 
 from streamrl.errors import ConfigError, ResourceError
 
-# torch's own format imports its compiler to show an exception, for ten seconds and more. Read as torch is imported.
-TORCH_LOG_FORMAT: Mapping[str, str] = MappingProxyType(
-    {"TORCH_LOGS_FORMAT": "%(asctime)s %(levelname)s %(name)s: %(message)s"}
-)
+# torch's own format imports its compiler to show an exception, for ten seconds and more.
+_LOG_FORMAT = {"TORCH_LOGS_FORMAT": "%(asctime)s %(levelname)s %(name)s: %(message)s"}
+# Micro-batches allocate ever-changing sizes; without expandable segments they fragment GPU memory.
+_ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+_OLD_ALLOCATOR_NAME = "PYTORCH_CUDA_ALLOC_CONF"  # which torch still reads
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 0.2
@@ -90,6 +90,12 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when the thread that started it ends, even by kill -9. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def read_by_torch(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return a learner's variables that torch reads at its import; what the user has set wins."""
+    wanted = _LOG_FORMAT | ({} if _OLD_ALLOCATOR_NAME in environment else _ALLOCATOR)
+    return {name: value for name, value in wanted.items() if name not in environment}
 
 
 def change_environment(wanted: Mapping[str, str]) -> None:

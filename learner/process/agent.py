@@ -32,7 +32,7 @@ from streamrl.forked_server import forking_server
 from streamrl.held_folders import scratch_folder
 from streamrl.learner.process.ending import Ending
 from streamrl.learner.process.job import EXIT_ON_SIGNAL, note_job_began, prepare_verdict
-from streamrl.process import TORCH_LOG_FORMAT
+from streamrl.process import read_by_torch
 
 _RANK = Path(__file__).parents[1] / "__main__.py"
 # Everything a rank needs, then the server's own setup.
@@ -40,10 +40,6 @@ PRELOADED = ["streamrl.learner.main", "streamrl.learner.process.fork_server"]
 _SEPARATOR = "--"
 _AFTER_MULTIPROCESSING = -200  # multiprocessing removes its own files at -100
 _GRACE_S = 30  # torchrun's default
-
-# Micro-batches allocate ever-changing sizes; without expandable segments they fragment GPU memory.
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-_OLD_ALLOCATOR_NAME = "PYTORCH_CUDA_ALLOC_CONF"  # the older name, which torch still reads
 
 
 def main(arguments: Sequence[str], *, torchrun: Callable[[list[str]], object] | None = None) -> None:
@@ -61,10 +57,7 @@ def main(arguments: Sequence[str], *, torchrun: Callable[[list[str]], object] | 
     # torchrun insists on handling some signal; this agent handles those that ask it to end.
     own = ["--start-method=forkserver", "--run-path", "--signals-to-handle=SIGQUIT"]
     with ending.handling_signals():
-        for name, value in TORCH_LOG_FORMAT.items():  # used at each death of a rank
-            os.environ.setdefault(name, value)
-        if _OLD_ALLOCATOR_NAME not in os.environ:
-            os.environ.setdefault(*_ALLOCATOR)
+        os.environ.update(read_by_torch(os.environ))
         _start_fork_server()
         (torchrun or _torchrun)([*own, *options, str(_RANK), *ranks])
 

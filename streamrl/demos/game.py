@@ -22,10 +22,10 @@ from typing import Any
 
 from streamrl.config.load import as_overrides
 from streamrl.config.schema import Config
-from streamrl.demos.forking import PartsAhead
 from streamrl.demos.quickstart import END, FALLING, RISING, warm_up, write_base_model
 from streamrl.demos.report import Showcase, Trial
 from streamrl.demos.run import run_all, write_rows
+from streamrl.ops.launch.forking import PartsAhead
 
 LOWEST, HIGHEST = 1, 50
 NUM_GUESSES = 7

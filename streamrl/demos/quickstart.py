@@ -37,9 +37,9 @@ import numpy as np
 
 from streamrl.config.load import as_overrides
 from streamrl.config.schema import Config
-from streamrl.demos.forking import PartsAhead
 from streamrl.demos.report import Showcase, Trial
 from streamrl.demos.run import program, run_all, write_rows
+from streamrl.ops.launch.forking import PartsAhead
 from streamrl.ops.launch.processes import Command
 
 DIGITS = "0123456789"

@@ -13,7 +13,7 @@ from typing import Any
 
 from streamrl.config.schema import Config, Dataset
 from streamrl.data.prompts import read_prompts
-from streamrl.demos.forking import PartsAhead
+from streamrl.ops.launch.forking import PartsAhead
 from streamrl.ops.launch.summary import Summary, summary_lines
 from streamrl.ops.monitor.charts import Chart, running_mean, save_report
 from streamrl.ops.monitor.history import History, read_lines

@@ -25,12 +25,12 @@ from rich.console import Console
 from streamrl.config.check import check_config
 from streamrl.config.load import Loaded, load_config
 from streamrl.config.shipped import shipped_config
-from streamrl.demos.forking import PartsAhead
 from streamrl.demos.report import Showcase, make_report, report_lines
 from streamrl.errors import ConfigError, PartError
 from streamrl.extras import need
 from streamrl.files import LOCK, only_one
 from streamrl.ops.launch.display import Display, spinner
+from streamrl.ops.launch.forking import PartsAhead
 from streamrl.ops.launch.processes import Command, Process, end_all, part_error
 from streamrl.ops.launch.up import up
 from streamrl.ops.monitor.doctor.requirements import check_packages
@@ -52,7 +52,7 @@ def run_showcase(case: Showcase, overrides: Sequence[str], *, as_json: bool) -> 
         ahead = PartsAhead(stack)
         loaded, is_tried = _prepare(case, overrides, console, ahead)
         prepare_s = time.monotonic() - began
-        outcome = up(loaded, display=Display(console), is_tried=is_tried, start=ahead.start)
+        outcome = up(loaded, display=Display(console), is_tried=is_tried, ahead=ahead)
     summary = outcome.summary
     if summary is None or summary.state != "finished":
         console.print(f"The {case.name} was ended before it had finished; it starts from the beginning next time.")

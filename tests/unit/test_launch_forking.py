@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.demos.forking import Forking, PartsAhead
 from streamrl.demos.run import program, run_all
 from streamrl.errors import PartError, UserError
+from streamrl.ops.launch.forking import Forking, PartsAhead
 from streamrl.ops.launch.processes import Command, Process
 from tests.helpers import wait_until
 
@@ -90,6 +90,16 @@ def test_a_program_has_a_name_an_environment_and_a_session_of_its_own(
     assert (modules / "a.log").read_text().splitlines()[1:3] == ["None now 2 True", "False a"]
 
 
+@pytest.mark.parametrize(("wanted", "given"), [("3", 3), ("2,1", len(os.sched_getaffinity(0)))])
+def test_torch_gets_as_many_threads_as_if_the_program_had_imported_it(modules: Path, wanted: str, given: int) -> None:
+    (modules / "torch.py").write_text("def set_num_threads(number):\n    print('threads', number, flush=True)\n")
+    with Forking(["imported", "torch"], log=modules / "imports.log", environment={"OMP_NUM_THREADS": "1"}) as forking:
+        process = forking.start(replace(asked(modules, "a", "end"), environment={"OMP_NUM_THREADS": wanted}))
+        assert process.wait(60)
+
+    assert (modules / "a.log").read_text().splitlines()[0] == f"threads {given}"
+
+
 def test_what_is_imported_later_is_there_for_later_programs(modules: Path) -> None:
     (modules / "more.py").touch()
     (modules / "broken.py").write_text("raise RuntimeError('it cannot be imported here')\n")
@@ -156,7 +166,7 @@ def test_a_program_whose_import_was_killed_counts_as_ended(modules: Path) -> Non
 def test_nothing_is_left_of_a_launcher_that_is_killed(modules: Path) -> None:
     code = f"""
 import pathlib, time
-from streamrl.demos.forking import Forking, PartsAhead
+from streamrl.ops.launch.forking import Forking, PartsAhead
 from streamrl.demos.run import program
 folder = pathlib.Path({str(modules)!r})
 with Forking(["imported"], log=folder / "imports.log") as forking:

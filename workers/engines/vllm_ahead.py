@@ -1,4 +1,4 @@
-"""Imports what a worker and its engine need of vLLM, in a process that both fork from (`streamrl.demos.forking`).
+"""Imports what a worker and its engine need of vLLM, in a process that both fork from (`streamrl.ops.launch.forking`).
 
 Imported only there, for its side effects. As in the engine's fork server (`vllm_imported`), nothing here may start a
 thread.

@@ -1,6 +1,6 @@
-"""A process that imports modules, then forks into the programs requested on its stdin (`streamrl.demos.forking`).
+"""A process that imports modules, then forks into the programs requested on its stdin (`streamrl.ops.launch.forking`).
 
-    python -m streamrl.demos.fork_server MODULE ...
+    python -m streamrl.ops.launch.fork_server MODULE ...
 
 It reads programs from stdin, one per line, and further modules for later programs:
 
@@ -102,10 +102,18 @@ def _become(program: Mapping[str, Any], *, parent: int) -> None:
     os.close(stdin)
     os.close(output)
     change_environment(program["environment"])
+    _take_threads()
     option, module, *words = program["arguments"]
     assert option == "-m", "programs are modules"
     sys.argv = [module, *words]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _take_threads() -> None:
+    """Give torch the number of threads it would have taken, had this program imported it."""
+    if (torch := sys.modules.get("torch")) is not None:
+        wanted = os.environ.get("OMP_NUM_THREADS", "")
+        torch.set_num_threads(int(wanted) if wanted.isdecimal() else len(os.sched_getaffinity(0)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Forks programs from a process that has imported what they need, once, while others still work.
+"""Forks programs from a process that has imported what they need, once, while the run is still checked or prepared.
 
     launcher ──exec──► a process that imports ──fork──► streamrl sft
              ──programs──►       │            ──fork──► streamrl reward train
@@ -30,9 +30,10 @@ from typing import Self
 from streamrl.config.schema import Config
 from streamrl.cpu_vllm import environment_of_import, is_cpu_build
 from streamrl.ops.launch.processes import Command, Process
-from streamrl.process import TORCH_LOG_FORMAT, dying_with_us
+from streamrl.process import dying_with_us, read_by_torch
 
-_SERVER = "streamrl.demos.fork_server"
+_SERVER = "streamrl.ops.launch.fork_server"
+_NO_LOG = Path(os.devnull)
 _WORKERS = "worker/"  # prefix of these processes' names
 _OF_LEARNER = ("streamrl.learner.main", "torch.distributed.run")
 _OF_WORKERS = ("streamrl.workers.engines.vllm_ahead", "streamrl.ops.cli.main", "streamrl.workers.main")
@@ -134,11 +135,10 @@ class Forking:
 
 
 class PartsAhead:
-    """The processes of a run, forked from servers that import their modules while the run's model is still being made.
+    """The processes of a run, forked from servers that import their modules while the run is checked or its model made.
 
-    Workers of engines other than vLLM's CPU build start normally, as does any process whose server has died.
-
-    No GPU has run this.
+    Workers of engines other than vLLM's CPU build start normally, as does any process whose server has died. A GPU's
+    learner has been forked so: nothing imported here may touch a GPU, since a CUDA context does not survive a fork.
     """
 
     def __init__(self, stack: ExitStack) -> None:
@@ -149,17 +149,22 @@ class PartsAhead:
 
     def importing(self, modules: Sequence[str], *, log: Path) -> Forking:
         """Import modules for the programs that make the model, and later for learner and reward server."""
-        environment = {**TORCH_LOG_FORMAT, **os.environ}
+        environment = {**read_by_torch(os.environ), **os.environ}
         self._others = self._stack.enter_context(Forking(modules, log=log, environment=environment))
         return self._others
 
     def begin(self, config: Config) -> None:
-        """Start importing for learner and workers; call it when a core is free."""
+        """Start importing for learner and workers; call it when a core is free.
+
+        What an import prints is not kept: the program that needs it fails in the same way, and says so.
+        """
         if self._others is not None:
             self._others.import_also(_OF_LEARNER)
+        else:
+            self.importing(_OF_LEARNER, log=_NO_LOG)
         if config.worker.engine == "vllm" and config.worker.count and is_cpu_build():
-            log, environment = config.folder / "logs" / "worker-imports.log", environment_of_import()
-            self._workers = self._stack.enter_context(Forking(_OF_WORKERS, log=log, environment=environment))
+            forking = Forking(_OF_WORKERS, log=_NO_LOG, environment=environment_of_import())
+            self._workers = self._stack.enter_context(forking)
 
     def start(self, command: Command) -> Process:
         forking = self._workers if command.name.startswith(_WORKERS) else self._others

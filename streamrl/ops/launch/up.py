@@ -1,17 +1,17 @@
 """A whole run on this machine, from the first check to the final summary.
 
     checks ─► one launcher per folder ─► Redis ─► Supervisor: reward server, learner, workers
-                                                        │ the learner has ended
+      └─► imports for these, meanwhile                  │ the learner has ended
     summary ◄─ Redis ends ◄─ reward server ends ◄─ audit ◄─ workers have left
 
-Nothing is started before all checks are done; everything started has ended when `up` returns or raises.
+Until all checks are done nothing is started but imports; everything started has ended when `up` returns or raises.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -24,12 +24,13 @@ from streamrl.files import only_one, write_durably
 from streamrl.gpus import gpus_here
 from streamrl.ops.audit import audit_folder
 from streamrl.ops.launch.display import Audience
+from streamrl.ops.launch.forking import PartsAhead
 from streamrl.ops.launch.parts import RedisPart, RunFolder, check_redis
-from streamrl.ops.launch.processes import Command, Interrupts, Process
+from streamrl.ops.launch.processes import Interrupts
 from streamrl.ops.launch.summary import Summary, summarise
 from streamrl.ops.launch.supervisor import Supervisor
 from streamrl.ops.monitor.doctor.requirements import REQUIREMENTS
-from streamrl.ops.monitor.doctor.trials import run_trials
+from streamrl.ops.monitor.doctor.trials import LEARNER_TRIALS, LIGHT_TRIALS, Trial, run_trials
 from streamrl.protocol.transport.connection import check_server, connect
 from streamrl.protocol.transport.embedded import find_server
 from streamrl.telemetry.logs import configure_logging
@@ -47,12 +48,24 @@ def up(
     display: Audience,
     takeover: bool = False,
     is_tried: bool = False,
-    start: Callable[[Command], Process] = Process,
+    ahead: PartsAhead | None = None,
 ) -> Outcome:
     """Run it. `takeover` replaces a learner elsewhere that holds the run; `is_tried`: the trials have been run before;
-    `start` starts its parts. Raises UserError if something must be fixed, PartError if a part of the run cannot go on,
-    and KeyboardInterrupt at the second request to end."""
-    _check(loaded, display, is_tried=is_tried)
+    `ahead` has begun to import for its parts. Raises UserError if something must be fixed, PartError if a part of the
+    run cannot go on, and KeyboardInterrupt at the second request to end."""
+    _check(loaded)
+    with ExitStack() as stack:
+        if not is_tried:
+            _try(loaded, display, LIGHT_TRIALS)
+        if ahead is None:
+            ahead = PartsAhead(stack)
+            ahead.begin(loaded.config)
+        if not is_tried:
+            _try(loaded, display, LEARNER_TRIALS)
+        return _run(loaded, display=display, takeover=takeover, ahead=ahead)
+
+
+def _run(loaded: Loaded, *, display: Audience, takeover: bool, ahead: PartsAhead) -> Outcome:
     config, folder = loaded.config, RunFolder(loaded.config.folder)
     placement = place(config, gpus_here())
     began = time.monotonic()
@@ -75,7 +88,7 @@ def up(
             interrupts=interrupts,
             takeover=takeover,
             placement=placement,
-            start=start,
+            start=ahead.start,
         )
         stack.callback(supervisor.close)
         supervisor.run()
@@ -83,7 +96,7 @@ def up(
         return Outcome(summary=summary, exit_code=interrupts.exit_code)
 
 
-def _check(loaded: Loaded, display: Audience, *, is_tried: bool) -> None:
+def _check(loaded: Loaded) -> None:
     """Raise one UserError for the first unmet requirement, so that a mistake costs seconds and leaves nothing behind.
     Imports neither torch nor vLLM: trials that do run last, in processes of their own."""
     for check in REQUIREMENTS.values():
@@ -93,10 +106,11 @@ def _check(loaded: Loaded, display: Audience, *, is_tried: bool) -> None:
         find_server()
     else:
         check_redis(loaded.config.redis.url, loaded.config)
-    if is_tried:
-        return
+
+
+def _try(loaded: Loaded, display: Audience, trials: Mapping[str, Trial]) -> None:
     with display.checking() as show:
-        run_trials(loaded, report=show, warn=lambda text: display.notify(f"warning: {text}"))
+        run_trials(loaded, report=show, warn=lambda text: display.notify(f"warning: {text}"), trials=trials)
 
 
 def _summarise(

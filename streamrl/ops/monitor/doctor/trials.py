@@ -80,7 +80,9 @@ def _ask_learner(*words: str, loaded: Loaded, what: str) -> Iterator[Finding]:
 
 # By the names shown while they run.
 REWARD_TRIALS: Mapping[str, Trial] = {"reward functions": try_rewards}
-TRIALS: Mapping[str, Trial] = {"vocabulary": check_models, **REWARD_TRIALS, "prompts and model": try_learner}
+LIGHT_TRIALS: Mapping[str, Trial] = {"vocabulary": check_models, **REWARD_TRIALS}
+LEARNER_TRIALS: Mapping[str, Trial] = {"prompts and model": try_learner}  # imports torch, which takes seconds
+TRIALS: Mapping[str, Trial] = {**LIGHT_TRIALS, **LEARNER_TRIALS}
 
 
 def run_trials(
