@@ -8,10 +8,9 @@ Answer lengths are long-tailed (bench.peers_task). Both start from the same fold
 order, use the same reward function, sample at temperature 1 up to the same length, and optimise the same objective:
 RLOO, logprobs summed over an answer, no KL, no scaling by the standard deviation, nothing masked, groups of equal
 rewards kept, AdamW at a constant rate, no gradient clipping, fp32. A run ends when the mean reward of several steps'
-samples, when they were generated, is reached. Both save their weights every few steps; graded afterwards
-(bench.peers_grades) they give accuracies by time and by tokens, which the bars compare. A run
-that never reaches the accuracy counts with its whole time and misses a bar of its own, since comparing times is
-meaningless then.
+samples, when they were generated, is high enough. Both save their weights every few steps; graded afterwards
+(bench.peers_grades) they give accuracies by time and by tokens, which the bars compare. A run that never reaches the
+accuracy counts with its whole time and misses a bar of its own, since comparing times is meaningless then.
 
 TRL has its fastest settings for this machine (bench.peers_trl_side lists and explains them, `python -m bench peers-trl`
 measures them), and saves nothing but these weights. streamrl: one worker and one learner with one thread each,
