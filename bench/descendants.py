@@ -25,7 +25,7 @@ _PARTS = {
     "launcher": "cli.main quickstart",
     "Redis": "-server unix",  # or Valkey
 }
-# Processes forked from importers share their command line, so they are identified by process name.
+# Ranks are forked from torchrun's process and share its command line, so processes are first identified by their name.
 _FORKED = {"warm-up": "warm-up", "reward model": "reward model", "reward/0": "reward server", "learner": "learner"}
 _FORKED |= {"rank-0": "learner", "worker/0": "worker"}
 
@@ -69,7 +69,7 @@ def part_of(pid: int, *, before: str) -> str:
         return before
     if "VLLM::" in words:
         return "engine"
-    if "launch.fork_server" in words and (name := Path(f"/proc/{pid}/comm").read_text().strip()) in _FORKED:
+    if (name := Path(f"/proc/{pid}/comm").read_text().strip()) in _FORKED:
         return _FORKED[name]
     return next((part for part, word in _PARTS.items() if word in words), _OTHERS)
 

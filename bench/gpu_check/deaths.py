@@ -135,6 +135,6 @@ def _name(pid: int) -> str:
 
 def _is_worker(pid: int) -> bool:
     try:
-        return b"worker" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return b"worker" in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").split()
     except OSError:
         return False

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import wait_until
+from tests.integration.test_up import temporary_files
 from tests.session_world import chat_tokenizer, write_calling_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +71,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="agents-", dir="/tmp") as temporary:  # a short path, for sockets
         monkeypatch.setenv("TMPDIR", temporary)
         yield tmp_path
-        assert os.listdir(temporary) == []
+        assert temporary_files(temporary) == []
 
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
@@ -194,7 +195,7 @@ def test_no_key_of_a_session_is_in_anything_that_a_run_writes(folder: Path, key_
 def worker_pid(folder: Path) -> int | None:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            words = path.read_bytes().split(b"\0")
+            words = path.read_bytes().replace(b"\0", b" ").split()  # the launcher's forks have blanks in it
         except OSError:  # it has just ended
             continue
         if b"worker" in words and str(folder).encode() in b" ".join(words):

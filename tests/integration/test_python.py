@@ -19,7 +19,7 @@ import transformers
 
 from streamrl.demos.quickstart import write_base_model, write_data
 from tests.helpers import wait_until
-from tests.integration.test_up import left_processes
+from tests.integration.test_up import left_processes, temporary_files
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """
@@ -86,7 +86,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.chdir(tmp_path)
         yield tmp_path
         # The launcher, whose command line names no folder, may be at its last act.
-        wait_until(lambda: os.listdir(temporary) == [], description="no temporary file of the run")
+        wait_until(lambda: temporary_files(temporary) == [], description="no temporary file of the run")
     assert left_processes(tmp_path) == []
     assert [path for path in tmp_path.rglob("*") if path.is_socket()] == []
 

@@ -26,7 +26,8 @@ import imported
 print("words", *sys.argv[1:], "of one import" if imported.PID == os.getppid() else "", flush=True)
 if sys.argv[1] == "tell":
     print(*(os.environ.get(name) for name in ("OF_IMPORT", "OF_LAUNCHER", "OF_PROGRAM")), os.getsid(0) == os.getpid())
-    print("more" in sys.modules, open("/proc/self/comm").read())
+    print("more" in sys.modules, open("/proc/self/comm").read().strip())
+    print(open("/proc/self/cmdline").read().rstrip("\\0"))
 if sys.argv[1] == "wait":
     time.sleep(600)
 if sys.argv[1] == "refuse":
@@ -87,7 +88,9 @@ def test_a_program_has_a_name_an_environment_and_a_session_of_its_own(
         process = forking.start(replace(asked(modules, "a", "tell"), environment={"OF_PROGRAM": "2"}))
         assert process.wait(60)
 
-    assert (modules / "a.log").read_text().splitlines()[1:3] == ["None now 2 True", "False a"]
+    *told, title = (modules / "a.log").read_text().splitlines()[1:]
+    assert told == ["None now 2 True", "False a"]
+    assert title == f"{sys.executable} -m a_program tell --with=a"
 
 
 @pytest.mark.parametrize(("wanted", "given"), [("3", 3), ("2,1", len(os.sched_getaffinity(0)))])

@@ -22,6 +22,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -93,8 +94,7 @@ def _become(program: Mapping[str, Any], *, parent: int) -> None:
     if os.getppid() != parent:
         sys.exit("the parent process has ended")
     os.setsid()
-    if sys.platform == "linux":
-        Path("/proc/self/comm").write_text(program["name"])  # for `ps`, where all of them show our command line
+    _show_as(program["name"], program["arguments"])
     log = program["log"]
     stdin, output = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for descriptor, replacement in ((0, stdin), (1, output), (2, output)):
@@ -107,6 +107,16 @@ def _become(program: Mapping[str, Any], *, parent: int) -> None:
     assert option == "-m", "programs are modules"
     sys.argv = [module, *words]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _show_as(name: str, arguments: Sequence[str]) -> None:
+    """Have `ps` show the program's own command line, where vLLM has brought what that takes; else only its name."""
+    with suppress(ImportError):
+        from setproctitle import setproctitle
+
+        setproctitle(" ".join([sys.executable, *arguments]))
+    if sys.platform == "linux":
+        Path("/proc/self/comm").write_text(name)
 
 
 def _take_threads() -> None:
