@@ -158,7 +158,7 @@ def test_no_secret_of_a_run_is_said_written_stored_or_in_a_list_of_processes(
     folder: Path, environment: dict[str, str]
 ) -> None:
     watch, config, run = Watch(environment), str(folder / "run.yaml"), str(folder / "runs" / "secretive")
-    watch.streamrl("doctor", config, "--for", "worker", codes=(0, 1, 2))
+    watch.streamrl("doctor", config, "--for", "worker", codes=(0, 1, 2, 3))
     watch.streamrl("up", config, "--json")
     for command in ("status", "why", "audit"):
         watch.streamrl(command, run, "--json", codes=(0, 1, 2, 3, 4, 5))
