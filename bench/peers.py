@@ -101,13 +101,13 @@ class Outcome:
 
     @property
     def reached(self) -> bool:
-        return self.graded.until(_ACCURACY) is not None
+        return self.graded.seconds_until(_ACCURACY) is not None
 
     @property
     def accurate_s(self) -> float:
         """Return the seconds until the accuracy was reached; the whole time, if it was not."""
-        reached = self.graded.until(_ACCURACY)
-        return self.target_s if reached is None else reached.seconds
+        seconds = self.graded.seconds_until(_ACCURACY)
+        return self.target_s if seconds is None else seconds
 
     @property
     def with_start_s(self) -> float:

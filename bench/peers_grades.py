@@ -57,19 +57,14 @@ class Grades:
 
     points: Sequence[Grade]
 
-    def until(self, accuracy: float) -> Grade | None:
-        """Return the moment that first had this accuracy; None if none had."""
+    def seconds_until(self, accuracy: float) -> float | None:
+        """Return when it first had this accuracy; None if it never had."""
         if self.points and self.points[0].accuracy >= accuracy:
-            return self.points[0]
+            return self.points[0].seconds
         for before, after in pairwise(self.points):
             if after.accuracy >= accuracy:
                 share = (accuracy - before.accuracy) / (after.accuracy - before.accuracy)
-                return Grade(
-                    seconds=before.seconds + share * (after.seconds - before.seconds),
-                    tokens=before.tokens + share * (after.tokens - before.tokens),
-                    accuracy=accuracy,
-                    unseen=before.unseen + share * (after.unseen - before.unseen),
-                )
+                return before.seconds + share * (after.seconds - before.seconds)
         return None
 
     def after(self, tokens: float) -> float:

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from streamrl.learner.process.stop_flag import StopFlag
 from streamrl.learner.rank_context import stall_limit_s
 from streamrl.learner.replay import replay
 from streamrl.learner.start import was_restarted
+from streamrl.process import threads_in
 from streamrl.protocol.transport.types import RunState
 from streamrl.telemetry.logs import configure_logging
 
@@ -83,18 +84,12 @@ def _agent(parent: int) -> int:
     return parent if above is None or above.pid is None else above.pid
 
 
-def _threads_of(environment: Mapping[str, str]) -> int:
-    """Return what torchrun or the user has set, 0 for nothing: torch may have been imported for another process."""
-    wanted = environment.get("OMP_NUM_THREADS", "")
-    return int(wanted) if wanted.isdecimal() else 0
-
-
 def _run(options: argparse.Namespace, stop: threading.Event, *, under_agent: bool) -> RunState:
     """Train, and return the state the run is left in. A signal to this rank sets `stop`."""
     config = load_config(options.config).config
     if not under_agent:  # under the agent, its starter has already checked
         check_resume(config)
-    if threads := config.learner.threads or _threads_of(os.environ):
+    if threads := config.learner.threads or threads_in(os.environ):
         torch.set_num_threads(threads)
     with join_world(os.environ, timeout_s=stall_limit_s(config), gpu_memory=options.gpu_memory) as all_ranks:
         world = all_ranks.under(config.learner.layout)

@@ -98,6 +98,13 @@ def read_by_torch(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in environment}
 
 
+def threads_in(environment: Mapping[str, str]) -> int | None:
+    """Return the threads that OMP_NUM_THREADS gives a process, or None. torch reads it at its import, so a process that
+    is forked after the import, in another environment, has to set it."""
+    outermost = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(outermost) if outermost.isdecimal() else None
+
+
 def change_environment(wanted: Mapping[str, str]) -> None:
     """Make this process's environment equal to `wanted`, touching only variables that differ: replacing all of it would
     move it in memory, and vLLM writes the process title (`VLLM::EngineCore`) where it was.

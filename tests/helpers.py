@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,11 @@ async def wait_until_async(
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {description}"
         await asyncio.to_thread(never.wait, _POLL_S)
     return value
+
+
+def temporary_files(folder: str | Path) -> list[str]:
+    """Return what is in a folder of temporary files but torch's cache, which its import makes and the next one uses."""
+    return sorted(name for name in os.listdir(folder) if not name.startswith("torchinductor_"))
 
 
 def make_ticket(number: int, *, run_uid: str = "uid", **changes: Any) -> Ticket:

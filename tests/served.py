@@ -17,10 +17,9 @@ from types import TracebackType
 from typing import Self
 from urllib.error import URLError
 
-from tests.helpers import wait_until
+from tests.helpers import temporary_files, wait_until
 
 _START_S = 300.0
-_CACHE = "torchinductor_"  # kept for the next start
 
 
 class Served:
@@ -66,7 +65,7 @@ class Served:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        left = sorted(path.name for path in self._temporary.iterdir() if not path.name.startswith(_CACHE))
+        left = temporary_files(self._temporary)
         shutil.rmtree(self._temporary, ignore_errors=True)
         assert self._by_itself or not left, f"streamrl serve left {left} in the folder of temporary files"
 

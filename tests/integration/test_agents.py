@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import wait_until
-from tests.integration.test_up import temporary_files
+from tests.helpers import temporary_files, wait_until
+from tests.integration.test_up import worker_pid
 from tests.session_world import chat_tokenizer, write_calling_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -190,14 +190,3 @@ def test_no_key_of_a_session_is_in_anything_that_a_run_writes(folder: Path, key_
     assert "told 'GET http" in logs
     assert "with [key]" in logs
     assert any("ValueError: GET http" in text for text in written.values()), "so has the failure"
-
-
-def worker_pid(folder: Path) -> int | None:
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().replace(b"\0", b" ").split()  # the launcher's forks have blanks in it
-        except OSError:  # it has just ended
-            continue
-        if b"worker" in words and str(folder).encode() in b" ".join(words):
-            return int(path.parent.name)
-    return None

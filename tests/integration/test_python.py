@@ -18,8 +18,8 @@ import pytest
 import transformers
 
 from streamrl.demos.quickstart import write_base_model, write_data
-from tests.helpers import wait_until
-from tests.integration.test_up import left_processes, temporary_files
+from tests.helpers import temporary_files, wait_until
+from tests.integration.test_up import left_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """

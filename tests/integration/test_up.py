@@ -19,7 +19,7 @@ import transformers
 
 from streamrl.demos.quickstart import write_base_model, write_data
 from streamrl.protocol.transport.keys import Keys
-from tests.helpers import wait_until
+from tests.helpers import temporary_files, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """
@@ -71,11 +71,6 @@ def folder(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     if record.exists():
         uid = json.loads(record.read_text())["run_uid"]
         assert list(Path("/dev/shm").glob(f"streamrl-mirror-{uid}-*")) == []
-
-
-def temporary_files(folder: str) -> list[str]:
-    """Those of a run; torch makes its cache of compiled code as it is imported, and keeps it for the next import."""
-    return [name for name in os.listdir(folder) if not name.startswith("torchinductor_")]
 
 
 def left_processes(folder: Path) -> list[str]:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from streamrl.cpu_vllm import environment_of_import, is_cpu_build
 from streamrl.forked_server import forking_server
-from streamrl.process import change_environment
+from streamrl.process import change_environment, threads_in
 from streamrl.workers.engines.vllm_plugin import OWNER_VARIABLE, WORKER_EXTENSION
 
 ENGINE = (
@@ -102,7 +102,7 @@ class _Process(ForkServerProcess):
         from vllm import plugins
 
         change_environment(self._environment)
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+        torch.set_num_threads(threads_in(os.environ) or os.cpu_count() or 1)
         plugins.plugins_loaded = False  # else our plugin, which ties an engine to its worker, would not run again
         super().run()
 

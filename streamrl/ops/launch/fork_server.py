@@ -28,7 +28,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from streamrl.process import change_environment, die_with_parent
+from streamrl.process import change_environment, die_with_parent, threads_in
 
 
 def main() -> None:
@@ -120,10 +120,9 @@ def _show_as(name: str, arguments: Sequence[str]) -> None:
 
 
 def _take_threads() -> None:
-    """Give torch the number of threads it would have taken, had this program imported it."""
-    if (torch := sys.modules.get("torch")) is not None:
-        wanted = os.environ.get("OMP_NUM_THREADS", "")
-        torch.set_num_threads(int(wanted) if wanted.isdecimal() else len(os.sched_getaffinity(0)))
+    """Give torch the threads of this program's environment; else it keeps those of its import."""
+    if (torch := sys.modules.get("torch")) is not None and (threads := threads_in(os.environ)):
+        torch.set_num_threads(threads)
 
 
 if __name__ == "__main__":
