@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from streamrl.learner.model.logprobs import Head, token_logprobs
+from streamrl.learner.model.logits import Head
+from streamrl.learner.model.logprobs import token_logprobs
 
 VOCABULARY, _HIDDEN, NUM_TOKENS = 131_072, 64, 2048
 

@@ -12,7 +12,7 @@ import torch
 
 from streamrl.config import schema
 from streamrl.learner.loading.build import load_model
-from streamrl.learner.model.logprobs import Head
+from streamrl.learner.model.logits import Head
 from streamrl.learner.model.policy import Policy
 from streamrl.protocol.wire.group import Group
 from streamrl.protocol.wire.sample import Sample

@@ -37,6 +37,7 @@ PARTS: Mapping[str, Part] = {
     "starts": Part(
         "starts:check", 240, ("transformers", "peft"), "weights on the GPU, on the host, adapters: start, step, restore"
     ),
+    "head": Part("head:check", 180, (), "log-probs and their gradients, compiled against plain operations"),
     "attention": Part("attention:check", 120, (), "flash attention against the reference"),
     "publish": Part("versions:publish", 300, ("transformers", "redis"), "what the learner's loop waits for a version"),
     "reload": Part("versions:reload", 420, ("vllm",), "what an engine pauses for a version"),

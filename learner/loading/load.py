@@ -23,7 +23,7 @@ from streamrl.errors import ConfigError
 from streamrl.learner.loading.build import begin_model, build_model
 from streamrl.learner.loading.sources import Files, Source, Sources, read_rows
 from streamrl.learner.model.compiled import compile_layers, refuse_compiling
-from streamrl.learner.model.logprobs import Head
+from streamrl.learner.model.logits import Head
 from streamrl.learner.model.lora import base_name, inject_adapters, place_adapters
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.model.settle import settle

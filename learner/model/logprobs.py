@@ -13,32 +13,16 @@ engine (its *processed* log-probs), so that pi / mu compares like with like.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from streamrl.learner.model.logits import Chunk, Head, Upstream, passes_on, sampled_from, wide_logits
+
 # Logits held at a time, by device type: 128 MiB in fp32, and 1 GiB on a GPU. Each chunk reads and writes the head's
 # gradient: with chunks of 2^25, which is 220 tokens at a vocabulary of 152,000, a GPU would be bound by memory traffic.
 CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}
-_BANNED = -1e30  # not -inf: 0 * -inf would make the entropy NaN
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
-    """How logits are computed beyond the projection itself."""
-
-    scale: float = 1.0  # scale and cap come from the model
-    soft_cap: float | None = None
-    temperature: float = 1.0
-    end_ids: tuple[int, ...] = ()  # tokens that may not be sampled while a response is shorter than min_tokens
-    compute_dtype: torch.dtype = torch.float32  # of the projection; later operations use at least fp32
-    chunk_elements: int | None = None  # None: by the device
-
-    def plain(self) -> Head:
-        """The bare model's head: fp32 throughout, temperature 1, nothing banned."""
-        return Head(scale=self.scale, soft_cap=self.soft_cap)
 
 
 class LogProbs(NamedTuple):
@@ -75,7 +59,7 @@ def given_logprobs(
 ) -> LogProbs:
     """The same from whole logits, in the simplest form: autograd keeps what it needs of [T, V]."""
     wide = torch.promote_types(torch.promote_types(head.compute_dtype, logits.dtype), torch.float32)
-    logp = _sampled_from(logits.to(wide, copy=True), targets, early, head).log_softmax(-1)
+    logp = sampled_from(logits.to(wide, copy=True), targets, early, head).log_softmax(-1)
     each = logp if entropy_learns else logp.detach()
     entropy = -(each.exp() * each).sum(-1)
     return LogProbs(logp=logp.gather(1, targets[:, None])[:, 0], entropy=entropy)
@@ -83,15 +67,7 @@ def given_logprobs(
 
 def project(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, head: Head) -> torch.Tensor:
     """[t, V] the model's logits, at least fp32. `weight` and `bias` have dtype `compute_dtype`."""
-    projected = hidden.to(head.compute_dtype) @ weight.T
-    logits = projected.to(torch.promote_types(head.compute_dtype, torch.float32))
-    if bias is not None:
-        logits += bias
-    if head.scale != 1:
-        logits *= head.scale
-    if head.soft_cap is not None:
-        logits = logits.div_(head.soft_cap).tanh_().mul_(head.soft_cap)
-    return logits
+    return wide_logits(hidden.to(head.compute_dtype) @ weight.T, bias, head)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -108,18 +84,9 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(head.compute_dtype, torch.float32)
         logp, entropy, total = (torch.empty(len(targets), dtype=wide, device=hidden.device) for _ in range(3))
-        matrix, offset = _in_dtype(weight, bias, head)
-        for part in _chunks(weight, targets, head):
-            logits = _sampled_from(project(hidden[part], matrix, offset, head), targets[part], early[part], head)
-            # Few passes over [t, V], and no third one in memory: `logsumexp` would compute another exponential.
-            peak = logits.amax(dim=-1)
-            logits -= peak[:, None]
-            weights = logits.exp()
-            mass = weights.sum(dim=-1)
-            log_mass = mass.log()
-            total[part] = peak + log_mass
-            logp[part] = logits.gather(1, targets[part, None])[:, 0] - log_mass
-            entropy[part] = log_mass - torch.bmm(weights[:, None], logits[:, :, None])[:, 0, 0] / mass
+        passes = passes_on(hidden.device)
+        for part, chunk in _chunks(hidden, weight, bias, targets, early, head):
+            logp[part], entropy[part], total[part] = passes.reduce(chunk, head)
         ctx.save_for_backward(hidden, weight, bias, targets, early, total, entropy if entropy_learns else None)
         ctx.head = head
         if not entropy_learns:
@@ -128,61 +95,56 @@ class _TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Backpropagate chunk by chunk, recomputing the logits.
-
-        d logp_t / d logits_t = one-hot of the target - p, d entropy_t / d logits_t = -p (log p + entropy_t), with p the
-        softmax of the logits; then through cap, scale and projection.
-        """
+        """Backpropagate chunk by chunk, projecting each again."""
         hidden, weight, bias, targets, early, total, entropy = ctx.saved_tensors
         head: Head = ctx.head
-        matrix, offset = _in_dtype(weight, bias, head)
+        matrix = weight.to(head.compute_dtype)
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         # At least fp32, even for a bf16 weight: chunks are summed before rounding.
         sums = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=sums) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        for part in _chunks(weight, targets, head):
-            logits = project(hidden[part], matrix, offset, head)
-            # d cap tanh(z / cap) / dz = 1 - tanh^2
-            slope = None if head.soft_cap is None else 1 - (logits / head.soft_cap).square_()
-            logits = _sampled_from(logits, targets[part], early[part], head)
-            logits -= total[part, None]
-            scale = grads[0][part, None] / head.temperature * head.scale
-            of_p = -scale
-            if entropy is not None:  # the one case that holds a third [t, V]
-                of_p = of_p - (logits + entropy[part, None]) * (grads[1][part, None] / head.temperature * head.scale)
-            wide = logits.exp_().mul_(of_p).scatter_add_(1, targets[part, None], scale)
-            if slope is not None:
-                wide *= slope
-            grad = wide.to(head.compute_dtype)
+        passes = passes_on(hidden.device)
+        for part, chunk in _chunks(hidden, weight, bias, targets, early, head):
+            grad, of_bias = passes.gradient(chunk, _upstream(part, total, entropy, grads), head)
             if grad_hidden is not None:
                 grad_hidden[part] = grad @ matrix
             if grad_weight is not None:
-                grad_weight += grad.T @ hidden[part].to(head.compute_dtype)
-            if grad_bias is not None:
-                grad_bias += wide.sum(0)
+                _add_product(grad_weight, grad.T, hidden[part].to(head.compute_dtype))
+            if grad_bias is not None and of_bias is not None:
+                grad_bias += of_bias
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
-def _in_dtype(weight: torch.Tensor, bias: torch.Tensor | None, head: Head) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return weight.to(head.compute_dtype), None if bias is None else bias.to(head.compute_dtype)
-
-
-def _sampled_from(logits: torch.Tensor, targets: torch.Tensor, early: torch.Tensor, head: Head) -> torch.Tensor:
-    """Apply temperature and bans as the engine does before sampling; in place."""
-    if head.temperature != 1:
-        logits /= head.temperature
-    if head.end_ids:
-        ends = torch.tensor(head.end_ids, device=logits.device)
-        # A response that ended early anyway (another engine, another end token) keeps a finite log-prob.
-        logits[:, ends] = logits[:, ends].masked_fill(early[:, None] & (targets[:, None] != ends), _BANNED)
-    return logits
-
-
-def _chunks(weight: torch.Tensor, targets: torch.Tensor, head: Head) -> Iterator[slice]:
+def _chunks(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    early: torch.Tensor,
+    head: Head,
+) -> Iterator[tuple[slice, Chunk]]:
+    matrix, offset = weight.to(head.compute_dtype), None if bias is None else bias.to(head.compute_dtype)
     elements = head.chunk_elements or CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cpu"])
     size, num_tokens = max(1, elements // len(weight)), len(targets)
     for start in range(0, num_tokens, size):
-        yield slice(start, min(start + size, num_tokens))
+        part = slice(start, min(start + size, num_tokens))
+        projected = hidden[part].to(head.compute_dtype) @ matrix.T
+        yield part, Chunk(projected, offset, targets[part], early[part])
+
+
+def _upstream(
+    part: slice, total: torch.Tensor, entropy: torch.Tensor | None, grads: Sequence[torch.Tensor]
+) -> Upstream:
+    of_entropy = None if entropy is None else grads[1][part]
+    return Upstream(total[part], grads[0][part], None if entropy is None else entropy[part], of_entropy)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left @ right. On a GPU the product itself adds, in fp32 and without another pass over memory."""
+    if left.is_cuda and left.dtype != total.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right

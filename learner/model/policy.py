@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from streamrl.learner.model.flops import Flops
-from streamrl.learner.model.logprobs import Head, LogProbs, given_logprobs, project, token_logprobs
+from streamrl.learner.model.logits import Head
+from streamrl.learner.model.logprobs import LogProbs, given_logprobs, project, token_logprobs
 from streamrl.learner.moe.routing_replay import RoutingReplay
 from streamrl.learner.packing.attention import EAGER, VARLEN
 from streamrl.learner.packing.micro_batches import MicroBatch, Shape, additive

@@ -23,7 +23,7 @@ import transformers
 from torch.distributed.fsdp import FSDPModule
 
 from streamrl.errors import DataError
-from streamrl.learner.model.logprobs import Head
+from streamrl.learner.model.logits import Head
 from streamrl.learner.model.policy import Policy, Seen, evaluating
 from streamrl.learner.packing.attention import EAGER, MASKED, VARLEN
 from streamrl.learner.packing.micro_batches import Piece, pack

@@ -25,7 +25,7 @@ import torch
 
 from streamrl.config import schema
 from streamrl.learner.loading.build import load_model
-from streamrl.learner.model.logprobs import Head
+from streamrl.learner.model.logits import Head
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.packing.micro_batches import Piece, pack
 from streamrl.protocol.wire.group import decode_body, decode_header, encode_group

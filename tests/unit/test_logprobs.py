@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import pytest
+import structlog
 import torch
 
-from streamrl.learner.model.logprobs import Head, given_logprobs, token_logprobs
+from streamrl.learner.model import logprobs
+from streamrl.learner.model.logits import Functions, Head, InPlace, compiled, passes_on
+from streamrl.learner.model.logprobs import given_logprobs, token_logprobs
 
 TOKENS, HIDDEN, VOCABULARY = 37, 8, 23
+
+
+@pytest.fixture(params=["in place", "functions"], autouse=True)
+def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test sees both ways over a chunk's logits: the one of a CPU, and what a GPU's compiler is given."""
+    if request.param == "functions":
+        monkeypatch.setattr(logprobs, "passes_on", lambda _device: Functions())
 
 
 def _inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -169,3 +179,16 @@ def test_no_tokens_still_connect_the_graph_so_that_sharded_ranks_stay_in_step() 
     assert weight.grad is not None
     assert hidden.grad is not None
     assert not weight.grad.any()
+
+
+def test_a_gpu_without_a_compiler_takes_the_operations_in_place_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_function: object) -> None:
+        raise RuntimeError("Failed to find C compiler.\nMore of it")
+
+    compiled.cache_clear()
+    monkeypatch.setattr(torch, "compile", fails)
+    with structlog.testing.capture_logs() as logs:
+        assert isinstance(passes_on(torch.device("cuda")), InPlace)
+        assert isinstance(passes_on(torch.device("cuda")), InPlace)
+    assert [log["reason"] for log in logs] == ["Failed to find C compiler."], "once, not for each chunk"
+    compiled.cache_clear()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.learner.loading.build import load_model
-from streamrl.learner.model.logprobs import Head
+from streamrl.learner.model.logits import Head
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.packing.micro_batches import MicroBatch, Piece, Shape, empty_micro_batch, pack
 from streamrl.protocol.wire.branches import Branch, rows_of

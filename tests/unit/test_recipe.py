@@ -14,7 +14,7 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.learner.loading.build import load_model
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.logprobs import Head
+from streamrl.learner.model.logits import Head
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.objective.gradients import Gradients
 from streamrl.learner.objective.trial import try_out

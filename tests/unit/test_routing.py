@@ -21,7 +21,7 @@ from streamrl.config.routers import ROUTERS, find_routers
 from streamrl.errors import ConfigError, DataError
 from streamrl.learner.loading.build import load_model
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.logprobs import Head
+from streamrl.learner.model.logits import Head
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.moe.routing_replay import RoutingReplay
 from streamrl.learner.packing.micro_batches import NO_ROUTE, NO_TOKEN, MicroBatch, Piece, Shape, pack
