@@ -93,6 +93,18 @@ def test_a_program_has_a_name_an_environment_and_a_session_of_its_own(
     assert title == f"{sys.executable} -m a_program tell --with=a"
 
 
+def test_long_command_lines_are_shown_whole_also_where_the_environment_is_small(
+    modules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in os.environ.keys() - {"PYTHONPATH", "PATH"}:
+        monkeypatch.delenv(name)
+    long = program("a", ["-m", "a_program", "tell"], {"--with": "a" * 2000}, logs=modules)
+    with Forking(["imported"], log=modules / "imports.log") as forking:
+        assert forking.start(long).wait(60)
+
+    assert (modules / "a.log").read_text().splitlines()[-1].endswith(f"a_program tell --with={'a' * 2000}")
+
+
 @pytest.mark.parametrize(
     ("wanted", "given"), [("3", "threads 3"), ("2,1", "threads 2"), ("", "words end --with=a of one import")]
 )

@@ -1,6 +1,6 @@
 """A process that imports modules, then forks into the programs requested on its stdin (`streamrl.ops.launch.forking`).
 
-    python -m streamrl.ops.launch.fork_server MODULE ...
+    python -m streamrl.ops.launch.fork_server MODULE ... [SPACES]
 
 It reads programs from stdin, one per line, and further modules for later programs:
 
@@ -32,7 +32,7 @@ from streamrl.process import change_environment, die_with_parent, threads_in
 
 
 def main() -> None:
-    _import(sys.argv[1:])
+    _import(" ".join(sys.argv[1:]).split())
     if (become := _serve()) is not None:
         become()
 

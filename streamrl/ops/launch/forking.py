@@ -33,6 +33,7 @@ from streamrl.ops.launch.processes import Command, Process
 from streamrl.process import dying_with_us, read_by_torch
 
 _SERVER = "streamrl.ops.launch.fork_server"
+_ROOM = " " * 4096  # Linux shows no longer command line of a fork than its server's arguments and environment
 _NO_LOG = Path(os.devnull)
 _WORKERS = "worker/"  # prefix of these processes' names
 _OF_LEARNER = ("streamrl.learner.main", "torch.distributed.run")
@@ -58,7 +59,7 @@ class Forking:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             self._server = subprocess.Popen(
-                dying_with_us([sys.executable, "-m", _SERVER, *self._modules], by=signal.SIGKILL),
+                dying_with_us([sys.executable, "-m", _SERVER, *self._modules, _ROOM], by=signal.SIGKILL),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
