@@ -81,12 +81,13 @@ class Stepping:
         shape = self.policy.shape
         model = self._plain = self._plain or self._model()
         for batch in micro_batches:
-            where = {} if shape.padded else {"cu_seq_lens_q": batch.starts, "max_length_q": batch.longest}
+            starts = {"cu_seq_lens_q": batch.starts, "max_length_q": batch.longest, "prefixes": batch.prefixes}
+            where = {} if shape.padded else starts
             with torch.autocast(self._world.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
                 logits = model(
                     input_ids=batch.input_ids,
                     position_ids=batch.position_ids,
-                    attention_mask=batch.attention_mask() if shape.share_prompts else None,
+                    attention_mask=batch.attention_mask() if shape.share_prompts and shape.padded else None,
                     use_cache=False,
                     **where,
                 ).logits

@@ -123,10 +123,12 @@ class Policy(nn.Module):
         where: dict[str, Any] = {}
         if not self.shape.alone:
             where["position_ids"] = own_part.position_ids
-        if self.shape.share_prompts:
+        if self.shape.share_prompts and self.shape.padded:
             where["attention_mask"] = self._masks(batch)
         if self._varlen and not self.shape.alone:
             where |= {"cu_seq_lens_q": batch.starts, "max_length_q": batch.longest}
+            if batch.prefixes is not None:
+                where["prefixes"] = batch.prefixes
         out = decoder_of(self.model)(input_ids=own_part.input_ids, use_cache=False, **where)
         hidden: torch.Tensor = out.last_hidden_state.flatten(0, 1)[own_part.index]
         return hidden

@@ -1,7 +1,8 @@
 """Attention over packed sequences: under a mask (`masked`), or with sequence boundaries (`varlen`).
 
     masked    PyTorch's attention with the rows' own mask; samples share their prompt; costs the square of a row
-    varlen    concatenated sequences, each with its prompt; costs the sum of the squares of their lengths
+    varlen    concatenated sequences; samples share their prompt too (`prefixes`), unless the model has windows; costs
+              the sum of the squares of their lengths
                   bf16 on a GPU    PyTorch's variable-length flash attention
                   elsewhere        one call of PyTorch's attention per sequence: the double of the former
 
@@ -21,6 +22,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError
+from streamrl.learner.packing.prefixes import Flash, Prefixes, attend_twice, each_with_its_prompt
 
 VARLEN = "streamrl_varlen"  # registered in transformers under this name
 MASKED = "sdpa"
@@ -50,6 +52,7 @@ def attend(
     sliding_window: int | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,  # None: each row is one sequence
     max_length_q: int | None = None,
+    prefixes: Prefixes | None = None,  # None: each sequence begins with its prompt
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,  # attention sinks
     **_: Any,
@@ -67,8 +70,16 @@ def attend(
         # Rotary embeddings leave queries and keys in a wider dtype than autocast's.
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
-    kernel = _flash if query.is_cuda and query.dtype in _HALF else each_by_itself
-    attended = kernel(q, k, v, cu_seq_lens_q, max_length_q, scale=scaling, window=sliding_window)
+    on_flash = query.is_cuda and query.dtype in _HALF
+    if prefixes is None:
+        kernel = _flash if on_flash else each_by_itself
+        attended = kernel(q, k, v, cu_seq_lens_q, max_length_q, scale=scaling, window=sliding_window)
+    else:
+        assert sliding_window is None, "prompts are not shared under a window"
+        if on_flash:
+            attended = attend_twice(q, k, v, cu_seq_lens_q, max_length_q, prefixes, scale=scaling, kernel=Flash())
+        else:
+            attended = each_with_its_prompt(q, k, v, cu_seq_lens_q, prefixes, scale=scaling)
     return attended.view(rows, length, heads, head_dim), None
 
 

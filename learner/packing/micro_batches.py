@@ -27,11 +27,13 @@ import numpy.typing as npt
 import torch
 
 from streamrl.learner.packing.cells import Cells, cells_of
+from streamrl.learner.packing.prefixes import Prefixes, prefixes_of
 from streamrl.protocol.wire.branches import Branch
 from streamrl.protocol.wire.routes import Routes, is_missing
 
 NO_ROUTE, NO_TOKEN = -1, -2  # in place of an expert: a token without a route, a cell without a token
 _ROW_MULTIPLES = (1, 2, 4, 8)
+_PASS = 1024  # tokens that could be computed in the time that a micro-batch takes besides: weights cast, kernels begun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,8 @@ class MicroBatch:
     behaviour_logprobs: torch.Tensor  # [T]
     sample: torch.Tensor  # [T] sample of the token
     starts: torch.Tensor  # [sequences + 1] int32: starts of sequences, rows concatenated; then the last end
-    longest: int  # of these sequences; both are used only if prompts are not shared
+    longest: int  # of these sequences
+    prefixes: Prefixes | None = None  # the prompts that some of these sequences go on from; only without a mask
     own_tokens: torch.Tensor | None = None  # [t] of T, those predicted by this rank's part of the rows; None: all
     # [rows, length, layers, experts per token], if samples carry routes; on the host until a pass: they may be large
     routes: torch.Tensor | None = None
@@ -85,6 +88,8 @@ class MicroBatch:
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and name != "routes":
                 values[name] = value.to(device, non_blocking=True)
+        if self.prefixes is not None:
+            values["prefixes"] = self.prefixes.to(device)
         return MicroBatch(**values)
 
 
@@ -109,6 +114,10 @@ class Shape:
         """Relative: a layer spends about 24 hidden^2 on a token's projections, 4 hidden length on its attention."""
         return num_rows * length * (6 * self.hidden_size + length)
 
+    def shares(self, piece: Piece) -> bool:
+        """Whether this sample hangs on a prompt laid for several. Without a mask, none with branches does."""
+        return self.share_prompts and (self.padded or not piece.branches)
+
     def even(self, length: int) -> int:
         """The smallest length >= `length` that can be cut into equal parts."""
         return -(-length // self.parts) * self.parts
@@ -118,18 +127,25 @@ def pack(pieces: Sequence[Piece], *, max_tokens: int, shape: Shape) -> list[Micr
     """Pack `pieces`, each of which has a token with a loss, into micro-batches."""
     if not pieces:
         return []
-    laid = [_laid(piece, share=shape.share_prompts) for piece in pieces]
+    laid = [_laid(piece, share=shape.shares(piece)) for piece in pieces]
     if shape.alone:
         return list(_alone(laid, min(max_tokens, shape.max_cells or max_tokens), shape))
     longest = shape.even(max(_Bundle([each]).size for each in laid))
     if not shape.padded:
-        full = _fill(_bundles(laid, longest, share=shape.share_prompts), max(longest, max_tokens))
-        return [_lay_out([row], shape.even(sum(bundle.size for bundle in row)), shape) for row in full]
+        rows = _flat(laid, longest, max(longest, max_tokens), shape)
+        return [_lay_out([row], shape.even(sum(bundle.size for bundle in row)), shape) for row in rows]
     lengths = [longest * n for n in _ROW_MULTIPLES if n == 1 or longest * n <= max_tokens]
     packed = [(_fill(_bundles(laid, length, share=shape.share_prompts), length), length) for length in lengths]
     rows, length = min(packed, key=lambda candidate: shape.cost(len(candidate[0]), candidate[1]))
     rows_at_once = max(1, max_tokens // length)
     return [_lay_out(rows[i : i + rows_at_once], length, shape) for i in range(0, len(rows), rows_at_once)]
+
+
+def _flat(laid: Sequence[_Laid], longest: int, most: int, shape: Shape) -> Sequence[Sequence[_Bundle]]:
+    """Rows of any length up to `most`. Small bundles fill rows better, large ones repeat fewer prompts."""
+    sizes = [most // n for n in _ROW_MULTIPLES if most // n >= longest] if shape.share_prompts else [longest]
+    packed = [_fill(_bundles(laid, size, share=shape.share_prompts), most) for size in sizes]
+    return min(packed, key=lambda rows: sum(_PASS + sum(bundle.size for bundle in row) for row in rows))
 
 
 def _alone(laid: Sequence[_Laid], max_cells: int, shape: Shape) -> Iterator[MicroBatch]:
@@ -155,6 +171,11 @@ class _Laid:
     cells: tuple[Cells, ...]
 
     @property
+    def hangs(self) -> bool:
+        """Whether it is attached to a prompt that is laid before it."""
+        return self.cells[0].on_prompt
+
+    @property
     def size(self) -> int:
         """Number of cells, without those of a shared prompt."""
         return sum(len(cells.places) for cells in self.cells)
@@ -176,8 +197,7 @@ class _Bundle:
     @property
     def prompt_ids(self) -> npt.NDArray[np.int32]:
         """The prompt that its responses share; empty if each has its own."""
-        hangs = self.laid[0].cells[0].on_prompt
-        return self.laid[0].piece.prompt_ids[: None if hangs else 0]
+        return self.laid[0].piece.prompt_ids[: None if self.laid[0].hangs else 0]
 
 
 def _bundles(laid: Iterable[_Laid], length: int, *, share: bool) -> list[_Bundle]:
@@ -187,7 +207,8 @@ def _bundles(laid: Iterable[_Laid], length: int, *, share: bool) -> list[_Bundle
     for _, group in groupby(ordered, key=lambda each: each.piece.group):
         of_group: list[_Bundle] = []
         for each in group:
-            home = next((b for b in of_group if share and b.size + each.size <= length), None)
+            hangs = share and each.hangs
+            home = next((b for b in of_group if hangs and b.laid[0].hangs and b.size + each.size <= length), None)
             if home is None:
                 of_group.append(_Bundle([each]))
             else:
@@ -229,7 +250,8 @@ def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int, shape: Shape) -> Mi
     flat = np.concatenate(trained, axis=1) if trained else np.zeros((5, 0), dtype=np.int64)
     input_ids, position_ids, until = torch.from_numpy(cells)
     index_of, targets, positions, in_turn_of, samples = torch.from_numpy(flat)
-    starts = np.append(np.flatnonzero(cells[1] == 0), cells[1].size).astype(np.int32)
+    is_flat = shape.share_prompts and not shape.padded
+    starts = _starts(cells, split=is_flat)
     return MicroBatch(
         input_ids=input_ids,
         position_ids=position_ids,
@@ -240,11 +262,22 @@ def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int, shape: Shape) -> Mi
         in_turn=in_turn_of,
         behaviour_logprobs=torch.from_numpy(np.concatenate(behaviour_logprobs)),
         sample=samples,
-        starts=torch.from_numpy(starts),
+        starts=torch.from_numpy(starts.astype(np.int32)),
         longest=int(np.diff(starts).max()),
+        prefixes=prefixes_of(starts, cells[1].ravel()) if is_flat else None,
         own_tokens=None if shape.parts == 1 else torch.from_numpy(_predicted_in(flat[0], length, shape)),
         routes=None if routes is None else torch.from_numpy(routes),
     )
+
+
+def _starts(cells: npt.NDArray[np.int64], *, split: bool) -> npt.NDArray[np.int64]:
+    """Where sequences begin, rows concatenated; then the end. `split`: a prompt and each of several responses to it are
+    sequences of their own. Their cells end at different places; a single response goes on with its prompt."""
+    _, positions, until = cells.reshape(3, -1)
+    begins = positions == 0
+    if split:
+        begins[1:] |= until[1:] != until[:-1]
+    return np.append(np.flatnonzero(begins), len(positions))
 
 
 def _predicted_in(index: npt.NDArray[np.int64], length: int, shape: Shape) -> npt.NDArray[np.int64]:

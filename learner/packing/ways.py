@@ -1,6 +1,6 @@
 """The ways to call a model for the log-probs of many sequences; a trial at start picks the fastest correct one.
 
-    shared    rows of prompts with all their responses, under our masks
+    shared    rows of prompts with all their responses, under our masks or with their lengths (varlen)
     packed    rows of whole sequences; position ids, or their lengths (varlen), mark where each begins
     rows      a row for each sequence, padded at its end: correct for every causal model
     rows, own logits     likewise, with logits from the model, not from our head
@@ -43,7 +43,7 @@ class Way:
     own_logits: bool = False
 
     def __str__(self) -> str:
-        varlen = " (varlen)" if self.attention == VARLEN and self.layout == "packed" else ""
+        varlen = " (varlen)" if self.attention == VARLEN and self.layout != "rows" else ""
         return self.layout + varlen + (", own logits" if self.own_logits else "")
 
 
@@ -98,7 +98,8 @@ def ways_of(model: transformers.PreTrainedModel) -> Sequence[Way]:
         if "attention_mask" in known:
             layouts.insert(0, "shared")
     ways = [Way(layout=layout, attention=plain) for layout in layouts]
-    varlen = [Way(layout="packed", attention=VARLEN)] if attention == VARLEN else []
+    flat: list[Layout] = [] if attention != VARLEN else ["packed"] if has_window(model.config) else ["shared", "packed"]
+    varlen = [Way(layout=layout, attention=VARLEN) for layout in flat]
     eager = [Way(layout="rows", attention=EAGER)] if plain != EAGER else []
     own = [replace(way, own_logits=True) for way in (ways[-1], *eager)]
     return [*varlen, *ways, *eager, *own]

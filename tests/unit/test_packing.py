@@ -21,6 +21,7 @@ from tests.tiny_models import Architecture, make_model, response_logprobs
 
 SHARED = Shape(hidden_size=64, share_prompts=True)
 ALONE = Shape(hidden_size=64, share_prompts=False)
+FLAT = Shape(hidden_size=64, share_prompts=True, padded=False)
 
 
 def piece(sample: int, num_prompt: int, num_response: int, *, group: int | None = None) -> Piece:
@@ -48,7 +49,7 @@ batches = st.lists(
 
 
 @settings(max_examples=60)
-@given(groups=batches, max_tokens=st.integers(1, 300), shape=st.sampled_from([SHARED, ALONE]))
+@given(groups=batches, max_tokens=st.integers(1, 300), shape=st.sampled_from([SHARED, ALONE, FLAT]))
 def test_every_token_is_trained_exactly_once_and_sees_its_own_past_alone(
     groups: list[tuple[int, list[int]]], max_tokens: int, shape: Shape
 ) -> None:
@@ -60,6 +61,7 @@ def test_every_token_is_trained_exactly_once_and_sees_its_own_past_alone(
         assert rows == 1 or rows * length <= max_tokens
         visible = batch.attention_mask()[:, 0]
         assert visible.any(-1).all(), "every cell sees something, at least itself"
+        assert shape.padded or torch.equal(told_by_starts(batch), visible[0])
         for index, target, position, sample in zip(
             batch.index.tolist(), batch.targets.tolist(), batch.position.tolist(), batch.sample.tolist(), strict=True
         ):
@@ -71,6 +73,22 @@ def test_every_token_is_trained_exactly_once_and_sees_its_own_past_alone(
             assert target == whole[place]
             seen[sample].append(position)
     assert all(sorted(seen[i]) == list(range(r)) for i, (_, _, r) in enumerate(lengths))
+
+
+def told_by_starts(batch: MicroBatch) -> torch.Tensor:
+    """[length, length] what a kernel without a mask lets each cell see."""
+    cells = torch.arange(batch.input_ids.numel())
+    of = torch.searchsorted(batch.starts, cells, right=True)
+    seen = (of[:, None] == of) & (cells[:, None] >= cells)
+    assert batch.longest == batch.starts.diff().max()
+    if (told := batch.prefixes) is not None:
+        lengths = told.of_responses.diff(), told.of_prompts.diff()
+        assert (told.most_responses, told.longest_prompt) == tuple(int(each.max()) for each in lengths)
+        for responses, prompt in zip(
+            told.responses.split(lengths[0].tolist()), told.prompts.split(lengths[1].tolist()), strict=True
+        ):
+            seen[responses[:, None], prompt] = True
+    return seen
 
 
 @st.composite
@@ -103,7 +121,7 @@ def branched(sample: int, num_prompt: int, own: list[int], branches: list[Branch
 @given(
     trees=st.lists(trees(), min_size=1, max_size=6),
     max_tokens=st.integers(1, 200),
-    shape=st.sampled_from([SHARED, ALONE, ROWS]),
+    shape=st.sampled_from([SHARED, ALONE, ROWS, FLAT]),
 )
 def test_of_branches_every_token_is_trained_once_and_sees_its_own_row_alone(
     trees: list[tuple[int, list[int], list[Branch]]], max_tokens: int, shape: Shape
@@ -116,6 +134,7 @@ def test_of_branches_every_token_is_trained_once_and_sees_its_own_row_alone(
     for batch in pack(given, max_tokens=max_tokens, shape=shape):
         length = batch.input_ids.shape[1]
         visible = batch.attention_mask()[:, 0]
+        assert shape.padded or torch.equal(told_by_starts(batch), visible[0])
         for index, target, position, sample in zip(
             batch.index.tolist(), batch.targets.tolist(), batch.position.tolist(), batch.sample.tolist(), strict=True
         ):
@@ -191,6 +210,13 @@ def test_long_tailed_lengths_fill_their_rows_well() -> None:
 def test_sharing_prompts_leaves_fewer_cells_than_there_are_tokens() -> None:
     pieces = [piece(i, 20, 10, group=i // 8) for i in range(64)]
     assert cells(pack(pieces, max_tokens=8192, shape=SHARED)) < 0.6 * sum(p.num_tokens for p in pieces)
+
+
+def test_a_prompt_without_a_mask_is_laid_once_for_its_group_if_rows_are_long_enough() -> None:
+    pieces = [piece(i, 600, 40, group=i // 8) for i in range(32)]
+    assert cells(pack(pieces, max_tokens=1000, shape=FLAT)) == 4 * 600 + 32 * 39
+    assert cells(pack(pieces, max_tokens=700, shape=FLAT)) == 16 * 600 + 32 * 39, "two responses fit beside it"
+    assert cells(pack(pieces, max_tokens=1000, shape=replace(FLAT, share_prompts=False))) == 32 * 639
 
 
 def test_rows_stay_short_where_attention_is_dear() -> None:
