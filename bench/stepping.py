@@ -15,14 +15,15 @@ import transformers
 
 from bench.long_tailed import END, Size
 from streamrl.config import schema
-from streamrl.learner.loading.load import make_policy, recomputes
+from streamrl.learner.loading.load import make_policy
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.compiled import compile_layers
+from streamrl.learner.model.compiled import compile_layers, compiles
 from streamrl.learner.objective.gradients import Gradients
 from streamrl.learner.objective.optimizer import Update, make_optimizer, update
 from streamrl.learner.packing.attention import choose
 from streamrl.learner.packing.micro_batches import MicroBatch
 from streamrl.learner.parallel.fsdp import shard
+from streamrl.learner.planning.recomputing import recomputes
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group
 from streamrl.recipe.algorithms import make_algorithm
@@ -36,11 +37,12 @@ class Stepping:
         self._make_model = partial(
             size.model, max_length=max_length, device=device, attention=choose(config.model, device)
         )
-        model = self._model()
-        policy = make_policy(model, config, (END,), self._world).train()
+        model = self._make_model()
+        self.layers = self._decided(model)
+        policy = make_policy(self._prepared(model), config, (END,), self._world)
         self.policy = shard(policy, self._world, in_half=config.model.dtype == "bfloat16")
-        if config.model.compile:
-            compile_layers(self.policy.model)
+        if self.layers.compile:
+            compile_layers(self.policy.model, or_go_on=False)
         self._optimizer = make_optimizer(self.policy, config.optimizer)
         self._gradients = Gradients(
             policy=self.policy,
@@ -51,9 +53,14 @@ class Stepping:
             beat=lambda: None,
         )
 
-    def _model(self) -> transformers.PreTrainedModel:
-        model = self._make_model()
-        if recomputes(self._config.model, self._world.device):
+    def _decided(self, model: transformers.PreTrainedModel) -> schema.Model:
+        """The model's settings, with what `auto` leaves open decided as a learner does."""
+        layers = self._config.model.model_copy(update={"compile": compiles(self._config, model, self._world.device)})
+        again = recomputes(self._config.model_copy(update={"model": layers}), model, self._world)
+        return layers.model_copy(update={"gradient_checkpointing": again})
+
+    def _prepared(self, model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+        if self.layers.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return model.train()
 
@@ -79,7 +86,7 @@ class Stepping:
         """Run passes of a separate, unsharded model. In bf16, autocast casts its weights, as in the learner."""
         dtype = getattr(torch, self._config.model.dtype)
         shape = self.policy.shape
-        model = self._plain = self._plain or self._model()
+        model = self._plain = self._plain or self._prepared(self._make_model())
         for batch in micro_batches:
             starts = {"cu_seq_lens_q": batch.starts, "max_length_q": batch.longest, "prefixes": batch.prefixes}
             where = {} if shape.padded else starts

@@ -119,10 +119,14 @@ def _teacher(config: schema.Config, info: TokenizerInfo) -> Iterator[Finding]:
 
 def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterator[Finding]:
     """Compare a rank's memory need with its GPU; if the learner spans hosts, their number is unknown here."""
+    import torch
+
     from streamrl.learner.loading.load import teacher_sizes
+    from streamrl.learner.model.compiled import compiles
     from streamrl.learner.planning.advice import suggest_layout
     from streamrl.learner.planning.layouts import Machine, Task
-    from streamrl.learner.planning.memory import REMEDY, plan
+    from streamrl.learner.planning.memory import REMEDY
+    from streamrl.learner.planning.recomputing import expected
     from streamrl.learner.planning.sizes import Sizes
 
     try:
@@ -133,7 +137,8 @@ def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterat
         return
     is_here = config.teacher is None or config.teacher.path is None or _is_here(config.teacher.path)
     sizes, teacher = Sizes.of(model), teacher_sizes(config) if is_here else None
-    planned = plan(sizes, config, teacher=teacher)
+    compiled = config.model.model_copy(update={"compile": compiles(config, model, torch.device("cuda"))})
+    planned = expected(sizes, config.model_copy(update={"model": compiled}), room=share.memory, teacher=teacher)
     evidence = f"{size(planned.needed)} peak per rank (calculated), {size(share.memory)} available on {share.words}"
     if planned.needed <= share.memory:
         yield ok("learner on GPU", evidence)

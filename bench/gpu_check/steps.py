@@ -38,13 +38,14 @@ class _Case(NamedTuple):
     size: Size
     checkpointing: bool
     mfu: float | None = None  # goal
-    compiled: bool = False
+    compiled: bool = True
 
 
 CASES = {
     "1.5B, all activations": _Case(SIZES["1.5B"], checkpointing=False, mfu=0.45),
     "1.5B, checkpointing": _Case(SIZES["1.5B"], checkpointing=True, mfu=0.40),
-    "1.5B, checkpointing, compiled": _Case(SIZES["1.5B"], checkpointing=True, compiled=True),
+    "1.5B, all activations, not compiled": _Case(SIZES["1.5B"], checkpointing=False, compiled=False),
+    "1.5B, checkpointing, not compiled": _Case(SIZES["1.5B"], checkpointing=True, compiled=False),
     "7B-shaped, 4 layers": _Case(_7B, checkpointing=True),
     "7B-shaped, 8 layers": _Case(replace(_7B, layers=8), checkpointing=True),
 }

@@ -22,7 +22,7 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.learner.loading.build import begin_model, build_model
 from streamrl.learner.loading.sources import Files, Source, Sources, read_rows
-from streamrl.learner.model.compiled import compile_layers, refuse_compiling
+from streamrl.learner.model.compiled import compile_layers, compiles, refuse_compiling
 from streamrl.learner.model.logits import Head
 from streamrl.learner.model.lora import base_name, inject_adapters, place_adapters
 from streamrl.learner.model.policy import Policy
@@ -35,6 +35,7 @@ from streamrl.learner.parallel.dtensors import empty_like
 from streamrl.learner.parallel.fsdp import gathered_in_half, shard, unfilled
 from streamrl.learner.parallel.tensor import refuse_tensor
 from streamrl.learner.planning.memory import refuse_too_large
+from streamrl.learner.planning.recomputing import recomputes, room_on
 from streamrl.learner.planning.sizes import Sizes
 from streamrl.learner.process.ranks import World
 
@@ -59,22 +60,24 @@ def load_policy(
     refuse_long(model, config.data.max_prompt_tokens + config.max_response_tokens)
     prepare_mixture(model, config)
     refuse_tensor(model, config.learner.layout)
-    if config.model.compile:
-        refuse_compiling(model)
+    may_fail = config.model.compile == "auto"
+    is_compiled = compiles(config, model, world.device)
     if config.model.lora is not None:
         inject_adapters(model, config.model.lora, world.device)
     if config.model.dtype == "float64":
         cast(model, torch.float64)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"compile": is_compiled})})
+    teacher = None
     if world.device.type == "cuda" and config.model.dtype == "bfloat16":
         teacher = teacher_sizes(config)
-        refuse_too_large(Sizes.of(model), config, ranks=world.size, room=_room(world.device), teacher=teacher)
-    if recomputes(config.model, world.device):
+        refuse_too_large(Sizes.of(model), config, ranks=world.size, room=room_on(world.device), teacher=teacher)
+    if recomputes(config, model, world, teacher=teacher):
         on_host = world.device.type == "cuda" and config.model.activations == "cpu"
         _checkpoint(model, is_wished=config.model.gradient_checkpointing is True, on_host=on_host)
     on_host = config.model.masters == "cpu"
     policy = settled(model, sources, config, world, end_ids, on_host=on_host, wait_for_readers=wait_for_readers)
-    if config.model.compile:
-        compile_layers(policy.model)
+    if is_compiled:
+        compile_layers(policy.model, or_go_on=may_fail)
     return policy
 
 
@@ -110,25 +113,13 @@ def teacher_sizes(config: schema.Config) -> Sizes | None:
     return None if path is None else Sizes.of(build_model(path, MASKED))
 
 
-def _room(device: torch.device) -> int:
-    """Bytes of a GPU that this process may use."""
-    total: int = torch.cuda.get_device_properties(device).total_memory
-    return int(total * torch.cuda.get_per_process_memory_fraction(device))
-
-
-def recomputes(settings: schema.Model, device: torch.device) -> bool:
-    """Whether layers keep only their input for the backward pass."""
-    wished = settings.gradient_checkpointing
-    return device.type == "cuda" if wished == "auto" else wished
-
-
 def outline(config: schema.Config) -> transformers.PreTrainedModel:
     """The model without weights or memory for them; raises what `load_policy` would for known mistakes."""
     model = build_model(config.model.path, choose(config.model, _HOST))
     refuse_long(model, config.data.max_prompt_tokens + config.max_response_tokens)
     prepare_mixture(model, config)
     refuse_tensor(model, config.learner.layout)
-    if config.model.compile:
+    if config.model.compile is True:
         refuse_compiling(model)
     if config.model.gradient_checkpointing is True:
         _checkpoint(model, is_wished=True)

@@ -6,7 +6,7 @@ A token of width H in a layer whose queries are Q wide, keys K, the MLP I, in bf
              H   16     of both norms an fp32 copy and two of bf16
              Q    4     queries, and attention's output;                6 more if heads have norms
              K    4     keys and values;                                6 more likewise
-             I    8     four of the MLP's
+             I    8     four of the MLP's;                              compiled 4, and 4 H: measured once, on an H100
     at work  I    4     two gradients of the MLP's
              H    2     that of its input
 
@@ -49,9 +49,10 @@ class Part:
         return cls(tokens=own, longest=min(longest, tokens), context=layout.context, experts=layout.experts)
 
 
-def of_layer(sizes: Sizes, part: Part) -> int:
+def of_layer(sizes: Sizes, part: Part, *, is_compiled: bool = False) -> int:
     """What a layer keeps beyond its input."""
-    return int(part.tokens * (16 * sizes.width + _attention(sizes, part) + 8 * sizes.mlp + _experts(sizes)))
+    of_mlp = 4 * (sizes.mlp + sizes.width) if is_compiled else 8 * sizes.mlp
+    return int(part.tokens * (16 * sizes.width + _attention(sizes, part) + of_mlp + _experts(sizes)))
 
 
 def at_work(sizes: Sizes, part: Part) -> int:

@@ -18,7 +18,8 @@ activations of one, and the logits of a chunk.
 
 The arithmetic is that of Llama and Qwen layers, and of their mixtures, in bf16 with flash attention; for others it is a
 guess. Compared with the learner's own code on tensors without memory (`python -m bench memory`), it was off by 5 % at
-most, and by 7 % for undivided experts. On an H200, one rank of dense models took 1 to 3 % more or less.
+most, and by 7 % for undivided experts. On an H200, one rank of dense models took 1 to 3 % more or less; on an H100 4 %
+less, since what compiles the head's passes holds less of them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from streamrl.learner.planning.sizes import Sizes
 from streamrl.terminal import size
 
 REMEDY = (
-    "lower training.micro_batch_tokens, leave model.gradient_checkpointing on, set model.reference, model.masters, "
+    "lower training.micro_batch_tokens, keep model.gradient_checkpointing at auto, set model.reference, model.masters, "
     "model.activations or teacher.place to cpu, train adapters (model.lora), keep fewer copies "
     "(learner.layout.replicas), share samples, layers or a mixture's experts among more ranks (learner.layout), or "
     "take more GPUs (learner.processes)"
@@ -45,7 +46,7 @@ _WORKSPACES = 300_000_000  # of cuBLAS and flash attention
 _NCCL = 500_000_000  # its buffers; a single rank has a group too
 _FRAGMENTS = 0.05  # share of the allocator's blocks lost to fragmentation
 _UNEVEN = 0.5  # divided experts: how many more tokens a rank may get than the mean
-_CHUNK_THERE, _CHUNK_BACK = 14, 10  # per element of the head's logits, with its exponential and its bf16
+_CHUNK_THERE, _CHUNK_BACK = 10, 8  # per element of the head's logits, with its exponential and its bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,8 @@ def plan(
     tokens: int | None = None,
     longest: int | None = None,
 ) -> Plan:
-    """Plan a rank's memory on GPUs, with recomputed layers unless the configuration turns that off.
+    """Plan a rank's memory on GPUs, with recomputed layers unless the configuration turns that off, and with compiled
+    ones only if it demands that: `auto` as the one that takes less, and the one that takes more.
 
     `ranks` on all hosts; by default those of one. `teacher`: one loaded beside the policy. `tokens` per micro-batch and
     `longest` sample default to the configuration's.
@@ -109,7 +111,8 @@ def plan(
     if teacher is not None and config.teacher is not None and config.teacher.place == "device":
         weights += 2 * (teacher.trained + teacher.frozen)
     own = sizes.divided(layout.tensor)
-    of_layer, again = activations.of_layer(own, part), computes_again(config)
+    of_layer = activations.of_layer(own, part, is_compiled=config.model.compile is True)
+    again = computes_again(config)
     columns = 0 if layout.tensor == 1 else 2 * own.width * (own.queries + own.mlp)
     outermost = 2 * sizes.outermost + activations.masks(sizes, part)
     return Plan(

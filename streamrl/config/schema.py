@@ -60,11 +60,12 @@ class Model(Section):
     # `auto`, here and in weights, is resolved before (`config.precision`).
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     attention: Literal["auto", "masked", "varlen"] = "auto"  # for packed sequences; auto: varlen for bfloat16 on a GPU
-    gradient_checkpointing: Literal["auto"] | bool = "auto"  # auto: on GPUs, if the model supports it
+    gradient_checkpointing: Literal["auto"] | bool = "auto"  # auto: on GPUs without room for all activations
     # Where checkpointed layer inputs wait for the backward pass: on the device | in host memory, for samples so long
     # that they fill the device: 2 bytes x width per token and layer, copied there and back.
     activations: Literal["device", "cpu"] = "device"
-    compile: bool = False  # compile decoder layers with torch.compile, which delays the first step
+    # Compile decoder layers with torch.compile, which delays the first step. auto: on GPUs, if they can be
+    compile: Literal["auto"] | bool = "auto"
     lora: Lora | None = None  # train adapters; the base is the reference
     # Where the frozen reference is kept, if KL needs one: on the device | in host memory, moved to the device layer by
     # layer. With lora there is no copy, and nothing to place.

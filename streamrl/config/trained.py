@@ -23,13 +23,19 @@ def check_activations(config: Config) -> Iterator[Problem]:
 
 
 def check_compile(config: Config) -> Iterator[Problem]:
-    if not config.model.compile:
+    if config.model.compile is not True:
         return
-    layout = config.learner.layout
-    shared = [f"learner.layout.{name}" for name in ("context", "tensor", "experts") if getattr(layout, name) > 1]
-    for key in [*shared, *(["model.lora"] if config.model.lora is not None else [])]:
+    for key in layers_apart(config):
         remedy = f"only whole layers without adapters can be compiled, and {key} is set; set it to false"
         yield Problem(key="model.compile", remedy=remedy)
+
+
+def layers_apart(config: Config) -> Iterator[str]:
+    """The settings by which a rank's layers are not whole, or have adapters."""
+    layout = config.learner.layout
+    yield from (f"learner.layout.{name}" for name in ("context", "tensor", "experts") if getattr(layout, name) > 1)
+    if config.model.lora is not None:
+        yield "model.lora"
 
 
 def check_routers(config: Config) -> Iterator[Problem]:

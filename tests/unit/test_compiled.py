@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.learner.loading.build import build_model
 from streamrl.learner.loading.load import load_policy
-from streamrl.learner.model.compiled import refuse_compiling
+from streamrl.learner.model.compiled import compile_layers, compiles, refuse_compiling
 from streamrl.learner.model.policy import Policy, evaluating
 from streamrl.learner.packing.attention import MASKED
 from streamrl.learner.packing.micro_batches import pack
@@ -77,6 +81,52 @@ def test_compiled_layers_learn_what_they_learn_without(
     logps = [name for name in exact if name not in gradients]
     for names in (gradients, logps):
         assert apart(compiled, exact, names) < 1e-5 + 1.1 * apart(plain, exact, names)
+
+
+@pytest.mark.parametrize(
+    ("settings", "layout", "device", "are_compiled"),
+    [
+        ({"dtype": "bfloat16"}, {}, "cuda", True),
+        ({"dtype": "bfloat16"}, {}, "cpu", False),
+        ({"dtype": "float32"}, {}, "cuda", False),
+        ({"dtype": "bfloat16", "compile": False}, {}, "cuda", False),
+        ({"dtype": "bfloat16", "lora": {"rank": 4}}, {}, "cuda", False),
+        ({"dtype": "bfloat16"}, {"context": 2}, "cuda", False),
+        ({"dtype": "bfloat16"}, {"tensor": 2}, "cuda", False),
+        ({"dtype": "float32", "compile": True}, {}, "cpu", True),
+    ],
+)
+def test_layers_are_compiled_on_gpus_if_they_are_whole_unless_it_is_said_otherwise(
+    tmp_path: Path, settings: dict[str, Any], layout: dict[str, int], device: str, are_compiled: bool
+) -> None:
+    dense = build_model(str(make_family(tmp_path, "llama")), MASKED)
+    config = learner_config(tmp_path, model=schema.Model.model_validate({"path": "m", **settings}))
+    divided = config.learner.model_copy(update={"layout": schema.Layout.model_validate(layout)})
+    config = config.model_copy(update={"learner": divided})
+    assert compiles(config, dense, torch.device(device)) == are_compiled
+
+
+@pytest.mark.parametrize("or_go_on", [True, False])
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_what_cannot_be_compiled_computes_as_it_is_if_nobody_asked_for_compiling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, or_go_on: bool
+) -> None:
+    asked = []
+
+    def broken(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> None:
+        asked.append(graph)
+        raise OSError("no place for what is compiled")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken))
+    torch._dynamo.reset()
+    policy = policy_of(make_family(tmp_path / "model", "llama"), "float32", is_compiled=False)
+    [batch] = pack(PIECES[:4], max_tokens=200, shape=policy.shape)
+    with torch._dynamo.config.patch(suppress_errors=False), evaluating(policy):  # and what is set here is set back
+        expected = policy(batch).logp
+        compile_layers(policy.model, or_go_on=or_go_on)
+        with nullcontext() if or_go_on else pytest.raises(BackendCompilerFailed, match="no place for"):
+            assert torch.equal(policy(batch).logp, expected)
+    assert asked
 
 
 def test_a_mixture_and_a_machine_without_a_compiler_are_refused(

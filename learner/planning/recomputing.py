@@ -1,0 +1,64 @@
+"""Whether layers keep only their input for the backward pass, which computes the rest again.
+
+It costs a third more computation, so it is done only where memory is short: on GPUs whose calculated peak, with
+headroom, would leave less than a tenth of the GPU if everything were kept.
+"""
+
+from __future__ import annotations
+
+import structlog
+import torch
+import transformers
+
+from streamrl.config import schema
+from streamrl.learner.planning.memory import Plan, plan
+from streamrl.learner.planning.sizes import Sizes
+from streamrl.learner.process.ranks import World
+from streamrl.terminal import size
+
+_MOST = 0.9  # of the room. An H100 that the calculation would have filled to 0.98 was out of memory, by fragments
+
+log = structlog.get_logger(__name__)
+
+
+def recomputes(
+    config: schema.Config, model: transformers.PreTrainedModel, world: World, *, teacher: Sizes | None = None
+) -> bool:
+    """Whether this rank's layers do, as all others'. A collective, if the configuration leaves it open on a GPU."""
+    wished = config.model.gradient_checkpointing
+    if wished != "auto":
+        return wished
+    if world.device.type != "cuda":
+        return False
+    if config.model.dtype != "bfloat16" or config.model.activations == "cpu":
+        return True  # memory is calculated for bfloat16; only inputs can wait on the host
+    room = room_on(world.device)
+    needed = to_keep_all(Sizes.of(model), config, ranks=world.size, teacher=teacher).needed
+    keeps_all = world.all_agree(needed <= _MOST * room)
+    told = "all activations are kept" if keeps_all else "layers are computed again in the backward pass"
+    if world.is_main:
+        log.info(told, setting="model.gradient_checkpointing: auto", to_keep_all=size(needed), room=size(room))
+    return not keeps_all
+
+
+def room_on(device: torch.device) -> int:
+    """Bytes of a GPU that this process may use."""
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return int(total * torch.cuda.get_per_process_memory_fraction(device))
+
+
+def expected(sizes: Sizes, config: schema.Config, *, room: int, teacher: Sizes | None) -> Plan:
+    """The plan by which ranks on one host, with this room on each GPU, will decide."""
+    if config.model.gradient_checkpointing == "auto" and config.model.activations == "device":
+        keeping = to_keep_all(sizes, config, teacher=teacher)
+        if keeping.needed <= _MOST * room:
+            return keeping
+    return plan(sizes, config, teacher=teacher)
+
+
+def to_keep_all(sizes: Sizes, config: schema.Config, *, ranks: int | None = None, teacher: Sizes | None) -> Plan:
+    """The plan in which no layer is computed again. A single sample may be longer than a micro-batch should be."""
+    kept = config.model_copy(update={"model": config.model.model_copy(update={"gradient_checkpointing": False})})
+    longest = config.data.max_prompt_tokens + config.max_response_tokens
+    tokens = max(longest, config.training.micro_batch_tokens)
+    return plan(sizes, kept, ranks=ranks, teacher=teacher, tokens=tokens)
