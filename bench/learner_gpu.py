@@ -74,6 +74,8 @@ def measure(plan: Plan, *, device: torch.device, dtype: str, say: Say) -> list[L
 
 def _of_size(name: str, size: Size, plan: Plan, *, device: torch.device, dtype: str, say: Say) -> list[Line]:
     config = make_config(micro_batch_tokens=plan.micro_batch_tokens, dtype=dtype, attention="varlen")
+    checkpointing = config.model.model_copy(update={"gradient_checkpointing": True})  # two models have to fit
+    config = config.model_copy(update={"model": checkpointing})
     longest = plan.lengths.longest + plan.lengths.prompt[1]
     groups = make_groups(
         plan.num_groups, num_samples=plan.num_samples, lengths=plan.lengths, vocabulary=size.vocabulary

@@ -24,6 +24,7 @@ from streamrl.learner.packing.attention import choose
 from streamrl.learner.packing.micro_batches import MicroBatch
 from streamrl.learner.parallel.fsdp import shard
 from streamrl.learner.planning.recomputing import recomputes
+from streamrl.learner.planning.sizes import Sizes
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group
 from streamrl.recipe.algorithms import make_algorithm
@@ -41,8 +42,7 @@ class Stepping:
         self.layers = self._decided(model)
         policy = make_policy(self._prepared(model), config, (END,), self._world)
         self.policy = shard(policy, self._world, in_half=config.model.dtype == "bfloat16")
-        if self.layers.compile:
-            compile_layers(self.policy.model, or_go_on=False)
+        self._compile(self.policy.model)
         self._optimizer = make_optimizer(self.policy, config.optimizer)
         self._gradients = Gradients(
             policy=self.policy,
@@ -55,14 +55,18 @@ class Stepping:
 
     def _decided(self, model: transformers.PreTrainedModel) -> schema.Model:
         """The model's settings, with what `auto` leaves open decided as a learner does."""
-        layers = self._config.model.model_copy(update={"compile": compiles(self._config, model, self._world.device)})
-        again = recomputes(self._config.model_copy(update={"model": layers}), model, self._world)
+        layers = self._config.model.model_copy(update={"compile": compiles(self._config, model, self._world)})
+        again = recomputes(self._config.model_copy(update={"model": layers}), Sizes.of(model), self._world)
         return layers.model_copy(update={"gradient_checkpointing": again})
 
     def _prepared(self, model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
         if self.layers.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return model.train()
+
+    def _compile(self, model: transformers.PreTrainedModel) -> None:
+        if self.layers.compile:
+            compile_layers(model, or_go_on=False)
 
     def learn(self, groups: Sequence[Group]) -> Update:
         tally = self._tally()
@@ -86,7 +90,10 @@ class Stepping:
         """Run passes of a separate, unsharded model. In bf16, autocast casts its weights, as in the learner."""
         dtype = getattr(torch, self._config.model.dtype)
         shape = self.policy.shape
-        model = self._plain = self._plain or self._prepared(self._make_model())
+        if self._plain is None:
+            self._plain = self._prepared(self._make_model())
+            self._compile(self._plain)
+        model = self._plain
         for batch in micro_batches:
             starts = {"cu_seq_lens_q": batch.starts, "max_length_q": batch.longest, "prefixes": batch.prefixes}
             where = {} if shape.padded else starts

@@ -128,6 +128,7 @@ def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterat
     from streamrl.learner.planning.memory import REMEDY
     from streamrl.learner.planning.recomputing import expected
     from streamrl.learner.planning.sizes import Sizes
+    from streamrl.learner.process.ranks import World
 
     try:
         share = place(config, gpus_here(), part).shares.get(LEARNER)
@@ -137,7 +138,8 @@ def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterat
         return
     is_here = config.teacher is None or config.teacher.path is None or _is_here(config.teacher.path)
     sizes, teacher = Sizes.of(model), teacher_sizes(config) if is_here else None
-    compiled = config.model.model_copy(update={"compile": compiles(config, model, torch.device("cuda"))})
+    gpu = World(rank=0, size=1, device=torch.device("cuda"))
+    compiled = config.model.model_copy(update={"compile": compiles(config, model, gpu)})
     planned = expected(sizes, config.model_copy(update={"model": compiled}), room=share.memory, teacher=teacher)
     evidence = f"{size(planned.needed)} peak per rank (calculated), {size(share.memory)} available on {share.words}"
     if planned.needed <= share.memory:

@@ -3,9 +3,9 @@
     tokenizer, recording, prompts ─► model ─► lock, term ─► Start to all ─► restore ─► the usual loop ─► export
 
 Group checks, algorithm and checkpoints are those of a live run; only the stream and the publisher differ
-(learner.replayed). Two replays of one recording under one configuration give the same weights, bit for bit at a fixed
-number of ranks, even if one of them was killed and resumed. They equal the recorded run's weights if its learner was
-never interrupted and its Redis lost nothing (otherwise the recording holds groups that this learner never saw). A
+(learner.replayed). Two replays of one recording under one configuration give the same weights, on CPUs bit for bit at a
+fixed number of ranks, even if one of them was killed and resumed. They equal the recorded run's weights if its learner
+was never interrupted and its Redis lost nothing (otherwise the recording holds groups that this learner never saw). A
 replay is a run of its own, in its own folder, which notes the recording it belongs to.
 """
 

@@ -60,24 +60,26 @@ def load_policy(
     refuse_long(model, config.data.max_prompt_tokens + config.max_response_tokens)
     prepare_mixture(model, config)
     refuse_tensor(model, config.learner.layout)
-    may_fail = config.model.compile == "auto"
-    is_compiled = compiles(config, model, world.device)
+    may_fail, may_compile = config.model.compile == "auto", compiles(config, model, world)
     if config.model.lora is not None:
         inject_adapters(model, config.model.lora, world.device)
     if config.model.dtype == "float64":
         cast(model, torch.float64)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"compile": is_compiled})})
-    teacher = None
+    sizes, teacher = Sizes.of(model), None
+    config = config.model_copy(update={"model": config.model.model_copy(update={"compile": may_compile})})
     if world.device.type == "cuda" and config.model.dtype == "bfloat16":
         teacher = teacher_sizes(config)
-        refuse_too_large(Sizes.of(model), config, ranks=world.size, room=room_on(world.device), teacher=teacher)
-    if recomputes(config, model, world, teacher=teacher):
-        on_host = world.device.type == "cuda" and config.model.activations == "cpu"
-        _checkpoint(model, is_wished=config.model.gradient_checkpointing is True, on_host=on_host)
+        refuse_too_large(sizes, config, ranks=world.size, room=room_on(world.device), teacher=teacher)
+    inputs_on_host = world.device.type == "cuda" and config.model.activations == "cpu"
+    if config.model.gradient_checkpointing is True:
+        _checkpoint(model, is_wished=True, on_host=inputs_on_host)
     on_host = config.model.masters == "cpu"
     policy = settled(model, sources, config, world, end_ids, on_host=on_host, wait_for_readers=wait_for_readers)
-    if is_compiled:
+    # What ranks decide together comes after they have waited for each other's downloads.
+    if world.all_agree(may_compile):
         compile_layers(policy.model, or_go_on=may_fail)
+    if config.model.gradient_checkpointing == "auto" and recomputes(config, sizes, world, teacher=teacher):
+        _checkpoint(policy.model, is_wished=False, on_host=inputs_on_host)
     return policy
 
 

@@ -4,7 +4,8 @@
     compiled     the same as two functions for torch's compiler: the projection's output is read twice on the way there,
                  and once on the way back, which writes the gradient in the head's dtype
 
-GPUs compile them, if a compiler is installed, in some seconds during the first step. Elsewhere it does not pay.
+GPUs compile them, if a compiler is installed, in some seconds at the start and in the first step. Elsewhere it does not
+pay.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import structlog
 import torch
@@ -20,6 +21,8 @@ import torch
 _BANNED = -1e30  # not -inf: 0 * -inf would make the entropy NaN
 
 log = structlog.get_logger(__name__)
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +129,27 @@ class Functions:
         return found
 
 
+class OrInPlace:
+    """Others' passes, until they cannot be compiled, which raises `failure`: from then on those in place."""
+
+    def __init__(self, passes: Passes, failure: type[Exception]) -> None:
+        self._passes, self._failure = passes, failure
+
+    def reduce(self, chunk: Chunk, head: Head) -> Reduced:
+        return self._try(lambda passes: passes.reduce(chunk, head))
+
+    def gradient(self, chunk: Chunk, upstream: Upstream, head: Head) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._try(lambda passes: passes.gradient(chunk, upstream, head))
+
+    def _try(self, call: Callable[[Passes], _Found]) -> _Found:
+        try:
+            return call(self._passes)
+        except self._failure as error:
+            _warn_of_slowness(error)
+            self._passes = InPlace()
+            return call(self._passes)
+
+
 def _reduced(chunk: Chunk, head: Head) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     logits, _ = _logits_and_slope(chunk, head)
     peak = logits.amax(dim=-1, keepdim=True)
@@ -177,10 +201,16 @@ def compiled() -> Passes | None:
     try:
         torch.compile(torch.neg)(torch.ones(2, device="cuda"))
     except (RuntimeError, ImportError, OSError) as error:  # no C compiler, no Triton, no place for what is compiled
-        reason = str(error).strip().partition("\n")[0]
-        log.warning("log-probs are slower than they could be: torch wants a C compiler and Triton", reason=reason)
+        _warn_of_slowness(error)
         return None
-    return Functions(torch.compile)
+    from torch._dynamo.exc import TorchDynamoException  # takes a second, and torch.compile has imported it
+
+    return OrInPlace(Functions(torch.compile), TorchDynamoException)
+
+
+def _warn_of_slowness(error: Exception) -> None:
+    reason = str(error).strip().partition("\n")[0]
+    log.warning("log-probs are slower than they could be: torch wants a C compiler and Triton", reason=reason)
 
 
 def wide_logits(projected: torch.Tensor, bias: torch.Tensor | None, head: Head) -> torch.Tensor:

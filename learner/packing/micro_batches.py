@@ -161,8 +161,11 @@ def _alone(laid: Sequence[_Laid], max_cells: int, shape: Shape) -> Iterator[Micr
 
 
 def empty_micro_batch(shape: Shape) -> MicroBatch:
-    """A pass with nothing to train, for a rank that has run out while others have not: collectives must match."""
-    return _lay_out([[]], shape.even(1), shape)
+    """A pass with nothing to train, for a rank that has run out while others have not: collectives must match.
+
+    Of two cells: for a dimension of one, layers would be compiled again.
+    """
+    return _lay_out([[]], shape.even(2), shape)
 
 
 @dataclass(frozen=True, slots=True)

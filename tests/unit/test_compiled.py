@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._functorch.compilers import nop
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.learner.loading.build import build_model
 from streamrl.learner.loading.load import load_policy
 from streamrl.learner.model.compiled import compile_layers, compiles, refuse_compiling
+from streamrl.learner.model.logits import Chunk, Functions, Head, InPlace, OrInPlace, Reduced
 from streamrl.learner.model.policy import Policy, evaluating
 from streamrl.learner.packing.attention import MASKED
 from streamrl.learner.packing.micro_batches import pack
@@ -103,38 +106,63 @@ def test_layers_are_compiled_on_gpus_if_they_are_whole_unless_it_is_said_otherwi
     config = learner_config(tmp_path, model=schema.Model.model_validate({"path": "m", **settings}))
     divided = config.learner.model_copy(update={"layout": schema.Layout.model_validate(layout)})
     config = config.model_copy(update={"learner": divided})
-    assert compiles(config, dense, torch.device(device)) == are_compiled
+    assert compiles(config, dense, World(rank=0, size=1, device=torch.device(device))) == are_compiled
 
 
 @pytest.mark.parametrize("or_go_on", [True, False])
+@pytest.mark.parametrize("part", ["fw_compiler", "bw_compiler"])
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler
 def test_what_cannot_be_compiled_computes_as_it_is_if_nobody_asked_for_compiling(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, or_go_on: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, or_go_on: bool
 ) -> None:
+    """Also if only the backward pass cannot be, which torch would compile when it comes to it."""
     asked = []
 
     def broken(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> None:
         asked.append(graph)
         raise OSError("no place for what is compiled")
 
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken))
+    compilers = {"fw_compiler": nop, "bw_compiler": nop, part: broken}
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=aot_autograd(**compilers)))
     torch._dynamo.reset()
     policy = policy_of(make_family(tmp_path / "model", "llama"), "float32", is_compiled=False)
-    [batch] = pack(PIECES[:4], max_tokens=200, shape=policy.shape)
-    with torch._dynamo.config.patch(suppress_errors=False), evaluating(policy):  # and what is set here is set back
-        expected = policy(batch).logp
-        compile_layers(policy.model, or_go_on=or_go_on)
-        with nullcontext() if or_go_on else pytest.raises(BackendCompilerFailed, match="no place for"):
-            assert torch.equal(policy(batch).logp, expected)
-    assert asked
+    expected = learnt(policy)
+    policy.zero_grad()
+    compile_layers(policy.model, or_go_on=or_go_on)
+    with nullcontext() if or_go_on else pytest.raises(BackendCompilerFailed, match="no place for"):
+        found = learnt(policy)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert len(asked) == 1 + or_go_on  # a layer each
 
 
-def test_a_mixture_and_a_machine_without_a_compiler_are_refused(
+def test_log_probs_that_cannot_be_compiled_are_computed_in_place_from_then_on() -> None:
+    calls = []
+
+    class Failing(Functions):
+        def reduce(self, chunk: Chunk, head: Head) -> Reduced:
+            calls.append(chunk)
+            raise KeyError("no compiler")
+
+    projected = torch.randn(3, 7)
+
+    def chunk() -> Chunk:
+        return Chunk(projected.clone(), None, torch.tensor([1, 2, 3]), torch.zeros(3, dtype=torch.bool))
+
+    passes = OrInPlace(Failing(), KeyError)
+    for _ in range(2):
+        torch.testing.assert_close(passes.reduce(chunk(), Head()), InPlace().reduce(chunk(), Head()))
+    assert len(calls) == 1
+
+
+def test_a_mixture_a_recurrence_and_a_machine_without_a_compiler_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mixture = build_model(str(make_family(tmp_path / "mixture", "qwen3_moe")), MASKED)
     with pytest.raises(ConfigError, match=r"model\.compile = true: Qwen3MoeForCausalLM is a mixture .*set it to false"):
         refuse_compiling(mixture)
+    recurrent = build_model(str(make_family(tmp_path / "recurrent", "mamba")), MASKED)
+    with pytest.raises(ConfigError, match=r"MambaForCausalLM may depend on more than attention \(.*set it to false"):
+        refuse_compiling(recurrent)
     dense = build_model(str(make_family(tmp_path / "dense", "llama")), MASKED)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match=r"model\.compile = true: .* no no-such-compiler on PATH; install one"):

@@ -10,13 +10,20 @@ import torch
 
 from bench.learner_gpu import SIZES
 from bench.long_tailed import make_config
+from streamrl.config import schema
+from streamrl.learner.loading import load
 from streamrl.learner.loading.load import load_policy
+from streamrl.learner.packing.micro_batches import pack
 from streamrl.learner.packing.ways import decoder_of
+from streamrl.learner.parallel.dtensors import whole
+from streamrl.learner.parallel.fsdp import layers_of
 from streamrl.learner.planning import recomputing
+from streamrl.learner.planning.sizes import Sizes
 from streamrl.learner.process.ranks import World
 from tests.casts import watch_a_pass
 from tests.learner_cases import learner_config
 from tests.tiny_models import make_model
+from tests.unit.test_packing import piece
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 LAYERS = 4
@@ -50,6 +57,29 @@ def test_masters_are_wide_what_is_frozen_is_half_and_ranks_add_up_in_fp32(tmp_pa
     assert {p.dtype for p in whole.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_that_are_computed_again_by_a_decision_after_sharding_learn_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    folder = make_model(tmp_path)
+    calls = []
+
+    def gradients(*, again: bool) -> dict[str, torch.Tensor]:
+        monkeypatch.setattr(load, "recomputes", lambda *_args, **_options: again)
+        policy = load_policy(learner_config(folder, model={"path": str(folder), "dtype": dtype}), ALONE, (1,))
+        hook = next(layers_of(policy.model)).self_attn.register_forward_hook(lambda *_: calls.append(again))
+        pieces = [piece(i, 3, 4 + i, group=0) for i in range(3)]
+        [batch] = pack(pieces, max_tokens=200, shape=policy.shape)
+        policy(batch).logp.sum().backward()
+        hook.remove()
+        return {name: whole(p.grad).clone() for name, p in policy.named_parameters() if p.grad is not None}
+
+    kept, computed_again = gradients(again=False), gradients(again=True)
+    assert calls == [False, True, True]
+    assert kept.keys() == computed_again.keys()
+    assert all(torch.equal(kept[name], computed_again[name]) for name in kept)
+
+
 @pytest.mark.parametrize(
     ("settings", "room", "again"),
     [
@@ -60,7 +90,10 @@ def test_masters_are_wide_what_is_frozen_is_half_and_ranks_add_up_in_fp32(tmp_pa
         ({"gradient_checkpointing": False}, 1e9, False),
         ({"gradient_checkpointing": True}, 80e9, True),
         ({"activations": "cpu"}, 80e9, True),
-        ({"dtype": "float32"}, 80e9, True),
+        ({"dtype": "float32"}, 200e9, True),
+        ({"attention": "masked"}, 200e9, True),
+        ({"lora": {"rank": 4, "dropout": 0.1}}, 200e9, True),
+        ({"lora": {"rank": 4}}, 84e9, False),
     ],
 )
 def test_a_gpu_computes_layers_again_if_it_has_no_room_for_all_that_they_keep(
@@ -71,6 +104,7 @@ def test_a_gpu_computes_layers_again_if_it_has_no_room_for_all_that_they_keep(
     gpu = World(rank=0, size=1, device=torch.device("cuda", 0))
     model = SIZES["1.5B"].model(max_length=8576, device=torch.device("meta"))
     config = make_config(micro_batch_tokens=16_384, dtype="bfloat16")
+    settings = {**settings, **({"lora": schema.Lora(**settings["lora"])} if "lora" in settings else {})}
     asked = config.model_copy(update={"model": config.model.model_copy(update=settings)})
-    assert recomputing.recomputes(asked, model, gpu) == again
-    assert recomputing.recomputes(asked, model, ALONE) == (settings.get("gradient_checkpointing") is True)
+    assert recomputing.recomputes(asked, Sizes.of(model), gpu) == again
+    assert recomputing.recomputes(asked, Sizes.of(model), ALONE) == (settings.get("gradient_checkpointing") is True)

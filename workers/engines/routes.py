@@ -5,7 +5,7 @@
 
 A token's route comes from the forward pass that produced the next token. If weights change mid-sample, the KV cache may
 be recomputed under the new weights (`weights.kv_cache: clear`), but routes stay those the tokens were sampled with.
-Neither way has run on a GPU.
+No GPU has run this.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ weights to where the kernel expects packed ones: the model returns wrong logprob
 `vllm_weights` removes the kernel from expert layers; the reload then creates one and packs, as the first load did.
 
 On GPUs nothing is packed, and kernels stay: captured CUDA graphs point into them. This was read in vLLM's code; no
-mixture has run on a GPU.
+GPU has run a mixture.
 """
 
 from __future__ import annotations
