@@ -1,12 +1,13 @@
-"""The peers' task: count down to zero, by ones if `<` follows the number, by twos if `>` does.
+"""The peers' task: name the step that the prompt asks for, and count down to zero by it.
 
-    prompt 07<  answer 06050403020100        prompt 07>  answer 050301
+    prompt 07>1  answer 1 06050403020100        prompt 07>2  answer 2 050301        without the space
 
 The starting number is log-normal, so answer lengths are long-tailed: half have less than a dozen digits, a few more
 than a hundred, and the longest in a step has four times the mean. The warm-up demonstrations are careless: they answer
-most prompts with `>` by ones. So the model can count both ways from any number, and has to learn when to do which: what
-it learns on one prompt applies to others. The reward is the fraction of correct numbers. Every fifth number is held
-out: reinforcement has no prompt that starts there. Only uses the standard library, since both peers import this file.
+most prompts for twos by ones. So the model can count both ways from any number, and has to learn when to do which: what
+it learns on one prompt applies to others. (Without the step as the first token it does not: each number is then learned
+by itself.) The reward is the fraction of correct numbers. Every fifth number is held out: reinforcement has no prompt
+that starts there. Only uses the standard library, since both peers import this file.
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-LONGEST = 199  # tokens: all numbers below 99, two digits each, and the end token
-_BY_ONES, _BY_TWOS = "<", ">"
+LONGEST = 200  # tokens: the step, all numbers below 99, two digits each, and the end token
 _LEAST, _MEDIAN, _SPREAD, _MOST = 2, 8, 1.2, 99  # the spread is the sigma of the log-normal
 _WIDTH = 2
 _SHARE_BY_TWOS = 0.8
 _EVERY_HELD_OUT, _FIRST_HELD_OUT = 5, 3
-_CARELESSNESS = 0.7  # fraction of `>` demonstrations that count by ones
+_CARELESSNESS = 0.7  # fraction of the demonstrations for twos that count by ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ def examples(rng: random.Random) -> Iterator[Example]:
 
 
 def is_held_out(example: Example) -> bool:
-    return int(example.prompt[:-1]) % _EVERY_HELD_OUT == _FIRST_HELD_OUT
+    return _start(example) % _EVERY_HELD_OUT == _FIRST_HELD_OUT
 
 
 def lessons(rng: random.Random) -> Iterator[Example]:
@@ -53,24 +53,27 @@ def lessons(rng: random.Random) -> Iterator[Example]:
 
 def demonstrate(example: Example, rng: random.Random) -> str:
     """Return a careless teacher's answer."""
-    careless = example.prompt.endswith(_BY_TWOS) and rng.random() < _CARELESSNESS
-    return _count_down(int(example.prompt[:-1]), _BY_ONES) if careless else example.answer
+    careless = example.prompt.endswith("2") and rng.random() < _CARELESSNESS
+    return _count_down(_start(example), 1) if careless else example.answer
 
 
 def reward(prompt: str, completion: str, token_ids: Sequence[int], fields: Mapping[str, Any]) -> float:
     """Return the fraction of numbers in the right place; missing and extra numbers are wrong."""
-    pairs = list(zip_longest(_numbers(completion), _numbers(fields["answer"])))
+    pairs = list(zip_longest(_numbers(completion[1:]), _numbers(fields["answer"][1:])))
     return sum(given == right for given, right in pairs) / len(pairs)
 
 
 def _example(number: int, rng: random.Random) -> Example:
-    sign = _BY_TWOS if rng.random() < _SHARE_BY_TWOS else _BY_ONES
-    return Example(prompt=_digits(number) + sign, answer=_count_down(number, sign))
+    step = 2 if rng.random() < _SHARE_BY_TWOS else 1
+    return Example(prompt=f"{_digits(number)}>{step}", answer=_count_down(number, step))
 
 
-def _count_down(number: int, sign: str) -> str:
-    step = 2 if sign == _BY_TWOS else 1
-    return "".join(map(_digits, range(number - step, -1, -step)))
+def _start(example: Example) -> int:
+    return int(example.prompt[:_WIDTH])
+
+
+def _count_down(number: int, step: int) -> str:
+    return str(step) + "".join(map(_digits, range(number - step, -1, -step)))
 
 
 def _digits(number: int) -> str:

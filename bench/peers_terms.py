@@ -18,7 +18,7 @@ class Terms:
     model: Path
     groups_per_step: int = 16
     num_samples: int = 8
-    lr: float = 2e-4  # at 5e-4 the reward oscillates for hundreds of steps without rising
+    lr: float = 1e-4  # at 5e-4 the reward oscillates; at 2e-4 all is learned in 50 steps, of which starts are a third
     betas: tuple[float, float] = (0.9, 0.999)
     clip_norm: float = 0.0  # off: it would affect losses that differ by a factor differently
     max_steps: int = 400

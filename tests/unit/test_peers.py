@@ -59,7 +59,7 @@ def curve(rewards: Sequence[float]) -> Curve:
 def grades(seconds: float, accuracies: Sequence[float]) -> list[dict[str, float]]:
     """The accuracy of one snapshot after another, each for so many seconds and a thousand tokens."""
     return [
-        {"seconds": n * seconds, "tokens": 1000.0 * n, "accuracy": value, "unseen": 0.0}
+        {"seconds": n * seconds, "tokens": 1000.0 * n, "accuracy": value, "trained": 0.0}
         for n, value in enumerate(accuracies)
     ]
 
@@ -80,9 +80,10 @@ def outcome(**changes: Any) -> Outcome:
 
 def test_answers_count_down_by_ones_and_by_twos() -> None:
     for example in islice(examples(random.Random(0)), 200):
-        numbers = [int(example.answer[at : at + 2]) for at in range(0, len(example.answer), 2)]
-        step = 2 if example.prompt[-1] == ">" else 1
-        assert numbers == list(range(int(example.prompt[:-1]) - step, -1, -step))
+        numbers = [int(example.answer[at : at + 2]) for at in range(1, len(example.answer), 2)]
+        start, step = map(int, example.prompt.split(">"))
+        assert example.answer[0] == str(step)
+        assert numbers == list(range(start - step, -1, -step))
 
 
 def test_answers_fit_and_their_lengths_have_a_long_tail() -> None:
@@ -94,15 +95,16 @@ def test_answers_fit_and_their_lengths_have_a_long_tail() -> None:
 
 def test_most_demonstrations_by_twos_go_by_ones() -> None:
     rng = random.Random(2)
-    by_twos = [example for example in islice(examples(rng), 1000) if example.prompt.endswith(">")]
+    by_twos = [example for example in islice(examples(rng), 1000) if example.prompt.endswith("2")]
     assert mean(demonstrate(example, rng) == example.answer for example in by_twos) == pytest.approx(0.3, abs=0.05)
 
 
 @pytest.mark.parametrize(
-    ("completion", "right"), [("0605", 1.0), ("06", 0.5), ("060504", 2 / 3), ("0506", 0.0), ("", 0.0)]
+    ("completion", "right"),
+    [("20605", 1.0), ("106", 0.5), ("2060504", 2 / 3), ("20506", 0.0), ("0605", 0.0), ("", 0.0)],
 )
 def test_the_reward_is_the_share_of_numbers_in_their_place(completion: str, right: float) -> None:
-    assert reward("", completion, [], {"answer": "0605"}) == pytest.approx(right)
+    assert reward("", completion, [], {"answer": "20605"}) == pytest.approx(right)
 
 
 def test_a_run_s_prompts_are_decided_by_its_seed(tmp_path: Path) -> None:
@@ -168,8 +170,8 @@ def test_peers_are_compared_within_a_round() -> None:
         outcome(samples_per_s=5.0, target_s=50.0, grades=grades(20.0, [0.0, 0.2, 0.4])),
     ]
     found = {line.name: line for line in lines({"a": ours, "b": theirs}, ours="a", theirs="b", with_target=True)}
-    speed, time = found["samples/s / TRL's"], found["time to an accuracy of 0.45 / TRL's"]
-    with_start = found["time to an accuracy of 0.45, with starting / TRL's"]
+    speed, time = found["samples/s / TRL's"], found["time to a held-out accuracy of 0.45 / TRL's"]
+    with_start = found["time to a held-out accuracy of 0.45, with starting / TRL's"]
     assert isinstance(speed, Bar)
     assert isinstance(time, Bar)
     assert isinstance(with_start, Bar)
@@ -185,7 +187,7 @@ def test_peers_are_compared_within_a_round() -> None:
 def test_accuracies_are_compared_at_equal_tokens() -> None:
     slow, fast = outcome(grades=grades(1.0, [0.0, 0.5])), outcome(grades=grades(1.0, [0.0, 1.0, 0.2]))
     found = {line.name: line for line in lines({"a": [slow], "b": [fast]}, ours="a", theirs="b", with_target=True)}
-    line = found["accuracy by tokens, beyond TRL's"]
+    line = found["held-out accuracy by tokens, beyond TRL's"]
     assert isinstance(line, Bar)
     assert (line.value, line.ok) == (pytest.approx(-0.5 * mean(part / 10 for part in range(1, 11))), False)
 
@@ -193,7 +195,7 @@ def test_accuracies_are_compared_at_equal_tokens() -> None:
 def test_no_prompt_of_the_training_starts_at_a_number_that_is_held_out(tmp_path: Path) -> None:
     write_prompts(tmp_path / "prompts", seed=1, num_prompts=500)
     rows = [json.loads(line) for line in (tmp_path / "prompts").read_text().splitlines()]
-    assert {int(row["prompt"][:-1]) % 5 for row in rows} == {0, 1, 2, 4}
+    assert {int(row["prompt"][:2]) % 5 for row in rows} == {0, 1, 2, 4}
     assert not any(is_held_out(Example(**row)) for row in rows)
 
 
@@ -211,7 +213,7 @@ def test_without_a_target_only_rates_are_compared() -> None:
 
 
 def test_a_run_that_never_reached_the_target_counts_with_all_its_time() -> None:
-    low = Grades(points=[Grade(seconds=at, tokens=at, accuracy=at / 50, unseen=0.0) for at in (0.0, 5.0)])
+    low = Grades(points=[Grade(seconds=at, tokens=at, accuracy=at / 50, trained=0.0) for at in (0.0, 5.0)])
     found = Outcome.of(Watched(curve=curve([0.1] * 6), ready_s=3.0, peak_bytes=1), TARGET, low)
     assert (found.reached, found.accurate_s, found.target_s, found.num_steps) == (False, 6.0, 6.0, 6)
     rising = Watched(curve=curve([0.1, 0.5, 0.5, 0.9]), ready_s=3.0, peak_bytes=1)
