@@ -64,7 +64,7 @@ scale: setup  ## 1 to 2,000 simulated workers on a real Redis, and what that say
 staleness: setup  ## what each loss makes of samples that are 0 to 32 steps old (ARGS="--quick", "--pretrained": an hour)
 	.venv/bin/python -m bench $(if $(filter --pretrained,$(ARGS)),stale-llm,staleness) $(filter-out --pretrained,$(ARGS))
 
-peers: setup  ## a whole run against TRL's RLOO trainer, on two cores: about 15 minutes (ARGS="--quick")
+peers: setup  ## a whole run against TRL's RLOO trainer, on two cores: about 20 minutes (ARGS="--quick")
 	.venv/bin/python -m bench peers $(ARGS)
 
 clean:  ## remove caches and build outputs; .venv and runs/ stay

@@ -56,7 +56,8 @@ def test_on_a_gpu_the_sizes_are_those_that_people_train() -> None:
     assert found == {
         "1.5B, all activations": (1536, 28, 0.45),
         "1.5B, checkpointing": (1536, 28, 0.40),
-        "1.5B, checkpointing, compiled": (1536, 28, None),
+        "1.5B, all activations, not compiled": (1536, 28, None),
+        "1.5B, checkpointing, not compiled": (1536, 28, None),
         "7B-shaped, 4 layers": (3584, 4, None),
         "7B-shaped, 8 layers": (3584, 8, None),
     }
