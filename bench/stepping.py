@@ -17,7 +17,7 @@ from bench.long_tailed import END, Size
 from streamrl.config import schema
 from streamrl.learner.loading.load import make_policy
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.compiled import compile_layers, compiles
+from streamrl.learner.model.compiled import compile_layers, compiles, with_layers
 from streamrl.learner.objective.gradients import Gradients
 from streamrl.learner.objective.optimizer import Update, make_optimizer, update
 from streamrl.learner.packing.attention import choose
@@ -55,9 +55,9 @@ class Stepping:
 
     def _decided(self, model: transformers.PreTrainedModel) -> schema.Model:
         """The model's settings, with what `auto` leaves open decided as a learner does."""
-        layers = self._config.model.model_copy(update={"compile": compiles(self._config, model, self._world)})
-        again = recomputes(self._config.model_copy(update={"model": layers}), Sizes.of(model), self._world)
-        return layers.model_copy(update={"gradient_checkpointing": again})
+        config = with_layers(self._config, compiled=compiles(self._config, model, self._world))
+        again = recomputes(config, Sizes.of(model), self._world)
+        return config.model.model_copy(update={"gradient_checkpointing": again})
 
     def _prepared(self, model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
         if self.layers.gradient_checkpointing:

@@ -122,7 +122,7 @@ def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterat
     import torch
 
     from streamrl.learner.loading.load import teacher_sizes
-    from streamrl.learner.model.compiled import compiles
+    from streamrl.learner.model.compiled import compiles, with_layers
     from streamrl.learner.planning.advice import suggest_layout
     from streamrl.learner.planning.layouts import Machine, Task
     from streamrl.learner.planning.memory import REMEDY
@@ -139,8 +139,8 @@ def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterat
     is_here = config.teacher is None or config.teacher.path is None or _is_here(config.teacher.path)
     sizes, teacher = Sizes.of(model), teacher_sizes(config) if is_here else None
     gpu = World(rank=0, size=1, device=torch.device("cuda"))
-    compiled = config.model.model_copy(update={"compile": compiles(config, model, gpu)})
-    planned = expected(sizes, config.model_copy(update={"model": compiled}), room=share.memory, teacher=teacher)
+    decided = with_layers(config, compiled=compiles(config, model, gpu))
+    planned = expected(sizes, decided, room=share.memory, teacher=teacher)
     evidence = f"{size(planned.needed)} peak per rank (calculated), {size(share.memory)} available on {share.words}"
     if planned.needed <= share.memory:
         yield ok("learner on GPU", evidence)

@@ -22,7 +22,7 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.learner.loading.build import begin_model, build_model
 from streamrl.learner.loading.sources import Files, Source, Sources, read_rows
-from streamrl.learner.model.compiled import compile_layers, compiles, refuse_compiling
+from streamrl.learner.model.compiled import compile_layers, compiles, refuse_compiling, with_layers
 from streamrl.learner.model.logits import Head
 from streamrl.learner.model.lora import base_name, inject_adapters, place_adapters
 from streamrl.learner.model.policy import Policy
@@ -60,13 +60,13 @@ def load_policy(
     refuse_long(model, config.data.max_prompt_tokens + config.max_response_tokens)
     prepare_mixture(model, config)
     refuse_tensor(model, config.learner.layout)
-    may_fail, may_compile = config.model.compile == "auto", compiles(config, model, world)
+    may_fail = config.model.compile == "auto"
+    config = with_layers(config, compiled=compiles(config, model, world))
     if config.model.lora is not None:
         inject_adapters(model, config.model.lora, world.device)
     if config.model.dtype == "float64":
         cast(model, torch.float64)
     sizes, teacher = Sizes.of(model), None
-    config = config.model_copy(update={"model": config.model.model_copy(update={"compile": may_compile})})
     if world.device.type == "cuda" and config.model.dtype == "bfloat16":
         teacher = teacher_sizes(config)
         refuse_too_large(sizes, config, ranks=world.size, room=room_on(world.device), teacher=teacher)
@@ -76,7 +76,8 @@ def load_policy(
     on_host = config.model.masters == "cpu"
     policy = settled(model, sources, config, world, end_ids, on_host=on_host, wait_for_readers=wait_for_readers)
     # What ranks decide together comes after they have waited for each other's downloads.
-    if world.all_agree(may_compile):
+    config = with_layers(config, compiled=world.all_agree(config.model.compile is True))
+    if config.model.compile:
         compile_layers(policy.model, or_go_on=may_fail)
     if config.model.gradient_checkpointing == "auto" and recomputes(config, sizes, world, teacher=teacher):
         _checkpoint(policy.model, is_wished=False, on_host=inputs_on_host)

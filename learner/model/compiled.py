@@ -55,6 +55,11 @@ def compiles(config: schema.Config, model: transformers.PreTrainedModel, world: 
     return True
 
 
+def with_layers(config: schema.Config, *, compiled: bool) -> schema.Config:
+    """The configuration with what `auto` leaves open decided."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"compile": compiled})})
+
+
 def refuse_compiling(model: transformers.PreTrainedModel) -> None:
     """Raise ConfigError if the model's layers are not known to compile correctly, or no compiler is installed."""
     if (obstacle := _obstacle(model)) is not None:

@@ -29,10 +29,13 @@ def recomputes(config: schema.Config, sizes: Sizes, world: World, *, teacher: Si
     if world.device.type != "cuda":
         return False
     room = room_on(world.device)
-    needed, reason = to_keep_all(sizes, config, ranks=world.size, teacher=teacher).needed, _uncounted(sizes, config)
-    keeps_all = world.all_agree(reason is None and needed <= _MOST * room)
+    keeping = _to_keep_all(sizes, config, ranks=world.size, teacher=teacher)
+    keeps_all = world.all_agree(keeping is not None and keeping.needed <= _MOST * room)
     told = "all activations are kept" if keeps_all else "layers are computed again in the backward pass"
-    about = {"to_keep_all": size(needed), "room": size(room)} if reason is None else {"reason": reason}
+    if keeping is None:
+        about = {"reason": _uncounted(sizes, config)}
+    else:
+        about = {"to_keep_all": size(keeping.needed), "room": size(room)}
     if world.is_main:
         log.info(told, setting="model.gradient_checkpointing: auto", **about)
     return not keeps_all
@@ -60,15 +63,21 @@ def room_on(device: torch.device) -> int:
 
 def expected(sizes: Sizes, config: schema.Config, *, room: int, teacher: Sizes | None) -> Plan:
     """The plan by which ranks on one host, with this room on each GPU, will decide."""
-    if config.model.gradient_checkpointing == "auto" and _uncounted(sizes, config) is None:
-        keeping = to_keep_all(sizes, config, teacher=teacher)
-        if keeping.needed <= _MOST * room:
-            return keeping
+    keeping = _to_keep_all(sizes, config, teacher=teacher) if config.model.gradient_checkpointing == "auto" else None
+    if keeping is not None and keeping.needed <= _MOST * room:
+        return keeping
     return plan(sizes, config, teacher=teacher)
 
 
-def to_keep_all(sizes: Sizes, config: schema.Config, *, ranks: int | None = None, teacher: Sizes | None) -> Plan:
-    """The plan in which no layer is computed again. A single sample may be longer than a micro-batch should be."""
+def _to_keep_all(
+    sizes: Sizes, config: schema.Config, *, ranks: int | None = None, teacher: Sizes | None
+) -> Plan | None:
+    """The plan in which no layer is computed again; None if it cannot be told.
+
+    A single sample may be longer than a micro-batch should be.
+    """
+    if _uncounted(sizes, config) is not None:
+        return None
     kept = config.model_copy(update={"model": config.model.model_copy(update={"gradient_checkpointing": False})})
     longest = config.data.max_prompt_tokens + config.max_response_tokens
     tokens = max(longest, config.training.micro_batch_tokens)

@@ -15,6 +15,7 @@ from torch._functorch.compilers import nop
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError
+from streamrl.learner.loading import load
 from streamrl.learner.loading.build import build_model
 from streamrl.learner.loading.load import load_policy
 from streamrl.learner.model.compiled import compile_layers, compiles, refuse_compiling
@@ -107,6 +108,35 @@ def test_layers_are_compiled_on_gpus_if_they_are_whole_unless_it_is_said_otherwi
     divided = config.learner.model_copy(update={"layout": schema.Layout.model_validate(layout)})
     config = config.model_copy(update={"learner": divided})
     assert compiles(config, dense, World(rank=0, size=1, device=torch.device(device))) == are_compiled
+
+
+def test_if_another_rank_has_no_compiler_none_compiles_or_counts_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted_on = []
+
+    class Apart(World):
+        def all_agree(self, agrees: bool) -> bool:
+            return agrees and not is_settled
+
+    def settled(*args: Any, **options: Any) -> Policy:
+        nonlocal is_settled
+        policy = in_earnest(*args, **options)
+        is_settled = True
+        return policy
+
+    def recomputes(config: schema.Config, *_args: Any, **_options: Any) -> bool:
+        counted_on.append(config.model.compile)
+        return False
+
+    is_settled, in_earnest = False, load.settled
+    monkeypatch.setattr(load, "settled", settled)
+    monkeypatch.setattr(load, "compiles", lambda *_args: True)
+    monkeypatch.setattr(load, "compile_layers", lambda *_args, **_options: pytest.fail("compiled"))
+    monkeypatch.setattr(load, "recomputes", recomputes)
+    folder = make_family(tmp_path, "llama")
+    load_policy(learner_config(folder), Apart(rank=0, size=1, device=torch.device("cpu")), (1,))
+    assert counted_on == [False]
 
 
 @pytest.mark.parametrize("or_go_on", [True, False])
