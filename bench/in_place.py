@@ -72,13 +72,14 @@ async def _rounds(folder: Path, *, as_vllm_packs: bool) -> tuple[list[float], li
     from bench.training import bits_of, tensors_of
 
     torch.set_num_threads(1)
+    if as_vllm_packs:
+        leave_packing_to_vllm()
+    # First: vLLM's start looks into every loaded module, and fails at those that the compiled kernels bring.
+    engine = TimedEngine(folder / "model", "bfloat16")
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     state, publishing = bits_of(model), Publishing(tensors_of(model), MemoryStore())
     mirror = Mirror(folder / "mirror")
     mirror.apply(publishing.publish(state, anchor=True), publishing.store)
-    if as_vllm_packs:
-        leave_packing_to_vllm()
-    engine = TimedEngine(folder / "model", "bfloat16")
     await engine.load(Load(weights=mirror.path, version=mirror.version, step=0))
     rng = np.random.default_rng(0)
     patch_s, own_s = [], []

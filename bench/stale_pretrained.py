@@ -3,18 +3,21 @@ ARGS=--pretrained`).
 
     cells (seed x loss x lag, saved in runs/bench as they finish) ─► accuracy on held-out sums, pair by pair ─► bars
 
-A cell takes six minutes on two idle cores; an interrupted bench resumes with the missing cells. Nothing is timed, so it
-may run beside other load. Errors are those of pairs: both cells of a pair answer the same held-out sums, pooled over
-the seeds. They measure the uncertainty of the answers, and of runs only what two seeds can show.
+A cell takes twenty minutes on two idle cores, and on a GPU all cells run at once; an interrupted bench resumes with the
+missing ones. Nothing is timed, so it may run beside other load. Errors are those of pairs: both cells of a pair answer
+the same held-out sums, pooled over the seeds. They measure the uncertainty of the answers, and of runs only what two
+seeds can show.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
-from functools import partial
-from itertools import count, product
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +38,7 @@ from streamrl.workers.engines.model import read_model
 from streamrl.workers.engines.vllm_engine import VllmEngine
 
 _DEFAULT = schema.Algorithm().loss
+_CORES = 2  # of a cell
 _CELLS = ((_DEFAULT, 0), (_DEFAULT, 8), (_DEFAULT, 32), (UNCORRECTED, 32))
 _TOLERATED = {8: 0.03, 32: 0.06}  # of on-policy accuracy, or two standard errors if larger
 _QUICK = Task(num_steps=2, num_held_out=16)
@@ -50,35 +54,44 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
     digest = xxhash.xxh3_64(b"".join(path.read_bytes() for path in _OF)).hexdigest()
     results_file = Path("runs/bench") / f"stale-llm{'-quick' if quick else ''}.jsonl"
     done = Done(results_file, of=f"{digest} {task}", fresh=quick)
-    asyncio.run(_fill(done, task, seeds, say))
+    _fill(done, task, seeds, say)
     done.complete()
     return list(lines({cell: [Trial(**done[_name(seed, *cell)]) for seed in seeds] for cell in _CELLS}, task))
 
 
-async def _fill(done: Done, task: Task, seeds: range, say: Say) -> None:
-    missing = [(seed, cell) for seed, cell in product(seeds, _CELLS) if _name(seed, *cell) not in done]
+def _fill(done: Done, task: Task, seeds: range, say: Say) -> None:
+    missing = [(seed, *cell) for seed, cell in product(seeds, _CELLS) if _name(seed, *cell) not in done]
     if not missing:
         return
-    torch.set_num_threads(2)
-    config = config_of(MODEL, _DEFAULT)
+    at_once = max(1, len(os.sched_getaffinity(0)) // _CORES) if torch.cuda.is_available() else 1
+    say(f"{len(missing)} cells, {min(at_once, len(missing))} at once")
+    # One process each: an engine's processes take their settings from the environment.
+    with ProcessPoolExecutor(at_once, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        cells = {pool.submit(_trial, task, *cell): _name(*cell) for cell in missing}
+        try:
+            for cell in as_completed(cells):
+                done.add(cells[cell], asdict(cell.result()))
+                say(f"{cells[cell]}: {np.mean(cell.result().right):.1%} right")
+        except BaseException:
+            for cell in cells:
+                cell.cancel()
+            raise
+
+
+def _trial(task: Task, seed: int, loss: str, lag: int) -> Trial:
+    torch.set_num_threads(_CORES)
+    return asyncio.run(_run(config_of(MODEL, loss, task), task, lag=lag, seed=seed, say=Say(_name(seed, loss, lag))))
+
+
+async def _run(config: schema.Config, task: Task, *, lag: int, seed: int, say: Say) -> Trial:
     engine = VllmEngine(EngineSettings(model=read_model(str(MODEL), trust_remote_code=False), config=config, seed=1))
-    say(f"{len(missing)} cells; starting vLLM")
+    say("starting vLLM")
     await engine.start()
-    versions = count()
     try:
-        for seed, (loss, lag) in missing:
-            name = _name(seed, loss, lag)
-            trainer = Trainer(config_of(MODEL, loss), task, lag=lag, seed=seed, engine=engine, versions=versions)
-            with scratch_folder() as folder:
-                trial = await trainer.run(folder, say=partial(_say_of, name, say))
-            done.add(name, asdict(trial))
-            say(f"{name}: {np.mean(trial.right):.1%} right")
+        with scratch_folder(in_memory=True) as folder:  # as a worker's mirror, so that GPUs can pin it
+            return await Trainer(config, task, lag=lag, seed=seed, engine=engine).run(folder, say=say)
     finally:
         await engine.stop()
-
-
-def _say_of(name: str, say: Say, text: str) -> None:
-    say(f"{name}: {text}")
 
 
 def _name(seed: int, loss: str, lag: int) -> str:
@@ -101,6 +114,7 @@ def lines(found: Found, task: Task) -> Iterator[Line]:
         yield Fact(name=f"{name}: right", value=right.mean, unit="")
         yield Fact(name=f"{name}: standard error of it", value=right.error, unit="")
         yield Fact(name=f"{name}: clipped tokens", value=float(np.mean([t.clipped for t in trials])), unit="")
+        yield Fact(name=f"{name}: effective samples", value=float(np.mean([t.effective for t in trials])), unit="")
         yield Fact(name=f"{name}: tokens of an answer", value=float(np.mean([t.length for t in trials])), unit="")
 
 

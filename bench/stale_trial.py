@@ -2,15 +2,16 @@
 
     weights after step s - lag ─► file ─► vLLM ─► groups, scored by reasoning-gym ─► the learner's own gradients, step s
 
-Logprobs and answer lengths are vLLM's, in bfloat16. Model, data, rewards and settings are the demo's, except for a
-constant learning rate and no KL, so that only staleness differs. Until step `lag`, all samples come from the initial
-weights.
+Logprobs and answer lengths are vLLM's, in bfloat16. Model, data, rewards and settings are the demo's, except for no KL,
+so that only staleness differs, and for a constant rate, a third of the demo's, over three times the steps: the samples
+of a lag of 32 then come from weights that are as far away as those of a lag of 11 in the demo. Until step `lag`, all
+samples come from the initial weights.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -42,14 +43,14 @@ from streamrl.workers.engines.base import Engine, Load
 from streamrl.workers.rewards.base import RewardDouble, ScoreItem
 from streamrl.workers.rewards.mixing import Rewards, Weighted
 
-_ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 _FORM = r".*\d\.?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    num_steps: int = 72
+    num_steps: int = 216
     num_held_out: int = 500
+    lr: float = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,39 +60,43 @@ class Trial:
     right: Sequence[int]  # whether each held-out sum is correct
     rewards: Sequence[float]  # mean of each step's samples, under the weights that generated them
     clipped: float  # fraction of tokens whose ratio was clamped
+    effective: float  # effective samples of a step, as a fraction of its tokens; mean over all steps
     length: float  # tokens per answer, mean over all steps
 
 
-def config_of(model: Path, loss: str) -> schema.Config:
+def config_of(model: Path, loss: str, task: Task) -> schema.Config:
     """Return the demo's configuration, for a single process in all roles."""
+    # On a GPU, for many trials at once; what compiling saves here is less than what it takes.
+    engine_args = "{gpu_memory_utilization: 0.05, enforce_eager: true, kv_cache_memory_bytes: 268435456}"
     changes = {
         "model.path": model,
         "algorithm.loss": loss,
         "algorithm.kl.placement": "none",
         "optimizer.schedule": "constant",
+        "optimizer.lr": task.lr,
+        "optimizer.min_lr": task.lr,
+        "model.compile": False,
         "worker.threads": 2,
-        "worker.engine_args": "{kv_cache_memory_bytes: 268435456}",
+        "worker.engine_args": engine_args,
     }
     return load_config(shipped_config("demo.yaml"), [f"{key}={value}" for key, value in changes.items()]).config
 
 
 class Trainer:
-    """`versions` numbers the engine's loads across trials, since versions must increase."""
-
-    def __init__(
-        self, config: schema.Config, task: Task, *, lag: int, seed: int, engine: Engine, versions: Iterator[int]
-    ) -> None:
-        self._config, self._task, self._lag, self._engine, self._versions = config, task, lag, engine, versions
+    def __init__(self, config: schema.Config, task: Task, *, lag: int, seed: int, engine: Engine) -> None:
+        self._config, self._task, self._lag, self._engine = config, task, lag, engine
+        self._num_loads = 0
+        self._world = World.alone()
         torch.manual_seed(seed)
         self._info = read_tokenizer_info(config.model.path)
-        self._policy = load_policy(config, _ALONE, self._info.end_ids)
+        self._policy = load_policy(config, self._world, self._info.end_ids)
         self._optimizer = make_optimizer(self._policy, config.optimizer)
         self._gradients = Gradients(
             policy=self._policy,
             reference=None,
             algorithm=make_algorithm(config.algorithm),
             config=config,
-            world=_ALONE,
+            world=self._world,
             beat=lambda: None,
         )
         self._answerer = Answerer(rewards=_rewards(config), config=config, worker="bench", fingerprint="")
@@ -108,6 +113,7 @@ class Trainer:
     async def run(self, folder: Path, *, say: Say) -> Trial:
         rewards: list[float] = []
         clipped: list[float] = []
+        effective: list[float] = []
         lengths: list[float] = []
         for step in range(self._task.num_steps):
             self._save(folder, step)
@@ -118,21 +124,30 @@ class Trainer:
             rewards.append(float(np.mean([sample.reward for sample in samples])))
             lengths.append(float(np.mean([len(sample.token_ids) for sample in samples])))
             clipped.append(metrics["policy/clipped_fraction"])
+            effective.append(metrics["policy/ess"])
             say(f"step {step + 1} of {self._task.num_steps}, reward {rewards[-1]:.2f}")
         self._save(folder, self._task.num_steps)
         await self._serve(folder, self._task.num_steps)
         answers = await self._generate(self._held_out, "eval")
         right = [int(answer.samples[0].rewards["right"]) for answer in answers]
-        return Trial(right=right, rewards=rewards, clipped=float(np.mean(clipped)), length=float(np.mean(lengths)))
+        return Trial(
+            right=right,
+            rewards=rewards,
+            clipped=float(np.mean(clipped)),
+            effective=float(np.mean(effective)),
+            length=float(np.mean(lengths)),
+        )
 
     def _save(self, folder: Path, step: int) -> None:
         """Save the weights as served, and remove those no longer needed."""
         named = self._policy.model.named_parameters()
-        save_file({name: whole(p).to(torch.bfloat16).contiguous() for name, p in named}, _file(folder, step))
+        tensors = {name: whole(p).to(torch.bfloat16).contiguous().cpu() for name, p in named}
+        save_file(tensors, _file(folder, step))
         _file(folder, step - self._lag - 1).unlink(missing_ok=True)
 
     async def _serve(self, folder: Path, step: int) -> None:
-        version = make_version(1, next(self._versions))
+        version = make_version(1, self._num_loads)
+        self._num_loads += 1
         await self._engine.load(Load(weights=_file(folder, step), version=version, step=step))
 
     async def _generate(self, entries: Any, purpose: Purpose) -> list[Group]:
@@ -162,8 +177,8 @@ class Trainer:
         tally = Tally(sources=self._config.reward_sources, step=step, is_dead=lambda _version, _step: False)
         loss = self._gradients.accumulate(self._gradients.prepare(groups, tally), tally)
         lr = learning_rate(step, settings, total_steps=None)
-        update(self._optimizer, loss=loss, lr=lr, clip_norm=settings.clip_norm, world=_ALONE)
-        return dict(tally.metrics(_ALONE))
+        update(self._optimizer, loss=loss, lr=lr, clip_norm=settings.clip_norm, world=self._world)
+        return dict(tally.metrics(self._world))
 
 
 def _file(folder: Path, step: int) -> Path:

@@ -29,7 +29,7 @@ from streamrl.learner.assemble import learn
 from streamrl.learner.checkpoints.resume import check_resume
 from streamrl.learner.process.guardian import guarded
 from streamrl.learner.process.job import EXIT_ON_SIGNAL, end_at_once_on_sigterm, write_verdict
-from streamrl.learner.process.ranks import die_with_parent, join_world, show_rank
+from streamrl.learner.process.ranks import die_with_parent, end_if_joined, join_world, show_rank
 from streamrl.learner.process.stop_flag import StopFlag
 from streamrl.learner.rank_context import stall_limit_s
 from streamrl.learner.replay import replay
@@ -70,7 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if is_permanent and under_agent and os.environ.get("LOCAL_RANK") == "0":
             write_verdict(error.exit_code, os.environ)
             os.kill(_agent(parent), signal.SIGTERM)  # else torchrun would restart the ranks, up to max-restarts times
+        end_if_joined(error.exit_code)
         return error.exit_code
+    except Exception as error:
+        end_if_joined(1, error)
+        raise
     was_signalled = stop.is_set() or state == "running"  # this rank or another one got a signal
     if under_agent and not was_signalled:
         end_at_once_on_sigterm()

@@ -138,13 +138,13 @@ def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterat
         return
     is_here = config.teacher is None or config.teacher.path is None or _is_here(config.teacher.path)
     sizes, teacher = Sizes.of(model), teacher_sizes(config) if is_here else None
-    gpu = World(rank=0, size=1, device=torch.device("cuda"))
+    gpu = World(rank=0, size=1, device=torch.device("cuda", 0))
     decided = with_layers(config, compiled=compiles(config, model, gpu))
-    planned = expected(sizes, decided, room=share.memory, teacher=teacher)
+    planned = expected(sizes, decided, room=share.limit, teacher=teacher)
     evidence = f"{size(planned.needed)} peak per rank (calculated), {size(share.memory)} available on {share.words}"
     if planned.needed <= share.memory:
         yield ok("learner on GPU", evidence)
-    elif planned.peak > share.memory and part == "all":
+    elif planned.peak > share.limit and part == "all":
         yield error("learner on GPU", f"{evidence}; {REMEDY}", "")
     else:
         yield warning(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 
 import numpy as np
+import torch
 
 from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
 from streamrl.learner.checkpoints.save import Saver
@@ -71,6 +72,9 @@ def work(
     # These objects live as long as the process; frozen, they are not scanned by every later garbage collection.
     gc.collect()
     gc.freeze()
+    if context.world.device.type == "cuda":
+        # What passed through the host as it was loaded stays pinned otherwise: twice the size of a frozen base model.
+        torch.accelerator.empty_host_cache()
     context.patient.barrier()  # ranks restore at the speed of their own disks
     with context.watchdog.watching(), publisher.working(), background.working(join_s=_FINISH_S):
         state = loop.run()

@@ -55,8 +55,8 @@ _HELP = """Check a machine with a GPU in half an hour: what was only calculated,
 Parts:
 {parts}
 
-Progress goes to stderr, the table to stdout. A part whose packages are missing, or that fails, is named with the
-reason.
+Progress, and figures as they come, go to stderr, the table to stdout. A part whose packages are missing, or that
+fails, is named with the reason.
 Without a GPU, or with --reduced, tiny shapes run on the CPU: that shows that the script works, and measures nothing.
 Exit code 0: all parts ran; 1: some did not. A missed goal is a figure and no error. With --json the last line is one
 object:
@@ -134,9 +134,11 @@ def _outcome(name: str, output: str, not_run: str) -> Outcome:
 
 def _work(name: str, scale: Scale) -> None:
     module, _, function = PARTS[name].target.partition(":")
+    say = Say(name)
     try:
         rows: Iterator[Row] = getattr(import_module(f"bench.gpu_check.{module}"), function)(scale)
         for row in rows:
+            say(f"{row.what}: {row.value:.4g} {row.unit} {row.verdict}")
             print(row.to_json(), flush=True)
     except (StreamrlError, RuntimeError, OSError) as error:  # RuntimeError: CUDA errors, including out of memory
         print(f"error: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", flush=True)

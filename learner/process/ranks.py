@@ -7,8 +7,10 @@ timeout; a single rank has no group and never blocks.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -37,6 +39,12 @@ class World:
     context_group: dist.ProcessGroup | None = None  # ranks that hold parts of the same samples; None: samples are whole
     timeout: timedelta | None = None  # of groups made from it; None: torch's default
     local_size: int = 1  # ranks on this machine
+
+    @classmethod
+    def alone(cls) -> World:
+        """A world of one, on this process's GPU if there is one."""
+        gpu = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        return cls(rank=0, size=1, device=gpu or torch.device("cpu"))
 
     def under(self, layout: schema.Layout) -> World:
         """The same ranks with this layout; ConfigError if their number does not fit it."""
@@ -176,6 +184,9 @@ def join_world(environment: Mapping[str, str], *, timeout_s: float, gpu_memory: 
 
     `gpu_memory`: the share of its GPU's memory that this rank may use, so that it, and not the process it shares the
     GPU with, runs out of memory. No GPU has run this.
+
+    A rank that fails among GPUs leaves its groups open: NCCL's shutdown waits for all ranks, and the others are in the
+    middle of something else, so the reason would never be told. See `end_if_joined`.
     """
     rank, size = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
     device = torch.device("cpu")
@@ -189,9 +200,28 @@ def join_world(environment: Mapping[str, str], *, timeout_s: float, gpu_memory: 
     try:
         local_size = int(environment.get("LOCAL_WORLD_SIZE", "1"))
         yield World(rank=rank, size=size, device=device, timeout=timedelta(seconds=timeout_s), local_size=local_size)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    except BaseException:
+        if size == 1 or device.type != "cuda":
+            _leave()
+        raise
+    _leave()
+
+
+def end_if_joined(code: int, error: Exception | None = None) -> None:
+    """End this process at once, with the error's traceback, if it has left groups open: its normal end would wait for
+    NCCL too. The other ranks notice that its sockets close. No GPU has run this."""
+    if dist.is_initialized():
+        if error is not None:
+            traceback.print_exception(error)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _to_tensor(data: bytes) -> torch.Tensor:

@@ -140,7 +140,7 @@ class _Training:
     ) -> None:
         self._settings, self._pieces, self._report = settings, pieces, report
         self.config = _config(settings, longest=max(piece.num_tokens + 1 for piece in pieces))
-        self.world = World(rank=0, size=1, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        self.world = World.alone()
         torch.manual_seed(settings.seed)
         self.policy = load_policy(self.config, self.world, end_ids)
         self._optimizer = make_optimizer(self.policy, self.config.optimizer)

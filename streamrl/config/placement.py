@@ -48,8 +48,17 @@ class Share:
 
     @property
     def memory(self) -> int:
-        """Bytes that it may use on each GPU; 0: unknown."""
-        return int(min((gpu.memory for gpu in self.gpus), default=0) * (self.fraction or USABLE))
+        """Bytes that it should use on each GPU; 0: unknown."""
+        return int(self._whole * (self.fraction or USABLE))
+
+    @property
+    def limit(self) -> int:
+        """Bytes that it is allowed on each GPU."""
+        return int(self._whole * (self.fraction or 1.0))
+
+    @property
+    def _whole(self) -> int:
+        return min((gpu.memory for gpu in self.gpus), default=0)
 
     @property
     def words(self) -> str:

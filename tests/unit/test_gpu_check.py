@@ -144,12 +144,15 @@ def test_a_part_that_takes_too_long_or_fails_is_named_with_the_reason() -> None:
 
 
 def test_the_command_runs_parts_in_processes_and_tells_machines() -> None:
-    done = subprocess.run([*COMMAND, "copies", "--json"], cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=240)
+    done = subprocess.run(
+        [*COMMAND, "copies", "--json"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=240
+    )
     told = json.loads(done.stdout.splitlines()[-1])
     assert "the figures mean nothing" in told["machine"]
     [part] = told["parts"]
     assert (part["part"], part["not_run"]) == ("copies", "")
     assert {row["unit"] for row in part["rows"]} == {"GB/s"}
+    assert all(f"{row['what']}: {row['value']:.4g} GB/s" in done.stderr for row in part["rows"]), "and as they came"
 
 
 def test_ctrl_c_ends_it_and_the_part_at_work() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,3 +109,13 @@ def test_a_gpu_computes_layers_again_if_it_has_no_room_for_all_that_they_keep(
     asked = config.model_copy(update={"model": config.model.model_copy(update=settings)})
     assert recomputing.recomputes(asked, Sizes.of(model), gpu) == again
     assert recomputing.recomputes(asked, Sizes.of(model), ALONE) == (settings.get("gradient_checkpointing") is True)
+
+
+def test_a_process_that_trains_alone_has_its_gpus_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch tells the share of a numbered GPU only."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(total_memory=1000))
+    monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_getMemoryFraction", {1: 0.5}.__getitem__, raising=False)
+    assert recomputing.room_on(World.alone().device) == 500

@@ -11,7 +11,7 @@ from bench.stale_trial import Task, Trial
 
 
 def trial(right: int, of: int = 100) -> Trial:
-    return Trial(right=[1] * right + [0] * (of - right), rewards=[0.5], clipped=0.01, length=12.0)
+    return Trial(right=[1] * right + [0] * (of - right), rewards=[0.5], clipped=0.01, effective=0.9, length=12.0)
 
 
 def test_a_shortfall_is_a_share_of_on_policy_and_its_error_that_of_pairs() -> None:
