@@ -11,7 +11,7 @@ import pytest
 from streamrl.errors import ConfigError
 from streamrl.workers.engines.base import EngineSettings, Meeting
 from streamrl.workers.engines.model import read_model
-from streamrl.workers.engines.vllm_engine import VllmEngine
+from streamrl.workers.engines.vllm_engine import VllmEngine, answer_limit_s
 from streamrl.workers.engines.vllm_start import (
     _environment,
     _network_environment,
@@ -23,6 +23,15 @@ from tests.tiny_models import make_model
 from tests.worker_world import worker_config
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+
+
+def test_an_engine_has_longer_to_answer_while_it_may_be_loading_a_large_file(tmp_path: Path) -> None:
+    """A decoy of 470 GB takes one thread four minutes to make."""
+    weights = tmp_path / "weights"
+    weights.touch()
+    assert answer_limit_s(weights) == 120
+    os.truncate(weights, 470_000_000_000)  # sparse
+    assert answer_limit_s(weights) > 120 + 2 * 245
 
 
 @pytest.mark.parametrize("before", [None, "fork", "spawn"])

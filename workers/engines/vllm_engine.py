@@ -17,7 +17,7 @@ Decisions, and why:
 - Across hosts (`worker.hosts`), each further host starts its own ranks (`vllm_headless`), and each rank loads from its
   own host's mirror. If one of these hosts is lost, EngineCore is killed, and its ranks with it.
 
-Blocks on vLLM's start (`worker.start_timeout_s`), and on a load or liveness check for at most `_ANSWER_S`.
+Blocks on vLLM's start (`worker.start_timeout_s`), and on a load or liveness check for at most `answer_limit_s`.
 """
 
 from __future__ import annotations
@@ -65,8 +65,14 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _ANSWER_S = 120.0  # the engine answers between two steps, and no step takes this long
+_LOADED_PER_S = 500e6  # bytes: a decoy is made by one thread of each rank, here at 1.9e9, and then copied
 _STOP_S = 1  # then it is killed: a stopped worker must exit within 3 s after its grace period
 _TRAINING, _EVALUATION, _CANARY = 2, 1, 0  # vLLM's priorities: training, evaluation, canaries
+
+
+def answer_limit_s(weights: Path) -> float:
+    """How long an engine that may be loading this file has to answer."""
+    return _ANSWER_S + weights.stat().st_size / _LOADED_PER_S
 
 
 class VllmEngine(Engine):
@@ -88,6 +94,7 @@ class VllmEngine(Engine):
         self._salt = ""  # cache salt: requests reuse only cache entries of the same salt
         self._num_salts = 0
         self._in_flight = 0
+        self._answer_s = _ANSWER_S
         self._num_canaries = 0
         self._watching_hosts: asyncio.Task[None] | None = None
         self._lost = ""  # which further host was lost, and why
@@ -130,6 +137,7 @@ class VllmEngine(Engine):
 
     async def load(self, load: Load) -> None:
         weights, version = load.weights, load.version
+        self._answer_s = answer_limit_s(weights)
         async with self._answering(f"load version {version}") as llm:
             patch = await self._in_place.patch(load.changed, weights)
             # Not llm.pause_generation: it sleeps 20 ms with the engine paused.
@@ -146,6 +154,7 @@ class VllmEngine(Engine):
 
     async def load_decoy(self, weights: Path) -> None:
         self._in_place.invalidate()
+        self._answer_s = answer_limit_s(weights)
         async with self._answering("load a decoy") as llm:
             await _update(llm, {"path": str(weights), "decoy": True}, label="0:0")
 
@@ -246,10 +255,10 @@ class VllmEngine(Engine):
         """Turn any failure inside, a timeout included, into an EngineError: the engine is unusable afterwards."""
         assert self._llm is not None, "the engine was not started"
         try:
-            async with asyncio.timeout(_ANSWER_S):
+            async with asyncio.timeout(self._answer_s):
                 yield self._llm
         except TimeoutError:
-            raise self._with_cause(EngineError(f"vLLM did not {what} within {_ANSWER_S:g} s")) from None
+            raise self._with_cause(EngineError(f"vLLM did not {what} within {self._answer_s:g} s")) from None
         except Exception as error:  # vLLM's own errors have no common base
             raise self._with_cause(EngineError(f"vLLM could not {what}: {error}")) from error
 

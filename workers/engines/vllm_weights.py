@@ -39,7 +39,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from streamrl.workers.engines.host_mirror import mirror_here
 from streamrl.workers.engines.hub_names import HubNames, Named
 from streamrl.workers.engines.mapped_file import decoys, mapped_for
-from streamrl.workers.engines.vllm_experts import packed_once
+from streamrl.workers.engines.vllm_experts import keeping_kernels, packed_once
 from streamrl.workers.engines.vllm_linears import make_writable
 from streamrl.workers.engines.vllm_loaders import written_past_loaders
 from streamrl.workers.engines.vllm_places import LivePlaces, places_in
@@ -94,9 +94,10 @@ class MirrorWeightTransfer(WeightTransferEngine[MirrorInit, MirrorUpdate]):
         if update_info.patch is None:
             for method in packed_once(self.model):
                 method.moe_kernel = None
-            initialize_layerwise_reload(self.model)
-            self._load(update_info)
-            self._finish_load()
+            with keeping_kernels(self.model, self.device):
+                initialize_layerwise_reload(self.model)
+                self._load(update_info)
+                self._finish_load()
             if self._places is not None and not self._places.are_of(self._mirror.tensors(update_info.path)):
                 self._places = None
         else:

@@ -30,7 +30,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from streamrl.workers.engines.mapped_file import MappedFile
-from streamrl.workers.engines.vllm_experts import packed_aside
+from streamrl.workers.engines.vllm_experts import packed_aside, packed_once
 from streamrl.workers.engines.vllm_linears import packed, unpacked
 from streamrl.workers.engines.vllm_loaders import Call, loaded_aside, loader_calls
 from streamrl.workers.engines.vllm_quantized import is_quantized, quantized_aside, same_bits
@@ -77,6 +77,9 @@ class _Reader:
         self._columns = columns
 
     def read(self, name: str, module: nn.Module, calls: Mapping[str, list[Call]]) -> None:
+        if not _is_readable(module):
+            self.unreadable += [f"{name}.{parameter}" for parameter in calls]
+            return
         aside = {parameter: loaded_aside(module, parameter, given) for parameter, given in calls.items()}
         made = quantized_aside(module, aside) if is_quantized(module) else packed_aside(module, aside)
         if made is not None:
@@ -97,9 +100,8 @@ class _Reader:
     def _is_served(self, module: nn.Module, name: str, expected: torch.Tensor) -> bool | None:
         """Return whether the module serves these weights; None if that cannot be determined."""
         live = module._parameters[name]
-        method = getattr(module, "quant_method", None)
         is_packed = name == "weight" and expected.ndim == 2 and hasattr(module, "cpu_linear")
-        if live is None or not (method is None or isinstance(method, _PLAIN)):
+        if live is None or not _is_plain(module):
             return None
         if live.numel() == 0:
             return self._columns_agree(module, expected) if is_packed else None
@@ -117,3 +119,13 @@ class _Reader:
         units[range(len(columns)), columns] = 1
         product: torch.Tensor = module.quant_method.apply(module, units, None)
         return torch.equal(product, expected[:, columns].T)
+
+
+def _is_readable(module: nn.Module) -> bool:
+    """Asked before anything is loaded aside: a layer's experts are gigabytes, and the engine waits."""
+    return _is_plain(module) or is_quantized(module) or bool(packed_once(module))
+
+
+def _is_plain(module: nn.Module) -> bool:
+    method = getattr(module, "quant_method", None)
+    return method is None or isinstance(method, _PLAIN)
