@@ -103,6 +103,9 @@ class Weights(Protocol):
     async def announced_beyond(self, version: int) -> object:
         """Wait for an announcement newer than `version`. The caller bounds the wait."""
 
+    async def announced_by(self, term: int) -> None:
+        """Wait until this term's learner, or a later one, has announced weights; WeightsError if none does in time."""
+
     def distrust_mirror(self) -> None:
         """When the next engine is followed, fetch the weights again from an anchor on."""
 
@@ -246,6 +249,9 @@ class WeightsDouble:
     async def announced_beyond(self, version: int) -> None:
         await self.newer.wait()
         self.newer.clear()
+
+    async def announced_by(self, term: int) -> None:
+        await self.newer.wait()
 
     def distrust_mirror(self) -> None:
         self.num_distrusted += 1

@@ -9,6 +9,10 @@ A version that no engine can serve is rejected by the whole fleet at once. Each 
 before it starts a new engine, and tries a newer version with the old engine if one arrives first. However a rollout
 ends, it has handed its tickets back. Blocks on the engine's start and, while nothing may be delivered, on newer
 versions, for `weights.give_up_after_s` at most. Every wait ends when a stop is requested.
+
+`behind`: on a GPU that others use too, the first engine starts once the learner of this term has announced weights, and
+so has loaded them: what a neighbour allocates while vLLM measures the memory, vLLM takes off its own cache. Read in
+vLLM's code; no GPU has run this.
 """
 
 from __future__ import annotations
@@ -49,7 +53,9 @@ class Supervisor:
         make_engine: Callable[[], Engine],
         progress: Progress,
         patience: RestartPatience,
+        behind: int | None = None,
     ) -> None:
+        self._behind = behind
         self._rollout = rollout
         self._weights = weights
         self._make_engine = make_engine
@@ -63,6 +69,9 @@ class Supervisor:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run engines until the rollout is over."""
+        if self._behind is not None:
+            with self._progress.waiting(Wait.WEIGHTS):
+                await unless(stop, self._weights.announced_by(self._behind))
         while not stop.is_set():
             engine = self._make_engine()
             try:

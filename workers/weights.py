@@ -29,7 +29,7 @@ from streamrl.protocol.weights.manifest import Manifest, decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import Blobs
 from streamrl.telemetry.progress import Progress
-from streamrl.versions import show
+from streamrl.versions import make_version, show
 from streamrl.workers.engines.base import Engine, KvCache, Load
 from streamrl.workers.proofs.proving import Prover
 from streamrl.workers.roles import Announcements, FurtherMirrors
@@ -113,6 +113,9 @@ class WeightFollower:
                 return announcement
             await self._announcements.beyond(version, within_s=self._patience.look_again_s)
 
+    async def announced_by(self, term: int) -> None:
+        await self._first_beyond(make_version(term, 0) - 1)
+
     def close(self) -> None:
         """Remove the mirror's file. A patch still running in the thread ends by itself."""
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -120,10 +123,13 @@ class WeightFollower:
 
     async def _next_announcement(self) -> Announcement:
         """Wait for a version newer than the engine's."""
-        limit_s = None if self.version else self._patience.first_version_s
+        return await (self.announced_beyond(self.version) if self.version else self._first_beyond(0))
+
+    async def _first_beyond(self, version: int) -> Announcement:
+        limit_s = self._patience.first_version_s
         try:
             async with asyncio.timeout(limit_s):
-                return await self.announced_beyond(self.version)
+                return await self.announced_beyond(version)
         except TimeoutError:
             raise WeightsError(f"the learner announced no weights within {limit_s:g} s") from None
 

@@ -12,7 +12,7 @@ import pytest
 from streamrl.errors import EngineError, LoadRejected, TransportError, WeightsError
 from streamrl.protocol.weights.manifest import encode_manifest
 from streamrl.protocol.weights.stores import MemoryStore
-from streamrl.versions import show
+from streamrl.versions import show, term_of
 from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.roles import AnnouncementsDouble
 from tests.follow_world import Follower
@@ -210,6 +210,13 @@ async def test_a_learner_that_announces_nothing_ends_the_worker(follower: Follow
     async with follower.following() as task:
         with pytest.raises(WeightsError, match="announced no weights"):
             await asyncio.wait_for(task, 10)
+
+
+async def test_what_a_former_learner_announced_is_not_of_this_term(follower: Follower) -> None:
+    newest = follower.publish()
+    await follower.weights.announced_by(term_of(newest.version))
+    with pytest.raises(WeightsError, match="announced no weights"):
+        await asyncio.wait_for(follower.weights.announced_by(term_of(newest.version) + 1), 10)
 
 
 async def test_an_engine_that_replaces_a_dead_one_gets_the_weights_that_are_there(follower: Follower) -> None:

@@ -33,7 +33,9 @@ def died(weights: WeightsDouble) -> Exception:
 
 
 class Scene:
-    def __init__(self, *outcomes: Outcome, rejected_s: float = 10.0, spread_s: float = 0.01) -> None:
+    def __init__(
+        self, *outcomes: Outcome, rejected_s: float = 10.0, spread_s: float = 0.01, behind: int | None = None
+    ) -> None:
         self.weights = WeightsDouble()
         self.work = WorkDouble(*(partial(outcome, self.weights) for outcome in outcomes))
         self.made: list[EngineDouble] = []
@@ -44,6 +46,7 @@ class Scene:
             make_engine=self._make,
             progress=self.progress,
             patience=RestartPatience(first_pause_s=0.001, spread_s=spread_s, rejected_s=rejected_s),
+            behind=behind,
         )
         self.stop = asyncio.Event()
 
@@ -69,6 +72,17 @@ async def test_an_engine_that_dies_is_stopped_and_another_one_takes_its_place() 
     assert [engine.stopped for engine in scene.made] == [True, True]
     assert scene.work.engines == scene.made
     assert scene.progress.report().detail["engine_restarts"] == 1
+
+
+@pytest.mark.parametrize("told", ["newer", "stop"])
+async def test_beside_a_learner_the_first_engine_is_made_when_that_has_announced_its_weights(told: str) -> None:
+    scene = Scene(died, behind=1)
+    task = asyncio.create_task(scene.run())
+    await scene.waits_after(0)
+    assert not scene.made
+    (scene.weights.newer if told == "newer" else scene.stop).set()
+    await task
+    assert len(scene.made) == (2 if told == "newer" else 0), "the second waits for nobody"
 
 
 async def test_engines_that_die_one_after_the_other_end_the_worker_and_the_error_says_why() -> None:
