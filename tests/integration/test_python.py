@@ -125,9 +125,9 @@ def test_a_program_that_is_killed_leaves_a_checkpoint_and_nothing_that_runs(fold
     with start(folder, GOES_ON) as program:
         assert program.stdout is not None
         first = program.stdout.readline()
-        program.kill()
         assert first == "1\n", program.stderr
         assert left_processes(folder), "the command lines of a run name its folder"
+        program.kill()
         wait_until(lambda: left_processes(folder) == [], description="no process of the run", timeout_s=240)
 
     assert json.loads((folder / "runs" / "whole" / "state.json").read_text())["state"] == "stopped"
