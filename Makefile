@@ -61,7 +61,7 @@ gpu-check: setup  ## measure a machine with a GPU in half an hour; without one, 
 scale: setup  ## 1 to 2,000 simulated workers on a real Redis, and what that says of 10,000 GPUs (ARGS="--quick")
 	.venv/bin/python -m bench scale $(ARGS)
 
-staleness: setup  ## what each loss makes of samples that are 0 to 32 steps old (ARGS="--quick", "--pretrained": an hour)
+staleness: setup  ## what each loss makes of samples that are 0 to 32 steps old (ARGS="--quick", "--pretrained": hours)
 	.venv/bin/python -m bench $(if $(filter --pretrained,$(ARGS)),stale-llm,staleness) $(filter-out --pretrained,$(ARGS))
 
 peers: setup  ## a whole run against TRL's RLOO trainer, on two cores: about 20 minutes (ARGS="--quick")

@@ -43,7 +43,7 @@ BENCHES: Mapping[str, Entry] = {
     "scale": Entry("bench.scale:bench", "1 to 2,000 simulated workers on a real Redis, and 10,000 GPUs on paper."),
     "async": Entry("bench.async_gain:bench", "Asynchronous against synchronous, on simulated latencies."),
     "staleness": Entry("bench.staleness:bench", "Each loss on stale samples: reward at lag 0 to 32."),
-    "stale-llm": Entry("bench.stale_pretrained:bench", "The same for SmolLM2-135M on vLLM: an hour, resumable."),
+    "stale-llm": Entry("bench.stale_pretrained:bench", "The same for SmolLM2-135M on vLLM: three hours, resumable."),
     "distillation": Entry("bench.distillation:bench", "A small student on the quickstart's task, and its teacher."),
     "curriculum": Entry("bench.curriculum:bench", "What a curriculum saves: tokens to 0.9, on mixed prompts."),
     "whole": Entry("bench.whole:bench", "A whole run against bare vLLM and bare passes for its tokens."),

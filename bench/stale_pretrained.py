@@ -28,7 +28,7 @@ from bench.measure import Say
 from bench.proofs_pretrained import MODEL
 from bench.report import Bar, Fact, Line
 from bench.resume import Done
-from bench.stale_trial import Task, Trainer, Trial, config_of
+from bench.stale_trial import CORES, Task, Trainer, Trial, config_of
 from bench.staleness import UNCORRECTED, Estimate
 from streamrl.config import schema
 from streamrl.errors import ResourceError
@@ -38,7 +38,6 @@ from streamrl.workers.engines.model import read_model
 from streamrl.workers.engines.vllm_engine import VllmEngine
 
 _DEFAULT = schema.Algorithm().loss
-_CORES = 2  # of a cell
 _CELLS = ((_DEFAULT, 0), (_DEFAULT, 8), (_DEFAULT, 32), (UNCORRECTED, 32))
 _TOLERATED = {8: 0.03, 32: 0.06}  # of on-policy accuracy, or two standard errors if larger
 _QUICK = Task(num_steps=2, num_held_out=16)
@@ -63,7 +62,7 @@ def _fill(done: Done, task: Task, seeds: range, say: Say) -> None:
     missing = [(seed, *cell) for seed, cell in product(seeds, _CELLS) if _name(seed, *cell) not in done]
     if not missing:
         return
-    at_once = max(1, len(os.sched_getaffinity(0)) // _CORES) if torch.cuda.is_available() else 1
+    at_once = max(1, len(os.sched_getaffinity(0)) // CORES) if torch.cuda.is_available() else 1
     say(f"{len(missing)} cells, {min(at_once, len(missing))} at once")
     # One process each: an engine's processes take their settings from the environment.
     with ProcessPoolExecutor(at_once, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
@@ -79,7 +78,7 @@ def _fill(done: Done, task: Task, seeds: range, say: Say) -> None:
 
 
 def _trial(task: Task, seed: int, loss: str, lag: int) -> Trial:
-    torch.set_num_threads(_CORES)
+    torch.set_num_threads(CORES)
     return asyncio.run(_run(config_of(MODEL, loss, task), task, lag=lag, seed=seed, say=Say(_name(seed, loss, lag))))
 
 

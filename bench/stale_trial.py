@@ -43,6 +43,7 @@ from streamrl.workers.engines.base import Engine, Load
 from streamrl.workers.rewards.base import RewardDouble, ScoreItem
 from streamrl.workers.rewards.mixing import Rewards, Weighted
 
+CORES = 2  # of a trial
 _FORM = r".*\d\.?"
 
 
@@ -76,7 +77,7 @@ def config_of(model: Path, loss: str, task: Task) -> schema.Config:
         "optimizer.lr": task.lr,
         "optimizer.min_lr": task.lr,
         "model.compile": False,
-        "worker.threads": 2,
+        "worker.threads": CORES,
         "worker.engine_args": engine_args,
     }
     return load_config(shipped_config("demo.yaml"), [f"{key}={value}" for key, value in changes.items()]).config

@@ -137,12 +137,13 @@ def _refuse_derived_weights(model: Any) -> None:
 
 
 def _derives_nothing(attention: Attention) -> bool:
+    if type(attention) is not Attention:
+        return False
     impl: Any = attention.impl
     kernel = type(impl)
-    derives = kernel.process_weights_after_loading is not AttentionImplBase.process_weights_after_loading
-    # FlashInfer's, the first choice on Blackwell, only casts sinks. Read in vLLM's code; no GPU has run this.
-    has_no_sinks = kernel.__name__ == "FlashInferImpl" and impl._sinks_source is None
-    return type(attention) is Attention and (not derives or has_no_sinks)
+    if kernel.__name__ == "FlashInferImpl":  # the first choice on Blackwell, where no GPU has run this
+        return impl._sinks_source is None  # it only casts sinks
+    return kernel.process_weights_after_loading is AttentionImplBase.process_weights_after_loading
 
 
 def _kinds(parameter: str, live: _Live, written: set[int]) -> list[Kind]:
