@@ -1,4 +1,6 @@
-"""Groups of asyncio tasks: the first error ends all of them, and is raised unchanged."""
+"""Groups of asyncio tasks: the first error ends all of them, and is raised unchanged. Servers that lose no connection
+when they close.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +60,22 @@ async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def close_server(server: asyncio.Server) -> None:
+    """Close the server once its protocols know of every connection that it has accepted, so that they can end them.
+
+    A connection is accepted in one turn of the loop and gets its protocol in the next two. If the server closes between
+    them, asyncio of Python 3.11 never closes that connection.
+    """
+    loop = asyncio.get_running_loop()
+    for listening in server.sockets:
+        loop.remove_reader(listening.fileno())
+    try:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    finally:
+        server.close()
 
 
 def _raise_first(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from streamrl.errors import ResourceError
 from streamrl.process import address_of
+from streamrl.tasks import close_server
 
 
 class Connection(H11Protocol):
@@ -71,6 +72,12 @@ class Server(uvicorn.Server):
         await super().startup(sockets=sockets)
         if self.started:
             self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Also end connections that were accepted just now, which uvicorn does not know yet."""
+        for server in self.servers:
+            await close_server(server)
+        await super().shutdown(sockets=sockets)
 
 
 @contextlib.asynccontextmanager

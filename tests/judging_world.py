@@ -13,6 +13,7 @@ from typing import Any
 
 from streamrl.config import schema
 from streamrl.permissions import Permissions
+from streamrl.tasks import close_server
 from streamrl.workers.rewards.base import Spend
 from streamrl.workers.rewards.judge import JudgeOfGroups, JudgeReward, build_judge_reward
 
@@ -139,7 +140,7 @@ async def judges_serving(behave: Callable[[Asked], Reply] = fair, *, at_least: i
     try:
         yield judges
     finally:
-        server.close()
+        await close_server(server)
         await judges.end()
         await server.wait_closed()
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from streamrl.config import schema
 from streamrl.permissions import Permissions
-from streamrl.tasks import cancel_all
+from streamrl.tasks import cancel_all, close_server
 from streamrl.workers.rewards.base import Health, ScoreItem
 from streamrl.workers.rewards.http_client import HttpReward, build_http_reward
 from tests.faults.report import Row, note
@@ -100,7 +100,7 @@ async def bad_replica(behave: Callable[[Writer], Awaitable[None]]) -> AsyncItera
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
-        server.close()
+        await close_server(server)
         await cancel_all(list(handling))
 
 

@@ -26,6 +26,7 @@ from streamrl.protocol.transport.clients import open_client, server_name
 from streamrl.protocol.transport.connection import connect, connect_async, repeat
 from streamrl.protocol.transport.embedded import EmbeddedRedis, find_server
 from streamrl.protocol.transport.entries import PagedReader
+from streamrl.tasks import cancel_all, close_server
 from tests.helpers import wait_until
 
 SETTINGS = schema.Redis(connect_timeout_s=2.0, reply_timeout_s=5.0)
@@ -208,11 +209,13 @@ def tls_port(certificate: tuple[Path, Path], redis_server: EmbeddedRedis) -> Ite
     loop.set_exception_handler(lambda *_: None)  # a client that refuses the certificate is what a test wants
 
     async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
+        try:
             while data := await source.read(1 << 16):
                 sink.write(data)
                 await sink.drain()
-        sink.close()
+            sink.close()
+        except (OSError, asyncio.CancelledError):
+            sink.transport.abort()
 
     async def through(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         inner_reader, inner_writer = await asyncio.open_unix_connection(path)
@@ -224,10 +227,13 @@ def tls_port(certificate: tuple[Path, Path], redis_server: EmbeddedRedis) -> Ite
     yield server.sockets[0].getsockname()[1]
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
-    server.close()
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
-    loop.run_until_complete(asyncio.sleep(0))
+
+    async def end() -> None:
+        await close_server(server)
+        await cancel_all(list(asyncio.all_tasks() - {asyncio.current_task()}))
+        await asyncio.sleep(0)  # the loop closes the sockets of closed writers in its next turn
+
+    loop.run_until_complete(end())
     loop.close()
 
 

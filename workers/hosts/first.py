@@ -20,7 +20,7 @@ import structlog
 
 from streamrl.errors import EngineError, WeightsError
 from streamrl.process import address_of, bind
-from streamrl.tasks import cancel_all
+from streamrl.tasks import cancel_all, close_server
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.versions import show
 from streamrl.workers.engines.base import Meeting
@@ -188,9 +188,6 @@ async def open_hosts(hosts: Hosts, at: tuple[str, int]) -> AsyncIterator[Hosts]:
             welcomed.discard(task)
             writer.close()  # also of a task that was cancelled before it started
 
-        if not server.is_serving():  # it connected during shutdown
-            writer.close()
-            return
         task = asyncio.create_task(hosts._welcome(reader, writer), name="a further host")
         welcomed.add(task)
         task.add_done_callback(forget)
@@ -207,7 +204,7 @@ async def open_hosts(hosts: Hosts, at: tuple[str, int]) -> AsyncIterator[Hosts]:
         failed = True
         raise
     finally:
-        server.close()
+        await close_server(server)
         if not failed:
             await hosts._leave()
         await cancel_all(list(welcomed))
