@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -28,6 +30,10 @@ _LOG_FORMAT = {"TORCH_LOGS_FORMAT": "%(asctime)s %(levelname)s %(name)s: %(messa
 # Micro-batches allocate ever-changing sizes; without expandable segments they fragment GPU memory.
 _ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 _OLD_ALLOCATOR_NAME = "PYTORCH_CUDA_ALLOC_CONF"  # which torch still reads
+
+_PORTS_OF_THE_SYSTEM = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST_BY_STANDARD = 49152  # of the ports that a system hands out (RFC 6335)
+_PORTS_TRIED = 100
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 0.2
@@ -69,6 +75,22 @@ def bind(host: str, port: int, *, what: str) -> socket.socket:
             f"{what}: cannot take port {port} of {host}: {error.strerror}; choose another one, or 0 for any free one"
         ) from None
     return bound
+
+
+def free_port(host: str) -> int:
+    """Return a port for a program that binds it later, and must be told before.
+
+    Nothing listens there, and the system gives it to nobody: it is below the range from which connections and port 0
+    are served, one of which may take any port of that range while the program starts.
+    """
+    try:
+        lowest = int(_PORTS_OF_THE_SYSTEM.read_text().split()[0])
+    except OSError:  # not Linux
+        lowest = _LOWEST_BY_STANDARD
+    for port in random.SystemRandom().sample(range(max(lowest // 2, 1024), lowest), _PORTS_TRIED):
+        with suppress(ResourceError), bind(host, port, what="a free port"):
+            return port
+    raise ResourceError(f"none of {_PORTS_TRIED} ports of {host} below {lowest} is free")
 
 
 def address_of(bound: socket.socket, *, host: str | None = None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from streamrl.process import free_port
 from tests.helpers import wait_until
 
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -21,8 +21,7 @@ BUCKET = "blobs"
 @contextmanager
 def s3_server(log: Path) -> Iterator[str]:
     """Yield its endpoint."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1")
     endpoint = f"http://127.0.0.1:{port}"
     with log.open("w") as output:
         server = subprocess.Popen(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import Self
 from urllib.error import URLError
 
+from streamrl.process import free_port
 from tests.helpers import temporary_files, wait_until
 
 _START_S = 300.0
@@ -28,8 +28,7 @@ class Served:
         self.model = model
         self._by_itself = by_itself
         self._log = logs / "served.log"
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port("127.0.0.1")
         self.url = f"http://127.0.0.1:{port}"
         ours = ["streamrl.ops.cli.main", "serve", str(model)]
         words = (

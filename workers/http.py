@@ -106,6 +106,8 @@ class _Figures(Collector):
             yield _gauge("samples_in_flight", "samples in the engine", stats.in_flight)
             yield _gauge("samples_waiting", "samples in the engine that have not started", stats.num_waiting)
             yield _gauge("kv_cache_used", "share of the KV cache in use", stats.kv_used)
+            accepted = stats.drafts_accepted or 0.0
+            yield _gauge("drafts_accepted", "share of speculated tokens that are accepted, lately", accepted)
 
 
 def _number(detail: Detail, name: str) -> float:

@@ -257,6 +257,7 @@ class Rollout:
                     in_flight=stats.in_flight,
                     waiting=stats.num_waiting,
                     kv_used=round(stats.kv_used, 3),
+                    **({} if stats.drafts_accepted is None else {"drafts_accepted": round(stats.drafts_accepted, 3)}),
                     tokens_per_s=round(pace.look(stats)),
                     **self._answerer.facts(),
                 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import redis
 
-from streamrl.process import dying_with_us
+from streamrl.process import dying_with_us, free_port
 from streamrl.protocol.transport.embedded import find_server
 from tests.helpers import wait_until
 
@@ -31,7 +30,7 @@ class Server:
 
     def __init__(self, folder: Path, *, replica_of: Server | None) -> None:
         folder.mkdir()
-        self.socket, self.port = folder / "redis.sock", _free_port()
+        self.socket, self.port = folder / "redis.sock", free_port("127.0.0.1")
         options = {"port": self.port, "bind": "127.0.0.1", "unixsocket": self.socket, "dir": folder, "save": ""}
         options |= {"repl-diskless-sync-delay": 0}  # otherwise replicas wait 5 s for others to join
         options |= {"replicaof": f"127.0.0.1 {replica_of.port}"} if replica_of else {}
@@ -75,7 +74,7 @@ class Sentinels:
     """Three sentinels with a quorum of two; their state is in their files."""
 
     def __init__(self, folder: Path, *, master: Server) -> None:
-        self._ports = [_free_port() for _ in range(3)]
+        self._ports = [free_port("127.0.0.1") for _ in range(3)]
         self._processes = [self._start(folder / f"sentinel-{port}", port, master) for port in self._ports]
 
     @property
@@ -127,9 +126,3 @@ def sentinels(folder: Path, *, master: Server) -> Iterator[Sentinels]:
 
 def _words(option: str, value: str) -> list[str]:
     return value.split() if option == "replicaof" else [value]
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ import torch
 from streamrl.config import schema
 from streamrl.ops.audit import audit_folder
 from streamrl.ops.launch.parts import Cluster, RunFolder, learner_command
+from streamrl.process import free_port
 from streamrl.protocol.transport.keys import Keys
 from tests.faults.agents import PATIENCE_S, last_step, named_ranks, wasted_steps
 from tests.faults.report import report
@@ -68,12 +68,6 @@ def machine(config: schema.Config, url: str, *, port: int) -> Iterator[subproces
             agent.wait()
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 def await_ranks(config: schema.Config, agents: list[subprocess.Popen[str]]) -> None:
     """Until each of these machines has a rank of a world of just so many."""
 
@@ -96,7 +90,7 @@ def await_step(config: schema.Config, step: int) -> None:
 def test_machines_that_join_and_leave_change_nothing_of_what_is_learnt(
     tmp_path: Path, redis_url: str, run_name: str, client: redis.Redis, leaving: signal.Signals
 ) -> None:
-    config, port = make_steps(tmp_path, run_name), free_port()
+    config, port = make_steps(tmp_path, run_name), free_port("127.0.0.1")
     groups = _STEPS_ALONE * _GROUPS_PER_STEP  # that may be answered by now
     longest_s = 0.0
     with made_up_worker(config, redis_url, may_answer=lambda: groups), ExitStack() as stack:

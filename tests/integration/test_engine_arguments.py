@@ -47,10 +47,10 @@ def args_on_an_h100() -> Any:
     return OnAnH100
 
 
-def config_of(folder: Path, make: Any = None, **given: Any) -> Any:
+def config_of(folder: Path, make: Any = None, *, on_cpu: bool = True, **given: Any) -> Any:
     facts = read_model(str(make_model(folder / "model")), trust_remote_code=False)
     settings = EngineSettings(model=facts, config=worker_config(engine_args=given), seed=0)
-    return engine_config(make or own_args(), engine_args(settings, on_cpu=True))
+    return engine_config(make or own_args(), engine_args(settings, on_cpu=on_cpu))
 
 
 def test_prompts_are_prefilled_in_steps_as_large_as_those_of_vllms_own_server(tmp_path: Path) -> None:
@@ -63,11 +63,29 @@ def test_prompts_are_prefilled_in_steps_as_large_as_those_of_vllms_own_server(tm
 def test_maps_among_the_arguments_reach_vllm(tmp_path: Path) -> None:
     config = config_of(
         tmp_path,
+        on_cpu=False,
         compilation_config={"mode": 0, "custom_ops": ["none"]},
         speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
     )
     assert "none" in config.compilation_config.custom_ops
     assert config.speculative_config.num_speculative_tokens == 2
+
+
+def test_a_draft_model_is_read_from_its_folder_though_the_model_is_not(tmp_path: Path) -> None:
+    draft = {"model": str(make_model(tmp_path / "draft")), "method": "draft_model", "num_speculative_tokens": 2}
+    config = config_of(tmp_path, on_cpu=False, speculative_config=draft)
+    assert config.load_config.load_format == "dummy"
+    assert config.speculative_config.draft_load_config.load_format == "auto"
+    asked = {**draft, "draft_load_config": {"load_format": "dummy"}}
+    config = config_of(tmp_path, on_cpu=False, speculative_config=asked)
+    assert config.speculative_config.draft_load_config.load_format == "dummy"
+
+
+def test_speculation_is_refused_where_vllm_draws_wrong_tokens(tmp_path: Path) -> None:
+    draft = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    with pytest.raises(ConfigError, match=r"speculative_config: vLLM's build for CPUs draws wrong tokens"):
+        config_of(tmp_path, speculative_config=draft)
+    assert config_of(tmp_path, speculative_config=None).speculative_config is None
 
 
 @pytest.mark.parametrize(
@@ -80,7 +98,7 @@ def test_maps_among_the_arguments_reach_vllm(tmp_path: Path) -> None:
 )
 def test_what_vllm_refuses_is_told_in_one_line_with_the_key(tmp_path: Path, given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        config_of(tmp_path, **given)
+        config_of(tmp_path, on_cpu=False, **given)
     assert str(caught.value).startswith("vLLM refuses this model or worker.engine_args: ")
     assert "\n" not in str(caught.value)
 

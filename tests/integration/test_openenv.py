@@ -15,7 +15,7 @@ import pytest
 from streamrl.config import schema
 from streamrl.errors import ConfigError, SampleError
 from streamrl.permissions import Permissions
-from streamrl.process import bind
+from streamrl.process import free_port
 from streamrl.workers.environments.base import Answer
 from streamrl.workers.environments.own import OwnEnvironment, build_children
 from tests.helpers import wait_until
@@ -66,8 +66,7 @@ uvicorn.run(create_fastapi_app(Game, Guess, Hint, max_concurrent_envs=64), port=
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     python = python_with("openenv==0.10.0", beside_ours=False)
     folder = tmp_path_factory.mktemp("openenv")
-    with bind("127.0.0.1", 0, what="a port for the server") as bound:
-        port = bound.getsockname()[1]
+    port = free_port("127.0.0.1")
     log = folder / "log"
     with log.open("w") as out:
         server = subprocess.Popen([str(python), "-c", SERVER, str(port)], cwd=folder, stdout=out, stderr=out)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from streamrl.config import schema
 from streamrl.permissions import Permissions
+from streamrl.process import free_port
 from streamrl.tasks import cancel_all, close_server
 from streamrl.workers.rewards.base import Health, ScoreItem
 from streamrl.workers.rewards.http_client import HttpReward, build_http_reward
@@ -119,8 +119,7 @@ def good_replica(port: int) -> Iterator[subprocess.Popen[str]]:
 
 
 async def test_no_group_is_lost_and_no_reward_is_made_up_whatever_the_replicas_do() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1")
     kinds = (fail, hang, say_nan, say_1e30, close_in_mid_body, send_a_gigabyte)
     async with contextlib.AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(bad_replica(kind)) for kind in kinds]

@@ -22,6 +22,7 @@ import pytest
 from streamrl.config import schema
 from streamrl.errors import RewardOutage
 from streamrl.permissions import Permissions
+from streamrl.process import free_port
 from streamrl.workers.reward_server.model import RewardModel
 from streamrl.workers.rewards.http_client import HttpReward, build_http_reward
 from tests.helpers import wait_until, wait_until_async
@@ -129,8 +130,7 @@ def test_a_model_that_cannot_be_served_is_one_line_and_exit_code_2(tmp_path: Pat
 
 
 async def test_a_client_outlives_the_death_and_return_of_its_server(model: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(free_port("127.0.0.1"))
     with ExitStack() as servers:
         first = servers.enter_context(serving(model, tmp_path, "--port", port))
         reward = connect(first.url, attempts=50)

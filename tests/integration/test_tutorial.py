@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.process import free_port
 from tests.helpers import wait_until
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tutorial.md"
@@ -100,16 +100,10 @@ class Reader:
         self.took[" ".join(text.split()[:3])] = time.monotonic() - began
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 def test_a_stranger_goes_from_own_data_to_a_served_model(
     empty: Path, alone: dict[str, str], record_property: Callable[[str, object], None]
 ) -> None:
-    reader, port = Reader(empty, alone), str(free_port())
+    reader, port = Reader(empty, alone), str(free_port("127.0.0.1"))
     said: dict[str, str] = {}  # by a block's first words
     todo = iter(blocks())
     for block in todo:

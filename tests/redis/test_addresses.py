@@ -20,6 +20,7 @@ from redis.retry import Retry
 from streamrl.config import schema
 from streamrl.errors import ConfigError, ResourceError
 from streamrl.ops.cli.main import main
+from streamrl.process import free_port
 from streamrl.protocol.transport.acl import SERVERS
 from streamrl.protocol.transport.address import PASSWORD, SENTINEL_PASSWORD, masked, split_password
 from streamrl.protocol.transport.clients import open_client, server_name
@@ -45,16 +46,10 @@ class Guarded:
         return f"redis://part@127.0.0.1:{self.port}"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.contextmanager
 def serve(folder: Path, *words: str, config: str = "") -> Iterator[Guarded]:
     """The server program on a port of its own, as it is told; gone with the context."""
-    port = free_port()
+    port = free_port("127.0.0.1")
     file = folder / f"{port}.conf"
     file.write_text(f"port {port}\nbind 127.0.0.1\ndir {folder}\nsave ''\n{config}")
     process = subprocess.Popen([str(find_server()), str(file), *words], stdout=subprocess.DEVNULL)

@@ -1,9 +1,17 @@
-"""Freed memory that stays with the process, in processes of their own: it cannot be undone."""
+"""Freed memory that stays with the process, in processes of their own: it cannot be undone. Ports for later."""
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from streamrl import process
+from streamrl.errors import ResourceError
+from streamrl.process import free_port
 
 # 40 MB is more than glibc keeps by itself, of any age.
 _AGAIN_AND_AGAIN = """
@@ -30,3 +38,29 @@ def num_faults(*, keep: bool) -> int:
 
 def test_memory_that_was_freed_is_there_when_it_is_needed_again() -> None:
     assert num_faults(keep=True) < 10 < 1000 < num_faults(keep=False)
+
+
+def test_a_port_for_later_is_none_that_the_system_hands_out() -> None:
+    handed_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = [free_port("127.0.0.1") for _ in range(20)]
+    assert all(1024 <= port < handed_out for port in ports)
+    assert len(set(ports)) > 10
+
+
+def test_a_port_that_is_taken_is_no_port_for_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", free_port("127.0.0.1"))) as server:
+        taken = server.getsockname()[1]
+        monkeypatch.setattr(process, "_PORTS_OF_THE_SYSTEM", tmp_path / "range")
+        monkeypatch.setattr(process, "_PORTS_TRIED", 1)
+        monkeypatch.setattr("random.SystemRandom", lambda: Always(taken))
+        with pytest.raises(ResourceError, match="none of 1 ports of"):
+            free_port("127.0.0.1")
+
+
+class Always:
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def sample(self, ports: range, num: int) -> list[int]:
+        assert len(ports) >= num
+        return [self._port] * num

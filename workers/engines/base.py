@@ -73,6 +73,7 @@ class EngineStats:
     num_made: int  # generated tokens, including those of unfinished samples; constant while the engine hangs
     num_waiting: int  # samples in flight that the engine has not scheduled yet
     kv_used: float  # fraction of the KV cache in use, 0 to 1
+    drafts_accepted: float | None = None  # fraction of speculated tokens that the model accepts; None: none are made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,7 +57,8 @@ from streamrl.workers.engines.vllm_in_place import InPlace
 from streamrl.workers.engines.vllm_outputs import canary_params, finish_reason_of, sampled_logprobs, spans_of
 from streamrl.workers.engines.vllm_plugin import PREPARE, READ_BACK
 from streamrl.workers.engines.vllm_ranks import remove_shared
-from streamrl.workers.engines.vllm_start import StepWatch, build_llm, check_installed
+from streamrl.workers.engines.vllm_start import build_llm, check_installed
+from streamrl.workers.engines.vllm_steps import StepWatch
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -248,6 +249,7 @@ class VllmEngine(Engine):
             num_made=self._watch.num_made,
             num_waiting=max(0, self._in_flight - self._watch.num_running),
             kv_used=self._watch.kv_used,
+            drafts_accepted=self._watch.drafts_accepted,
         )
 
     @asynccontextmanager

@@ -1,10 +1,6 @@
 """Starts a vLLM engine: checks the installation, builds arguments and environment, starts the processes.
 
 Blocks on vLLM's start, in the thread that calls `build_llm`.
-
-`StepWatch` reads the scheduler's figures after each step: running requests, cache usage, tokens. vLLM's own interface
-for them, a stat logger, brings in its Prometheus exporter and inspects every token of every request, on the event loop
-that also serves requests. Here the engine's messages are read as they pass, once per step.
 """
 
 from __future__ import annotations
@@ -44,11 +40,11 @@ from streamrl.workers.engines.vllm_plugin import (
     WEIGHT_TRANSFER_BACKEND,
     WORKER_EXTENSION,
 )
+from streamrl.workers.engines.vllm_steps import StepWatch, watch_steps
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.async_llm import AsyncLLM
 
 CPU_KV_CACHE_BYTES = 1 << 30  # vLLM's own default on a CPU is nearly all memory
@@ -256,17 +252,38 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
             raise ConfigError(f"worker.engine_args.{name}: streamrl sets this itself; remove it")
     for found in check_engine_args(config):  # again here: another process started the run
         raise ConfigError(f"{found.key} = {found.value}: {found.remedy}")
-    if on_cpu and quantized_as(config.worker) not in (None, "fp8_per_channel"):
+    if on_cpu:
+        _refuse_on_cpu(config.worker)
+    return {**defaults, **_with_draft_weights(config.worker.engine_args), **fixed}
+
+
+def _with_draft_weights(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Have vLLM load a draft model from its own folder. Else it gets the model's load format: random weights, of which
+    nothing is ever accepted, since the model's own come from the learner."""
+    speculation = arguments.get("speculative_config")
+    if not isinstance(speculation, Mapping):
+        return dict(arguments)
+    own = {"draft_load_config": {"load_format": "auto"}}
+    return {**arguments, "speculative_config": {**own, **speculation}}
+
+
+def _refuse_on_cpu(worker: schema.Worker) -> None:
+    """ConfigError for arguments that vLLM's build for CPUs accepts, and cannot do."""
+    if quantized_as(worker) not in (None, "fp8_per_channel"):
         raise ConfigError(
-            f"worker.engine_args.quantization = {quantized_as(config.worker)}: vLLM's build for CPUs has no kernel for "
-            "it; set fp8_per_channel, or remove it"
+            f"worker.engine_args.quantization = {quantized_as(worker)}: vLLM's build for CPUs has no kernel for it; "
+            "set fp8_per_channel, or remove it"
         )
-    if on_cpu and config.worker.engine_args.get("enable_expert_parallel"):
+    if worker.engine_args.get("enable_expert_parallel"):
         raise ConfigError(
             "worker.engine_args.enable_expert_parallel: vLLM's kernel for CPUs needs all experts of a layer, and dies "
             "with only some of them; remove it: with tensor_parallel_size alone each rank has a part of each expert"
         )
-    return {**defaults, **config.worker.engine_args, **fixed}
+    if worker.engine_args.get("speculative_config"):
+        raise ConfigError(
+            "worker.engine_args.speculative_config: vLLM's build for CPUs draws wrong tokens when it speculates at a "
+            "temperature above 0; remove it"
+        )
 
 
 def _gpu_args(settings: EngineSettings) -> dict[str, Any]:
@@ -275,34 +292,3 @@ def _gpu_args(settings: EngineSettings) -> dict[str, Any]:
     if worker.gpus != "auto" and worker.gpus * worker.hosts > 1:
         found["tensor_parallel_size"] = worker.gpus * worker.hosts // parallel_in(worker)
     return found if settings.gpu_memory is None else {**found, "gpu_memory_utilization": settings.gpu_memory}
-
-
-class StepWatch:
-    """The latest scheduler figures; written and read on the event loop."""
-
-    def __init__(self) -> None:
-        self.num_made = 0  # tokens generated since the start
-        self.num_running = 0
-        self.kv_used = 0.0  # 0 to 1
-
-    def record(self, outputs: EngineCoreOutputs) -> None:
-        self.num_made += sum(len(output.new_token_ids) for output in outputs.outputs)
-        if (stats := outputs.scheduler_stats) is not None:
-            self.num_running = stats.num_running_reqs
-            self.kv_used = stats.kv_cache_usage
-
-
-def watch_steps(llm: AsyncLLM) -> StepWatch:
-    """Attach a StepWatch before the first request. Build the engine with `log_stats`, or it reports no figures."""
-    watch = StepWatch()
-    llm.log_stats, llm.logger_manager = False, None  # the scheduler still reports; only we read it
-    llm.output_processor.log_stats = False
-    pass_on = llm.engine_core.get_output_async
-
-    async def get_output_async() -> EngineCoreOutputs:
-        outputs: EngineCoreOutputs = await pass_on()
-        watch.record(outputs)
-        return outputs
-
-    llm.engine_core.get_output_async = get_output_async
-    return watch

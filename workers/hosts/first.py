@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 import structlog
 
 from streamrl.errors import EngineError, WeightsError
-from streamrl.process import address_of, bind
+from streamrl.process import address_of, bind, free_port
 from streamrl.tasks import cancel_all, close_server
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.versions import show
@@ -79,8 +79,7 @@ class Hosts:
         self._at_work = list(self._joined)
         self._lost = asyncio.get_running_loop().create_future()
         address = self._at_work[0].link.own_address
-        with bind(address, 0, what="a port for vLLM's ranks") as free:
-            meeting = Meeting(address=address, port=free.getsockname()[1], own=address)
+        meeting = Meeting(address=address, port=free_port(address), own=address)
         for node, joined in enumerate(self._at_work, start=1):
             command = {"do": "begin", "node": node, "address": meeting.address, "port": meeting.port, "seed": seed}
             joined.link.send(command)
