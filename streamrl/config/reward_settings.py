@@ -137,7 +137,7 @@ Reward = Annotated[FunctionReward | HttpReward | JudgeReward | CodeReward, Field
 
 
 class RewardServer(Section):
-    """A reward model that `streamrl up` serves on this machine; http sources with url `local` use it."""
+    """A reward model and how it is served: the options of `streamrl reward serve`."""
 
     model: str  # folder or hub name of a sequence-classification model
     host: str = "127.0.0.1"
@@ -148,3 +148,9 @@ class RewardServer(Section):
     attribute_weights: tuple[float, ...] = ()  # for a model with several outputs: the reward is their weighted sum
     reward_mean: float = 0.0  # standardisation: (r - mean) / std
     reward_std: PositiveFloat = 1.0
+
+
+class OwnRewardServer(RewardServer):
+    """The one that `streamrl up` starts on this machine; http sources with url `local` use it."""
+
+    start_timeout_s: PositiveFloat = 600.0  # for loading the model; a large one on a slow disk takes long

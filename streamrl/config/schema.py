@@ -19,6 +19,7 @@ from streamrl.config.reward_settings import FunctionReward as FunctionReward
 from streamrl.config.reward_settings import HttpReward as HttpReward
 from streamrl.config.reward_settings import Judge as Judge
 from streamrl.config.reward_settings import JudgeReward as JudgeReward
+from streamrl.config.reward_settings import OwnRewardServer as OwnRewardServer
 from streamrl.config.reward_settings import Reward as Reward
 from streamrl.config.reward_settings import RewardServer as RewardServer
 from streamrl.config.reward_settings import Tests as Tests
@@ -278,7 +279,7 @@ class Config(Section):
     # teacher teaches
     rewards: dict[str, Reward] = Field(default_factory=dict)
     environment: Environment | None = None  # multi-turn rollouts
-    reward_server: RewardServer | None = None
+    reward_server: OwnRewardServer | None = None
     teacher: Teacher | None = None  # null: only rewards teach
     algorithm: Algorithm = Algorithm()
     optimizer: Optimizer = Optimizer()

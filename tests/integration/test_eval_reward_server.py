@@ -18,7 +18,9 @@ from tests.unit.test_rewards_functions import alive
 
 
 def test_the_runs_reward_server_is_started_and_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    server = schema.RewardServer(model=str(make_reward_model(tmp_path / "judge")), port=9)  # as a live run may have it
+    server = schema.OwnRewardServer(
+        model=str(make_reward_model(tmp_path / "judge")), port=9
+    )  # as a live run may have it
     config = make_run(
         tmp_path,
         name="judged",
@@ -40,7 +42,7 @@ def test_the_runs_reward_server_is_started_and_ended(tmp_path: Path, capsys: pyt
 
 def test_a_server_is_ready_inside_and_gone_after(tmp_path: Path) -> None:
     said: list[str] = []
-    server = schema.RewardServer(model=str(make_reward_model(tmp_path / "judge")))
+    server = schema.OwnRewardServer(model=str(make_reward_model(tmp_path / "judge")))
     with reward_server(server, notify=said.append, show=said.append) as part:
         assert part.url is not None
         assert part.url.startswith("http://127.0.0.1:")
@@ -53,6 +55,6 @@ def test_a_server_is_ready_inside_and_gone_after(tmp_path: Path) -> None:
 def test_a_server_that_cannot_load_its_model_is_one_line(tmp_path: Path) -> None:
     with (
         pytest.raises(UserError, match=r"reward/0: .*nowhere"),
-        reward_server(schema.RewardServer(model=str(tmp_path / "nowhere")), notify=print, show=lambda text: None),
+        reward_server(schema.OwnRewardServer(model=str(tmp_path / "nowhere")), notify=print, show=lambda text: None),
     ):
         pass

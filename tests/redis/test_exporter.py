@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -19,15 +20,17 @@ from prometheus_client import generate_latest
 from streamrl.ops.cli.main import main
 from streamrl.ops.monitor.alerts import alert_rules, grafana_dashboard
 from streamrl.ops.monitor.exporter import make_registry, make_server
-from streamrl.ops.monitor.poller import Poller, Seen, Watcher
-from streamrl.ops.monitor.runs import Target, opened
+from streamrl.ops.monitor.poller import ConnectingWatcher, Poller, Seen, Watcher
+from streamrl.ops.monitor.runs import Target, find_target, opened
 from streamrl.ops.monitor.view import View
-from streamrl.process import address_of, bind
+from streamrl.process import address_of, bind, started_at
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.operator import set_control
 from tests.helpers import wait_until
 from tests.launch_world import make_view
 from tests.redis.monitor_world import Watched
+from tests.run_folders import make_folder
+from tests.unit.test_remains import change_state
 
 _LINE = re.compile(r'^([a-z_]+)\{((?:[a-z]+="(?:[^"\\]|\\.)*",?)*)\} (\S+)$')
 _NAME = re.compile(r"streamrl_[a-z_]+")
@@ -190,6 +193,25 @@ def test_it_waits_for_a_redis_that_is_not_there_yet_and_says_so(tmp_path: Path) 
         finally:
             process.terminate()
             server.stop()
+
+
+def test_a_run_that_had_ended_is_seen_in_its_redis_once_it_goes_on(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, "late", "stopped", **{"redis.url": "embedded"})
+    with ConnectingWatcher(find_target(folder, None, None)) as watcher:
+        looker = Poller(watcher, period_s=1.0)
+
+        def is_up() -> float:
+            looker.look()
+            return parse(generate_latest(make_registry("late", lambda: looker.seen)))["streamrl_up", 'run="late"']
+
+        assert is_up() == 0
+        assert looker.seen.view is not None
+        assert looker.seen.view.run.state == "stopped"
+        change_state(folder, state="running", pid=os.getpid(), process_began=started_at(os.getpid()))
+        assert [is_up(), is_up()] == [0, 0], "its server does not answer yet"
+        assert "is not running" in looker.seen.error
+        with EmbeddedRedis.start(folder / "redis"):
+            assert is_up() == 1
 
 
 def test_a_password_that_is_wrong_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from streamrl.config.schema import (
     HttpReward,
     JudgeReward,
     Lora,
-    RewardServer,
+    OwnRewardServer,
     Teacher,
     Wandb,
 )
@@ -83,7 +83,7 @@ def test_the_reference_shows_the_true_defaults() -> None:
             "answer": FunctionReward(type="function", target="f"),
             "judge": JudgeReward(type="judge", judges={"big": {"url": "u", "model": "m"}}, rubric="r"),
         },
-        reward_server=RewardServer(model="m"),
+        reward_server=OwnRewardServer(model="m"),
     )
     defaults = dict(_leaves(minimal.model_dump(mode="json")))
     for key, section in MAPS.items():

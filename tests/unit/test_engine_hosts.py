@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import time
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from streamrl.errors import ConfigError, EngineError, ResourceError, WeightsError
 from streamrl.process import parse_address
@@ -136,6 +139,34 @@ async def test_a_setting_that_vllm_refuses_on_a_further_host_ends_it() -> None:
         assert "vLLM refuses this model" in await world.hosts.lost()
         with pytest.raises(ConfigError):
             await further.task
+
+
+async def test_what_breaks_ranks_unexpectedly_is_told_the_first_host_and_logged_and_the_host_joins_again() -> None:
+    async with HostsWorld().open() as world, asyncio.timeout(5):
+        further = world.further("gpu-2")
+        further.start_error = error = RuntimeError("the driver is broken")
+        with capture_logs() as logs:
+            await world.hosts.begin(seed=1)
+            assert (await world.hosts.lost()).endswith("is lost: RuntimeError: the driver is broken")
+        assert error in [line.get("exc_info") for line in logs]
+        further.start_error = None
+        world.hosts.end()
+        await world.hosts.begin(seed=2)
+        await further.does("serve")
+
+
+async def test_a_disk_that_is_full_on_a_further_host_is_told_the_first_host_and_the_host_joins_again() -> None:
+    async with HostsWorld().open() as world, asyncio.timeout(5):
+        further = world.further("gpu-2")
+        await world.hosts.begin(seed=1)
+        further.copy.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/dev/shm/version")
+        with pytest.raises(WeightsError, match=r"gpu-2 .*OSError: .*No space left on device: '/dev/shm/version'"):
+            await world.hosts.bring(VERSION)
+        further.copy.error = None
+        world.hosts.end()
+        await world.hosts.begin(seed=2)
+        await world.hosts.bring(VERSION)
+        assert further.copy.brought == [(VERSION, False)]
 
 
 async def test_a_host_whose_process_ends_is_lost_at_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ class CopyWorld:
         self.store = SpoiltStore()
         self.world = World(self.store)
         self.gone: set[int] = set()
+        self.on_look_up: Callable[[], None] = lambda: None
         self.mirror = Mirror(folder, run_uid=RUN_UID)
         self.copy = Copy(look_up=self._look_up, mirror=self.mirror, reading=lambda path: self.store)
         rng = np.random.default_rng(0)
@@ -43,6 +45,7 @@ class CopyWorld:
         self.versions = [self.world.publish(state).version for state in states]
 
     async def _look_up(self, version: int) -> bytes | None:
+        self.on_look_up()
         return None if version in self.gone else encode_manifest(self.world.manifests[version])
 
     def held(self) -> int:
@@ -73,6 +76,19 @@ async def test_a_copy_that_cannot_be_brought_names_no_version_until_one_is_whole
     world.store.spoilt = False
     await world.copy.bring(world.versions[1], refetch=False)
     assert world.held() == world.versions[1]
+
+
+async def test_a_copy_that_could_not_write_which_version_it_is_does_so_when_asked_again(tmp_path: Path) -> None:
+    world = CopyWorld(tmp_path)
+    tag = tag_of(world.mirror.path)
+    world.on_look_up = tag.mkdir  # as the disk that is full after the patch, nothing can have its name
+    with pytest.raises(OSError, match="version"):
+        await world.copy.bring(world.versions[0], refetch=False)
+    tag.rmdir()
+    world.on_look_up = lambda: None
+    await world.copy.bring(world.versions[0], refetch=False)
+    assert world.held() == world.mirror.version == world.versions[0]
+    assert_holds(world.mirror.path, world.states[0])
 
 
 async def test_a_copy_that_is_distrusted_is_fetched_anew(tmp_path: Path) -> None:

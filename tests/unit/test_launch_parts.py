@@ -11,6 +11,7 @@ import pytest
 from streamrl.config import schema
 from streamrl.config.load import Loaded, load_config
 from streamrl.errors import ConfigError
+from streamrl.ops.cli.reward import serve
 from streamrl.ops.launch.parts import Cluster, RunFolder, learner_command, reward_command, worker_command
 from streamrl.ops.launch.processes import Command
 from streamrl.ops.monitor.doctor.requirements import REQUIREMENTS
@@ -142,9 +143,16 @@ def test_what_a_launch_asks_for_is_the_runs_only_where_nothing_was_before(tmp_pa
 
 
 def test_a_reward_server_with_a_negative_mean_gets_it_as_a_value() -> None:
-    server = schema.RewardServer(model="rm", reward_mean=-0.5, port=5555)
+    server = schema.OwnRewardServer(model="rm", reward_mean=-0.5, port=5555)
 
     command = reward_command(server, FOLDER, port=5555)
 
     assert "--reward-mean=-0.5" in command.arguments
     assert "--url-file=runs/run/reward.url" in command.arguments
+
+
+def test_a_reward_server_gets_no_setting_that_is_none_of_its_options(tmp_path: Path) -> None:
+    command = reward_command(schema.OwnRewardServer(model="rm"), RunFolder(tmp_path), port=0)
+
+    words = command.arguments[command.arguments.index("serve") + 1 :]
+    assert serve.make_context("serve", list(words)).params["model"] == "rm"

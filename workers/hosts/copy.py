@@ -45,20 +45,28 @@ class Copy:
         if refetch or self._mirror.version > version:
             self._tag.unlink(missing_ok=True)
             self._mirror.close()
-        if self._mirror.version == version:
+        is_patched = self._mirror.version == version
+        if is_patched and self._is_tagged(version):
             return
         self._tag.unlink(missing_ok=True)
-        encoded = await self._look_up(version)
-        if encoded is None:
-            raise WeightsError("its manifest is no longer in Redis: a newer version has replaced it")
-        path = await way_to(decode_manifest(encoded), self._look_up, have=self._mirror.version)
+        path = [] if is_patched else await self._path_to(version)
 
         def patch() -> None:
-            self._mirror.apply_path(path, self._reading(path))
+            if path:
+                self._mirror.apply_path(path, self._reading(path))
             write_durably(self._tag, str(version).encode())
 
         self._patching = asyncio.get_running_loop().run_in_executor(self._thread, patch)
         await asyncio.shield(self._patching)
+
+    def _is_tagged(self, version: int) -> bool:
+        return self._tag.exists() and self._tag.read_text() == str(version)
+
+    async def _path_to(self, version: int) -> list[Manifest]:
+        encoded = await self._look_up(version)
+        if encoded is None:
+            raise WeightsError("its manifest is no longer in Redis: a newer version has replaced it")
+        return await way_to(decode_manifest(encoded), self._look_up, have=self._mirror.version)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

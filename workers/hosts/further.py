@@ -199,7 +199,7 @@ class FurtherHost:
             await self._copy.bring(version, refetch=bool(message["anew"]))
         except (WeightsError, TransportError) as error:  # the first host retries, perhaps with a newer version
             why = str(error)
-        except UserError as error:  # disk full, for example
+        except Exception as error:  # noqa: BLE001 - such as a full disk's; `_break` logs it
             self._break(error)
             return
         else:
@@ -220,15 +220,17 @@ class FurtherHost:
         try:
             await asyncio.shield(starting)
             self._progress.working("serve")
-            why = await asyncio.to_thread(ranks.wait)
-        except (EngineError, UserError) as error:
-            failure: Exception = error
-        else:
-            failure = EngineError(why)
+            failure: Exception = EngineError(await asyncio.to_thread(ranks.wait))
+        except Exception as error:  # noqa: BLE001 - such as a broken driver's; `_break` logs it
+            failure = error
         if ranks is self._ranks:  # else they were ended on purpose
             self._break(failure)
 
     def _break(self, error: Exception) -> None:
+        """Have the first host told, whatever the error: it would wait in vain, and name itself."""
+        if not isinstance(error, EngineError | UserError):
+            log.error("host_failed", exc_info=error)
+            error = EngineError(f"{type(error).__name__}: {error}")
         if not self._broken.done():
             self._broken.set_exception(error)
 

@@ -35,7 +35,6 @@ from streamrl.telemetry.progress import Progress
 
 _HOSTS_PORT = 9600  # of the first worker; that of each further one is one more
 _MAX_RESTARTS = 5  # of the embedded Redis
-_READY_S = 300.0  # a large reward model takes long to load
 _LOOK_EVERY_S = 0.2
 _END_S = 10.0
 # Time for a rank to finish its step and write a checkpoint before torchrun kills it.
@@ -68,11 +67,12 @@ _NO_PLACEMENT = Placement(shares={})
 
 
 def reward_command(
-    server: schema.RewardServer, folder: RunFolder, *, port: int, placement: Placement = _NO_PLACEMENT
+    server: schema.OwnRewardServer, folder: RunFolder, *, port: int, placement: Placement = _NO_PLACEMENT
 ) -> Command:
     weights = ",".join(map(str, server.attribute_weights))
     files = {"url_file": folder.reward_url, "bound_file": folder.reward_bound}
-    options = server.model_dump() | {"port": port, "attribute_weights": weights, **files}
+    options = server.model_dump(include=set(schema.RewardServer.model_fields))
+    options |= {"port": port, "attribute_weights": weights, **files}
     # With =, since a mean may start with a minus sign.
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     return Command(
@@ -234,34 +234,37 @@ class RedisPart:
 
 class RewardPart:
     """The run's own reward server, kept at one address for the life of the run. Workers wait only for that address, not
-    for the model: they take no tickets until it answers. This object reports for the server, which has no access to
-    Redis."""
+    for the model: they take no tickets until it answers. A first load that takes too long ends the run; a later one is
+    only reported, since to workers it is an outage. This object reports for the server, which has no access to Redis.
+    """
 
     def __init__(
         self,
-        server: schema.RewardServer,
+        server: schema.OwnRewardServer,
         folder: RunFolder,
         *,
         notify: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
         start: Callable[[Command], Process] = Process,
         placement: Placement = _NO_PLACEMENT,
     ) -> None:
         self._command = partial(reward_command, server, folder, placement=placement)
-        self._folder = folder
+        self._folder, self._notify, self._clock = folder, notify, clock
+        self._start_timeout_s = server.start_timeout_s
         self.forget_address()
         self.progress = Progress(part=REWARD, role="reward")
         self.progress.working("load the model")
-        self.supervised = SupervisedProcess(self._command(port=server.port), notify=notify, start=start)
+        self.supervised = SupervisedProcess(self._command(port=server.port), notify=notify, clock=clock, start=start)
         self.url: str | None = None  # set once its port is bound
         self.is_ready = False  # it has answered once
-        self._ready_by = time.monotonic() + _READY_S
+        self._ready_by = clock() + self._start_timeout_s
 
     def look(self) -> None:
         self.supervised.look(is_needed=True)
         if self.supervised.process.poll() is not None:
             self.progress.working("restart")
             self.forget_address()  # its successor writes it again
-            self._ready_by = time.monotonic() + _READY_S
+            self._ready_by = self._clock() + self._start_timeout_s
             return
         if self.url is None and self._folder.reward_bound.exists():
             self._note_bound(self._folder.reward_bound.read_text())
@@ -269,8 +272,18 @@ class RewardPart:
             self.is_ready = True
             self.progress.working("serve")
             self.progress.advanced(restarts=self.supervised.num_restarts)
-        elif time.monotonic() > self._ready_by:
-            raise PartError(f"the reward server was not ready in {_READY_S:g} s (see {self.supervised.command.log})")
+        elif self._clock() > self._ready_by:
+            self._report_late()
+
+    def _report_late(self) -> None:
+        late = (
+            f"the reward server was not ready within reward_server.start_timeout_s={self._start_timeout_s:g} "
+            f"(see {self.supervised.command.log}); if its model takes longer to load, raise that setting"
+        )
+        if not self.is_ready:
+            raise PartError(late)
+        self._ready_by = self._clock() + self._start_timeout_s
+        self._notify(f"{late}; samples wait for it meanwhile")
 
     def _note_bound(self, url: str) -> None:
         # Workers keep this address, so a restart must use the same port.
@@ -285,7 +298,7 @@ class RewardPart:
 
 @contextmanager
 def reward_server(
-    server: schema.RewardServer,
+    server: schema.OwnRewardServer,
     *,
     notify: Callable[[str], None],
     show: Callable[[str], None],

@@ -16,11 +16,11 @@ from typing import Protocol, Self
 
 import redis
 
-from streamrl.errors import TransportError
+from streamrl.errors import TransportError, UserError
 from streamrl.ops.monitor.build import build_view
 from streamrl.ops.monitor.history import History
 from streamrl.ops.monitor.remains import FolderWatcher, Remains, view_of
-from streamrl.ops.monitor.runs import Opened, Target, opened
+from streamrl.ops.monitor.runs import Opened, Target, find_target, opened
 from streamrl.ops.monitor.view import View
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.snapshot import snapshot
@@ -53,18 +53,37 @@ def watch(source: Opened | Remains) -> Watching:
 
 
 class ConnectingWatcher:
-    """A run whose Redis may start later: each look tries to connect until one succeeds. Closes what it opened."""
+    """A run whose Redis may start later: each look tries to connect until one succeeds, and anew once a run that only
+    its folder showed goes on. Closes what it opened."""
 
     def __init__(self, target: Target) -> None:
         self.history = History()
         self._target, self._stack = target, ExitStack()
         self._watching: Watching | None = None
+        self._goes_on = False  # after its folder showed that it had ended
 
     def look(self) -> View:
         if self._watching is None:
-            self._watching = watch(self._stack.enter_context(opened(self._target, caller_retries=True)))
+            self._watching = self._connect()
             self.history = self._watching.history
-        return self._watching.look()
+        try:
+            return self._watching.look()
+        except TransportError:
+            if isinstance(self._watching, FolderWatcher):
+                self._stack.close()
+                self._watching, self._goes_on = None, True
+            raise
+
+    def _connect(self) -> Watching:
+        target = self._target
+        try:
+            if self._goes_on:  # an embedded server that was not running had no URL
+                target = find_target(target.folder, target.url, target.run)
+            return watch(self._stack.enter_context(opened(target, caller_retries=True)))
+        except UserError as error:
+            if not self._goes_on:
+                raise
+            raise TransportError(str(error)) from error  # a server that has ended again may start again
 
     def __enter__(self) -> Self:
         return self
