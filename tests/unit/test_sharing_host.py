@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -103,8 +104,21 @@ def test_a_blob_that_was_damaged_in_the_folder_is_thrown_away_and_comes_from_the
 def test_a_blob_of_the_wrong_size_in_the_store_is_refused_and_not_shared(hosts: list[HostShare]) -> None:
     store = MemoryStore()
     store.put(RECORD.blob_name, BLOB[:-1])
-    with pytest.raises(WeightsError, match="should have"):
+    with pytest.raises(WeightsError, match=f"ends at {len(BLOB) - 1}, before {len(BLOB)} bytes"):
         fetched(Sharing(store, hosts[0]))
+
+
+def test_a_store_so_slow_that_a_blob_takes_longer_than_anybodys_patience_is_asked_once(folder: Path) -> None:
+    class Slow(CountingStore):
+        def _counted(self, data: bytes) -> bytes:
+            time.sleep(2.5 * len(data) / len(BLOB))
+            return super()._counted(data)
+
+    store = Slow()
+    with two_hands(folder, 1 << 20, patience_s=2.0) as hosts, ThreadPoolExecutor(max_workers=2) as pool:
+        workers = [Sharing(store, host, stretch_bytes=6 * PIECE) for host in hosts]
+        assert list(pool.map(fetched, workers)) == [BLOB, BLOB]
+    assert store.num_bytes == len(BLOB)
 
 
 def test_a_fetcher_that_does_not_get_on_is_not_waited_for(
@@ -147,9 +161,9 @@ def test_the_oldest_blobs_go_for_new_ones_and_what_does_not_fit_is_not_shared(fo
 
 
 @contextmanager
-def two_hands(folder: Path, share_bytes: int) -> Iterator[list[HostShare]]:
+def two_hands(folder: Path, share_bytes: int, *, patience_s: float = 0.2) -> Iterator[list[HostShare]]:
     """Of two workers, on one folder."""
-    made = [HostShare(folder, share_bytes=share_bytes, patience_s=0.2) for _ in range(2)]
+    made = [HostShare(folder, share_bytes=share_bytes, patience_s=patience_s) for _ in range(2)]
     yield made
     for one in made:
         one.close()

@@ -11,7 +11,7 @@ their origin. Blocks on each of these places, within their own bounds. Thread-sa
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,6 +24,9 @@ from streamrl.workers.sharing.host import HostShare, SharedBlob
 
 log = structlog.get_logger(__name__)
 
+# Read at once for a share. Those who wait for it see that it grows; without this, one that takes longer than their
+# patience would be fetched by each of them.
+_STRETCH_BYTES = 32 << 20
 MIN_SHARED_BYTES = 64 << 10  # sharing a smaller blob costs more than fetching it
 
 
@@ -60,8 +63,10 @@ class Sharing:
         hosts: Hosts | None = None,
         *,
         on_blob: Callable[[Counts], None] = lambda counts: None,  # called after each blob
+        stretch_bytes: int = _STRETCH_BYTES,
     ) -> None:
         self.counts = Counts()
+        self._stretch_bytes = stretch_bytes
         self._on_blob = on_blob
         self._store, self._host, self._hosts = store, host, hosts
 
@@ -109,11 +114,26 @@ class Sharing:
             self._hosts.fill(shared, self._store, self.counts)
             return
         record = shared.record
-        blob = memoryview(self.from_store(record))
-        if len(blob) != record.num_bytes:
-            raise WeightsError(f"blob {record.blob_name} has {len(blob)} bytes, should have {record.num_bytes}")
-        for number in shared.missing():
-            shared.put(number, blob[record.piece(number)])
+        for numbers in _stretches(shared.missing(), most=max(1, self._stretch_bytes // record.piece_bytes)):
+            start, stop = record.piece(numbers[0]).start, record.piece(numbers[-1]).stop
+            data = memoryview(self._store.part(record.blob_name, slice(start, stop)))
+            if len(data) != stop - start:
+                raise WeightsError(
+                    f"blob {record.blob_name} ends at {start + len(data)}, before {record.num_bytes} bytes"
+                )
+            self.counts.add(store=len(data))
+            for number in numbers:
+                piece = record.piece(number)
+                shared.put(number, data[piece.start - start : piece.stop - start])
+
+
+def _stretches(numbers: Sequence[int], *, most: int) -> Iterator[Sequence[int]]:
+    """Split rising numbers into runs without gaps, each of `most` at most."""
+    begun = 0
+    for at in range(1, len(numbers) + 1):
+        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1 or at - begun == most:
+            yield numbers[begun:at]
+            begun = at
 
 
 class _Reading:
