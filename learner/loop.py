@@ -43,6 +43,7 @@ from streamrl.protocol.transport.types import GroupStream, RunState
 from streamrl.protocol.wire.group import Group
 
 _RETRY_PAUSE_S = 1.0  # before another attempt to publish
+_REFUSED = "checkpoint/refused"
 
 log = structlog.get_logger(__name__)
 
@@ -240,6 +241,7 @@ class Loop:
         if self._parts.saver.busy:
             with self._timers.measure("checkpoint_commit"):
                 self._parts.saver.settle()
+            self._progress.note(**{_REFUSED: self._parts.saver.num_refused})
 
     def _save_last(self) -> bool:
         """Write the last checkpoint and block until it is on disk."""
@@ -266,6 +268,7 @@ class Loop:
                 "train_optim/lr": made.lr,
                 "train_optim/optim_step": self._step,
                 "train_optim/skipped_steps": self._num_skipped,
+                _REFUSED: self._parts.saver.num_refused,
                 **self._gpu.metrics(),
                 **self._throughput(metrics, train_s=timers["timers/train"], step_s=step_s),
                 "weights/version": latest.version,

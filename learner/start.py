@@ -187,7 +187,8 @@ def claim_folder(
     if checkpoint is not None and checkpoint.state.data_fingerprint not in (ANY_DATA, prompts.fingerprint()):
         raise DataError(
             f"{checkpoint.folder} was made with other prompts, seed or order than data.train = {_paths(config.data)} "
-            "gives now: tickets would mean other prompts"
+            "gives now: tickets would mean other prompts; set them back, or start another run from it with "
+            f"name=NEW --fork {checkpoint.folder} --new-data"
         )
     write_durably(config.folder / "config.yaml", dump_config(config).encode())
     return Claimed(term=term, checkpoint=checkpoint)

@@ -185,6 +185,7 @@ VIEWS: Mapping[str, View] = {
     "workers_without_weights": _workers(_worker(Wait.WEIGHTS, "waiting", 40.0)),
     "workers_stuck": _workers(_worker(for_s=400.0)),
     "byte_budget_reached": _waiting(Wait.GROUPS, streams=_stream(tickets=0, groups=50_000, group_bytes=2_500_000_000)),
+    "checkpoints_refused": replace(WELL, learner=_learner("train", "working", 0.0, live={"checkpoint/refused": 2.0})),
     "draws_refused": replace(
         WELL,
         learner=_learner(Wait.GROUPS, live={"curriculum/refused": 40.0}),

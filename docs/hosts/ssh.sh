@@ -8,6 +8,8 @@
 # GPUS=8 GPUS_A_WORKER=1: of each host in WORKERS, which then starts a worker for each (worker.gpus is the same number, or
 # auto); without GPUS it starts one, which takes what it finds. A learner takes the first learner.processes of its host.
 #
+# The reward server's token is the file reward-token in this folder: openssl rand -hex 32 > reward-token
+#
 # Logs lie in runs/NAME/logs. What is started goes on without this script; `streamrl drain` ends the run.
 set -euo pipefail
 config=${1:?usage: docs/hosts/ssh.sh CONFIG, with the variables that this file shows}

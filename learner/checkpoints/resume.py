@@ -2,7 +2,7 @@
 
 Torch-free, so that the command line can check before anything starts. Blocks on the disk only.
 
-A fork is a new run that begins with another run's checkpoint: `streamrl learn FILE name=NEW --fork RUN@STEP`.
+A fork is a new run that begins with another run's checkpoint: `streamrl up FILE name=NEW --fork RUN@STEP`, or `learn`.
 
 The new folder holds one checkpoint, with the weights, optimizer state and step of the old one, and is from then on a
 run like any other, with its own uid, terms, streams and versions. It may differ from the old run in every setting that
@@ -132,7 +132,9 @@ def check_steps(source: Checkpoint, training: schema.Training) -> None:
 def fork(source: Checkpoint, folder: Path, *, new_data: bool) -> Checkpoint:
     """Create the new run's folder."""
     if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} exists already: give the fork its own name, with name=NEW")
+        raise ConfigError(
+            f"{folder} exists already: give the fork its own name, with name=NEW, or leave out --fork to continue it"
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".tmp-fork-{folder.name}-{uuid.uuid4().hex[:12]}")
     try:

@@ -121,6 +121,7 @@ class Saver:
         self._under_way: _UnderWay | None = None
         self._pruned: Future[None] | None = None
         self._last: CheckpointName | None = None
+        self.num_refused = 0  # checkpoints in a row that a disk did not take
 
     @property
     def busy(self) -> bool:
@@ -144,6 +145,8 @@ class Saver:
             crashpoint("checkpoint.copied")
             written = self._background.submit(partial(self._write, self._checkpoints.temp_folder(name)))
             self._under_way = _UnderWay(name=name, commit=commit, written=written)
+        else:
+            self.num_refused += 1
 
     def settle(self, *, wait_s: float = 0.0) -> bool | None:
         """Return whether the checkpoint in progress is committed; None: not known yet. A collective."""
@@ -154,6 +157,7 @@ class Saver:
             return None
         if outcome is _Outcome.FAILED:
             self._under_way = None
+            self.num_refused += 1
             if self._world.is_main:
                 self._checkpoints.discard(under_way.name)
             return False
@@ -162,7 +166,7 @@ class Saver:
                 partial(under_way.commit.seal, self._all_files(under_way.written))
             )
             return None
-        self._under_way, self._last = None, under_way.name
+        self._under_way, self._last, self.num_refused = None, under_way.name, 0
         self._after_pruning()  # immediate: the thread pruned before it wrote
         under_way.commit.announce()
         self._pruned = self._background.submit(under_way.commit.prune)

@@ -90,7 +90,7 @@ def check_changes(found: list[Change], *, folder: str) -> None:
         lines = [f"{change}: {change.refusal}" for change in refused]
         raise ConfigError(
             "\n".join(lines) + f"\nA resumed run in {folder} must keep these: set them back, or start another "
-            f"run from its weights: `streamrl learn ... name=NEW --fork {folder}`"
+            f"run from its weights, with `name=NEW --fork {folder}`, or from nothing, with `name=NEW`"
         )
 
 

@@ -122,6 +122,7 @@ METRICS: Mapping[str, Explained] = {
         "times",
         "times in a row that the curriculum's log could not be written; no tickets are issued meanwhile",
     ),
+    "checkpoint/refused": ("times", "checkpoints in a row that could not be written to the disk of the run's folder"),
     "timers/rollout": ("s", "seconds the learner waited for groups"),
     "timers/generate": ("s", "mean seconds a group took to generate"),
     "timers/in_model": ("s", "mean seconds that a rollout waited for the engine, over all its turns"),

@@ -107,6 +107,22 @@ def test_the_export_is_what_workers_were_served_and_plain_transformers_loads_it(
     assert torch.isfinite(model(**tokenizer("say 1:", return_tensors="pt")).logits).all()
 
 
+def test_a_checkpoint_of_any_run_is_written_as_a_model(
+    whole: schema.Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = tmp_path / "models" / "mine"
+    assert main(["weights", "export", f"{whole.folder}@6", "--to", str(made), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 6
+    written, exported = safetensors.torch.load_file(made / "model.safetensors"), exported_weights(whole)
+    assert written.keys() == exported.keys()
+    assert all(torch.equal(written[name], exported[name]) for name in exported)
+    assert [path.name for path in made.parent.iterdir()] == ["mine"]
+    assert main(["weights", "export", str(whole.folder), "--to", str(made)]) == 2
+    assert "exists already; name a new folder" in capsys.readouterr().err
+    assert main(["weights", "export", str(made), "--to", str(tmp_path / "again")]) == 2
+    assert "is a model already" in capsys.readouterr().err
+
+
 def test_a_finished_run_answers_from_its_folder(
     whole: schema.Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -182,6 +183,38 @@ def test_workers_that_are_killed_or_sent_away_come_again_ctrl_c_drains_and_anoth
     assert refused.returncode == 2
     assert "seed: 1234 -> 99" in err
     assert "must keep these" in err
+
+
+@pytest.mark.long
+def test_another_run_starts_from_a_checkpoint_with_settings_that_a_resumed_one_may_not_change(folder: Path) -> None:
+    engine = "worker.engine=transformers"
+    finish(start(folder, engine))
+    fork = (engine, "name=fork", "sampling.temperature=0.7", "--fork", str(folder / "whole"))
+
+    refused = start(folder, *fork)
+    _, err = refused.communicate(timeout=240)
+    assert refused.returncode == 2
+    assert "training.max_steps = 5" in err
+    assert "set it to 10 for as many further steps" in err
+    assert not (folder / "fork").exists()
+    forked = finish(start(folder, *fork, "training.max_steps=7"))
+
+    assert (forked["state"], forked["steps"]) == ("finished", 7)
+    assert (forked["lost"], forked["twice"], forked["clean"]) == (0, 0, True)
+
+    other = (engine, "name=other", "seed=99", "training.max_steps=7", "--fork", str(folder / "whole"))
+    refused = start(folder, *other)
+    _, err = refused.communicate(timeout=240)
+    assert refused.returncode == 2
+    assert "made with other prompts, seed or order" in err
+    assert "--new-data" in err
+    shutil.rmtree(folder / "other")
+    assert finish(start(folder, *other, "--new-data"))["steps"] == 7
+
+    again = start(folder, *fork, "training.max_steps=9")
+    _, err = again.communicate(timeout=240)
+    assert again.returncode == 2
+    assert "fork exists already: give the fork its own name, with name=NEW, or leave out --fork to continue it" in err
 
 
 @pytest.mark.long

@@ -168,6 +168,16 @@ async def test_a_disk_that_refuses_the_draws_of_a_curriculum_is_told_of(run: Wat
     assert "3 times in a row" in run.view().causes[0].evidence
 
 
+async def test_a_disk_that_takes_no_checkpoint_is_told_of(run: Watched) -> None:
+    await run.world.train_steps(1)
+    run.record(**{"checkpoint/refused": 0.0})
+    run.healthy()
+    assert "checkpoints_refused" not in run.causes()
+    run.report("learner/0", "train", state="working", detail={"step": 1, "checkpoint/refused": 2.0})
+    assert run.first() == ("checkpoints_refused", "degraded")
+    assert "2 checkpoints in a row failed" in run.view().causes[0].evidence
+
+
 async def test_dead_letters_call_for_somebody(run: Watched) -> None:
     await run.world.train_steps(2, failing=frozenset({1}))
     run.learner("train", state="working")

@@ -203,7 +203,9 @@ def test_a_full_disk_costs_this_checkpoint_and_no_other(tmp_path: Path, point: P
         assert saving.names() == set()
     assert saving.newest() is None
     assert saving.scene.feed.told == []
+    assert saving.saver.num_refused == 1
     assert saving.saver.save(6, consumed_samples=0)
+    assert saving.saver.num_refused == 0
     assert saving.names() == {"e000001-s00000006"}
 
 

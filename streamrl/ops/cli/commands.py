@@ -35,7 +35,9 @@ COMMANDS: Mapping[str, Entry] = {
     "doctor": Entry("streamrl.ops.cli.config:doctor", "Check that a configuration can run here, before it does."),
     "runs": Entry("streamrl.ops.cli.server:runs", "List, compare or remove runs."),
     "plot": Entry("streamrl.ops.cli.monitor:plot", "Plot the curves of one or several runs as a PNG."),
-    "weights": Entry("streamrl.ops.cli.weights:weights", "List, show, verify or pull the versions of a run's weights."),
+    "weights": Entry(
+        "streamrl.ops.cli.weights:weights", "Export a run's weights; list, check or pull published versions."
+    ),
     "audit": Entry("streamrl.ops.cli.audit:audit", "Account for every ticket of a run: none lost, none trained twice."),
     "groups": Entry("streamrl.ops.cli.groups:groups", "Read the rollouts of a run or a recording."),
     "record": Entry("streamrl.ops.cli.record:record", "Record the groups of a live run; export recordings."),

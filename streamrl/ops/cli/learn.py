@@ -29,6 +29,7 @@ from streamrl.errors import ConfigError, ResourceError
 from streamrl.gpus import gpus_here
 from streamrl.learner.checkpoints import resume
 from streamrl.ops.cli.arguments import run_trials, takes_config
+from streamrl.ops.cli.forks import check_fork, fork_from, takes_fork
 from streamrl.ops.launch.parts import Cluster, RunFolder, check_redis, cluster_holder, learner_command
 from streamrl.ops.launch.processes import Command
 from streamrl.ops.monitor.doctor.requirements import check_learning
@@ -54,8 +55,7 @@ _ENDPOINT = re.compile(r"[^:\s/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
 @click.option("--takeover", is_flag=True, help="Replace the learner that holds the run.")
 @click.option("--standby", is_flag=True, help="Wait while another learner holds the run, then take over.")
 @click.option("--replay", type=click.Path(path_type=Path), metavar="DIR", help="Train from a recording, without Redis.")
-@click.option("--fork", "source", metavar="RUN[@STEP]", help="Start this run from a checkpoint of another one.")
-@click.option("--new-data", is_flag=True, help="With --fork: restart data.train and the learning rate's schedule.")
+@takes_fork
 @click.option(
     "--dry-run", is_flag=True, help="Only show the command and what has changed since the checkpoint. Needs no Redis."
 )
@@ -109,7 +109,7 @@ def learn(
     placement = Placement(shares={}) if dry_run else place(config, gpus_here(), "learner")
     command = _build(config, server or url, replay, cluster, placement, takeover=takeover, standby=standby)
     if source is not None:
-        _fork(config, source, new_data=new_data, dry_run=dry_run)
+        fork_from(source, config, new_data=new_data, dry_run=dry_run)
     else:
         _check_resume(config, cluster, server)
         _show_changes(config)
@@ -140,8 +140,7 @@ def _check_options(
         )
     if standby and takeover:
         raise ConfigError("--takeover replaces the learner that --standby waits for: give one of them")
-    if new_data and source is None:
-        raise ConfigError("--new-data needs --fork; a resumed run keeps its data")
+    check_fork(source, new_data=new_data)
 
 
 def _check_resume(config: Config, cluster: Cluster | None, server: str | None) -> None:
@@ -154,17 +153,6 @@ def _show_changes(config: Config) -> None:
     """Print changes since the checkpoint that the run resumes from; refused ones raise before anything starts."""
     for change in resume.changed_since_checkpoint(config):
         click.echo(printable(f"changed since the checkpoint: {change}"), err=True)
-
-
-def _fork(config: Config, source: str, *, new_data: bool, dry_run: bool) -> None:
-    checkpoint = resume.find_checkpoint(source)
-    resume.check_steps(checkpoint, config.training)
-    message = f"run {config.name} starts from {checkpoint.folder}"
-    if dry_run:
-        click.echo(f"{message} (not yet: --dry-run)", err=True)
-        return
-    resume.fork(checkpoint, config.folder, new_data=new_data)
-    click.echo(message, err=True)
 
 
 def _reach(url: str, config: Config, *, dry_run: bool) -> str | None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
 
 import click
 
-from streamrl.errors import DataError
 from streamrl.extras import need
 from streamrl.held_folders import scratch_folder
-from streamrl.ops.cli.subject import Subject, find_subject
+from streamrl.ops.cli.subject import find_subject
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -41,18 +39,7 @@ def serve(subject: str, name: str | None, host: str, port: int, vllm_options: tu
         folder = found.name
         if found.checkpoint is not None:
             click.echo(f"writing {found.name} as a model folder", err=True)
-            folder = str(_export(found, stack.enter_context(scratch_folder())))
+            from streamrl.ops.cli.model_folder import write_folder
+
+            folder = str(write_folder(found, stack.enter_context(scratch_folder()) / "model"))
         serve_with_vllm(folder, name=name or subject, host=host, port=port, further=vllm_options)
-
-
-def _export(subject: Subject, folder: Path) -> Path:
-    from streamrl.learner.checkpoints.export import write_model
-    from streamrl.learner.checkpoints.resume import config_of
-
-    assert subject.checkpoint is not None, "only called for a checkpoint"
-    config = config_of(subject.checkpoint)
-    if config is None:
-        raise DataError(
-            f"{subject.name} was made by another version of streamrl, and this one cannot read its settings"
-        )
-    return write_model(config, folder, checkpoint=subject.checkpoint)

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from streamrl.config.check import check_config
 from streamrl.config.load import Loaded, load_config
 from streamrl.ops.cli.arguments import print_result, takes_config, takes_overrides
+from streamrl.ops.cli.forks import check_fork, fork_from, takes_fork
 
 if TYPE_CHECKING:
     from streamrl.ops.launch.display import Audience
@@ -23,9 +25,14 @@ if TYPE_CHECKING:
 @click.option(
     "--takeover", is_flag=True, help="Replace a learner on another machine that holds the run; it exits by itself."
 )
+@takes_fork
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON on the last line.")
-def up(file: str, overrides: tuple[str, ...], takeover: bool, as_json: bool) -> int:
+def up(file: str, overrides: tuple[str, ...], takeover: bool, source: str | None, new_data: bool, as_json: bool) -> int:
     """Run everything on this machine: Redis, reward server, workers, learner.
+
+    \b
+        streamrl up conf/mine.yaml
+        streamrl up conf/mine.yaml name=hotter optimizer.lr=2e-6 --fork runs/mine@120
 
     Ctrl-C stops it cleanly: the learner finishes its step and writes a checkpoint. A second Ctrl-C ends it at once.
     Started again, it resumes from the last checkpoint. If the run has finished and these settings leave nothing to do,
@@ -38,8 +45,13 @@ def up(file: str, overrides: tuple[str, ...], takeover: bool, as_json: bool) -> 
     from streamrl.ops.launch.summary import summary_lines
     from streamrl.ops.monitor.remains import Remains
 
+    check_fork(source, new_data=new_data)
+    loaded = load_config(file, overrides)
+    if source is not None:
+        check_config(loaded.config, loaded.origin)  # before the folder of the fork is there
+        fork_from(source, loaded.config, new_data=new_data)
     console = Console(stderr=as_json)
-    outcome = start_or_resume(load_config(file, overrides), Display(console), takeover=takeover)
+    outcome = start_or_resume(loaded, Display(console), takeover=takeover)
     if isinstance(outcome, Remains):
         result = outcome.summary or {"name": outcome.name, "state": outcome.state, "steps": outcome.step}
         print_result(result, finished_lines(outcome, file), as_json=as_json, indent=None)

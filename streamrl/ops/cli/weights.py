@@ -1,4 +1,5 @@
-"""`streamrl weights ls|show|verify|pull`: the published versions of a live run. Reads only."""
+"""`streamrl weights ls|show|verify|pull`: the published versions of a live run. `export`: a checkpoint of any run, as a
+model. Reads only."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from typing import Any
 import click
 
 from streamrl.errors import ConfigError, DataError
+from streamrl.extras import need
 from streamrl.ops.cli.arguments import OpenRun, open_run, print_result, takes_json, takes_run
+from streamrl.ops.cli.subject import find_subject
 from streamrl.ops.monitor.runs import Target
 from streamrl.protocol.weights.manifest import Manifest
 from streamrl.protocol.weights.published import Manifests, changed_by_tensor, check_blobs, full_bytes, read_manifests
@@ -21,7 +24,8 @@ from streamrl.versions import parse, show
 
 _NUM_TENSORS_SHOWN = 10
 _REMEDY = (
-    "its weights are in {folder}/checkpoints and, if it has finished, in {folder}/export; `streamrl eval` reads both"
+    "`streamrl weights export {folder} --to FOLDER` writes its newest checkpoint as a model, and if it has finished, "
+    "{folder}/export is one"
 )
 _LATEST = "latest"
 _UNREADABLE = "its manifest cannot be read"
@@ -33,10 +37,10 @@ _version = click.option(
 
 @click.group()
 def weights() -> None:
-    """List, check or export the weight versions that a run has published.
+    """List, check or export the weights of a run.
 
-    A version is a delta against the previous one, an anchor (all weights), or a delta with an anchor beside it. The
-    last two anchors and what builds on them are kept.
+    All but `export` are about versions that a live run has published. A version is a delta against the previous one, an
+    anchor (all weights), or a delta with an anchor beside it. The last two anchors and what builds on them are kept.
     """
 
 
@@ -188,6 +192,35 @@ def pull(target: Target, wanted: str, to: Path, model: Path | None, as_json: boo
     version, step = show(manifest.version), manifest.step
     result = {"version": version, "step": step, "folder": str(to), "bytes": full_bytes(manifest)}
     print_result(result, [f"version {version}, after step {step}, is in {to}"], as_json=as_json, indent=None)
+
+
+@weights.command()
+@click.argument("run", metavar="RUN[@STEP]")
+@click.option("--to", "to", required=True, type=click.Path(path_type=Path), help="The folder to create.")
+@takes_json
+def export(run: str, to: Path, as_json: bool) -> None:
+    """Write a checkpoint as a Hugging Face folder. The run may go on, or have ended in any way.
+
+    \b
+    streamrl weights export runs/big --to big-newest
+    streamrl weights export runs/big@best --to big-best         (@120: after step 120)
+
+    Configuration and tokenizer come from the run's model.path, the weights from the checkpoint, in weights.dtype, with
+    adapters merged; those are also in FOLDER/adapter. Takes 4 bytes of memory for each weight.
+    """
+    subject = find_subject(run)
+    if subject.checkpoint is None:
+        raise ConfigError(f"{run} is a model already; name a run (RUN, RUN@STEP or RUN@best) or a checkpoint's folder")
+    if to.exists():
+        raise ConfigError(f"--to {to}: exists already; name a new folder")
+    need("exporting", "torch", "transformers", extra="learner")
+    click.echo(f"writing {subject.name} as a model", err=True)
+    from streamrl.ops.cli.model_folder import write_folder
+
+    write_folder(subject, to)
+    step = subject.checkpoint.state.step
+    result = {"step": step, "checkpoint": str(subject.checkpoint.folder), "folder": str(to)}
+    print_result(result, [f"the model after step {step} is in {to}"], as_json=as_json, indent=None)
 
 
 def _row(manifest: Manifest, served_by: Mapping[int, list[str]]) -> dict[str, Any]:

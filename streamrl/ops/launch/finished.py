@@ -46,4 +46,4 @@ def finished_lines(remains: Remains, file: str) -> Iterator[str]:
     yield f"  look at it      streamrl status {folder}; streamrl dashboard {folder}"
     yield f"  more steps      streamrl up {file} training.max_steps={2 * step}"
     yield f"  another run     streamrl up {file} name={name}-2"
-    yield f"  a fork of it    streamrl learn {file} name={name}-2 --fork {folder}@{step}"
+    yield f"  a fork of it    streamrl up {file} name={name}-2 training.max_steps={2 * step} --fork {folder}@{step}"
