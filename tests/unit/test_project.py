@@ -63,58 +63,14 @@ def test_the_fast_tier_runs_setup_lint_and_tests_and_ends_with_the_summary(check
     assert re.fullmatch(r"=+ 1 passed in .*=+", lines[-1])
 
 
-def test_a_failing_test_fails_the_run_and_the_summary_is_still_last(checkout: Path) -> None:
+@pytest.mark.parametrize("in_ci", ["", "true"])
+def test_a_failing_test_fails_the_run_and_the_summary_is_still_last(checkout: Path, in_ci: str) -> None:
     (checkout / "test_x.py").write_text(PASSING + FAILING)
 
-    result = run(checkout, ".ci/tier", "fast", LINT="0", CI="")
+    result = run(checkout, ".ci/tier", "fast", LINT="0", CI=in_ci)
 
     assert result.returncode == 1
     assert re.fullmatch(r"=+ 1 failed, 1 passed in .*=+", result.stdout.splitlines()[-1])
-
-
-# Fails at its first run, as what fails by chance does.
-BY_CHANCE = """
-def test_by_chance():
-    from pathlib import Path
-    ran = Path("ran")
-    was_run = ran.exists()
-    ran.touch()
-    assert was_run
-"""
-
-
-def test_in_ci_what_failed_by_chance_is_run_again_and_what_is_broken_fails_again(checkout: Path) -> None:
-    (checkout / "test_x.py").write_text(PASSING + BY_CHANCE)
-
-    result = run(checkout, ".ci/tier", "fast", LINT="0", CI="true")
-
-    assert result.returncode == 0, result.stdout
-    assert "FAILED test_x.py::test_by_chance" in result.stdout
-    assert "1 failed, and run again, alone" in result.stdout
-    assert re.fullmatch(r"=+ 1 passed in .*=+", result.stdout.splitlines()[-1])
-
-    (checkout / "test_x.py").write_text(PASSING + FAILING)
-    result = run(checkout, ".ci/tier", "fast", LINT="0", CI="true")
-    assert result.returncode == 1
-    assert re.fullmatch(r"=+ 1 failed in .*=+", result.stdout.splitlines()[-1])
-
-
-def test_in_ci_too_many_failures_are_no_chance(checkout: Path) -> None:
-    many = "".join(BY_CHANCE.replace("by_chance", f"{n}").replace('"ran"', f'"ran-{n}"') for n in range(4))
-    (checkout / "test_x.py").write_text(PASSING + many)
-
-    result = run(checkout, ".ci/tier", "fast", LINT="0", CI="true")
-
-    assert result.returncode == 1
-    assert re.fullmatch(r"=+ 4 failed, 1 passed in .*=+", result.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize("arguments", [(), ("-k", "chance")])
-def test_by_hand_or_of_a_part_nothing_is_run_again(checkout: Path, arguments: tuple[str, ...]) -> None:
-    (checkout / "test_x.py").write_text(BY_CHANCE)
-    result = run(checkout, ".ci/tier", "fast", *arguments, LINT="0", CI="true" if arguments else "")
-    assert result.returncode == 1
-    assert "run again" not in result.stdout
 
 
 def test_a_failing_lint_ends_the_run_before_the_tests(checkout: Path) -> None:
