@@ -11,8 +11,18 @@ import pytest
 
 from streamrl.errors import ConfigError, EngineError, SampleError
 from streamrl.versions import make_version
+from streamrl.workers.environments.own_child import THREADS
+from streamrl.workers.sessions.trace import Played
 from tests.helpers import wait_until_async
 from tests.session_world import CALL, PLAIN, AgentWorld, Teller, agent_world
+
+# Plays until a file appears.
+WAITS = """
+def waits(session, row):
+    ask(session)
+    while not os.path.exists(row["until"]): time.sleep(0.1)
+    return 1.0
+"""
 
 OF_OPENAI = '''
 import json
@@ -239,10 +249,63 @@ async def test_a_rollout_that_nobody_waits_for_ends_in_the_child_too(tmp_path: P
         assert len(engine.requests) == asked
 
 
+async def test_a_process_gets_no_more_plain_rollouts_than_it_has_threads(tmp_path: Path) -> None:
+    """Of two full processes one is emptied. It gets all new rollouts: in the other one they would wait for a thread,
+    send no request and fail."""
+    full, emptied, later = (tmp_path / name for name in ("full", "emptied", "later"))
+    async with agent_world(tmp_path, PLAIN + WAITS, "waits", processes=2) as world:
+        engine = teller(world)
+
+        def play(until: Path) -> asyncio.Task[Played]:
+            return asyncio.create_task(world.play_with(engine, {"until": str(until)}))
+
+        first = [play(until) for _ in range(THREADS) for until in (full, emptied)]
+        await has_told(engine, 2 * THREADS)
+        emptied.touch()
+        await asyncio.gather(*first[1::2])
+        second = [play(later) for _ in range(THREADS)]
+        await has_told(engine, 3 * THREADS)
+        third = play(later)
+        await everything_that_can_go_on()
+        assert world.num_open == 2 * THREADS, "it waits before its session, and its timeouts"
+        for until in (full, later):
+            until.touch()
+        assert {played.reward for played in await asyncio.gather(*first[::2], *second, third)} == {1.0}
+
+
+async def test_a_plain_rollout_that_nobody_waits_for_keeps_its_thread_until_it_has_ended(tmp_path: Path) -> None:
+    ends = [tmp_path / str(i) for i in range(THREADS)]
+    async with agent_world(tmp_path, PLAIN + WAITS, "waits") as world:
+        engine = teller(world)
+        playing = [asyncio.create_task(world.play_with(engine, {"until": str(end)})) for end in ends]
+        await has_told(engine, THREADS)
+        waiting = asyncio.create_task(world.play_with(engine, {"until": str(ends[0])}))
+        playing[0].cancel()
+        await asyncio.wait(playing[:1])
+        await everything_that_can_go_on()
+        assert (world.player.num_ending, world.num_open) == (1, THREADS - 1)
+        for end in ends:
+            end.touch()
+        assert {played.reward for played in await asyncio.gather(*playing[1:], waiting)} == {1.0}
+        assert world.player.num_ending == 0
+
+
 async def test_a_function_that_takes_no_session_is_an_error_at_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"environment\.target: .*ask\(session, row.*cannot be called"):
         async with agent_world(tmp_path, "def ask(session): pass", "ask"):
             pass
+
+
+async def has_told(engine: Teller, count: int) -> None:
+    async def has() -> bool:
+        return len(engine.said) == count
+
+    await wait_until_async(has, description=f"the engine has told {count} answers")
+
+
+async def everything_that_can_go_on() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 def teller(world: AgentWorld, **others: object) -> Teller:

@@ -57,6 +57,8 @@ class Bad(Echo):
         if completion == "two": return "", 1.0
         if completion == "number": return 7, 1.0, False
         if completion == "huge": return "x" * (1 << 28), 1.0, False
+        if completion == "wide": return "\U0001f600" * (1 << 20), 1.0, False
+        if completion == "wider": return "\U0001f600" * ((1 << 20) + 1), 1.0, False
         if completion == "half": return "half a \ud800 character", 1.0, False
         if completion == "tell": raise ValueError("half a \ud800 character")
         if completion == "word": return "", "one", False
@@ -155,6 +157,7 @@ async def test_rollouts_that_wait_do_so_together(start: Start, name: str) -> Non
         ("number", "step\\(\\) must return a text or None, not 7"),
         ("eat", "MemoryError"),
         ("huge", "step\\(\\) may return at most 1048576 characters, not 268435456"),
+        ("wider", "step\\(\\) may return at most 1048576 characters, not 1048577"),
         ("half", "UnicodeEncodeError"),
         ("tell", "ValueError: half a . character"),
         ("word", "step\\(\\) must return a finite number"),
@@ -166,6 +169,14 @@ async def test_what_fails_a_rollout_fails_no_other(start: Start, said: str, why:
         with pytest.raises(SampleError, match=f"the environment failed in step: .*{why}"):
             await bad.step(said)
         assert (await good.step("")).observation == "well"
+
+
+async def test_the_longest_text_that_is_allowed_arrives_whatever_its_characters(start: Start) -> None:
+    async with start("Bad") as environment:
+        good, wide = await environment.begin({}), await environment.begin({})
+        told = await wide.step("wide")
+        assert told == Answer(observation="\U0001f600" * (1 << 20), reward=1.0)
+        assert (await good.step("")).observation == "well", "of the same process"
 
 
 @pytest.mark.parametrize(

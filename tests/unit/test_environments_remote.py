@@ -143,6 +143,26 @@ async def test_an_outage_that_lasts_gives_tickets_back() -> None:
             await remote.begin({"name": "a"})
 
 
+@pytest.mark.parametrize("num_before", [0, 1])
+async def test_restarts_of_a_service_that_plays_in_between_fail_nothing(num_before: int) -> None:
+    """However long it is since the first one, and even if all rollouts are cut off: no answer was `done`."""
+    services, loop = Services("one"), asyncio.get_running_loop()
+    async with played_by(services, ONE, outage_s=0.3) as remote:
+        for _ in range(2):
+            lost = await remote.begin({"name": "a"})
+            for _ in range(num_before):
+                await lost.step("x")
+            services.begin_anew("one")
+            with pytest.raises(RewardOutage, match="answered 410"):
+                await lost.step("x")
+            await lost.close()
+            cut_off = await remote.begin({"name": "a"})
+            assert not (await cut_off.step("x")).done
+            await cut_off.close()
+            until_s = loop.time() + 0.3
+            await until(lambda until_s=until_s: loop.time() > until_s, "longer ago than an outage may last")
+
+
 @pytest.mark.parametrize("status", [502, 503, 504])
 async def test_a_gateway_before_a_service_that_is_away_is_an_outage_too(status: int) -> None:
     services, away = Services("one", "two"), [True]
@@ -199,14 +219,18 @@ async def test_where_the_only_replica_is_lost_the_ticket_goes_back(comes_back: b
             await rollout.step("x")
 
 
-async def test_a_service_that_keeps_losing_rollouts_fails_them_in_the_end() -> None:
+@pytest.mark.parametrize("num_before", [0, 1])
+async def test_a_service_that_keeps_losing_rollouts_fails_them_in_the_end(num_before: int) -> None:
     services = Services("one")
 
     async def play(remote: RemoteEnvironment) -> type[Exception]:
         rollout = await remote.begin({"name": "a"})
+        for _ in range(num_before):
+            await rollout.step("x")
         services.begin_anew("one")
         with pytest.raises((RewardOutage, SampleError)) as raised:
             await rollout.step("x")
+        await rollout.close()
         return raised.type
 
     async with played_by(services, ONE, outage_s=0.3) as remote:
@@ -247,15 +271,62 @@ async def test_nonsense_is_no_rollout(answer: object) -> None:
 
 
 @pytest.mark.parametrize("told", [{"reward": "1"}, {"reward": None}, {"reward": 1e400}, {"reward": 1, "done": 1}])
-async def test_a_step_that_tells_nonsense_fails_its_sample_or_gives_it_back(told: dict[str, Any]) -> None:
+async def test_a_step_that_tells_nonsense_fails_its_sample(told: dict[str, Any]) -> None:
     services = Services("one")
     reply = httpx.Response(200, content=json.dumps({"observation": "x", "done": False, **told}))
     services.meddle = lambda host, path, answer: reply if path == "/step" else answer
     async with played_by(services, ONE) as remote:
         rollout = await remote.begin({"name": "a"})
-        with pytest.raises((SampleError, RewardOutage)):
+        with pytest.raises(SampleError, match=r"failed in step: http://one:1: the answer has .* \(5 attempts\)"):
             await rollout.step("x")
     assert services.asked.count(("one", "/step")) == ATTEMPTS
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        (httpx.Response(500, content=b"KeyError"), "answered 500: KeyError"),
+        (httpx.Response(200, content=b"[]"), "the answer is not a JSON object"),
+        (httpx.ReadTimeout("too late"), "ReadTimeout: too late"),
+    ],
+)
+@pytest.mark.parametrize("urls", [(ONE,), (ONE, TWO)])
+async def test_a_row_that_the_service_cannot_answer_fails_where_nothing_else_is_asked(
+    urls: tuple[str, ...], reply: Reply, why: str
+) -> None:
+    """It isn't handed back: the next worker would get the same answer."""
+    services = Services("one", "two")
+    services.meddle = lambda host, path, answer: reply if path == "/step" else answer
+    async with played_by(services, *urls) as remote:
+        for _ in range(6):  # so many that in the end no replica is well
+            rollout = await remote.begin({"name": "a"})
+            with pytest.raises(SampleError, match=rf"failed in step: http://.*: {why}.* \(5 attempts\)"):
+                await rollout.step("x")
+
+
+class Gateway(Services):
+    """Answers 503 to the completion "bad", after a step of another rollout if there is one."""
+
+    other: Episode | None = None
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        if b'"bad"' not in request.content:
+            return await super().__call__(request)
+        if self.other is not None:
+            await self.other.step("well")
+        return httpx.Response(503)
+
+
+@pytest.mark.parametrize(("others_play", "raised"), [(False, RewardOutage), (True, SampleError)])
+async def test_a_gateway_before_the_only_replica_blames_a_row_only_if_others_get_answers(
+    others_play: bool, raised: type[Exception]
+) -> None:
+    services = Gateway("one")
+    async with played_by(services, ONE) as remote:
+        rollout = await remote.begin({"name": "a"})
+        services.other = await remote.begin({"name": "b"}) if others_play else None
+        with pytest.raises(raised, match="http://one:1: answered 503"):
+            await rollout.step("bad")
 
 
 async def test_a_worker_asks_those_hosts_alone_that_it_may() -> None:

@@ -23,8 +23,7 @@ from streamrl.protocol.wire.ticket import Ticket
 from streamrl.tasks import cancel_all, run_beside
 from streamrl.workers.engines.base import Engine, SampleRequest
 from streamrl.workers.environments.base import ENVIRONMENT, read_reward
-from streamrl.workers.environments.own import Children
-from streamrl.workers.environments.own_child import THREADS
+from streamrl.workers.environments.own import Children, Place
 from streamrl.workers.rewards.child import CANCEL_GRACE_S, CallFailed, Child
 from streamrl.workers.sessions.session import Session
 from streamrl.workers.sessions.sessions import Sessions
@@ -37,18 +36,25 @@ _LOOK_EVERY_S = 0.05  # the shortest interval between checks for a silent agent
 class AgentPlayer:
     def __init__(self, children: Children, sessions: Sessions, *, settings: schema.Environment) -> None:
         self._children, self.sessions, self._settings = children, sessions, settings
-        # A plain function holds a thread of its child for the whole rollout. Others wait here, before timeouts start.
-        self._slots = asyncio.Semaphore(1 << 30 if children.is_async else THREADS * settings.processes)
         self._names: set[str] = set()
         self._ending: set[asyncio.Task[None]] = set()
 
     async def play(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
         """Play one rollout. SampleError if the agent fails or makes an invalid request; EngineError propagates."""
-        async with self._slots, self.sessions.opened(engine, request) as session:
+        place = await self._children.take_slot()  # before timeouts start
+        with contextlib.ExitStack() as slot:
+            slot.callback(self._children.free_slot, place)
+            return await self._play(ticket, engine, request, place, slot)
+
+    async def _play(
+        self, ticket: Ticket, engine: Engine, request: SampleRequest, place: Place, slot: contextlib.ExitStack
+    ) -> Played:
+        row = {"prompt": ticket.prompt, **ticket.fields}
+        async with self.sessions.opened(engine, request) as session:
             began = time.monotonic()
             beside = {"what ends it": _fail_with(session), "its silence": self._watch(session)}
             try:
-                rewards = await run_beside(self._run(session, {"prompt": ticket.prompt, **ticket.fields}), beside)
+                rewards = await run_beside(self._run(session, row, place, slot), beside)
             except SampleError:
                 if not (session.spent and session.trace.num_turns):
                     raise
@@ -76,7 +82,9 @@ class AgentPlayer:
     async def close(self) -> None:
         await cancel_all(list(self._ending))
 
-    async def _run(self, session: Session, row: Mapping[str, Any]) -> dict[str, float]:
+    async def _run(
+        self, session: Session, row: Mapping[str, Any], place: Place, slot: contextlib.ExitStack
+    ) -> dict[str, float]:
         argument = {
             "session": {
                 "base_url": self.sessions.url_of(session),
@@ -87,22 +95,24 @@ class AgentPlayer:
         }
         try:
             with session.request_in_flight():  # the start of a process does not count as the agent's silence
-                child, number = await self._children.next()
-            async with self._end_if_cancelled(child, number):
+                child, number = await place.next()
+            async with self._end_if_cancelled(child, number, slot):
                 limit_s = self._settings.rollout_timeout_s + CANCEL_GRACE_S
                 return _read_rewards(await child.call(("rollout", number, argument), timeout_s=limit_s))
         except (CallFailed, ValueError) as error:
             raise SampleError(session.redacted(f"the agent failed: {error}")) from None
 
     @contextlib.asynccontextmanager
-    async def _end_if_cancelled(self, child: Child, number: int) -> AsyncIterator[None]:
-        """On cancellation, end the rollout in the child too, in the background."""
+    async def _end_if_cancelled(self, child: Child, number: int, slot: contextlib.ExitStack) -> AsyncIterator[None]:
+        """On cancellation, end the rollout in the child too, in the background; it keeps its slot until then."""
         try:
             yield
         except asyncio.CancelledError:
             ending = asyncio.create_task(self._end(child, number), name=f"end rollout {number}")
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
+            kept = slot.pop_all()
+            ending.add_done_callback(lambda _: kept.close())
             raise
 
     async def _end(self, child: Child, number: int) -> None:

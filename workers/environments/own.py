@@ -31,7 +31,8 @@ from streamrl.errors import ConfigError, SampleError
 from streamrl.permissions import Permissions
 from streamrl.recipe.environments import ENVIRONMENTS
 from streamrl.workers.confined.door import Door
-from streamrl.workers.environments.base import Answer, Episode, read_answer, read_text
+from streamrl.workers.environments.base import MAX_LINE_BYTES, Answer, Episode, read_answer, read_text
+from streamrl.workers.environments.own_child import THREADS
 from streamrl.workers.rewards.child import CallFailed, Child
 from streamrl.workers.rewards.functions import may_run
 
@@ -48,15 +49,18 @@ def build_children(settings: schema.Environment, permissions: Permissions) -> Ch
 
 
 class Children:
-    """Assigns rollouts to child processes in turn, and replaces a child that is lost."""
+    """Assigns rollouts to child processes, and replaces a child that is lost.
+
+    Environments are assigned in turn, since their calls are short. A rollout of an agent is one call, and holds a slot.
+    """
 
     def __init__(self, settings: schema.Environment) -> None:
         self.has_agent = self.is_async = False
         self.target = settings.target
         self._settings = settings
-        self._places = [_Place(settings) for _ in range(settings.processes)]
-        self._next_place = itertools.count()
-        self._numbers = itertools.count()
+        self._places = [Place(settings) for _ in range(settings.processes)]
+        self._in_turn = itertools.cycle(self._places)
+        self._slots = asyncio.Semaphore(0)  # of all places together; `start` sets how many
 
     async def start(self) -> None:
         try:
@@ -64,11 +68,24 @@ class Children:
         except CallFailed as error:
             raise ConfigError(f"environment.target: cannot use {self._settings.target}: {error}") from None
         self.has_agent, self.is_async = children[0].description["agent"], children[0].description["async"]
+        # A plain function holds a thread of its child for the whole rollout.
+        self._slots = asyncio.Semaphore(1 << 30 if self.is_async else THREADS * len(self._places))
 
     async def next(self) -> tuple[Child, int]:
         """Return a live child and a number for the rollout; CallFailed if none can be started."""
-        place = self._places[next(self._next_place) % len(self._places)]
-        return await place.child(), next(self._numbers)
+        return await next(self._in_turn).next()
+
+    async def take_slot(self) -> Place:
+        """Wait for a slot, and return the place with the fewest slots taken, which never exceeds its share: a slot is
+        free, so it has a free one."""
+        await self._slots.acquire()
+        place = min(self._places, key=lambda place: place.num_taken)
+        place.num_taken += 1
+        return place
+
+    def free_slot(self, place: Place) -> None:
+        place.num_taken -= 1
+        self._slots.release()
 
     def reach(self, endpoint: tuple[str, int]) -> None:
         """Let the children reach this endpoint although they have no network."""
@@ -80,15 +97,21 @@ class Children:
             await place.close()
 
 
-class _Place:
+class Place:
     """One child process, and its successor when it is lost."""
 
     def __init__(self, settings: schema.Environment) -> None:
+        self.num_taken = 0  # slots
         self._settings = settings
+        self._numbers = itertools.count()
         self._child: Child | None = None
         self._door: Door | None = None
         self._endpoint: tuple[str, int] | None = None
         self._start_lock = asyncio.Lock()
+
+    async def next(self) -> tuple[Child, int]:
+        """Return the live child and a number for the rollout; CallFailed if it cannot be started."""
+        return await self.child(), next(self._numbers)
 
     async def child(self) -> Child:
         async with self._start_lock:
@@ -96,7 +119,9 @@ class _Place:
                 await self.close()
                 self._door = Door(self._endpoint)
                 try:
-                    self._child = await Child.begin(self._settings, _CHILD, door=self._door.theirs.fileno())
+                    self._child = await Child.begin(
+                        self._settings, _CHILD, door=self._door.theirs.fileno(), max_answer_bytes=MAX_LINE_BYTES
+                    )
                 except BaseException:
                     self._door.close()
                     raise

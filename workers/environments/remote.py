@@ -6,9 +6,10 @@
 
     begin ──► any healthy replica; if none, wait up to `outage_s` ──► RewardOutage: the ticket goes back
     step  ──► only the replica that began it ──┬─ reply lost: retry with the same turn, which is played once
+                                               ├─ still too late, malformed or a 500 after ATTEMPTS: this sample fails
                                                └─ replica gone, and its rollouts with it: this sample fails
 
-If the whole service was lost, the rollout's ticket goes back instead, as in an outage: a restart of the service fails
+If the whole service is gone, the rollout's ticket goes back instead, as in an outage: a restart of the service fails
 no prompt. Answers are not trusted, like those of reward services: time, size and form are checked.
 """
 
@@ -57,7 +58,7 @@ class RemoteEnvironment:
         self._settings, self._client, self._first_pause_s = settings, client, first_pause_s
         self._replicas = Replicas([url.rstrip("/") for url in settings.urls], first_pause_s=first_pause_s)
         self._closing: set[asyncio.Task[None]] = set()
-        self._lost_since: float | None = None  # first lost rollout since one was last played to its end
+        self._lost_since: float | None = None  # first lost rollout since one last ended in order
 
     async def start(self) -> None:
         """Nothing to check: a service that is not up yet is an outage, not a user's mistake."""
@@ -83,9 +84,7 @@ class RemoteEnvironment:
                 return _RemoteEpisode(self, replica, *_opening(answer))
             except TryAgain as error:
                 last, reason = replica, f"{replica.url}: {error}"
-                # A gateway without a backend says nothing about this row, unless other calls get answers there.
-                is_down = error.backend_down and replica.num_answered == num_answered
-                attempts += error.reached and error.rest_s is None and not is_down
+                attempts += _blames_row(error, others_answered=replica.num_answered > num_answered)
             except Refused as error:
                 raise SampleError(f"the environment failed in reset: {error}") from None
         raise SampleError(f"the environment failed in reset: {reason} ({attempts} attempts)")
@@ -93,25 +92,25 @@ class RemoteEnvironment:
     async def step(self, replica: Replica, question: Mapping[str, Any]) -> Answer:
         loop = asyncio.get_running_loop()
         until = loop.time() + self._settings.outage_s
-        attempts, reason, rest_s = 0, "", 0.0
+        attempts, reason, rest_s, blames_row = 0, "", 0.0, False
         while attempts < ATTEMPTS and loop.time() < until:
             if reason:
                 await self._pause(attempts, after_s=min(rest_s, until - loop.time()))
             self._replicas.stay(replica)
+            num_answered = replica.num_answered
             try:
-                answer = _read_step(await self.ask(replica, "step", question))
+                return _read_step(await self.ask(replica, "step", question))
             except TryAgain as error:
                 reason, rest_s = str(error), error.rest_s or 0.0
                 attempts += error.rest_s is None
+                blames_row = _blames_row(error, others_answered=replica.num_answered > num_answered)
             except Refused as error:
                 if not error.gone:
                     raise SampleError(f"the environment failed in step: {error}") from None
-                reason = str(error)
+                reason, blames_row = str(error), False
                 break
-            else:
-                if answer.done:
-                    self._lost_since = None
-                return answer
+        if blames_row:
+            raise SampleError(f"the environment failed in step: {replica.url}: {reason} ({attempts} attempts)")
         raise self._lost(f"the rollout was lost with its replica: {replica.url}: {reason}")
 
     async def ask(self, replica: Replica, what: str, question: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -122,6 +121,10 @@ class RemoteEnvironment:
                 if isinstance(answer := json.loads(body), dict):
                     return answer
             raise TryAgain(f"the answer is not a JSON object: {printable(body)}", answered=True)
+
+    def ended_in_order(self) -> None:
+        """Note that the service keeps its rollouts again."""
+        self._lost_since = None
 
     def forget(self, replica: Replica, number: str) -> None:
         """Close the rollout in the background; the service also drops idle rollouts by itself."""
@@ -156,15 +159,25 @@ class _RemoteEpisode:
     def __init__(self, environment: RemoteEnvironment, replica: Replica, number: str, opening: str) -> None:
         self.opening = opening
         self._environment, self._replica, self._number = environment, replica, number
-        self._turn = 0
+        self._turn = self._num_answered = 0
 
     async def step(self, completion: str) -> Answer:
         self._turn += 1
         question = {"id": self._number, "turn": self._turn, "completion": completion}
-        return await self._environment.step(self._replica, question)
+        answer = await self._environment.step(self._replica, question)
+        self._num_answered += 1
+        return answer
 
     async def close(self) -> None:
+        # A rollout cut off by `max_turns` or `max_tokens` ends in order too, and its last answer is not `done`.
+        if self._num_answered == self._turn > 0:
+            self._environment.ended_in_order()
         self._environment.forget(self._replica, self._number)
+
+
+def _blames_row(error: TryAgain, *, others_answered: bool) -> bool:
+    """A gateway without a backend says nothing about this row, unless other calls get answers there meanwhile."""
+    return error.reached and error.rest_s is None and (others_answered or not error.backend_down)
 
 
 def _opening(answer: Mapping[str, Any]) -> tuple[str, str]:

@@ -68,15 +68,17 @@ class Child:
         module: str = _OF_FUNCTIONS,
         *,
         door: int | None = None,
+        max_answer_bytes: int = _MAX_ANSWER_BYTES,
     ) -> Self:
-        """Start a child. `door`: a file descriptor through which it sends its listener (see `door`)."""
+        """Start a child. `door`: a file descriptor through which it sends its listener (see `door`).
+        `max_answer_bytes`: a longer line costs the process its life."""
         gives_many = isinstance(source, schema.FunctionReward) and source.per_token
         process = await asyncio.create_subprocess_exec(
             # The kernel kills it with us, since a function that loops never sees its pipe close.
             *dying_with_us([sys.executable, "-m", module], by=signal.SIGKILL),
             stdin=PIPE,
             stdout=PIPE,
-            limit=_MAX_NUMBERS_BYTES if gives_many else _MAX_ANSWER_BYTES,
+            limit=_MAX_NUMBERS_BYTES if gives_many else max_answer_bytes,
             env=_environment(source.environment),
             start_new_session=True,  # Ctrl-C reaches only the worker, and what a function forks can be killed with it
             pass_fds=() if door is None else (door,),
