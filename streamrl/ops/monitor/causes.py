@@ -190,7 +190,7 @@ TABLE: Mapping[str, Callable[[View], Iterator[Cause]]] = {
     "workers_without_hosts": parts.workers_without_hosts,
     "workers_without_weights": parts.workers_without_weights,
     "workers_stuck": parts.workers_stuck,
-    "checkpoints_refused": flow.checkpoints_refused,  # why the budget may be used up
+    "checkpoints_refused": parts.checkpoints_refused,  # why the budget may be used up
     "byte_budget_reached": flow.byte_budget_reached,
     "draws_refused": flow.draws_refused,
     "all_groups_dropped": flow.all_groups_dropped,

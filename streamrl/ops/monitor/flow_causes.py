@@ -133,18 +133,6 @@ def byte_budget_reached(view: View) -> Iterator[Cause]:
         )
 
 
-def checkpoints_refused(view: View) -> Iterator[Cause]:
-    """Training goes on, but a crash goes back to the last checkpoint, and groups are not freed until the next one."""
-    if times := {**view.learner.metrics, **view.learner.live}.get("checkpoint/refused", 0.0):
-        yield attention(
-            title="checkpoints cannot be written",
-            evidence=f"{plural(int(times), 'checkpoint')} in a row failed; after a crash the run would resume from the "
-            "one before them",
-            remedy="free space on the disk of the run's folder, or fix its permissions (the learner's log has the "
-            "error, checkpoint not written); the next checkpoint is tried when it is due",
-        )
-
-
 def draws_refused(view: View) -> Iterator[Cause]:
     """The curriculum's draws do not fit on the disk of the run's folder, and no ticket is issued until they do."""
     if times := {**view.learner.metrics, **view.learner.live}.get("curriculum/refused", 0.0):

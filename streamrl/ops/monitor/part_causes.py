@@ -1,4 +1,4 @@
-"""Causes in a part of the run: a learner or workers that are missing, not ready, or make no progress."""
+"""Causes in a part of the run: learner or workers are missing, not ready, stuck, or cannot store their work."""
 
 from __future__ import annotations
 
@@ -87,6 +87,18 @@ def publish_stuck(view: View) -> Iterator[Cause]:
             evidence=f"the learner has tried for {age(part.doing_s)}; the newest version is "
             f"{view.weights.latest or 'none'}",
             remedy="free space in weights.store (Redis, disk or bucket); the learner's log has the error",
+        )
+
+
+def checkpoints_refused(view: View) -> Iterator[Cause]:
+    """Training goes on, but a crash goes back to the last checkpoint, and groups are not freed until the next one."""
+    if times := {**view.learner.metrics, **view.learner.live}.get("checkpoint/refused", 0.0):
+        yield attention(
+            title="checkpoints cannot be written",
+            evidence=f"{plural(int(times), 'checkpoint')} in a row failed; after a crash the run would resume from the "
+            "one before them",
+            remedy="free space on the disk of the run's folder, or fix its permissions (the learner's log has the "
+            "error, checkpoint not written); the next checkpoint is tried when it is due",
         )
 
 
