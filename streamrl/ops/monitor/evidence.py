@@ -20,6 +20,11 @@ def rejecting(view: View) -> list[Worker]:
     return [worker for worker in alive(view) if worker.rejected]
 
 
+def reported(view: View, metric: str) -> float:
+    """The learner's latest figure, of its last step or since; 0 if it has none."""
+    return {**view.learner.metrics, **view.learner.live}.get(metric, 0.0)
+
+
 def lead(view: View) -> Part | None:
     """Rank 0, if it reports."""
     part = view.learner.lead

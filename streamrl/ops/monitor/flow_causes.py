@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from statistics import median
 
-from streamrl.ops.monitor.evidence import alive, is_running, lead, lead_waiting, waiting_for
+from streamrl.ops.monitor.evidence import alive, is_running, lead, lead_waiting, reported, waiting_for
 from streamrl.ops.monitor.lately import STEPS
 from streamrl.ops.monitor.view import Cause, View, Worker, attention, blocking, info
 from streamrl.telemetry.progress import Wait
@@ -121,8 +121,7 @@ def byte_budget_reached(view: View) -> Iterator[Cause]:
     if not budget or not train.groups or train.tickets:
         return
     # Redis uses about a quarter more memory than the groups' bytes, which the setting counts.
-    reported = {**view.learner.metrics, **view.learner.live}.get("stream/backlog_bytes", 0.0)
-    used = max(reported, train.group_bytes / 1.25)
+    used = max(reported(view, "stream/backlog_bytes"), train.group_bytes / 1.25)
     if used + used / train.groups >= budget and lead_waiting(view, Wait.GROUPS):
         yield blocking(
             title="the stream's byte budget is used up",
@@ -135,7 +134,7 @@ def byte_budget_reached(view: View) -> Iterator[Cause]:
 
 def draws_refused(view: View) -> Iterator[Cause]:
     """The curriculum's draws do not fit on the disk of the run's folder, and no ticket is issued until they do."""
-    if times := {**view.learner.metrics, **view.learner.live}.get("curriculum/refused", 0.0):
+    if times := reported(view, "curriculum/refused"):
         yield Cause(
             level="blocking" if lead_waiting(view, Wait.GROUPS) and not view.train.tickets else "attention",
             title="the curriculum's log cannot be written, so no more tickets are issued",

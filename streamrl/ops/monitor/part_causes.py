@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from streamrl.ops.monitor.evidence import alive, is_running, launching, lead, lead_waiting, rejecting, waiting_for
+from streamrl.ops.monitor.evidence import (
+    alive,
+    is_running,
+    launching,
+    lead,
+    lead_waiting,
+    rejecting,
+    reported,
+    waiting_for,
+)
 from streamrl.ops.monitor.view import Cause, View, Worker, attention, blocking, info
 from streamrl.protocol.weights.rejected import REMEDY_OF_ALL
 from streamrl.telemetry.progress import Wait
@@ -92,7 +101,7 @@ def publish_stuck(view: View) -> Iterator[Cause]:
 
 def checkpoints_refused(view: View) -> Iterator[Cause]:
     """Training goes on, but a crash goes back to the last checkpoint, and groups are not freed until the next one."""
-    if times := {**view.learner.metrics, **view.learner.live}.get("checkpoint/refused", 0.0):
+    if times := reported(view, "checkpoint/refused"):
         yield attention(
             title="checkpoints cannot be written",
             evidence=f"{plural(int(times), 'checkpoint')} in a row failed; after a crash the run would resume from the "

@@ -1,0 +1,95 @@
+"""The server of environments: questions that it refuses, and rollouts that it closes by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import pytest
+
+from streamrl.process import address_of, bind
+from streamrl.web import serving
+from streamrl.workers.environments.base import Answer, EnvironmentDouble, Episode
+from streamrl.workers.environments.server import EnvironmentApp
+from tests.http_reward_world import until
+
+
+def echo(row: Mapping[str, Any], said: list[str]) -> Answer:
+    return Answer(observation=said[-1])
+
+
+async def ask(app: EnvironmentApp, path: str, body: object) -> tuple[int, Any]:
+    transport = httpx.ASGITransport(app.asgi())
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        content = body if isinstance(body, str) else json.dumps(body)
+        answer = await client.post(path, content=content)
+    return answer.status_code, answer.json()
+
+
+class SlowToBegin(EnvironmentDouble):
+    def __init__(self) -> None:
+        super().__init__(echo)
+        self.may_begin = asyncio.Event()
+        self.num_begun = 0
+
+    async def begin(self, row: Mapping[str, Any]) -> Episode:
+        await self.may_begin.wait()
+        self.num_begun += 1
+        return await super().begin(row)
+
+
+async def test_a_rollout_that_begins_when_its_caller_has_given_up_is_closed() -> None:
+    environment = SlowToBegin()
+    app, bound = EnvironmentApp(environment), bind("127.0.0.1", 0, what="the test")
+    async with serving(app.asgi(), bound), httpx.AsyncClient(base_url=f"http://{address_of(bound)}") as client:
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/reset", json={"row": {"name": "a"}}, timeout=0.3)
+        await client.get("/health")  # by its answer the server has seen the end of that connection, too
+        environment.may_begin.set()
+        await until(lambda: environment.num_begun, "it begins all the same")
+        await until(lambda: app.num_rollouts == environment.num_open == 0, "it is closed")
+        assert (await client.post("/reset", json={"row": {"name": "b"}})).status_code == 200
+        assert app.num_rollouts == environment.num_open == 1
+
+
+async def test_rollouts_that_nobody_asks_for_are_closed() -> None:
+    now, environment = 0.0, EnvironmentDouble(echo)
+    app = EnvironmentApp(environment, idle_s=100.0, clock=lambda: now)
+    _, old = await ask(app, "/reset", {"row": {"name": "old"}})
+    now = 60.0
+    _, young = await ask(app, "/reset", {"row": {"name": "young"}})
+    now = 120.0
+    await ask(app, "/reset", {"row": {"name": "new"}})
+
+    assert app.num_rollouts == environment.num_open == 2
+    assert (await ask(app, "/step", {"id": old["id"], "turn": 1, "completion": "x"}))[0] == 410
+    assert (await ask(app, "/step", {"id": young["id"], "turn": 1, "completion": "x"}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/reset", "{", 422),
+        ("/reset", [], 422),
+        ("/reset", {"row": 1}, 422),
+        ("/step", {"id": "x", "turn": 1, "completion": 1}, 422),
+        ("/step", {"id": "x", "turn": "1", "completion": ""}, 422),
+        ("/step", {"id": "x", "turn": 1, "completion": ""}, 410),
+        ("/reset", json.dumps({"row": {"x": "x" * (9 << 20)}}), 413),
+        ("/close", {"id": "x"}, 200),
+    ],
+)
+async def test_a_question_of_another_form_is_refused(path: str, body: object, status: int) -> None:
+    assert (await ask(EnvironmentApp(EnvironmentDouble(echo)), path, body))[0] == status
+
+
+async def test_a_turn_that_does_not_follow_is_refused() -> None:
+    app = EnvironmentApp(EnvironmentDouble(echo))
+    _, begun = await ask(app, "/reset", {"row": {"name": "a"}})
+
+    status, told = await ask(app, "/step", {"id": begun["id"], "turn": 2, "completion": "x"})
+
+    assert (status, told) == (422, {"error": "turn 2 does not follow turn 0"})
