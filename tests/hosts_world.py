@@ -26,8 +26,16 @@ class CopyDouble:
         self.brought: list[tuple[int, bool]] = []
         self.missing: set[int] = set()
         self.error: Exception | None = None
+        self.arrived = 0  # bytes
+        self.may_end = asyncio.Event()  # until then, bytes go on arriving
+        self.may_end.set()
+
+    def num_read(self) -> int:
+        self.arrived += not self.may_end.is_set()
+        return self.arrived
 
     async def bring(self, version: int, *, refetch: bool) -> None:
+        await self.may_end.wait()
         if self.error is not None:
             raise self.error
         if version in self.missing:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from types import MappingProxyType
 
 import numpy as np
 import structlog
@@ -65,11 +66,13 @@ class Answerer:
         fingerprint: str,
         player: Plays | None = None,
         teacher: Teaches | None = None,
+        ends: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.rewards = rewards
         self._player = player  # plays rollouts of several turns
         self._account = Account()  # statistics of those rollouts
         self._teacher = teacher  # asked for logprobs of each sample
+        self._ends = ends  # by end token: how a chat's text ends (`rewards.chats`)
         self._config = config
         self._worker = worker
         self._fingerprint = fingerprint
@@ -130,6 +133,7 @@ class Answerer:
                 token_ids=made.sample.token_ids,
                 fields=ticket.fields,
                 finish_reason=made.sample.finish_reason,
+                end=self._end_of(made.sample),
             )
             scores = await self.rewards.score_sample(item)
             taught = await self._teach(ticket, made.sample)
@@ -207,6 +211,9 @@ class Answerer:
         )
         made = Played(sample=sample, text=generated.text, model_s=time.monotonic() - began)
         return made if generated.routes is None else _routed(made, generated.routes, num_tokens)
+
+    def _end_of(self, sample: Sample) -> str:
+        return self._ends.get(int(sample.token_ids[-1]), "") if len(sample.token_ids) else ""
 
     async def _teach(self, ticket: Ticket, sample: Sample) -> Taught:
         """Return the teacher's logprob of each sampled token; 0 for tokens that were given."""

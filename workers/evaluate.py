@@ -37,6 +37,7 @@ from streamrl.workers.engines.base import Engine, EngineSettings, Load, make_eng
 from streamrl.workers.engines.model import ModelFacts
 from streamrl.workers.environments.playing import playing
 from streamrl.workers.rewards.base import ScoreItem
+from streamrl.workers.rewards.chats import ends_of
 from streamrl.workers.rewards.mixing import Rewards
 
 _UID = "eval"
@@ -162,7 +163,12 @@ async def evaluate(
         tickets = [_ticket(i, prompt, config) for i, prompt in enumerate(prompts)]
         async with playing(config, permissions, model) as player:
             answerer = Answerer(
-                rewards=rewards, config=config, worker=_UID, fingerprint=model.fingerprint, player=player
+                rewards=rewards,
+                config=config,
+                worker=_UID,
+                fingerprint=model.fingerprint,
+                player=player,
+                ends=ends_of(model.tokenizer, model.stop_ids),
             )
             began = time.monotonic()
             groups = await _answers(tickets, engine, answerer, config, show)

@@ -67,7 +67,9 @@ async def serve_ranks(
         peers=options.peers,
         progress=progress,
     ) as mirrored:
-        copy = Copy(look_up=stream.manifest, mirror=mirrored.mirror, reading=mirrored.reading)
+        copy = Copy(
+            look_up=stream.manifest, mirror=mirrored.mirror, reading=mirrored.reading, num_read=mirrored.num_read
+        )
         with contextlib.closing(copy), scratch_folder() as scratch:
 
             def make_ranks(meeting: Meeting, seed: int) -> HeadlessRanks:

@@ -25,6 +25,7 @@ from streamrl.workers.sharing.opening import open_sharing
 class Mirrored:
     mirror: Mirror
     reading: Callable[[Sequence[Manifest]], Blobs]  # where to read blobs of these versions from
+    num_read: Callable[[], int]  # bytes so far: of pieces where hosts share blobs, else of whole blobs
 
 
 @contextlib.asynccontextmanager
@@ -58,4 +59,4 @@ async def open_mirror(
         ) as sharing,
     ):
         mirror = Mirror(folder, run_uid=run_uid, pretrained=pretrained, make_room=sharing.make_room)
-        yield Mirrored(mirror=mirror, reading=sharing.reading)
+        yield Mirrored(mirror=mirror, reading=sharing.reading, num_read=lambda: sharing.counts.total)

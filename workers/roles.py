@@ -113,9 +113,12 @@ class Weights(Protocol):
 class FurtherMirrors(Protocol):
     """Of the other hosts on which the engine has ranks (`workers.hosts.first.Hosts`)."""
 
-    async def bring(self, version: int, *, refetch: bool = False) -> None:
+    async def bring(
+        self, version: int, *, refetch: bool = False, bytes_arrived: Callable[[], None] = lambda: None
+    ) -> None:
         """Have each hold exactly this version; the caller bounds the wait. `refetch`: from an anchor on.
-        WeightsError: one of them does not, and why."""
+        `bytes_arrived` is called now and then while one of them receives data. WeightsError: one of them does not hold
+        it, and why."""
 
 
 class TicketsDouble:

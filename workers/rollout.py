@@ -34,9 +34,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import structlog
+from msgspec.structs import replace
 
 from streamrl.config import schema
-from streamrl.errors import EngineError, RewardOutage, TransportError
+from streamrl.errors import EngineError, RewardOutage, TransportError, WireError
 from streamrl.protocol.transport.types import Leased
 from streamrl.protocol.wire.group import Group, encode_group
 from streamrl.tasks import cancel_all, run_beside, unless
@@ -202,7 +203,11 @@ class Rollout:
             return
         spans = [span for sample in group.samples for span in sample.spans]
         await self._weights.proved(max((span.version for span in spans), default=0))
-        header, body = await _encoded(group)
+        try:
+            header, body = await _encoded(group)
+        except WireError as error:  # more than a message can hold: the learner must see it as a failed attempt
+            group = _refused(group, error)
+            header, body = await _encoded(group)
         held.leaving = True
         if await self._tickets.deliver(leased, header, body):
             self._count(group)
@@ -289,6 +294,13 @@ class Pace:
             self._looks.popleft()
         began, num_before = self._looks[0]
         return (stats.num_made - num_before) / (now - began) if now > began else 0.0
+
+
+def _refused(group: Group, error: WireError) -> Group:
+    """Return the failure that takes the place of a group that cannot be sent."""
+    num_failed = group.header.num_failed_samples + len(group.samples)
+    header = replace(group.header, num_failed_samples=num_failed, error=f"the group cannot be sent: {error}")
+    return Group(header=header, prompt_ids=group.prompt_ids)
 
 
 async def _encoded(group: Group) -> tuple[bytes, bytes]:

@@ -45,6 +45,7 @@ from streamrl.workers.hosts.first import Hosts, open_hosts
 from streamrl.workers.mirrored import open_mirror
 from streamrl.workers.model import find_model
 from streamrl.workers.proofs.proving import prover_of
+from streamrl.workers.rewards.chats import ends_of
 from streamrl.workers.rewards.mixing import build_rewards
 from streamrl.workers.rewards.teaching import Teaches
 from streamrl.workers.rollout import Rollout
@@ -221,6 +222,7 @@ class _Service:
                 worker=options.worker,
                 fingerprint=model.fingerprint,
                 player=player,
+                ends=ends_of(model.tokenizer, model.stop_ids),
             )
             rollout = Rollout(
                 tickets=stream,

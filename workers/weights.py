@@ -4,10 +4,10 @@
                                    (generation goes on; only the load pauses it)
 
 The newest version wins: versions announced while another was on its way are skipped. Incomplete or corrupt data is
-fetched again from the newest announcement, with backoff, for at most `give_up_after_s`; meanwhile the engine serves the
-version it has. A version is served once loaded, and proved once the engine's weights were compared to the mirror (see
-`proving`); until then its samples must not leave the worker. LoadRejected: they differ, and the engine's weights are
-unusable.
+fetched again from the newest announcement, with backoff, for at most `give_up_after_s` since the first failure; a fetch
+that goes well may take longer. Meanwhile the engine serves the version it has. A version is served once loaded, and
+proved once the engine's weights were compared to the mirror (see `proving`); until then its samples must not leave the
+worker. LoadRejected: they differ, and the engine's weights are unusable.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LONGEST_PAUSE_S = 5.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
     look_again_s: float = 1.0  # poll interval, for a missed wake-up
-    give_up_after_s: float  # of consecutive failures to fetch an announced version
+    give_up_after_s: float  # since the first of consecutive failures to fetch, or without a byte on a further host
     first_version_s: float  # for the learner's first announcement
 
 
@@ -136,7 +136,7 @@ class WeightFollower:
     async def _fetch(self, announcement: Announcement) -> None:
         """Bring all mirrors, including those on further hosts, to this version or, if that fails, to a newer one."""
         began = time.monotonic()
-        deadline = began + self._patience.give_up_after_s
+        deadline = None
         pause_s = _FIRST_PAUSE_S
         while self._mirror.version < announcement.version or self._further is not None:
             try:
@@ -144,7 +144,9 @@ class WeightFollower:
             except RunGone:
                 raise
             except (WeightsError, TransportError) as error:  # data lost or damaged, or the store is unavailable
-                if time.monotonic() > deadline:
+                now = time.monotonic()
+                deadline = now + self._patience.give_up_after_s if deadline is None else deadline
+                if now > deadline:
                     raise
                 log.warning("version_not_fetched", version=show(announcement.version), error=str(error))
             else:
@@ -168,13 +170,20 @@ class WeightFollower:
                 raise outcome
 
     async def _bring_further(self, further: FurtherMirrors, version: int) -> None:
+        limit_s = self._patience.give_up_after_s
+        loop = asyncio.get_running_loop()
+
+        def bytes_arrived() -> None:
+            if not limit.expired():
+                limit.reschedule(loop.time() + limit_s)
+
         try:
-            async with asyncio.timeout(self._patience.give_up_after_s):
-                await further.bring(version, refetch=self._further_distrusted)
+            async with asyncio.timeout(limit_s) as limit:
+                await further.bring(version, refetch=self._further_distrusted, bytes_arrived=bytes_arrived)
         except TimeoutError:
             raise WeightsError(
-                f"the further hosts did not all have version {show(version)} within "
-                f"weights.give_up_after_s={self._patience.give_up_after_s:g}"
+                f"the further hosts do not all have version {show(version)}, and none of it arrived there within "
+                f"weights.give_up_after_s={limit_s:g}"
             ) from None
         self._further_distrusted = False
 

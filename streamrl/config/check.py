@@ -17,9 +17,9 @@ from streamrl.config import algorithm, engine_args, files, places, routers, trai
 from streamrl.config.explain import DURATION, Problem, show
 from streamrl.config.load import Where
 from streamrl.config.placement import parallel_in
-from streamrl.config.schema import Config, Sampling
+from streamrl.config.schema import Config, FunctionReward, Sampling
 from streamrl.errors import ConfigError
-from streamrl.protocol.wire.ticket import MAX_GROUP_TOKENS, MAX_REWARD_SOURCES, MAX_SAMPLES, MAX_TOKENS
+from streamrl.protocol.wire.ticket import MAX_REWARD_SOURCES, MAX_SAMPLES, MAX_TOKENS, max_group_tokens
 from streamrl.recipe.held_out import numbers_of_samples
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
@@ -83,9 +83,14 @@ def _messages(config: Config) -> Iterator[Problem]:
     """Refuse sizes that no ticket or group can carry: workers would reject the ticket, or their work would be lost."""
     num_prompt_tokens = config.data.max_prompt_tokens
     yield from _at_most("data.max_prompt_tokens", num_prompt_tokens, MAX_TOKENS)
+    has_token_rewards = any(
+        isinstance(source, FunctionReward) and source.per_token for source in config.rewards.values()
+    )
+    has_teacher = config.teacher is not None and bool(config.teacher.urls)  # which only training samples are shown to
     for section, sampling in _samplings(config):
         yield from _at_most(f"{section}.num_samples", sampling.num_samples, MAX_SAMPLES)
-        left = MAX_GROUP_TOKENS - min(num_prompt_tokens, MAX_TOKENS)
+        items = has_token_rewards + (has_teacher and sampling is config.sampling)
+        left = max_group_tokens(items=items) - min(num_prompt_tokens, MAX_TOKENS)
         limit = min(MAX_TOKENS, left // min(sampling.num_samples, MAX_SAMPLES))
         yield from _at_most(f"{section}.max_tokens", sampling.max_tokens, limit)
         if config.environment is not None:

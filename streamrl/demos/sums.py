@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
+
+from streamrl.recipe.rewards import last_number
 
 _PACKAGES = ("reasoning_gym", "reasoning_gym.arithmetic")
 _MODULE = "reasoning_gym.arithmetic.basic_arithmetic"
@@ -28,7 +29,6 @@ _SETTINGS: Mapping[str, Any] = {
 }
 # Item i is made from seed + i, so neighbouring seeds would give the same sums, shifted by one.
 _BETWEEN_SEEDS = 1_000_003
-_NUMBER = re.compile(r"(?<![\d.,])-?\d+(?:,\d{3})*(?:\.\d+)?")  # a minus after a digit is a subtraction, not a sign
 
 
 def entries(seed: int) -> Iterator[dict[str, Any]]:
@@ -41,8 +41,8 @@ def is_right(completion: str, entry: Mapping[str, Any]) -> bool:
 
     reasoning-gym gives part of a mark to anything that contains the answer, such as 14 where 4 is right.
     """
-    found = _NUMBER.findall(completion)
-    return bool(found) and _dataset().score_answer(found[-1], entry) == 1.0
+    found = last_number(completion)
+    return bool(found) and _dataset().score_answer(found, entry) == 1.0
 
 
 @cache

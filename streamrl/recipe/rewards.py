@@ -12,8 +12,22 @@ from typing import Any
 
 from streamrl.recipe import reasoning
 
-# Commas may separate thousands; a minus after a digit is a subtraction, not a sign.
-_NUMBER = re.compile(r"(?<![\d.,])-?\d+(?:,\d{3})*(?:\.\d+)?(?:[eE][-+]?\d+)?")
+# Takes time proportional to the text's length, since no alternative is long when it fails.
+_NUMBER = re.compile(
+    r"""
+    (?: (?<!\d) [-\u2212] )?    # after a digit it is a subtraction, not a sign
+    (?:
+        (?<!\d) (?<!\d\.)    # the 2 of 1.5.2 begins no number
+        (?: (?<!\d,) (?!0) \d{1,3} (?: (?: , (?:\\!)? | \{,\} ) \d{3} )+ (?!\d)    # 1,234; in LaTeX 1{,}234
+          | \d+    # any other comma lies between numbers
+        ) (?: \.\d+ )?
+      | (?<![\w.)\]]) \.\d+    # .5, but not in `so.5` or `...5`
+    )
+    (?: [eE] [-+\u2212]? \d+ )?
+    """,
+    re.VERBOSE,
+)
+_PLAIN = str.maketrans({"\u2212": "-", **dict.fromkeys(",{}\\!")})
 
 
 def exact_match(
@@ -35,15 +49,17 @@ def numeric_match(
 ) -> float:
     """1 if the completion's last number equals the answer's last number; else 0.
 
+    A comma separates numbers, except in front of three digits as in 1,234,567.
     With `after`, such as GSM8K's ####, only the text after its last occurrence counts; without an occurrence, 0."""
-    right = _last_number(str(_field(fields, field)))
-    if right is None:
+    right = last_number(str(_field(fields, field)))
+    if not right:
         raise ValueError(f"field {field!r} holds no number: {_field(fields, field)!r:.80}")
     answer = completion
     if after:
         answer = completion.rpartition(after)[2] if after in completion else ""
-    given = _last_number(answer)
-    return float(given is not None and math.isclose(given, right, rel_tol=tolerance, abs_tol=tolerance))
+    given = last_number(answer)
+    is_close = given and math.isclose(float(given), float(right), rel_tol=tolerance, abs_tol=tolerance)
+    return float(bool(is_close))
 
 
 def math_equal(
@@ -102,6 +118,7 @@ def _field(fields: Mapping[str, Any], name: str) -> Any:
     return fields[name]
 
 
-def _last_number(text: str) -> float | None:
+def last_number(text: str) -> str:
+    """Return the text's last number in a form that `float` reads; empty if it has none."""
     found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    return found[-1].translate(_PLAIN) if found else ""

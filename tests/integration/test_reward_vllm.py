@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,16 +14,22 @@ from streamrl.permissions import Permissions
 from streamrl.workers.reward_server.model import RewardModel
 from streamrl.workers.rewards.http_client import build_http_reward
 from tests.served import Served
+from tests.tiny_models import EOS, UNKNOWN, begin_all_with, make_tokenizer
 from tests.tiny_rewards import make_item, make_reward_model
 
 pytestmark = pytest.mark.long
 
 TEXTS = ["12345", "678", "90 12"]
+CHAT = f"{UNKNOWN}12345678{EOS}"  # its template wrote the first token, which the tokenizer would add too
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_reward_model(tmp_path_factory.mktemp("model") / "rm")
+    folder = make_reward_model(tmp_path_factory.mktemp("model") / "rm")
+    tokenizer = make_tokenizer()
+    begin_all_with(tokenizer, UNKNOWN)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +44,10 @@ async def test_a_reward_model_on_vllm_scores_as_plain_scoring_does(vllm: str, mo
     local = RewardModel.load(schema.RewardServer(model=str(model)))
     source = schema.HttpReward.model_validate({"type": "http", "url": vllm, "form": form})
     reward = build_http_reward("model", source, Permissions(hosts=("127.0.0.1",)), None)
-    scores = await asyncio.gather(*(reward.score(make_item(text, prompt="")) for text in TEXTS))
+    chat = replace(make_item("678", prompt=f"{UNKNOWN}12345", messages=[{"role": "user", "content": "12345"}]), end=EOS)
+    items = [*(make_item(text, prompt="") for text in TEXTS), chat]
+    scores = await asyncio.gather(*map(reward.score, items))
     await reward.close()
-    assert scores == pytest.approx(local.score(local.encode(TEXTS)), abs=1e-4)
+    rows = local.encode([*TEXTS, CHAT])
+    assert [local.tokenizer.decode(row) for row in rows] == [*(f"{UNKNOWN}{text}" for text in TEXTS), CHAT]
+    assert scores == pytest.approx(local.score(rows), abs=1e-4)

@@ -13,9 +13,10 @@ import pytest
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, ResourceError, TransportError
-from streamrl.protocol.transport.clients import server_name
+from streamrl.protocol.transport.address import PASSWORD, has_secret, masked
+from streamrl.protocol.transport.clients import open_async_client, open_client, server_name
 from streamrl.protocol.transport.connection import check_server, connect, connect_async
-from streamrl.protocol.transport.embedded import EmbeddedRedis, find_server
+from streamrl.protocol.transport.embedded import EmbeddedRedis, find_server, serving
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.types import START
@@ -62,6 +63,30 @@ def test_a_deep_folder_gets_a_short_socket_path_that_is_removed(tmp_path: Path) 
         assert client.ping()
     assert not socket.parent.exists()
     assert (deep / "redis.log").exists()
+
+
+@pytest.mark.parametrize("name", ["a#b", "a?b=c", "a%41b", "me@here", "a:b@c", "a b'c\"d", "größe"])
+async def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    password = {PASSWORD: "meant for another server"}
+    with EmbeddedRedis.start(folder) as server:
+        assert serving(folder) == server.url
+        assert masked(server.url) == server.url
+        assert not has_secret(server.url)
+        with open_client(server.url, environment=password, protocol=2) as client:
+            assert client.ping()
+            assert server_name(client) == f"unix://{folder.resolve()}/redis.sock"
+        async with open_async_client(server.url, environment=password, protocol=2) as client:
+            assert await client.ping()
+    assert serving(folder) is None
+
+
+def test_an_at_sign_in_the_path_of_a_socket_is_no_user(tmp_path: Path) -> None:
+    with EmbeddedRedis.start(tmp_path / "me@here") as server:
+        for path in (f"{tmp_path.resolve()}/me@here", f"{tmp_path.resolve()}/me%40here"):
+            with open_client(f"unix://{path}/redis.sock", environment={PASSWORD: "for another"}, protocol=2) as client:
+                assert client.ping()
+    assert not server.running
 
 
 def test_a_second_server_in_the_same_folder_is_refused(tmp_path: Path) -> None:

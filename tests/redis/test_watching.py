@@ -203,6 +203,15 @@ def test_removing_a_run_removes_every_key_of_it_and_no_other(
     assert sorted(client.scan_iter()) == sorted([neighbour.meta.encode(), keys.tombstone.encode()])
 
 
+@pytest.mark.parametrize("ending", ["*", "?", "[2-3]", "\\2"])
+def test_removing_takes_a_name_literally(client: redis.Redis, run_name: str, ending: str) -> None:
+    odd, neighbour = Keys(f"{run_name}{ending}"), Keys(f"{run_name}2")
+    client.set(neighbour.meta, "mine")
+    client.set(odd.blob("a/b", 0), b"blob")
+    remove_run(client, odd)
+    assert list(client.scan_iter()) == [neighbour.meta.encode()]
+
+
 async def test_a_worker_sees_whether_a_learner_shows_itself(
     keys: Keys, learner_client: redis.Redis, worker: WorkerStream
 ) -> None:

@@ -103,6 +103,21 @@ async def test_a_version_is_brought_when_every_host_has_it_and_whoever_lacks_it_
         assert not further.task.done()
 
 
+async def test_the_first_host_hears_that_bytes_arrive_while_it_waits() -> None:
+    async with HostsWorld().open() as world:
+        further = world.further("gpu-2")
+        await world.hosts.begin(seed=1)
+        further.copy.may_end.clear()
+        heard = asyncio.Event()
+        bringing = asyncio.create_task(world.hosts.bring(VERSION, bytes_arrived=heard.set))
+        async with asyncio.timeout(20):
+            await heard.wait()
+            assert not bringing.done()
+            further.copy.may_end.set()
+            await bringing
+        assert further.copy.brought == [(VERSION, False)]
+
+
 async def test_a_host_without_room_for_the_weights_ends_and_the_engine_says_why() -> None:
     async with HostsWorld().open() as world:
         further = world.further("gpu-2")

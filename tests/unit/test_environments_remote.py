@@ -14,7 +14,7 @@ import pytest
 from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardOutage, SampleError
 from streamrl.permissions import Permissions
-from streamrl.workers.environments.base import Answer, EnvironmentDouble, Episode
+from streamrl.workers.environments.base import MAX_GIVEN_CHARS, Answer, EnvironmentDouble, Episode
 from streamrl.workers.environments.remote import ATTEMPTS, RemoteEnvironment, build_remote
 from streamrl.workers.environments.server import EnvironmentApp
 from tests.helpers import wait_until_async
@@ -82,6 +82,20 @@ async def test_a_rollout_stays_with_the_replica_that_began_it_and_is_closed_ther
         for one in rollouts:
             await one.close()
     assert [environment.num_open for environment in services.environments.values()] == [0, 0]
+
+
+@pytest.mark.parametrize("written", ["in UTF-8", "in escapes"])
+async def test_the_longest_text_that_a_local_environment_may_give_arrives_whatever_its_characters(written: str) -> None:
+    services, text = Services("one"), "\N{GRINNING FACE}" * MAX_GIVEN_CHARS
+    services.environments["one"] = EnvironmentDouble(lambda _row, said: Answer(observation=text + said[-1]))
+    services.begin_anew("one")
+    if written == "in escapes":  # as many JSON writers do
+        services.meddle = lambda _host, _path, answer: httpx.Response(200, content=json.dumps(answer.json()).encode())
+    async with played_by(services, ONE) as remote:
+        rollout = await remote.begin({"name": "a"})
+        assert await rollout.step("") == Answer(observation=text)
+        with pytest.raises(SampleError, match=rf"'observation' has {MAX_GIVEN_CHARS + 1} characters; at most"):
+            await rollout.step("x")
 
 
 async def test_a_step_whose_answer_is_lost_is_asked_for_again_and_played_once() -> None:

@@ -25,6 +25,7 @@ from streamrl.workers.sessions.sessions import MAX_BODY_BYTES, Sessions
 from streamrl.workers.sessions.tool_calls import make_parser
 from tests.helpers import wait_until_async
 from tests.session_world import ADD, CALL, Say, Teller, chat_facts
+from tests.tiny_models import begin_all_with
 
 HELLO = [{"role": "user", "content": "hello"}]
 FACTS = chat_facts()
@@ -174,6 +175,23 @@ async def test_tokens_go_in_and_come_out() -> None:
         assert (beyond.status_code, beyond.json()["error"]["code"]) == (400, "invalid_value")
 
 
+async def test_a_completions_prompt_gets_special_tokens_unless_the_agent_says_otherwise() -> None:
+    facts = chat_facts("<s>", special=True)
+    begin_all_with(facts.tokenizer, "<s>")
+    async with world(facts=facts) as here, here.opened() as session:
+        for more in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+            got = await here.post(session, "v1/completions", {"prompt": "<s>2 + 3", **more})
+            assert got.status_code == 200, got.text
+        read = [facts.tokenizer.decode(asked.prompt_ids) for asked in here.engine.requests]
+        assert read == ["<s><s>2 + 3", "<s><s>2 + 3", "<s>2 + 3"]
+
+
+async def test_what_is_said_of_the_template_and_is_so_anyway_is_accepted() -> None:
+    async with world() as here, here.opened() as session:
+        usual = {"add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False}
+        assert (await here.chat(session, **usual)).status_code == 200
+
+
 async def test_the_model_is_listed_with_its_length() -> None:
     async with world() as here, here.opened() as session:
         got = await here.http.get(
@@ -224,6 +242,9 @@ async def test_what_an_agent_says_of_sampling_is_ignored_and_told_and_max_tokens
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"logit_bias": {"5": 100}}, "logit_bias"),
         ({"top_logprobs": 5}, "top_logprobs"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "add_generation_prompt"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": ["hello"]}, "messages"),

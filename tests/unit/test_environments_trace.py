@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from streamrl.errors import SampleError
-from streamrl.protocol.wire.branches import MAX_BRANCHES, Branch
+from streamrl.protocol.wire.branches import MAX_BRANCHES, MAX_KEPT_TOKENS, Branch
 from streamrl.protocol.wire.group import decode_body, decode_header, encode_group
 from streamrl.protocol.wire.sample import Span
 from streamrl.versions import make_version
@@ -96,3 +97,20 @@ def test_a_rollout_whose_contexts_have_nothing_in_common_ends() -> None:
         trace.take(ids([1000 + at]), say([1]))
     with pytest.raises(SampleError, match="a context other than the previous one"):
         trace.take(ids([1]), say([1]))
+
+
+def test_a_rollout_whose_branches_repeat_more_than_its_share_of_a_group_ends() -> None:
+    """A learner refuses a group whose branches repeat more: without this limit, all of its samples would be lost."""
+    long, num_samples = ids([7] * 100_000), 4
+    room = MAX_KEPT_TOKENS // num_samples // len(long)
+    trace = Trace(long, num_samples=num_samples)
+    for at in range(1 + room):  # the first is no branch
+        trace.take(np.append(long, np.int32(1000 + at)), say([1]))
+    sample = trace.played("stop", 0.0).sample
+    group = make_group(make_ticket(1, token_ids=long), samples=(sample,) * num_samples)
+    header, body = encode_group(replace(group, prompt_ids=long))
+    assert decode_body(decode_header(header), body).header.num_kept_tokens <= MAX_KEPT_TOKENS
+    with pytest.raises(
+        SampleError, match=rf"repeat 42\d\d\d00 tokens; a group's 4 samples may repeat {MAX_KEPT_TOKENS}"
+    ):
+        trace.take(np.append(long, np.int32(1)), say([1]))

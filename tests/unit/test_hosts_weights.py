@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.workers.engines.host_mirror import tag_of
 from streamrl.workers.hosts.copy import Copy
-from tests.follow_world import Follower
+from tests.follow_world import PATIENCE, Follower
 from tests.helpers import wait_until_async
 from tests.weights_world import RUN_UID, World, assert_holds, nudged, random_state
 
@@ -36,7 +38,7 @@ class CopyWorld:
         self.gone: set[int] = set()
         self.on_look_up: Callable[[], None] = lambda: None
         self.mirror = Mirror(folder, run_uid=RUN_UID)
-        self.copy = Copy(look_up=self._look_up, mirror=self.mirror, reading=lambda path: self.store)
+        self.copy = Copy(look_up=self._look_up, mirror=self.mirror, reading=lambda path: self.store, num_read=lambda: 0)
         rng = np.random.default_rng(0)
         states = [random_state(rng)]
         for _ in range(3):
@@ -108,11 +110,20 @@ class FurtherDouble:
     def __init__(self) -> None:
         self.brought: list[tuple[int, bool]] = []
         self.errors: list[Exception] = []
+        self.num_arrivals, self.arrives_every_s = 0, 0.0
+        self.hangs = False
 
-    async def bring(self, version: int, *, refetch: bool = False) -> None:
+    async def bring(
+        self, version: int, *, refetch: bool = False, bytes_arrived: Callable[[], None] = lambda: None
+    ) -> None:
         self.brought.append((version, refetch))
+        for _ in range(self.num_arrivals):
+            await asyncio.sleep(self.arrives_every_s)
+            bytes_arrived()
         if self.errors:
             raise self.errors.pop(0)
+        if self.hangs:
+            await asyncio.Event().wait()
 
 
 async def test_nothing_is_loaded_before_all_hosts_hold_it(tmp_path: Path) -> None:
@@ -134,6 +145,25 @@ async def test_hosts_that_never_hold_a_version_are_given_up_on_and_named(tmp_pat
     follower.publish()
     with pytest.raises(WeightsError, match="gpu-2 does not have it"):
         await follower.weights.follow(follower.engine)
+
+
+async def test_hosts_where_data_arrives_are_waited_for_however_long_it_takes(tmp_path: Path) -> None:
+    further = FurtherDouble()
+    further.num_arrivals, further.arrives_every_s = 20, 0.1
+    follower = Follower(tmp_path, patience=replace(PATIENCE, give_up_after_s=1.0), further=further)
+    first = follower.publish()
+    async with follower.following():
+        await follower.serves(first)
+    assert further.brought == [(first.version, False)]
+
+
+async def test_hosts_where_nothing_more_arrives_are_given_up_on(tmp_path: Path) -> None:
+    further = FurtherDouble()
+    further.num_arrivals, further.hangs = 3, True
+    follower = Follower(tmp_path, patience=replace(PATIENCE, give_up_after_s=0.1), further=further)
+    follower.publish()
+    with pytest.raises(WeightsError, match=r"none of it arrived there within weights\.give_up_after_s=0\.1"):
+        await asyncio.wait_for(follower.weights.follow(follower.engine), 10)
 
 
 async def test_another_engine_finds_the_version_on_all_hosts_though_this_one_holds_it(tmp_path: Path) -> None:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
+
+import pytest
 
 from streamrl.errors import TransportError
-from streamrl.ops.monitor.poller import Poller
+from streamrl.ops.monitor.poller import ConnectingWatcher, Poller, Watching, watch
+from streamrl.ops.monitor.remains import read_remains
+from streamrl.ops.monitor.runs import find_target
 from streamrl.ops.monitor.view import View
 from tests.helpers import wait_until
+from tests.run_folders import make_folder
 
 
 class StuckWatcher:
@@ -42,3 +48,19 @@ def test_an_answer_that_is_overdue_is_told_while_it_is_waited_for() -> None:
     assert looker.seen.error == ""
     now = 5.0
     assert looker.seen.error == "for 5 s: it accepts the request, but does not reply"
+
+
+@pytest.mark.parametrize("connects", [False, True])
+def test_a_folder_that_is_moved_away_is_told_and_watched_again_once_it_is_back(tmp_path: Path, connects: bool) -> None:
+    folder = make_folder(tmp_path, "big", "finished")
+    watcher: Watching = watch(read_remains(folder))
+    if connects:
+        watcher = ConnectingWatcher(find_target(folder, None, None))
+    looker = Poller(watcher, period_s=0.01)
+    with looker.looking():
+        wait_until(lambda: looker.seen.view is not None, description="the run is seen")
+        folder.rename(tmp_path / "away")
+        wait_until(lambda: "it does not exist" in looker.seen.error, description="it is told that the folder is gone")
+        assert looker.seen.view is not None
+        (tmp_path / "away").rename(folder)
+        wait_until(lambda: not looker.seen.error, description="the folder is read again")

@@ -84,6 +84,8 @@ from streamrl.permissions import Permissions
 from streamrl.workers.rewards.mixing import build_rewards
 
 class Letters:
+    chat_template = None
+
     def decode(self, token_ids, skip_special_tokens):
         return "".join("abc."[i] for i in token_ids)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from streamrl.recipe.rewards import exact_match, length_penalty, math_equal, numeric_match, regex_format
+from streamrl.recipe.rewards import exact_match, last_number, length_penalty, math_equal, numeric_match, regex_format
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,61 @@ def test_exact_match_compares_without_the_spaces_around(completion: str, answer:
 )
 def test_numeric_match_compares_the_last_numbers(completion: str, answer: object, score: float) -> None:
     assert numeric_match("", completion, [], {"answer": answer}) == score
+
+
+@pytest.mark.parametrize(
+    ("completion", "last"),
+    [
+        ("The roots are 7,8,9", 9),
+        ("(3,4)", 4),
+        ("(-3,-4)", -4),
+        ("7,8,100", 100),
+        ("1,23", 23),
+        ("1,2345", 2345),
+        ("1,234,5678", 5678),
+        ("1234,567", 567),
+        ("0,500", 500),
+        ("1,234,567", 1234567),
+        ("1,234, 567", 567),
+        ("$1,000.50", 1000.5),
+        ("1{,}000", 1000),
+        ("-12{,}345.5", -12345.5),
+        ("10,\\!000", 10000),
+        ("= .5", 0.5),
+        ("-.5", -0.5),
+        ("(.5,.25)", 0.25),
+        ("so.5", 5),
+        ("...5", 5),
+        ("1..10", 10),
+        ("It is 3.", 3),
+        ("3.So 4", 4),
+        ("1.5.2", 1.5),
+        ("12.05.2024", 12.05),
+        ("2024-05-12", 12),
+        ("05/12/2024", 2024),
+        ("x=-4", -4),
+        ("x=\u22124", -4),
+        ("10\u22124", 4),
+        ("2,5e\u22123", 0.005),
+        ("1.5E3", 1500),
+        ("10:30", 30),
+        ("²³", None),
+        ("{,}.,-\u2212", None),
+    ],
+)
+def test_the_last_number_is_what_a_reader_takes_for_it(completion: str, last: float | None) -> None:
+    found = last_number(completion)
+    assert (float(found) if found else None) == last
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["9", ",", "1,", "1,234", ",234", "1{,}234", "{,}", ".", ".5", "1.", "-", "1e", "1e-", "12,345.", "\u2212.", "a"],
+)
+def test_a_number_is_found_in_a_moment_in_whatever_text(part: str) -> None:
+    began = time.process_time()
+    last_number(part * (1_000_000 // len(part)) + "x")
+    assert time.process_time() - began < 5.0  # one that tried every part for every other would take hours
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,27 @@ ATTACKS = {
     "another program": ("import os\nos.execv('/bin/true', ['true'])", "not permitted|Permission denied"),
     "its keeper's end": ("import os\nos.kill(os.getppid(), 9)", "not permitted"),
     "everybody's end": ("import os\nos.kill(-1, 9)", "not permitted"),
+    "its own end as if by others": ("import os\nos.kill(os.getpid(), 9)", "not permitted"),
+    "its thread's end as if by others": (
+        "import signal, threading\nsignal.pthread_kill(threading.main_thread().ident, 9)",
+        "not permitted",
+    ),
+    "its own end by other calls": (
+        "import ctypes, os\ncall, me = ctypes.CDLL(None, use_errno=True).syscall, os.getpid()\n"
+        "of_x86, of_arm = (62, 200, 234, 129, 297), (129, 130, 131, 138, 240)\n"
+        "numbers = of_arm if os.uname().machine == 'aarch64' else of_x86\n"
+        "for number, given in zip(numbers, [(me, 9), (me, 9), (me, me, 9), (me, 9, 0), (me, me, 9, 0)]):\n"
+        "    call(number, *given)\n"
+        "raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))",
+        "not permitted",
+    ),
+    "a stop": ("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", "took more than 0.2 s"),
+    "an end of its first thread alone": (
+        "import ctypes, os, threading, time\nthreading.Thread(target=time.sleep, args=(999,)).start()\n"
+        "ctypes.CDLL(None).syscall(93 if os.uname().machine == 'aarch64' else 60, 0)",
+        "took more than 0.2 s",
+    ),
+    "its time's end before its time": ("import os\nos.kill(os.getpid(), 24)", "ended by SIGXCPU"),
     "a signal by a file": ("import fcntl\nfcntl.fcntl(0, 8, 1)", "not permitted"),
     "the network": ("import _socket\n_socket.socket()", "not permitted"),
     "a look at others": ("open('/proc/1/environ')", "Permission denied"),

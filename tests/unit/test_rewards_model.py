@@ -185,6 +185,13 @@ def test_a_line_that_is_no_pair_is_named_by_file_and_line(tmp_path: Path, line: 
         read_pairs(path)
 
 
+def test_a_text_may_have_any_line_separator(tmp_path: Path) -> None:
+    text = "one\u2028two\u2029three\x85four"
+    pair = json.dumps({"prompt": text, "chosen": "a", "rejected": "b"}, ensure_ascii=False)
+    (tmp_path / "pairs.jsonl").write_text(f"{pair}\n\n{pair}\n", encoding="utf-8")
+    assert [each.texts for each in read_pairs(tmp_path / "pairs.jsonl")] == [(f"{text}a", f"{text}b")] * 2
+
+
 def test_an_empty_file_of_pairs_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text("\n")
     with pytest.raises(DataError, match="holds 0 preference pairs"):

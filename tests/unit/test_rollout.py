@@ -9,11 +9,14 @@ import pytest
 
 from streamrl.errors import EngineError, LoadRejected, RewardError, RunGone, SampleError, TransportError
 from streamrl.protocol.transport.types import Leased
+from streamrl.protocol.wire.branches import MAX_KEPT_TOKENS, Branch
 from streamrl.protocol.wire.group import decode_header
+from streamrl.protocol.wire.ticket import Ticket
 from streamrl.versions import make_version
 from streamrl.workers.engines.base import Engine, Load, SampleRequest
 from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.rewards.base import ScoreItem
+from streamrl.workers.sessions.trace import Played, Trace
 from tests.worker_world import FIRST_VERSION, WorkerWorld
 
 
@@ -315,3 +318,37 @@ async def test_progress_counts_what_was_delivered_and_what_failed() -> None:
     assert (detail["groups_delivered"], detail["groups_failed"], detail["samples_failed"]) == (2, 0, 1)
     assert {"in_flight", "tokens_per_s", "kv_used"} <= detail.keys()
     assert all(decode_header(header).worker == "0" for _, header, _ in world.tickets.delivered)
+
+
+async def test_a_group_that_no_message_can_hold_is_a_failure_of_its_ticket_that_says_why() -> None:
+    """Handed back instead, it would be made and refused again by one worker after another, without end."""
+    world = WorkerWorld(player=Wandering())
+    world.put(1, num_samples=2)
+    world.put(2, num_samples=1, fields={"short": True})
+    world.start()
+
+    failed, fine = sorted(await world.delivered(2), key=lambda group: group.header.ticket)
+    await world.finish()
+    assert failed.samples == ()
+    assert failed.header.error.startswith("the group cannot be sent: ")
+    assert "num_kept_tokens" in failed.header.error
+    assert failed.header.num_failed_samples == world.rollout.counts.samples_failed == 2
+    assert world.rollout.counts.groups_failed == world.rollout.counts.groups_delivered == 1
+    assert not fine.header.failed, "the worker goes on"
+    assert world.tickets.handed_back == []
+
+
+class Wandering:
+    """Plays rollouts whose branches repeat more than a group may."""
+
+    async def play(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
+        trace = Trace(request.prompt_ids)
+        trace.take(request.prompt_ids, await engine.generate(request))
+        played = trace.played("stop", 1.0)
+        if ticket.fields:
+            return played
+        branch = Branch(start=1, row=0, keep=MAX_KEPT_TOKENS)
+        return played._replace(sample=played.sample._replace(branches=(branch,)))
+
+    def outage(self) -> None:
+        pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.versions import show, term_of
 from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.roles import AnnouncementsDouble
-from tests.follow_world import Follower
+from tests.follow_world import PATIENCE, Follower
 from tests.helpers import wait_until_async
 from tests.weights_world import assert_holds
 from tests.worker_world import a_sample_request
@@ -193,6 +194,26 @@ async def test_a_store_that_is_away_for_a_while_is_waited_for(tmp_path: Path) ->
 
     assert store.num_refusals == 0
     assert_holds(follower.mirror.path, follower.world.states[newest.version])
+    follower.weights.close()
+
+
+async def test_a_fetch_that_fails_after_longer_than_the_patience_is_tried_again(tmp_path: Path) -> None:
+    """Such as a download of some minutes whose last blob was swept meanwhile."""
+    store = SlowStore()
+    follower = Follower(tmp_path, store, patience=replace(PATIENCE, give_up_after_s=0.05))
+    lost = follower.publish()
+    for shard in lost.shards:
+        store.delete(shard.blob_name)
+    async with follower.following() as task:
+
+        async def asked() -> bool:
+            return store.num_asked > 0
+
+        await wait_until_async(asked, description="the fetch is under way")
+        assert not (await asyncio.wait([task], timeout=0.1))[0], "longer than its patience"
+        newest = follower.publish(anchor=True)
+        store.open.set()
+        await follower.serves(newest)
     follower.weights.close()
 
 

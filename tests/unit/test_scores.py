@@ -33,7 +33,7 @@ class BackgroundThread:
     """A validation whose answers come some rounds later; the steps' weights are as good as they are here."""
 
     def __init__(self, rewards: Mapping[int, float | None]) -> None:
-        self.rewards, self.started, self.cut_short = rewards, list[int](), set[int]()
+        self.rewards, self.started, self.lacking = rewards, list[int](), set[int]()
         self.trouble: Exception | None = None
         self._under_way: tuple[int, int, int] | None = None
 
@@ -56,7 +56,7 @@ class BackgroundThread:
             return None
         reward = self.rewards[step]
         metrics = {} if reward is None else {BEST_METRIC: reward}
-        return replace(RESULT, step=step, version=version, metrics=metrics, cut_short=step in self.cut_short)
+        return replace(RESULT, step=step, version=version, metrics=metrics, ranks=step not in self.lacking)
 
 
 class Run:
@@ -113,9 +113,9 @@ def test_each_checkpoint_has_the_score_of_its_own_step_although_it_comes_later(t
     assert find_checkpoint(f"{run.root.root}@best").state.step == 10
 
 
-def test_a_validation_that_ran_out_of_time_makes_no_checkpoint_the_best(tmp_path: Path) -> None:
+def test_a_validation_that_lacks_answers_makes_no_checkpoint_the_best(tmp_path: Path) -> None:
     run = Run(tmp_path, {10: 0.5, 20: 0.9, 30: 0.4}, checkpoint=schema.Checkpoint(keep_last=9))
-    run.validation.cut_short = {20}
+    run.validation.lacking = {20}
     run.go(*range(1, 31))
     run.wait()
     assert run.scores() == {10: 0.5, 20: None, 30: 0.4}

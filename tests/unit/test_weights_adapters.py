@@ -14,6 +14,7 @@ from streamrl.config import schema
 from streamrl.errors import DataError, WeightsError
 from streamrl.learner.loading.build import load_model
 from streamrl.learner.model.lora import merged, merged_parameters
+from streamrl.ops.cli.weights import OtherNames
 from streamrl.protocol.weights.adapters import Adapter, merge
 from streamrl.protocol.weights.format import BITS, Bits, Coding, DType, TensorMeta
 from streamrl.protocol.weights.manifest import decode_manifest, encode_manifest
@@ -151,7 +152,12 @@ def test_a_version_is_pulled_merged(scene: Scene, tmp_path: Path) -> None:
     [manifest] = scene.stream.manifests
     folder = tmp_path / "pulled"
     pull(
-        manifest.version, {manifest.version: manifest}, scene.store, model=Path(scene.config.model.path), folder=folder
+        manifest.version,
+        {manifest.version: manifest},
+        scene.store,
+        model=Path(scene.config.model.path),
+        folder=folder,
+        other_names=OtherNames(),
     )
     pulled = dict(load_model(str(folder)).named_parameters())
     dtype = getattr(torch, scene.config.weights.dtype)

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import WireError
-from streamrl.protocol.wire.branches import Branch
-from streamrl.protocol.wire.codec import SCHEMA, pack
+from streamrl.protocol.wire.branches import MAX_BRANCHES, MAX_KEPT_TOKENS, Branch
+from streamrl.protocol.wire.codec import MAX_MESSAGE_BYTES, SCHEMA, pack
 from streamrl.protocol.wire.group import MAX_HEADER_BYTES, Group, decode_body, decode_header, encode_group
 from streamrl.protocol.wire.sample import Sample, Span
 from tests.helpers import make_group, make_sample, make_ticket
@@ -282,3 +282,21 @@ def test_what_a_teacher_gave_comes_out_as_it_went_in_and_costs_nothing_where_the
     for wrong in (np.zeros(2, np.float32), np.full(3, np.nan, np.float32)):
         with pytest.raises(WireError, match="log-prob"):
             travelled([taught[0]._replace(teacher_logprobs=wrong), *taught[1:]])
+
+
+LONG = MAX_MESSAGE_BYTES // 64  # tokens of a sample, 64 of which fill a body with their ids alone
+BESIDE_TOKENS = {"teacher_logprobs": -np.ones(LONG, np.float32), "token_rewards": np.ones(LONG, np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ([make_sample(branches=(Branch(start=1, row=0, keep=1 + MAX_KEPT_TOKENS),))], "num_kept_tokens"),
+        ([make_sample(branches=(Branch(start=1, row=0, keep=1),) * (1 + MAX_BRANCHES))], "length <= 256"),
+        ([make_sample(spans=(Span(version=1, step=1, start=0, end=1),) * 4097)], "length <= 4096"),
+        ([make_sample(num_tokens=LONG, **BESIDE_TOKENS)] * 5, "a group of 8.* sampling.num_samples"),
+    ],
+)
+def test_what_every_learner_would_refuse_is_not_encoded(made: list[Sample], words: str) -> None:
+    with pytest.raises(WireError, match=words):
+        encode_group(make_group(make_ticket(0), samples=tuple(made)))

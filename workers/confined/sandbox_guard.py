@@ -16,6 +16,7 @@ import ctypes
 import errno
 import os
 import resource
+import signal
 import struct
 import sys
 from collections.abc import Iterator
@@ -160,7 +161,7 @@ _FREELY: dict[str, tuple[int | None, int | None]] = {
 _CLONE, _CLONE3 = (56, 220), (435, 435)
 _PRLIMIT, _SENDTO = (302, 261), (44, 206)
 _FCNTL, _IOCTL = (72, 25), (16, 29)
-_KILL, _TGKILL = (62, 129), (234, 131)
+_SIGNALS = {(62, 129): 1, (234, 131): 2}  # kill and tgkill: which argument is the signal
 _MACHINES = ("x86_64", "aarch64")
 
 
@@ -225,8 +226,8 @@ def _refuse_other_calls(pid: int) -> None:
     steps += _where(_SENDTO[at], 4, _if_null(4))  # only without an address, to the pair's other end
     steps += _where(_FCNTL[at], 1, _if_one_of(_FCNTL_COMMANDS))
     steps += _where(_IOCTL[at], 1, [*_if_one_of(_IOCTLS), (RETURN, 0, 0, ERRNO | errno.ENOTTY)])
-    for number in (_KILL[at], _TGKILL[at]):
-        steps += _where(number, 0, _if_one_of((pid,)))
+    for numbers, place in _SIGNALS.items():
+        steps += _where(numbers[at], 0, _if_its_own(pid, place))
     with compiled([*steps, (RETURN, 0, 0, ERRNO | errno.EPERM)]) as program:
         system_call("prctl", PR_SET_SECCOMP, MODE_FILTER, program, 0, 0)
 
@@ -240,6 +241,12 @@ def _where(number: int, place: int, steps: list[Step]) -> Iterator[Step]:
 
 def _if_one_of(values: tuple[int, ...]) -> list[Step]:
     return [step for value in values for step in ((IF_EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW))]
+
+
+def _if_its_own(pid: int, place: int) -> list[Step]:
+    """Any signal to itself but SIGKILL: that is a sign that others ended it, which excuses it from its score."""
+    number = (LOAD, 0, 0, ARGUMENTS_AT + 8 * place)
+    return [(IF_EQUAL, 0, 3, pid), number, (IF_EQUAL, 1, 0, signal.SIGKILL), (RETURN, 0, 0, ALLOW)]
 
 
 def _if_null(place: int) -> list[Step]:

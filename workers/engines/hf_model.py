@@ -19,6 +19,7 @@ import transformers
 from torch import Tensor, nn
 
 from streamrl.config import schema
+from streamrl.config.routers import keep_biases
 from streamrl.errors import DataError, WeightsError
 from streamrl.workers.engines.model import ModelFacts
 
@@ -37,6 +38,7 @@ def build_model(
         raise DataError(f"model {model.path!r} cannot be built: {error}") from error
     if dtype == torch.float64:
         built.set_experts_implementation("eager")  # torch has no grouped matmul in float64
+    keep_biases(built)
     built.tie_weights()
     built.eval()
     return built

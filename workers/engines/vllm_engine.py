@@ -6,8 +6,9 @@ Decisions, and why:
 
 - One request per sample, and only its final output: with n > 1, vLLM's last output need not hold all samples.
 - Logprobs are the *processed* ones, of the distribution actually sampled from.
-- KV cache at a load. salt: later requests use a new cache salt. clear: vLLM's own reset, which preempts running
-  requests and prefills them again. keep: neither.
+- KV cache at a load. salt: requests use a new cache salt once the scheduler is paused; those that come while it is
+  being paused wait until it is. clear: vLLM's own reset, which preempts running requests and prefills them again. keep:
+  neither.
 - Weights arrive only through loads, so vLLM starts with dummy weights. Deltas are written in place where the engine
   supports it (`vllm_in_place`). Do not request samples before the first `load`.
 - Samples carry no seed: a seeded request whose prompt is prefilled in two chunks kills vLLM 0.32's engine on CPUs.
@@ -94,6 +95,8 @@ class VllmEngine(Engine):
         self._version = 0
         self._salt = ""  # cache salt: requests reuse only cache entries of the same salt
         self._num_salts = 0
+        self._salt_is_known = asyncio.Event()  # of the weights under which a request would be prefilled
+        self._salt_is_known.set()
         self._in_flight = 0
         self._answer_s = _ANSWER_S
         self._num_canaries = 0
@@ -141,17 +144,25 @@ class VllmEngine(Engine):
         self._answer_s = answer_limit_s(weights)
         async with self._answering(f"load version {version}") as llm:
             patch = await self._in_place.patch(load.changed, weights)
-            # Not llm.pause_generation: it sleeps 20 ms with the engine paused.
-            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=load.kv_cache == "clear")
+            await self._pause(llm, load)
             info = {"path": str(weights), "version": version, "patch": None if patch is None else str(patch)}
             await _update(llm, info, label=f"{version}:{load.step}")
             self._version = version
+            await llm.resume_generation()
+            await self._in_place.loaded(llm, weights, version, patch)
+
+    async def _pause(self, llm: AsyncLLM, load: Load) -> None:
+        """Pause the scheduler, and salt later requests anew: it prefills them under the new weights."""
+        self._salt_is_known.clear()
+        try:
+            # Not llm.pause_generation: it sleeps 20 ms with the engine paused.
+            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=load.kv_cache == "clear")
             if load.kv_cache == "salt":
                 # A rejected version is loaded again, and cache entries of its first load must not be read.
                 self._num_salts += 1
-                self._salt = f"{version}:{self._num_salts}"
-            await llm.resume_generation()
-            await self._in_place.loaded(llm, weights, version, patch)
+                self._salt = f"{load.version}:{self._num_salts}"
+        finally:
+            self._salt_is_known.set()
 
     async def load_decoy(self, weights: Path) -> None:
         self._in_place.invalidate()
@@ -184,6 +195,7 @@ class VllmEngine(Engine):
         priority = _EVALUATION if request.urgent else _TRAINING
         self._in_flight += 1
         try:
+            await self._salt_is_known.wait()
             final = await self._final(
                 request.prompt_ids, self.sampling_params(sampling), request.request_id, priority, salt=self._salt
             )

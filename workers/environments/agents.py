@@ -50,7 +50,7 @@ class AgentPlayer:
         self, ticket: Ticket, engine: Engine, request: SampleRequest, place: Place, slot: contextlib.ExitStack
     ) -> Played:
         row = {"prompt": ticket.prompt, **ticket.fields}
-        async with self.sessions.opened(engine, request) as session:
+        async with self.sessions.opened(engine, request, num_samples=ticket.num_samples) as session:
             began = time.monotonic()
             beside = {"what ends it": _fail_with(session), "its silence": self._watch(session)}
             try:

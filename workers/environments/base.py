@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 ENVIRONMENT = "environment"  # the name of its rewards among the sources
 MAX_GIVEN_CHARS = 1 << 20  # of one answer
-# Of an answer as a line of JSON, which writes a character beyond U+FFFF as two escapes of 6 bytes each.
-MAX_LINE_BYTES = 12 * MAX_GIVEN_CHARS + (1 << 16)
+# Of an answer as JSON, which may write a character beyond U+FFFF as two escapes of 6 bytes each.
+MAX_ANSWER_BYTES = 12 * MAX_GIVEN_CHARS + (1 << 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from streamrl.errors import ConfigError, SampleError
 from streamrl.permissions import Permissions
 from streamrl.recipe.environments import ENVIRONMENTS
 from streamrl.workers.confined.door import Door
-from streamrl.workers.environments.base import MAX_LINE_BYTES, Answer, Episode, read_answer, read_text
+from streamrl.workers.environments.base import MAX_ANSWER_BYTES, Answer, Episode, read_answer, read_text
 from streamrl.workers.environments.own_child import THREADS
 from streamrl.workers.rewards.child import CallFailed, Child
 from streamrl.workers.rewards.functions import may_run
@@ -120,7 +120,7 @@ class Place:
                 self._door = Door(self._endpoint)
                 try:
                     self._child = await Child.begin(
-                        self._settings, _CHILD, door=self._door.theirs.fileno(), max_answer_bytes=MAX_LINE_BYTES
+                        self._settings, _CHILD, door=self._door.theirs.fileno(), max_answer_bytes=MAX_ANSWER_BYTES
                     )
                 except BaseException:
                     self._door.close()

@@ -49,7 +49,7 @@ class Player:
         is_chat = "messages" in ticket.fields
         if episode.opening and is_chat:
             raise SampleError("reset() must return None if prompts are messages: put the opening into the row")
-        trace, given = Trace(request.prompt_ids), episode.opening
+        trace, given = Trace(request.prompt_ids, num_samples=ticket.num_samples), episode.opening
         context_ids = _appended(request.prompt_ids, self._tail.of_text(given) if given else [])
         messages = list(ticket.fields["messages"]) if is_chat else []
         rewards: list[float] = []

@@ -27,7 +27,7 @@ import httpx
 from streamrl.config import schema
 from streamrl.errors import RewardOutage, SampleError
 from streamrl.permissions import Permissions
-from streamrl.workers.environments.base import Answer, Episode, read_answer, read_text
+from streamrl.workers.environments.base import MAX_ANSWER_BYTES, Answer, Episode, read_answer, read_text
 from streamrl.workers.rewards.asking import FIRST_PAUSE_S
 from streamrl.workers.rewards.http_client import check_host
 from streamrl.workers.rewards.http_request import Refused, TryAgain, make_client, post, printable
@@ -35,7 +35,6 @@ from streamrl.workers.rewards.replicas import Replica, Replicas
 
 ATTEMPTS = 5  # failed attempts per call: those that reached a replica, and for a step all of them
 _LONGEST_PAUSE_S = 5.0
-_MAX_ANSWER_BYTES = 1 << 20
 _CLOSE_S = 5.0
 
 
@@ -116,7 +115,7 @@ class RemoteEnvironment:
     async def ask(self, replica: Replica, what: str, question: Mapping[str, Any]) -> Mapping[str, Any]:
         url, timeout_s = f"{replica.url}/{what}", self._settings.timeout_s
         with self._replicas.asking(replica):
-            body = await post(self._client, url, question, timeout_s=timeout_s, max_bytes=_MAX_ANSWER_BYTES)
+            body = await post(self._client, url, question, timeout_s=timeout_s, max_bytes=MAX_ANSWER_BYTES)
             with contextlib.suppress(ValueError, RecursionError):
                 if isinstance(answer := json.loads(body), dict):
                     return answer
@@ -139,7 +138,7 @@ class RemoteEnvironment:
     async def _close_at(self, replica: Replica, number: str) -> None:
         with contextlib.suppress(TryAgain, Refused):
             question = {"id": number}
-            await post(self._client, f"{replica.url}/close", question, timeout_s=_CLOSE_S, max_bytes=_MAX_ANSWER_BYTES)
+            await post(self._client, f"{replica.url}/close", question, timeout_s=_CLOSE_S, max_bytes=MAX_ANSWER_BYTES)
 
     def _lost(self, reason: str) -> Exception:
         """Return the error for a lost rollout. While no replica keeps its rollouts, and for less than `outage_s`, no

@@ -27,8 +27,10 @@ class Copy:
         look_up: Callable[[int], Awaitable[bytes | None]],  # returns a version's manifest
         mirror: Mirror,
         reading: Callable[[Sequence[Manifest]], Blobs],
+        num_read: Callable[[], int],  # bytes so far
     ) -> None:
         self._look_up, self._mirror, self._reading = look_up, mirror, reading
+        self._num_read = num_read
         self._tag = tag_of(mirror.path)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mirror")
         self._patching: asyncio.Future[None] | None = None
@@ -58,6 +60,9 @@ class Copy:
 
         self._patching = asyncio.get_running_loop().run_in_executor(self._thread, patch)
         await asyncio.shield(self._patching)
+
+    def num_read(self) -> int:
+        return self._num_read()
 
     def _is_tagged(self, version: int) -> bool:
         return self._tag.exists() and self._tag.read_text() == str(version)

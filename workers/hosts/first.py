@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import structlog
@@ -64,6 +64,7 @@ class Hosts:
         self._lost: asyncio.Future[str] | None = None  # belongs to the running engine
         self._changed = asyncio.Condition()
         self._numbers = itertools.count(1)
+        self._on_arrival: dict[int, Callable[[], None]] = {}  # by number of the command
 
     async def begin(self, seed: int) -> Meeting:
         try:
@@ -97,10 +98,13 @@ class Hosts:
     def named(self, node: int) -> str:
         return "" if node == 0 else f", host {node + 1} of {self.num} ({self._at_work[node - 1]})"
 
-    async def bring(self, version: int, *, refetch: bool = False) -> None:
+    async def bring(
+        self, version: int, *, refetch: bool = False, bytes_arrived: Callable[[], None] = lambda: None
+    ) -> None:
         number = next(self._numbers)
         loop = asyncio.get_running_loop()
         waiting = {joined: loop.create_future() for joined in self._at_work}
+        self._on_arrival[number] = bytes_arrived
         try:
             for joined, answer in waiting.items():
                 if joined.lost:
@@ -111,6 +115,7 @@ class Hosts:
                 if why := await answer:
                     raise WeightsError(f"{joined} does not have version {show(version)}: {why}")
         finally:
+            del self._on_arrival[number]
             for joined in waiting:
                 joined.bringing.pop(number, None)
 
@@ -142,6 +147,9 @@ class Hosts:
                 message = await joined.link.receive()
                 if message.get("lost"):
                     raise LinkLost(str(message["lost"])[:1000])
+                if "arrived" in message:
+                    for bytes_arrived in self._on_arrival.values():
+                        bytes_arrived()
                 answer = joined.bringing.pop(int(message.get("number", 0)), None)
                 if answer is not None and not answer.done():
                     answer.set_result(str(message.get("why", ""))[:1000])

@@ -1,6 +1,6 @@
 """A further host's side: joins the first host, follows its commands, and rejoins when the connection is lost.
 
-    join ─┬─► bring   bring the copy of the weights to this version    ─► reply when done, or why not
+    join ─┬─► bring   bring the copy of the weights to this version    ─► tell what arrives; reply when done, or why not
      ▲    ├─► begin   start ranks of the engine, in their own thread   ─► one that ends is reported, and ends them all
      │    ├─► end     kill the ranks
      │    └─► leave   the first host's worker left in order, and so does this one
@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import structlog
 
 from streamrl.errors import EngineError, TransportError, UserError, WeightsError
-from streamrl.tasks import cancel_all, unless
+from streamrl.tasks import cancel_all, run_beside, unless
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.workers.engines.base import Meeting
 from streamrl.workers.hosts.link import LONGEST_LINE, SILENT_S, Link, LinkLost, Message, greet
@@ -33,6 +33,7 @@ log = structlog.get_logger(__name__)
 _CONNECT_S = 5.0
 _RETRY_S = 1.0
 _KILL_AGAIN_S = 0.2
+_TELL_EVERY_S = 1.0
 
 
 class Ranks(Protocol):
@@ -47,6 +48,10 @@ class Ranks(Protocol):
 
 class Holds(Protocol):
     """Implemented by `hosts.copy.Copy`, and by a double."""
+
+    def num_read(self) -> int:
+        """Return how many bytes of weights have arrived so far."""
+        ...
 
     async def bring(self, version: int, *, refetch: bool) -> None: ...
 
@@ -196,7 +201,8 @@ class FurtherHost:
     async def _bring(self, link: Link, message: Message) -> None:
         version, why = int(message["version"]), ""
         try:
-            await self._copy.bring(version, refetch=bool(message["anew"]))
+            bringing = self._copy.bring(version, refetch=bool(message["anew"]))
+            await run_beside(bringing, {"tell that data arrives": self._tell_arrivals(link)})
         except (WeightsError, TransportError) as error:  # the first host retries, perhaps with a newer version
             why = str(error)
         except Exception as error:  # noqa: BLE001 - such as a full disk's; `_break` logs it
@@ -205,6 +211,15 @@ class FurtherHost:
         else:
             self._progress.advanced(version=version)
         link.send({"number": message["number"], "why": why})
+
+    async def _tell_arrivals(self, link: Link) -> None:
+        """Have the first host go on waiting, however long the transfer takes."""
+        told = self._copy.num_read()
+        while True:
+            await asyncio.sleep(_TELL_EVERY_S)
+            if (arrived := self._copy.num_read()) != told:
+                link.send({"arrived": arrived - told})
+                told = arrived
 
     def _begin(self, link: Link, message: Message) -> None:
         meeting = Meeting(

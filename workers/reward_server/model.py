@@ -76,8 +76,9 @@ class RewardModel:
         return cls(model.to(device).eval(), tokenizer, settings)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        ids: list[list[int]] = self.tokenizer(list(texts), verbose=False)["input_ids"]
-        return ids
+        rows: list[list[int]] = self.tokenizer(list(texts), verbose=False)["input_ids"]
+        start = self.tokenizer.bos_token_id  # a chat's template has written it already
+        return [row[1:] if row[:2] == [start, start] else row for row in rows]
 
     def forward(self, rows: Sequence[Row]) -> torch.Tensor:  # [B, outputs] float32
         pad = self._pad_for(rows)

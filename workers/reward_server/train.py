@@ -183,7 +183,7 @@ def read_ratings(path: Path) -> list[Example]:
 
 def _read(path: Path, read: Callable[[Any], Example], *, what: str) -> list[Example]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise DataError(f"cannot read the {what} {str(path)!r}: {error.strerror}") from None
     except UnicodeDecodeError as error:

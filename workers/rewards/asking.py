@@ -57,9 +57,10 @@ class Service(Generic[Row, Result]):
         patience: Patience,
         *,
         max_rows: int,  # per request
+        kind: Callable[[Row], object] = lambda row: None,  # a request has rows of one kind
         first_pause_s: float,
     ) -> None:
-        self._request, self._patience, self._max_rows = request, patience, max_rows
+        self._request, self._patience, self._max_rows, self._kind = request, patience, max_rows, kind
         self._replicas = Replicas(urls, first_pause_s=first_pause_s)
         self._first_pause_s = first_pause_s
         self._answered: list[Row] = []  # the row answered last; empty at first
@@ -86,7 +87,10 @@ class Service(Generic[Row, Result]):
 
     def _send_waiting(self) -> None:
         while self._waiting and len(self._requests) < self._patience.max_concurrency:
-            batch, self._waiting = self._waiting[: self._max_rows], self._waiting[self._max_rows :]
+            kinds = [self._kind(entry.row) for entry in self._waiting]
+            alike = [entry for entry, kind in zip(self._waiting, kinds, strict=True) if kind == kinds[0]]
+            others = [entry for entry, kind in zip(self._waiting, kinds, strict=True) if kind != kinds[0]]
+            batch, self._waiting = alike[: self._max_rows], [*others, *alike[self._max_rows :]]
             request = asyncio.create_task(self._settle(batch), name=f"reward request of {len(batch)}")
             self._requests.add(request)
             request.add_done_callback(self._on_request_done)

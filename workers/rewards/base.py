@@ -29,6 +29,17 @@ class ScoreItem:
     fields: Mapping[str, Any] = field(default_factory=dict)  # the other fields of the data row, such as `answer`
     finish_reason: FinishReason = "stop"  # "length": truncated
     rewards: Mapping[str, float] = field(default_factory=dict)  # for group sources: the other sources' rewards
+    end: str = ""  # the text of its end token, and what the chat template writes after it; empty: cut off
+
+    @property
+    def is_chat(self) -> bool:
+        """The prompt's special tokens were written by the chat template."""
+        return "messages" in self.fields
+
+    @property
+    def text(self) -> str:
+        """Prompt and completion as a reward model reads them: a chat to its end."""
+        return self.prompt + self.completion + (self.end if self.is_chat else "")
 
     @property
     def sample(self) -> dict[str, Any]:

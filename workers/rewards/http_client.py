@@ -75,7 +75,14 @@ class HttpReward:
         self._source, self._client = source, client
         runs_programs = source.form == "sandbox-fusion"
         self._ask, max_rows = (ask_programs, 1) if runs_programs else (ask, MAX_ROWS)
-        self._service = Service(urls, self._request, source, max_rows=max_rows, first_pause_s=first_pause_s)
+        self._service = Service(
+            urls,
+            self._request,
+            source,
+            max_rows=max_rows,
+            kind=lambda item: item.is_chat,
+            first_pause_s=first_pause_s,
+        )
 
     async def start(self) -> None:
         """Nothing to check: a server that is not up yet is an outage, not a user's mistake."""

@@ -10,10 +10,10 @@ The supported request forms, each beside its answer:
     vllm-classify  POST /classify    {"input": [...], "use_activation": false}          {"data": [{"index", "probs"}]}
     vllm-pooling   POST /pooling     {"input": [...], "use_activation": false}          {"data": [{"index", "data"}]}
 
-A query is prompt and completion concatenated. `labels` are the rows' field `answer`, null if a row has none. vLLM is
-asked for the model's raw output, before any sigmoid, which is what a reward is. From a model of token rewards, with one
-number per token, the last one counts. A malformed answer is a ValueError; whether its numbers are finite is checked by
-the caller.
+A query is prompt and completion concatenated; a chat is written to its end (`rewards.chats`), and vLLM is told not to
+add special tokens to it. `labels` are the rows' field `answer`, null if a row has none. vLLM is asked for the model's
+raw output, before any sigmoid, which is what a reward is. From a model of token rewards, with one number per token, the
+last one counts. A malformed answer is a ValueError; whether its numbers are finite is checked by the caller.
 
 The bearer token that reward servers and clients share is kept in a file, never in a configuration, an argument or a
 log.
@@ -229,20 +229,19 @@ class Form:
         return [self.number(row) for row in rows]
 
 
-def _texts(items: Sequence[ScoreItem]) -> list[str]:
-    return [item.prompt + item.completion for item in items]
-
-
 def _ask_openrlhf(items: Sequence[ScoreItem]) -> dict[str, Any]:
     return {
-        "query": _texts(items),
+        "query": [item.text for item in items],
         "prompts": [item.prompt for item in items],
         "labels": [item.fields.get("answer") for item in items],
     }
 
 
 def _ask_vllm(items: Sequence[ScoreItem]) -> dict[str, Any]:
-    return {"input": _texts(items), "use_activation": False}
+    request: dict[str, Any] = {"input": [item.text for item in items], "use_activation": False}
+    if items[0].is_chat:  # as all of them are: requests are of one kind
+        request["add_special_tokens"] = False
+    return request
 
 
 def _only(row: Any) -> Any:
@@ -264,7 +263,7 @@ def _last(values: Any) -> Any:
 FORMS: Mapping[str, Form] = {
     "streamrl": Form(
         path="/score",
-        request=lambda items: {"texts": _texts(items)},
+        request=lambda items: {"texts": [item.text for item in items]},
         rows="rewards",
         max_answer_bytes_per_row=64,
     ),

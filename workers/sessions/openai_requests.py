@@ -30,6 +30,7 @@ _REFUSED: tuple[str, ...] = (
     "guided_choice",
 )
 _REFUSED += ("bad_words", "functions", "function_call", "suffix", "chat_template", "chat_template_kwargs")
+_REFUSED += ("continue_final_message", "add_special_tokens")  # completions honour the second
 _MAX_STOPS = 16
 
 Count = Annotated[int, Field(ge=1)]
@@ -82,6 +83,7 @@ class ChatRequest(_Request):
     tool_choice: Literal["auto", "none"] | None = None
     logprobs: bool | None = False
     top_logprobs: Literal[0] | None = None
+    add_generation_prompt: Literal[True] | None = None
 
     @property
     def token_limit(self) -> int | None:
@@ -93,6 +95,7 @@ class CompletionRequest(_Request):
     echo: Literal[False] | None = False
     best_of: Literal[1] | None = None
     logprobs: Literal[0, 1] | None = None
+    add_special_tokens: bool = True  # to a prompt of text
 
 
 class GenerateRequest(BaseModel):

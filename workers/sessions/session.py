@@ -56,11 +56,11 @@ class Model:
 
 
 class Session:
-    def __init__(self, model: Model, engine: Engine, request: SampleRequest) -> None:
+    def __init__(self, model: Model, engine: Engine, request: SampleRequest, *, num_samples: int = 1) -> None:
         """`request` is the template for each request to the engine."""
         self.id, self.key = secrets.token_hex(8), secrets.token_urlsafe(32)
         self.model = model
-        self.trace = Trace(request.prompt_ids)
+        self.trace = Trace(request.prompt_ids, num_samples=num_samples)
         self.spent = ""  # the bound that was reached
         self.model_s = 0.0  # spent in the engine
         self.num_tool_calls = 0
@@ -140,7 +140,8 @@ class Session:
     async def complete(self, request: CompletionRequest) -> Turn:
         given, ids = ("", request.prompt) if isinstance(request.prompt, list) else (request.prompt, [])
         if given:
-            ids = await self._in_thread(lambda: self.model.facts.tokenizer(given)["input_ids"])
+            add = request.add_special_tokens
+            ids = await self._in_thread(lambda: self.model.facts.tokenizer(given, add_special_tokens=add)["input_ids"])
         context = Context(token_ids=self._checked_prompt(ids), given=given)
         generated = await self._sample(context, token_limit=request.token_limit, stops=request.stops)
         reply = Reply(content=generated.text)

@@ -63,8 +63,8 @@ class Sessions:
             yield
 
     @contextlib.asynccontextmanager
-    async def opened(self, engine: Engine, request: SampleRequest) -> AsyncIterator[Session]:
-        session = Session(self.model, engine, request)
+    async def opened(self, engine: Engine, request: SampleRequest, *, num_samples: int = 1) -> AsyncIterator[Session]:
+        session = Session(self.model, engine, request, num_samples=num_samples)
         self._open[session.id] = session
         try:
             yield session

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import SampleError
-from streamrl.protocol.wire.branches import MAX_BRANCHES, Branch
+from streamrl.protocol.wire.branches import MAX_BRANCHES, MAX_KEPT_TOKENS, Branch
 from streamrl.protocol.wire.routes import Routes, ending
 from streamrl.protocol.wire.sample import FinishReason, Sample, Span
 from streamrl.workers.engines.base import Generated
@@ -82,10 +82,12 @@ class _Row:
 
 
 class Trace:
-    def __init__(self, prompt_ids: Ids) -> None:
+    def __init__(self, prompt_ids: Ids, *, num_samples: int = 1) -> None:
+        """`num_samples`: how many rollouts share what a group's branches may keep."""
         first = _Row(so_far=prompt_ids, row=0, keep=len(prompt_ids), ends=[len(prompt_ids)])
         self._rows = [first]
         self._prompt_ids = prompt_ids
+        self._num_samples = num_samples
         self._prompt_routes: Routes | None = None
         self._texts: list[str] = []
         self._turns: list[tuple[int, int]] = []  # (row, position in it) of each turn that sampled something
@@ -102,7 +104,7 @@ class Trace:
 
     def take(self, context_ids: Ids, generated: Generated, *, given: str = "") -> None:
         """Record a turn: the model's whole context and its answer. `given` is the text before the answer, as rewards
-        read it. SampleError if there are too many branches."""
+        read it. SampleError if there are too many branches, or they repeat too much."""
         self.num_turns += 1
         self._texts += [given, generated.text]
         if len(generated.token_ids) == 0:
@@ -173,6 +175,13 @@ class Trace:
     def _branch(self, at: int, keep: int) -> _Row:
         if self.num_branches == MAX_BRANCHES:
             raise SampleError(f"more than {MAX_BRANCHES} turns continued from a context other than the previous one")
+        num_kept = keep + sum(row.keep for row in self._rows[1:])
+        if num_kept > MAX_KEPT_TOKENS // self._num_samples:
+            raise SampleError(
+                f"{self.num_branches + 1} turns continued from a context other than the previous one, and repeat "
+                f"{num_kept} tokens; a group's {self._num_samples} samples may repeat {MAX_KEPT_TOKENS} together: let "
+                "later turns append to earlier ones, or make environment.max_turns or sampling.num_samples smaller"
+            )
         parent = self._rows[at]
         ends = [end for end in parent.ends if end <= keep]
         self._rows.append(_Row(so_far=parent.so_far[:keep], row=at, keep=keep, ends=ends))

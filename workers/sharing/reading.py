@@ -46,6 +46,10 @@ class Counts:
     host: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def total(self) -> int:
+        return self.store + self.peers + self.host
+
     def add(self, *, store: int = 0, peers: int = 0, host: int = 0) -> None:
         with self.lock:
             self.store += store

@@ -17,6 +17,7 @@ from streamrl.ops.cli.arguments import OpenRun, open_run, print_result, takes_js
 from streamrl.ops.cli.subject import find_subject
 from streamrl.ops.monitor.runs import Target
 from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.weights.pretrained import Pretrained
 from streamrl.protocol.weights.published import Manifests, changed_by_tensor, check_blobs, full_bytes, read_manifests
 from streamrl.protocol.weights.published import pull as pull_version
 from streamrl.protocol.weights.stores import BlobStore, open_store
@@ -180,6 +181,7 @@ def pull(target: Target, wanted: str, to: Path, model: Path | None, as_json: boo
     """Write one version as a Hugging Face folder.
 
     Configuration and tokenizer come from the base model's folder, the weights from the run's store, digests checked.
+    Needs torch and transformers only for models whose files name tensors differently, such as mixtures of experts.
 
     \b
     streamrl weights pull runs/big --to big-newest
@@ -188,7 +190,8 @@ def pull(target: Target, wanted: str, to: Path, model: Path | None, as_json: boo
     with _published(target) as (opened, manifests):
         manifest = _pick(manifests.by_version, wanted)
         base = model or Path(opened.config.model.path)
-        pull_version(manifest.version, manifests.by_version, _store(opened), model=base, folder=to)
+        by_version, store = manifests.by_version, _store(opened)
+        pull_version(manifest.version, by_version, store, model=base, folder=to, other_names=OtherNames())
     version, step = show(manifest.version), manifest.step
     result = {"version": version, "step": step, "folder": str(to), "bytes": full_bytes(manifest)}
     print_result(result, [f"version {version}, after step {step}, is in {to}"], as_json=as_json, indent=None)
@@ -221,6 +224,22 @@ def export(run: str, to: Path, as_json: bool) -> None:
     step = subject.checkpoint.state.step
     result = {"step": step, "checkpoint": str(subject.checkpoint.folder), "folder": str(to)}
     print_result(result, [f"the model after step {step} is in {to}"], as_json=as_json, indent=None)
+
+
+class OtherNames:
+    """Implements `protocol.weights.published.Converts`."""
+
+    def pretrained(self, model: Path) -> Pretrained:
+        need("merging adapters into this model", "torch", "transformers", extra="learner")
+        from streamrl.workers.pretrained import PretrainedModel
+
+        return PretrainedModel(str(model), trust_remote_code=False)
+
+    def write(self, weights: Path, folder: Path, *, model: Path) -> None:
+        need("writing this model", "torch", "transformers", extra="learner")
+        from streamrl.learner.checkpoints.version_files import write_version
+
+        write_version(weights, folder, model=model)
 
 
 def _row(manifest: Manifest, served_by: Mapping[int, list[str]]) -> dict[str, Any]:

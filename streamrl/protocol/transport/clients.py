@@ -139,7 +139,7 @@ def _with_tls(url: str) -> bool:
 
 def _secret(url: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """Return options for the password; none for a Unix socket without a user: the embedded server has no password."""
-    if (url.startswith("unix:") and "@" not in url) or split_password(url)[1] is not None:
+    if (url.startswith("unix:") and "@" not in urlsplit(url).netloc) or split_password(url)[1] is not None:
         return {}
     if file := environment.get(f"{PASSWORD}_FILE"):
         user = urlsplit(url).username

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Self
+from urllib.parse import quote
 
 import redis
 from redis.backoff import NoBackoff
@@ -87,7 +88,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        return f"unix://{self._socket}"
+        return _url(self._socket)
 
     @property
     def pid(self) -> int:
@@ -155,7 +156,12 @@ def find_server(which: Callable[[str], str | None] = shutil.which) -> Path:
 def serving(folder: Path) -> str | None:
     """Return the URL of the server that runs in this folder, or None. Starts nothing."""
     socket = _socket_path(folder.resolve())
-    return f"unix://{socket}" if socket.exists() and _ask(socket) == "ready" else None
+    return _url(socket) if socket.exists() and _ask(socket) == "ready" else None
+
+
+def _url(socket: Path) -> str:
+    """Return the socket's URL; a folder may be named with characters that mean something in URLs."""
+    return f"unix://{quote(str(socket))}"
 
 
 def _lock(folder: Path, timeout_s: float) -> int:

@@ -22,6 +22,8 @@ from streamrl.protocol.wire.ticket import Purpose
 
 WORKERS = "workers"  # the consumer group of the ticket streams
 HANDED_BACK = "(handed back)"  # the consumer of tickets that no worker holds: any worker may claim them at once
+# A run's name: without characters that mean something in patterns of keys.
+RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 LEADER = "learner/0"  # the rank that writes for all and obeys the operator, as named in reports
 LONGEST_EVENTS = 10_000  # lines of the journal to keep, approximately
 NUM_LEVELS = 5

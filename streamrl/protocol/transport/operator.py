@@ -18,6 +18,7 @@ from __future__ import annotations
 import getpass
 import math
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,6 +45,7 @@ _TOMBSTONE_S = 86_400
 _KEYS_A_CALL = 500
 _LETTERS_A_CALL = 500
 _LOOK_EVERY_S = 0.2
+_GLOB = re.compile(r"[*?\[\]\\]")  # what has a meaning in the patterns of SCAN
 _ALIVE_S = 15.0  # processes without a report for this long are not waited for
 
 
@@ -125,7 +127,8 @@ def remove_run(client: redis.Redis, keys: Keys) -> bool:
 
 def _sweep(client: redis.Redis, keys: Keys) -> None:
     """Delete the remaining keys: blobs, receipts and telemetry, too many for one script and no longer read."""
-    for key in client.scan_iter(match=f"{keys.prefix}*", count=_KEYS_A_CALL):
+    prefix = _GLOB.sub(r"\\\g<0>", keys.prefix)
+    for key in client.scan_iter(match=f"{prefix}*", count=_KEYS_A_CALL):
         if key != keys.tombstone.encode():
             client.unlink(key)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from streamrl.errors import DataError, WeightsError
 from streamrl.protocol.transport.connection import repeat
@@ -21,7 +21,7 @@ from streamrl.protocol.weights.fetching import fetch
 from streamrl.protocol.weights.format import TensorMeta
 from streamrl.protocol.weights.manifest import Manifest, ShardRecord, decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
-from streamrl.protocol.weights.pretrained import PretrainedFiles
+from streamrl.protocol.weights.pretrained import Pretrained, PretrainedFiles
 from streamrl.protocol.weights.stores import BlobStore
 from streamrl.versions import show
 
@@ -79,7 +79,26 @@ def check_blobs(manifest: Manifest, store: BlobStore) -> Iterator[tuple[ShardRec
             yield shard, None
 
 
-def pull(version: int, manifests: dict[int, Manifest], store: BlobStore, *, model: Path, folder: Path) -> None:
+class Converts(Protocol):
+    """Knows models whose files name tensors otherwise than the learner does, or stack them otherwise."""
+
+    def pretrained(self, model: Path) -> Pretrained:
+        """Return the model's tensors under the learner's names."""
+        ...
+
+    def write(self, weights: Path, folder: Path, *, model: Path) -> None:
+        """Write the file's tensors and the configuration into the folder, in the layout of the model's files."""
+
+
+def pull(
+    version: int,
+    manifests: dict[int, Manifest],
+    store: BlobStore,
+    *,
+    model: Path,
+    folder: Path,
+    other_names: Converts,  # called only if the files of `model` have not all tensors under the learner's names
+) -> None:
     """Write the version as a folder that transformers loads: weights from the store, all other files from `model`.
 
     Adapters are merged into the weights of `model`. The folder appears whole: it is written under another name and
@@ -96,20 +115,34 @@ def pull(version: int, manifests: dict[int, Manifest], store: BlobStore, *, mode
     shutil.rmtree(beside, ignore_errors=True)
     try:
         shutil.copytree(model, beside, ignore=shutil.ignore_patterns(*_WEIGHT_FILES))
-        files = sorted(model.glob("*.safetensors")) if target.adapters else []
-        mirror = Mirror(beside, run_uid=target.run_uid, pretrained=PretrainedFiles(files, name=str(model)))
+        files = PretrainedFiles(sorted(model.glob("*.safetensors")), name=str(model))
+        is_named_alike = all(tensor in files for tensor in target.served)
+        pretrained = other_names.pretrained(model) if target.adapters and not is_named_alike else files
+        mirror = Mirror(beside, run_uid=target.run_uid, pretrained=pretrained)
         mirror.apply_path(catch_up(0, target, manifests.get), store)
         assert mirror.version == version, "a path that was applied leads to its target"
-        mirror.path.rename(beside / "model.safetensors")
+        if is_named_alike:
+            _rename_for_all(mirror.path, beside / "model.safetensors")
+        else:
+            other_names.write(mirror.path, beside, model=model)
+            mirror.close()
         _set_dtype(beside / "config.json", target)
         beside.rename(folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
 
+def _rename_for_all(path: Path, name: Path) -> None:
+    """Rename, with the mode of any new file: a mirror is its user's alone."""
+    name.touch()
+    path.chmod(name.stat().st_mode)
+    path.rename(name)
+
+
 def _set_dtype(path: Path, manifest: Manifest) -> None:
-    """Set the published dtype: the base model's config.json names the dtype of its own release."""
+    """Set the published dtype: the base model's config.json names the dtype, or quantization, of its own release."""
     config = json.loads(path.read_text())
+    config.pop("quantization_config", None)
     [dtype, *others] = {tensor.dtype for tensor in manifest.tensors}
     if not others:
         config.pop("torch_dtype", None)

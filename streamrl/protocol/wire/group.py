@@ -101,13 +101,21 @@ class Group:
 
 
 def encode_group(group: Group) -> tuple[bytes, bytes]:
-    """Encode to (header, body); computes the header's digest, lengths and versions from the body."""
+    """Encode to (header, body); computes the header's digest, lengths and versions from the body.
+
+    WireError if the group exceeds a limit, so that no worker delivers what every learner would refuse.
+    """
     samples = group.samples
     num_prompt, lengths = len(group.prompt_ids), [len(s.token_ids) for s in samples]
     counts, routes = pack_routes(group.prompt_routes, [s.routes for s in samples], num_prompt, lengths)
     token_ids = _raw(_I4, [group.prompt_ids, *[s.token_ids for s in samples]])
     logprobs = _raw(_F4, [s.logprobs for s in samples])
     body = b"".join([*token_ids, *logprobs, pack_rows(samples, lengths), routes])
+    if (num_bytes := len(body) - len(routes)) > MAX_MESSAGE_BYTES:
+        raise WireError(
+            f"a group of {num_bytes} bytes; the limit is {MAX_MESSAGE_BYTES}: make sampling.num_samples or "
+            "sampling.max_tokens smaller"
+        )
     versions = [span.version for s in samples for span in s.spans]
     header = replace(
         group.header,
@@ -122,7 +130,9 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
         digest=xxhash.xxh3_64_intdigest(body),
         routes=counts,
     )
-    return _HEADERS.pack(header), body
+    packed = _HEADERS.pack(header)
+    _HEADERS.unpack(packed)
+    return packed, body
 
 
 def decode_header(data: bytes) -> GroupHeader:

@@ -55,7 +55,7 @@ _TURN_REWARDS = attrgetter("turn_rewards")
 
 
 def pack_rows(samples: Sequence[Sample], lengths: Sequence[int]) -> bytes:
-    """Pack everything that is not one item per token."""
+    """Pack everything that is not one item per token. WireError if it exceeds a limit of `unpack_samples`."""
     if list(lengths) != [len(s.logprobs) for s in samples]:  # concatenated, they would shift those of later samples
         raise WireError("a sample's log-probs and tokens differ in number")
     if not all(map(math.isfinite, chain.from_iterable([s.rewards.values() for s in samples]))):
@@ -66,7 +66,9 @@ def pack_rows(samples: Sequence[Sample], lengths: Sequence[int]) -> bytes:
         teacher_logprobs=pack_taught([s.teacher_logprobs for s in samples], lengths),
     )
     _check_turns(samples)
-    return _MESSAGES.pack(rows)
+    packed = _MESSAGES.pack(rows)
+    _MESSAGES.unpack(packed)
+    return packed
 
 
 def unpack_samples(

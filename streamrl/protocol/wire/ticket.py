@@ -60,8 +60,7 @@ MAX_TICKET_BYTES = 4 * (2 * MAX_TEXT_CHARS + MAX_TOKENS) + (1 << 20)
 
 _ID_BYTES = 4
 _COLUMN_BYTES = 4 << 20  # of a group, besides tokens: rewards, versions and mask runs take some KB per sample
-_BYTES_PER_TOKEN = 8  # id and logprob
-MAX_GROUP_TOKENS = (MAX_MESSAGE_BYTES - _COLUMN_BYTES) // _BYTES_PER_TOKEN  # prompt and samples
+_ITEM_BYTES = 4  # of each token: its id, its logprob, and what else a run has per token
 _encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # created once, because that is slow
 
 
@@ -163,6 +162,12 @@ def decode_ticket(data: bytes) -> Ticket:
     )
     vars(ticket)["asked"] = issued.asked  # the identity is that of these bytes; saves encoding again
     return ticket
+
+
+def max_group_tokens(*, items: int) -> int:
+    """Return how many tokens of prompt and samples fit into a group with so many numbers per token beside its id and
+    logprob."""
+    return (MAX_MESSAGE_BYTES - _COLUMN_BYTES) // ((2 + items) * _ITEM_BYTES)
 
 
 def encode_row(fields: Mapping[str, Any]) -> str:
