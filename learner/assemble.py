@@ -22,9 +22,11 @@ from streamrl.learner.groups.quarantine import Quarantine
 from streamrl.learner.metrics.keepsakes import note_state
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.process.background import BackgroundThread
+from streamrl.learner.process.failing import heeding_peers
 from streamrl.learner.process.job import job_began
 from streamrl.learner.process.lease import LeaseKeeper
 from streamrl.learner.process.ranks import World
+from streamrl.learner.process.stop_flag import share_signals
 from streamrl.learner.publishing.publish import Publisher
 from streamrl.learner.rank import work
 from streamrl.learner.rank_context import (
@@ -121,7 +123,7 @@ def _follow(context: RankContext, server: Server, report_as_learner: Callable[[]
     """Every rank except rank 0."""
     policy = load_model_together(context)
     while (message := context.patient.broadcast(None)) == _WAIT_ON:
-        pass
+        share_signals(context.stop, context.patient)
     if message == _LEAVE:
         return "running"
     report_as_learner()
@@ -146,12 +148,13 @@ def _lead(context: RankContext, server: Server, report_as_learner: Callable[[], 
         return "running"
     report_as_learner()
     keeper = LeaseKeeper(take, lease_s=config.learner.lease_s)
-    with keeper.keeping():
+    # Exporters close last: no longer renewed, so that a released lease stays free, however long they take.
+    with ExitStack() as exports, keeper.keeping():
         admitted = admit(
             config=config, server=server, keeper=keeper, prompts=prompts, fingerprint=context.tokenizer_info.fingerprint
         )
         make_conductor = partial(_make_conductor, context, admitted, keeper, prompts, held_out, policy.routes_wanted)
-        return _work_and_record(context, server, policy, admitted, make_conductor)
+        return _work_and_record(context, server, policy, admitted, make_conductor, exports)
 
 
 def _read_held_out(context: RankContext) -> Sequence[Prompt]:
@@ -165,6 +168,7 @@ def _await_lease(context: RankContext, server: Server, take: Callable[..., bool]
 
     def go_on() -> bool:
         context.patient.broadcast(_WAIT_ON)
+        share_signals(context.stop, context.patient)
         return not context.stop.is_set()
 
     with context.progress.waiting(Wait.LEASE):
@@ -180,16 +184,22 @@ def _work_and_record(
     policy: Policy,
     admitted: Admitted,
     make_conductor: Callable[[], Conductor],
+    exports: ExitStack,
 ) -> RunState:
-    """Train, and record in Redis and in the run's folder that the run is running and how it ended."""
+    """Train, and record in Redis and in the run's folder that the run is running and how it ended.
+
+    `exports` closes the conductor's exporters.
+    """
     start, stream = admitted.start, admitted.stream
     note = partial(note_state, context.config.folder, term=start.term)
     note("running")
     try:
-        context.patient.broadcast(start.to_bytes())
-        conductor = make_conductor()
-        publisher = _make_publisher(context, server, policy, start, stream)
-        state = work(context, policy, start, conductor=conductor, stream=stream, publisher=publisher)
+        with heeding_peers():
+            context.patient.broadcast(start.to_bytes())
+            conductor = make_conductor()
+            exports.enter_context(conductor.exporting())
+            publisher = _make_publisher(context, server, policy, start, stream)
+            state = work(context, policy, start, conductor=conductor, stream=stream, publisher=publisher)
     except (UserError, TrainingError) as error:
         # No restart can fix this, so record the failure where the monitor shows it.
         stream.event("failed", error=str(error))

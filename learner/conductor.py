@@ -5,8 +5,8 @@
     feed ──────────────────────────┘
 
 A decision takes about a second at most: with nothing to do the plan is IDLE, so that the other ranks, which wait in the
-broadcast, never reach its timeout. Every rank has a conductor; on all but rank 0 it is a `Follower`, which only
-receives.
+broadcast, never reach its timeout. After each decision all ranks learn whether a signal told one of them to end,
+which the next decision heeds. Every rank has a conductor; on all but rank 0 it is a `Follower`, which only receives.
 
     rank 0   Conductor: decides, broadcasts, records                  others   Follower
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
@@ -30,6 +31,7 @@ from streamrl.learner.groups.plan import GroupCheck, Kind, Outcome, Plan
 from streamrl.learner.metrics.exporters import open_exporters
 from streamrl.learner.metrics.record import Recorder
 from streamrl.learner.process.lease import LeaseKeeper, redis_may_be_away
+from streamrl.learner.process.stop_flag import share_signals
 from streamrl.learner.publishing.rejections import Rejections
 from streamrl.learner.validation.schedule import ValidationSchedule
 from streamrl.telemetry.progress import Report, Wait
@@ -97,6 +99,10 @@ class Conductor:
         self._newest: Published | None = None
         self._next_weights_check = 0.0
 
+    def exporting(self) -> AbstractContextManager[None]:
+        """At the end of the block the metrics' exporters send what is left; takes seconds at most."""
+        return self._recorder.exporting()
+
     # Broadcast to all ranks
 
     def next_plan(self, step: int, *, may_train: bool = True) -> Plan:
@@ -131,6 +137,7 @@ class Conductor:
     def _broadcast(self, message: bytes) -> None:
         self._context.watchdog.beat()
         self._context.world.broadcast(message)
+        share_signals(self._context.stop, self._context.world)
 
     # Decisions
 
@@ -289,7 +296,9 @@ class Follower:
     def _receive(self) -> bytes:
         self._context.watchdog.beat()
         with self._context.progress.waiting(Wait.PEERS):
-            return self._context.world.broadcast(None)
+            message = self._context.world.broadcast(None)
+            share_signals(self._context.stop, self._context.world)
+        return message
 
     def validate(self, step: int, latest: Published | None) -> None: ...
 

@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import structlog
 import torch
 
@@ -156,7 +155,7 @@ class Loop:
         fetched, verdicts = self._fetch(plan)
         tally.add_masked(fetched.num_masked)
         groups = fetched.agreed(verdicts)
-        updates = self._learn(groups, tally) if GroupCheck.SOUND in verdicts else []
+        updates = self._learn(groups, tally, self._rate(plan)) if GroupCheck.SOUND in verdicts else []
         applied = [one for one in updates if one.applied]
         self._conductor.settle(plan, verdicts, trained=bool(applied))
         self._guard(updates)
@@ -186,31 +185,36 @@ class Loop:
             taught=self._config.teacher is not None and bool(self._config.teacher.urls),
             routes=self._parts.policy.routes_wanted,
         )
-        stop_requested = float(self._context.stop.is_set())
-        *verdicts, any_stop_requested = self._world.largest(np.append(fetched.verdicts, stop_requested))
-        if any_stop_requested:  # on any machine: rank 0 ends all ranks with its next plan
-            self._context.stop.set()
-        return fetched, [GroupCheck(int(verdict)) for verdict in verdicts]
+        return fetched, [GroupCheck(int(verdict)) for verdict in self._world.largest(fetched.verdicts)]
 
-    def _learn(self, groups: Sequence[Group], tally: Tally) -> list[Update]:
+    def _rate(self, plan: Plan) -> float:
+        start = self._parts.start
+        num_batches = plan.num_answered / self._config.training.groups_per_step
+        return learning_rate(
+            self._step - start.first_step,
+            self._config.optimizer,
+            total_steps=start.total_steps,
+            position=start.position(self._step, num_batches=num_batches),
+        )
+
+    def _learn(self, groups: Sequence[Group], tally: Tally, lr: float) -> list[Update]:
         """Make one update for each pass over the batch, ending after a skipped one."""
         made: list[Update] = []
         with self._timers.measure("train"), self._context.watchdog.computing():
             with self._timers.measure("init_logprobs"):
                 batch = self._parts.gradients.prepare(groups, tally)
             while len(made) < self._config.algorithm.reinforce_epochs and (not made or made[-1].applied):
-                made.append(self._pass(batch, tally))
+                made.append(self._pass(batch, tally, lr))
         return made
 
-    def _pass(self, batch: Batch, tally: Tally) -> Update:
-        settings, start = self._config.optimizer, self._parts.start
+    def _pass(self, batch: Batch, tally: Tally, lr: float) -> Update:
         with self._timers.measure("logprobs"):
             loss = self._parts.gradients.accumulate(batch, tally)
         return update(
             self._parts.optimizer,
             loss=loss,
-            lr=learning_rate(self._step - start.first_step, settings, total_steps=start.total_steps),
-            clip_norm=settings.clip_norm,
+            lr=lr,
+            clip_norm=self._config.optimizer.clip_norm,
             world=self._world,
         )
 

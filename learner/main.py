@@ -10,7 +10,6 @@ unless torchrun itself is ending. Where a restart would only fail again, the ran
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import signal
@@ -24,9 +23,10 @@ import structlog
 import torch
 
 from streamrl.config.load import load_config
-from streamrl.errors import Ended, Refused, Replaced, RunGone, StreamrlError, TrainingError, UserError
+from streamrl.errors import StreamrlError
 from streamrl.learner.assemble import learn
 from streamrl.learner.checkpoints.resume import check_resume
+from streamrl.learner.process.failing import is_permanent, sharing_failures, write_error
 from streamrl.learner.process.guardian import guarded
 from streamrl.learner.process.job import EXIT_ON_SIGNAL, end_at_once_on_sigterm, write_verdict
 from streamrl.learner.process.ranks import die_with_parent, end_if_joined, join_world, show_rank
@@ -59,17 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with guarded(limit_s=_STOPPED_LIMIT_S) if under_agent else nullcontext():
             state = _run(options, stop, under_agent=under_agent)
     except StreamrlError as error:
-        is_reported = isinstance(error, UserError | TrainingError | RunGone)
-        stays_on_standby = isinstance(error, Replaced) and options.standby
-        is_permanent = is_reported or (isinstance(error, Replaced | Refused | Ended) and not stays_on_standby)
-        log.error(str(error), exc_info=not is_permanent)
-        if rank == "0":
+        permanent = is_permanent(error, standby=options.standby)
+        log.error(str(error), exc_info=not permanent)
+        if permanent and options.error_file:
+            write_error(options.error_file, error, rank=int(rank))
+        ends_agent = permanent and under_agent and write_verdict(error.exit_code, os.environ)
+        if ends_agent or (rank == "0" and not (permanent and under_agent)):  # once for all ranks
             print(f"learner: {error}", file=sys.stderr, flush=True)
-        if is_reported and rank == "0" and options.error_file:  # otherwise another learner owns the run and is healthy
-            options.error_file.write_text(json.dumps({"error": str(error), "exit_code": error.exit_code}))
-        if is_permanent and under_agent and os.environ.get("LOCAL_RANK") == "0":
-            write_verdict(error.exit_code, os.environ)
-            os.kill(_agent(parent), signal.SIGTERM)  # else torchrun would restart the ranks, up to max-restarts times
+        if ends_agent:  # else torchrun would restart the ranks, up to max-restarts times
+            os.kill(_agent(parent), signal.SIGTERM)
         end_if_joined(error.exit_code)
         return error.exit_code
     except Exception as error:
@@ -95,7 +93,11 @@ def _run(options: argparse.Namespace, stop: threading.Event, *, under_agent: boo
         check_resume(config)
     if threads := config.learner.threads or threads_in(os.environ):
         torch.set_num_threads(threads)
-    with join_world(os.environ, timeout_s=stall_limit_s(config), gpu_memory=options.gpu_memory) as all_ranks:
+    rank = int(os.environ.get("RANK", "0"))
+    with (
+        join_world(os.environ, timeout_s=stall_limit_s(config), gpu_memory=options.gpu_memory) as all_ranks,
+        sharing_failures(rank=rank, standby=options.standby),
+    ):
         world = all_ranks.under(config.learner.layout)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
@@ -121,6 +123,7 @@ def _run(options: argparse.Namespace, stop: threading.Event, *, under_agent: boo
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m streamrl.learner", description="One rank of a run's learner.")
     parser.add_argument("--config", required=True, type=Path, help="the run's resolved configuration")
+    parser.add_argument("--own-config", action="store_true", help="that file is for this agent, which removes it")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--redis", metavar="URL", help="Redis server with the run's stream")
     source.add_argument("--replay", metavar="DIR", type=Path, help="train from this recording, without Redis")

@@ -79,7 +79,7 @@ def examine(config: schema.Config, part: Part = "all") -> Iterator[Finding]:
     """Yield findings; raises UserError for what would stop any learner."""
     from streamrl.learner.objective.trial import try_out  # imports only torch: half the import time of transformers
 
-    try_out(config.algorithm)
+    try_out(config)
     yield ok("algorithm", f"{config.algorithm.name} runs on synthetic groups")
     if not _is_here(config.model.path):
         yield warning(

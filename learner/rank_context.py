@@ -55,7 +55,7 @@ def make_context(
 ) -> RankContext:
     if world.is_main:  # report a user's mistake before anything takes effect
         check_exporters(config)
-        try_out(config.algorithm)
+        try_out(config)
     info = read_tokenizer_info(config.model.path)
     if world.is_main:
         check_teacher(config, info)

@@ -5,8 +5,9 @@
 Group checks, algorithm and checkpoints are those of a live run; only the stream and the publisher differ
 (learner.replayed). Two replays of one recording under one configuration give the same weights, on CPUs bit for bit at a
 fixed number of ranks, even if one of them was killed and resumed. They equal the recorded run's weights if its learner
-was never interrupted and its Redis lost nothing (otherwise the recording holds groups that this learner never saw). A
-replay is a run of its own, in its own folder, which notes the recording it belongs to.
+was never interrupted and its Redis lost nothing (otherwise the recording holds groups that this learner never saw),
+except for a smaller last step that a drain made of the remaining groups, which a replay leaves out. A replay is a run
+of its own, in its own folder, which notes the recording it belongs to.
 """
 
 from __future__ import annotations
@@ -74,8 +75,9 @@ def _lead(context: RankContext, recording: Recording, stream: ReplayStream) -> R
         start, conductor = _begin(context, recording, stream, prompts)
         context.patient.broadcast(start.to_bytes())
         note_state(config.folder, "running", term=start.term)
-        state = _work(context, policy, start, conductor=conductor, stream=stream)
-        note_state(config.folder, state, term=start.term)
+        with conductor.exporting():
+            state = _work(context, policy, start, conductor=conductor, stream=stream)
+            note_state(config.folder, state, term=start.term)
         return state
 
 

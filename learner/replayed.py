@@ -18,16 +18,13 @@ from typing import BinaryIO
 
 from streamrl.config import schema
 from streamrl.errors import WireError
-from streamrl.learner.groups.ledger import DROPPED, FeedState, Ledger, LedgerState
+from streamrl.learner.groups.ledger import NOT_RECORDED, FeedState, Ledger, LedgerState
 from streamrl.learner.publishing.shipping import Published
 from streamrl.ops.record.recording import Place, Recording, open_group, read_group
 from streamrl.protocol.transport.types import Entry, Letter, Orders, PresentGroup, PresentTicket, entry_order
 from streamrl.protocol.wire.ticket import Purpose, Ticket
 from streamrl.telemetry.progress import Report
 from streamrl.versions import make_version
-
-NOT_RECORDED = "not_recorded"  # drop reason of tickets without an answer in the recording
-
 
 _LARGEST_GAP = 1000  # between the ticket numbers of retries
 
@@ -141,7 +138,7 @@ def first_state(recording: Recording, versions: Iterable[tuple[int, int]], *, nu
     numbers = recording.numbers()
     ledger = Ledger(LedgerState(issued=_num_issued(numbers, num_of_data)))
     for number in [number for number in ledger.open_tickets() if number not in numbers]:
-        ledger.resolve(number, f"{DROPPED}{NOT_RECORDED}", step=0)
+        ledger.resolve(number, NOT_RECORDED, step=0)
     return FeedState(ledger=ledger.state(), versions=tuple(versions), uncommitted=ledger.uncommitted)
 
 

@@ -12,6 +12,7 @@ import errno
 import json
 import math
 import os
+import random
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ from pydantic import TypeAdapter
 
 from streamrl.config import schema
 from streamrl.config.load import dump_config
-from streamrl.errors import ConfigError, DataError
+from streamrl.errors import ConfigError, DataError, ResourceError
 from streamrl.files import write_durably
 from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot
 from streamrl.learner.checkpoints.resume import ANY_DATA, changed_since_checkpoint
@@ -41,6 +42,7 @@ REPLAY = "replay.json"  # in a replay's run folder: identifies its recording
 _CANARY_TOKENS = 64
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ROOM_EVERY_S = 1.0
+_DISK_PATIENCE_S = 20.0  # with a file system that fails, as a network's does now and then
 _NO_RUN_IDS = ("", "none")  # what torchrun sets when no run id was given
 
 log = structlog.get_logger(__name__)
@@ -81,6 +83,7 @@ class Start:
     first_step: int  # at which the data began; a fork with new data continues its source's step count
     consumed_samples: int
     total_steps: int  # upper bound, counted from first_step
+    steps_of_data: int  # what the data suffice for if every group is trained
     canary_ids: tuple[int, ...]
 
     def to_bytes(self) -> bytes:
@@ -89,6 +92,15 @@ class Start:
     @staticmethod
     def from_bytes(data: bytes) -> Start:
         return TypeAdapter(Start).validate_json(data)
+
+    def position(self, step: int, *, num_batches: float) -> float:
+        """How far this step is on the way to the end of the run, on a scale from 0 to `total_steps`.
+
+        The data end a run, at `num_batches` = `steps_of_data`, or `training.max_steps` if that comes first. Dropped
+        groups use up data without a step, so counting steps alone would not show the first.
+        """
+        by_data = num_batches * self.total_steps / self.steps_of_data
+        return by_data if self.total_steps == self.steps_of_data else max(by_data, step - self.first_step)
 
     def is_dead(self, version: int, step: int) -> bool:
         """Whether this version, made at this optimizer step, belongs to an abandoned branch."""
@@ -202,17 +214,25 @@ def once_there_is_room(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Claimed:
-    """Run `claim`, and retry while the disk is full; torchrun's restarts are limited, so they are not used up here."""
-    deadline = clock() + patience_s
+    """Run `claim`, and retry while the disk is full, and more briefly while it fails; torchrun's restarts are limited,
+    so they are not used up here."""
+    began = clock()
     while True:
         check()
         try:
             return claim()
         except OSError as error:
-            if error.errno not in _FULL or clock() > deadline:
+            is_full, waited_s = error.errno in _FULL, clock() - began
+            if is_full and waited_s > patience_s:
                 raise
-            log.warning("no disk space to start", error=str(error))
-        sleep(_ROOM_EVERY_S)
+            if not is_full and waited_s > min(patience_s, _DISK_PATIENCE_S):
+                raise ResourceError(
+                    f"{error.filename or 'the folder of the run'}: {error.strerror} (errno {error.errno}), for "
+                    f"{waited_s:.0f} s: where the run stands cannot be known, and it does not resume from an older "
+                    "checkpoint instead; see to that disk or network, then start the run again"
+                ) from error
+            log.warning("no disk space to start" if is_full else "the disk fails, trying again", error=str(error))
+        sleep(_ROOM_EVERY_S * random.uniform(0.5, 1.0))
 
 
 def make_start(
@@ -226,6 +246,7 @@ def make_start(
     checkpoint = claimed.checkpoint
     extra = checkpoint.state.extra if checkpoint else {}
     first_step = extra.get("first_step", 0)
+    steps_of_data = -(-prompts.num_tickets(config.training.max_epochs) // config.training.groups_per_step)
     return Start(
         run_uid=claimed.term.run_uid,
         term=claimed.term.number,
@@ -234,7 +255,8 @@ def make_start(
         step=checkpoint.state.step if checkpoint else 0,
         first_step=first_step,
         consumed_samples=extra.get("consumed_samples", 0),
-        total_steps=_total_steps(config.training, prompts, first_step),
+        total_steps=_total_steps(config.training, steps_of_data, first_step),
+        steps_of_data=steps_of_data,
         canary_ids=canary_ids,
     )
 
@@ -269,9 +291,8 @@ def _paths(data: schema.Data) -> str:
     return ", ".join(repr(one.dataset.place) for one in data.train_sets())
 
 
-def _total_steps(training: schema.Training, prompts: PromptSet, first_step: int) -> int:
-    of_data = -(-prompts.num_tickets(training.max_epochs) // training.groups_per_step)
-    return of_data if training.max_steps < 0 else min(of_data, training.max_steps - first_step)
+def _total_steps(training: schema.Training, steps_of_data: int, first_step: int) -> int:
+    return steps_of_data if training.max_steps < 0 else min(steps_of_data, training.max_steps - first_step)
 
 
 def _canary_ids(prompts: PromptSet) -> tuple[int, ...]:

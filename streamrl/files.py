@@ -23,6 +23,8 @@ from streamrl.errors import ResourceError
 
 LOCK = "up.lock"  # within a run's folder
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
+# Raised where there is no such file. Any other OSError is the file system's, and tells nothing about the file.
+MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # returned by NFS and old kernels
 
 
@@ -135,8 +137,8 @@ def create_exclusively(path: Path, data: bytes) -> bool:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Set this path as the file name of an OSError inside: a full disk reports none, and the name of a temporary file
-    means nothing to users."""
+    """Set this path as the file name of an OSError inside: a full or failing disk reports none, and the name of a
+    temporary file means nothing to users."""
     try:
         yield
     except OSError as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from streamrl.config import schema
@@ -136,18 +137,26 @@ class FakeStream:
 
 
 class Wire:
-    """Connects two ranks: what the first broadcasts, the other receives."""
+    """Connects two ranks: what the first broadcasts, the other receives.
+
+    They take turns, so what one says in a reduction reaches the other with its next one.
+    """
 
     size = data_size = 2
 
     def __init__(self) -> None:
         self._said: list[bytes] = []
+        self._largest: npt.NDArray[np.float64] = np.array([0.0])
 
     def broadcast(self, data: bytes | None) -> bytes:
         if data is None:
             return self._said.pop(0)
         self._said.append(data)
         return data
+
+    def largest(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        self._largest = np.maximum(self._largest, values)
+        return self._largest
 
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
@@ -181,6 +190,7 @@ def start_of(**changes: Any) -> Start:
         "consumed_samples": 0,
         "first_step": 0,
         "total_steps": 0,
+        "steps_of_data": 0,
         "canary_ids": (),
     }
     return Start(**{**given, **changes})

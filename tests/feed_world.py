@@ -20,6 +20,7 @@ from streamrl.learner.groups.quarantine import Quarantine
 from streamrl.protocol.transport.double import LearnerStreamDouble, MemoryServer
 from streamrl.protocol.wire.group import GroupHeader, decode_header, encode_group
 from streamrl.protocol.wire.ticket import Ticket
+from streamrl.recipe.algorithms import make_algorithm
 from streamrl.versions import make_version
 from tests.helpers import make_group, make_sample
 
@@ -125,7 +126,7 @@ class FeedWorld:
             config=self.config,
             run_uid=RUN,
             fingerprint=MODEL,
-            drop_reason=drop_reason,
+            drop_reason=make_algorithm(self.config.algorithm).drop_reason,
             state=self.committed,
             quarantine=Quarantine(self.folder, term=self.term),
             clock=self.clock,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+from streamrl.errors import TrainingError
 from streamrl.recipe.losses import Losses, TokenBatch, needs, truncated
 
 
@@ -12,6 +15,12 @@ def with_bonus(batch: TokenBatch, *, bonus: float = 0.1) -> Losses:
     values, metrics = truncated(batch)
     apart = (batch.logprobs - batch.reference_logprobs) ** 2
     return values - bonus * batch.entropy + bonus * apart, {**metrics, "apart": apart, "tokens": (len(apart), 1)}
+
+
+def failing_on_rank_1(batch: TokenBatch) -> Losses:
+    if os.environ["RANK"] == "1":
+        raise TrainingError("something that only this rank meets")
+    return truncated(batch)
 
 
 def without_values(batch: TokenBatch) -> None:

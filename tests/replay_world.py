@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,11 @@ def make_replay_run(folder: Path, *, name: str = "again", **sections: Any) -> sc
     return make_run(folder, name=name, **sections)
 
 
-def make_entries(config: schema.Config, numbers: range, *, seed: int = 0) -> list[Entry]:
-    """Make answers to these tickets as workers would: a step or two old, and all different."""
+def make_entries(config: schema.Config, numbers: range, *, seed: int = 0, equal: Container[int] = ()) -> list[Entry]:
+    """Make answers to these tickets as workers would: a step or two old, and all different.
+
+    `equal`: tickets whose samples all have one reward.
+    """
     fingerprint = read_tokenizer_info(config.model.path).fingerprint
     rng = np.random.default_rng(seed)
     entries = []
@@ -44,7 +48,7 @@ def make_entries(config: schema.Config, numbers: range, *, seed: int = 0) -> lis
             ticket=number,
             run_uid=RECORDED,
             fingerprint=fingerprint,
-            rewards=rng.normal(size=len(lengths)).tolist(),
+            rewards=[1.0] * len(lengths) if number in equal else rng.normal(size=len(lengths)).tolist(),
             responses=[rng.integers(3, 40, n).tolist() for n in lengths],
             logprobs=[(-rng.exponential(2.0, n)).tolist() for n in lengths],
             version=make_version(1, step),

@@ -15,6 +15,7 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from streamrl.config.routers import SELECTION_BIASES
 from tests.tiny_models import make_tokenizer
 
 COMMON: Mapping[str, Any] = {
@@ -125,6 +126,24 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "glm": {},
     "glm4": {},
     "glm4_moe": {**_EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1},
+    "afmoe": {**_EXPERTS, "num_shared_experts": 1, "layer_types": ["sliding_attention", "full_attention"]},
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "moe_layer_start_index": 1,
+    },
+    "hy_v3": {**_EXPERTS, "mlp_layer_types": ["dense", "sparse"]},
+    "laguna": {
+        **_EXPERTS,
+        **_ALTERNATING,
+        "shared_expert_intermediate_size": 32,
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_attention_heads_per_layer": [2, 2],
+    },
+    "lfm2_moe": {**_EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    "minimax_m2": {**_FEW_EXPERTS, "rotary_dim": 32},
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "ernie4_5": {},
@@ -197,9 +216,10 @@ def make_family(folder: Path, family: str, *, seed: int = 0, scale: float = 0.15
                     parameter.normal_(0, scale)
                 else:
                     parameter += scale * torch.randn_like(parameter)
-            for name, buffer in model.named_buffers():
-                if name.endswith("e_score_correction_bias"):
-                    buffer += 4 + scale * torch.randn_like(buffer)  # so that bfloat16 would be too coarse
+            for name, bias in (*model.named_parameters(), *model.named_buffers()):
+                if name.endswith(SELECTION_BIASES):
+                    # So that bfloat16 would be too coarse.
+                    bias.copy_(4 + scale * torch.randn_like(bias))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 ,.:;=+->?"
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
@@ -31,6 +31,14 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
+    )
+
+
+def begin_all_with(tokenizer: transformers.PreTrainedTokenizerFast, token: str) -> None:
+    """Make the tokenizer put this token, which it has, in front of every text, as those of Llama and Gemma do."""
+    tokenizer.add_special_tokens({"bos_token": token})
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{token} $A", special_tokens=[(token, tokenizer.convert_tokens_to_ids(token))]
     )
 
 

@@ -18,6 +18,9 @@ dropped), the tensors are unchanged: then only a new manifest is renamed into pl
 A term removes only checkpoints of its own lineage, and none that a newer term resumes from; a branch abandoned by a
 replaced learner stays. Torch-free; blocks on the disk, for as long as reading or syncing every file takes.
 
+A checkpoint is damaged if one of its files is missing, or is not what was sealed. If the file system cannot tell, as a
+network's now and then, its error is raised: resuming from an older checkpoint would abandon the newest for good.
+
 `validation.json` holds the result of the validation that was requested at the checkpoint's step:
 
     run folder/
@@ -46,7 +49,7 @@ from pydantic import TypeAdapter
 
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import DataError, Fenced
-from streamrl.files import fsync_folder, fsync_tree, write_durably
+from streamrl.files import MISSING, fsync_folder, fsync_tree, naming, write_durably
 from streamrl.learner.checkpoints.journal import write_journal
 from streamrl.learner.checkpoints.terms import (
     CheckpointName,
@@ -183,13 +186,15 @@ class CheckpointRoot:
 
     def names(self, lineage: Lineage) -> list[CheckpointName]:
         """Checkpoints of the lineage, the newest first, without checking that they are complete."""
-        if not self._folder.is_dir():
+        try:
+            names = [CheckpointName.parse(path.name) for path in self._folder.iterdir()]
+        except MISSING:
             return []
-        names = (CheckpointName.parse(path.name) for path in self._folder.iterdir())
         return sorted((name for name in names if name and lineage.holds(name)), reverse=True)
 
     def newest_complete(self, lineage: Lineage, *, digests: bool = True) -> Checkpoint | None:
-        """The checkpoint to resume from; None only if the lineage has never made one."""
+        """The checkpoint to resume from; None only if the lineage has never made one. OSError if that cannot be known
+        now."""
         reasons = []
         for name in self.names(lineage):
             try:
@@ -203,12 +208,13 @@ class CheckpointRoot:
         return None
 
     def open(self, name: CheckpointName, *, digests: bool = False) -> Checkpoint:
-        """Open this checkpoint; DataError says what is wrong with it. Checking digests reads every file."""
+        """Open this checkpoint; DataError says what is wrong with it. Checking digests reads every file. OSError if its
+        files cannot be read now, which says nothing about them."""
         folder = self.folder_of(name)
         content = _unseal(folder / MANIFEST)
         for path, (size, digest) in content["files"].items():
             file = folder / path
-            if not file.is_file() or file.stat().st_size != size:
+            if _size(file) != size:
                 raise DataError(f"{file}: missing, or not of {size} bytes")
             if digests and _digest(file) != digest:
                 raise DataError(f"{file}: contents do not match their digest")
@@ -274,9 +280,17 @@ def describe(path: Path) -> tuple[int, str]:
     return path.stat().st_size, _digest(path)
 
 
+def _size(path: Path) -> int | None:
+    """None: there is no such file. (`is_file` of newer Pythons says so too of one that cannot be read now.)"""
+    try:
+        return path.stat().st_size
+    except MISSING:
+        return None
+
+
 def _digest(path: Path) -> str:
     digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
@@ -288,10 +302,11 @@ def _seal(content: Mapping[str, Any]) -> bytes:
 
 def _unseal(path: Path) -> dict[str, Any]:
     try:
-        sealed = json.loads(path.read_bytes())
+        with naming(path):
+            sealed = json.loads(path.read_bytes())
         content: dict[str, Any] = sealed["content"]
         intact = sealed["digest"] == _digest_of(content)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (*MISSING, ValueError, KeyError, TypeError):
         raise DataError(f"{path}: missing or truncated") from None
     if not intact:
         raise DataError(f"{path}: contents do not match their digest")
@@ -316,14 +331,16 @@ def write_score(folder: Path, metrics: Mapping[str, float]) -> None:
 
 
 def read_score(folder: Path, metric: str = BEST_METRIC) -> float | None:
-    """The metric's value; None if it was not validated, or without answers."""
+    """The metric's value; None if it was not validated, or without answers. OSError if that cannot be known now: the
+    best checkpoint would be removed as one without a score."""
     path = folder / SCORE
-    if not path.exists():
-        return None
     try:
-        score = json.loads(path.read_bytes()).get(metric)
+        with naming(path):
+            score = json.loads(path.read_bytes()).get(metric)
         return None if score is None else float(score)
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except MISSING:
+        return None
+    except (ValueError, AttributeError, TypeError) as error:
         log.warning("checkpoint score ignored", path=str(path), error=str(error))
         return None
 

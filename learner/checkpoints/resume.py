@@ -107,7 +107,10 @@ def find_checkpoint(text: str) -> Checkpoint:
         metric = BEST_METRIC if config is None else config.checkpoint.best_by
         scored = best_first(available, metric)
         if not scored:
-            raise DataError(f"{text}: no checkpoint of the run has been validated ({metric}, checkpoint.best_by)")
+            raise DataError(
+                f"{text}: no checkpoint of the run has been validated ({metric}, checkpoint.best_by); validations with "
+                "too few answers do not count (val_rollouts/ranks; the learner's log names the prompts that failed)"
+            )
         return root.open(scored[0].name, digests=True)
     found = next((name for name in names if str(name.step) == which), None)
     if found is None:

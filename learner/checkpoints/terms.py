@@ -29,7 +29,7 @@ from typing import Any
 
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import DataError, ResourceError
-from streamrl.files import create_exclusively, fsync_folder
+from streamrl.files import MISSING, create_exclusively, fsync_folder, naming
 
 _CLAIM_ATTEMPTS = 100
 _NAME = re.compile(r"e(\d{6,})-s(\d{8,})")
@@ -164,15 +164,17 @@ def _parent_of(root: Path, term: int) -> CheckpointName | None:
 
 
 def _numbers(root: Path) -> Iterator[int]:
-    folder = root / "terms"
-    if folder.is_dir():
-        yield from (int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+    try:
+        yield from (int(path.name) for path in (root / "terms").iterdir() if path.name.isdecimal())
+    except MISSING:
+        return
 
 
 def _read_record(path: Path, key: str) -> dict[str, Any]:
     try:
-        record = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        with naming(path):
+            record = json.loads(path.read_bytes())
+    except (*MISSING, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
     if not isinstance(record, dict) or key not in record:
         raise DataError(f"{path}: not a record of streamrl: {key!r} is missing")

@@ -46,6 +46,7 @@ from streamrl.learner.groups.prompts import Prompt, PromptSet
 from streamrl.protocol.transport.types import GroupStream, Letter
 from streamrl.protocol.wire.group import GroupHeader
 from streamrl.protocol.wire.ticket import Ticket
+from streamrl.recipe.algorithms import rewards_differ
 
 log = structlog.get_logger(__name__)
 
@@ -66,7 +67,7 @@ class Dispatch:
     ) -> None:
         self._stream, self._prompts, self._order, self._run_uid = stream, prompts, order, run_uid
         self._ledger, self._lag, self._ready_groups, self._backlog = ledger, lag, ready_groups, backlog
-        self._num_samples = config.sampling.num_samples
+        self._num_samples, self._algorithm = config.sampling.num_samples, config.algorithm
         self._max_attempts = config.worker.max_attempts
         self._groups_per_step = config.training.groups_per_step
         self._num_of_data = prompts.num_tickets(config.training.max_epochs)
@@ -105,10 +106,11 @@ class Dispatch:
         prompt = self.prompt_of(number)
         return "" if prompt is None else prompt.dataset
 
-    def answered(self, header: GroupHeader, *, teaches: bool) -> None:
+    def answered(self, header: GroupHeader) -> None:
         place = self._ledger.retries.place(header.ticket)
         if self._order.knows(place):
-            self._order.ended(place, header, teaches=teaches)
+            # Whether or not it is trained: a recipe that keeps groups of equal rewards still learns nothing from them.
+            self._order.ended(place, header, teaches=rewards_differ(header, self._algorithm))
 
     def curriculum(self) -> CurriculumState | None:
         return self._order.state(self._ledger)

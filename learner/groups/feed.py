@@ -267,7 +267,7 @@ class Feed:
             batch = self._batch()
             ranks = balance([held.header.num_tokens for held in batch], world_size)
             entries = (held.planned(rank) for held, rank in zip(batch, ranks, strict=True))
-            return Plan(kind=Kind.STEP, step=step, entries=tuple(entries))
+            return Plan(kind=Kind.STEP, step=step, entries=tuple(entries), num_answered=self._ledger.num_answered)
         if self._ready_groups.num_read < self._groups_per_step:  # a batch still being read again keeps its wait
             self._wait_timers.batch_is_not_full()
         if nothing_to_come:
@@ -352,4 +352,4 @@ class Feed:
         self._lengths.count(header, dropped=outcome != TRAINED)
         self._datasets.count(header, outcome=outcome, step=step)
         if outcome not in NOT_OURS:
-            self._dispatch.answered(header, teaches=self._reason_of_algorithm(header) is None)
+            self._dispatch.answered(header)

@@ -28,6 +28,7 @@ from streamrl.protocol.transport.types import START, Letter, entry_order
 TRAINED = "trained"
 DEAD = "dead"
 DROPPED = "dropped/"  # followed by the reason
+NOT_RECORDED = f"{DROPPED}not_recorded"  # of a replay's tickets that have no answer in the recording
 _ERROR_CHARS = 300  # of a dead ticket's error, kept in checkpoints until it is retried or purged
 
 
@@ -120,6 +121,11 @@ class Ledger:
     @property
     def outstanding(self) -> int:
         return self.issued - len(self._resolved)
+
+    @property
+    def num_answered(self) -> int:
+        """Tickets that ended with an answer, trained or dropped; a replay counts the same as the recorded run."""
+        return self.outcomes.total() - self.outcomes[DEAD] - self.outcomes[NOT_RECORDED]
 
     def is_open(self, number: int) -> bool:
         """Whether the ticket is issued and not resolved."""

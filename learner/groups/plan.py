@@ -92,6 +92,7 @@ class Plan:
     kind: Kind
     step: int
     entries: tuple[PlanEntry, ...] = ()  # in the stream's order
+    num_answered: int = 0  # tickets that ended with an answer before this step: how far the data are used up
 
     def of_rank(self, rank: int) -> list[tuple[int, PlanEntry]]:
         """This rank's entries, each with its index in `entries`, which is its index in the verdicts."""
@@ -99,11 +100,11 @@ class Plan:
 
     def to_bytes(self) -> bytes:
         entries = [[one.entry_id, one.ticket, one.digest, one.num_tokens, one.rank] for one in self.entries]
-        return json.dumps([self.kind, self.step, entries]).encode()
+        return json.dumps([self.kind, self.step, entries, self.num_answered]).encode()
 
     @staticmethod
     def from_bytes(data: bytes) -> Plan:
-        kind, step, entries = json.loads(data)
+        kind, step, entries, num_answered = json.loads(data)
         return Plan(
             kind=Kind(kind),
             step=step,
@@ -111,6 +112,7 @@ class Plan:
                 PlanEntry(entry_id=entry_id, ticket=ticket, digest=digest, num_tokens=num_tokens, rank=rank)
                 for entry_id, ticket, digest, num_tokens, rank in entries
             ),
+            num_answered=num_answered,
         )
 
 

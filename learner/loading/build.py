@@ -19,6 +19,7 @@ import transformers
 from safetensors import SafetensorError
 from torch import nn
 
+from streamrl.config.routers import keep_biases
 from streamrl.errors import DataError, ResourceError
 from streamrl.host import available_memory
 from streamrl.learner.loading.converted import Unlike, sources_of
@@ -75,6 +76,7 @@ def build_model(path: str, attention: str) -> transformers.PreTrainedModel:
             model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=attention_of(config, attention)
             )
+    keep_biases(model)
     _move_buffers(model, lambda buffer: torch.empty_like(buffer, device="cpu"))
     model.initialize_weights()  # only of what has memory by now
     with suppress(OSError):  # optional
@@ -95,6 +97,7 @@ def load_model(path: str, *, attention: str = MASKED) -> transformers.PreTrained
         model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation=attention, **_no_dropout(path)
         )
+    keep_biases(model)
     return model
 
 

@@ -3,12 +3,14 @@
 Neither is a dependency; each is imported on demand. A missing package is a configuration error, found before the run
 has any effect, and so is a W&B without a login. Any other failure, at the start or later, is logged, and training
 continues. Blocks on the disk (TensorBoard), and now and then for half a minute on an unreachable W&B, which otherwise
-sends from its own process.
+sends from its own process. `close` waits some seconds at most. Ranks end without the handlers that W&B would need to
+do it by itself (`atexit` does not run in a forked rank): without `close` its last steps are lost.
 """
 
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,6 +27,7 @@ from streamrl.extras import install
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # by key within `metrics`
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 300.0, 3600.0
 _INIT_TIMEOUT_S = 20.0  # all ranks wait meanwhile
+_CLOSE_TIMEOUT_S = 10.0  # for each; within the time that an ending agent gives its ranks
 
 Importer = Callable[[str], Any]
 
@@ -33,6 +36,24 @@ log = structlog.get_logger(__name__)
 
 class Exporter(Protocol):
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self, *, failed: bool) -> None:
+        """Send what is left, and say how this learner ended; the last call."""
+        ...
+
+
+class ExporterDouble:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, Mapping[str, float]] = {}
+        self.ends: list[bool] = []  # whether the learner failed
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.steps[step] = metrics
+
+    def close(self, *, failed: bool) -> None:
+        self.ends.append(failed)
 
 
 class TensorBoard:
@@ -45,6 +66,9 @@ class TensorBoard:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
+
+    def close(self, *, failed: bool) -> None:
+        self._writer.close()
 
 
 class WeightsAndBiases:
@@ -75,15 +99,27 @@ class WeightsAndBiases:
         # Not W&B's own step, which only goes up: after a crash steps are repeated, and validations come late.
         self._run.log({**metrics, "step": step})
 
+    def close(self, *, failed: bool) -> None:
+        # A later process of the run, after a restart for example, makes it "running" again.
+        self._run.finish(exit_code=int(failed))
+
 
 class Guarded:
     """An exporter whose failures never stop training.
 
-    One that fails to start is retried at growing intervals; only a ConfigError on the first try reaches the user.
+    One that fails to start is retried at growing intervals; only a ConfigError on the first try reaches the user. One
+    that does not close in time is left to itself.
     """
 
-    def __init__(self, key: str, begin: Callable[[], Exporter], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._key, self._begin, self._clock = key, begin, clock
+    def __init__(
+        self,
+        key: str,
+        begin: Callable[[], Exporter],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        close_timeout_s: float = _CLOSE_TIMEOUT_S,
+    ) -> None:
+        self._key, self._begin, self._clock, self._close_timeout_s = key, begin, clock, close_timeout_s
         self._pause_s = _FIRST_PAUSE_S
         self._exporter: Exporter | None = None
         self._again_at = clock()
@@ -96,6 +132,27 @@ class Guarded:
                 self._exporter.step(step, metrics)
         except Exception:
             log.warning("metrics not exported", exporter=self._key, exc_info=True)
+
+    def close(self, *, failed: bool) -> None:
+        if self._exporter is None:
+            return
+        thread = threading.Thread(
+            target=partial(self._close, self._exporter, failed=failed), name=f"close {self._key}", daemon=True
+        )
+        thread.start()
+        thread.join(self._close_timeout_s)
+        if thread.is_alive():
+            log.warning(
+                "exporter not closed in time: its last steps may be missing there",
+                exporter=self._key,
+                timeout_s=self._close_timeout_s,
+            )
+
+    def _close(self, exporter: Exporter, *, failed: bool) -> None:
+        try:
+            exporter.close(failed=failed)
+        except Exception:
+            log.warning("exporter not closed", exporter=self._key, exc_info=True)
 
     def _try_to_begin(self) -> None:
         if self._exporter is not None or self._clock() < self._again_at:

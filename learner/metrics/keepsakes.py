@@ -99,7 +99,7 @@ class RolloutKeeper:
         return str(self._decoder.decode(token_ids, skip_special_tokens=False))
 
     def _thin(self) -> None:
-        lines = [line for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True) if _is_whole(line)]
+        lines = [f"{line}\n" for line in self._path.read_text(encoding="utf-8").split("\n") if _is_whole(line)]
         half = len(lines) // 2
         kept = [*_evenly(lines[:half], half // 2), *lines[half:]]
         _replace(self._path, "".join(kept))

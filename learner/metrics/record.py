@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import structlog
 
+from streamrl.errors import Fenced
 from streamrl.learner.groups.prompts import Prompt
 from streamrl.learner.metrics.exporters import Exporter
 from streamrl.learner.metrics.keepsakes import Decoder, RolloutKeeper, append_line
@@ -37,7 +38,7 @@ class ValidationResult:
     step: int  # of the requested version
     version: int
     complete: bool  # every prompt was answered; else some were given up or timed out
-    cut_short: bool = False  # timed out: only the quick answers, whose mean is not comparable
+    ranks: bool = True  # it may decide which checkpoint is the best: its figures compare with those of others
     metrics: Mapping[str, float]
     shown: tuple[tuple[Prompt, Sample], ...] = ()  # a few answers for people to read
 
@@ -55,6 +56,22 @@ class Recorder:
         self._folder, self._journal, self._decoder, self._term = folder, journal, decoder, term
         self._exporters = exporters
         self._rollouts = RolloutKeeper(folder, decoder, term=term)
+
+    @contextmanager
+    def exporting(self) -> Iterator[None]:
+        """Close the exporters at the end of the block, within seconds; nothing may be recorded after it."""
+        try:
+            yield
+        except Fenced:
+            raise  # the newer learner exports under the same name by now: closing would end its W&B run
+        except BaseException:
+            self._close_exporters(failed=True)
+            raise
+        self._close_exporters(failed=False)
+
+    def _close_exporters(self, *, failed: bool) -> None:
+        for exporter in self._exporters:
+            exporter.close(failed=failed)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         unknown = [name for name in metrics if not is_metric(name)]

@@ -16,10 +16,9 @@ from torch import nn
 from transformers.utils.output_capturing import OutputRecorder
 
 from streamrl.config import schema
+from streamrl.config.routers import SELECTION_BIASES
 from streamrl.errors import ConfigError
 from streamrl.learner.parallel.experts import experts_of, refuse_experts
-
-_BIASED = "e_score_correction_bias"  # of routers that balance by their own bias, and choose by sigmoids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +89,7 @@ def prepare_mixture(model: transformers.PreTrainedModel, config: schema.Config) 
     kind = type(model).__name__
     if not has_routers(model):
         raise ConfigError(f"{settings_in_use[0]}: {kind} has no routers known to streamrl; leave it out")
-    if settings.router_balance and any(hasattr(router, _BIASED) for router, _ in _routers(model)):
+    if settings.router_balance and any(name.endswith(SELECTION_BIASES) for name, _ in model.named_buffers()):
         raise ConfigError(
             f"model.router_balance = {settings.router_balance:g}: routers of {kind} are balanced by their own bias; "
             f"set it to 0"

@@ -49,20 +49,27 @@ def _mesh(parameter: torch.Tensor) -> Hashable:
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
-def learning_rate(step: int, settings: schema.Optimizer, *, total_steps: int | None) -> float:
+def learning_rate(
+    step: int, settings: schema.Optimizer, *, total_steps: int | None, position: float | None = None
+) -> float:
     """The learning rate of the step after `step` completed ones.
 
     Linear warm-up, half a cosine to min_lr, then constant_steps at min_lr. A run too short for its constant tail has
-    none; one without a known end stays at lr.
+    none; one without a known end stays at lr. `position`: how far the run is on its way to `total_steps`, if its end
+    comes sooner than that many steps; the warm-up counts steps all the same.
     """
-    if step < settings.warmup_steps:
-        return settings.lr * (step + 1) / settings.warmup_steps
+    warmth = min(1.0, (step + 1) / settings.warmup_steps) if settings.warmup_steps else 1.0
+    return warmth * _cooled(step if position is None else position, settings, total_steps)
+
+
+def _cooled(position: float, settings: schema.Optimizer, total_steps: int | None) -> float:
+    """The learning rate without its warm-up."""
     if settings.schedule == "constant" or total_steps is None:
         return settings.lr
     decay_steps = total_steps - settings.warmup_steps - settings.constant_steps
     if decay_steps <= 0:
         decay_steps = max(1, total_steps - settings.warmup_steps)
-    done = min(1.0, (step - settings.warmup_steps) / decay_steps)
+    done = min(1.0, max(0.0, position - settings.warmup_steps) / decay_steps)
     return settings.min_lr + (settings.lr - settings.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
 
 

@@ -6,7 +6,7 @@ ConfigError that names its setting.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -29,18 +29,19 @@ _LENGTHS = (3, 5, 2, 0)
 _TURNS = (((0, 3),), ((0, 2), (3, 5)), ((0, 2),), ())  # the third token of the second sample was not generated
 
 
-def try_out(settings: schema.Algorithm) -> None:
+def try_out(config: schema.Config) -> None:
+    settings = config.algorithm
     if settings.name != "reinforce":
         return  # no user code involved
     algorithm = Reinforce(settings, {})
     for what, (rewards, finished) in _GROUPS.items():
-        group = _synthetic_group(rewards, finished)
+        group = _synthetic_group(rewards, finished, sources=config.reward_sources)
         with _trying(f"algorithm.advantages = {settings.advantages!r}", what):
             algorithm.judge(group)
     key = f"algorithm.loss = {settings.loss!r}"
     # A rank without tokens still takes part in the step, so the loss must accept an empty batch.
     for what, samples in {"five tokens of three samples": [0, 0, 1, 2, 2], "no tokens": []}.items():
-        batch = _synthetic_tokens(samples)
+        batch = _synthetic_tokens(samples, algorithm, has_teacher=config.teacher is not None)
         with _trying(key, what):
             values, metrics = algorithm.loss(batch)
         problem = _find_problem(values, metrics, batch)
@@ -55,7 +56,8 @@ def _trying(key: str, what: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{key}: it fails on a synthetic batch with {what}: {describe(error)}") from error
+        hint = " (inputs that the loss does not ask for are None: docs/recipes.md)" if "NoneType" in str(error) else ""
+        raise ConfigError(f"{key}: it fails on a synthetic batch with {what}: {describe(error)}{hint}") from error
 
 
 def _find_problem(values: torch.Tensor, metrics: Mapping[str, Metric], batch: TokenBatch) -> str:
@@ -74,14 +76,16 @@ def _find_problem(values: torch.Tensor, metrics: Mapping[str, Metric], batch: To
     return ""
 
 
-def _synthetic_tokens(samples: list[int]) -> TokenBatch:
+def _synthetic_tokens(samples: list[int], algorithm: Reinforce, *, has_teacher: bool) -> TokenBatch:
+    """Return a batch with the inputs that a run of this configuration has."""
     some = torch.linspace(-3.0, -0.1, len(samples))
     return TokenBatch(
         logprobs=some.clone().requires_grad_(),
         behaviour_logprobs=some.flip(0) * 0.9,
         proximal_logprobs=some * 1.1,
-        reference_logprobs=some - 0.5,
-        entropy=(some + 4).requires_grad_(),
+        reference_logprobs=some - 0.5 if algorithm.needs_reference else None,
+        teacher_logprobs=some - 0.2 if has_teacher else None,
+        entropy=(some + 4).requires_grad_() if algorithm.needs_entropy else None,
         advantages=torch.linspace(-1.0, 1.0, len(samples)),
         staleness=torch.arange(len(samples)),
         sample=torch.tensor(samples, dtype=torch.int64),
@@ -89,14 +93,14 @@ def _synthetic_tokens(samples: list[int]) -> TokenBatch:
     )
 
 
-def _synthetic_group(rewards: tuple[float, ...], finished: tuple[bool, ...]) -> ScoredGroup:
+def _synthetic_group(rewards: tuple[float, ...], finished: tuple[bool, ...], *, sources: Sequence[str]) -> ScoredGroup:
     return ScoredGroup(
         rewards=np.array(rewards),
         may_teach=np.array(finished),
         lengths=np.array(_LENGTHS),
         finish_reasons=tuple("stop" if ended else "length" for ended in finished),
         masks=tuple(_trained(*made) for made in zip(_LENGTHS, _TURNS, strict=True)),
-        rewards_by_source={"made_up": np.array(rewards)},
+        rewards_by_source={name: np.array(rewards) for name in sources},
         turns=_TURNS,
         token_rewards=tuple(np.full(n, r / max(1, n)) for r, n in zip(rewards, _LENGTHS, strict=True)),
         turn_rewards=tuple(np.full(len(each), r / max(1, len(each))) for r, each in zip(rewards, _TURNS, strict=True)),

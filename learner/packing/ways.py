@@ -111,8 +111,8 @@ def refuse_long(model: transformers.PreTrainedModel, longest: int) -> None:
     limit, what = _positions(model, config)
     if limit is not None and longest > limit:
         raise DataError(
-            f"model.path {model.name_or_path!r}: {what} {limit} tokens; data.max_prompt_tokens + sampling.max_tokens "
-            f"is {longest}: reduce them"
+            f"model.path {model.name_or_path!r}: {what} {limit} tokens, but a row may have {longest}: reduce "
+            "data.max_prompt_tokens + sampling.max_tokens (of `streamrl sft`: --max-tokens)"
         )
 
 

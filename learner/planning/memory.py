@@ -32,6 +32,7 @@ from streamrl.learner.model.logprobs import CHUNK_ELEMENTS
 from streamrl.learner.planning import activations
 from streamrl.learner.planning.activations import Part
 from streamrl.learner.planning.sizes import Sizes
+from streamrl.recipe.algorithms import make_algorithm
 from streamrl.terminal import size
 
 REMEDY = (
@@ -140,8 +141,8 @@ def _inputs(sizes: Sizes, config: schema.Config) -> int:
 
 def keeps_reference(config: schema.Config) -> bool:
     """Whether a reference is kept on the device beside the policy."""
-    background = config.model.lora is None and config.algorithm.kl.placement != "none"
-    return background and config.model.reference == "device"
+    is_separate = config.model.lora is None and config.model.reference == "device"
+    return is_separate and make_algorithm(config.algorithm).needs_reference
 
 
 def _in_a_layer(sizes: Sizes, part: Part, ranks: int, *, is_lora: bool) -> int:

@@ -12,7 +12,8 @@ machines (`--elastic`) and is to come back. If a rank reports that no restart wo
 rank's code (`job`).
 
 torchrun and multiprocessing leave files and sockets in the temporary folder. So the agent has its own
-(`streamrl.files`), removed when it ends. Its ranks use the common one.
+(`streamrl.files`), removed when it ends. Its ranks use the common one. It also removes its ranks' configuration, if
+that was written for it alone (`--own-config`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -49,6 +51,9 @@ def main(arguments: Sequence[str], *, torchrun: Callable[[list[str]], object] | 
     split = list(arguments).index(_SEPARATOR)
     options, ranks = arguments[:split], arguments[split + 1 :]
     note_job_began(os.environ)
+    if "--own-config" in ranks:
+        file = Path(ranks[list(ranks).index("--config") + 1])
+        Finalize(None, partial(file.unlink, missing_ok=True), exitpriority=_AFTER_MULTIPROCESSING)
     ending = Ending(
         grace_s=_grace_s(options),
         verdict=prepare_verdict(_keep_temporary_files_apart(), os.environ),

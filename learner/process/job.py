@@ -17,6 +17,8 @@ import time
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from streamrl.files import create_exclusively
+
 # Environment variables that the agent sets for its ranks.
 _VERDICT, JOB_BEGAN = "STREAMRL_AGENT_VERDICT", "STREAMRL_JOB_BEGAN"
 # Exit code of a rank that a signal ended. With 0 torchrun would consider it finished and not join the next rendezvous;
@@ -36,10 +38,14 @@ def read_verdict(file: Path) -> int | None:
     return int(file.read_text()) if file.exists() else None
 
 
-def write_verdict(exit_code: int, environment: Mapping[str, str]) -> None:
-    """Called by a rank to set the exit code; does nothing under another agent than ours."""
-    if _VERDICT in environment:
-        Path(environment[_VERDICT]).write_text(str(exit_code))
+def write_verdict(exit_code: int, environment: Mapping[str, str]) -> bool:
+    """Called by a rank to set the exit code; True for the first one of its agent, which speaks for all.
+
+    Under another agent than ours nothing is set, and the first is that of the lowest rank.
+    """
+    if _VERDICT not in environment:
+        return environment["LOCAL_RANK"] == "0"
+    return create_exclusively(Path(environment[_VERDICT]), str(exit_code).encode())
 
 
 def end_at_once_on_sigterm() -> None:

@@ -6,8 +6,8 @@ stopped entirely.
 
     anywhere         the limit: longer than Redis may be away, since ranks wait in a collective for one that waits for
                      Redis
-    while computing  only other ranks are awaited, and micro-batches take similar times: many times the longest seen,
-                     once some were seen, but at least a minute
+    while computing  only other ranks are awaited, and micro-batches take similar times: many times the longest seen in
+                     earlier steps, once these had some, but at least a minute
     at the disk      gigabytes are written while others wait: the setting for that
 """
 
@@ -27,7 +27,7 @@ from streamrl.learner.process.background import background_loop
 EXIT_STALLED = 75
 _MIN_LIMIT_S = 60.0
 _LONGEST_FACTOR = 20
-_MIN_SEEN = 10  # micro-batches; the first ones take longer
+_MIN_SEEN = 10  # micro-batches of earlier steps
 
 _Phase = Literal["anywhere", "computing", "at disk"]
 
@@ -48,6 +48,9 @@ class Watchdog:
         self._last = clock()
         self._phase: _Phase = "anywhere"
         self._num_seen, self._longest_s = 0, 0.0  # intervals between beats while computing
+        # Those of earlier steps alone, since within the first one every kind of pass has a slow beginning: a reference
+        # may have seen many micro-batches before the policy compiles its first.
+        self._num_seen_before = 0
         self._stopped = threading.Event()
 
     def beat(self) -> None:
@@ -69,6 +72,7 @@ class Watchdog:
     @contextmanager
     def _during(self, phase: _Phase) -> Iterator[None]:
         self.beat()
+        self._num_seen_before = self._num_seen
         self._phase = phase
         try:
             yield
@@ -91,7 +95,7 @@ class Watchdog:
     def _bound_s(self) -> float:
         if self._phase == "at disk":
             return self._at_disk_s
-        if self._phase == "anywhere" or self._num_seen < _MIN_SEEN:
+        if self._phase == "anywhere" or self._num_seen_before < _MIN_SEEN:
             return self._limit_s
         return min(self._limit_s, max(_MIN_LIMIT_S, _LONGEST_FACTOR * self._longest_s))
 

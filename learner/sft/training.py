@@ -248,7 +248,7 @@ def _config(settings: Settings, *, longest: int) -> schema.Config:
             "seed": settings.seed,
             "model": {"path": settings.model, "dtype": settings.dtype},
             "data": {"train": str(settings.data), "max_prompt_tokens": 1},
-            "sampling": {"max_tokens": longest, "min_tokens": 0},
+            "sampling": {"max_tokens": max(1, longest - 1), "min_tokens": 0},
             "training": {"micro_batch_tokens": settings.micro_batch_tokens},
             "weights": {"dtype": "bfloat16" if dtype == torch.bfloat16 else "float32"},  # as in the original model
             "algorithm": {"kl": {"placement": "none"}},

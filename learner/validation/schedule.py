@@ -4,8 +4,8 @@
                                                                                                │ rounds later
                        checkpoint of that step: validation.json ◄── score ◄── result ──────────┘
 
-One validation runs at a time and is left to finish; one that timed out scores no checkpoint. Blocks on Redis when it
-starts, for as long as Redis may be away, and otherwise at most `wait_s` in `poll`.
+One validation runs at a time and is left to finish; one that lacks many answers scores no checkpoint. Blocks on Redis
+when it starts, for as long as Redis may be away, and otherwise at most `wait_s` in `poll`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ValidationSchedule:
         if result is not None:
             names, self._newest, self._scored = self._scored, result, frozenset()
             self._recorder.validation(result)
-            for name in () if result.cut_short else names:
+            for name in names if result.ranks else ():
                 self._scores[name] = result.metrics
                 self._write_score(name)
 

@@ -7,11 +7,17 @@ worker may have a newer one, so the result holds the range of steps that answere
 
 Only `poll` waits, and only if asked to. An unsound answer counts as a failure of its ticket, like a reported failure.
 Tickets that a full Redis refuses are sent by a later `poll`.
+
+A prompt whose ticket failed `max_attempts` times is given up, and is in no mean: it has no reward, not even a low one.
+One that always fails (its row is wrong, a judge refuses it) is missing everywhere alike. But if many are missing, those
+that were answered may just be the easy ones: then the result ranks no checkpoint. Nor does it if it timed out, when the
+prompts with long answers are missing.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +34,7 @@ from streamrl.recipe.held_out import judge_samples, majority, passes
 
 _READ_COUNT = 64
 _NUM_SHOWN = 8
+_ENOUGH = 0.95  # of the prompts of each dataset: the rest moves a mean less than chance does
 
 log = structlog.get_logger(__name__)
 
@@ -114,6 +121,12 @@ class Validation:
                 timeout_s=self._settings.timeout_s,
             )
             self._withdraw()
+        elif not self._ranks(current):
+            log.warning(
+                "validation prompts were given up: it scores no checkpoint",
+                unanswered=len(current.numbers) - len(current.answers),
+                prompts=len(current.numbers),
+            )
         self._round = None
         return self._summarise(current)
 
@@ -177,10 +190,20 @@ class Validation:
             step=current.step,
             version=current.version,
             complete=len(answers) == len(current.numbers),
-            cut_short=bool(current.attempts),
-            metrics=self._metrics(answers),
+            ranks=self._ranks(current),
+            metrics={
+                **self._metrics(answers),
+                "val_rollouts/num_unanswered": float(len(current.numbers) - len(current.answers)),
+                "val_rollouts/ranks": float(self._ranks(current)),
+            },
             shown=tuple((prompt, group.samples[0]) for prompt, group in answers[:_NUM_SHOWN]),
         )
+
+    def _ranks(self, current: _Round) -> bool:
+        """Whether it was not cut short, and each dataset has enough answers."""
+        asked = Counter(prompt.dataset for prompt in self._prompts)
+        answered = Counter(self._prompt(current, number).dataset for number in current.answers)
+        return not current.attempts and all(answered[name] >= _ENOUGH * number for name, number in asked.items())
 
     def _metrics(self, answers: Sequence[tuple[Prompt, Group]]) -> dict[str, float]:
         """Metrics over all prompts, and per dataset if they have names."""

@@ -54,6 +54,27 @@ def check_algorithm(config: Config) -> Iterator[Problem]:
             remedy="must be 1: gspo weights a response as a whole, so its tokens cannot have advantages of their own",
         )
     yield from _of_parts(settings)
+    yield from _of_equal_rewards(settings)
+    if config.model.lora is not None and config.model.lora.dropout and settings.loss in ("gspo", "sequence_mask"):
+        remedy = f"must be 0: it moves the ratios of learner to generator, whose bounds in {settings.loss} are narrow"
+        yield Problem(key="model.lora.dropout", remedy=remedy)
+
+
+def _of_equal_rewards(settings: Algorithm) -> Iterator[Problem]:
+    """Check that nothing but rewards is divided by their standard deviation, which is 0 where all are equal."""
+    if not settings.scale_by_std or settings.drop_zero_variance:
+        return
+    if is_own(settings.advantages):
+        divided = f"the advantages of {settings.advantages}"
+    elif settings.kl.placement == "reward" and settings.kl.coefficient > 0:
+        divided = "the KL penalty (algorithm.kl.placement=reward)"
+    else:
+        return
+    yield Problem(
+        key="algorithm.scale_by_std",
+        remedy=f"set false, or algorithm.drop_zero_variance=true: in a group of equal rewards {divided} would be "
+        "divided by a standard deviation near 0",
+    )
 
 
 def _of_parts(settings: Algorithm) -> Iterator[Problem]:

@@ -3,6 +3,9 @@ classes.
 
 Both sides find them in their own models: the transformers engine to report the choices, the learner to repeat them.
 Each returns (logits, weights of the chosen experts, the chosen experts), [tokens, ...] each.
+
+Some routers choose by their logits and a bias that balances the load. No gradient reaches it, and bfloat16 is too
+coarse for it, so both sides keep it as a buffer, in float32 (`keep_biases`).
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ ROUTERS: Mapping[str, Softmax] = {
     "Qwen3MoeTopKRouter": "over all",
     "Qwen3NextTopKRouter": "over all",
 }
+# Names of such a bias in transformers' families, whether the router has it or a module around or inside it.
+SELECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 SETTING = "algorithm.routing_replay"
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _OTHERS = re.compile(r"(Router|Gate|Gating)$")
@@ -67,6 +72,14 @@ def refuse_without_gpus(config: schema.Config, num_gpus: int) -> None:
             f"{SETTING} = {config.algorithm.routing_replay}: vLLM reports routes on GPUs only, and this machine has "
             "none; set worker.engine=transformers, or this to none"
         )
+
+
+def keep_biases(model: Any) -> None:
+    """Make buffers of the biases that the model has as parameters; most families have them as buffers already."""
+    for module in model.modules():
+        for name in SELECTION_BIASES:
+            if name in module._parameters:
+                module.register_buffer(name, module._parameters.pop(name).detach())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

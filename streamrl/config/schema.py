@@ -26,6 +26,7 @@ from streamrl.config.reward_settings import Tests as Tests
 from streamrl.data.dataset import Dataset as Dataset
 from streamrl.data.settings import Data as Data
 from streamrl.data.settings import NamedDataset as NamedDataset
+from streamrl.protocol.transport.keys import RUN_NAME
 from streamrl.recipe.settings import Algorithm as Algorithm
 from streamrl.recipe.settings import Kl as Kl
 from streamrl.settings import (
@@ -148,7 +149,7 @@ class Optimizer(Section):
     eps: PositiveFloat = 1e-8
     warmup_steps: NonNegative = 10
     constant_steps: NonNegative = 1000  # at the end, at min_lr
-    schedule: Literal["cosine", "constant"] = "cosine"
+    schedule: Literal["cosine", "constant"] = "cosine"  # cosine: falls with the data used up, or with max_steps
     clip_norm: NonNegativeFloat = 1.0  # [gradient_clip_val]; 0: off
 
 
@@ -268,7 +269,7 @@ class Learner(Section):
 
 
 class Config(Section):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "run"
+    name: Annotated[str, Field(pattern=rf"^{RUN_NAME}$")] = "run"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234  # fits every generator
     dir: Path = Path("runs")  # the run's folder is dir/name
     redis: Redis = Redis()

@@ -34,7 +34,7 @@ from streamrl.errors import ConfigError
 from streamrl.protocol.wire.group import Group, GroupHeader
 from streamrl.protocol.wire.sample import Sample
 from streamrl.recipe.advantages import ADVANTAGES, PerToken, ScoredGroup, per_token, scaled_by_std, standardized
-from streamrl.recipe.losses import KL_ESTIMATES, LOSSES, Losses, Metric, TokenBatch, uncorrected
+from streamrl.recipe.losses import KL_ESTIMATES, LOSSES, Losses, Metric, TokenBatch, uncorrected, weight_of
 from streamrl.recipe.own import FORMS, bind, describe, is_own, load_function
 
 if TYPE_CHECKING:
@@ -84,12 +84,9 @@ class Reinforce:
         self.needs_entropy = "entropy" in needs or settings.entropy_bonus > 0
 
     def drop_reason(self, header: GroupHeader) -> str | None:
-        if not self._settings.drop_zero_variance:
+        if not self._settings.drop_zero_variance or rewards_differ(header, self._settings):
             return None
-        rewards = np.asarray(header.sample_rewards)[usable(header, self._settings)]
-        if len(rewards) < 2:
-            return "too_few_finished"
-        return "zero_variance" if (rewards == rewards[0]).all() else None
+        return "too_few_finished" if usable(header, self._settings).sum() < 2 else "zero_variance"
 
     def select(self, group: Group) -> Selection:
         may_teach = usable(group.header, self._settings)
@@ -153,8 +150,7 @@ class Reinforce:
         if self._kl_in != "loss":
             return values, metrics
         assert batch.reference_logprobs is not None, "KL in the loss needs the reference's log-probs"
-        weight = metrics.get("weight", 1.0) if self._settings.kl.weighted else 1.0
-        assert not isinstance(weight, tuple), "a weight is a number for each token"
+        weight = weight_of(metrics) if self._settings.kl.weighted else 1.0
         kl = self._estimate_kl(batch.logprobs, batch.reference_logprobs)
         return values + self._settings.kl.coefficient * weight * kl, metrics
 
@@ -164,8 +160,9 @@ class RejectionSampling:
 
         loss_t = -log pi_t    for the tokens of the winners; nothing for the others
 
-    No reference, no baseline, and no correction: the winners are data. Among equal rewards the earlier sample wins. The
-    metrics of rewards and lengths still cover all samples.
+    No reference, no baseline, and no correction: the winners are data. Among equal rewards the earlier sample wins. As
+    every group has winners, `drop_zero_variance` does not apply. The metrics of rewards and lengths still cover all
+    samples.
     """
 
     needs_reference = False
@@ -226,6 +223,12 @@ def usable(header: GroupHeader, settings: Settings) -> npt.NDArray[np.bool_]:  #
     """Return which samples may teach: those that ended by themselves, or all if the setting says so."""
     ended = np.asarray(header.sample_finished, dtype=np.bool_)
     return ended if settings.mask_unfinished else np.ones_like(ended)
+
+
+def rewards_differ(header: GroupHeader, settings: Settings) -> bool:
+    """Whether the samples that may teach have different rewards."""
+    rewards = np.asarray(header.sample_rewards)[usable(header, settings)]
+    return bool((rewards != rewards[:1]).any())
 
 
 def _function(settings: Settings, key: str, known: Mapping[str, Callable[..., Any]], parameter: str) -> partial[Any]:

@@ -66,6 +66,13 @@ class TokenBatch:
     entropy: torch.Tensor | None = None  # [T] of the next-token distribution; None where the loss does not need it
 
 
+def weight_of(metrics: Mapping[str, Metric]) -> torch.Tensor | float:
+    """Return the loss's weight of each token, as a constant: what it weighs must not teach through it."""
+    weight = metrics.get("weight", 1.0)
+    assert not isinstance(weight, tuple), "a weight is a number for each token"
+    return weight if isinstance(weight, float) else weight.detach()
+
+
 def needs(*what: Literal["entropy", "reference"]) -> Callable[[F], F]:
     """Mark a loss as `@needs("entropy")`: it reads inputs that are costly and computed only on request."""
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from streamrl.recipe.losses import Losses, TokenBatch, k2
+from streamrl.recipe.losses import Losses, TokenBatch, k2, weight_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,9 +31,7 @@ _MOST = 20.0  # nats: e^20 = 4.9e8
 def taught(values: torch.Tensor, metrics: Mapping[str, Metric], batch: TokenBatch, *, weight: float) -> Losses:
     """Add the teacher's term, with the mean of d as the metric `teacher_kl`: on-policy, it estimates the reverse KL."""
     assert batch.teacher_logprobs is not None, "requested whenever there is a teacher"
-    of_ratio = metrics.get("weight", 1.0)
-    assert not isinstance(of_ratio, tuple), "a weight is a number for each token"
     now = batch.logprobs.detach()
     difference = now - batch.teacher_logprobs
     pull = k2(batch.logprobs, batch.teacher_logprobs.maximum(now - _MOST))
-    return values + weight * of_ratio * pull, {**metrics, "teacher_kl": difference}
+    return values + weight * weight_of(metrics) * pull, {**metrics, "teacher_kl": difference}

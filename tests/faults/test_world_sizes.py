@@ -24,7 +24,7 @@ import torch
 
 from streamrl.config import schema
 from streamrl.ops.audit import audit_folder
-from streamrl.ops.launch.parts import Cluster, RunFolder, learner_command
+from streamrl.ops.launch.parts import Cluster, RunFolder, cluster_holder, learner_command
 from streamrl.process import free_port
 from streamrl.protocol.transport.keys import Keys
 from tests.faults.agents import PATIENCE_S, last_step, named_ranks, wasted_steps
@@ -57,7 +57,9 @@ def make_steps(folder: Path, name: str) -> schema.Config:
 def machine(config: schema.Config, url: str, *, port: int) -> Iterator[subprocess.Popen[str]]:
     """What `streamrl learn --nodes 1:3` runs on each."""
     cluster = Cluster(nodes="1:3", endpoint=f"127.0.0.1:{port}")
-    command = learner_command(config, RunFolder(config.folder), redis_url=url, cluster=cluster)
+    folder = RunFolder(config.folder)
+    folder.write_request(config, cluster_holder(config, cluster))
+    command = learner_command(config, folder, redis_url=url, cluster=cluster)
     environment = {**os.environ, **command.environment, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with (config.folder / "learner.out").open("a") as out:
         agent = subprocess.Popen(command.arguments, cwd=ROOT, env=environment, stdout=out, stderr=out, text=True)

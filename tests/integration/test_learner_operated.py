@@ -138,6 +138,33 @@ def test_a_learner_that_validates_hears_the_operator_too(url: str, tmp_path: Pat
     assert state["stream"]["ledger"]["issued"] == 0
 
 
+def test_a_signal_to_one_rank_ends_all_in_a_pause_too(url: str, tmp_path: Path, client: redis.Redis) -> None:
+    """As when one of several hosts is told to go: its agent signals only the ranks there."""
+    config = make_run(tmp_path, name="leaving")
+
+    def has_committed() -> bool:
+        return num_commits(client, Keys(config.name)) == 1
+
+    with running_learner(config, url, processes=2) as agent:
+        wait_until(
+            lambda: "groups" in [r.doing for r in snapshot(client, Keys(config.name)).reports],
+            description="the learner waits for groups, and there is no worker",
+            timeout_s=PATIENCE_S,
+        )
+        assert order("pause", config, url) == 0
+        before = named_ranks(agent.pid)
+        os.kill(before[1], signal.SIGTERM)
+        wait_until(has_committed, description="the ranks save and end", timeout_s=PATIENCE_S)
+        wait_until(
+            lambda: not set(before.values()) & set(named_ranks(agent.pid).values()),
+            description="both have ended",
+            timeout_s=PATIENCE_S,
+        )
+        agent.send_signal(signal.SIGTERM)
+        assert agent.wait(PATIENCE_S) == 0, output(config)
+    assert "Traceback" not in output(config)
+
+
 def test_a_learner_shows_itself_before_it_has_read_and_loaded_anything(
     url: str, tmp_path: Path, client: redis.Redis
 ) -> None:
@@ -180,6 +207,14 @@ def test_of_two_learners_too_many_one_ends_by_itself_and_a_stop_ends_the_standby
         both = [("standby", "lease")] * 3
         wait_until(lambda: shown() == both, description="the ranks that stand by are shown", timeout_s=PATIENCE_S)
         wait_until(lambda: len(named_ranks(leaver.pid)) == 2, description="its ranks are there", timeout_s=PATIENCE_S)
+        first_ranks = set(named_ranks(leaver.pid).values())
+        os.kill(named_ranks(leaver.pid)[1], signal.SIGTERM)  # as another host does with its own rank
+        wait_until(
+            lambda: len(set(named_ranks(leaver.pid).values()) - first_ranks) == 2,
+            description="both ranks have ended and are started again",
+            timeout_s=PATIENCE_S,
+        )
+        wait_until(lambda: shown() == both, description="they stand by again", timeout_s=PATIENCE_S)
         leaver.send_signal(signal.SIGTERM)
         assert leaver.wait(PATIENCE_S) == 0, output(config)
         assert order("stop", config, url) == 0

@@ -16,6 +16,7 @@ TOLERANCE = 1e-3
 SERVED = (
     *("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "granite", "gpt2"),
     *("opt", "bloom", "falcon", "mamba2", "olmo", "olmo2", "olmo3", "smollm3", "stablelm", "starcoder2", "glm", "glm4"),
+    "ernie4_5",
 )
 MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "granitemoehybrid", "glm4_moe")
 # As vLLM by itself would have it: what it answers with is neither the old weights nor the new ones.

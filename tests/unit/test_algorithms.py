@@ -10,6 +10,8 @@ import torch
 from streamrl.config import schema
 from streamrl.recipe.advantages import ScoredGroup, leave_one_out
 from streamrl.recipe.algorithms import Judged, make_algorithm
+from streamrl.recipe.losses import Losses, TokenBatch
+from streamrl.recipe.teaching import taught
 from tests.learner_cases import group_of
 
 
@@ -98,6 +100,33 @@ def test_the_penalty_is_the_absolute_k1_of_the_sampled_tokens() -> None:
 @pytest.mark.parametrize("kl", [schema.Kl(placement="none"), schema.Kl(coefficient=0.0)])
 def test_without_kl_no_reference_is_asked_for(kl: schema.Kl) -> None:
     assert not make_algorithm(schema.Algorithm(kl=kl)).needs_reference
+
+
+def follows_ratio(batch: TokenBatch) -> Losses:
+    return -batch.logprobs, {"weight": (batch.logprobs - batch.behaviour_logprobs).exp()}
+
+
+def test_nothing_is_taught_through_the_weight_of_a_loss() -> None:
+    settings = schema.Algorithm(
+        loss=f"{__name__}:follows_ratio", kl=schema.Kl(placement="loss", estimator="k2", coefficient=0.5)
+    )
+    logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    behaviour, reference, teacher = (logprobs.detach() + shift for shift in (0.3, 0.5, -0.4))
+    batch = TokenBatch(
+        logprobs=logprobs,
+        behaviour_logprobs=behaviour,
+        proximal_logprobs=logprobs.detach(),
+        reference_logprobs=reference,
+        teacher_logprobs=teacher,
+        advantages=torch.ones(2),
+        staleness=torch.zeros(2, dtype=torch.int64),
+        sample=torch.zeros(2, dtype=torch.int64),
+        num_samples=1,
+    )
+    values, _ = taught(*make_algorithm(settings).loss(batch), batch, weight=0.7)
+    values.sum().backward()
+    ratio = np.exp(-0.3)  # -1, and the two pulls, of which each is weight times difference
+    np.testing.assert_allclose(logprobs.grad, -1 + ratio * (0.5 * -0.5 + 0.7 * 0.4) * np.ones(2))
 
 
 def test_rejection_sampling_trains_the_best_and_the_earlier_of_equals() -> None:

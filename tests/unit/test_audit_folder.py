@@ -11,6 +11,7 @@ import pytest
 
 from streamrl.errors import DataError
 from streamrl.ops.audit import Audit, audit_folder
+from tests.helpers import make_unreadable
 from tests.run_folder import RunFolder, clean_folder
 
 
@@ -198,6 +199,14 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_told(folder: RunFolder) 
     audit = audit_folder(folder.path)
     assert (audit.checkpoint, audit.trained) == ("e000001-s00000010", 4)
     assert "its size is not 10 bytes" in audit.problems[0]
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "weights"])
+def test_a_checkpoint_that_the_disk_does_not_give_ends_the_audit(folder: RunFolder, file: str) -> None:
+    """Instead of an account of the one before, by which later tickets would be lost."""
+    make_unreadable(folder.path / "checkpoints" / "e000002-s00000020" / file)
+    with pytest.raises(OSError, match=f"symbolic links.*{file}"):
+        audit_folder(folder.path)
 
 
 def test_a_run_before_its_first_checkpoint_has_nothing_to_account_for(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from streamrl.errors import DataError, Fenced
 from streamrl.learner.checkpoints.checkpoint import (
     BEST_METRIC,
     MANIFEST,
+    SCORE,
     Checkpoint,
     CheckpointRoot,
     CheckpointState,
@@ -19,6 +20,7 @@ from streamrl.learner.checkpoints.checkpoint import (
 )
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry
 from streamrl.learner.groups.ledger import Ending, FeedState, Ledger
+from tests.helpers import make_unreadable
 
 
 def state_of(step: int, **changes: Any) -> CheckpointState:
@@ -156,6 +158,20 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     assert newest(root) == CheckpointName(1, 10)
 
 
+@pytest.mark.parametrize("file", [MANIFEST, "weights-0-of-2.safetensors"])
+def test_a_checkpoint_that_the_disk_does_not_give_is_never_passed_over(root: CheckpointRoot, file: str) -> None:
+    save(root, 1, 10)
+    path = save(root, 1, 20).folder / file
+    was = path.read_bytes()
+    make_unreadable(path)
+    with pytest.raises(OSError, match="symbolic links") as raised:
+        root.claim_term("uid")
+    assert raised.value.filename in (path, str(path))
+    path.unlink()
+    path.write_bytes(was)
+    assert root.claim_term("uid").parent == CheckpointName(1, 20)
+
+
 def test_flipped_bits_are_only_seen_when_digests_are_asked_for(root: CheckpointRoot) -> None:
     flip(save(root, 1, 10).folder / "ranks" / "1.bin")
     assert root.newest_complete(ancestry(root.root), digests=False) is not None
@@ -271,6 +287,16 @@ def test_a_damaged_checkpoint_is_left_for_people_to_look_at(root: CheckpointRoot
         save(root, 1, step)
     assert prune(root, keep_last=1) == [CheckpointName(1, 20)]
     assert kept(root) == [(1, 30), (1, 10)]
+
+
+@pytest.mark.parametrize("file", [MANIFEST, SCORE])
+def test_nothing_is_removed_while_the_disk_does_not_give_what_decides_it(root: CheckpointRoot, file: str) -> None:
+    for step in (10, 20, 30):
+        write_score(save(root, 1, step).folder, {BEST_METRIC: 1.0 / step})
+    make_unreadable(root.folder_of(CheckpointName(1, 10)) / file)
+    with pytest.raises(OSError, match="symbolic links"):
+        prune(root, keep_last=1)
+    assert kept(root) == [(1, 30), (1, 20), (1, 10)]
 
 
 def test_the_manifest_is_json_for_others_to_read(root: CheckpointRoot) -> None:

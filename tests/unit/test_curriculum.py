@@ -70,8 +70,9 @@ def test_as_long_as_nothing_is_known_the_order_is_that_of_the_data() -> None:
     assert learn(world, 20)[:20] == learn(plain, 20)[:20]
 
 
-def test_solved_and_hopeless_prompts_rest_and_come_back() -> None:
-    asked = Counter(learn(make_world(), 900)[300:])
+@pytest.mark.parametrize("drops", [True, False], ids=["dropped", "trained"])
+def test_solved_and_hopeless_prompts_rest_and_come_back(drops: bool) -> None:
+    asked = Counter(learn(make_world(algorithm={"drop_zero_variance": drops}), 900)[300:])
     middle = sum(count for row, count in asked.items() if NEVER <= row < ALWAYS)
     assert middle > 0.75 * asked.total(), "a third of the prompts, and three quarters of the groups"
     rested = [asked[row] for row in range(NUM_PROMPTS) if not NEVER <= row < ALWAYS]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from streamrl.config import schema
-from streamrl.errors import ConfigError
-from streamrl.learner.metrics.exporters import Guarded, check_exporters, open_exporters
+from streamrl.errors import ConfigError, Replaced, TrainingError
+from streamrl.learner.metrics.exporters import ExporterDouble, Guarded, check_exporters, open_exporters
+from streamrl.learner.metrics.record import Recorder
+from tests.conductor_world import FakeStream, FakeTokenizer
 from tests.feed_world import Clock
 from tests.learner_cases import learner_config
 
@@ -27,6 +32,7 @@ class FakeLibrary:
         self.scalars: list[tuple[str, float, int]] = []
         self.logged: list[Mapping[str, float]] = []
         self.folder, self.flushed, self.begun = "", 0, {}
+        self.ended: list[str | int] = []
         self.trouble: Exception | None = None  # of whoever begins
         self.num_begun = 0
         self.errors = SimpleNamespace(UsageError=UsageError)
@@ -57,6 +63,12 @@ class FakeLibrary:
 
     def log(self, metrics: Mapping[str, float]) -> None:
         self.logged.append(metrics)
+
+    def close(self) -> None:
+        self.ended.append("closed")
+
+    def finish(self, *, exit_code: int) -> None:
+        self.ended.append(exit_code)
 
 
 def config_with(tmp_path: Path, **settings: Any) -> schema.Config:
@@ -101,11 +113,70 @@ def test_nothing_is_imported_that_nobody_asked_for(tmp_path: Path) -> None:
 
 
 def test_an_exporter_that_fails_stops_nothing() -> None:
-    class Failing:
+    class Failing(ExporterDouble):
         def step(self, step: int, metrics: Mapping[str, float]) -> None:
             raise OSError("no space left on device")
 
-    Guarded("tensorboard", Failing).step(1, {})
+        def close(self, *, failed: bool) -> None:
+            raise OSError("no space left on device")
+
+    exporter = Guarded("tensorboard", Failing)
+    exporter.step(1, {})
+    with capture_logs() as logs:
+        exporter.close(failed=False)
+    assert [line["event"] for line in logs] == ["exporter not closed"]
+
+
+def test_one_that_does_not_close_is_left_to_itself() -> None:
+    class Hanging(ExporterDouble):
+        def close(self, *, failed: bool) -> None:
+            released.wait()
+
+    released = threading.Event()
+    with capture_logs() as logs:
+        Guarded("wandb", Hanging, close_timeout_s=0.01).close(failed=False)
+    released.set()
+    assert [line["event"] for line in logs] == ["exporter not closed in time: its last steps may be missing there"]
+
+
+def test_one_that_never_began_has_nothing_to_close(tmp_path: Path) -> None:
+    library = FakeLibrary()
+    library.trouble = OSError("the service is away")
+    config = config_with(tmp_path, wandb=schema.Wandb())
+    [exporter] = open_exporters(config, run_uid="uid", load=lambda _: library)
+    exporter.close(failed=False)
+    assert library.ended == []
+
+
+@pytest.mark.parametrize(("failed", "exit_code"), [(False, 0), (True, 1)])
+def test_both_are_told_of_the_end(tmp_path: Path, failed: bool, exit_code: int) -> None:
+    library = FakeLibrary()
+    config = config_with(tmp_path, tensorboard=True, wandb=schema.Wandb())
+    for exporter in open_exporters(config, run_uid="uid", load=lambda _: library):
+        exporter.close(failed=failed)
+    assert library.ended == ["closed", exit_code]
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (None, [False]),
+        (TrainingError("absurd steps"), [True]),
+        (KeyError("a mistake of ours"), [True]),
+        (Replaced("the newer learner goes on with the same run of W&B"), []),
+    ],
+)
+def test_exporters_close_when_the_learner_ends_unless_another_has_the_run(
+    tmp_path: Path, error: Exception | None, ends: list[bool]
+) -> None:
+    exporter = ExporterDouble()
+    recorder = Recorder(folder=tmp_path, journal=FakeStream(), decoder=FakeTokenizer(), term=1, exporters=[exporter])
+    with nullcontext() if error is None else pytest.raises(type(error)), recorder.exporting():
+        recorder.step(1, {"train_optim/loss": 0.5})
+        assert exporter.ends == []
+        if error is not None:
+            raise error
+    assert (exporter.steps, exporter.ends) == ({1: {"train_optim/loss": 0.5}}, ends)
 
 
 @pytest.mark.parametrize(("key", "settings"), [("tensorboard", True), ("wandb", schema.Wandb())])

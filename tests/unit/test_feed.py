@@ -41,6 +41,27 @@ def test_a_batch_is_planned_in_the_order_in_which_its_groups_came() -> None:
     assert [entry and entry.number for entry in entries] == [3, 1]
 
 
+def test_a_plan_tells_how_many_tickets_were_answered_before_it_whatever_became_of_them() -> None:
+    world = FeedWorld(make_config(lag={"max_steps": 2}, worker={"max_attempts": 1}), num_prompts=12)
+    world.plan()
+    world.fail(0)  # dies: nobody answered it
+    world.answer(1, rewards=(1.0, 1.0))
+    for number in (2, 3, 4, 5):
+        world.answer(number)
+    first = world.plan(timeout_s=9.0)
+    assert planned(first) == [2, 3]
+    assert first is not None
+    assert first.num_answered == 1
+    world.train(first)
+    world.commit()
+    for _ in range(2):  # and a learner that goes on from there tells the same
+        second = world.plan(timeout_s=9.0)
+        assert planned(second) == [4, 5]
+        assert second is not None
+        assert second.num_answered == 3
+        world.start()
+
+
 def test_new_tickets_wait_until_the_weights_of_the_step_are_out() -> None:
     world = FeedWorld(make_config(lag={"max_steps": 0}))
     world.plan()

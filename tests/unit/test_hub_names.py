@@ -14,7 +14,10 @@ from streamrl.workers.engines.hf_model import published
 from streamrl.workers.engines.hub_names import HubNames
 from tests.tiny_families import make_family
 
-FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "granitemoe", "glm4_moe", "llama4_text", "gpt_neox", "llama")
+FAMILIES = (
+    *("qwen3_moe", "mixtral", "gpt_oss", "granitemoe", "glm4_moe", "llama4_text", "gpt_neox", "llama"),
+    *("afmoe", "ernie4_5_moe", "hy_v3", "laguna", "lfm2_moe", "minimax_m2"),  # biases by other names in the files
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of transformers' older families

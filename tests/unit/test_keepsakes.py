@@ -11,10 +11,13 @@ from typing import Any
 
 from structlog.testing import capture_logs
 
-from streamrl.learner.metrics.keepsakes import RolloutKeeper, note_state
+from streamrl.learner.metrics.keepsakes import RolloutKeeper, append_line, note_state
+from streamrl.ops.monitor.history import read_lines
 from streamrl.ops.record.kept import KeptGroups
 from tests.helpers import make_group, make_sample, make_ticket
 from tests.unit.test_record import files_up_to
+
+SEPARATORS = "one\u2028two\u2029three\x85four\x0bfive\x1csix\rseven\neight"  # of which JSON escapes but a few
 
 
 class Words:
@@ -53,6 +56,28 @@ def test_few_are_kept_and_of_the_whole_run(tmp_path: Path) -> None:
     assert steps[0] == 1
     assert steps[-32:] == list(range(969, 1001))
     assert max(later - step for step, later in pairwise(steps)) < 100
+
+
+class Separators:
+    def decode(self, token_ids: Any, skip_special_tokens: bool = True) -> str:
+        return SEPARATORS
+
+
+def test_text_with_line_separators_is_kept_and_found(tmp_path: Path) -> None:
+    keeper = RolloutKeeper(tmp_path, Separators(), term=1)
+    for step in range(1, 130):  # with one thinning
+        keeper.keep(step, [group(step)])
+    records = KeptGroups(tmp_path).latest(1000)
+    assert [record["step"] for record in records[-65:]] == list(range(65, 130))
+    assert {record["prompt"] for record in records} == {SEPARATORS}
+    assert KeptGroups(tmp_path).find("129")["samples"][0]["text"] == SEPARATORS
+
+
+def test_lines_of_metrics_may_name_anything(tmp_path: Path) -> None:
+    line = {"step": 1, "term": 1, "at": 1.0, f"train_rollouts/rewards/{SEPARATORS}": 0.5}
+    append_line(tmp_path / "metrics.jsonl", line)
+    append_line(tmp_path / "metrics.jsonl", line)
+    assert list(read_lines(tmp_path / "metrics.jsonl")) == [line, line]
 
 
 def test_a_long_text_is_cut_and_a_large_group_is_sampled(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.errors import Refused, TrainingError, UserError
 from streamrl.learner.process.agent import main
-from streamrl.learner.process.job import JOB_BEGAN, job_began
+from streamrl.learner.process.failing import write_error
+from streamrl.learner.process.job import JOB_BEGAN, job_began, prepare_verdict, read_verdict, write_verdict
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,14 +58,19 @@ from multiprocessing import util
 from streamrl.learner.process.agent import main
 def torchrun(arguments):
     print(tempfile.mkdtemp(), util.get_temp_dir(), flush=True)
+    open(sys.argv[1]).close()
     raise SystemExit(3)
-main(["--nproc-per-node=1", "--", "x"], torchrun=torchrun)
+main(["--nproc-per-node=1", "--", "--config", sys.argv[1], "--own-config"], torchrun=torchrun)
 """
 
 
-def test_what_an_agent_leaves_lying_about_goes_with_it() -> None:
-    ended = subprocess.run([sys.executable, "-c", _AGENT], cwd=ROOT, capture_output=True, text=True, check=False)
+def test_what_an_agent_leaves_lying_about_goes_with_it_and_so_does_a_configuration_of_its_own(tmp_path: Path) -> None:
+    own = tmp_path / "asked.yaml"
+    own.touch()
+    words = [sys.executable, "-c", _AGENT, str(own)]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (3, "")
+    assert not own.exists()
     made = [Path(word) for word in ended.stdout.split()]
     assert len({path.parent for path in made}) == 1
     assert made[0].parent.name.startswith("streamrl-scratch-")
@@ -113,6 +121,51 @@ def test_an_agent_that_its_rank_has_ended_ends_with_the_code_of_the_rank(told: l
     words = [sys.executable, "-c", _ENDED, *told]
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (code, said)
+
+
+# Only this rank lacks the configuration, and it is not its agent's first.
+_LONE_FAILURE = """
+import os, time
+from streamrl.learner.process.agent import main
+os.environ |= {"RANK": "3", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "run"}
+def torchrun(arguments):
+    if os.fork():
+        time.sleep(240)
+    from streamrl.learner.main import main as rank
+    os._exit(rank(["--config", "missing.yaml", "--redis", "redis://nowhere", "--error-file", "error.json"]))
+main(["--nproc-per-node=2", "--", "x"], torchrun=torchrun)
+"""
+
+
+def test_an_error_that_no_restart_fixes_is_told_by_whichever_rank_has_it(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", _LONE_FAILURE]
+    ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    [said] = [line for line in ended.stderr.splitlines() if line.startswith("learner: ")]
+    assert (ended.returncode, "missing.yaml" in said) == (2, True)
+    told = json.loads((tmp_path / "error.json").read_text())
+    assert told == {"error": said.removeprefix("learner: "), "exit_code": 2}
+
+
+@pytest.mark.parametrize(("rank", "kept"), [(0, "its own"), (3, "another's")])
+def test_an_error_file_has_the_error_of_rank_0_or_the_first(tmp_path: Path, rank: int, kept: str) -> None:
+    file = tmp_path / "error.json"
+    write_error(file, TrainingError("another's"), rank=1)
+    write_error(file, UserError("its own"), rank=rank)
+    assert json.loads(file.read_text())["error"] == kept
+
+
+def test_where_another_learner_has_the_run_there_is_no_error_file(tmp_path: Path) -> None:
+    write_error(tmp_path / "error.json", Refused("another learner"), rank=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_several_ranks_with_such_errors_the_first_speaks_for_its_agent(tmp_path: Path) -> None:
+    environment: dict[str, str] = {}
+    file = prepare_verdict(tmp_path, environment)
+    assert [write_verdict(code, environment) for code in (2, 1)] == [True, False]
+    assert read_verdict(file) == 2
+    assert [write_verdict(2, {"LOCAL_RANK": rank}) for rank in ("0", "1")] == [True, False]
 
 
 def test_an_agent_must_be_told_what_is_its_own() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import Fenced, TransportError
-from streamrl.learner.conductor import Follower
+from streamrl.learner.conductor import Conducting, Follower
 from streamrl.learner.groups.plan import Kind, Outcome, Plan, PlanEntry
 from streamrl.versions import make_version
-from tests.conductor_world import Scene, Wire, published, surroundings
+from tests.conductor_world import FakeValidation, Scene, Wire, published, surroundings
 from tests.learner_cases import learner_config
 
 
@@ -168,3 +168,41 @@ def test_a_rank_that_follows_gets_what_rank_0_decides_and_records_nothing(tmp_pa
     num_records = len(lead.stream.records)
     follower.record(2, {"train_optim/loss": 0.5})
     assert len(lead.stream.records) == num_records
+
+
+@pytest.mark.parametrize("waits_for", ["groups", "weights", "validation"])
+def test_a_signal_to_a_rank_that_follows_ends_whatever_all_wait_for(tmp_path: Path, waits_for: str) -> None:
+    wire, validation = Wire(), FakeValidation()
+    validation.look_for_ever()
+    lead = Scene(tmp_path, None, None, world=wire, validation=validation)
+    around = surroundings(learner_config(tmp_path), world=wire)
+    follower = Follower(around)
+
+    def decide(conductor: Conducting) -> Kind | Outcome | bool:
+        match waits_for:
+            case "groups":
+                return conductor.next_plan(0).kind
+            case "weights":
+                return conductor.must_stop()
+            case _:
+                return conductor.poll_validation()
+
+    go_on, end = {
+        "groups": (Kind.IDLE, Kind.STOP),
+        "weights": (False, True),
+        "validation": (Outcome.WAITING, Outcome.STOPPED),
+    }[waits_for]
+    around.stop.set()
+    assert [decide(one) for one in (lead.conductor, follower)] == [go_on] * 2
+    assert [decide(one) for one in (lead.conductor, follower)] == [go_on] * 2
+    assert lead.stop.is_set()
+    assert [decide(one) for one in (lead.conductor, follower)] == [end] * 2
+
+
+def test_a_signal_to_rank_0_reaches_the_others(tmp_path: Path) -> None:
+    wire = Wire()
+    lead, around = Scene(tmp_path, world=wire), surroundings(learner_config(tmp_path), world=wire)
+    lead.stop.set()
+    follower = Follower(around)
+    assert [one.next_plan(0).kind for one in (lead.conductor, follower)] == [Kind.STOP] * 2
+    assert around.stop.is_set()

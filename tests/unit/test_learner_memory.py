@@ -12,11 +12,13 @@ import torch.distributed as dist
 from bench.memory import planned, sizes_of
 from bench.memory_cases import CASES
 from bench.memory_run import run
+from streamrl.config import schema
 from streamrl.config.load import load_config
 from streamrl.config.schema import Teacher
 from streamrl.errors import ResourceError
 from streamrl.learner.planning.memory import plan, refuse_too_large
 from streamrl.learner.preflight import examine
+from streamrl.recipe.losses import Losses, TokenBatch, needs
 from tests.gpus_world import machine_with
 from tests.stand_ins import make_stand_in
 
@@ -88,6 +90,28 @@ def test_masters_on_the_host_leave_the_gpu_to_activations() -> None:
     on_host = plan(sizes, config.model_copy(update={"model": model}))
     assert on_host.always == 2 * sizes.trained // 4, "its reference alone"
     assert on_host.peak == plan(sizes, config).peak - 16 * sizes.trained // 4
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "is_kept"),
+    [
+        (schema.Algorithm(), True),
+        (schema.Algorithm(kl=schema.Kl(coefficient=0.0)), False),
+        (schema.Algorithm(kl=schema.Kl(placement="none")), False),
+        (schema.Algorithm(name="rejection_sampling"), False),
+        (schema.Algorithm(loss=f"{__name__}:towards_reference", kl=schema.Kl(placement="none")), True),
+    ],
+    ids=["KL", "coefficient 0", "no KL", "rejection sampling", "own loss"],
+)
+def test_a_reference_counts_where_one_is_loaded(algorithm: schema.Algorithm, is_kept: bool) -> None:
+    config = CASES["7B full, 4 GPUs"].config.model_copy(update={"algorithm": algorithm})
+    sizes = sizes_of(CASES["7B full, 4 GPUs"])
+    assert plan(sizes, config).always == (16 + (2 if is_kept else 0)) * sizes.trained // 4
+
+
+@needs("reference")
+def towards_reference(batch: TokenBatch) -> Losses:
+    return batch.logprobs, {}
 
 
 def test_inputs_of_layers_that_wait_on_the_host_are_those_of_two_layers() -> None:

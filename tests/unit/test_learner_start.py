@@ -1,4 +1,4 @@
-"""What a learner is told at its start; and that it waits on a full disk: not for ever, and for nothing else."""
+"""What a learner is told at its start; and that it waits on a full disk, and on one that fails: not for ever."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLAIMED = Claimed(
 )
 
 
-def claim_of(answers: Iterator[int], clock: Clock) -> Claimed:
+def claim_of(answers: Iterator[int], clock: Clock, *, patience_s: float = 10.0) -> Claimed:
     """Each answer is an errno, or 0 for success."""
 
     def claim() -> Claimed:
@@ -36,7 +36,7 @@ def claim_of(answers: Iterator[int], clock: Clock) -> Claimed:
             raise OSError(number, "said the disk")
         return CLAIMED
 
-    return once_there_is_room(claim, patience_s=10.0, check=lambda: None, clock=clock, sleep=clock.advance)
+    return once_there_is_room(claim, patience_s=patience_s, check=lambda: None, clock=clock, sleep=clock.advance)
 
 
 def test_a_full_disk_is_waited_for() -> None:
@@ -54,9 +54,20 @@ def test_a_disk_that_stays_full_is_given_up() -> None:
     assert 10 < clock() - began < 15
 
 
-def test_what_more_room_would_not_mend_is_told_at_once() -> None:
-    with pytest.raises(OSError, match="said the disk"):
-        claim_of(iter([errno.EIO, 0]), Clock())
+def test_a_disk_that_fails_for_a_moment_is_asked_again() -> None:
+    clock = Clock()
+    began = clock()
+    assert claim_of(iter([errno.EIO, errno.ESTALE, errno.EACCES, 0]), clock) is CLAIMED
+    assert 0 < clock() - began <= 3
+
+
+def test_a_disk_that_goes_on_failing_is_told_with_what_to_do() -> None:
+    clock = Clock()
+    began = clock()
+    told = r"said the disk \(errno 5\), for \d+ s: .* does not resume from an older checkpoint .* start the run again"
+    with pytest.raises(ResourceError, match=told):
+        claim_of(iter([errno.EIO] * 1000), clock, patience_s=300.0)
+    assert 20 < clock() - began < 25
 
 
 def test_who_has_been_replaced_waits_no_longer() -> None:
@@ -92,6 +103,17 @@ def test_the_steps_of_a_fork_with_new_data_are_counted_from_where_these_began() 
         start = start_of(num_prompts=400, step=step, first_step=500)
         assert (start.step, start.first_step, start.total_steps) == (step, 500, 200)
     assert start_of(num_prompts=400, max_steps=650, first_step=500).total_steps == 150
+
+
+def test_a_run_is_as_far_as_the_data_that_are_used_up_or_as_its_steps_if_these_end_it_first() -> None:
+    of_data = start_of(num_prompts=2000, step=0)
+    assert [of_data.position(step, num_batches=step) for step in (0, 1, 999)] == [0.0, 1.0, 999.0]
+    assert of_data.position(400, num_batches=800) == 800.0
+    of_steps = start_of(num_prompts=2000, max_steps=700, first_step=500)
+    assert of_steps.total_steps == 200
+    assert of_steps.position(600, num_batches=100) == 100.0
+    assert of_steps.position(600, num_batches=450) == 100.0
+    assert of_steps.position(600, num_batches=900) == 180.0, "its data will end it first"
 
 
 def learn_without_redis(folder: Path, environment: Mapping[str, str]) -> None:

@@ -64,14 +64,33 @@ def test_what_a_micro_batch_may_take_has_a_floor_a_roof_and_a_beginning(
     watchdog = Watchdog(
         limit_s=300.0, at_disk_s=600.0, clock=clock, check_every_s=0.01, on_stall=lambda _reason: stalled.set()
     )
-    with watchdog.watching(), watchdog.computing():
-        for _ in range(num_seen):
-            clock.advance(micro_batch_s)
+    with watchdog.watching():
+        with watchdog.computing():
+            for _ in range(num_seen):
+                clock.advance(micro_batch_s)
+                watchdog.beat()
+        with watchdog.computing():
+            clock.advance(bound_s - 1)
+            assert not stalled.wait(0.05)
+            clock.advance(2)
+            wait_until(stalled.is_set, description="the watchdog")
+
+
+def test_a_policy_that_compiles_after_many_quick_micro_batches_of_a_reference_has_the_whole_limit_for_it() -> None:
+    clock, stalled = Clock(), threading.Event()
+    watchdog = make_watchdog(300.0, clock, stalled)
+    with watchdog.watching():
+        with watchdog.computing():
+            for _ in range(12):
+                clock.advance(0.1)
+                watchdog.beat()
+            clock.advance(299.0)
+            assert not stalled.wait(0.05)
             watchdog.beat()
-        clock.advance(bound_s - 1)
+            clock.advance(299.0)  # its optimizer's first step
+            assert not stalled.wait(0.05)
+        clock.advance(299.0)
         assert not stalled.wait(0.05)
-        clock.advance(2)
-        wait_until(stalled.is_set, description="the watchdog")
 
 
 def test_at_the_disk_the_loop_may_stand_still_for_longer_and_not_for_ever() -> None:
@@ -139,6 +158,7 @@ def test_tokens_of_a_branch_that_was_given_up_are_dead() -> None:
         first_step=10,
         consumed_samples=7,
         total_steps=100,
+        steps_of_data=100,
         canary_ids=(3, 4, 1),
     )
     assert Start.from_bytes(start.to_bytes()) == start

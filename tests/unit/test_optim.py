@@ -71,6 +71,16 @@ def test_a_run_too_short_for_its_constant_tail_still_falls_to_the_end() -> None:
     assert learning_rate(60, settings, total_steps=110) == pytest.approx(0.55)
 
 
+def test_a_run_that_ends_sooner_than_its_steps_falls_by_how_far_it_is_and_warms_up_by_steps() -> None:
+    settings = schema.Optimizer(lr=1.0, min_lr=0.1, warmup_steps=10, constant_steps=20)
+    rates = [learning_rate(step, settings, total_steps=110, position=2.0 * step) for step in range(55)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[4] == pytest.approx(0.5)
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert rates[25] == pytest.approx(0.55)
+    assert rates[45] == rates[54] == pytest.approx(0.1)
+
+
 def test_a_constant_schedule_and_a_run_without_end_stay_at_the_rate() -> None:
     constant = schema.Optimizer(lr=1.0, schedule="constant", warmup_steps=0)
     assert learning_rate(500, constant, total_steps=100) == 1.0

@@ -15,9 +15,9 @@ entries = st.builds(
 )
 
 
-@given(st.sampled_from(Kind), st.integers(0, 1 << 40), st.lists(entries, max_size=5))
-def test_a_plan_survives_its_journey(kind: Kind, step: int, made: list[PlanEntry]) -> None:
-    plan = Plan(kind=kind, step=step, entries=tuple(made))
+@given(st.sampled_from(Kind), st.integers(0, 1 << 40), st.lists(entries, max_size=5), st.integers(0, 1 << 40))
+def test_a_plan_survives_its_journey(kind: Kind, step: int, made: list[PlanEntry], num_answered: int) -> None:
+    plan = Plan(kind=kind, step=step, entries=tuple(made), num_answered=num_answered)
     assert Plan.from_bytes(plan.to_bytes()) == plan
 
 

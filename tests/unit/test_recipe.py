@@ -66,6 +66,10 @@ def wrong_metric(batch): return -batch.logprobs, {"own": batch.logprobs.mean()}
 def pair_for_weight(batch): return -batch.logprobs, {"weight": (1.0, 1)}
 def metric_not_finite(batch): return -batch.logprobs, {"own": batch.logprobs.detach() / 0}
 def fails_without_tokens(batch): return -batch.logprobs * batch.logprobs.max(), {}
+def reads_teacher(batch): return batch.teacher_logprobs - batch.logprobs, {}
+def reads_reference(batch): return batch.reference_logprobs - batch.logprobs, {}
+def reads_entropy(batch): return -0.1 * batch.entropy - batch.logprobs, {}
+def by_source(group): return group.rewards_by_source["answer"]
 def raises(batch): raise KeyError("what")
 def two(batch, other): return -batch.logprobs, {}
 def too_short(group): return group.rewards[:2]
@@ -88,9 +92,20 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), hidden=32)
 
 
+def configured(**settings: Any) -> schema.Config:
+    return schema.Config.model_validate(
+        {
+            "model": {"path": "none"},
+            "data": {"train": "none"},
+            "rewards": {"answer": {"type": "function", "target": "exact_match"}},
+            "algorithm": schema.Algorithm(**settings),
+        }
+    )
+
+
 def refusal(**settings: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        try_out(schema.Algorithm(**settings))
+        try_out(configured(**settings))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -156,13 +171,26 @@ def test_a_module_in_the_working_directory_is_found(
     (tmp_path / "found_in_cwd.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*__import__("sys").path])
-    try_out(schema.Algorithm(loss="found_in_cwd:with_bonus", loss_args={"bonus": 0.1}))
+    try_out(configured(loss="found_in_cwd:with_bonus", loss_args={"bonus": 0.1}))
 
 
 def test_what_comes_with_us_passes_its_own_trial() -> None:
-    try_out(schema.Algorithm())
-    try_out(schema.Algorithm(kl=schema.Kl(placement="loss", estimator="k3"), loss="none"))
-    try_out(schema.Algorithm(name="rejection_sampling"))
+    try_out(configured())
+    try_out(configured(kl=schema.Kl(placement="loss", estimator="k3"), loss="none"))
+    try_out(configured(name="rejection_sampling"))
+
+
+def test_what_a_run_has_is_there_in_the_trial(code: str) -> None:
+    try_out(configured(advantages=f"{code}:by_source"))
+    taught = configured(loss=f"{code}:reads_teacher")
+    try_out(taught.model_copy(update={"teacher": schema.Teacher(path="teacher")}))
+
+
+@pytest.mark.parametrize("name", ["reads_teacher", "reads_reference", "reads_entropy"])
+def test_what_a_run_does_not_have_is_not_there_in_the_trial(code: str, name: str) -> None:
+    error = refusal(loss=f"{code}:{name}", kl=schema.Kl(placement="none"))
+    assert "'NoneType'" in error
+    assert "inputs that the loss does not ask for are None: docs/recipes.md" in error
 
 
 def policy64(folder: Path) -> Policy:

@@ -67,7 +67,7 @@ def configured(text: str, folder: Path) -> schema.Config:
 
 def trained(config: schema.Config) -> tuple[float, dict[str, float]]:
     """The loss and the metrics of a step on the tiny model."""
-    try_out(config.algorithm)
+    try_out(config)
     torch.manual_seed(0)
     policy = load_policy(config, ALONE, (1,))
     gradients = Gradients(

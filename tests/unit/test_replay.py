@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from msgspec import structs
 
 from streamrl.config import schema
-from streamrl.crashpoints import Point, armed
+from streamrl.crashpoints import CrashAt, Point, SimulatedCrash, armed
 from streamrl.errors import ConfigError
 from streamrl.ops.audit import audit_folder
 from streamrl.ops.record.kept import KeptGroups
@@ -95,6 +97,27 @@ def test_the_replay_of_a_run_with_a_curriculum_trains_what_was_recorded(config: 
     assert [run_replay(run, recording) for run in runs] == ["finished", "finished"]
     assert last_state(runs[0])["step"] == last_state(runs[1])["step"] == 5
     assert same_bits(*map(last_tensors, runs))
+
+
+def test_a_run_whose_groups_are_dropped_ends_at_its_least_learning_rate_resumed_or_not(tmp_path: Path) -> None:
+    """A group that is not trained uses up data all the same."""
+    optimizer = schema.Optimizer(lr=1e-3, min_lr=1e-4, warmup_steps=0, constant_steps=2)
+    sections: dict[str, Any] = {"num_prompts": 48, "optimizer": optimizer, "training": ENDLESS}
+    run, resumed = (make_replay_run(tmp_path, name=name, **sections) for name in ("run", "resumed"))
+    entries = make_entries(run, range(48), equal=range(1, 48, 2))
+    recording = make_recording(tmp_path / "recording", run, entries)
+
+    assert run_replay(run, recording) == "finished"
+    with armed(CrashAt("group.settled", nth=5)), pytest.raises(SimulatedCrash):  # after a checkpoint of step 3
+        run_replay(resumed, recording)
+    assert run_replay(resumed, recording) == "finished"
+
+    rates = [line["train_optim/lr"] for line in lines(run.folder / "metrics.jsonl")]
+    # The first batch begins with three equal ones dropped, and each further one four later.
+    places = [min(1.0, (3 + 8 * step) / 4 / 10) for step in range(6)]
+    assert rates == pytest.approx([1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi * place)) for place in places])
+    assert rates[-1] == pytest.approx(1e-4)
+    assert same_bits(last_tensors(run), last_tensors(resumed))
 
 
 def test_other_groups_give_other_weights(config: schema.Config, tmp_path: Path) -> None:

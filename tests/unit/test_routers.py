@@ -204,8 +204,10 @@ def test_what_is_asked_of_the_routers_of_a_dense_model_is_refused(tmp_path: Path
         load_policy(config_of(make_model(tmp_path / "model"), **{setting: value}), ALONE, ())
 
 
-def test_a_router_with_a_bias_of_its_own_is_refused_the_balance(tmp_path: Path) -> None:
-    folder = make_family(tmp_path / "model", "deepseek_v3")
+@pytest.mark.parametrize("family", ["deepseek_v3", "afmoe", "ernie4_5_moe", "lfm2_moe", "minimax_m2"])
+def test_a_router_with_a_bias_of_its_own_is_refused_the_balance(tmp_path: Path, family: str) -> None:
+    """Wherever the family has it: in the router, inside or around it, by either name."""
+    folder = make_family(tmp_path / "model", family)
     with pytest.raises(ConfigError, match=r"model\.router_balance = 0\.01: .* balanced by their own bias"):
         load_policy(config_of(folder, router_balance=0.01), ALONE, ())
 

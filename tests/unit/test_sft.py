@@ -22,6 +22,7 @@ from streamrl.learner.sft.rows import read_rows
 from streamrl.learner.sft.training import Settings, train
 from streamrl.ops.cli.sft import sft
 from tests.helpers import files_up_to
+from tests.tiny_families import make_family
 from tests.tiny_models import make_model, make_tokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>;{% endif %}\
@@ -162,6 +163,22 @@ def test_rows_that_are_too_long_are_left_out_and_counted(settings: Settings) -> 
     assert outcome.num_overlong + outcome.num_rows == 320
     with pytest.raises(DataError, match=r"all 320 are longer than --max-tokens 3"):
         train(replace(settings, max_tokens=3, output=settings.output.with_name("other")), lambda _: None)
+
+
+def test_a_row_may_be_as_long_as_the_model_has_positions_and_no_longer(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "data.jsonl", {"prompt": "ab" * 25, "completion": "abc" * 10})
+    [piece] = read_rows(data, make_tokenizer(), [1], max_tokens=200).pieces
+    length = len(piece.prompt_ids) + len(piece.token_ids)
+    for positions in (length, length - 1):
+        model = make_family(
+            tmp_path / f"gpt2-{positions}", "gpt2", n_positions=positions, max_position_embeddings=positions
+        )
+        settings = Settings(model=str(model), data=data, output=tmp_path / f"sft-{positions}", batch_size=1)
+        if positions == length:
+            assert train(settings, lambda _: None).num_rows == 1
+        else:
+            with pytest.raises(DataError, match=f"a row may have {length}: reduce .* --max-tokens"):
+                train(settings, lambda _: None)
 
 
 def test_the_loss_is_the_mean_over_trained_tokens_of_what_the_bare_model_says(settings: Settings, base: Path) -> None:

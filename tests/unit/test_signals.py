@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from streamrl.config import schema
+from streamrl.config.algorithm import check_algorithm
 from streamrl.config.check import check_config
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
@@ -165,6 +166,14 @@ def test_what_does_not_apply_or_says_the_same_of_all_or_is_only_watched_adds_not
             "algorithm.scale_by_std = True: must be false: with algorithm.advantages=tokens",
         ),
         ("{name: rejection_sampling, loss: none, entropy_bonus: 0.1}", "algorithm.entropy_bonus = 0.1"),
+        (
+            "{advantages: 'own.py:mine', scale_by_std: true, drop_zero_variance: false}",
+            "algorithm.scale_by_std = True: set false, or .* the advantages of own.py:mine would be divided",
+        ),
+        (
+            "{scale_by_std: true, drop_zero_variance: false}",
+            r"algorithm.scale_by_std = True: set false, or .* the KL penalty \(algorithm.kl.placement=reward\)",
+        ),
     ],
 )
 def test_what_they_cannot_go_with_is_refused(settings: str, words: str, tmp_path: Path) -> None:
@@ -173,6 +182,18 @@ def test_what_they_cannot_go_with_is_refused(settings: str, words: str, tmp_path
     loaded = load_config(tmp_path / "run.yaml")
     with pytest.raises(ConfigError, match=words):
         check_config(loaded.config, loaded.origin)
+
+
+@pytest.mark.parametrize("loss", ["gspo", "sequence_mask"])
+def test_a_loss_with_narrow_bounds_refuses_dropout_of_adapters(loss: str) -> None:
+    config = schema.Config.model_validate(
+        {
+            "model": {"path": "m", "lora": {"rank": 4, "dropout": 0.05}},
+            "data": {"train": "p"},
+            "algorithm": {"loss": loss, "kl": {"placement": "none"}},
+        }
+    )
+    assert [problem.key for problem in check_algorithm(config)] == ["model.lora.dropout"]
 
 
 def test_the_length_penalty_is_dapos_soft_overlong_punishment() -> None:

@@ -17,6 +17,7 @@ from streamrl.learner.checkpoints.terms import (
     highest_term,
     parents_named_after,
 )
+from tests.helpers import make_unreadable
 
 
 def claim(root: Path, parent: CheckpointName | None = None) -> Term:
@@ -145,4 +146,11 @@ def test_a_damaged_record_is_an_error_that_names_the_file(tmp_path: Path, text: 
     claim(tmp_path)
     (tmp_path / "terms" / "000001").write_text(text)
     with pytest.raises(DataError, match="000001"):
+        ancestry(tmp_path)
+
+
+def test_a_record_that_the_disk_does_not_give_is_not_a_damaged_one(tmp_path: Path) -> None:
+    claim(tmp_path)
+    make_unreadable(tmp_path / "terms" / "000001")
+    with pytest.raises(OSError, match=r"symbolic links.*000001"):
         ancestry(tmp_path)

@@ -93,6 +93,8 @@ def test_the_result_tells_means_by_source_lengths_and_the_steps_that_answered() 
         "val_rollouts/fraction_of_samples_properly_ended": pytest.approx(2 / 3),
         "val_rollouts/min_version_step": 5,
         "val_rollouts/max_version_step": 6,
+        "val_rollouts/num_unanswered": 0,
+        "val_rollouts/ranks": 1,
     }
     assert (result.step, result.version, result.complete) == (5, VERSION, True)
     assert [prompt.text for prompt, _ in result.shown] == ["prompt 0", "prompt 1", "prompt 2"]
@@ -144,7 +146,7 @@ def test_time_runs_out_with_a_partial_result_and_the_tickets_are_withdrawn() -> 
     world.clock.advance(60.0)
     result = world.result()
     assert not result.complete
-    assert result.cut_short
+    assert not result.ranks
     assert (result.metrics["val_rollouts/num_prompts"], result.metrics["val_rollouts/rewards"]) == (1, 1.0)
     assert world.tickets() == []
 
@@ -168,7 +170,8 @@ def test_without_any_answer_there_is_no_reward_to_report() -> None:
     world = ValidationWorld()
     world.validation.start(step=5, version=VERSION)
     world.clock.advance(60.0)
-    assert world.result().metrics == {"val_rollouts/num_prompts": 0.0}
+    unanswered = {"val_rollouts/num_prompts": 0.0, "val_rollouts/num_unanswered": 3.0, "val_rollouts/ranks": 0.0}
+    assert world.result().metrics == unanswered
 
 
 def test_waiting_for_an_answer_is_bounded() -> None:
@@ -201,7 +204,27 @@ def test_a_prompt_without_sound_answers_is_tried_again_and_then_given_up(
     assert (again.number, again.attempt) == (first.number, 1)
     world.deliver(again, unsound(again))
     result = world.result()
-    assert (result.metrics["val_rollouts/num_prompts"], result.complete, result.cut_short) == (1, False, False)
+    assert (result.metrics["val_rollouts/num_prompts"], result.complete) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("num_failing", "datasets", "ranks"),
+    [(0, ("",), True), (1, ("",), True), (2, ("",), False), (1, ("sums", "words"), False)],
+)
+def test_a_result_ranks_its_checkpoint_only_if_nearly_all_prompts_of_each_dataset_were_answered(
+    num_failing: int, datasets: Sequence[str], ranks: bool
+) -> None:
+    """The few that were answered may happen to be right."""
+    world = ValidationWorld(num_prompts=20, datasets=datasets)
+    world.validation.start(step=5, version=VERSION)
+    for ticket in world.tickets()[num_failing:]:
+        world.answer(ticket)
+    while (result := world.validation.poll()) is None:
+        for ticket in world.tickets():
+            world.deliver(ticket, encode_failure(ticket))
+    assert (result.ranks, result.complete) == (ranks, num_failing == 0)
+    told = [result.metrics[f"val_rollouts/{name}"] for name in ("rewards", "num_prompts", "num_unanswered", "ranks")]
+    assert told == [1.0, 20 - num_failing, num_failing, ranks]
 
 
 def test_answers_that_nobody_asked_for_are_ignored_and_leave_the_stream() -> None:

@@ -35,6 +35,7 @@ from typing import Any
 import xxhash
 
 from streamrl.errors import DataError
+from streamrl.files import MISSING, naming
 
 EntryId = tuple[int, int]  # milliseconds, sequence
 _CHECKPOINT = re.compile(r"e(\d{6,})-s(\d{8,})")
@@ -77,7 +78,8 @@ def parse_checkpoint(text: str) -> tuple[int, int] | None:
 
 
 def read_commit(folder: Path) -> Commit:
-    """Read the commit. DataError if this is no run's folder, or none of its checkpoints can be read."""
+    """Read the commit. DataError if this is no run's folder, or none of its checkpoints is sound; OSError if the disk
+    does not tell."""
     run_uid = str(_read_record(folder / "run.json", "run_uid")["run_uid"])
     lineage = _read_lineage(folder)
     beginning = Commit(run_uid=run_uid, term=max(lineage, default=0), lineage=lineage)
@@ -128,11 +130,12 @@ def _names(folder: Path, commit: Commit) -> Iterator[str]:
 def _read_state(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / "manifest.json"
     try:
-        sealed = json.loads(path.read_bytes())
+        with naming(path):
+            sealed = json.loads(path.read_bytes())
         content: dict[str, Any] = sealed["content"]
         digest = xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
         intact = sealed["digest"] == digest
-    except (OSError, ValueError, KeyError, TypeError):
+    except (*MISSING, ValueError, KeyError, TypeError):
         raise DataError(f"{path}: missing or truncated") from None
     if not intact:
         raise DataError(f"{path}: contents do not match their digest")
@@ -148,7 +151,7 @@ def _read_state(checkpoint: Path) -> dict[str, Any]:
 def _size(path: Path) -> int | None:
     try:
         return path.stat().st_size
-    except OSError:
+    except MISSING:
         return None
 
 
@@ -170,10 +173,11 @@ def _with_state(beginning: Commit, state: Mapping[str, Any]) -> Commit:
 
 def _read_record(path: Path, key: str) -> dict[str, Any]:
     try:
-        record = json.loads(path.read_bytes())
+        with naming(path):
+            record = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise DataError(f"{path} does not exist: give the folder of a run") from None
-    except (OSError, ValueError) as error:
+    except (NotADirectoryError, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
     if not isinstance(record, dict) or key not in record:
         raise DataError(f"{path}: not a record of streamrl: {key!r} is missing")
