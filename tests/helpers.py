@@ -110,3 +110,9 @@ def files_up_to(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def make_unreadable(path: Path) -> None:
+    """As on a failing file system, also for root: its name is there, and reading it is an OSError (ELOOP)."""
+    path.unlink()
+    path.symlink_to(path.name)

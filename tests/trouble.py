@@ -217,6 +217,17 @@ VIEWS: Mapping[str, View] = {
     ),
     "weights_behind": _workers(_worker(version="1.109", step=109, lag=11)),
     "engine_disagrees": replace(WELL, learner=replace(_LEARNER, fresh_mismatch=(1.8, 1.9, 2.0))),
+    "validation_ranks_nothing": replace(
+        WELL,
+        learner=replace(
+            _LEARNER,
+            validation={
+                "val_rollouts/num_prompts": 199.0,
+                "val_rollouts/num_unanswered": 57.0,
+                "val_rollouts/ranks": 0.0,
+            },
+        ),
+    ),
     "workers_silent": _workers(_worker(), _worker(part=_GONE)),
     "dead_letters": replace(WELL, dead=Dead(count=3, retry_requests=0, latest=(_LETTER,))),
     "steps_skipped": replace(WELL, learner=replace(_LEARNER, skipped_lately=2)),

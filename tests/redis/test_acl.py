@@ -339,9 +339,9 @@ def test_the_printed_file_of_users_is_one_that_a_server_starts_with(tmp_path: Pa
     users = subprocess.run(words, capture_output=True, text=True, timeout=240, check=True).stdout
     assert "of-worker" not in users
     named = [line.split()[1] for line in users.splitlines()]
-    assert named == [*ROLES, "replica", "default"], "of servers those that have a password"
+    assert named == ["default", *ROLES, "replica"], "of servers those that have a password"
     with EmbeddedRedis.start(tmp_path / "server") as server, connect(server.url, SETTINGS) as client:
-        for line in users.splitlines():
+        for line in reversed(users.splitlines()):  # the default user last, who says this
             _, name, *granted = line.split()
             client.execute_command("ACL", "SETUSER", name, *granted)
         for known in ("of-worker", "next-of-worker"):

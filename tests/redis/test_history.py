@@ -173,3 +173,19 @@ def test_a_live_run_is_not_removed_by_mistake(
     learner.release("stopped")
     assert main(["runs", "rm", "--redis", redis_url, "--run", keys.name]) == 0
     assert list_runs(client).runs == ()
+
+
+@pytest.mark.parametrize("pattern", ["*", "{}*", "{}?", "[a-zA-Z]*", ""])
+def test_a_pattern_removes_nothing(
+    learner: LearnerStream,
+    keys: Keys,
+    redis_url: str,
+    client: redis.Redis,
+    capsys: pytest.CaptureFixture[str],
+    pattern: str,
+) -> None:
+    before = sorted(client.scan_iter())
+    name = pattern.format(keys.name)
+    assert main(["runs", "rm", "--redis", redis_url, "--run", name]) == 2
+    assert "names one run, no pattern" in capsys.readouterr().err
+    assert sorted(client.scan_iter()) == before

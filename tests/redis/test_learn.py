@@ -18,7 +18,9 @@ from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, CheckpointSt
 from streamrl.learner.checkpoints.terms import CheckpointName, claim_run
 from streamrl.learner.groups.ledger import FeedState
 from streamrl.ops.cli.main import main
+from streamrl.ops.monitor.runs import find_target
 from streamrl.protocol.transport.acl import Role
+from streamrl.protocol.transport.address import split_password
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.keys import Keys
@@ -172,10 +174,11 @@ def test_a_fork_of_a_run_that_is_not_there_is_told(
     assert "there is no nowhere/checkpoints; name the folder of a run" in capsys.readouterr().err
 
 
-def test_what_is_shown_is_what_runs(file: Path, tmp_path: Path) -> None:
-    """With an agent that only says what it was given, in this very process's place."""
-    fake = tmp_path / "fake"
-    fake.mkdir()
+def learn_with_a_fake_agent(file: Path, *arguments: str) -> list[str]:
+    """The lines of `learn` whose agent, in this very process's place, only says what it was given: its pid, the command
+    it shows, and the agent's pid and words."""
+    fake = file.parent / "fake"
+    fake.mkdir(exist_ok=True)
     (fake / "sitecustomize.py").write_text(  # which Python imports before anything else
         "import os, sys\n"
         "if 'streamrl.learner.process.agent' in sys.orig_argv:\n"
@@ -185,17 +188,43 @@ def test_what_is_shown_is_what_runs(file: Path, tmp_path: Path) -> None:
     code = (
         "import os, sys; print(os.getpid()); "
         f"os.environ['PYTHONPATH'] = {str(fake)!r} + ':' + os.environ.get('PYTHONPATH', ''); "
-        f"from streamrl.ops.cli.main import main; main(['learn', {str(file)!r}, '--replay', 'recording'])"
+        f"from streamrl.ops.cli.main import main; main({['learn', str(file), *arguments]})"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", code], cwd=file.parent, capture_output=True, text=True, timeout=240, check=False
     )
-
     assert result.returncode == 7, result.stderr
-    before, shown, ran = result.stdout.splitlines()
+    return result.stdout.splitlines()
+
+
+def test_what_is_shown_is_what_runs(file: Path, tmp_path: Path) -> None:
+    before, shown, ran = learn_with_a_fake_agent(file, "--replay", "recording")
     assert ran.split()[0] == before
     assert shlex.split(shown)[4:] == ran.split()[1:]
     assert (tmp_path / "runs" / "mine" / "config.yaml").is_file()
+
+
+def test_a_second_learner_changes_nothing_of_what_the_firsts_ranks_start_with_again(file: Path, tmp_path: Path) -> None:
+    def asked(lr: str) -> Path:
+        words = learn_with_a_fake_agent(file, "--replay", "recording", f"optimizer.lr={lr}")[-1].split()
+        return tmp_path / words[words.index("--config") + 1]
+
+    first = asked("1e-4")
+    (tmp_path / "runs" / "mine" / "terms").mkdir()  # it has taken the run
+    second = asked("2e-4")
+
+    files = (first, second, tmp_path / "runs" / "mine" / "config.yaml")
+    assert [load_config(path).config.optimizer.lr for path in files] == [1e-4, 2e-4, 1e-4]
+
+
+def test_the_run_of_a_learner_is_found_in_its_folder_also_where_the_server_was_an_option(
+    file: Path, tmp_path: Path, role_urls: Mapping[Role, str]
+) -> None:
+    learn_with_a_fake_agent(file, "--redis", role_urls["learner"])
+
+    folder = tmp_path / "runs" / "mine"
+    assert "of-learner" not in (folder / "config.yaml").read_text()
+    assert find_target(folder, None, None).server() == split_password(role_urls["learner"])[0]
 
 
 def make_checkpoint(config: schema.Config) -> None:

@@ -234,6 +234,31 @@ def test_several_checkpoints_are_a_table_and_a_plot(
     assert [row.split()[0] for row in rows] == [f"{run.folder}@2", f"{run.folder}@4"]
 
 
+def test_what_no_plot_can_be_made_for_is_told_before_the_work(
+    run: schema.Config, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "answers.jsonl"
+    words = ["eval", str(run.folder), "--prompts", run.data.train, "--output", str(output)]
+    assert main([*words, "--plot", str(tmp_path / "steps.gif")]) == 2
+    assert "must end in .png" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # not installed
+    assert main([*words, "--plot", str(tmp_path / "steps.png")]) == 2
+    assert "error: a plot needs matplotlib" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_a_plot_that_cannot_be_written_costs_no_results(
+    run: schema.Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot, output = tmp_path / "steps.png", tmp_path / "answers.jsonl"
+    plot.symlink_to(tmp_path / "gone" / "steps.png")
+    words = [str(run.folder), "--prompts", run.data.train, "--output", str(output), "--plot", str(plot)]
+    with pytest.raises(FileNotFoundError):
+        main(["eval", *words])
+    assert "prompts answered  10 of 10" in capsys.readouterr().out
+    assert len(output.read_text().splitlines()) == 10
+
+
 def test_one_that_cannot_be_read_costs_the_others_nothing(
     run: schema.Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,6 +90,13 @@ def test_completions_are_a_field_one_text_or_a_file_of_them(capsys: pytest.Captu
     assert all(0 < row["seconds"] < 10 for row in said)
 
 
+def test_a_completion_may_have_any_line_separator(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "one\u2028two\u2029three\x85four"
+    Path("said.jsonl").write_text(f'"{text}"\n["4", "{text}"]\n', encoding="utf-8")
+    said = tried(capsys, "exact_match", "--completions", "said.jsonl")
+    assert [row["completion"] for row in said] == [text, "4", text]
+
+
 def test_a_function_of_trls_form_may_say_that_it_does_not_apply(capsys: pytest.CaptureFixture[str]) -> None:
     rows = tried(capsys, "mine.py:of_trl", "--completion", "four")
     assert [(row["score"], row["error"]) for row in rows] == [(4.0, None), (None, None), (4.0, None)]

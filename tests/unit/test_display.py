@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from streamrl.ops.launch.display import Display, Frame, plain_line, render, spinner
@@ -183,6 +186,28 @@ def test_a_word_of_the_launcher_stays_above_the_live_panel() -> None:
         display.notify("worker/0 was ended by signal 9; restarting it")
 
     assert "worker/0 was ended by signal 9" in out.getvalue()
+
+
+@pytest.mark.parametrize("make", [pty.openpty, os.pipe], ids=["terminal", "pipe"])
+def test_a_launcher_whose_output_is_closed_goes_on_without_it(make: Callable[[], tuple[int, int]]) -> None:
+    reader, writer = make()
+    now = [0.0]
+    with os.fdopen(writer, "w") as out:
+        console = Console(file=out, force_terminal=out.isatty())
+        with Display(console, clock=lambda: now[0]) as display:
+            display.show(make_frame(None, phase="starting"))
+            seen = b""
+            while b"starting" not in seen:
+                seen += os.read(reader, 1 << 16)
+            os.close(reader)
+            now[0] += 60
+            display.show(make_frame(None, phase="ending"))
+            display.notify("ended at once")
+        with display.checking() as show:
+            show("reward functions")
+        console.print("the summary")
+        assert console.is_terminal == (make is pty.openpty)
+    # What was left in the file's buffer was written as it was closed: nowhere.
 
 
 def test_a_sparkline_goes_from_low_to_high_and_is_never_wider_than_asked() -> None:

@@ -23,6 +23,8 @@ from streamrl.learner.checkpoints.resume import ANY_DATA, check_steps, find_chec
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry, claim_run
 from streamrl.learner.groups.ledger import CurriculumState, Ending, FeedState, Ledger
 from streamrl.ops.audit import audit_folder
+from streamrl.ops.cli.main import main
+from tests.helpers import make_unreadable
 
 
 def make_run(folder: Path, *, steps: Mapping[int, float | None], curriculum: CurriculumState | None = None) -> Path:
@@ -81,6 +83,19 @@ def test_a_checkpoint_is_named_by_its_run_and_step(old: Path, which: str, step: 
 def test_the_best_is_found_beside_one_that_is_damaged_or_is_being_removed(old: Path) -> None:
     (old / "checkpoints" / "e000001-s00000030" / MANIFEST).unlink()
     assert find_checkpoint(f"{old}@best").state.step == 20
+
+
+@pytest.mark.parametrize(
+    ("which", "file"), [("", MANIFEST), ("@10", MANIFEST), ("@best", MANIFEST), ("@best", "validation.json")]
+)
+def test_what_the_disk_does_not_give_is_told_as_that(
+    old: Path, which: str, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not as a damaged checkpoint, and the fork is not made from another one."""
+    path = old / "checkpoints" / f"e000001-s000000{'30' if not which else '10'}" / file
+    make_unreadable(path)
+    assert main(["weights", "export", f"{old}{which}", "--to", str(old.parent / "model")]) == 2
+    assert capsys.readouterr().err == f"error: {path}: Too many levels of symbolic links\n"
 
 
 def test_a_checkpoint_is_named_by_its_own_folder(old: Path) -> None:
@@ -164,6 +179,32 @@ def test_the_old_run_does_not_notice(old: Path, tmp_path: Path) -> None:
 def test_a_fork_needs_a_name_of_its_own(old: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give the fork its own name"):
         fork(find_checkpoint(str(old)), old, new_data=False)
+
+
+@pytest.mark.parametrize("command", [["weights", "export", "RUN", "--to", "made"], ["chat", "RUN"]])
+def test_who_asks_for_the_model_of_a_fork_that_has_not_learned_is_sent_to_its_source(
+    old: Path, tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = find_checkpoint(f"{old}@20")
+    fork(source, tmp_path / "new", new_data=False)
+    assert main([word.replace("RUN", str(tmp_path / "new")) for word in command]) == 2
+    told = capsys.readouterr().err
+    assert f"what a fork begins with, and has no settings of its own; its weights are those of {source.folder}" in told
+    assert main([word.replace("RUN", str(old)) for word in command]) == 2
+    assert "made by another version of streamrl" in capsys.readouterr().err
+
+
+def test_a_fork_may_forbid_that_it_is_resumed(old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "new.yaml").write_text(
+        f"name: new\ndir: {tmp_path}\nmodel: {{path: {tmp_path}/none}}\ndata: {{train: none.jsonl}}\n"
+        "rewards: {r: {type: function, target: exact_match}}\nvalidation: {every_steps: 0}\n"
+    )
+    words = ["up", str(tmp_path / "new.yaml"), "checkpoint.resume=false"]
+    assert main([*words, "--fork", str(old)]) == 2
+    assert f"error: model.path = '{tmp_path}/none'" in capsys.readouterr().err, "what is wrong after the check"
+    assert newest(tmp_path / "new").state.step == 30
+    assert main(words) == 2
+    assert "checkpoint.resume = false, but " in capsys.readouterr().err
 
 
 def test_a_fork_that_fails_leaves_nothing(old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

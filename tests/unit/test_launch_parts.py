@@ -105,7 +105,8 @@ def test_the_learner_runs_under_torchrun_with_its_ranks_and_restarts() -> None:
     assert {"--nproc-per-node=2", "--max-restarts=7", "--rdzv-conf=last_call_timeout=1,keep_alive_interval=2"} <= set(
         command.arguments
     )
-    assert values(command, "--config") == ["runs/run/asked.yaml"]
+    [holder] = [word.removeprefix("--rdzv-id=") for word in command.arguments if word.startswith("--rdzv-id=")]
+    assert values(command, "--config") == [f"runs/run/asked-{holder}.yaml"]
     assert command.environment == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "3"}
 
 
@@ -134,12 +135,24 @@ def test_a_learner_of_the_same_folder_is_the_same_to_others_so_that_it_takes_ove
     assert holder(tmp_path / "run") != holder(tmp_path / "other")
 
 
-def test_what_a_launch_asks_for_is_the_runs_only_where_nothing_was_before(tmp_path: Path) -> None:
+def test_what_a_launch_asks_for_is_the_runs_until_a_learner_has_taken_it_and_no_other_launchs(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.write_request(make_config(learner={"max_restarts": 1}))
-    folder.write_request(make_config(learner={"max_restarts": 2}))
-    found = [load_config(path).config.learner.max_restarts for path in (folder.config, folder.requested_config)]
-    assert found == [1, 2]
+
+    def asked(number: int, *holders: str) -> list[int]:
+        folder.write_request(make_config(learner={"max_restarts": number}), holders[-1])
+        files = (folder.config, *map(folder.requested_config, holders))
+        return [load_config(path).config.learner.max_restarts for path in files]
+
+    assert asked(1, "first") == [1, 1]
+    assert asked(2, "first", "second") == [2, 1, 2]
+    (tmp_path / "terms").mkdir()
+    assert asked(3, "first", "second", "third") == [2, 1, 2, 3]
+
+
+@pytest.mark.parametrize("cluster", [None, Cluster(nodes="1:4", endpoint="trainer-0:29400")])
+def test_an_agent_removes_its_configuration_unless_other_machines_start_ranks_with_it(cluster: Cluster | None) -> None:
+    command = learner_command(make_config(), FOLDER, redis_url="x", cluster=cluster)
+    assert ("--own-config" in command.arguments) is (cluster is None)
 
 
 def test_a_reward_server_with_a_negative_mean_gets_it_as_a_value() -> None:

@@ -18,7 +18,7 @@ from streamrl.config.schema import Config, HttpReward
 from streamrl.ops.cli.commands import COMMANDS
 from streamrl.ops.launch.parts import DRAIN_S
 from streamrl.protocol.weights.stores import budget_in_redis
-from tests.manifest_world import COMPONENT, OVERLAYS, ROOT, Container, Rendered, render
+from tests.manifest_world import COMPONENT, K8S, OVERLAYS, ROOT, Container, Rendered, render
 
 UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "mb": 1 << 20, "gb": 1 << 30}
 # Read by others than us: where Python and its libraries keep what they keep, and that nothing is fetched from a hub.
@@ -103,6 +103,11 @@ def test_every_path_that_a_probe_or_prometheus_asks_for_is_answered(rendered: Re
     assert {("worker", "/readyz"), ("monitor", "/metrics")} <= asked
     for component, path in asked - {("monitor", "/metrics")}:
         assert f'"{path}"' in (ROOT / ANSWERED_BY[component]).read_text(), (component, path)
+
+
+@pytest.mark.parametrize("file", sorted((K8S / "overlays").glob("*/run.yaml")), ids=lambda file: file.parent.name)
+def test_a_learner_ends_only_with_its_run_for_nothing_starts_a_job_that_has_succeeded(file: Path) -> None:
+    assert load_config(file).config.training.max_time is None
 
 
 @pytest.fixture

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -90,7 +93,10 @@ def test_a_run_that_may_be_alive_is_not_called_crashed(
     else:
         change_state(folder, host="another")
     assert main(["status", str(folder)]) == 6
-    assert "ran on" in capsys.readouterr().out.replace("\n         ", " ")
+    told = " ".join(capsys.readouterr().out.split())
+    assert "is not running here; the run in" in told
+    assert "ran on" in told
+    assert "streamrl up" not in told, "which would take the run from its learner"
 
 
 def test_another_process_that_has_its_number_is_not_the_learner(tmp_path: Path) -> None:
@@ -110,8 +116,22 @@ def test_a_run_that_no_learner_has_taken_has_not_begun(tmp_path: Path, capsys: p
     assert "the run has not started" in told
     assert "data.train: no such file" in told
     assert main(["stop", str(folder)]) == 2
-    assert f"has not started; `streamrl up {folder}/asked.yaml` starts it" in capsys.readouterr().err
-    assert f"`streamrl up {folder}/asked.yaml`" in " ".join(told.split())
+    assert f"has not started; `streamrl up {folder}/config.yaml` starts it" in capsys.readouterr().err
+    assert f"`streamrl up {folder}/config.yaml`" in " ".join(told.split())
+
+
+@pytest.mark.parametrize(
+    ("state", "term", "is_told"), [("stopped", 1, True), ("crashed", 1, True), ("stopped", 0, False)]
+)
+def test_why_the_launcher_ended_a_run_is_told_unless_it_went_on_since(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str, term: int, is_told: bool
+) -> None:
+    folder = make_folder(tmp_path, "big", "running" if state == "crashed" else state)
+    (folder / "launcher.error").write_text(json.dumps({"error": "reward/0: no such model", "term": term}))
+    assert main(["why", str(folder)]) == 5
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"the run {'crashed' if state == 'crashed' else 'was stopped'}" in told
+    assert ("reward/0: no such model" in told) == is_told
 
 
 def test_what_the_launcher_wrote_stands_in_for_the_learners_word(
@@ -166,6 +186,17 @@ def test_groups_are_those_that_the_folder_keeps(tmp_path: Path, capsys: pytest.C
     assert main(["groups", "show", str(folder), "99"]) == 2
 
 
+@pytest.mark.parametrize("words", [["tail"], ["tail", "--json"], ["tail", "--color"], ["show", "103"]])
+def test_groups_whose_reader_has_gone_end_as_any_command_does(tmp_path: Path, words: list[str]) -> None:
+    folder = make_folder(tmp_path, "big", "finished")
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "streamrl.ops.cli.main", "groups", words[0], str(folder), *words[1:]]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=240, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_a_finished_run_is_not_started_again_for_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: Callable[[str, str], None]
 ) -> None:
@@ -181,6 +212,23 @@ def test_a_finished_run_is_not_started_again_for_nothing(
     assert sorted(folder.rglob("*")) == before
     assert main(["up", str(folder / "config.yaml"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["trained"] == 48
+
+
+def test_the_ways_to_go_on_after_a_finished_run_keep_what_was_overridden(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path / "my runs", "big", "finished")
+    overrides = [f"dir={folder.parent}", "name=big", "training.max_steps=12"]
+    assert main(["up", "conf/reinforce.yaml", *overrides]) == 0
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if "streamrl up" in line]
+    ways = [words[words.index("streamrl") :] for words in lines]
+    place, more, other = f"dir={folder.parent}", "training.max_steps=24", "name=big-2"
+    begin = ["streamrl", "up", "conf/reinforce.yaml", place]
+    assert ways == [
+        [*begin, "name=big", more],
+        [*begin, "training.max_steps=12", other],
+        [*begin, other, more, "--fork", f"{folder}@12"],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,11 @@ def test_secrets_are_files_of_their_owner_alone(tmp_path: Path) -> None:
 
 def test_its_settings_exist_and_its_learners_take_all_gpus_of_a_machine() -> None:
     named = re.findall(r"\b([a-z_]+(?:\.[a-z_]+)+)=", TASK["run"])
-    assert set(named) == {"model.path", "rewards.model.url", "rewards.model.token_file"}
-    config = load_config(ROOT / TASK["envs"]["RUN_CONFIG"], [f"{name}=http://x" for name in named]).config
+    assert set(named) == {"model.path", "training.max_time", "rewards.model.url", "rewards.model.token_file"}
+    given = [f"{name}=http://x" for name in named if name != "training.max_time"]
+    given += re.findall(r"training\.max_time=\S+", TASK["run"])
+    config = load_config(ROOT / TASK["envs"]["RUN_CONFIG"], given).config
+    assert config.training.max_time is None, "nothing starts a next job"
     assert isinstance(config.rewards["model"], HttpReward)
     assert TASK["resources"]["accelerators"].endswith(f":{config.learner.processes}")
 

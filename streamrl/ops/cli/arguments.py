@@ -162,7 +162,7 @@ def redis_gone_error(remains: Remains, *, remedy: str) -> ResourceError:
     """Return the error that the run's Redis is gone, and what to do."""
     if not remains.has_ended:
         return ResourceError(
-            f"run {remains.name!r} {remains.description}; `streamrl up {remains.folder}/asked.yaml` starts it"
+            f"run {remains.name!r} {remains.description}; `streamrl up {remains.folder}/config.yaml` starts it"
         )
     remedy = remedy.format(folder=remains.folder)
     return ResourceError(f"run {remains.name!r} {remains.description}, and its Redis is gone: {remedy}")

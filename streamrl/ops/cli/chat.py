@@ -15,7 +15,7 @@ from streamrl.errors import ConfigError, DataError
 from streamrl.extras import need
 from streamrl.held_folders import scratch_folder
 from streamrl.ops.cli.arguments import MovingLine
-from streamrl.ops.cli.subject import Subject, find_subject
+from streamrl.ops.cli.subject import Subject, find_subject, settings_of
 from streamrl.telemetry.logs import configure_logging
 from streamrl.terminal import printable
 
@@ -160,17 +160,12 @@ def _load(subject: Subject, seed: int) -> Speaker:
     line.show(f"loading {subject.name}")
     configure_logging("chat", None, quiet=True)
     from streamrl.learner.checkpoints.export import write_weights
-    from streamrl.learner.checkpoints.resume import config_of
     from streamrl.workers.talk import load_speaker
 
     try:
         if subject.checkpoint is None:
             return load_speaker(subject.name, seed=seed)
-        config = config_of(subject.checkpoint)
-        if config is None:
-            raise DataError(
-                f"{subject.name} was made by another version of streamrl, and this one cannot read its settings"
-            )
+        config = settings_of(subject)
         with scratch_folder() as folder:
             weights = folder / "weights.safetensors"
             write_weights(config, weights, checkpoint=subject.checkpoint)

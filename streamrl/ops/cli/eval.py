@@ -26,7 +26,7 @@ from streamrl.errors import ConfigError, StreamrlError
 from streamrl.files import write_durably
 from streamrl.held_folders import scratch_folder
 from streamrl.ops.cli.arguments import MovingLine, OutputFile, print_result, takes_json
-from streamrl.ops.cli.eval_output import Evaluated, answers, comparison, save_plot, table
+from streamrl.ops.cli.eval_output import Evaluated, answers, check_plot, comparison, save_plot, table
 from streamrl.ops.cli.subject import checkpoints_of, find_subject
 from streamrl.ops.launch.parts import RewardPart, reward_server
 from streamrl.ops.launch.processes import part_error
@@ -75,7 +75,7 @@ class _Subject:
     help="How long a reward may be unreachable at the start; later the source's outage_s applies.",
 )
 @click.option("--output", type=OutputFile(), help="Write prompts and answers to this file, as JSON Lines.")
-@click.option("--plot", type=OutputFile(), help="Plot the results of several checkpoints to this PNG.")
+@click.option("--plot", type=OutputFile(suffix=".png"), help="Plot the results of several checkpoints to this PNG.")
 @takes_json
 def evaluate(
     words: tuple[str, ...],
@@ -125,12 +125,16 @@ def evaluate(
     option_settings += [f"data.validation={json.dumps(prompts)}"] if prompts is not None else []
     option_settings += [f"validation.max_prompts={max_prompts}"] if max_prompts is not None else []
     subjects = _find_all(words, file, option_settings)
-    done, lines, error = _evaluate_all(subjects, local_reward_url, patience_s)
-    if output is not None:
-        write_durably(output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
     if plot is not None:
-        save_plot(plot, done)
-    _print_results(done, subjects[0].config, engine, several=len(subjects) > 1, as_json=as_json)
+        check_plot()
+    done, lines, error = _evaluate_all(subjects, local_reward_url, patience_s)
+    try:
+        if output is not None:
+            write_durably(output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+        if plot is not None:
+            save_plot(plot, done)
+    finally:  # hours of work must not end without its results
+        _print_results(done, subjects[0].config, engine, several=len(subjects) > 1, as_json=as_json)
     if error is not None:
         raise error
     return 0 if all(each.result.num_answered == each.result.num_prompts for each in done) else 1

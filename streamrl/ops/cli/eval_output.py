@@ -86,11 +86,15 @@ def _columns(result: Result) -> dict[str, str]:
     return found
 
 
+def check_plot() -> None:
+    """ResourceError if no plot can be made here."""
+    need("a plot", "matplotlib", extra="monitor")
+
+
 def save_plot(path: Path, several: Sequence[Evaluated]) -> None:
     """Plot by step if all steps differ, else side by side: shares with their intervals, else rewards with two standard
     errors.
     """
-    need("a plot", "matplotlib", extra="monitor")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from streamrl.errors import ConfigError, DataError, WireError
 from streamrl.ops.cli.arguments import open_run_or_remains, takes_server
+from streamrl.ops.cli.console import Console
 from streamrl.ops.monitor.remains import Remains
 from streamrl.ops.monitor.runs import find_target
 from streamrl.ops.record.export import to_json

@@ -21,7 +21,7 @@ import click
 from streamrl.config.check import check_config
 from streamrl.config.files import check_files
 from streamrl.config.layout import refuse_layout
-from streamrl.config.load import Loaded, load_config
+from streamrl.config.load import Loaded, as_overrides, load_config
 from streamrl.config.placement import Placement, place
 from streamrl.config.places import EMBEDDED_REDIS
 from streamrl.config.schema import Config
@@ -99,15 +99,19 @@ def learn(
     """
     _check_options(redis_url, replay, source, takeover=takeover, standby=standby, new_data=new_data)
     ranks = [] if nproc_per_node is None else [f"learner.processes={nproc_per_node}"]
-    loaded = load_config(file, [*overrides, *ranks])
+    # Monitors find the run's server in its folder.
+    server_given = {} if redis_url is None else {"redis.url": split_password(redis_url)[0]}
+    loaded = load_config(file, [*overrides, *ranks, *as_overrides(server_given)])
     config, cluster = loaded.config, _cluster(nodes, rendezvous)
+    # A second learner on this machine must wait or be refused; machines of one cluster are one learner.
+    holder = cluster_holder(config, cluster) if cluster else f"learn-{uuid.uuid4().hex[:16]}"
     check_config(config, loaded.origin)
     for machines in cluster.sizes if cluster else (1,):
         refuse_layout(config.learner.layout, machines * config.learner.processes)
     url = None if replay is not None else redis_url or config.redis.url
     server = None if url is None else _reach(url, config, dry_run=dry_run)
     placement = Placement(shares={}) if dry_run else place(config, gpus_here(), "learner")
-    command = _build(config, server or url, replay, cluster, placement, takeover=takeover, standby=standby)
+    command = _build(config, holder, server or url, replay, cluster, placement, takeover=takeover, standby=standby)
     if source is not None:
         fork_from(source, config, new_data=new_data, dry_run=dry_run)
     else:
@@ -116,13 +120,13 @@ def learn(
     if dry_run:
         click.echo(_shown(command))
     else:
-        _exec(loaded, command)
+        _exec(loaded, holder, command)
 
 
-def _exec(loaded: Loaded, command: Command) -> NoReturn:
+def _exec(loaded: Loaded, holder: str, command: Command) -> NoReturn:
     """Replace this process by torchrun's agent."""
     run_trials(loaded, workers_are_here=False)
-    _prepare(loaded.config)
+    _prepare(loaded.config, holder)
     click.echo(_shown(command))
     sys.stdout.flush()
     os.execve(command.arguments[0], list(command.arguments), {**os.environ, **command.environment})
@@ -171,6 +175,7 @@ def _reach(url: str, config: Config, *, dry_run: bool) -> str | None:
 
 def _build(
     config: Config,
+    holder: str,
     redis_url: str | None,
     replay: Path | None,
     cluster: Cluster | None,
@@ -195,8 +200,7 @@ def _build(
         standby=standby,
         cluster=cluster,
         placement=placement,
-        # A second learner on this machine must wait or be refused; machines of one cluster are one learner.
-        holder=None if cluster else f"learn-{uuid.uuid4().hex[:16]}",
+        holder=holder,
     )
     # All users of a machine can read a command line, but only its own user the environment.
     secrets = {} if password is None else {PASSWORD: password}
@@ -217,12 +221,12 @@ def _shown(command: Command) -> str:
     return " ".join([*variables, *(shlex.quote(word) for word in command.arguments)])
 
 
-def _prepare(config: Config) -> None:
+def _prepare(config: Config, holder: str) -> None:
     """Prepare the run's folder for the command."""
     folder = RunFolder(config.folder)
     folder.logs.mkdir(parents=True, exist_ok=True)
     folder.learner_error.unlink(missing_ok=True)
-    folder.write_request(config)
+    folder.write_request(config, holder)
 
 
 def _cluster(nodes: str, endpoint: str | None) -> Cluster | None:

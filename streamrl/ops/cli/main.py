@@ -27,6 +27,7 @@ EXIT_INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
 EXIT_UNREAD = 141  # likewise for a closed pipe, as with `head`: 1 means something else in several commands
 # Errors that any path may raise at any time; each command handles missing paths itself.
 _REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOTDIR}
+_REFUSALS |= {errno.ELOOP, errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE, errno.ENOTCONN}  # the last: of networks
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 
 

@@ -34,7 +34,7 @@ _CONFIGURATIONS = (".yaml", ".yml")
 _MAX_SHOWN = 300  # characters per text
 _FILE = click.Path(path_type=Path)
 _DEFAULTS = schema.FunctionReward.model_fields
-_Encode = Callable[[PromptRow, str], tuple[str, list[int]]]  # (row, completion) -> (prompt, the completion's ids)
+_Encode = Callable[[PromptRow, str], tuple[str, list[int], str]]  # (row, completion) -> (prompt, completion's ids, end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,8 @@ def _completions(
 
 def _read_completions(path: Path) -> Iterator[list[str]]:
     try:
-        lines = path.read_text().splitlines()
+        with path.open(encoding="utf-8") as file:
+            lines = list(file)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--completions: {path} cannot be read: {error}") from None
     for number, line in enumerate(lines, start=1):
@@ -200,24 +201,27 @@ def as_option(text: str) -> tuple[str, Any]:
     return name, parsed
 
 
-def _as_text(row: PromptRow, completion: str) -> tuple[str, list[int]]:
-    return row.plain, list(completion.encode())
+def _as_text(row: PromptRow, completion: str) -> tuple[str, list[int], str]:
+    return row.plain, list(completion.encode()), ""
 
 
 def _encoder(model: str) -> _Encode:
     need("--model", "transformers", extra="learner")
     from streamrl.learner.groups.prompts import Tokenizer
     from streamrl.workers.engines.model import read_model
+    from streamrl.workers.rewards.chats import after_an_answer
 
-    tokenizer: Tokenizer = read_model(model, trust_remote_code=False).tokenizer
+    facts = read_model(model, trust_remote_code=False)
+    tokenizer: Tokenizer = facts.tokenizer
+    end = after_an_answer(facts.tokenizer)
 
-    def encode(row: PromptRow, completion: str) -> tuple[str, list[int]]:
+    def encode(row: PromptRow, completion: str) -> tuple[str, list[int], str]:
         if row.messages is not None and not tokenizer.chat_template:
             raise DataError(f"--model {model}: its tokenizer has no chat template, and line {row.line} is a chat")
         prompt = row.plain
         if row.messages is not None:
             prompt = str(tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True))
-        return prompt, tokenizer([completion], add_special_tokens=False)["input_ids"][0]
+        return prompt, tokenizer([completion], add_special_tokens=False)["input_ids"][0], end
 
     return encode
 
@@ -231,10 +235,16 @@ async def _try(
         [
             (
                 row,
-                ScoreItem(prompt=prompt, completion=one, token_ids=np.asarray(ids, dtype=np.int32), fields=row.fields),
+                ScoreItem(
+                    prompt=prompt,
+                    completion=one,
+                    token_ids=np.asarray(ids, dtype=np.int32),
+                    fields=row.fields,
+                    end=end,
+                ),
             )
             for one in completions
-            for prompt, ids in [encode(row, one)]
+            for prompt, ids, end in [encode(row, one)]
         ]
         for row, completions in pairs
     ]

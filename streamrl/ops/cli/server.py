@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -15,7 +16,7 @@ from streamrl.errors import ConfigError, ResourceError
 from streamrl.ops.cli.arguments import print_result, takes_json
 from streamrl.ops.monitor.runs import URL_VARIABLE, Listing, list_runs, open_server, with_folders
 from streamrl.protocol.transport.acl import ANY_RUN, ROLES, SERVERS, WEAKER_BEFORE_7, Role, rules
-from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.keys import RUN_NAME, Keys
 from streamrl.protocol.transport.operator import remove_run
 from streamrl.protocol.transport.secret_files import read_passwords
 from streamrl.terminal import age, plural, printable
@@ -79,6 +80,11 @@ def compare(folders: tuple[Path, ...], as_json: bool) -> None:
 @click.option("--live", "remove_live", is_flag=True, help="Remove it even if a learner holds it.")
 def rm(url: str | None, run: str, remove_live: bool) -> None:
     """Remove a run from Redis: streams, weights, metrics. Its folder stays; its workers and learner exit."""
+    if not re.fullmatch(RUN_NAME, run):
+        raise ConfigError(
+            f"--run {run!r}: names one run, no pattern: at most 64 letters, digits, '.', '_' and '-', starting with a "
+            "letter or digit"
+        )
     keys = Keys(run)
     with open_server(_server(url)) as client:
         if client.exists(keys.lease) and not remove_live:
@@ -137,23 +143,25 @@ def acl(roles: tuple[Role, ...], run: str | None, server: str, passwords: Path |
     If you print all roles, the default user is switched off. With --server 6.2 the rules are weaker; stderr says what
     follows.
     """
-    for role in roles or ROLES:
-        _print_user(role, rules(role, run=run or ANY_RUN, selectors=server != "6.2"), passwords, form)
-        if server == "6.2":
-            click.echo(f"note: {role} on Redis 6.2: {WEAKER_BEFORE_7[role]}", err=True)
-    for name, granted in SERVERS.items():
-        if not roles and passwords is not None and (passwords / name).exists():
-            _print_user(name, granted, passwords, form)
-    if not roles:  # last: this connection may use it
-        click.echo("user default off" if form == "users" else "ACL SETUSER default off")
+    shown = roles or ROLES
+    users: dict[str, str] = {role: rules(role, run=run or ANY_RUN, selectors=server != "6.2") for role in shown}
+    if not roles and passwords is not None:
+        users |= {name: rights for name, rights in SERVERS.items() if (passwords / name).exists()}
+    lines = [_user(name, rights, passwords, form) for name, rights in users.items()]
+    # A file that is cut short must not leave the default user on; commands may come over that user's own connection.
+    if not roles:
+        lines = ["user default off", *lines] if form == "users" else [*lines, "ACL SETUSER default off"]
+    click.echo("\n".join(lines))
+    for role in shown if server == "6.2" else ():
+        click.echo(f"note: {role} on Redis 6.2: {WEAKER_BEFORE_7[role]}", err=True)
     if passwords is None:
         click.echo("note: no passwords yet: give --passwords DIR, or ACL SETUSER NAME >PASSWORD", err=True)
 
 
-def _print_user(name: str, granted: str, passwords: Path | None, form: str) -> None:
+def _user(name: str, granted: str, passwords: Path | None, form: str) -> str:
     known = "" if passwords is None else "".join(f"#{digest} " for digest in _digests(passwords / name))
     start = f"user {name} on" if form == "users" else f"ACL SETUSER {name} reset on"
-    click.echo(f"{start} {known}{granted}")
+    return f"{start} {known}{granted}"
 
 
 def _digests(file: Path) -> list[str]:

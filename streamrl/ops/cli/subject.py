@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from streamrl.errors import DataError
 
 if TYPE_CHECKING:
+    from streamrl.config.schema import Config
     from streamrl.learner.checkpoints.checkpoint import Checkpoint
 
 
@@ -40,6 +41,23 @@ def find_subject(text: str, *, exported: bool = False) -> Subject:
     found = find_checkpoint(text)
     config_file = found.folder.parent.parent / "config.yaml"
     return Subject(name=f"{text} (step {found.state.step})", checkpoint=found, config_file=config_file)
+
+
+def settings_of(subject: Subject) -> Config:
+    """The settings that the checkpoint was made with; DataError if it has none that can be read."""
+    from streamrl.learner.checkpoints.resume import config_of
+
+    assert subject.checkpoint is not None, "only called for a checkpoint"
+    config = config_of(subject.checkpoint)
+    if config is not None:
+        return config
+    extra = subject.checkpoint.state.extra
+    if "config" not in extra and "forked_from" in extra:
+        raise DataError(
+            f"{subject.name} is what a fork begins with, and has no settings of its own; its weights are those of "
+            f"{extra['forked_from']['checkpoint']}: name that, or a later checkpoint of the fork"
+        )
+    raise DataError(f"{subject.name} was made by another version of streamrl, and this one cannot read its settings")
 
 
 def checkpoints_of(text: str) -> list[str]:

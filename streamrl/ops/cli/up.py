@@ -51,10 +51,10 @@ def up(file: str, overrides: tuple[str, ...], takeover: bool, source: str | None
         check_config(loaded.config, loaded.origin)  # before the folder of the fork is there
         fork_from(source, loaded.config, new_data=new_data)
     console = Console(stderr=as_json)
-    outcome = start_or_resume(loaded, Display(console), takeover=takeover)
+    outcome = start_or_resume(loaded, Display(console), takeover=takeover, is_fork=source is not None)
     if isinstance(outcome, Remains):
         result = outcome.summary or {"name": outcome.name, "state": outcome.state, "steps": outcome.step}
-        print_result(result, finished_lines(outcome, file), as_json=as_json, indent=None)
+        print_result(result, finished_lines(outcome, file, overrides), as_json=as_json, indent=None)
         return 0
     if outcome.summary is not None:
         for name, value in summary_lines(outcome.summary):
@@ -64,16 +64,20 @@ def up(file: str, overrides: tuple[str, ...], takeover: bool, source: str | None
     return outcome.exit_code
 
 
-def start_or_resume(loaded: Loaded, display: Audience, *, takeover: bool = False) -> Outcome | Remains:
+def start_or_resume(
+    loaded: Loaded, display: Audience, *, takeover: bool = False, is_fork: bool = False
+) -> Outcome | Remains:
     """Start or resume the run of this configuration; return what its folder records if nothing is left to do.
 
-    Called by the command, and by programs through `streamrl.start`.
+    `is_fork`: the folder was made just now, and its checkpoint is of no earlier start. Called by the command, and by
+    programs through `streamrl.start`.
     """
     from streamrl.learner.checkpoints.resume import changed_since_checkpoint, check_resume
     from streamrl.ops.launch.finished import nothing_left_of
     from streamrl.ops.launch.up import up as run_up
 
-    check_resume(loaded.config)
+    if not is_fork:
+        check_resume(loaded.config)
     if (remains := nothing_left_of(loaded.config)) is not None:
         return remains
     for change in changed_since_checkpoint(loaded.config):

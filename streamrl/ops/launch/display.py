@@ -1,18 +1,19 @@
 """Displays a run to the user who started it: one live panel on a terminal, otherwise a line now and then.
 
 It shows the monitor's `View`; the launcher's own messages (what it waits for while Redis is empty) are passed in.
-Drawing happens in the thread that calls `show`, and writes only to the terminal.
+Drawing happens in the thread that calls `show`, and writes only to the terminal; if that is closed, nothing ends.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeGuard
+from typing import IO, Any, Protocol, Self, TypeGuard, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -62,10 +63,45 @@ class Audience(Protocol):
     ) -> None: ...
 
 
+class _LastingFile:
+    """What a console writes to, from the first failure on nothing: the window of a run may be closed, and the program
+    that its output is piped to may end, also before the run has saved."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file, self._is_terminal, self._is_lost = file, file.isatty(), False
+        self.encoding = getattr(file, "encoding", "utf-8")
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda: self._file.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._file.flush)
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        if self._is_lost:
+            return
+        try:
+            action()
+        except OSError:
+            self._is_lost = True
+            with suppress(OSError):  # a file in memory has no descriptor
+                devnull = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(devnull, self._file.fileno())  # what is left in its buffer is written at exit
+                os.close(devnull)
+
+
 class Display:
-    """Reports to a terminal, or to a log."""
+    """Reports to a terminal, or to a log, and goes on without: the console may lose its output."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        console.file = cast("IO[str]", _LastingFile(console.file))
         self._console, self._clock = console, clock
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._last_phase = ""

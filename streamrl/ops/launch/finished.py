@@ -6,8 +6,9 @@ takes minutes.
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError
@@ -37,13 +38,21 @@ def _extends(requested: schema.Training, remains: Remains) -> bool:
     return requested.max_epochs > int(before.get("max_epochs", requested.max_epochs))
 
 
-def finished_lines(remains: Remains, file: str) -> Iterator[str]:
-    """Describe it for people; `file` is the configuration that was given."""
-    name, step, folder = remains.name, remains.step, remains.folder
+def finished_lines(remains: Remains, file: str, overrides: Sequence[str]) -> Iterator[str]:
+    """Describe it for people; `file` and `overrides` are the configuration that was given."""
+    name, step, folder = remains.name, remains.step, shlex.quote(str(remains.folder))
+    given, longer, other = (file, *overrides), f"training.max_steps={2 * step}", f"name={name}-2"
     yield f"run {name} has finished: {step} steps, {age(time.time() - remains.at)} ago; nothing is left to do"
     if summary := summary_words(remains.summary):
         yield f"  result          {summary}"
     yield f"  look at it      streamrl status {folder}; streamrl dashboard {folder}"
-    yield f"  more steps      streamrl up {file} training.max_steps={2 * step}"
-    yield f"  another run     streamrl up {file} name={name}-2"
-    yield f"  a fork of it    streamrl up {file} name={name}-2 training.max_steps={2 * step} --fork {folder}@{step}"
+    yield f"  more steps      {_up(given, longer)}"
+    yield f"  another run     {_up(given, other)}"
+    yield f"  a fork of it    {_up(given, other, longer)} --fork {folder}@{step}"
+
+
+def _up(given: Sequence[str], *settings: str) -> str:
+    """Return the command with what was given, and these settings instead of what was given for them."""
+    keys = {setting.partition("=")[0] for setting in settings}
+    kept = (word for word in given if word.partition("=")[0] not in keys)
+    return shlex.join(["streamrl", "up", *kept, *settings])

@@ -46,20 +46,25 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = path / "config.yaml"  # the run's
-        self.requested_config = path / "asked.yaml"  # of the latest launch, which a learner may refuse
+        self.config = path / "config.yaml"  # the run's; that of the latest launch until a learner has taken the run
         self.redis = path / "redis"
         self.reward_url = path / "reward.url"
         self.reward_bound = path / "reward.bound"
         self.learner_error = path / "learner.error"
+        self.launcher_error = path / "launcher.error"  # why the last launch ended, if a part could not go on
         self.summary = path / "summary.json"
         self.logs = path / "logs"
 
-    def write_request(self, config: schema.Config) -> None:
+    def requested_config(self, holder: str) -> Path:
+        """Return the file that this learner's ranks load at each start. No two learners share one: the second may be
+        refused, and the ranks of the first restarted after that."""
+        return self.path / f"asked-{holder}.yaml"
+
+    def write_request(self, config: schema.Config, holder: str) -> None:
         """Write the requested configuration. The learner makes it the run's own when it takes the run."""
         text = dump_config(config).encode()
-        write_durably(self.requested_config, text)
-        if not self.config.exists():
+        write_durably(self.requested_config(holder), text)
+        if not (self.config.exists() and (self.path / "terms").is_dir()):
             write_durably(self.config, text)
 
 
@@ -156,19 +161,21 @@ def learner_command(
     several. `holder` is for callers without the folder's lock, who under its name would take over from its owner."""
     assert (redis_url is None) != (replay is None), "groups come either from Redis or from a recording"
     learner = config.learner
+    holder = holder or (cluster_holder(config, cluster) if cluster else folder_holder(folder.path))
     agent = [
         f"--nnodes={cluster.nodes if cluster else 1}",
         f"--nproc-per-node={learner.processes}",
         f"--max-restarts={learner.max_restarts}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={cluster.endpoint if cluster else '127.0.0.1:0'}",
-        f"--rdzv-id={holder or (cluster_holder(config, cluster) if cluster else _folder_holder(folder.path))}",
+        f"--rdzv-id={holder}",
         # By default every restart waits half a minute for more machines, and 15 s for a dead one. The latter is three
         # times the interval, by the observer's clock, so clocks must agree to within these 6 s.
         "--rdzv-conf=last_call_timeout=1,keep_alive_interval=2",
         f"--shutdown-timeout={DRAIN_S}",
     ]
-    program = ["--config", str(folder.requested_config)]
+    program = ["--config", str(folder.requested_config(holder))]
+    program += [] if cluster else ["--own-config"]
     program += ["--redis", redis_url] if redis_url is not None else ["--replay", str(replay)]
     program += ["--takeover"] if takeover else []
     program += ["--standby"] if standby else []
@@ -194,7 +201,7 @@ def cluster_holder(config: schema.Config, cluster: Cluster) -> str:
     return f"learn-{hashlib.sha256(f'{config.name}:{cluster.endpoint}'.encode()).hexdigest()[:16]}"
 
 
-def _folder_holder(folder: Path) -> str:
+def folder_holder(folder: Path) -> str:
     """Return the learner's holder name: one launcher at a time runs a folder, so its successor takes over at once."""
     location = f"{socket.gethostname()}:{os.path.realpath(folder)}"
     return f"up-{hashlib.sha256(location.encode()).hexdigest()[:16]}"

@@ -6,7 +6,8 @@
     embedded Redis                        if dead, it is restarted from its append-only file
 
 A request to end goes to the learner first: it finishes its step, writes a checkpoint and marks the run as stopped in
-Redis; then the workers leave. A second request ends everything at once. However `run` exits, only the reward server is
+Redis; then the workers leave. A second request ends everything at once. If reward server or workers cannot go on, the
+run ends in the same order, and the launcher notes why in the folder. However `run` exits, only the reward server is
 still running, and `close` ends it. Looks five times a second; each wait is bounded.
 """
 
@@ -25,6 +26,7 @@ import structlog
 from streamrl.config import schema
 from streamrl.config.placement import Placement
 from streamrl.errors import DataError, PartError, TransportError, UserError
+from streamrl.files import write_durably
 from streamrl.held_folders import remove_those_of_the_dead
 from streamrl.ops.audit.folder import read_commit
 from streamrl.ops.launch.display import Audience, Frame
@@ -75,6 +77,7 @@ class Supervisor:
         self._phase = "starting the parts"
         self._redis_is_unreachable = False
         self._drain_by: float | None = None  # None: no request to end
+        self._failure: UserError | PartError | None = None  # for which the run is ended
         self._learner: Process | None = None
         self._reward: RewardPart | None = None
         self._workers: list[SupervisedProcess] | None = None  # None: not started yet
@@ -82,7 +85,8 @@ class Supervisor:
     def run(self) -> None:
         """Run until the learner has ended. Raises UserError or PartError if a part cannot go on, KeyboardInterrupt at
         the second request to end."""
-        self._folder.learner_error.unlink(missing_ok=True)
+        for file in (self._folder.learner_error, self._folder.launcher_error):
+            file.unlink(missing_ok=True)
         with ExitStack() as stack:
             stack.enter_context(write_reports(self._client, self._keys, self._progress))
             try:
@@ -108,12 +112,16 @@ class Supervisor:
                     self._tick()
                 self._raise_learner_error(self._learner)
                 self._dismiss_workers()
+                if self._failure is not None:
+                    raise self._failure
             except KeyboardInterrupt:
                 self._abort(within_s=0.0)
                 self._notify(describe_lost_work(self._folder.path, self.watcher.view))
                 raise
-            except BaseException:
+            except BaseException as error:
                 self._abort(within_s=_ABORT_S)
+                if isinstance(error, UserError | PartError):
+                    self._note_why(self._failure or error)
                 raise
 
     def close(self) -> None:
@@ -142,7 +150,16 @@ class Supervisor:
         if self._embedded is not None:
             self._embedded.look()
         if self._drain_by is None:  # while draining no more groups are needed, and nothing may spoil the checkpoint
-            self._check_group_producers()
+            try:
+                self._check_group_producers()
+            except (UserError, PartError) as failure:
+                if not self._learner_is_at_work():
+                    raise
+                self._failure = failure
+                self._notify(f"{_in_one_line(failure)}; the learner writes a checkpoint, then the run ends")
+                self._drain(
+                    "ending, as a part cannot go on: the learner writes a checkpoint (Ctrl-C twice: end at once)"
+                )
         self.show()
         time.sleep(_TICK_S)
 
@@ -182,12 +199,19 @@ class Supervisor:
         if self._drain_by is not None and time.monotonic() > self._drain_by:
             raise PartError(f"the learner did not end within {DRAIN_S} s (see {self._folder.logs})")
         if self._interrupts.count and self._drain_by is None:
-            self._drain_by = time.monotonic() + DRAIN_S
             log.info("stop_requested", drain_s=DRAIN_S)
-            self._phase = "ending: the learner finishes its step and writes a checkpoint (Ctrl-C again: end at once)"
-            self._progress.stopping()
-            assert self._learner is not None, "stop requests are only handled while the learner runs"
-            self._learner.terminate()
+            self._drain("ending: the learner finishes its step and writes a checkpoint (Ctrl-C again: end at once)")
+
+    def _drain(self, phase: str) -> None:
+        self._drain_by, self._phase = time.monotonic() + DRAIN_S, phase
+        self._progress.stopping()
+        assert self._learner is not None, "a run ends in order only while the learner runs"
+        self._learner.terminate()
+
+    def _learner_is_at_work(self) -> bool:
+        """Whether it has taken the run, so that it has something to save."""
+        view = self.watcher.view
+        return view is not None and is_running(view) and not is_taken_up(view) and lead(view) is not None
 
     def _raise_if_producers_are_lost(self) -> None:
         if self._reward is not None and self._reward.supervised.has_given_up:
@@ -222,6 +246,13 @@ class Supervisor:
     def _abort(self, *, within_s: float) -> None:
         processes = [worker.process for worker in self._workers or ()]
         end_all([*([self._learner] if self._learner else []), *processes], within_s=within_s)
+
+    def _note_why(self, error: UserError | PartError) -> None:
+        """Leave the reason for those who look at the run later; a full disk hides nothing else."""
+        if (view := self.watcher.view) is not None:
+            with suppress(OSError):
+                note = {"error": _in_one_line(error), "term": view.run.term}
+                write_durably(self._folder.launcher_error, json.dumps(note).encode())
 
     def _notify(self, text: str) -> None:
         log.warning("notice", text=text)
@@ -266,12 +297,22 @@ class Supervisor:
             self._redis_is_unreachable = True
 
 
+def _in_one_line(error: Exception) -> str:
+    """What happened, and a part's last words."""
+    first, *more = str(error).splitlines()
+    return " ".join([first, *(line.strip() for line in more[-1:])])
+
+
 def describe_lost_work(folder: Path, view: View | None) -> str:
     """Describe what is lost after everything was ended at once."""
     try:
         saved = read_commit(folder).step
     except DataError:  # the run is not recorded yet
         return "ended at once, before the run had started"
+    except OSError as error:
+        return (
+            f"ended at once, without a checkpoint: the run is back at its last one, which cannot be read now: {error}"
+        )
     num_lost = view.run.step - saved if view is not None else 0
     repeated = f"{plural(num_lost, 'step')} after it, the current step" if num_lost > 0 else "the current step"
     return (

@@ -25,7 +25,7 @@ from streamrl.gpus import gpus_here
 from streamrl.ops.audit import audit_folder
 from streamrl.ops.launch.display import Audience
 from streamrl.ops.launch.forking import PartsAhead
-from streamrl.ops.launch.parts import RedisPart, RunFolder, check_redis
+from streamrl.ops.launch.parts import RedisPart, RunFolder, check_redis, folder_holder
 from streamrl.ops.launch.processes import Interrupts
 from streamrl.ops.launch.summary import Summary, summarise
 from streamrl.ops.launch.supervisor import Supervisor
@@ -71,7 +71,7 @@ def _run(loaded: Loaded, *, display: Audience, takeover: bool, ahead: PartsAhead
     began = time.monotonic()
     with only_one(folder.path, config.name), Interrupts() as interrupts, display, ExitStack() as stack:
         configure_logging("launcher", folder.logs / "launcher.log", quiet=True)
-        folder.write_request(config)
+        folder.write_request(config, folder_holder(folder.path))
         embedded = None
         if config.redis.url == EMBEDDED_REDIS:
             embedded = RedisPart(folder.redis, notify=display.notify)

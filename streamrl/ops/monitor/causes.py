@@ -46,7 +46,7 @@ def not_begun(view: View) -> Iterator[Cause]:
         title="the run has not started",
         evidence=view.run.error
         or f"no learner has started it: {view.run.folder} holds little besides its configuration",
-        remedy=f"start it with the last requested configuration: `streamrl up {view.run.folder}/asked.yaml`",
+        remedy=f"start it with the last requested configuration: `streamrl up {view.run.folder}/config.yaml`",
     )
 
 
@@ -115,7 +115,8 @@ def stopped(view: View) -> Iterator[Cause]:
     if view.run.state == "stopped" and not is_taken_up(view):
         yield blocking(
             title="the run was stopped",
-            evidence=f"the learner wrote a checkpoint at step {view.run.step} and exited cleanly",
+            evidence=f"the learner wrote a checkpoint at step {view.run.step} and exited cleanly"
+            + (f"; it was told to, because {view.run.error}" if view.run.error else ""),
             remedy="start it again with the same configuration (`streamrl up CONFIG`): it resumes from there",
         )
 
@@ -125,7 +126,7 @@ def crashed(view: View) -> Iterator[Cause]:
         yield blocking(
             title="the run crashed",
             evidence=f"it was running at step {view.run.step} and last reported {age(_since_end_s(view))} ago; "
-            "neither its learner nor its Redis is running",
+            f"neither its learner nor its Redis is running{f': {view.run.error}' if view.run.error else ''}",
             remedy=f"look for the reason in {view.run.folder}/logs; start it again with the same configuration "
             "(`streamrl up CONFIG`): it resumes from the last checkpoint",
         )
@@ -207,6 +208,7 @@ TABLE: Mapping[str, Callable[[View], Iterator[Cause]]] = {
     "peer_lied": parts.peer_lied,
     "weights_behind": parts.weights_behind,
     "engine_disagrees": flow.engine_disagrees,
+    "validation_ranks_nothing": flow.validation_ranks_nothing,
     "workers_silent": parts.workers_silent,
     "dead_letters": flow.dead_letters,
     "steps_skipped": flow.steps_skipped,

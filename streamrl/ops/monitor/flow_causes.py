@@ -289,6 +289,21 @@ def evaluating(view: View) -> Iterator[Cause]:
         )
 
 
+def validation_ranks_nothing(view: View) -> Iterator[Cause]:
+    """The last validation lacks so many answers that it takes no part in choosing the best checkpoint."""
+    found = view.learner.validation
+    if found.get("val_rollouts/ranks", 1.0):
+        return
+    unanswered = int(found.get("val_rollouts/num_unanswered", 0.0))
+    yield attention(
+        title="the last validation has too few answers to rank its checkpoint",
+        evidence=f"{unanswered} of {unanswered + int(found.get('val_rollouts/num_prompts', 0.0))} prompts are "
+        "unanswered: checkpoint.keep_best and RUN@best go by other validations",
+        remedy="look in the learner's log for 'validation prompt given up', with the line and its error, and fix that; "
+        "or for 'validation timed out', and raise validation.timeout_s or lower validation.max_prompts",
+    )
+
+
 def engine_disagrees(view: View) -> Iterator[Cause]:
     """Engine and learner disagree on samples of exactly the weights that were trained next. The median over steps,
     since a single odd batch is no fault."""

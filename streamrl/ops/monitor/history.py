@@ -136,7 +136,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Read JSON lines; a crash may have truncated the last one."""
     if not path.exists():
         return
-    yield from parse_lines(path.read_text(encoding="utf-8").splitlines())
+    yield from parse_lines(path.read_text(encoding="utf-8").split("\n"))
 
 
 def parse_lines(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:

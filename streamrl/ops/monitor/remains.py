@@ -3,6 +3,7 @@
     state.json      the learner's last state; without it, the launcher's in summary.json
     metrics.jsonl   the curves            summary.json   the outcome of the last launch
     rollouts.jsonl  some rollouts         learner.error  why no learner took the run
+                                          launcher.error why its launcher ended it
 
 "running" there means that the learner did not get to record its end. Whether it lives is known only on its own machine;
 if its process is gone, it has crashed. Only reads, and imports little: no schema, no numpy.
@@ -107,7 +108,7 @@ def read_remains(folder: Path) -> Remains:
     recorded = _read_json(folder / "state.json") or _recorded_by_launcher(folder)
     refusal = _read_json(folder / "learner.error")
     state = _state(folder, recorded, refusal)
-    error = str(recorded.get("error") or refusal.get("error") or "")
+    error = str(recorded.get("error") or refusal.get("error") or _why_ended(folder, recorded))
     name, url = str(config["name"]), str(config["redis"]["url"])
     return Remains(folder=folder, name=name, url=url, config=config, state=state, recorded=recorded, error=error)
 
@@ -158,6 +159,12 @@ def _state(folder: Path, recorded: Mapping[str, Any], refusal: Mapping[str, Any]
     if not (folder / "terms").is_dir():
         return "absent"
     return "failed" if refusal else "crashed"
+
+
+def _why_ended(folder: Path, recorded: Mapping[str, Any]) -> str:
+    """Return why the launcher ended the run's last term, if it did."""
+    noted = _read_json(folder / "launcher.error")
+    return str(noted.get("error", "")) if noted.get("term") == recorded.get("term") else ""
 
 
 def _may_live(recorded: Mapping[str, Any]) -> bool:
@@ -226,7 +233,10 @@ class FolderWatcher:
 
     def look(self) -> View:
         if (stamp := _stamp(self._remains.folder)) != self._as_of:
-            self._remains, self._as_of = read_remains(self._remains.folder), stamp
+            try:
+                self._remains, self._as_of = read_remains(self._remains.folder), stamp
+            except ConfigError as error:  # moved or deleted since: it may come back
+                raise TransportError(str(error)) from error
         if self._remains.state == "running":
             raise TransportError(
                 "the run has been started again, and this view is out of date: run this command again to watch it"

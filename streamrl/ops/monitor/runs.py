@@ -40,11 +40,12 @@ class Target:
 
     def server(self) -> str:
         """Return the URL; ResourceError if there is none."""
-        if self.url is None:
-            raise ResourceError(
-                f"the embedded Redis of the run in {self.folder} is not running; `streamrl up` starts it"
-            )
-        return self.url
+        if self.url is not None:
+            return self.url
+        remains = self.remains()
+        # A learner that may live has a server; `up` here would take the run from it.
+        advice = "" if remains is not None and remains.state == "running" else "; `streamrl up` starts it"
+        raise ResourceError(f"the embedded Redis of the run in {self.folder} is not running here{advice}")
 
     def remains(self) -> Remains | None:
         """Return what the folder records; None if there is none, or it is another run's."""

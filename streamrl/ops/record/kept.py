@@ -42,7 +42,7 @@ class KeptGroups:
         """Yield the records; a crash may have truncated the last line."""
         if not self._path.is_file():
             return
-        for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in self._path.read_text(encoding="utf-8", errors="replace").split("\n"):
             with contextlib.suppress(ValueError):
                 yield json.loads(line)
 
