@@ -224,6 +224,14 @@ def test_a_released_run_can_be_claimed_at_once_by_anybody(
     assert client.hget(keys.meta, "state") == b"running"
 
 
+def test_a_renewal_that_comes_after_the_release_takes_nothing(
+    learner: LearnerStream, client: redis.Redis, keys: Keys
+) -> None:
+    learner.release("finished")
+    learner.renew()
+    assert not client.exists(keys.lease)
+
+
 def test_a_name_that_another_run_has_is_refused_with_what_to_do(
     learner: LearnerStream, make_learner: MakeLearner, client: redis.Redis, keys: Keys
 ) -> None:

@@ -277,8 +277,10 @@ redis.call('HSETNX', meta, 'created_at', now)
 return {'OK'}
 """)
 
-# Past the fence the lease is ours, or has expired and nobody took it.
+# Past the fence the lease is ours, or has expired and nobody took it; or we have released it, and a renewal that was
+# under way must not take it again.
 RENEW = fenced("""
+if redis.call('HGET', meta, 'state') ~= 'running' then return {'OK'} end
 redis.call('DEL', lease)
 redis.call('SET', lease, holder, 'PX', ARGV[1])
 return {'OK'}
