@@ -149,6 +149,17 @@ async def test_an_engine_that_computes_another_model_than_the_learner_is_told_of
     assert "0.3 apart" in run.view().causes[0].evidence
 
 
+async def test_a_validation_that_ranks_nothing_is_told_of(run: Watched) -> None:
+    for unanswered, causes in ((1.0, []), (57.0, ["validation_ranks_nothing"])):
+        found = {"num_prompts": 200.0 - unanswered, "num_unanswered": unanswered, "ranks": float(not causes)}
+        run.world.learner.step += 1
+        step = run.world.learner.step
+        run.world.learner.stream.record(step, {f"val_rollouts/{name}": value for name, value in found.items()})
+        run.healthy()
+        assert run.causes() == causes
+    assert "57 of 200 prompts are unanswered" in run.view().causes[0].evidence
+
+
 async def test_a_curriculum_with_little_to_choose_from_is_told_of(run: Watched) -> None:
     await run.world.train_steps(1)
     run.record(**{f"curriculum/prompts/{kind}": 100.0 for kind in ("new", "fitting", "solved", "hopeless")})
