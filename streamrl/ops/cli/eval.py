@@ -19,7 +19,7 @@ from streamrl.config import schema
 from streamrl.config.check import check_config
 from streamrl.config.engines import ENGINES
 from streamrl.config.files import check_files
-from streamrl.config.load import load_config
+from streamrl.config.load import as_overrides, load_config
 from streamrl.config.places import LOCAL_REWARD_SERVER, granted
 from streamrl.data.prompts import read_prompts
 from streamrl.errors import ConfigError, StreamrlError
@@ -121,10 +121,8 @@ def evaluate(
     Exits with 1 when not every prompt was answered. Of several checkpoints, what is known when one of them cannot be
     evaluated, or at Ctrl-C, is printed and written all the same.
     """
-    option_settings = [f"worker.engine={engine}"]
-    option_settings += [f"data.validation={json.dumps(prompts)}"] if prompts is not None else []
-    option_settings += [f"validation.max_prompts={max_prompts}"] if max_prompts is not None else []
-    subjects = _find_all(words, file, option_settings)
+    options = {"worker.engine": engine, "data.validation": prompts, "validation.max_prompts": max_prompts}
+    subjects = _find_all(words, file, as_overrides({key: value for key, value in options.items() if value is not None}))
     if plot is not None:
         check_plot()
     done, lines, error = _evaluate_all(subjects, local_reward_url, patience_s)

@@ -12,6 +12,7 @@ import re
 import shlex
 import sys
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -98,10 +99,7 @@ def learn(
     torchrun's. learner.error in the run's folder has an error that a restart would not fix.
     """
     _check_options(redis_url, replay, source, takeover=takeover, standby=standby, new_data=new_data)
-    ranks = [] if nproc_per_node is None else [f"learner.processes={nproc_per_node}"]
-    # Monitors find the run's server in its folder.
-    server_given = {} if redis_url is None else {"redis.url": split_password(redis_url)[0]}
-    loaded = load_config(file, [*overrides, *ranks, *as_overrides(server_given)])
+    loaded = _load(file, overrides, nproc_per_node, redis_url)
     config, cluster = loaded.config, _cluster(nodes, rendezvous)
     # A second learner on this machine must wait or be refused; machines of one cluster are one learner.
     holder = cluster_holder(config, cluster) if cluster else f"learn-{uuid.uuid4().hex[:16]}"
@@ -121,6 +119,14 @@ def learn(
         click.echo(_shown(command))
     else:
         _exec(loaded, holder, command)
+
+
+def _load(file: str, overrides: Sequence[str], nproc_per_node: int | None, redis_url: str | None) -> Loaded:
+    # Monitors find the server in the run's folder.
+    server = None if redis_url is None else split_password(redis_url)[0]
+    options = {"learner.processes": nproc_per_node, "redis.url": server}
+    given = {key: value for key, value in options.items() if value is not None}
+    return load_config(file, [*overrides, *as_overrides(given)])
 
 
 def _exec(loaded: Loaded, holder: str, command: Command) -> NoReturn:
