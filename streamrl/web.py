@@ -80,12 +80,15 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets=sockets)
 
 
+KEEP_ALIVE_S = 60  # longer than clients keep an idle connection (httpx: 5 s): else it may close just as they send
+
+
 @contextlib.asynccontextmanager
 async def serving(app: Starlette, bound: socket.socket, *, stop_s: int = 1) -> AsyncIterator[None]:
     """Serve on the caller's event loop for the lifetime of the context. ResourceError if it cannot listen: several
     sockets may be bound to one port, but only one can listen."""
     listens = asyncio.Event()
-    server = _Beside(app, on_ready=listens.set, timeout_graceful_shutdown=stop_s)
+    server = _Beside(app, on_ready=listens.set, timeout_graceful_shutdown=stop_s, timeout_keep_alive=KEEP_ALIVE_S)
 
     async def serve() -> None:
         try:

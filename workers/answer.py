@@ -133,7 +133,7 @@ class Answerer:
                 token_ids=made.sample.token_ids,
                 fields=ticket.fields,
                 finish_reason=made.sample.finish_reason,
-                end=self._end_of(made.sample),
+                end="" if made.last_id is None else self._ends.get(made.last_id, ""),
             )
             scores = await self.rewards.score_sample(item)
             taught = await self._teach(ticket, made.sample)
@@ -209,11 +209,13 @@ class Answerer:
             rewards={},
             reward=0.0,
         )
-        made = Played(sample=sample, text=generated.text, model_s=time.monotonic() - began)
+        made = Played(
+            sample=sample,
+            text=generated.text,
+            model_s=time.monotonic() - began,
+            last_id=int(generated.token_ids[-1]) if num_tokens else None,
+        )
         return made if generated.routes is None else _routed(made, generated.routes, num_tokens)
-
-    def _end_of(self, sample: Sample) -> str:
-        return self._ends.get(int(sample.token_ids[-1]), "") if len(sample.token_ids) else ""
 
     async def _teach(self, ticket: Ticket, sample: Sample) -> Taught:
         """Return the teacher's logprob of each sampled token; 0 for tokens that were given."""

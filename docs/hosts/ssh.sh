@@ -46,7 +46,7 @@ for host in "${learners[@]}"; do
   start "$host" "learner-$host" bash -c \
     'for _ in $(seq 100); do code=0; "$@" || code=$?; case $code in 0 | 2) exit $code ;; esac
       [ ! -e "$0" ] || exit $code; sleep 5; done' "runs/$RUN_NAME/learner.error" \
-    streamrl learn "$config" name="$RUN_NAME" rewards.model.url="http://$REWARD:5555" \
+    streamrl learn "$config" name="$RUN_NAME" training.max_time=null rewards.model.url="http://$REWARD:5555" \
     rewards.model.token_file="$PWD/reward-token" --redis "$STREAMRL_REDIS" \
     --nodes "1:${#learners[@]}" --rendezvous "${learners[0]}:29400"
 done

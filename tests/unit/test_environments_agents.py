@@ -4,19 +4,30 @@ outlives it."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from pathlib import Path
 
 import pytest
 
 from streamrl.errors import ConfigError, EngineError, SampleError
+from streamrl.permissions import Permissions
 from streamrl.versions import make_version
+from streamrl.workers.environments.agents import AgentPlayer
 from streamrl.workers.environments.own_child import THREADS
+from streamrl.workers.environments.playing import playing
 from streamrl.workers.sessions.trace import Played
 from tests.helpers import wait_until_async
 from tests.session_world import CALL, PLAIN, AgentWorld, Teller, agent_world
 
 # Plays until a file appears.
+DIES = """
+def dies(session, row):
+    try:
+        for _ in range(100): ask(session)
+    except urllib.error.HTTPError:
+        os._exit(3)
+"""
 WAITS = """
 def waits(session, row):
     ask(session)
@@ -165,9 +176,34 @@ async def test_one_that_blocks_its_process_is_killed_and_the_next_one_plays(
 
 async def test_a_rollout_has_its_time(tmp_path: Path) -> None:
     async with agent_world(tmp_path, PLAIN, "bad", rollout_timeout_s=1.0) as world:
-        with pytest.raises(SampleError, match="no answer within 1 s"):
+        with pytest.raises(SampleError, match=r"did not end within 1 s \(environment\.rollout_timeout_s\)"):
             await world.play(well, {"what": "hang"})
         assert (await world.play(well))[0].reward == 1.0
+
+
+async def test_a_late_plain_rollout_ends_without_its_process(tmp_path: Path) -> None:
+    """It stands for up to 63 healthy ones there."""
+    async with agent_world(
+        tmp_path, PLAIN, "talks", rollout_timeout_s=1.0, max_turns=1000, max_tokens=100_000
+    ) as world:
+        engine = teller(world, sample_s=0.05)  # the agent would take 5 s
+        [place] = world.player._children._places
+        child = await place.child()
+        with pytest.raises(SampleError, match=r"environment\.rollout_timeout_s"):
+            await world.play_with(engine)
+
+        async def has_ended() -> bool:
+            return not world.player.num_ending
+
+        await wait_until_async(has_ended, description="its thread was refused")
+        assert not child.lost
+        assert await place.child() is child
+
+
+async def test_one_whose_process_is_lost_gets_no_reward_of_0(tmp_path: Path) -> None:
+    async with agent_world(tmp_path, PLAIN + DIES, "dies", max_turns=3) as world:
+        with pytest.raises(SampleError, match="ended with status 3"):
+            await world.play(well)
 
 
 async def test_a_request_of_a_gigabyte_is_refused_and_the_agent_goes_on(tmp_path: Path) -> None:
@@ -211,6 +247,24 @@ async def test_without_a_network_an_agent_reaches_its_session_and_nothing_else(t
             row = {"port": listens.getsockname()[1], "path": str(tmp_path / "redis.sock")}
             played, _ = await world.play(well, row)
             assert played.reward == 2.0, "so many were refused"
+
+
+@pytest.mark.parametrize(("host", "network"), [("::1", False), ("::1", True), ("127.0.0.1", False)])
+async def test_without_a_network_an_agent_has_its_session_by_ipv4(tmp_path: Path, host: str, network: bool) -> None:
+    if host == "::1" and network and not socket.has_ipv6:
+        pytest.skip("this machine has no IPv6")
+    async with agent_world(tmp_path, PLAIN, "plain") as world:
+        settings = world.config.environment
+    assert settings is not None
+    config = world.config.model_copy(update={"environment": settings.model_copy(update={"network": network})})
+    allowed = Permissions(reward_code=(str(settings.target),), reward_network=(str(settings.target),))
+    refused = host == "::1" and not network
+    says = pytest.raises(ConfigError, match=r"--sessions \[::1\]: .* set environment\.network: true")
+    with says if refused else contextlib.nullcontext():
+        async with playing(config, allowed, world.facts, (host, 0)) as player:
+            assert not refused
+            assert isinstance(player, AgentPlayer)
+            assert (await AgentWorld(player, world.facts, config).play(well))[0].reward == 1.0
 
 
 async def test_an_agent_may_have_a_network_where_its_worker_allows_it(tmp_path: Path) -> None:

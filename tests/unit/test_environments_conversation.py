@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from streamrl.errors import ConfigError, SampleError
 from streamrl.workers.sessions.conversation import Context, Conversation, answer_of, read_messages
-from streamrl.workers.sessions.tool_calls import Reply, make_parser, parse_hermes
+from streamrl.workers.sessions.tool_calls import Reply, ToolCall, make_parser, parse_hermes
 from tests.session_world import ADD, CALL, chat_tokenizer
 
 THINKING = (
@@ -65,6 +66,45 @@ def test_a_call_keeps_its_tokens_though_the_template_would_write_it_otherwise() 
         "\n<|im_start|>user\n<tool_response>5</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
     assert context.given == "5"
+
+
+BY_ID = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% for call in m.tool_calls or [] %}{{ call.id }}={{ call.function | tojson }}{% endfor %}"
+    "{% if m.role == 'tool' %}{{ m.tool_call_id }}: {% endif %}{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{# tools #}"
+)
+
+
+def test_a_template_sees_the_ids_of_calls_and_an_agent_may_change_them() -> None:
+    talk = Talk(BY_ID, tools=[ADD])
+    answer = answer_of(parse_hermes(CALL, [ADD]).with_ids(1))
+    [call] = answer["tool_calls"]
+    told = {"role": "tool", "tool_call_id": call["id"], "content": "5"}
+    written = talk.tokenizer.decode(talk.ask(USER, answer, told).token_ids)
+    assert f"{call['id']}={{" in written
+    assert f"{call['id']}: 5" in written
+    said, so_far = talk.say(CALL, USER)
+    for other in ({}, {"id": "call_7"}):
+        sent = {**said, "tool_calls": [{**other, "type": "function", "function": call["function"]}]}
+        assert talk.ask(USER, sent, told).token_ids[: len(so_far)].tolist() == so_far
+
+
+def test_each_call_of_a_rollout_has_an_id_that_every_template_accepts() -> None:
+    turns = [parse_hermes(CALL + CALL, [ADD]).with_ids(turn) for turn in (1, 2)]
+    ids = [call.id for reply in turns for call in reply.calls]
+    assert len(set(ids)) == len(ids) == 4
+    assert all(len(one) == 9 and one.isalnum() for one in ids), "Mistral's templates insist on it"
+    kept = Reply(content="", calls=(ToolCall(name="add", arguments="{}", id="functions.add:0"),))
+    assert kept.with_ids(3) == kept, "a parser knows what its model's template wants"
+
+
+@pytest.mark.parametrize("where", ["name", "arguments"])
+def test_a_call_with_half_a_character_is_words(where: str) -> None:
+    call = {"name": "say", "arguments": {"t": "x"}} | ({"name": "s\ud83d"} if where == "name" else {})
+    call = call if where == "name" else {**call, "arguments": {"t": "\ud83d"}}
+    text = f"<tool_call>{json.dumps(call)}</tool_call>"
+    assert parse_hermes(text, []) == Reply(content=text)
 
 
 def test_of_several_conversations_each_goes_on_by_itself() -> None:
@@ -128,3 +168,19 @@ def test_a_parser_of_vllms_is_named_as_there() -> None:
     assert parse("five", [ADD]) == Reply(content="five")
     with pytest.raises(ConfigError, match=r"environment\.tool_parser: vLLM has no 'none'; it has .*pythonic"):
         make_parser("none", tokenizer)
+    with pytest.raises(ConfigError, match=r"tool_parser: 'deepseek_v3' does not fit this model's tokenizer: \w+"):
+        make_parser("deepseek_v3", tokenizer)
+    assert said.with_ids(1).calls[0].id == "c00001000", "vLLM's random ids are no template's"
+
+
+@pytest.mark.long  # what vLLM's parsers import takes its time
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_a_parser_of_vllms_stumbles_over_is_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.tool_parsers import ToolParserManager
+
+    def stumble(*arguments: Any) -> None:
+        raise RuntimeError("I know no such thing")
+
+    parse = make_parser("pythonic", chat_tokenizer())
+    monkeypatch.setattr(ToolParserManager.get_tool_parser("pythonic"), "extract_tool_calls", stumble)
+    assert parse("[add(a=2, b=3)]", [ADD]) == Reply(content="[add(a=2, b=3)]")

@@ -69,6 +69,18 @@ async def test_rollouts_that_nobody_asks_for_are_closed() -> None:
     assert (await ask(app, "/step", {"id": young["id"], "turn": 1, "completion": "x"}))[0] == 200
 
 
+async def test_a_full_server_asks_callers_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.workers.environments.server.MAX_ROLLOUTS", 1)
+    app = EnvironmentApp(EnvironmentDouble(echo))
+    bound = bind("127.0.0.1", 0, what="the test")
+    async with serving(app.asgi(), bound), httpx.AsyncClient(base_url=f"http://{address_of(bound)}") as client:
+        first = await client.post("/reset", json={"row": {}})
+        full = await client.post("/reset", json={"row": {}})
+        assert (full.status_code, full.headers["retry-after"]) == (429, "1"), "which costs a caller no attempt"
+        await client.post("/close", json={"id": first.json()["id"]})
+        assert (await client.post("/reset", json={"row": {}})).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [

@@ -101,7 +101,7 @@ async def test_a_call_of_a_tool_is_parsed_where_there_are_tools() -> None:
         assert choice["finish_reason"] == "tool_calls"
         assert choice["message"]["content"] == "I add. "
         [call] = choice["message"]["tool_calls"]
-        assert (call["type"], call["function"]["name"]) == ("function", "add")
+        assert (call["type"], call["id"], call["function"]["name"]) == ("function", "c00001000", "add")
         assert json.loads(call["function"]["arguments"]) == {"a": 2, "b": 3}
         for plain in ({}, {"tools": [ADD], "tool_choice": "none"}):
             choice = (await here.chat(session, **plain)).json()["choices"][0]
@@ -152,6 +152,58 @@ async def test_a_stream_brings_the_same_in_chunks_and_then_the_usage() -> None:
         assert [d["tool_calls"][0]["function"]["name"] for d in deltas if "tool_calls" in d] == ["add"]
         assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
         assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], len(here.engine.said[0][1].token_ids))
+
+
+async def test_a_stream_brings_the_tokens_too_where_they_are_asked_for() -> None:
+    async with world() as here, here.opened() as session:
+        asked: list[tuple[str, dict[str, Any]]] = [("v1/chat/completions", {"messages": HELLO})]
+        asked.append(("v1/completions", {"prompt": "2 + 3"}))
+        for number, (path, body) in enumerate(asked):
+            got = await here.post(session, path, {**body, "stream": True, "return_token_ids": True})
+            chunks = [json.loads(line.removeprefix("data: ")) for line in got.text.split("\n\n")[:-2]]
+            context, made = here.engine.said[number]
+            assert [one["prompt_token_ids"] for one in chunks if "prompt_token_ids" in one] == [context]
+            choices = [choice for one in chunks for choice in one["choices"]]
+            assert [choice["token_ids"] for choice in choices if "token_ids" in choice] == [made.token_ids.tolist()]
+        plain = await here.chat(session, stream=True)
+        assert "token_ids" not in plain.text
+
+
+async def test_a_prompt_may_come_in_a_list_of_one() -> None:
+    async with world() as here, here.opened() as session:
+        for prompt in ("2 + 3", ["2 + 3"], [[5, 6]], [5, 6]):
+            assert (await here.post(session, "v1/completions", {"prompt": prompt})).status_code == 200
+        read = [asked.prompt_ids.tolist() for asked in here.engine.requests]
+        assert (read[0], read[2]) == (read[1], read[3])
+        assert read[3] == [5, 6]
+        for several in (["a", "b"], [[5], [6]]):
+            got = await here.post(session, "v1/completions", {"prompt": several})
+            assert (got.status_code, got.json()["error"]["param"]) == (400, "prompt")
+            assert "one prompt at a time" in got.json()["error"]["message"]
+
+
+async def test_stop_tokens_are_the_models_own() -> None:
+    [end] = FACTS.stop_ids
+    async with world() as here, here.opened() as session:
+        for wanted, status in (([end], 200), ([end, 5], 200), ([], 200), ([5], 400)):
+            assert (await here.chat(session, stop_token_ids=wanted)).status_code == status
+            body = {"token_ids": [5, 6], "sampling_params": {"stop_token_ids": wanted, "logprobs": 1}}
+            got = await here.post(session, "inference/v1/generate", body)
+            assert got.status_code == status
+        error = got.json()["error"]
+        assert error["param"] == "stop_token_ids"
+        assert "generation_config.json" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"sampling_params": {"logprobs": 5}}, {"sampling_params": {"allowed_token_ids": [5]}}, {"features": {"x": 1}}],
+)
+async def test_what_tokens_alone_cannot_say_is_refused(more: dict[str, Any]) -> None:
+    async with world() as here, here.opened() as session:
+        got = await here.post(session, "inference/v1/generate", {"token_ids": [5], **more})
+        assert got.status_code == 400
+        assert next(iter(more.get("sampling_params", more))) in got.json()["error"]["param"]
 
 
 async def test_tokens_go_in_and_come_out() -> None:
@@ -245,6 +297,10 @@ async def test_what_an_agent_says_of_sampling_is_ignored_and_told_and_max_tokens
         ({"continue_final_message": True, "add_generation_prompt": False}, "add_generation_prompt"),
         ({"continue_final_message": True}, "continue_final_message"),
         ({"add_special_tokens": True}, "add_special_tokens"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"tools": [{"type": "function", "name": "add", "parameters": {}}]}, "tools.0"),
+        ({"tools": [{"type": "function", "function": {"name": "add", "parameters": []}}]}, "tools.0"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": ["hello"]}, "messages"),

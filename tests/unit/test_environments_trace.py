@@ -63,6 +63,8 @@ def test_in_500_random_trees_of_turns_each_sampled_token_stands_behind_its_conte
         earned = [float(at) for at, (_, made) in enumerate(said) if len(made.token_ids)]
         played = trace.played("stop", 0.0, earned)
         sample = played.sample._replace(turn_rewards=played.turn_rewards)
+        in_time = [token for _, made in said for token in made.token_ids.tolist()]
+        assert played.last_id == (in_time[-1] if in_time else None)
         for (start, end), reward in zip(sample.turns(), sample.turn_rewards, strict=True):
             assert said[int(reward)][1].logprobs.tolist() == sample.logprobs[start:end].tolist(), "its own turn's"
         check_by_brute_force(PROMPT, sample, said)

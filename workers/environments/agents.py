@@ -24,7 +24,7 @@ from streamrl.tasks import cancel_all, run_beside
 from streamrl.workers.engines.base import Engine, SampleRequest
 from streamrl.workers.environments.base import ENVIRONMENT, read_reward
 from streamrl.workers.environments.own import Children, Place
-from streamrl.workers.rewards.child import CANCEL_GRACE_S, CallFailed, Child
+from streamrl.workers.rewards.child import CallFailed, Child, ChildLost
 from streamrl.workers.sessions.session import Session
 from streamrl.workers.sessions.sessions import Sessions
 from streamrl.workers.sessions.trace import Played
@@ -53,12 +53,7 @@ class AgentPlayer:
         async with self.sessions.opened(engine, request, num_samples=ticket.num_samples) as session:
             began = time.monotonic()
             beside = {"what ends it": _fail_with(session), "its silence": self._watch(session)}
-            try:
-                rewards = await run_beside(self._run(session, row, place, slot), beside)
-            except SampleError:
-                if not (session.spent and session.trace.num_turns):
-                    raise
-                rewards = {"": 0.0}  # it ran into a bound and failed because of that
+            rewards = await run_beside(self._run(session, row, place, slot), beside)
             if session.failure.done():
                 session.failure.result()
             if not session.trace.num_turns:
@@ -93,13 +88,19 @@ class AgentPlayer:
             },
             "row": row,
         }
+        limit_s = self._settings.rollout_timeout_s
         try:
             with session.request_in_flight():  # the start of a process does not count as the agent's silence
                 child, number = await place.next()
-            async with self._end_if_cancelled(child, number, slot):
-                limit_s = self._settings.rollout_timeout_s + CANCEL_GRACE_S
-                return _read_rewards(await child.call(("rollout", number, argument), timeout_s=limit_s))
+            # A late rollout ends by itself once its session is closed: its process may have healthy ones too.
+            async with asyncio.timeout(limit_s), self._end_if_cancelled(child, number, slot):
+                at_most_s = limit_s + self._settings.timeout_s
+                return _read_rewards(await child.call(("rollout", number, argument), timeout_s=at_most_s))
+        except TimeoutError:
+            raise SampleError(f"the agent did not end within {limit_s:g} s (environment.rollout_timeout_s)") from None
         except (CallFailed, ValueError) as error:
+            if session.spent and session.trace.num_turns and not isinstance(error, ChildLost):
+                return {"": 0.0}  # it ran into a bound and failed because of that
             raise SampleError(session.redacted(f"the agent failed: {error}")) from None
 
     @contextlib.asynccontextmanager

@@ -139,10 +139,8 @@ def main() -> None:
         write_answer(answers, {"error": describe(error)})
         return
     write_answer(answers, {"concurrent": True, "agent": has_agent, "async": is_async})
-    timeout_s = setup["rollout_timeout_s"] if has_agent else setup["timeout_s"]
-    if has_agent and not is_async:
-        timeout_s = None  # a thread cannot be stopped: the worker kills this process instead
-    asyncio.run(_serve(handler, calls, answers, timeout_s=timeout_s))
+    # The worker ends an agent that is late.
+    asyncio.run(_serve(handler, calls, answers, timeout_s=None if has_agent else setup["timeout_s"]))
 
 
 def _confine(*, own: bool, network: bool, door: int) -> bool:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from streamrl.config import schema
+from streamrl.errors import ConfigError
 from streamrl.permissions import Permissions
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.workers.engines.base import Engine, SampleRequest
@@ -54,6 +55,11 @@ async def playing(
         if not children.has_agent:
             yield Player(OwnEnvironment(children), tail=Tail(model.tokenizer), settings=settings)
             return
+        if not settings.network and ":" in address[0] and address[0] != "::":
+            raise ConfigError(
+                f"--sessions [{address[0]}]: an agent without a network reaches its session over IPv4 only; give an "
+                "IPv4 address, or set environment.network: true"
+            )
         from streamrl.workers.environments.agents import AgentPlayer  # lazy: imports starlette and uvicorn
         from streamrl.workers.sessions.session import Model
         from streamrl.workers.sessions.sessions import Sessions

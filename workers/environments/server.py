@@ -25,14 +25,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from streamrl.errors import SampleError
-from streamrl.web import Server
+from streamrl.web import KEEP_ALIVE_S, Server
 from streamrl.workers.environments.base import Answer, Environment, Episode
 from streamrl.workers.reward_server.server import check_caller, http_error, internal_error, read_body
 
 MAX_ROLLOUTS = 4096
 IDLE_S = 3600.0
 _STOP_TIMEOUT_S = 10
-_KEEP_ALIVE_S = 60  # longer than clients keep an idle connection
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,7 +107,8 @@ class EnvironmentApp:
             raise HTTPException(422, "`row` must be an object: the prompt's row without its prompt")
         await self._forget_idle()
         if len(self._rollouts) >= MAX_ROLLOUTS:
-            raise HTTPException(503, f"busy: {MAX_ROLLOUTS} rollouts are in progress", {"retry-after": "1"})
+            # 429, and not 503: callers wait for as long, and it does not count as a failure of this replica.
+            raise HTTPException(429, f"busy: {MAX_ROLLOUTS} rollouts are in progress", {"retry-after": "1"})
         episode, number = await self._environment.begin(row), secrets.token_hex(8)
         self._rollouts[number] = _Rollout(episode=episode, last_used=self._clock())
         return {"id": number, "observation": episode.opening or None}
@@ -159,7 +159,7 @@ async def _run(app: EnvironmentApp, bound: socket.socket, on_ready: Callable[[],
         server = _Server(
             app.asgi(),
             on_ready=on_ready,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=_STOP_TIMEOUT_S,
         )
         await server.serve(sockets=[bound])

@@ -19,8 +19,9 @@ _REASONS = {
     "408": "The body did not arrive in time.",
     "413": "The body is too large: send fewer rows at once.",
     "422": "The request cannot be scored; `error` says why.",
+    "429": "Too many rows are waiting: try again.",
     "500": "The model failed or returned no finite number; `error` says why.",
-    "503": "Too many rows are waiting, or the server is shutting down: try again.",
+    "503": "The server is shutting down: try another one, or try again later.",
 }
 
 

@@ -31,7 +31,7 @@ from starlette.routing import Route
 
 from streamrl.config import schema
 from streamrl.tasks import run_beside
-from streamrl.web import Server
+from streamrl.web import KEEP_ALIVE_S, Server
 from streamrl.workers.reward_server.batcher import Batcher, ScoringFailed, ScoringModel
 from streamrl.workers.reward_server.openapi import ServiceMetrics, document
 
@@ -40,12 +40,11 @@ if TYPE_CHECKING:
 
 MAX_BODY_BYTES = 8 << 20
 MAX_ROWS = 4096  # per request
-MAX_PENDING_ROWS = 16384  # over all requests read and not answered; above that the server answers 503
+MAX_PENDING_ROWS = 16384  # over all requests read and not answered; above that the server answers 429
 BODY_TIMEOUT_S = 30.0
 HEALTH_TIMEOUT_S = 5.0  # a model without a score for this long must score a test row
 STOP_TIMEOUT_S = 10
 _LEAVE_TIMEOUT_S = 5  # for callers to read their answers
-_KEEP_ALIVE_S = 60  # longer than callers keep an idle connection (httpx: 5 s): else it may close just as they send
 
 
 class ScoreRequest(BaseModel):
@@ -160,7 +159,7 @@ class RewardApp:
 
     def _check_room(self, num_rows: int) -> None:
         if self._num_rows + num_rows > MAX_PENDING_ROWS:
-            raise HTTPException(503, f"busy: {self._num_rows} rows are waiting already", {"retry-after": "1"})
+            raise HTTPException(429, f"busy: {self._num_rows} rows are waiting already", {"retry-after": "1"})
 
     async def _rewards(self, request: Request, body: ScoreRequest | OpenRlhfRequest) -> list[float]:
         if (body.texts is None) == (body.tokens is None):
@@ -276,7 +275,7 @@ class _Server(Server):
         super().__init__(
             app.asgi(),
             on_ready=on_ready,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=STOP_TIMEOUT_S + _LEAVE_TIMEOUT_S,
         )
         self._app = app

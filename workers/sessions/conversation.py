@@ -4,7 +4,8 @@
                                                      the answer
     anything else                                    all of it as the template writes it
 
-An agent sends back messages, not tokens. Messages of an earlier turn are recognised by role, content and tool calls.
+An agent sends back messages, not tokens. Messages of an earlier turn are recognised by role, content and tool calls,
+whatever the ids of the calls.
 Their tokens are reused only if the template still renders the part before the answer as it did then, and the answer
 unchanged. A template that drops old reasoning does not, and an agent that shortens its history does not match: then
 everything is rendered and tokenized again.
@@ -135,7 +136,7 @@ def answer_of(reply: Reply) -> Message:
     """Return the message that an agent would send back, in the form of `read_messages`."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.content}
     if reply.calls:
-        message["tool_calls"] = [_call(call.name, call.arguments) for call in reply.calls]
+        message["tool_calls"] = [_call(call.name, call.arguments, call.id) for call in reply.calls]
     return message
 
 
@@ -153,19 +154,23 @@ def _normalised(index: int, message: Any) -> Message:
     normalised |= {key: message[key] for key in ("name", "tool_call_id", "reasoning_content") if message.get(key)}
     if message.get("tool_calls"):
         try:
-            functions = [call["function"] for call in message["tool_calls"]]
-            normalised["tool_calls"] = [_call(function["name"], function["arguments"]) for function in functions]
-        except (TypeError, KeyError):
+            normalised["tool_calls"] = [
+                _call(call["function"]["name"], call["function"]["arguments"], call.get("id"))
+                for call in message["tool_calls"]
+            ]
+        except (TypeError, KeyError, AttributeError):
             raise ValueError(f"messages[{index}].tool_calls must be a list of function calls") from None
     return normalised
 
 
-def _call(name: str, arguments: Any) -> dict[str, Any]:
-    """Parse the arguments: templates want a map, APIs send JSON in a string."""
+def _call(name: str, arguments: Any, call_id: Any) -> dict[str, Any]:
+    """Parse the arguments: templates want a map, APIs send JSON in a string. Some templates find a tool's name by its
+    call's id, or write the id."""
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):  # not JSON: leave it to the template as it is
             arguments = json.loads(arguments)
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+    named = {"id": call_id} if isinstance(call_id, str) and call_id else {}
+    return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _text(content: Any, index: int) -> str:
@@ -189,7 +194,11 @@ def _begins_with(messages: Sequence[Message], turn: _Turn, tools: Tools) -> bool
 
 
 def _is_same(one: Message, other: Message) -> bool:
-    return all(one.get(key) == other.get(key) for key in ("role", "content", "tool_calls"))
+    return all(one.get(key) == other.get(key) for key in ("role", "content")) and _called(one) == _called(other)
+
+
+def _called(message: Message) -> list[Any]:
+    return [call["function"] for call in message.get("tool_calls", ())]
 
 
 def _marked(answer: Message) -> Message:

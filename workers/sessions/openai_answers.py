@@ -64,7 +64,8 @@ def chat_chunks(turn: Turn, request: ChatRequest) -> Iterator[Body]:
     logprobs = _chat_logprobs(turn, request)
     for index, delta in enumerate(deltas):
         choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": logprobs if index == 0 else None}
-        yield _chunk(turn, "chat.completion.chunk", "chatcmpl", [choice])
+        chunk = _chunk(turn, "chat.completion.chunk", "chatcmpl", [choice])
+        yield _with_ids(turn, chunk, choice) if index == 0 and request.return_token_ids else chunk
     last = {"index": 0, "delta": {}, "finish_reason": turn.finish_reason, "logprobs": None}
     yield _chunk(turn, "chat.completion.chunk", "chatcmpl", [last])
     if request.wants_usage:
@@ -76,7 +77,8 @@ def completion(turn: Turn, request: CompletionRequest) -> Body:
 
 
 def completion_chunks(turn: Turn, request: CompletionRequest) -> Iterator[Body]:
-    yield _chunk(turn, "text_completion", "cmpl", [_text(turn, request)])
+    chunk = _chunk(turn, "text_completion", "cmpl", [choice := _text(turn, request)])
+    yield _with_ids(turn, chunk, choice) if request.return_token_ids else chunk
     if request.wants_usage:
         yield {**_chunk(turn, "text_completion", "cmpl", []), "usage": turn.usage}
 
@@ -97,10 +99,13 @@ def generate(turn: Turn) -> Body:
 
 def _whole(turn: Turn, kind: str, prefix: str, choice: Body, *, wants_ids: bool) -> Body:
     body: Body = {"id": f"{prefix}-{turn.id}", **_head(turn, kind), "choices": [choice], "usage": turn.usage}
-    if wants_ids:  # the fields that vLLM adds
-        choice["token_ids"] = turn.generated.token_ids.tolist()
-        body["prompt_token_ids"] = turn.context_ids.tolist()
-    return body
+    return _with_ids(turn, body, choice) if wants_ids else body
+
+
+def _with_ids(turn: Turn, body: Body, choice: Body) -> Body:
+    """Add the fields that vLLM adds."""
+    choice["token_ids"] = turn.generated.token_ids.tolist()
+    return {**body, "prompt_token_ids": turn.context_ids.tolist()}
 
 
 def _chunk(turn: Turn, kind: str, prefix: str, choices: list[Body]) -> Body:
@@ -113,12 +118,8 @@ def _head(turn: Turn, kind: str) -> Body:
 
 def _calls(turn: Turn) -> list[Body]:
     return [
-        {
-            "id": f"call_{turn.id}_{index}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for index, call in enumerate(turn.reply.calls)
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in turn.reply.calls
     ]
 
 

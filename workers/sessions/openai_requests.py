@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 IGNORED: tuple[str, ...] = (
     "temperature",
@@ -21,6 +21,7 @@ IGNORED: tuple[str, ...] = (
     "repetition_penalty",
 )
 IGNORED += ("seed", "min_tokens", "parallel_tool_calls", "reasoning_effort", "ignore_eos", "cache_salt", "priority")
+IGNORED += ("length_penalty", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")
 _REFUSED: tuple[str, ...] = (
     "logit_bias",
     "structured_outputs",
@@ -31,9 +32,12 @@ _REFUSED: tuple[str, ...] = (
 )
 _REFUSED += ("bad_words", "functions", "function_call", "suffix", "chat_template", "chat_template_kwargs")
 _REFUSED += ("continue_final_message", "add_special_tokens")  # completions honour the second
+_REFUSED += ("allowed_token_ids", "truncate_prompt_tokens", "prompt_logprobs", "use_beam_search")
+_REFUSED += ("features", "content_parts")  # images, as vLLM's token-in, token-out API takes them
 _MAX_STOPS = 16
 
 Count = Annotated[int, Field(ge=1)]
+TokenId = Annotated[int, Field(ge=0)]
 Form = TypeVar("Form", bound=BaseModel)
 
 
@@ -47,7 +51,7 @@ class Refused(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-class _SamplingParams(BaseModel):
+class SamplingParams(BaseModel):
     """The sampling parameters that are honoured: they change no probability."""
 
     model_config = ConfigDict(extra="allow")
@@ -55,6 +59,7 @@ class _SamplingParams(BaseModel):
     n: Literal[1] | None = 1
     max_tokens: Count | None = None
     stop: str | Annotated[list[str], Field(max_length=_MAX_STOPS)] | None = None
+    stop_token_ids: list[TokenId] | None = None  # the session compares them with the run's
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -65,7 +70,7 @@ class _SamplingParams(BaseModel):
         return self.max_tokens
 
 
-class _Request(_SamplingParams):
+class _Request(SamplingParams):
     stream: bool | None = False
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool | None = False
@@ -76,10 +81,28 @@ class _Request(_SamplingParams):
         return bool((self.stream_options or {}).get("include_usage"))
 
 
+def _function_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError('a tool is {"type": "function", "function": {"name": ..., "parameters": ...}}')
+    if not isinstance(function.get("parameters"), dict | None):
+        raise ValueError("a function's `parameters` must be a JSON schema")
+    return tool
+
+
+def _only_prompt(prompt: Any) -> Any:
+    """Unwrap a list of a single prompt, as some clients always send."""
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            raise ValueError("one prompt at a time: send a request for each")
+        return prompt[0]
+    return prompt
+
+
 class ChatRequest(_Request):
     messages: Annotated[list[Any], Field(min_length=1)]
     max_completion_tokens: Count | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Annotated[dict[str, Any], AfterValidator(_function_tool)]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     logprobs: bool | None = False
     top_logprobs: Literal[0] | None = None
@@ -91,18 +114,22 @@ class ChatRequest(_Request):
 
 
 class CompletionRequest(_Request):
-    prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    prompt: Annotated[str | Annotated[list[TokenId], Field(min_length=1)], BeforeValidator(_only_prompt)]
     echo: Literal[False] | None = False
     best_of: Literal[1] | None = None
     logprobs: Literal[0, 1] | None = None
     add_special_tokens: bool = True  # to a prompt of text
 
 
+class _GenerateParams(SamplingParams):
+    logprobs: Literal[0, 1] | None = None  # those of the sampled tokens are always there
+
+
 class GenerateRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
-    token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-    sampling_params: _SamplingParams = Field(default_factory=_SamplingParams)
+    token_ids: Annotated[list[TokenId], Field(min_length=1)]
+    sampling_params: _GenerateParams = Field(default_factory=_GenerateParams)
     stream: Literal[False] | None = False
 
 

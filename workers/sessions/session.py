@@ -30,7 +30,13 @@ from streamrl.workers.engines.base import Engine, Generated, SampleRequest
 from streamrl.workers.engines.model import ModelFacts
 from streamrl.workers.sessions.conversation import Context, Conversation, read_messages
 from streamrl.workers.sessions.openai_answers import Turn
-from streamrl.workers.sessions.openai_requests import ChatRequest, CompletionRequest, GenerateRequest, Refused
+from streamrl.workers.sessions.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    Refused,
+    SamplingParams,
+)
 from streamrl.workers.sessions.tool_calls import Parse, Reply, Tools
 from streamrl.workers.sessions.trace import Trace
 
@@ -121,10 +127,10 @@ class Session:
             context = await self._in_thread(partial(self._conversation.context, messages, tools))
         except (ValueError, SampleError) as error:
             raise Refused(400, str(error), code="invalid_value", param="messages") from None
-        generated = await self._sample(context, token_limit=request.token_limit, stops=request.stops)
+        generated = await self._sample(context, request, token_limit=request.token_limit)
         reply = Reply(content=generated.text)
         if tools and request.tool_choice != "none":
-            reply = self._parsed(generated, tools)
+            reply = self._parsed(generated, tools).with_ids(self.trace.num_turns)
             self.num_tool_calls += len(reply.calls)
         self._conversation.record_turn(context, generated.token_ids, messages=messages, tools=tools, reply=reply)
         return self._turn(context, generated, reply, wants_pieces=bool(request.logprobs))
@@ -143,22 +149,22 @@ class Session:
             add = request.add_special_tokens
             ids = await self._in_thread(lambda: self.model.facts.tokenizer(given, add_special_tokens=add)["input_ids"])
         context = Context(token_ids=self._checked_prompt(ids), given=given)
-        generated = await self._sample(context, token_limit=request.token_limit, stops=request.stops)
+        generated = await self._sample(context, request, token_limit=request.token_limit)
         reply = Reply(content=generated.text)
         return self._turn(context, generated, reply, wants_pieces=request.logprobs is not None)
 
     async def generate(self, request: GenerateRequest) -> Turn:
         context = Context(token_ids=self._checked_prompt(request.token_ids), given="")
-        generated = await self._sample(
-            context, token_limit=request.sampling_params.token_limit, stops=request.sampling_params.stops
-        )
+        params = request.sampling_params
+        generated = await self._sample(context, params, token_limit=params.token_limit)
         return self._turn(context, generated, Reply(content=generated.text), wants_pieces=False)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.model.thread, work)
 
-    async def _sample(self, context: Context, *, token_limit: int | None, stops: Sequence[str]) -> Generated:
-        sampling = await self._sampling(context, token_limit, stops)
+    async def _sample(self, context: Context, params: SamplingParams, *, token_limit: int | None) -> Generated:
+        self._check_ends(params)
+        sampling = await self._sampling(context, token_limit, params.stops)
         self._num_turns += 1
         reserved = sampling.max_tokens + self.trace.num_given(context.token_ids)
         self._reserved += reserved
@@ -206,6 +212,18 @@ class Session:
                 "stop": (*run.stop, *(stop for stop in stops if stop)),
             }
         )
+
+    def _check_ends(self, params: SamplingParams) -> None:
+        """Refuse stop tokens if the model ends at none of them: its turns would run on to their limit."""
+        ends, wanted = self.model.facts.stop_ids, params.stop_token_ids
+        if wanted and not set(wanted) & set(ends):
+            raise Refused(
+                400,
+                f"stop_token_ids {wanted}: the model ends its turns with {list(ends)}; name the token you need in "
+                "eos_token_id of the model's generation_config.json",
+                code="unsupported_parameter",
+                param="stop_token_ids",
+            )
 
     def _tokens_left(self, context: Context) -> int:
         """Return how many tokens a turn with this prompt could sample if it ran alone. Refused if none."""

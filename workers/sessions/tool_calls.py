@@ -3,7 +3,8 @@
     hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, the format of ChatML models with tools
     else     one of vLLM's parsers, by its name there, if vLLM is installed
 
-What looks like a call but is not valid stays in the text: the agent sees what was generated, and can react.
+What looks like a call but is not valid stays in the text: the agent sees what was generated, and can react. A call's id
+is the parser's where templates require its form, as Mistral's and Kimi's do; else the session gives one.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
+
+import structlog
 
 from streamrl.errors import ConfigError
 
@@ -21,18 +24,27 @@ if TYPE_CHECKING:
 
 HERMES = "hermes"
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_RANDOM_ID = "chatcmpl-tool-"  # begins the ids of vLLM's parsers for models that need none
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
     name: str
     arguments: str  # JSON
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     content: str
     calls: tuple[ToolCall, ...] = ()
+
+    def with_ids(self, turn: int) -> Reply:
+        """Give an id to each call that has none: nine letters and digits, the only form that all templates accept."""
+        named = (replace(call, id=call.id or f"c{turn:05}{index:03}") for index, call in enumerate(self.calls))
+        return replace(self, calls=tuple(named))
 
 
 Tools = Sequence[Mapping[str, Any]]  # in the format of OpenAI's API
@@ -55,12 +67,23 @@ def parse_hermes(text: str, tools: Tools) -> Reply:
         if not isinstance(name, str):
             return Reply(content=text)
         calls.append(ToolCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False)))
-    return Reply(content=text.partition("<tool_call>")[0] if calls else text, calls=tuple(calls))
+    return _reply(text, content=text.partition("<tool_call>")[0] if calls else text, calls=calls)
+
+
+def _reply(text: str, *, content: str, calls: Sequence[ToolCall]) -> Reply:
+    """Return the calls, unless one holds half a surrogate pair, as JSON can escape it: no response could carry that."""
+    try:
+        for call in calls:
+            (call.name + call.arguments).encode()
+    except UnicodeEncodeError:
+        return Reply(content=text)
+    return Reply(content=content, calls=tuple(calls))
 
 
 def _parser_of_vllm(name: str, tokenizer: PreTrainedTokenizerBase) -> Parse:
     try:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tokenizers.hf import get_cached_tokenizer
         from vllm.tool_parsers import ToolParserManager
     except ImportError:
         raise ConfigError(
@@ -71,14 +94,26 @@ def _parser_of_vllm(name: str, tokenizer: PreTrainedTokenizerBase) -> Parse:
     except KeyError:
         known = ", ".join(sorted(ToolParserManager.list_registered()))
         raise ConfigError(f"environment.tool_parser: vLLM has no {name!r}; it has {known}") from None
+    cached = cast("Any", get_cached_tokenizer(cast("Any", tokenizer)))  # parsers read the whole vocabulary each time
+    try:
+        kind(cached)
+    except Exception as error:  # each parser raises its own if the tokenizer lacks its tokens
+        raise ConfigError(f"environment.tool_parser: {name!r} does not fit this model's tokenizer: {error}") from error
 
     def parse(text: str, tools: Tools) -> Reply:
         request = ChatCompletionRequest(messages=[], tools=[dict(tool) for tool in tools], model="")
-        parser = kind(
-            cast("Any", tokenizer), cast("Any", request.tools)
-        )  # vLLM declares wider or other types for these
-        found = parser.extract_tool_calls(text, request)
-        calls = [ToolCall(name=call.function.name, arguments=call.function.arguments) for call in found.tool_calls]
-        return Reply(content=found.content or "", calls=tuple(calls) if found.tools_called else ())
+        try:
+            found = kind(cached, cast("Any", request.tools)).extract_tool_calls(text, request)
+        except Exception as error:  # noqa: BLE001 - it parses what a model wrote
+            log.warning("tool_calls_not_parsed", parser=name, error=str(error))
+            return Reply(content=text)
+        if not found.tools_called:
+            return Reply(content=found.content or "")
+        return _reply(text, content=found.content or "", calls=[_call_of(call) for call in found.tool_calls])
 
     return parse
+
+
+def _call_of(call: Any) -> ToolCall:
+    own_id = "" if call.id.startswith(_RANDOM_ID) else call.id
+    return ToolCall(name=call.function.name, arguments=call.function.arguments, id=own_id)

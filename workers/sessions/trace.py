@@ -40,6 +40,7 @@ class Played(NamedTuple):
     environment_s: float = 0.0  # waiting for the environment
     num_tool_calls: int = 0
     prompt_routes: Routes | None = None  # [P, ...] where samples have routes
+    last_id: int | None = None  # sampled last; with branches it need not be the last of the sample's tokens
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,6 +91,7 @@ class Trace:
         self._num_samples = num_samples
         self._prompt_routes: Routes | None = None
         self._texts: list[str] = []
+        self._last_id: int | None = None
         self._turns: list[tuple[int, int]] = []  # (row, position in it) of each turn that sampled something
         self.num_turns = 0
         self.num_tokens = 0  # after the prompt, sampled and given, each counted once
@@ -118,6 +120,7 @@ class Trace:
             row.add_given(new_ids)
         self._turns.append((at, len(row.so_far)))
         row.add_sampled(generated)
+        self._last_id = int(generated.token_ids[-1])
         if generated.routes is not None:
             self._add_routes(row, context_ids, keep, generated.routes)
         self.num_tokens += len(new_ids) + len(generated.token_ids)
@@ -153,6 +156,7 @@ class Trace:
             reward=reward,
             turn_rewards=earned,
             prompt_routes=self._prompt_routes,
+            last_id=self._last_id,
         )
 
     def _add_routes(self, row: _Row, context_ids: Ids, keep: int, routes: Routes) -> None:

@@ -20,6 +20,7 @@ import socket
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 from starlette.applications import Starlette
@@ -29,6 +30,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from streamrl import web
+from streamrl.errors import ResourceError
 from streamrl.process import address_of
 from streamrl.protocol.transport.peers import HAVE, bitmap_of, token
 from streamrl.protocol.weights.manifest import ShardRecord
@@ -123,23 +125,27 @@ async def _cut(piece: bytes) -> AsyncIterator[memoryview]:
 def open_door(host: HostShare, bound: socket.socket, *, run_uid: str, address: str | None = None) -> Iterator[Door]:
     """Serve for the lifetime of the context. `address`: how others reach the socket, if not by its own address."""
     door = Door(host, run_uid=run_uid, address=address or address_of(bound))
-    loop, stop, ready = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    listens: Future[None] = Future()
 
     async def serve() -> None:
         async with web.serving(door.app(), bound):
-            ready.set()
+            listens.set_result(None)
             await stop.wait()
 
     def answer() -> None:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            runner.run(serve())
+        try:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                runner.run(serve())
+        except ResourceError as error:  # it cannot listen
+            listens.set_exception(error)
 
     thread = threading.Thread(target=answer, name="pieces for peers", daemon=True)
     thread.start()
     try:
-        if not ready.wait(_STARTS_WITHIN_S):
-            raise AssertionError("the server for peers did not start")
+        listens.result(_STARTS_WITHIN_S)
         yield door
     finally:
-        loop.call_soon_threadsafe(stop.set)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(stop.set)
         thread.join(_STARTS_WITHIN_S)

@@ -65,7 +65,7 @@ class Neighbours:
                     neighbour.have.setdefault(digest, set()).update(pieces_of(bitmap, record.num_pieces))
 
     def forget(self, record: ShardRecord) -> None:
-        """Forget who has pieces of this blob, which is complete here."""
+        """Forget who has pieces of this blob, which is complete here or given up."""
         with self._lock:
             for neighbour in self._known.values():
                 neighbour.have.pop(record.digest.hex(), None)
@@ -136,7 +136,7 @@ class Neighbours:
     def _fetch(self, neighbour: Neighbour, record: ShardRecord, number: int, num_bytes: int) -> bytearray | None:
         digest = record.digest.hex()
         answer = self._request(neighbour, f"/pieces/{digest}/{number}", num_bytes)
-        if HAVE in answer.headers:
+        if HAVE in answer.headers and digest in neighbour.have:  # else the blob is complete by now
             neighbour.have[digest] = pieces_of(bytes.fromhex(answer.headers[HAVE]), record.num_pieces)
         if answer.status == 200:
             return answer.body

@@ -63,9 +63,11 @@ class Swarm:
     def fill(self, shared: SharedBlob, store: BlobStore, counts: Counts) -> None:
         """Put every missing piece."""
         self.door.offer(shared.record)
-        with _pool(NUM_FROM_PEERS) as from_peers, _pool(NUM_FROM_STORE) as from_store:
-            _Filling(self, shared, store, counts, from_peers, from_store).run()
-        self.neighbours.forget(shared.record)
+        try:
+            with _pool(NUM_FROM_PEERS) as from_peers, _pool(NUM_FROM_STORE) as from_store:
+                _Filling(self, shared, store, counts, from_peers, from_store).run()
+        finally:
+            self.neighbours.forget(shared.record)
 
 
 @contextmanager
