@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import structlog
 import torch
 
@@ -28,8 +29,8 @@ from streamrl.learner.assemble import learn
 from streamrl.learner.checkpoints.resume import check_resume
 from streamrl.learner.process.failing import is_permanent, sharing_failures, write_error
 from streamrl.learner.process.guardian import guarded
-from streamrl.learner.process.job import EXIT_ON_SIGNAL, end_at_once_on_sigterm, write_verdict
-from streamrl.learner.process.ranks import die_with_parent, end_if_joined, join_world, show_rank
+from streamrl.learner.process.job import EXIT_ON_SIGNAL, agent_ends, end_at_once_on_sigterm, write_verdict
+from streamrl.learner.process.ranks import World, die_with_parent, end_if_joined, join_world, show_rank
 from streamrl.learner.process.stop_flag import StopFlag
 from streamrl.learner.rank_context import stall_limit_s
 from streamrl.learner.replay import replay
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show_rank(rank)
     try:
         with guarded(limit_s=_STOPPED_LIMIT_S) if under_agent else nullcontext():
-            state = _run(options, stop, under_agent=under_agent)
+            state = _run(options, stop, agent=_agent(parent) if under_agent else None)
     except StreamrlError as error:
         permanent = is_permanent(error, standby=options.standby)
         log.error(str(error), exc_info=not permanent)
@@ -69,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if ends_agent:  # else torchrun would restart the ranks, up to max-restarts times
             os.kill(_agent(parent), signal.SIGTERM)
         end_if_joined(error.exit_code)
-        return error.exit_code
+        if error.exit_code != 0:
+            return error.exit_code
+        state = "stopped"
     except Exception as error:
         end_if_joined(1, error)
         raise
@@ -86,10 +89,10 @@ def _agent(parent: int) -> int:
     return parent if above is None or above.pid is None else above.pid
 
 
-def _run(options: argparse.Namespace, stop: threading.Event, *, under_agent: bool) -> RunState:
+def _run(options: argparse.Namespace, stop: threading.Event, *, agent: int | None) -> RunState:
     """Train, and return the state the run is left in. A signal to this rank sets `stop`."""
     config = load_config(options.config).config
-    if not under_agent:  # under the agent, its starter has already checked
+    if agent is None:  # under the agent, its starter has already checked
         check_resume(config)
     if threads := config.learner.threads or threads_in(os.environ):
         torch.set_num_threads(threads)
@@ -116,8 +119,24 @@ def _run(options: argparse.Namespace, stop: threading.Event, *, under_agent: boo
                 elastic=options.elastic,
                 environment=os.environ,
             )
+        if agent is not None and state != "finished" and not options.elastic and world.size > world.local_size:
+            _end_on_all_machines(world, agent)
         log.info("learner ended", state=state)
     return state
+
+
+def _end_on_all_machines(world: World, agent: int) -> None:
+    """End this machine's agent if that of another one was told to end. A collective.
+
+    It would restart its ranks, and wait for the other machine. Not in an elastic learner, which goes on.
+    """
+    own_ends = agent_ends(os.environ)
+    if not world.largest(np.array([float(own_ends)]))[0]:
+        return
+    if not own_ends and write_verdict(0, os.environ):
+        print("learner: ending with another machine, which was told to end", file=sys.stderr, flush=True)
+        os.kill(agent, signal.SIGTERM)
+    world.barrier()  # the machine where agents meet must not go first
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

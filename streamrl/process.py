@@ -33,6 +33,7 @@ _OLD_ALLOCATOR_NAME = "PYTORCH_CUDA_ALLOC_CONF"  # which torch still reads
 
 _PORTS_OF_THE_SYSTEM = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST_BY_STANDARD = 49152  # of the ports that a system hands out (RFC 6335)
+_LOWEST_OF_USERS = 1024  # below it, only root may bind
 _PORTS_TRIED = 100
 
 _PR_SET_PDEATHSIG = 1
@@ -77,20 +78,23 @@ def bind(host: str, port: int, *, what: str) -> socket.socket:
     return bound
 
 
-def free_port(host: str) -> int:
+def free_port(host: str, *, handed_out: Path = _PORTS_OF_THE_SYSTEM) -> int:
     """Return a port for a program that binds it later, and must be told before.
 
     Nothing listens there, and the system gives it to nobody: it is below the range from which connections and port 0
-    are served, one of which may take any port of that range while the program starts.
+    are served, one of which may take any port of that range while the program starts. Where that range (read from
+    `handed_out`) leaves none, it is one of the range.
     """
     try:
-        lowest = int(_PORTS_OF_THE_SYSTEM.read_text().split()[0])
+        lowest = int(handed_out.read_text().split()[0])
     except OSError:  # not Linux
         lowest = _LOWEST_BY_STANDARD
-    for port in random.SystemRandom().sample(range(max(lowest // 2, 1024), lowest), _PORTS_TRIED):
+    below = range(max(lowest // 2, _LOWEST_OF_USERS), lowest)
+    for port in random.SystemRandom().sample(below, min(_PORTS_TRIED, len(below))):
         with suppress(ResourceError), bind(host, port, what="a free port"):
             return port
-    raise ResourceError(f"none of {_PORTS_TRIED} ports of {host} below {lowest} is free")
+    with bind(host, 0, what="a free port") as bound:
+        return int(bound.getsockname()[1])
 
 
 def address_of(bound: socket.socket, *, host: str | None = None) -> str:

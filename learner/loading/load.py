@@ -53,7 +53,8 @@ def load_policy(
 ) -> Policy:
     """Load the model to train from the hub or a folder, with fp32 or float64 masters.
 
-    `wait_for_readers` blocks until all ranks have read their rows, each at its disk's speed; collectives follow.
+    `wait_for_readers` blocks until all ranks have downloaded the model, or read their rows, each at its disk's speed;
+    collectives follow.
     """
     attention = choose(config.model, world.device)
     model, sources = begin_model(config.model.path, attention=attention, world=world)
@@ -100,6 +101,8 @@ def settled(
     is_frozen = not all(parameter.requires_grad for parameter in model.parameters())
     place = _HOST if on_host or (is_frozen and twin is not None) else world.device
     policy = make_policy(model, config, end_ids, world).train()
+    if max(world.layout.replicas, world.layout.experts, world.layout.tensor) > 1:
+        wait_for_readers()  # one may still download; groups of some of the ranks form within torch's own time, or fail
     policy = fill(shard(policy, world, on_host=place != world.device), sources, place)
     wait_for_readers()
     settle(policy, world, wished=choose(config.model, world.device))

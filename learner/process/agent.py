@@ -6,10 +6,10 @@
                                     └──► rank 1     after a death: all of them again
 
 A rank started as a new program spends seconds on imports, all ranks of a machine at once; after a death that is most of
-the run's downtime. torchrun's options, rendezvous, restarts and exit codes are unchanged, except for two. On a signal
+the run's downtime. torchrun's options, rendezvous, restarts and exit codes are unchanged, except for three. On a signal
 the agent shuts down cleanly at any moment (`ending`), with exit code 0, or with 76 if it leaves the run to other
 machines (`--elastic`) and is to come back. If a rank reports that no restart would help, the agent exits with that
-rank's code (`job`).
+rank's code (`job`). A machine that joins or leaves takes neither the step in progress nor a restart (`elastic_agent`).
 
 torchrun and multiprocessing leave files and sockets in the temporary folder. So the agent has its own
 (`streamrl.files`), removed when it ends. Its ranks use the common one. It also removes its ranks' configuration, if
@@ -54,17 +54,18 @@ def main(arguments: Sequence[str], *, torchrun: Callable[[list[str]], object] | 
     if "--own-config" in ranks:
         file = Path(ranks[list(ranks).index("--config") + 1])
         Finalize(None, partial(file.unlink, missing_ok=True), exitpriority=_AFTER_MULTIPROCESSING)
+    grace_s, is_elastic = _grace_s(options), "--elastic" in ranks
     ending = Ending(
-        grace_s=_grace_s(options),
+        grace_s=grace_s,
         verdict=prepare_verdict(_keep_temporary_files_apart(), os.environ),
-        clean_exit_code=EXIT_ON_SIGNAL if "--elastic" in ranks else 0,
+        clean_exit_code=EXIT_ON_SIGNAL if is_elastic else 0,
     )
     # torchrun insists on handling some signal; this agent handles those that ask it to end.
     own = ["--start-method=forkserver", "--run-path", "--signals-to-handle=SIGQUIT"]
     with ending.handling_signals():
         os.environ.update(read_by_torch(os.environ))
         _start_fork_server()
-        (torchrun or _torchrun)([*own, *options, str(_RANK), *ranks])
+        (torchrun or partial(_torchrun, grace_s=grace_s, may_leave=is_elastic))([*own, *options, str(_RANK), *ranks])
 
 
 def _start_fork_server() -> None:
@@ -75,9 +76,12 @@ def _start_fork_server() -> None:
         multiprocessing.forkserver.ensure_running()
 
 
-def _torchrun(arguments: list[str]) -> None:
+def _torchrun(arguments: list[str], *, grace_s: float, may_leave: bool) -> None:
     from torch.distributed import run  # takes seconds; signals are already handled meanwhile
 
+    from streamrl.learner.process.elastic_agent import make_torchrun_use_it
+
+    make_torchrun_use_it(grace_s=grace_s, may_leave=may_leave)
     run.main(arguments)
 
 

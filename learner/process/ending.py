@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
-from streamrl.learner.process.job import EXIT_ON_SIGNAL, read_verdict
+from streamrl.learner.process.job import EXIT_ON_SIGNAL, note_agent_ends, read_verdict
 from streamrl.process import signals_to_end
 
 _CLEAN_EXITS = {0, EXIT_ON_SIGNAL}
@@ -62,12 +62,13 @@ class Ending:
         if self._is_ending:
             return
         self._is_ending = True
+        note_agent_ends(self._verdict)
         code = 1
         try:
             ranks = multiprocessing.active_children()
             if read_verdict(self._verdict) is None:  # otherwise a rank ends the agent, and has reported why
                 _write_to_stderr(f"learner: ending on {signal.Signals(number).name}{self._outlook(ranks)}")
-            codes = _end_ranks(ranks, within_s=self._grace_s)
+            codes = end_ranks(ranks, within_s=self._grace_s)
             code = self._exit_code(codes)
             if None not in codes:  # they would block on a rank that hangs in the kernel
                 atexit._run_exitfuncs()  # removes the agent's temporary files
@@ -86,7 +87,7 @@ class Ending:
         return self._clean_exit_code if is_clean else 1
 
 
-def _end_ranks(ranks: Sequence[BaseProcess], *, within_s: float) -> set[int | None]:
+def end_ranks(ranks: Sequence[BaseProcess], *, within_s: float) -> set[int | None]:
     """End the ranks and return their exit codes."""
     for rank in ranks:
         rank.terminate()

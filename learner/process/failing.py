@@ -6,7 +6,12 @@
 
 Without the word, agents of other hosts would restart their ranks and wait for a host that does not come back. Rank 0
 holds the store, so its own word ends with it; then agents end once they lose the host where they meet, or give up
-waiting for it. A rank that waits for others inside NCCL hears of it when they close their sockets; no GPU has run this.
+waiting for it.
+
+Only a rank whose Python runs on can hear. On GPUs one may be waiting inside CUDA for a collective that never ends: its
+agent kills it half a minute after the first rank has ended (`ending`), and on other hosts NCCL or the watchdog ends it.
+If that is rank 0, the reason is in the error file and in what the agent printed, but the run still counts as running in
+Redis and in `state.json`. No GPU has run this.
 
 Blocks on the store, for some seconds at most: its host may be gone.
 """

@@ -1,7 +1,9 @@
-"""What an agent and its ranks exchange beyond torchrun: an exit code, and the job's start time.
+"""What an agent and its ranks exchange beyond torchrun: an exit code, that the agent ends, and the job's start time.
 
 A rank tells its agent only one thing: to end, with this exit code, because no restart would help. torchrun has no such
 message, so the code is written to a file of the agent's, whose path is in the ranks' environment; a signal follows.
+
+An agent that ends says so in a file beside that one, before it ends its ranks: torchrun also ends them for a restart.
 
 An agent passes its ranks the job's start time: `training.max_time` bounds a job in a queue, and the next job continues
 the run. A job is one torchrun, including the ranks it restarts. The clock is the machine's monotonic one, shared by all
@@ -15,12 +17,14 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from pathlib import Path
 
 from streamrl.files import create_exclusively
 
 # Environment variables that the agent sets for its ranks.
 _VERDICT, JOB_BEGAN = "STREAMRL_AGENT_VERDICT", "STREAMRL_JOB_BEGAN"
+_ENDS = "ends"
 # Exit code of a rank that a signal ended. With 0 torchrun would consider it finished and not join the next rendezvous;
 # and a forked rank that exits with 0 waits for its agent to acknowledge, which an ending agent never does.
 EXIT_ON_SIGNAL = 76
@@ -46,6 +50,17 @@ def write_verdict(exit_code: int, environment: Mapping[str, str]) -> bool:
     if _VERDICT not in environment:
         return environment["LOCAL_RANK"] == "0"
     return create_exclusively(Path(environment[_VERDICT]), str(exit_code).encode())
+
+
+def note_agent_ends(verdict: Path) -> None:
+    """Called by an agent that was told to end, before it ends its ranks."""
+    with suppress(OSError):  # they must be ended all the same
+        verdict.with_name(_ENDS).touch()
+
+
+def agent_ends(environment: Mapping[str, str]) -> bool:
+    """Whether this rank's agent was told to end; False under another agent than ours."""
+    return _VERDICT in environment and Path(environment[_VERDICT]).with_name(_ENDS).exists()
 
 
 def end_at_once_on_sigterm() -> None:

@@ -209,7 +209,7 @@ def join_world(environment: Mapping[str, str], *, timeout_s: float, gpu_memory: 
 
 def end_if_joined(code: int, error: Exception | None = None) -> None:
     """End this process at once, with the error's traceback, if it has left groups open: its normal end would wait for
-    NCCL too. The other ranks notice that its sockets close. No GPU has run this."""
+    NCCL too. What becomes of the other ranks: see `failing`. No GPU has run this."""
     if dist.is_initialized():
         if error is not None:
             traceback.print_exception(error)

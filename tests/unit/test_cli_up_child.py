@@ -13,8 +13,10 @@ import pytest
 
 from streamrl.errors import DataError, ResourceError
 from streamrl.files import only_one
-from streamrl.ops.cli.up_child import orphan_in, run
+from streamrl.ops.cli.up_child import orphan_in, run, steps_saved
 from streamrl.ops.python.request import Request
+from tests.helpers import make_unreadable
+from tests.run_folder import RunFolder
 
 CONFIG = {
     "name": "mine",
@@ -83,3 +85,13 @@ def test_a_launcher_whose_program_is_gone_is_waited_for_and_no_other(place: Path
     with launcher(place, of=1_000_000_000) as pid:
         assert orphan_in(place) == pid
     assert orphan_in(place) is None
+
+
+def test_a_program_hears_that_its_run_has_ended_whether_or_not_the_disk_tells_at_which_step(place: Path) -> None:
+    folder = RunFolder(place)
+    folder.term(1)
+    folder.journal("e000001-s00000004", (4, "trained", [(0, 16)]))
+    folder.checkpoint("e000001-s00000004", issued=20, ended=16, journal="e000001-s00000004")
+    assert steps_saved(place) == 4
+    make_unreadable(place / "run.json")
+    assert steps_saved(place) == 0

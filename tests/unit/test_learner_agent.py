@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.config import schema
+from streamrl.config.load import dump_config
 from streamrl.errors import Refused, TrainingError, UserError
 from streamrl.learner.process.agent import main
 from streamrl.learner.process.failing import write_error
 from streamrl.learner.process.job import JOB_BEGAN, job_began, prepare_verdict, read_verdict, write_verdict
 
 ROOT = Path(__file__).parents[2]
+PATIENCE_S = 240
 
 # In the fork server's place: its parent, the test, is the agent.
 _NURSERY = """
@@ -145,6 +148,50 @@ def test_an_error_that_no_restart_fixes_is_told_by_whichever_rank_has_it(tmp_pat
     assert (ended.returncode, "missing.yaml" in said) == (2, True)
     told = json.loads((tmp_path / "error.json").read_text())
     assert told == {"error": said.removeprefix("learner: "), "exit_code": 2}
+
+
+# The run ends while it stands by. As under torchrun, it waits for its agent if it exits with 0.
+_ENDED_IN_WAITING = """
+import multiprocessing, os, signal, sys
+from multiprocessing import util
+from streamrl.errors import Ended
+from streamrl.learner import main as learner
+from streamrl.learner.process.agent import main
+def learn(**_):
+    raise Ended("an operator has ended the run")
+def live():
+    learner.learn = learn
+    if code := learner.main(["--config", "config.yaml", "--redis", "redis://nowhere", "--standby"]):
+        os._exit(code)
+    while True:
+        signal.pause()
+os.environ |= {"TORCHELASTIC_RUN_ID": "run", "LOCAL_RANK": "0"}
+def torchrun(arguments):
+    kept = list(util._finalizer_registry.values())  # else a fork drops them, and the agent's folder is removed
+    rank = multiprocessing.get_context("fork").Process(target=live)
+    rank.start()
+    rank.join()
+    sys.exit(f"the agent was not told: {rank.exitcode}")
+main(["--shutdown-timeout=1000", "--", "x"], torchrun=torchrun)
+"""
+
+
+def test_a_rank_whose_run_was_ended_by_an_operator_does_not_keep_its_agent(tmp_path: Path) -> None:
+    config = schema.Config(
+        name="ended",
+        dir=tmp_path,
+        model=schema.Model(path="none"),
+        data=schema.Data(train="none.jsonl"),
+        rewards={"r": schema.FunctionReward(type="function", target="none")},
+    )
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", _ENDED_IN_WAITING]
+    ended = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE_S
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("learner: an operator has ended the run") == 1
 
 
 @pytest.mark.parametrize(("rank", "kept"), [(0, "its own"), (3, "another's")])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
-from streamrl import process
-from streamrl.errors import ResourceError
 from streamrl.process import free_port
 
 # 40 MB is more than glibc keeps by itself, of any age.
@@ -47,20 +46,17 @@ def test_a_port_for_later_is_none_that_the_system_hands_out() -> None:
     assert len(set(ports)) > 10
 
 
-def test_a_port_that_is_taken_is_no_port_for_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", free_port("127.0.0.1"))) as server:
-        taken = server.getsockname()[1]
-        monkeypatch.setattr(process, "_PORTS_OF_THE_SYSTEM", tmp_path / "range")
-        monkeypatch.setattr(process, "_PORTS_TRIED", 1)
-        monkeypatch.setattr("random.SystemRandom", lambda: Always(taken))
-        with pytest.raises(ResourceError, match="none of 1 ports of"):
-            free_port("127.0.0.1")
+@pytest.mark.parametrize("lowest", [1024, 1025, 1123])
+def test_there_is_a_port_for_later_where_the_system_hands_out_almost_all(tmp_path: Path, lowest: int) -> None:
+    handed_out = tmp_path / "range"
+    handed_out.write_text(f"{lowest}\t65535\n")
+    assert free_port("127.0.0.1", handed_out=handed_out) >= 1024
 
 
-class Always:
-    def __init__(self, port: int) -> None:
-        self._port = port
-
-    def sample(self, ports: range, num: int) -> list[int]:
-        assert len(ports) >= num
-        return [self._port] * num
+def test_a_port_that_is_taken_is_no_port_for_later(tmp_path: Path) -> None:
+    handed_out = tmp_path / "range"
+    handed_out.write_text("1025\t65535\n")  # only 1024 is left
+    with ExitStack() as stack:
+        with suppress(OSError):  # somebody else has it, which is as good
+            stack.enter_context(socket.create_server(("127.0.0.1", 1024)))
+        assert free_port("127.0.0.1", handed_out=handed_out) > 1024

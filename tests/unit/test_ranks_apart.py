@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from torch.distributed.device_mesh import DeviceMesh
 
 from streamrl.config import schema
 from streamrl.learner.checkpoints import export as exporting
@@ -22,6 +23,10 @@ class Noted(World):
     """One of two ranks; what it says to the other, in order."""
 
     said: list[str] = field(default_factory=list)
+
+    def mesh(self) -> DeviceMesh:
+        self.said.append("groups")
+        return World.mesh(self)
 
     def barrier(self) -> None:
         self.said.append("barrier")
@@ -54,11 +59,22 @@ def test_a_rank_that_writes_nothing_gathers_no_more_than_so_much_ahead_of_who_wr
     assert whole // (whole // parts + largest) <= num_waits <= parts
 
 
-def test_a_rank_that_has_read_its_rows_waits_for_all_before_it_asks_them_anything(tmp_path: Path) -> None:
-    """Asking has the time of a step, reading that of a disk."""
+@pytest.mark.parametrize(
+    ("layout", "first"),
+    [
+        (schema.Layout(), ["groups"]),
+        (schema.Layout(replicas=2), ["all have read", "groups"]),
+    ],
+)
+def test_a_rank_waits_for_all_to_have_the_model_before_it_asks_them_anything(
+    tmp_path: Path, layout: schema.Layout, first: list[str]
+) -> None:
+    """Asking has the time of a step, groups of some of the ranks that of torch, reading that of a disk or the hub."""
     folder = make_model(tmp_path / "model")
     with nowhere(2) as ranks:
-        world = Noted(rank=0, size=2, device=ranks.device)
-        load_policy(learner_config(folder), world, (), wait_for_readers=partial(world.said.append, "all have read"))
-    assert world.said[:2] == ["all have read", "tried"]
-    assert world.said.count("all have read") == 1
+        world = Noted(rank=0, size=2, device=ranks.device, layout=layout)
+        config = learner_config(folder, learner=schema.Learner(layout=layout))
+        load_policy(config, world, (), wait_for_readers=partial(world.said.append, "all have read"))
+    asked = [*first, "all have read", "tried"]
+    assert world.said[: len(asked)] == asked
+    assert world.said.count("all have read") == asked.count("all have read")

@@ -66,7 +66,7 @@ def run(request: Request, send: Send) -> None:
         try:
             outcome = start_or_resume(loaded, audience, takeover=request.takeover)
         except KeyboardInterrupt:
-            send("ended", state="stopped", steps=_steps_saved(folder), summary=None)
+            send("ended", state="stopped", steps=steps_saved(folder), summary=None)
             return
         if not isinstance(outcome, Remains):
             undo.pop_all()
@@ -149,10 +149,11 @@ def _restore(path: Path, previous: bytes | None, folder: Path) -> None:
         folder.rmdir()
 
 
-def _steps_saved(folder: Path) -> int:
+def steps_saved(folder: Path) -> int:
+    """Return the steps in its newest checkpoint; 0 if it had not begun, or if the disk does not tell."""
     try:
         return read_commit(folder).step
-    except DataError:  # it had not begun
+    except (DataError, OSError):
         return 0
 
 
