@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from streamrl.config.explain import Problem
-from streamrl.config.schema import Algorithm, Config
+from streamrl.config.schema import Algorithm, Config, Kl
 from streamrl.recipe.advantages import ADVANTAGES
 from streamrl.recipe.losses import LOSSES
 from streamrl.recipe.own import FORMS, is_own
@@ -140,6 +140,9 @@ def _of_reinforce_only(settings: Algorithm) -> Iterator[Problem]:
             remedy="rejection_sampling trains on its best samples by cross-entropy, without ratios or advantages; "
             "remove it, or set algorithm.name=reinforce",
         )
+    if settings.kl.placement != "none" and settings.kl.coefficient > 0 and settings.kl != Kl():
+        remedy = "rejection_sampling has no reference and no KL; set none, or set algorithm.name=reinforce"
+        yield Problem(key="algorithm.kl.placement", remedy=remedy)
 
 
 def check_teaching(config: Config) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from streamrl.config.explain import show
-from streamrl.config.schema import Config
+from streamrl.config.schema import Config, Dataset
 from streamrl.errors import ConfigError
 
 _TICKETS = "it decides which prompts this run's ticket numbers refer to"
@@ -25,10 +25,12 @@ _SERVED = "running workers were started with it"
 
 _FREE = ("redis", "optimizer", "training", "lag", "checkpoint", "validation", "metrics", "worker", "learner")
 _OF_A_REQUEST = ("url", "replicas", "timeout_s", "attempts", "outage_s", "max_concurrency", "token_file")
+_OF_A_JUDGE = ("url", "replicas", "token_file")
 _OF_JUDGES = ("max_requests_per_s", "token_budget", "cache_size")
 _OF_A_PROCESS = ("processes", "memory_mb", "network", "environment")
+_WEIGHTS_OF_DATA = ("data.train.weight", "data.train.*.weight")
 
-# The first matching pattern decides; None: it may change. A test checks that every setting matches one.
+# The first matching pattern decides (`_matches`); None: it may change. A test checks that every setting matches one.
 RULES: tuple[tuple[str, str | None], ...] = (
     ("name", "it names the run's folder and its streams"),
     ("dir", None),
@@ -37,27 +39,28 @@ RULES: tuple[tuple[str, str | None], ...] = (
     ("model.router", "a frozen router comes from model.path, a trained one from the checkpoint"),
     *((f"model.{name}", None) for name in ("router_balance", "router_z")),
     ("model.lora.dropout", None),
-    ("model.lora*", _WEIGHTS),
+    ("model.lora.**", _WEIGHTS),
     *((f"model.{name}", None) for name in ("dtype", "attention", "gradient_checkpointing")),
     *((f"model.{name}", None) for name in ("activations", "compile", "reference", "masters")),
     ("data.shuffle", _TICKETS),
-    ("data.train*.weight", _TICKETS),
-    ("data.*", None),  # the files' contents are compared separately
+    *((pattern, _TICKETS) for pattern in _WEIGHTS_OF_DATA),
+    ("data.**", None),  # the files' contents are compared separately
     ("sampling.accept_mismatch", None),
-    ("sampling.*", _SAMPLED),
+    ("sampling.**", _SAMPLED),
     *((f"rewards.*.{name}", None) for name in (*_OF_A_REQUEST, *_OF_JUDGES, *_OF_A_PROCESS)),
-    ("rewards*", _SCORED),
+    *((f"rewards.*.judges.*.{name}", None) for name in _OF_A_JUDGE),
+    ("rewards.**", _SCORED),
     *((f"environment.{name}", None) for name in (*_OF_A_PROCESS, "timeout_s")),
-    ("environment*", _SAMPLED),
+    ("environment.**", _SAMPLED),
     *((f"teacher.{name}", None) for name in ("urls", "weight", "place", *_OF_A_REQUEST)),
-    ("teacher*", _TAUGHT),
+    ("teacher.**", _TAUGHT),
     *((f"reward_server.{name}", _SCORED) for name in ("model", "reward_*", "pool", "attribute_weights")),
-    ("reward_server*", None),
+    ("reward_server.**", None),
     ("algorithm.name", "the optimizer's state belongs to the other objective"),
-    ("algorithm.*", None),
+    ("algorithm.**", None),
     *((f"weights.{name}", _SERVED) for name in ("store", "dtype")),
-    ("weights.*", None),
-    *((f"{section}.*", None) for section in _FREE),
+    ("weights.**", None),
+    *((f"{section}.**", None) for section in _FREE),
 )
 
 
@@ -76,10 +79,11 @@ def changes(before: Config, after: Config) -> list[Change]:
     """Return the differences setting by setting; a section that only one of them has differs in all its settings."""
     old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, after))
     keys = [*new, *(key for key in old if key not in new)]
+    both = [(key, old.get(key, _default(key)), new.get(key, _default(key))) for key in keys]
     return [
-        Change(key=key, before=old.get(key), after=new.get(key), refusal=refusal_of(key))
-        for key in keys
-        if old.get(key) != new.get(key)
+        Change(key=key, before=before, after=after, refusal=refusal_of(key))
+        for key, before, after in both
+        if before != after
     ]
 
 
@@ -97,9 +101,22 @@ def check_changes(found: list[Change], *, folder: str) -> None:
 def refusal_of(key: str) -> str | None:
     """Return why this setting must not change, or None. KeyError if no pattern matches it."""
     for pattern, refusal in RULES:
-        if fnmatchcase(key, pattern):
+        if _matches(key, pattern):
             return refusal
     raise KeyError(key)
+
+
+def _matches(key: str, pattern: str) -> bool:
+    """`*` is one name, or part of one; `.**` at the end is all that a section holds, or the section if it is empty."""
+    names, parts = key.split("."), pattern.removesuffix(".**").split(".")
+    is_as_long = len(names) >= len(parts) if pattern.endswith(".**") else len(names) == len(parts)
+    return is_as_long and all(map(fnmatchcase, names, parts))
+
+
+def _default(key: str) -> Any:
+    """Return what counts where the setting is absent: a dataset's weight, since a path alone is a dataset too."""
+    of_data = any(_matches(key, pattern) for pattern in _WEIGHTS_OF_DATA)
+    return Dataset.model_fields["weight"].default if of_data else None
 
 
 def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -29,7 +29,7 @@ from streamrl.config.explain import explain, show
 from streamrl.config.precision import resolve_dtypes
 from streamrl.config.schema import Config
 from streamrl.config.shipped import find_shipped, list_shipped
-from streamrl.config.source import Node, parse
+from streamrl.config.source import Node, parse, parse_argument
 from streamrl.errors import ConfigError
 from streamrl.protocol.transport.address import masked
 
@@ -70,9 +70,9 @@ def as_overrides(settings: Mapping[str, Any]) -> list[str]:
 
 
 def as_json(value: Any) -> str:
-    """Serialise; paths become text, as in a file."""
+    """Serialise, in ASCII: YAML takes some other characters for line breaks. Paths become text, as in a file."""
     try:
-        return json.dumps(value, default=os.fspath, ensure_ascii=False)
+        return json.dumps(value, default=os.fspath)
     except (TypeError, ValueError) as error:  # ValueError: it contains itself
         raise ConfigError(f"{value!r:.80} is not a value for a setting: {error}") from None
 
@@ -164,7 +164,7 @@ def _override(text: str) -> Node:
     names = key.strip().split(".")
     if not (equals and all(names)):
         raise ConfigError(f"{origin}: write KEY.SUB=VALUE, such as optimizer.lr=1e-4")
-    node = parse(value, name=origin, numbered=False)
+    node = parse_argument(value, name=origin)
     for name in reversed(names):
         node = Node(value={name: node}, origin=origin)
     return node
@@ -208,7 +208,10 @@ def _lines(section: Mapping[str, Any], prefix: str, where: Where | None) -> Iter
 
 
 def _flow(value: Any) -> str:
-    """Format a scalar or list on one line."""
+    """Format a scalar or list on one line; as JSON, which is YAML too, where YAML would not be read as the same."""
     text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
     text = text.removesuffix("\n").removesuffix("\n...")  # PyYAML ends a lone scalar with a document end marker
-    return text if "\n" not in text else json.dumps(value, ensure_ascii=False)  # JSON is YAML, and escapes line breaks
+    in_json = json.dumps(value)
+    # PyYAML quotes what YAML 1.1 would misread; we read 1.2, where 08 and 1e5 are numbers. A key has one line.
+    is_same = len(text.splitlines()) == 1 and json.dumps(parse(text, name="", numbered=False).plain()) == in_json
+    return text if is_same else in_json

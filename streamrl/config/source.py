@@ -7,6 +7,7 @@ shares common settings.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,8 +52,9 @@ def _read_float(text: str) -> float:
     return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
 
 
+_NULLS = r"(?:~|null|Null|NULL|)\Z"
 _SCALARS: Sequence[tuple[str, str, Callable[[str], Scalar]]] = (  # the first match decides; anything else is text
-    (_NULL, r"(?:~|null|Null|NULL|)\Z", lambda _: None),
+    (_NULL, _NULLS, lambda _: None),
     (_BOOL, r"(?:true|True|TRUE|false|False|FALSE)\Z", lambda text: text.lower() == "true"),
     (_INT, r"[-+]?[0-9]{1,1000}\Z", int),  # Python reads at most 4300 digits; a float takes any number
     (_FLOAT, r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z", _read_float),
@@ -96,6 +98,16 @@ def parse(text: str, *, name: str, numbered: bool) -> Node:
     return _node(root, place) if root is not None else Node(value=None, origin=name)
 
 
+def parse_argument(text: str, *, name: str) -> Node:
+    """Parse a value of a command line. It has no comments: what YAML would cut, such as `#### 7` or `---`, is text as
+    it was written, and so is all text without quotes."""
+    node, written = parse(text, name=name, numbered=False), text.strip()
+    is_cut = json.dumps(node.plain()).count("#") < written.count("#")
+    is_lost = node.value is None and not re.match(_NULLS, written)
+    is_bare = isinstance(node.value, str) and written[0] not in "'\""
+    return Node(value=written, origin=name) if is_cut or is_lost or is_bare else node
+
+
 def _node(node: yaml.Node, place: Place) -> Node:
     origin = place(node.start_mark)
     if node.tag not in _TAGS:
@@ -104,17 +116,25 @@ def _node(node: yaml.Node, place: Place) -> Node:
         return Node(value=_map(node, place), origin=origin)
     if isinstance(node, yaml.SequenceNode):
         return Node(value=[_node(item, place) for item in node.value], origin=origin)
-    return Node(value=_READ.get(node.tag, str)(node.value), origin=origin)
+    return Node(value=_READ.get(node.tag, str)(_whole(node.value, origin)), origin=origin)
+
+
+def _whole(text: str, origin: str) -> str:
+    """Join surrogate pairs, the form in which JSON escapes some characters; PyYAML leaves them apart."""
+    try:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{origin}: {text!r:.80} is not text: it contains half of a surrogate pair") from None
 
 
 def _map(node: yaml.MappingNode, place: Place) -> dict[str, Node]:
     entries: dict[str, Node] = {}
     for key_node, value_node in node.value:
         where = place(key_node.start_mark)
-        key = key_node.value
         if key_node.tag != _STR:
-            shown = repr(key) if isinstance(key, str) else "a list or map"
+            shown = repr(key_node.value) if isinstance(key_node.value, str) else "a list or map"
             raise ConfigError(f"{where}: a key must be a name, not {shown}; quote it if it is meant as text")
+        key = _whole(key_node.value, where)
         if key in entries:
             raise ConfigError(f"{where}: duplicate key {key!r} (first at {entries[key].origin})")
         value = _node(value_node, place)

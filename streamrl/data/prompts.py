@@ -10,11 +10,7 @@ line is an error with file and line, or is skipped and counted if the configurat
 
 from __future__ import annotations
 
-import codecs
-import gzip
-import json
 import math
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +18,7 @@ from typing import Any, Literal, NoReturn
 
 from streamrl.data.dataset import MADE, Dataset, named_in, written
 from streamrl.data.hub import hub_lines
+from streamrl.data.lines import UNREADABLE, Malformed, parse_line, read_lines
 from streamrl.data.made import made_file
 from streamrl.errors import DataError, WireError
 from streamrl.protocol.wire.codec import MAX_TEXT_CHARS
@@ -31,7 +28,6 @@ OnBadRow = Literal["error", "skip"]
 _MAX_LINE_BYTES = MAX_TEXT_CHARS  # so that its text fits into a ticket
 # Its other fields surely fit up to here: re-encoded JSON is at most five times as long (1e15: 1000000000000000.0).
 _SURE_LINE_BYTES = MAX_TEXT_CHARS // 5
-_GZIP = b"\x1f\x8b"
 _TABLES = {".csv", ".parquet"}
 _KINDS = ("text", "prompt", "messages")
 
@@ -56,10 +52,6 @@ class PromptFile:
     num_skipped: int  # malformed lines
 
 
-class _Malformed(Exception):
-    """A line is not a prompt; the message says why."""
-
-
 def read_prompts(source: Dataset | str | Path, *, malformed: OnBadRow, key: str = "data.train") -> PromptFile:
     """Read all prompts of the dataset or file; `key` is the setting that names it, for errors."""
     dataset = source if isinstance(source, Dataset) else Dataset(path=str(source))
@@ -69,7 +61,7 @@ def read_prompts(source: Dataset | str | Path, *, malformed: OnBadRow, key: str 
     for line, data in lines:
         try:
             rows.append(_parse(line, data, dataset))
-        except _Malformed as error:
+        except Malformed as error:
             if malformed == "error":
                 raise DataError(f"{dataset.place}:{line}: {error}") from None
             num_skipped += 1
@@ -92,23 +84,22 @@ def _file_of(dataset: Dataset, key: str) -> Path:
 
 def _lines(path: Path, key: str) -> Iterator[tuple[int, bytes]]:
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for line, data in enumerate(file, start=1):
-                stripped = (data.removeprefix(codecs.BOM_UTF8) if line == 1 else data).strip()
-                if stripped:
-                    yield line, stripped
+        yield from read_lines(path)
     except FileNotFoundError:
         raise DataError(f"{key}: no such file: {path}; give the path of a JSONL file of prompts") from None
     except IsADirectoryError:
         raise DataError(f"{key}: {path} is a folder; name a file in it, or {{hub: {path}}} as a dataset") from None
-    except (OSError, EOFError, zlib.error) as error:  # EOFError, zlib.error: a truncated gzip file
+    except UNREADABLE as error:
         raise DataError(f"{key}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _parse(line: int, data: bytes, dataset: Dataset) -> PromptRow:
     row = _object(data)
     kind, value = _prompt(row, dataset)
-    fields = row if dataset.fields is None else {name: _column(row, of) for name, of in dataset.fields.items()}
+    if dataset.fields is None:
+        fields = {name: column for name, column in row.items() if name != kind}
+    else:
+        fields = {name: _column(row, of) for name, of in dataset.fields.items()}
     if dataset.chat and isinstance(value, str) and value:
         value = [{"role": "user", "content": value}]
     is_chat = kind == "messages" or isinstance(value, list)
@@ -118,57 +109,38 @@ def _parse(line: int, data: bytes, dataset: Dataset) -> PromptRow:
     if is_chat:
         return PromptRow(line=line, text=None, messages=_check_messages(value), fields=fields)
     if not isinstance(value, str) or not value:
-        raise _Malformed(f"{kind!r} must be non-empty text")
+        raise Malformed(f"{kind!r} must be non-empty text")
     return PromptRow(line=line, text=value, messages=None, fields=fields)
 
 
-def _prompt(row: dict[str, Any], dataset: Dataset) -> tuple[str, Any]:
-    """Return (its column, a text or messages); a column that is the whole prompt is removed from the row."""
+def _prompt(row: Mapping[str, Any], dataset: Dataset) -> tuple[str, Any]:
+    """Return (its column, or a text with columns in it; a text or messages)."""
     if dataset.prompt is not None:
         for name in named_in(dataset.prompt):
             if _column(row, name) is None:
-                raise _Malformed(f"column {name!r} is empty")
-        value = written(dataset.prompt, row)
-        row.pop(dataset.prompt, None)
-        return dataset.prompt, value
+                raise Malformed(f"column {name!r} is empty")
+        return dataset.prompt, written(dataset.prompt, row)
     kinds = [kind for kind in _KINDS if kind in row]
     if len(kinds) != 1:
         found = " and ".join(repr(kind) for kind in kinds) or f"none in {', '.join(row) or 'an empty object'}"
         remedy = "; {path: FILE, prompt: COLUMN} selects another" if row else ""
-        raise _Malformed(f"expected exactly one of 'text', 'prompt' and 'messages', found {found}{remedy}")
-    return kinds[0], row.pop(kinds[0])
+        raise Malformed(f"expected exactly one of 'text', 'prompt' and 'messages', found {found}{remedy}")
+    return kinds[0], row[kinds[0]]
 
 
 def _column(row: Mapping[str, Any], name: str) -> Any:
     if name not in row:
-        raise _Malformed(f"no column {name!r}; it has: {', '.join(row) or 'none'}")
+        raise Malformed(f"no column {name!r}; it has: {', '.join(row) or 'none'}")
     return row[name]
 
 
 def _object(data: bytes) -> dict[str, Any]:
     if len(data) > _MAX_LINE_BYTES:
-        raise _Malformed(f"line of {len(data)} bytes; at most {_MAX_LINE_BYTES} are allowed")
-    try:
-        row = json.loads(data.decode(), parse_constant=_refuse_constant, parse_float=_finite)
-        # JSON can escape lone surrogates, which neither the wire nor a tokenizer accepts.
-        if b"\\u" in data:
-            json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeDecodeError:
-        raise _Malformed(_why_not_text(data)) from None
-    except UnicodeEncodeError as error:
-        raise _Malformed(f"not text: \\u{ord(error.object[error.start]):x} is half of a surrogate pair") from None
-    except (ValueError, RecursionError) as error:
-        where = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise _Malformed(f"not JSON: {where}") from None
+        raise Malformed(f"line of {len(data)} bytes; at most {_MAX_LINE_BYTES} are allowed")
+    row = parse_line(data, parse_constant=_refuse_constant, parse_float=_finite)
     if not isinstance(row, dict):
-        raise _Malformed(f'expected an object such as {{"text": "..."}}, got {type(row).__name__}')
+        raise Malformed(f'expected an object such as {{"text": "..."}}, got {type(row).__name__}')
     return row
-
-
-def _why_not_text(data: bytes) -> str:
-    if data.startswith(_GZIP):
-        return "compressed by gzip, which is read from a file whose name ends in .gz: rename it, or unpack it (gunzip)"
-    return "not UTF-8; save the file in that encoding (`iconv -t UTF-8`)"
 
 
 def _check_fields(row: Mapping[str, Any], *, line_bytes: int) -> None:
@@ -177,16 +149,16 @@ def _check_fields(row: Mapping[str, Any], *, line_bytes: int) -> None:
     try:
         encode_row(row)
     except WireError as error:
-        raise _Malformed(str(error)) from None
+        raise Malformed(str(error)) from None
 
 
 def _check_messages(value: object) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list) or not value:
-        raise _Malformed("'messages' must be a list with at least one message")
+        raise Malformed("'messages' must be a list with at least one message")
     for message in value:
         texts = [message.get("role"), message.get("content")] if isinstance(message, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
-            raise _Malformed("each message must be an object with the texts 'role' and 'content'")
+            raise Malformed("each message must be an object with the texts 'role' and 'content'")
     return tuple(value)
 
 

@@ -14,7 +14,6 @@ prompts are written once. Each file is written completely or not at all.
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from streamrl.data.lines import UNREADABLE, Malformed, parse_line, read_lines
 from streamrl.errors import DataError
 from streamrl.files import write_durably
 
@@ -32,25 +32,22 @@ def read_texts(path: Path, *keys: str, what: str, expected: str | None = None) -
     """Yield (a line's place, its object) with a text under each key. For errors, `what` describes the file, and
     `expected` the form of a line if the keys do not show it."""
     expected = expected or "{" + ", ".join(f'"{key}": text' for key in keys) + "}"
-    open_text = gzip.open if path.suffix == ".gz" else open
     try:
-        with open_text(path, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    place = f"{path}:{number}"
-                    yield place, _parse(line, keys, place, expected)
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+        for number, line in read_lines(path):
+            place = f"{path}:{number}"
+            yield place, _parse(line, keys, place, expected)
+    except UNREADABLE as error:
         why = getattr(error, "strerror", None) or error
         raise DataError(f"cannot read the {what} {str(path)!r}: {why}") from None
 
 
-def _parse(line: str, keys: tuple[str, ...], place: str, expected: str) -> dict[str, Any]:
+def _parse(line: bytes, keys: tuple[str, ...], place: str, expected: str) -> dict[str, Any]:
     try:
-        row, why = json.loads(line), ""
-    except ValueError as error:
+        row, why = parse_line(line), ""
+    except Malformed as error:
         row, why = None, f": {error}"
     if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in keys):
-        raise DataError(f"{place}: expected {expected}, got {line.strip():.80}{why}")
+        raise DataError(f"{place}: expected {expected}, got {line.decode(errors='replace'):.80}{why}")
     return row
 
 

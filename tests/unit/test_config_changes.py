@@ -48,6 +48,9 @@ def test_what_changed_is_shown_from_and_to() -> None:
         ({"model": {"path": "models/sft", "lora": {}}}, ["model.lora.rank", "model.lora.alpha", "model.lora.targets"]),
         ({"seed": 5}, ["seed"]),
         ({"data": {"train": "elsewhere.jsonl"}}, []),
+        ({"data": {"train": {"path": "train.jsonl"}}}, []),
+        ({"data": {"train": {"a": {"path": "train.jsonl"}}}}, []),
+        ({"data": {"train": {"path": "train.jsonl", "weight": 2.0}}}, ["data.train.weight"]),
         ({"data": {"train": {"a": {"path": "train.jsonl", "weight": 2.0}}}}, ["data.train.a.weight"]),
         (
             {"rewards": {"exact": {"type": "function", "target": "exact_match", "weight": 2.0}}},
@@ -89,6 +92,47 @@ def test_what_changes_a_score_is_refused_and_what_only_brings_it_is_not(
     found = changes(scored({}, {}), scored(source, server))
     assert [change.key for change in found if change.refusal] == keys
     assert found
+
+
+def judged(**judge: Any) -> dict[str, Any]:
+    return {"type": "judge", "rubric": "r", "judges": {"a": {"model": "m", **judge}}}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "keys"),
+    [
+        (
+            {"type": "code", "processes": 2, "tests": {"memory_mb": 512}},
+            {"type": "code", "processes": 4, "tests": {"memory_mb": 64}},
+            ["rewards.source.tests.memory_mb"],
+        ),
+        (
+            {"type": "function", "target": "own.py:f", "options": {"timeout_s": 1, "memory_mb": 1}},
+            {"type": "function", "target": "own.py:f", "options": {"timeout_s": 2, "memory_mb": 2}},
+            ["rewards.source.options.timeout_s", "rewards.source.options.memory_mb"],
+        ),
+        (judged(url="http://a:1/v1"), judged(url="http://b:1/v1", token_file="token"), []),
+        (
+            judged(url="http://a:1/v1", options={"url": 0}),
+            judged(url="http://a:1/v1", options={"url": 1}),
+            ["rewards.source.judges.a.options.url"],
+        ),
+    ],
+)
+def test_what_a_setting_means_depends_on_its_place(
+    before: dict[str, Any], after: dict[str, Any], keys: list[str]
+) -> None:
+    found = changes(make_config(rewards={"source": before}), make_config(rewards={"source": after}))
+
+    assert [change.key for change in found if change.refusal] == keys
+    assert found
+
+
+def test_a_datasets_options_may_be_called_like_its_settings() -> None:
+    def made(weight: int) -> schema.Config:
+        return make_config(data={"train": {"a": {"reasoning_gym": "gcd", "options": {"weight": weight}}}})
+
+    assert [change.refusal for change in changes(made(1), made(2))] == [None]
 
 
 def test_a_reward_that_came_or_went_is_refused() -> None:

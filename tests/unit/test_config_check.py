@@ -212,6 +212,9 @@ def test_a_teacher_alone_has_no_rewards_for_a_curriculum_to_go_by(good: Path) ->
         ["algorithm.advantages=path/to/mine.py:advantages", "algorithm.advantages_args={scale: 2}"],
         ["algorithm.loss=ppo", "algorithm.reinforce_epochs=4", "algorithm.discount_factor=0.99"],
         ["algorithm.name=rejection_sampling", "algorithm.loss=none", "algorithm.reinforce_epochs=2"],
+        ["algorithm.name=rejection_sampling", "algorithm.kl={placement: none, estimator: k3, coefficient: 0.5}"],
+        ["algorithm.name=rejection_sampling", "algorithm.kl.coefficient=0"],
+        ["algorithm.kl.coefficient=0.5", "extends=recipes/rejection_sampling.yaml"],
         ["optimizer.min_lr=1", "optimizer.schedule=constant"],
         ["lag.max_steps=0"],
         ["rewards.m={type: http, url: local}", "reward_server.model=rm"],
@@ -336,6 +339,14 @@ def test_rejection_sampling_refuses_settings_of_losses_and_advantages(good: Path
     [problem] = problems(good, "algorithm.name=rejection_sampling", f"algorithm.{override}")
 
     assert problem.startswith(f"algorithm.{key} = ")
+    assert "algorithm.name=reinforce" in problem
+
+
+@pytest.mark.parametrize("kl", ["{coefficient: 0.5}", "{placement: loss, estimator: k3}", "{reduction: sum}"])
+def test_rejection_sampling_refuses_a_kl_that_it_would_ignore(good: Path, kl: str) -> None:
+    [problem] = problems(good, "algorithm.name=rejection_sampling", f"algorithm.kl={kl}")
+
+    assert problem.startswith("algorithm.kl.placement = ")
     assert "algorithm.name=reinforce" in problem
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,26 @@ rewards:
 optimizer: {lr: 1e-6, eps: 1e-12}
 worker: {engine_args: {x: 1e30}}
 """
+WORDS = """
+08 0829 08540 007 0x10 0xff 0o17 0b11 +1 -1 1_000 1e5 1E5 5e06311 .5e3 1.5 1. .5 +.5 1e 1:30 1:30:00 1.5:30 .inf -.INF
+.nan NaN inf 99999999999999999999 null Null ~ true TRUE True false yes No on OFF y n 2024-01-01 2024-01-01T00:00:00Z
+--- ... - ? : | > = << # % @ ` ! & * [ ] { } ' " , !x &x *x %x [x {x 'x "x -x ?x :x x: x# #x \\d \\u0041 é 😀 文
+"""
+PHRASES = """ x
+x\x20
+x: y
+x # y
+- x
+? x
+--- x
+a, b
+{a: b}
+'x' y
+#### ?(-?[\\d,.]+)
+"""  # and nothing
+CONTROLS = (*range(0x20), *range(0x7F, 0xA1), 0xAD, 0x2028, 0x2029, 0xFEFF, 0xFFFD, 0xFFFE, 0xFFFF)
+AROUND = ("{}", "a{}b", "😀{}")
+TEXTS = [*WORDS.split(), *PHRASES.split("\n"), "x" * 500, *(text.format(chr(c)) for c in CONTROLS for text in AROUND)]
 
 
 @pytest.fixture
@@ -39,6 +61,34 @@ def test_the_yaml_of_a_configuration_loads_to_the_same(loaded: Loaded, tmp_path:
     again = load_config(path).config
     assert again == loaded.config
     assert again.model_dump_json() == loaded.config.model_dump_json()  # which also tells 1 from 1.0 and from true
+
+
+def test_text_stays_that_text_however_it_is_written_and_read(tmp_path: Path) -> None:
+    """As a scalar, in a list, as a key and under one: in a program's map, and in the YAML of a configuration."""
+    options = {f"option{number}": text for number, text in enumerate(TEXTS)}
+    given: dict[str, Any] = {
+        "model": {"path": "m"},
+        "data": {"train": {"hub": "a/b", "revision": "5e06311"}},
+        "rewards": {"exact": {"type": "function", "target": "exact_match", "options": options}},
+        "sampling": {"stop": TEXTS},
+        "worker": {"engine_args": {"map": dict(zip(TEXTS, TEXTS, strict=True)), "list": [dict.fromkeys(TEXTS, 1)]}},
+    }
+    path = tmp_path / "resolved.yaml"
+
+    loaded = load_config(given)
+    path.write_text(dump_config(loaded.config, loaded.origin), encoding="utf-8")
+
+    for config in (loaded.config, load_config(path).config):
+        found = config.model_dump(mode="json")
+        args = found["worker"]["engine_args"]
+        assert changed(found["sampling"]["stop"]) == []
+        assert changed(found["rewards"]["exact"]["options"].values()) == []
+        assert changed(args["map"]) == changed(args["map"].values()) == changed(args["list"][0]) == []
+        assert found["data"]["train"]["revision"] == "5e06311"
+
+
+def changed(found: Iterable[object]) -> list[tuple[str, object]]:
+    return [(text, again) for text, again in zip(TEXTS, found, strict=True) if text != again]
 
 
 def test_datasets_keep_their_names_and_their_order(tmp_path: Path) -> None:

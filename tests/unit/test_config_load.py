@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config.load import config_from_json, load_config
-from streamrl.config.schema import HttpReward
+from streamrl.config.load import as_overrides, config_from_json, load_config
+from streamrl.config.schema import FunctionReward, HttpReward
 from streamrl.errors import ConfigError
 
 BASE = """\
@@ -196,6 +196,8 @@ def test_a_folder_an_empty_file_and_a_list_are_no_configuration(folder: Path) ->
         ("extends=bse.yaml", f"extends = 'bse.yaml': there is no file bse.yaml; {SHIPPED}"),
         ("optimizer.lr=fast", "optimizer.lr = 'fast': must be a valid number"),
         ("optimizer.lr='1e-6'", "optimizer.lr = '1e-6': must be a valid number"),
+        ("optimizer.lr=1e-6 # slow", "optimizer.lr = '1e-6 # slow': must be a valid number"),
+        ("optimizer.betas=[0.9, 0.9] # x", "optimizer.betas = '[0.9, 0.9] # x': must be a list"),
         ("optimizer.lr=.nan", "optimizer.lr = nan: must be a finite number"),
         ("sampling.num_samples=2.5", "sampling.num_samples = 2.5: must be a valid integer"),
         ("sampling.num_samples=2.0", "sampling.num_samples = 2.0: must be a valid integer"),
@@ -247,6 +249,51 @@ def test_arguments_of_the_engine_are_maps_and_lists_too_and_merge_by_key(folder:
     expected = {"compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2]}, "speculative_config": None}
     assert config.worker.engine_args == expected
     assert config_from_json(config.model_dump_json()).worker.engine_args == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("#### ?(-?[\\d,.]+)", "#### ?(-?[\\d,.]+)"),
+        ("Prefer answer #1", "Prefer answer #1"),
+        ("Prefer: answer #1", "Prefer: answer #1"),
+        ("5 # or more", "5 # or more"),
+        ("'5' # or more", "'5' # or more"),
+        ("---", "---"),
+        ("--- a", "--- a"),
+        ("|", "|"),
+        (">", ">"),
+        ("one\n  two", "one\n  two"),
+        (" a ", "a"),
+        ("'#1'", "#1"),
+        ('" a "', " a "),
+        ("'5'", "5"),
+        ("5", 5),
+        ("1e3", 1000.0),
+        ("true", True),
+    ],
+)
+def test_a_value_on_the_command_line_is_not_cut(folder: Path, written: str, value: object) -> None:
+    config = load_config("base.yaml", [f"rewards.exact.options.x={written}"]).config
+
+    assert isinstance(config.rewards["exact"], FunctionReward)
+    assert config.rewards["exact"].options == {"x": value}
+
+
+@pytest.mark.parametrize("nothing", ["", "~", "null", "Null", "NULL", " null "])
+def test_a_value_on_the_command_line_may_be_nothing(folder: Path, nothing: str) -> None:
+    assert load_config("base.yaml", [f"validation.answer={nothing}"]).config.validation.answer is None
+
+
+def test_a_program_sets_any_text(folder: Path) -> None:
+    """As one setting, and in a map."""
+    texts = {"a": "#### ?(-?[\\d,.]+)", "b": "Prefer answer #1", "c": " '5' # or more", "d": "1e5", "e": "---", "f": ""}
+    settings = {f"rewards.exact.options.{name}": text for name, text in texts.items()}
+
+    for overrides in (settings, {"rewards": {"exact": {"options": texts}}}):
+        config = load_config("base.yaml", as_overrides(overrides)).config
+        assert isinstance(config.rewards["exact"], FunctionReward)
+        assert config.rewards["exact"].options == texts
 
 
 @pytest.mark.parametrize("override", ["foo", "=1", "a..b=1", ".a=1"])

@@ -86,3 +86,10 @@ def test_what_is_not_plain_data_is_refused_in_one_line(text: str, message: str) 
 def test_what_nests_too_deep_is_one_line() -> None:
     with pytest.raises(ConfigError, match=r"^x.yaml: not a configuration: lists or maps are nested too deeply$"):
         read("key: " + 2000 * "[" + 2000 * "]")
+
+
+def test_what_json_escapes_as_two_halves_is_one_character_and_a_half_is_refused() -> None:
+    assert read('"\\ud83d\\ude00": "a\\ud83d\\ude00"').plain() == {"😀": "a😀"}
+    for text, line in (('a: 1\nb: "x\\ud83d"', 2), ('{"\\ude00": 1}', 1)):
+        with pytest.raises(ConfigError, match=rf"^x.yaml:{line}: '.*' is not text: it contains half of a surrogate"):
+            read(text)

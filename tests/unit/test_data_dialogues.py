@@ -59,3 +59,40 @@ def test_a_file_that_is_cut_or_absent_is_one_clear_error(tmp_path: Path) -> None
     for source in (cut, tmp_path / "nothing.jsonl"):
         with pytest.raises(DataError, match="cannot read the dialogues"):
             convert(source, pairs=tmp_path / "pairs", prompts=tmp_path / "prompts")
+
+
+def test_a_byte_order_mark_and_empty_lines_are_nothing(tmp_path: Path) -> None:
+    source = write(tmp_path / "hh.jsonl", (HI + "a", HI + "b"))
+    source.write_bytes(b"\xef\xbb\xbf" + source.read_bytes() + b"\n  \n")
+    assert convert(source, pairs=tmp_path / "pairs", prompts=tmp_path / "prompts").num_pairs == 1
+
+
+@pytest.mark.parametrize("at", [12, -6])
+def test_a_compressed_file_that_is_damaged_is_one_clear_error(tmp_path: Path, at: int) -> None:
+    source = write(tmp_path / "hh.jsonl.gz", *((HI + str(i), HI + "b") for i in range(1000)))
+    data = bytearray(source.read_bytes())
+    data[at] ^= 0xFF
+    source.write_bytes(data)
+    with pytest.raises(DataError, match="cannot read the dialogues"):
+        convert(source, pairs=tmp_path / "pairs", prompts=tmp_path / "prompts")
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"chosen": "a\\ud800", "rejected": "b"}', r"\\ud800 is half of a surrogate pair"),
+        (b'{"chosen": "\xff", "rejected": "b"}', "not UTF-8"),
+        (b"\x1f\x8b\x08", "compressed by gzip"),
+    ],
+)
+def test_what_is_no_text_is_named_by_file_and_line(tmp_path: Path, line: bytes, why: str) -> None:
+    source = write(tmp_path / "hh.jsonl", (HI + "a", HI + "b"))
+    source.write_bytes(source.read_bytes() + line + b"\n")
+    with pytest.raises(DataError, match=rf"hh\.jsonl:2: expected .*: .*{why}"):
+        convert(source, pairs=tmp_path / "pairs", prompts=tmp_path / "prompts")
+
+
+def test_a_number_that_is_none_in_a_column_that_is_not_read_is_no_mistake(tmp_path: Path) -> None:
+    source = tmp_path / "hh.jsonl"
+    source.write_text(json.dumps({"chosen": HI + "a", "rejected": HI + "b", "score": float("nan")}) + "\n")
+    assert convert(source, pairs=tmp_path / "pairs", prompts=tmp_path / "prompts").num_pairs == 1

@@ -56,6 +56,12 @@ def test_columns_become_the_prompt_and_the_fields_of_rewards(gsm8k: Path) -> Non
     assert [row.line for row in rows] == [1, 2, 3, 4, 5, 6]
 
 
+def test_the_prompts_column_may_be_a_field_too(gsm8k: Path) -> None:
+    (row, *_) = read(gsm8k, name="main", prompt="question", fields={"asked": "question"})
+
+    assert (row.text, row.fields) == (gsm8k_rows(1)[0]["question"], {"asked": gsm8k_rows(1)[0]["question"]})
+
+
 def test_a_split_or_a_part_of_it_is_read_alone(gsm8k: Path) -> None:
     assert len(read(gsm8k, name="main", split="test", prompt="question")) == 3
     assert len(read(gsm8k, name="main", split="train[:4]", prompt="question")) == 4

@@ -3,9 +3,11 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from streamrl.data.dataset import Dataset
 from streamrl.data.prompts import read_prompts
 from streamrl.errors import DataError
 from streamrl.protocol.wire.ticket import decode_ticket, encode_ticket
@@ -33,6 +35,22 @@ def test_text_prompt_and_messages_are_read_with_their_fields(tmp_path: Path) -> 
     assert file.rows[2].fields == {"messages": messages, "level": {"x": [1, 2]}}
     assert [row.line for row in file.rows] == [1, 2, 3]
     assert file.num_skipped == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "settings"),
+    [
+        ({"question": "a"}, {"prompt": "question", "fields": {"asked": "question"}}),
+        ({"text": "a"}, {"fields": {"asked": "text"}}),
+        ({"text": "a"}, {"prompt": "{text}", "fields": {"asked": "text"}}),
+    ],
+)
+def test_the_prompts_column_may_be_a_field_too(tmp_path: Path, row: dict[str, str], settings: dict[str, Any]) -> None:
+    path = write(tmp_path, json.dumps(row))
+
+    [found] = read_prompts(Dataset(path=str(path), **settings), malformed="error").rows
+
+    assert (found.text, found.fields) == ("a", {"asked": "a"})
 
 
 def test_a_file_that_gzip_has_written_is_read_by_its_name(tmp_path: Path) -> None:

@@ -82,6 +82,11 @@ def test_a_launcher_that_ends_without_a_word_has_failed() -> None:
         launcher.ended.check()
 
 
+def test_a_launcher_that_ends_before_its_run_begins_has_no_log_to_look_into() -> None:
+    with pytest.raises(PartError, match=r"^the launcher was ended by signal 9$"):
+        launch(HEAD + "os.kill(os.getpid(), signal.SIGKILL)").wait_until_started(lambda text: None)
+
+
 def test_a_launcher_that_is_killed_in_mid_word_has_failed() -> None:
     launcher = launch(
         HEAD + BEGUN + 'sys.stdout.write(\'{"kind": "ended\'); sys.stdout.flush()\nos.kill(os.getpid(), 9)'

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from streamrl.errors import ConfigError, PartError
+from streamrl.errors import ConfigError, PartError, ResourceError
+from streamrl.ops.python.attached import Attached
 from streamrl.ops.python.launcher import Ended
 from streamrl.ops.python.picture import InNotebook, html
 from streamrl.ops.python.run import Run, attach
@@ -195,6 +196,32 @@ def test_a_run_that_has_ended_is_found_by_its_folder(tmp_path: Path, monkeypatch
     assert [step.number for step in run] == [1, 2]
     assert (run.wait().reward, run.status().run.state) == (0.4, "finished")
     assert run.stop().state == "finished"
+
+
+def test_a_redis_that_stays_away_ends_even_short_waits(tmp_path: Path) -> None:
+    def write_state(state: str) -> None:
+        (tmp_path / "state.json").write_text(json.dumps({"state": state, "term": 1, "at": 5.0}))
+
+    (tmp_path / "config.yaml").write_text("name: mine\nredis: {url: embedded}\n")
+    (tmp_path / "terms").mkdir()
+    write_state("finished")
+    now = 0.0
+    life = Attached(tmp_path, clock=lambda: now)
+    write_state("running")  # so that the state is in Redis, where nobody answers
+
+    now = 1000.0
+    assert not life.wait(0)
+    now = 1119.0
+    assert not life.wait(0)
+    now = 1121.0
+    with pytest.raises(ResourceError, match="is not running here"):
+        life.wait(0)
+
+    write_state("finished")
+    assert life.wait(0)
+    write_state("running")
+    now = 2000.0
+    assert not life.wait(0)
 
 
 def test_where_there_is_no_run_there_is_nothing_to_attach_to(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Its folder and its Redis show its state. It is ended by an operator's command, a
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from streamrl.errors import ResourceError, TransportError
@@ -29,8 +30,9 @@ def look_at(folder: Path) -> View:
 class Attached:
     phase = ""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._clock = folder, clock
+        self._away_since: float | None = None  # over all waits, since short ones may follow each other
         run = look_at(folder).run
         if run.state == "absent":
             raise ResourceError(f"the run in {folder} has not started; streamrl.start starts it")
@@ -50,20 +52,26 @@ class Attached:
         return None
 
     def wait(self, timeout_s: float | None) -> bool:
-        deadline = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
-        answered_at = time.monotonic()
-        while True:
-            try:
-                if self.ended is not None:
-                    return True
-                answered_at = time.monotonic()
-            except (ResourceError, TransportError):
-                if time.monotonic() > answered_at + _PATIENCE_S:
-                    raise
-            left_s = deadline - time.monotonic()
+        deadline = self._clock() + timeout_s if timeout_s is not None else float("inf")
+        while not self._has_ended():
+            left_s = deadline - self._clock()
             if left_s <= 0:
                 return False
             time.sleep(min(_LOOK_EVERY_S, left_s))
+        return True
+
+    def _has_ended(self) -> bool:
+        """Raises if nothing has answered for too long."""
+        try:
+            ended = self.ended
+        except (ResourceError, TransportError):
+            if self._away_since is None:
+                self._away_since = self._clock()
+            if self._clock() > self._away_since + _PATIENCE_S:
+                raise
+            return False
+        self._away_since = None
+        return ended is not None
 
     def end(self, timeout_s: float | None) -> None:
         with opened(find_target(self._folder, None, None)) as opened_run:

@@ -146,7 +146,7 @@ class Launcher:
         code = self._process.wait()
         if outcome is None and self._stop_requested:  # it was ended before it could handle the signal
             outcome = Ended(state="stopped")
-        self.ended = outcome or Ended(state="failed", error=f"the launcher {describe_exit(code)} (see {self._log})")
+        self.ended = outcome or Ended(state="failed", error=f"the launcher {describe_exit(code)}{self._see_log()}")
         atexit.unregister(self._end_at_exit)
         self._over.set()
         self._started.set()
@@ -166,6 +166,6 @@ class Launcher:
                 return Ended(state="failed", error=message["error"], kind=getattr(errors, message["type"]))
         return None
 
-    @property
-    def _log(self) -> Path:
-        return self.folder / "logs" / "launcher.log"
+    def _see_log(self) -> str:
+        """Before the run has begun the launcher writes no log; what it prints is on this program's stderr."""
+        return f" (see {self.folder / 'logs' / 'launcher.log'})" if self.name else ""
