@@ -49,8 +49,8 @@ format: setup  ## mend what ruff can mend by itself
 docs: setup  ## the documentation as a site, in build/docs/site (`python -m http.server -d build/docs/site` shows it)
 	@.ci/docs $(ARGS)
 
-bench: setup  ## measure the stream, the codec and the weights (ARGS chooses; see bench/)
-	.venv/bin/python -m bench $(ARGS)
+bench: setup  ## measure one part against a peer or a limit (ARGS="transport --quick"; without ARGS it lists the parts)
+	.venv/bin/python -m bench $(or $(ARGS),--help)
 
 chaos: setup  ## all that a run must survive, in one table (ARGS="full", "random --minutes 30", "judge --minutes 60")
 	.venv/bin/python -m tests.faults.chaos $(ARGS)

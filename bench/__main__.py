@@ -26,7 +26,13 @@ everything could be measured. With --json the last line is one object:
   bench, quick, machine {{cpu, cores, memory_gb, system, python}}
   bars   [{{name, value, unit, goal, better: higher|lower, ok}}]
   facts  [{{name, value, unit}}]                                  figures without a goal
+A value is null where it could not be measured; such a bar is not ok.
 """
+
+_QUICK_HELP = (
+    "A rough answer, for most within a minute; start, proofs, distillation, curriculum, whole, peers and stale-llm "
+    "take minutes."
+)
 
 
 def make_command(benches: Mapping[str, Entry]) -> click.Command:
@@ -35,7 +41,7 @@ def make_command(benches: Mapping[str, Entry]) -> click.Command:
     @click.command(help=_HELP.format(benches=listed), context_settings={"help_option_names": ["-h", "--help"]})
     @click.argument("name", type=click.Choice(list(benches)), metavar="NAME")
     @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON instead of a table.")
-    @click.option("--quick", is_flag=True, help="A rough answer within 50 seconds.")
+    @click.option("--quick", is_flag=True, help=_QUICK_HELP)
     @click.option("--record", "to_record", is_flag=True, help="Add a dated section to bench/RESULTS.md.")
     def command(name: str, as_json: bool, quick: bool, to_record: bool) -> None:
         configure_logging("bench", None, level="WARNING")  # to stderr: the last line of stdout is the result

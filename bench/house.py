@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,12 +24,14 @@ from pathlib import Path
 from bench.measure import Say
 from bench.report import Bar, Fact, Line
 from streamrl.demos.quickstart import write_base_model, write_data
+from streamrl.errors import ResourceError
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("streamrl", "workers", "learner")
 _CODE_BEFORE = 26_542  # lines, before the restructuring
 _DOCSTRINGS_BEFORE = 9.99  # % of all lines, at that time
 _TRACE_LIMIT_S = 400
+_MYPY = (sys.executable, "-m", "mypy")
 _CONFIG = """
 name: house
 dir: {dir}
@@ -112,7 +114,7 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
         Bar(name="files at learner/", value=float(at_root), unit="", goal=10, better="lower"),
     ]
     say("types")
-    lines.append(Bar(name="errors of strict mypy", value=float(_type_errors()), unit="", goal=0, better="lower"))
+    lines.append(Bar(name="errors of strict mypy", value=float(type_errors()), unit="", goal=0, better="lower"))
     if not quick:
         say("a run of one step, traced; a minute")
         visited = _visited()
@@ -178,10 +180,12 @@ def _reach(folder: str, known: dict[str, set[str]]) -> set[str]:
     return found
 
 
-def _type_errors() -> int:
-    done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True, check=False)
+def type_errors(mypy: Sequence[str] = _MYPY) -> int:
+    done = subprocess.run(mypy, cwd=ROOT, capture_output=True, text=True, check=False)
     found = re.search(r"Found (\d+) errors?", done.stdout)
-    return int(found[1]) if found else 0 if done.returncode == 0 else -1
+    if found is None and done.returncode != 0:
+        raise ResourceError(f"mypy did not run: {(done.stdout + done.stderr).strip()[-2000:]}")
+    return int(found[1]) if found else 0
 
 
 def _visited() -> list[str]:

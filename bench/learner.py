@@ -62,6 +62,7 @@ def _step(groups: Sequence[Group], *, quick: bool, say: Say) -> list[Line]:
         "learner": lambda: seconds(lambda: stepping.learn(groups)),
     }
     stepping.learn(groups)  # AdamW allocates its moments in the first step
+    stepping.bare(packed)  # creates its model in the first pass
     with ExitStack() as stack:
         if not quick:
             folder = stack.enter_context(scratch_folder())

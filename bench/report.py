@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import re
@@ -28,7 +29,8 @@ class Bar:
 
     @property
     def ok(self) -> bool:
-        return bool(self.value >= self.goal if self.better == "higher" else self.value <= self.goal)
+        met = self.value >= self.goal if self.better == "higher" else self.value <= self.goal
+        return bool(met and math.isfinite(self.value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +101,16 @@ def to_json(report: Report) -> str:
             "bench": report.bench,
             "quick": report.quick,
             "machine": asdict(report.machine),
-            "bars": [{**asdict(bar), "ok": bar.ok} for bar in report.bars],
-            "facts": [asdict(fact) for fact in report.facts],
+            "bars": [{**asdict(bar), "value": finite(bar.value), "ok": bar.ok} for bar in report.bars],
+            "facts": [{**asdict(fact), "value": finite(fact.value)} for fact in report.facts],
         },
         allow_nan=False,
     )
+
+
+def finite(value: float) -> float | None:
+    """Return the value, or None for a figure that could not be measured (NaN): JSON has no word for it."""
+    return value if math.isfinite(value) else None
 
 
 def table(report: Report) -> str:
@@ -157,6 +164,8 @@ def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _show(value: float) -> str:
+    if not math.isfinite(value):
+        return "-"
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
 
 

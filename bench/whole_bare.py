@@ -1,6 +1,7 @@
 """The minimum that a run's tokens need: vLLM alone for generated tokens, plain passes for trained ones.
 
-Both are warmed up, and process as much at once as in the run.
+Both are warmed up, and process as much at once as in the run: as many samples are in vLLM at any time, and where one
+ends another begins.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -55,19 +56,32 @@ async def _made(config: schema.Config) -> Cost:
             outputs = llm.generate({"prompt_token_ids": prompt}, params, f"{time.monotonic()}-{number}")
             return sum([len(output.outputs[0].token_ids) async for output in outputs])
 
-        async def some() -> int:
-            return sum(await asyncio.gather(*map(one, range(count))))
-
-        await some()
-        spent = Spent(os.getpid())
-        rounds = []
-        for _ in range(_ROUNDS):
-            before, began = _cpu_s(spent), time.perf_counter()
-            num_tokens = await some()
-            rounds.append(Cost((_cpu_s(spent) - before) / num_tokens, (time.perf_counter() - began) / num_tokens))
-        return _middle(rounds)
+        return await steady(one, count, Spent(os.getpid()))
     finally:
         await engine.stop()
+
+
+async def steady(one: Callable[[int], Awaitable[int]], count: int, spent: Spent) -> Cost:
+    """Keep `count` calls of `one` under way, each of which returns its tokens; return what a token costs meanwhile. The
+    first `count` to end are the warm-up, and each round ends with as many more.
+    """
+    tokens: asyncio.Queue[int] = asyncio.Queue()
+
+    async def ask(number: int) -> None:
+        while True:
+            tokens.put_nowait(await one(number))
+            number += count
+
+    async with asyncio.TaskGroup() as group:
+        asking = [group.create_task(ask(number)) for number in range(count)]
+        rounds = []
+        for _ in range(1 + _ROUNDS):
+            before, began = _cpu_s(spent), time.perf_counter()
+            num_tokens = sum([await tokens.get() for _ in range(count)])
+            rounds.append(Cost((_cpu_s(spent) - before) / num_tokens, (time.perf_counter() - began) / num_tokens))
+        for task in asking:
+            task.cancel()
+    return _middle(rounds[1:])
 
 
 def _trained(config: schema.Config, size: str, answer: float) -> Cost:

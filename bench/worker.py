@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import time
 from collections.abc import AsyncIterator
@@ -38,7 +39,7 @@ from streamrl.protocol.weights.manifest import encode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import BlobStore, open_store
 from streamrl.protocol.wire.ticket import Ticket
-from streamrl.tasks import cancel_all
+from streamrl.tasks import cancel_all, run_beside
 from streamrl.telemetry.progress import Progress
 from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import EngineSettings
@@ -57,7 +58,7 @@ _NUM_SAMPLES = 8
 _GROUPS_IN_FLIGHT = 16
 _PROMPT_TOKENS = 16
 _UPDATE_EVERY_S = 2.0
-_MOST_UPDATES = 60
+_SPARE = 3  # times as many updates are prepared as a round without any would have time for
 _DELIVERY_TIMEOUT_S = 300.0
 _REWARD_OPTIONS: dict[str, str | int | float | bool] = {"free_tokens": 64, "max_tokens": 512}
 
@@ -91,8 +92,9 @@ async def _measure(size: Size, folder: Path, *, num_groups: int, num_rounds: int
         rounds: list[dict[str, float]] = []
         for number in range(num_rounds):
             speeds = {"bare": await scene.bare(num_groups), "worker": await scene.worker(num_groups)}
-            async with scene.updating():
-                speeds["updated"] = await scene.worker(num_groups)
+            await scene.prepare_updates()
+            announcing = {"announce versions": scene.versions.announce_all()}
+            speeds["updated"] = await run_beside(scene.worker(num_groups), announcing)
             rounds.append(speeds)
             say(f"{size.name}, round {number + 1}: " + ", ".join(f"{n} {v:,.0f} tokens/s" for n, v in speeds.items()))
     ratios = {name: median(r[name] / r["bare"] for r in rounds) for name in ("worker", "updated")}
@@ -114,7 +116,7 @@ async def _opened(folder: Path) -> AsyncIterator[_Scene]:
         learner = LearnerStream(client, keys, run_uid=RUN_UID, term=1, holder="bench", lease_s=600.0)
         learner.claim(config_json=config.model_dump_json(), fingerprint=facts.fingerprint, wait_s=0.0)
         learner.restore(cursor=START)
-        versions = _Versions(folder / "model", store)
+        versions = Versions(folder / "model", store)
         weights = _follower(versions, store, folder, facts)
         stack.callback(weights.close)
         rewards = build_rewards(config.rewards, Permissions(), None)
@@ -136,7 +138,7 @@ async def _opened(folder: Path) -> AsyncIterator[_Scene]:
         yield _Scene(engine, config.sampling, learner, client, keys, versions)
 
 
-def _follower(versions: _Versions, store: BlobStore, folder: Path, facts: ModelFacts) -> WeightFollower:
+def _follower(versions: Versions, store: BlobStore, folder: Path, facts: ModelFacts) -> WeightFollower:
     progress = Progress(part="worker/0", role="worker")
     return WeightFollower(
         announcements=versions.announcements,
@@ -159,23 +161,32 @@ def _config(model: Path) -> schema.Config:
     )
 
 
-class _Versions:
+class Versions:
     """An announced anchor, and deltas that are already stored and get announced one by one."""
 
     def __init__(self, model: Path, store: BlobStore) -> None:
-        from bench.worker_model import after_a_step, read_state
+        from bench.worker_model import after_a_step, read_state  # imports torch
 
-        tensors, state = read_state(model)
-        publishing = Publishing(tensors, store)
+        tensors, self._state = read_state(model)
+        self._publishing = Publishing(tensors, store)
+        self._after_a_step = after_a_step
         self.announcements = AnnouncementsDouble()
-        self._coming = [publishing.publish(state, anchor=True)]
-        for number in range(_MOST_UPDATES):
-            state = after_a_step(state, number)
-            self._coming.append(publishing.publish(state))
+        self._coming = [self._publishing.publish(self._state, anchor=True)]
         self.announce_next()
 
+    def prepare(self, count: int) -> None:
+        """Store updates until there are as many to announce."""
+        while len(self._coming) < count:
+            self._state = self._after_a_step(self._state, len(self._publishing.manifests))
+            self._coming.append(self._publishing.publish(self._state))
+
+    async def announce_all(self, *, every_s: float = _UPDATE_EVERY_S) -> None:
+        while True:
+            self.announce_next()
+            await asyncio.sleep(every_s)
+
     def announce_next(self) -> None:
-        assert self._coming, f"more than {_MOST_UPDATES} versions were requested"
+        assert self._coming, f"the round took more than {_SPARE} times as long as the one without updates"
         manifest = self._coming.pop(0)
         self.announcements.announce(
             Announcement(
@@ -194,13 +205,14 @@ class _Scene:
         learner: LearnerStream,
         client: redis.Redis,
         keys: Keys,
-        versions: _Versions,
+        versions: Versions,
     ) -> None:
         self._engine, self._sampling = engine, sampling
         self._learner, self._client, self._groups = learner, client, keys.groups("train")
-        self._versions = versions
+        self.versions = versions
         self._num_tickets = 0
         self._num_requests = self._num_issued = 0
+        self._took_s = 0.0  # the last round of the worker
 
     async def bare(self, num_groups: int) -> float:
         """Return tokens per second of vLLM alone."""
@@ -224,7 +236,8 @@ class _Scene:
         self._learner.issue(tickets)
         self._num_issued += num_groups
         await asyncio.to_thread(self._await_groups)
-        return (self._engine.stats().num_made - tokens_before) / (time.perf_counter() - began)
+        self._took_s = time.perf_counter() - began
+        return (self._engine.stats().num_made - tokens_before) / self._took_s
 
     def _await_groups(self) -> None:
         """Wait for the groups by counting them: reading them is the learner's work."""
@@ -233,18 +246,10 @@ class _Scene:
             assert time.monotonic() < deadline, "the worker did not deliver"
             time.sleep(0.01)
 
-    @contextlib.asynccontextmanager
-    async def updating(self) -> AsyncIterator[None]:
-        async def announce() -> None:
-            while True:
-                self._versions.announce_next()
-                await asyncio.sleep(_UPDATE_EVERY_S)
-
-        task = asyncio.create_task(announce(), name="announce versions")
-        try:
-            yield
-        finally:
-            await cancel_all([task])
+    async def prepare_updates(self) -> None:
+        """Prepare more updates than a round like the last can need."""
+        count = 1 + math.ceil(_SPARE * self._took_s / _UPDATE_EVERY_S)
+        await asyncio.to_thread(self.versions.prepare, count)
 
     def _tickets(self, count: int) -> list[Ticket]:
         rng = np.random.default_rng(self._num_tickets)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
+
+from bench.report import finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +37,8 @@ class Row:
     def verdict(self) -> str:
         if self.goal is None:
             return ""
-        return "ok" if (self.value >= self.goal if self.better == "higher" else self.value <= self.goal) else "MISSED"
+        met = self.value >= self.goal if self.better == "higher" else self.value <= self.goal
+        return "ok" if met and math.isfinite(self.value) else "MISSED"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -55,11 +60,16 @@ def table(outcomes: list[Outcome]) -> Iterator[str]:
         for row in one.rows:
             sign = {"higher": ">=", "lower": "<="}[row.better]
             goal = "" if row.goal is None else f"{sign} {row.goal:g} {row.verdict}"
-            yield f"  {row.what:<{width}}  {row.value:>10.4g} {row.unit:<9} {goal:<18} {row.note}".rstrip()
+            value = f"{row.value:.4g}" if math.isfinite(row.value) else "-"
+            yield f"  {row.what:<{width}}  {value:>10} {row.unit:<9} {goal:<18} {row.note}".rstrip()
         if one.not_run:
             yield f"  NOT RUN: {one.not_run}"
 
 
 def as_json(outcomes: list[Outcome], machine: str) -> str:
-    parts = [{**asdict(one), "rows": [{**asdict(row), "verdict": row.verdict} for row in one.rows]} for one in outcomes]
+    parts = [{**asdict(one), "rows": [_to_json(row) for row in one.rows]} for one in outcomes]
     return json.dumps({"machine": machine, "parts": parts}, allow_nan=False)
+
+
+def _to_json(row: Row) -> dict[str, Any]:
+    return {**asdict(row), "value": finite(row.value), "verdict": row.verdict}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import transformers
@@ -24,7 +23,6 @@ from streamrl.protocol.weights.file_store import FileStore
 _TINY = Size(vocabulary=128, hidden=128, intermediate=256, layers=2, heads=2, kv_heads=2)
 _ROUNDS = 3
 _PAUSE_S = 0.3  # of an engine with a 1.5B model
-_MEMORY = Path("/dev/shm")
 
 
 class _Heard:
@@ -71,9 +69,9 @@ def reload(scale: Scale) -> Iterator[Row]:
         torch.set_num_threads(1)
         return size.model(max_length=2048, device=torch.device("cpu"))
 
-    found = {
-        line.name: line.value for line in bench_serving(shared=_MEMORY, num_rounds=1, say=Say("reload"), make=make)
-    }
+    with scratch_folder(in_memory=True) as shared:
+        lines = bench_serving(shared=shared, num_rounds=1, say=Say("reload"), make=make)
+    found = {line.name: line.value for line in lines}
     goal = None if scale.is_reduced else _PAUSE_S
     yield Row(what=f"{name}: generation paused", value=found["generation paused"], unit="s", goal=goal, better="lower")
     yield Row(what=f"{name}: vLLM's own reload", value=found["vLLM's own reload from memory"], unit="s")

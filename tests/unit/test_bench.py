@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
+import re
+import shutil
+import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,14 +19,24 @@ from click.testing import CliRunner
 from bench.__main__ import make_command
 from bench.catalogue import BENCHES, Entry
 from bench.entropy import delta_entropy_bits, knowing_exponents
+from bench.house import type_errors
 from bench.measure import Rounds, Say
+from bench.monitor import process
 from bench.mutations import WRONG, Trial
+from bench.proofs import what_is_measured
 from bench.publishing import RUN_UID
 from bench.report import Bar, Fact, Line, Report, describe_machine, record, table, to_json
+from bench.start import start
+from bench.worker import Versions
+from bench.worker_model import SMALL, write_model
 from streamrl.errors import ResourceError
 from streamrl.protocol.weights.manifest import Manifest
 from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.stores import MemoryStore
+from streamrl.tasks import run_beside
+from streamrl.versions import make_version
 
+ROOT = Path(__file__).parents[2]
 FAST = Bar(name="speed / peer", value=0.75, unit="x", goal=0.5, better="higher")
 SLOW = Bar(name="delay", value=7.0, unit="ms", goal=5.0, better="lower")
 COUNT = Fact(name="groups", value=1234, unit="")
@@ -100,6 +115,17 @@ def test_the_table_says_which_bars_are_missed() -> None:
     assert "1,234" in rows[3]
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_figure_that_could_not_be_measured_is_a_dash_and_null_and_its_bar_is_missed(value: float) -> None:
+    bar = Bar(name="speed / peer", value=value, unit="x", goal=0.5, better="higher")
+    lines = (bar, Fact(name="groups", value=value, unit=""))
+    report = Report(bench="small", quick=False, machine=describe_machine(), lines=lines)
+
+    found = json.loads(to_json(report))
+    assert [(one["value"], one.get("ok")) for one in (*found["bars"], *found["facts"])] == [(None, False), (None, None)]
+    assert [row.split()[-1] for row in table(report).splitlines()[1:]] == ["MISSED", "-"]
+
+
 def test_figures_that_several_things_have_are_shown_as_a_grid() -> None:
     facts = [Fact(name=f"lag {lag}: {what}", value=lag, unit=unit) for lag in (0, 4, 8) for what, unit in COLUMNS]
     plain = Fact(name="broke with workers", value=7, unit="")
@@ -174,6 +200,52 @@ def test_who_knows_the_exponents_needs_fewer_bits() -> None:
 
     assert knowing_exponents({"a": only_the_larger_move}, old) == pytest.approx(0, abs=1)
     assert delta_entropy_bits({"a": only_the_larger_move}, old) == pytest.approx(8192)
+
+
+def test_a_mypy_that_does_not_run_is_an_error_and_no_figure() -> None:
+    with pytest.raises(ResourceError, match="mypy did not run: there is no mypy"):
+        type_errors([sys.executable, "-c", "raise SystemExit('there is no mypy')"])
+
+
+def test_a_quickstart_that_never_loads_a_version_is_an_error_and_no_figure(tmp_path: Path) -> None:
+    main = tmp_path / "streamrl" / "ops" / "cli" / "main.py"
+    main.parent.mkdir(parents=True)
+    for file in (main, *(folder / "__init__.py" for folder in main.parents[:3])):
+        file.touch()
+    with pytest.raises(ResourceError, match="has no version_loaded"):
+        start(tmp_path)
+
+
+def test_a_command_that_fails_is_not_timed() -> None:
+    command = [sys.executable, "-c", "raise SystemExit(3)"]
+    assert process(command, codes=(0, 3))() > 0
+    with pytest.raises(ResourceError, match="exited with 3"):
+        process(command)()
+
+
+def test_a_round_of_the_worker_that_runs_out_of_updates_fails(tmp_path: Path) -> None:
+    write_model(tmp_path, SMALL)
+    versions = Versions(tmp_path, MemoryStore())
+    versions.prepare(2)
+
+    async def round_() -> None:
+        await run_beside(asyncio.Event().wait(), {"announce versions": versions.announce_all(every_s=0.0)})
+
+    with pytest.raises(AssertionError, match="3 times as long"):
+        asyncio.run(round_())
+    assert versions.announcements.newest is not None
+    assert versions.announcements.newest.version == make_version(1, 2)
+
+
+def test_kept_results_of_proofs_are_of_the_measured_code_of_one_vllm_and_machine(tmp_path: Path) -> None:
+    for folder in ("bench", "workers", "learner"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    before = what_is_measured(tmp_path)
+    (tmp_path / "learner" / "publishing" / "host_copy.py").write_text("# another\n")
+
+    assert what_is_measured(tmp_path) != before
+    assert re.search(r"\bvllm(-cpu)? \d+\.\d+", before)
+    assert str(describe_machine()) in before
 
 
 def test_a_mirror_serves_nothing_wrong_however_it_is_misled(tmp_path: Path) -> None:

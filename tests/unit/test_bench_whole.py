@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from bench import whole
 from bench.descendants import Spent, descendants
 from bench.report import Bar
-from bench.whole_bare import Bare, Cost
+from bench.whole_bare import Bare, Cost, steady
 from bench.whole_trl import TrlRan
 from tests.helpers import wait_until
 
@@ -76,3 +77,24 @@ def test_trl_is_measured_by_the_same_bare_parts() -> None:
     core, wall = whole.trl_lines(CASE, trl, LEAST)
     assert core.value == pytest.approx((1000 * 0.01 + 2000 * 0.001) / 80)
     assert wall.value == pytest.approx(1000 * 0.008 / 40)
+
+
+async def test_bare_vllm_has_as_many_samples_under_way_at_any_time() -> None:
+    under_way: list[int] = []
+    live = 0
+
+    async def one(number: int) -> int:
+        nonlocal live
+        live += 1
+        try:
+            for _ in range(1 + number % 7):
+                under_way.append(live)
+                await asyncio.sleep(0)
+        finally:
+            live -= 1
+        return 1 + number % 5
+
+    cost = await steady(one, 8, Spent(os.getpid()))
+    assert cost.wall_s > 0
+    assert set(under_way[8:]) == {8}
+    assert live == 0

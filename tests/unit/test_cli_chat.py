@@ -18,6 +18,7 @@ import transformers
 from streamrl.config import schema
 from streamrl.errors import DataError
 from streamrl.learner.groups.prompts import tokenise
+from streamrl.learner.metrics.keepsakes import note_state
 from streamrl.ops.cli.chat import Conversation, converse
 from streamrl.ops.cli.main import main
 from streamrl.workers.talk import Answer, Speaker, load_speaker
@@ -120,10 +121,13 @@ def test_a_run_is_its_export_and_then_its_newest_checkpoint(
 
     exported, by_export = told(config.folder)
     _, by_older = told(f"{config.folder}@2")
+    note_state(config.folder, "running", term=2)  # continued: the export has the weights of its first end
+    continued, by_continued = told(config.folder)
     shutil.rmtree(config.folder / "export")
     newest, by_newest = told(config.folder)
 
     assert (exported, newest) == ({f"{config.folder}/export"}, {f"{config.folder} (step 4)"})
+    assert (continued, by_continued) == (newest, by_newest)
     assert by_newest == by_export != by_older
 
 

@@ -143,6 +143,13 @@ def test_a_begun_configuration_leaves_its_dtypes_to_the_machine_that_begins(
         assert "auto; this CPU " in line
 
 
+@pytest.mark.parametrize(("stem", "name"), [("_mine", "mine"), ("a" * 70, "a" * 64), ("_", "run")])
+def test_a_begun_configuration_is_named_after_any_file(config: str, stem: str, name: str) -> None:
+    case = ["--model", "./model", "--data", "train.jsonl", "--reward", "exact_match"]
+    assert main(["config", "init", f"{stem}.yaml", *case]) == 0
+    assert load_config(f"{stem}.yaml").config.name == name
+
+
 def test_held_out_answers_end_where_trained_ones_do(config: str) -> None:
     case = ["--model", "./model", "--data", "train.jsonl", "--validation", "train.jsonl", "--reward", "exact_match"]
     assert main(["config", "init", "base.yaml", *case, "--text"]) == 0
@@ -169,6 +176,7 @@ def test_init_says_what_to_do_where_nobody_answers(
     [
         ("x.yaml", "exact_match", "x.yaml already exists"),
         ("y.yaml", "regex_format", "write FILE.py:FUNCTION, or one of exact_match"),
+        ("y.yaml", "no_function.py:", "rewards.right.target = 'no_function.py:': must be one of"),
         ("y.txt", "exact_match", "must end in .yaml"),
     ],
 )

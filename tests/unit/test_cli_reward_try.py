@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from streamrl.ops.cli.main import main
+from streamrl.ops.cli.reward_try import as_option
 from tests.tiny_models import make_model
 
 CODE = """
@@ -70,13 +72,22 @@ def test_a_configuration_tells_which_rows_and_which_of_their_columns(capsys: pyt
     assert (row["prompt"], row["completion"], row["score"]) == ("2+2=", "4", 1.0)
 
 
-@pytest.mark.parametrize("value", ["####", "[1]", ""])
+@pytest.mark.parametrize("value", ["[1]", "a: b", ""])
 def test_an_option_that_yaml_reads_as_no_value_is_one_line(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["mine.py:near", "--data", "rows.jsonl", "--field", "answer", "--option", f"mark={value}"]
     assert main(["reward", "try", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"--option 'mark={value}'" in line
-    assert """mark="####\"""" in line
+    assert """'mark="7"'""" in line
+
+
+def test_an_option_is_not_cut_at_what_yaml_takes_for_a_comment() -> None:
+    assert [as_option(f"mark={text}") for text in ("####", "a #1", "'7'", "7")] == [
+        ("mark", "####"),
+        ("mark", "a #1"),
+        ("mark", "7"),
+        ("mark", 7),
+    ]
 
 
 def test_completions_are_a_field_one_text_or_a_file_of_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,6 +99,18 @@ def test_completions_are_a_field_one_text_or_a_file_of_them(capsys: pytest.Captu
     assert [(row["line"], row["completion"], row["score"]) for row in said] == [(1, "4", 1.0), (2, "17", 0.0)]
     assert [row["prompt"] for row in said] == ["2+2=", "Add.\n3+4="]
     assert all(0 < row["seconds"] < 10 for row in said)
+
+
+def test_completions_are_lines_like_those_of_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("said.jsonl").write_bytes(b'\xef\xbb\xbf"4"\n\n  \n"17"\n')
+    Path("said.jsonl.gz").write_bytes(gzip.compress(b'"4"\n"17"\n'))
+    for name in ("said.jsonl", "said.jsonl.gz"):
+        said = tried(capsys, "mine.py:near", "--completions", name)
+        assert [(row["line"], row["completion"]) for row in said] == [(1, "4"), (2, "17")]
+    Path("said.jsonl").write_text('"4"\n\n"\\ud800"\n')
+    assert main(["reward", "try", "mine.py:near", "--data", "rows.jsonl", "--completions", "said.jsonl"]) == 2
+    assert "said.jsonl:3 must be a JSON string" in (told := capsys.readouterr().err)
+    assert "\\ud800 is half of a surrogate pair" in told
 
 
 def test_a_completion_may_have_any_line_separator(capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,7 +173,7 @@ def test_a_model_lends_its_template_and_its_tokens(capsys: pytest.CaptureFixture
         (["mine.py:near", "--field", "a", "--completion", "b"], "exactly one of --completion"),
         (["mine.py:near", "--field", "right"], "--field: rows.jsonl:1 has no field 'right'; it has: answer"),
         (["mine.py:near", "--completions", "none.jsonl"], "--completions: none.jsonl cannot be read"),
-        (["mine.py:near", "--completions", "mine.py"], "--completions: mine.py:1 must be a JSON string, or"),
+        (["mine.py:near", "--completions", "mine.py"], "--completions: mine.py:2 must be a JSON string, or"),
         (["mine.py:near", "--completion", "", "--option", "scale"], "write NAME=VALUE, such as scale=5"),
         (["mine.py:near", "--completion", "", "--option", "speed=1"], "unexpected keyword argument 'speed'"),
         (["mine.py:far", "--completion", ""], "cannot use it: AttributeError: mine.py has no 'far'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import torch
 
 from bench.gpu_check import attention, copies, deaths, routes, starts, steps, versions
 from bench.gpu_check.__main__ import Part, run_part
-from bench.gpu_check.rows import Outcome, Row, Scale, table
+from bench.gpu_check.rows import Outcome, Row, Scale, as_json, table
 from bench.gpu_check.shares import kind_of
 from bench.learner_gpu import SIZES
 from streamrl.learner.model.flops import peak_of
@@ -130,6 +131,14 @@ def test_a_missed_goal_and_a_part_that_did_not_run_are_told() -> None:
     assert ">= 0.45 MISSED" in shown
     assert "<= 0 ok" in shown
     assert "NOT RUN: no vllm" in shown
+
+
+def test_a_figure_that_could_not_be_measured_is_told_as_missed() -> None:
+    row = Row(**json.loads(Row(what="apart", value=math.nan, unit="nats", goal=0.05, better="lower").to_json()))
+    outcome = Outcome(part="deaths", rows=(row,))
+    [part] = json.loads(as_json([outcome], "a machine"))["parts"]
+    assert (part["rows"][0]["value"], part["rows"][0]["verdict"]) == (None, "MISSED")
+    assert list(table([outcome]))[1].split() == ["apart", "-", "nats", "<=", "0.05", "MISSED"]
 
 
 def test_what_misses_a_package_is_named_and_does_not_begin() -> None:

@@ -14,6 +14,7 @@ from streamrl.ops.monitor.remains import read_remains
 from streamrl.ops.monitor.runs import find_target
 from streamrl.ops.monitor.view import View
 from tests.helpers import wait_until
+from tests.launch_world import make_view
 from tests.run_folders import make_folder
 
 
@@ -48,6 +49,23 @@ def test_an_answer_that_is_overdue_is_told_while_it_is_waited_for() -> None:
     assert looker.seen.error == ""
     now = 5.0
     assert looker.seen.error == "for 5 s: it accepts the request, but does not reply"
+
+
+def test_an_answer_that_cannot_be_shown_is_told_and_the_next_one_is_shown() -> None:
+    view = make_view()
+    answers = iter([KeyError("no such part")])
+
+    class BrokenOnce:
+        def look(self) -> View:
+            if (error := next(answers, None)) is not None:
+                raise error
+            return view
+
+    looker = Poller(BrokenOnce(), period_s=0.01)  # type: ignore[arg-type]
+    looker.look()
+    assert looker.seen.error == "in a form that can be shown: KeyError('no such part')"
+    with looker.looking():
+        wait_until(lambda: looker.seen.view is view and not looker.seen.error, description="the thread goes on")
 
 
 @pytest.mark.parametrize("connects", [False, True])

@@ -102,6 +102,13 @@ def test_an_unknown_tier_is_a_mistake(checkout: Path) -> None:
     assert "usage: .ci/tier [fast|long|root|images]" in result.stdout
 
 
+def test_benches_are_listed_where_none_is_named() -> None:
+    shown = [run(ROOT, "make", "--dry-run", "bench", *words).stdout for words in ((), ("ARGS=transport --quick",))]
+
+    assert "-m bench --help\n" in shown[0]
+    assert "-m bench transport --quick\n" in shown[1]
+
+
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
     """What set-up looks at, without an environment."""
@@ -138,10 +145,8 @@ def test_set_up_whose_index_answers_nothing_says_which_step_failed(bare: Path) -
 
 @pytest.mark.parametrize("at_hand", [True, False])
 def test_set_up_installs_the_versions_that_were_tested_or_else_says_that_it_does_not(bare: Path, at_hand: bool) -> None:
-    installer, python = bare / ".ci" / "uv-install", bare / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text("#!/bin/sh\nexit 0\n")
-    python.chmod(0o755)
+    installer = bare / ".ci" / "uv-install"
+    stand_in_python(bare / ".venv" / "bin" / "python")
     refuses = "" if at_hand else 'case "$*" in *--constraints*) exit 1 ;; esac\n'
     installer.write_text(f'#!/bin/sh\necho "installs: $*"\n{refuses}')
 
@@ -152,6 +157,32 @@ def test_set_up_installs_the_versions_that_were_tested_or_else_says_that_it_does
     assert tries == ([True] if at_hand else [True, False])
     assert ("may not have been tested" in result.stdout) is not at_hand
     assert (bare / ".venv" / ".setup-done").exists()
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_set_up_remakes_the_environment_for_another_python_only_if_one_is_named(bare: Path, named: bool) -> None:
+    (bare / ".ci" / "uv-install").write_text("#!/bin/sh\n")
+    stand_in_python(bare / ".venv" / "bin" / "python")
+    other = stand_in_python(bare / "bin" / "python3", version="Python 3.12.1")
+
+    path = f"{other.parent}:{os.environ['PATH']}"
+    result = run(bare, ".ci/setup", PATH=path, PYTHON="python3" if named else "")
+
+    assert result.returncode == 0, result.stdout
+    assert ("Python 3.12.1 runs: -m venv --clear .venv" in result.stdout) is named
+
+
+def stand_in_python(path: Path, *, version: str = "") -> Path:
+    """Run code as this interpreter, but claim to be of another version, and only name modules."""
+    path.parent.mkdir(parents=True)
+    real = f'exec {sys.executable} "$@"'
+    claims = f'echo "{version}"' if version else real
+    path.write_text(
+        f'#!/bin/sh\ncase "$1" in\n-V*) {claims} ;;\n-m) echo "{version} runs: $*" ;;\n'
+        f'*) case "$2" in *torch*) ;; *) {real} ;; esac ;;\nesac\n'
+    )
+    path.chmod(0o755)
+    return path
 
 
 def test_where_chromium_cannot_be_had_one_line_says_why(tmp_path: Path) -> None:
@@ -203,6 +234,15 @@ def test_help_lists_every_target_and_is_what_make_does_by_default() -> None:
     assert re.findall(r"(?m)^  ([a-z-]+) ", result.stdout) == phony[1].split()
 
 
+def test_ci_tries_every_python_that_set_up_takes() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    tried = workflow["jobs"]["test"]["strategy"]["matrix"]["python"]
+    setup = (ROOT / ".ci" / "setup").read_text()
+    [(first, beyond)] = re.findall(r"\(3, (\d+)\) <= sys\.version_info < \(3, (\d+)\)", setup)
+
+    assert tried == [f"3.{minor}" for minor in range(int(first), int(beyond))]
+
+
 def test_the_workflow_calls_make_targets_that_exist() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
@@ -210,6 +250,8 @@ def test_the_workflow_calls_make_targets_that_exist() -> None:
 
     assert commands
     for command in commands:
+        if command.startswith("sudo apt-get "):
+            continue  # what tests would be skipped without
         words = command.removeprefix("sudo -E ").split()
         assert words[0] == "make"
         assert words[1] in targets

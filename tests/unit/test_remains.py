@@ -83,6 +83,21 @@ def test_the_json_of_a_finished_run_has_its_summary_and_its_folder(
     assert told["learner"]["held_out"] == {"exact": [0.4]}
 
 
+@pytest.mark.parametrize(
+    ("command", "fields", "run"),
+    [
+        ("why", {"schema", "run", "verdict", "causes"}, "x"),
+        ("status", {"schema", "at", "run", "verdict", "causes"}, {"name": "x"}),
+    ],
+)
+def test_the_json_of_a_run_that_cannot_be_seen_has_the_types_of_one_that_can(
+    tmp_path: Path, command: str, fields: set[str], run: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--redis", f"unix://{tmp_path}/gone.sock", "--run", "x", "--json"]) == 6
+    told = json.loads(capsys.readouterr().out)
+    assert (set(told), told["run"], told["verdict"]) == (fields, run, "unreachable")
+
+
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 def test_a_run_that_may_be_alive_is_not_called_crashed(
     tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]
@@ -186,6 +201,15 @@ def test_groups_are_those_that_the_folder_keeps(tmp_path: Path, capsys: pytest.C
     assert main(["groups", "show", str(folder), "99"]) == 2
 
 
+def test_an_ended_run_that_kept_no_groups_has_none_to_wait_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path, "big", "finished")
+    (folder / "rollouts.jsonl").unlink()
+    assert main(["groups", "tail", str(folder), "-f"]) == 0
+    assert capsys.readouterr().err == "no groups are kept: run 'big' has finished, after 12 steps\n"
+
+
 @pytest.mark.parametrize("words", [["tail"], ["tail", "--json"], ["tail", "--color"], ["show", "103"]])
 def test_groups_whose_reader_has_gone_end_as_any_command_does(tmp_path: Path, words: list[str]) -> None:
     folder = make_folder(tmp_path, "big", "finished")
@@ -266,6 +290,20 @@ def test_folders_are_listed_with_how_they_ended(tmp_path: Path, capsys: pytest.C
     assert "2 runs" in capsys.readouterr().out
     assert main(["runs", "ls", "--dir", str(tmp_path / "nowhere")]) == 2
     assert "nowhere: no such folder" in capsys.readouterr().err
+
+
+def test_folders_are_listed_where_the_redis_of_the_environment_is_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_folder(tmp_path, "big", "finished")
+    gone = f"unix://{tmp_path}/gone.sock"
+    monkeypatch.setenv("STREAMRL_REDIS", gone)
+    assert main(["runs", "ls", "--dir", str(tmp_path), "--json"]) == 0
+    told = capsys.readouterr()
+    listed = json.loads(told.out)
+    assert (listed["complete"], [run["name"] for run in listed["runs"]]) == (False, ["big"])
+    assert told.err.startswith("warning: STREAMRL_REDIS: ")
+    assert main(["runs", "ls", "--dir", str(tmp_path), "--redis", gone]) == 2
 
 
 def test_what_holds_a_run_back_is_wrapped_to_a_narrow_terminal(

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import redis
+from click.core import ParameterSource
 
-from streamrl.errors import ResourceError, TransportError
+from streamrl.errors import ConfigError, ResourceError, TransportError
 from streamrl.ops.monitor.remains import Remains
 from streamrl.ops.monitor.runs import URL_VARIABLE, Target, find_target, remains_or_raise
 from streamrl.protocol.transport.clients import server_name
@@ -54,6 +55,18 @@ def print_result(data: Any, lines: Iterable[str], *, as_json: bool, indent: int 
     """Print the data as JSON, or the lines for people, with control characters from other machines escaped."""
     for line in [json.dumps(data, indent=indent)] if as_json else map(printable, lines):
         click.echo(line)
+
+
+def refuse(*names: str, because: str) -> None:
+    """Raise ConfigError if these parameters of the command are on its command line, where they would be ignored."""
+    context = click.get_current_context()
+    given = [
+        max(one.opts, key=len)
+        for one in context.command.params
+        if one.name in names and context.get_parameter_source(one.name) is ParameterSource.COMMANDLINE
+    ]
+    if given:
+        raise ConfigError(f"{' and '.join(given)}: {because}")
 
 
 class MovingLine:

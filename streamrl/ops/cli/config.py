@@ -16,10 +16,11 @@ from streamrl.config.check import check_config
 from streamrl.config.files import check_files
 from streamrl.config.load import dump_config, load_config
 from streamrl.config.shipped import shipped_config
+from streamrl.config.source import parse
 from streamrl.errors import ConfigError
 from streamrl.extras import is_installed
 from streamrl.files import write_durably
-from streamrl.ops.cli.arguments import OutputFile, run_trials, takes_config, takes_json
+from streamrl.ops.cli.arguments import OutputFile, refuse, run_trials, takes_config, takes_json
 from streamrl.ops.cli.init import Case, is_chat_model, starter
 from streamrl.protocol.transport.address import masked
 from streamrl.terminal import printable
@@ -74,9 +75,10 @@ def init(file: Path, model: str, data: str, validation: str | None, reward: str,
         gpus=gpus,
         chat=chat,
     )
-    write_durably(file, starter(case, reference=shipped_config("reinforce.yaml")).encode())
-    loaded = load_config(file)
+    text = starter(case, reference=shipped_config("reinforce.yaml"))
+    loaded = load_config(parse(text, name=str(file), numbered=True).plain())
     check_config(loaded.config, loaded.origin)
+    write_durably(file, text.encode())
     click.echo(f"{file}: written. Then: streamrl config check {file}")
 
 
@@ -163,8 +165,10 @@ def doctor(file: str, overrides: tuple[str, ...], part: Part, as_json: bool, ask
 
     loaded = load_config(file, overrides)
     if gpus["gpus"] is None:
+        refuse("gpu_memory", "gpus_per_host", because="only with --gpus, for the layout that it plans")
         findings = examine(loaded, part, ask_services=ask_services)
     else:
+        refuse("part", "ask_services", because="not with --gpus, which only plans a layout")
         memory = int(gpus["gpu_memory"] * _MAKERS_GB)
         planned = Planned(gpus=gpus["gpus"], memory=memory, per_host=gpus["gpus_per_host"])
         findings = plan_layout(loaded, planned)

@@ -12,9 +12,9 @@ from typing import Any
 import click
 
 from streamrl.errors import ConfigError, DataError, WireError
-from streamrl.ops.cli.arguments import open_run_or_remains, takes_server
+from streamrl.ops.cli.arguments import open_run_or_remains, refuse, takes_server
 from streamrl.ops.cli.console import Console
-from streamrl.ops.monitor.remains import Remains
+from streamrl.ops.monitor.remains import Remains, read_remains
 from streamrl.ops.monitor.runs import find_target
 from streamrl.ops.record.export import to_json
 from streamrl.ops.record.kept import KeptGroups, lines_of_record
@@ -86,12 +86,16 @@ def tail(folder: Path | None, count: int, follow: bool, lines: int, **options: A
     look = Look(**options)
     with _opened(folder, look) as (source, decoder):
         if isinstance(source, KeptGroups):
-            _print_kept(source.latest(count), look, max_lines=lines)
+            remains = read_remains(source.folder)
+            if_none = f"no groups are kept: run {remains.name!r} {remains.description}"
+            _print_kept(source.latest(count), look, max_lines=lines, if_none=if_none)
             return
         entries: Sequence[Entry] | None = source.latest(count)
-        if not (entries or follow):
+        ended = not entries and isinstance(source, LiveGroups) and source.has_ended()
+        if not entries and (ended or not follow):
             kept = KeptGroups(folder).latest(count) if folder is not None and not look.evaluation else []
-            _print_kept(kept, look, max_lines=lines)
+            if_none = "no groups at the moment" + (": the run has ended" if ended else "; -f waits for new ones")
+            _print_kept(kept, look, max_lines=lines, if_none=if_none)
         while entries is not None:
             for entry in entries:
                 _print(entry, decoder, look, max_lines=lines)
@@ -114,7 +118,7 @@ def show(words: tuple[str, ...], **options: Any) -> None:
     is_entry_id(words[-1])  # shows a mistake before anything is opened
     with _opened(Path(words[0]) if len(words) == 2 else None, look) as (source, decoder):
         if isinstance(source, KeptGroups):
-            _print_kept([source.find(words[-1])], look, max_lines=None)
+            _print_kept([source.find(words[-1])], look, max_lines=None, if_none="")
         else:
             _print(source.find(words[-1]), decoder, look, max_lines=None)
 
@@ -122,6 +126,7 @@ def show(words: tuple[str, ...], **options: Any) -> None:
 @contextmanager
 def _opened(folder: Path | None, look: Look) -> Iterator[tuple[Source, TokenDecoder | None]]:
     if folder is not None and _is_recording(folder):
+        refuse("url", "run", "evaluation", because=f"only for a run, and {folder} is a recording")
         recorded = RecordedGroups(folder)
         yield recorded, choose_decoder(look.tokenizer, recorded.model)
         return
@@ -159,9 +164,9 @@ def _print(entry: Entry, decoder: TokenDecoder | None, look: Look, *, max_lines:
     console.print()
 
 
-def _print_kept(records: Sequence[Mapping[str, Any]], look: Look, *, max_lines: int | None) -> None:
+def _print_kept(records: Sequence[Mapping[str, Any]], look: Look, *, max_lines: int | None, if_none: str) -> None:
     if not records:
-        click.echo("no groups at the moment; -f waits for new ones", err=True)
+        click.echo(printable(if_none), err=True)
     console = _console(look.colour)
     for record in records:
         if look.as_json:

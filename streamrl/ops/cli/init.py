@@ -17,6 +17,7 @@ from streamrl.recipe.rewards import REWARDS
 _COLUMN = 33  # where comments begin
 _REDIS = "redis://127.0.0.1:6379/0"
 _WIDEST = 120
+_LONGEST_NAME = 64  # RUN_NAME
 _STOP = r'["\n"]'
 
 
@@ -32,7 +33,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        return re.sub(r"[^A-Za-z0-9._-]", "-", self.file.stem).strip(".-") or "run"
+        return re.sub(r"[^A-Za-z0-9._-]", "-", self.file.stem).strip("._-")[:_LONGEST_NAME] or "run"
 
     @property
     def ranks(self) -> int:

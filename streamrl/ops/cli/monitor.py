@@ -8,7 +8,8 @@ import json
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ import click
 
 from streamrl.errors import ConfigError, DataError, ResourceError, TransportError
 from streamrl.extras import need
-from streamrl.ops.cli.arguments import OutputFile, print_result, takes_json, takes_run, takes_server
+from streamrl.ops.cli.arguments import OutputFile, print_result, refuse, takes_json, takes_run, takes_server
 from streamrl.ops.monitor.causes import unreachable
 from streamrl.ops.monitor.history import History
 from streamrl.ops.monitor.poller import look_once
@@ -67,10 +68,13 @@ def status(target: Target, as_json: bool) -> int:
       dead {count retry_requests latest [{ticket error}]}
       redis {server version used_bytes max_bytes policy role save_error}   unreadable [..]
 
+    If Redis does not answer: only schema, at, verdict, causes, and the run's name.
+
     If a run's Redis is gone, its folder says how it ended: finished, stopped, failed, or crashed.
     """
     lines = partial(status_lines, width=WIDTH if sys.stdout.isatty() else None)
-    return _answer(target, View.to_json, lines, as_json=as_json)
+    unseen = {"at": time.time(), "run": {"name": target.run}}
+    return _answer(target, View.to_json, lines, unseen=unseen, as_json=as_json)
 
 
 @click.command(epilog=_EXITS)
@@ -90,11 +94,17 @@ def why(target: Target, as_json: bool) -> int:
     \b
     --json prints {schema, run, verdict, causes [{name level title evidence remedy}]}.
     """
-    return _answer(target, _causes, partial(why_lines, width=_width()), as_json=as_json)
+    lines = partial(why_lines, width=_width())
+    return _answer(target, _causes, lines, unseen={"run": target.run}, as_json=as_json)
 
 
 def _answer(
-    target: Target, to_json: Callable[[View], Any], lines: Callable[[View], Iterable[str]], *, as_json: bool
+    target: Target,
+    to_json: Callable[[View], Any],
+    lines: Callable[[View], Iterable[str]],
+    *,
+    unseen: Mapping[str, Any],  # what its JSON has of a run that cannot be seen
+    as_json: bool,
 ) -> int:
     """Look at the run once, print the result, and return the exit code."""
     try:
@@ -102,7 +112,7 @@ def _answer(
             view = look_once(opened_run)
     except (ResourceError, TransportError) as error:
         cause = unreachable(str(error))
-        result = {"schema": SCHEMA, "run": {"name": target.run}, "verdict": "unreachable", "causes": [asdict(cause)]}
+        result = {"schema": SCHEMA, **unseen, "verdict": "unreachable", "causes": [asdict(cause)]}
         unreachable_lines = [f"{target.run}: unreachable", "", *cause_lines(cause, width=_width())]
         print_result(result, unreachable_lines, as_json=as_json, indent=None)
         return EXIT_UNREACHABLE
@@ -164,8 +174,10 @@ def dashboard(
     and shows it with the address on a terminal; --token-file reads one. It answers to addresses and to localhost; add
     other names, such as an ingress's, with --allow-host. GET /metrics is for Prometheus.
     """
+    if token_file is not None:
+        refuse("makes_token", because="not with --token-file, which has the token")
     is_terminal = sys.stdout.isatty()  # a log is no place for a token
-    if makes_token and not token_file and not is_terminal:
+    if makes_token and not is_terminal:
         raise ConfigError(
             "--token prints its token to a terminal, and stdout is none; put one in a file: --token-file FILE"
         )
@@ -234,6 +246,7 @@ def _plot_several(folders: Sequence[Path], redis_options: str | None, output: Pa
 def _read_history(folder: Path | None, url: str | None, run: str | None) -> tuple[str, History]:
     """Return the run's name and its history."""
     if folder is not None and url is None:
+        refuse("run", because="only with --redis: a folder holds one run")
         if not (folder / "metrics.jsonl").is_file():
             raise ConfigError(
                 f"{folder} has no metrics.jsonl: it is not a run's folder, or the run has not finished a step yet"

@@ -5,7 +5,6 @@ of a configuration.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,11 +18,12 @@ from pydantic import ValidationError
 from streamrl.config import schema
 from streamrl.config.load import load_config
 from streamrl.config.places import SANDBOX, granted
-from streamrl.config.source import parse
+from streamrl.config.source import parse_argument
+from streamrl.data.lines import UNREADABLE, Malformed, parse_line, read_lines
 from streamrl.data.prompts import PromptRow, read_prompts
 from streamrl.errors import ConfigError, DataError, RewardError
 from streamrl.extras import need
-from streamrl.ops.cli.arguments import MovingLine, print_result, takes_json
+from streamrl.ops.cli.arguments import MovingLine, print_result, refuse, takes_json
 from streamrl.terminal import plural
 
 if TYPE_CHECKING:
@@ -130,11 +130,11 @@ def _reward(target: str, data: Path, options: Sequence[str], limits: Mapping[str
 
     config = load_config(data).config if data.suffix in _CONFIGURATIONS else None
     if config is not None and target in config.rewards:
-        if options or any(limits[name] != _DEFAULTS[name].get_default() for name in limits):
-            raise ConfigError(f"{target} takes its settings from {data}: change them there")
+        refuse("options", *limits, because=f"{target} takes its settings from {data}: change them there")
         return build_reward(target, config.rewards[target], granted(config), None)
     chosen = dict(map(as_option, options))
     if target == SANDBOX:
+        refuse(*limits, because=f"not with {SANDBOX}, whose limits are --option time_s=... and memory_mb=...")
         return _sandbox(chosen)
     source = schema.FunctionReward(type="function", target=target, options=chosen, **limits)
     check_target(target, key="FILE:FUNCTION")
@@ -172,20 +172,19 @@ def _completions(
 
 def _read_completions(path: Path) -> Iterator[list[str]]:
     try:
-        with path.open(encoding="utf-8") as file:
-            lines = list(file)
-    except (OSError, UnicodeDecodeError) as error:
+        lines = list(read_lines(path))
+    except UNREADABLE as error:
         raise DataError(f"--completions: {path} cannot be read: {error}") from None
-    for number, line in enumerate(lines, start=1):
+    for number, line in lines:
         try:
-            value = json.loads(line)
-        except ValueError:
-            value = None
+            value, why = parse_line(line), ""
+        except Malformed as error:
+            value, why = None, f": {error}"
         text = value.get("completion") if isinstance(value, dict) else value
         texts: list[Any] = text if isinstance(text, list) else [text]
         if not texts or not all(isinstance(text, str) for text in texts):
             raise DataError(
-                f'--completions: {path}:{number} must be a JSON string, or {{"completion": text}}, or a list'
+                f'--completions: {path}:{number} must be a JSON string, or {{"completion": text}}, or a list{why}'
             )
         yield texts
 
@@ -194,10 +193,10 @@ def as_option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not (equals and name.isidentifier()):
         raise ConfigError(f"--option {text!r}: write NAME=VALUE, such as scale=5")
-    parsed = parse(value, name=f"--option {name}", numbered=False).plain()
+    parsed = parse_argument(value, name=f"--option {name}").plain()
     if not isinstance(parsed, str | int | float):
         rule = "must be a string, a number, true or false; quote a string that YAML would read otherwise"
-        raise ConfigError(f"--option {text!r}: {rule}: '{name}=\"####\"'")
+        raise ConfigError(f"--option {text!r}: {rule}: '{name}=\"7\"'")
     return name, parsed
 
 

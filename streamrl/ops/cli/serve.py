@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import click
 
+from streamrl.errors import ConfigError
 from streamrl.extras import need
 from streamrl.held_folders import scratch_folder
 from streamrl.ops.cli.subject import find_subject
@@ -23,7 +24,7 @@ def serve(subject: str, name: str | None, host: str, port: int, vllm_options: tu
     """Serve a model over OpenAI's protocol, with vLLM's own server, until Ctrl-C.
 
     \b
-        streamrl serve runs/mine                           its export, or its newest checkpoint
+        streamrl serve runs/mine                           its export or, before it has finished, its newest checkpoint
         streamrl serve runs/mine@120      runs/mine@best   another checkpoint
         streamrl serve ./sft --port 8001 --max-model-len 4096 --api-key secret
 
@@ -31,6 +32,8 @@ def serve(subject: str, name: str | None, host: str, port: int, vllm_options: tu
     for another torch, ignores the sampling defaults of the model's generation_config.json, and uses 1 GiB for the KV
     cache on a CPU. It listens on this machine only, and requires no key unless you set --api-key.
     """
+    if subject.startswith("-"):  # click takes an option that it does not know as the first argument
+        raise ConfigError(f"{subject}: an option of vLLM's comes after the model: streamrl serve MODEL {subject} ...")
     found = find_subject(subject, exported=True)
     need("serving", "vllm", "torch", "transformers", extra="worker-cpu", or_extra="worker-gpu")
     from streamrl.workers.engines.vllm_serve import serve as serve_with_vllm

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from streamrl.errors import ConfigError, ResourceError
+from streamrl.errors import ConfigError, ResourceError, TransportError
 from streamrl.ops.cli.arguments import print_result, takes_json
 from streamrl.ops.monitor.runs import URL_VARIABLE, Listing, list_runs, open_server, with_folders
 from streamrl.protocol.transport.acl import ANY_RUN, ROLES, SERVERS, WEAKER_BEFORE_7, Role, rules
@@ -34,13 +34,14 @@ def runs() -> None:
 @click.option("--dir", "folder", type=click.Path(path_type=Path), help="Folder with the runs' folders; default: runs.")
 @takes_json
 def ls(url: str | None, folder: Path | None, as_json: bool) -> None:
-    """List the runs with folders here and, with --redis, those in a Redis; newest first.
+    """List the runs with folders here and those in the Redis of --redis or STREAMRL_REDIS; newest first.
 
     \b
         streamrl runs ls
         streamrl runs ls --dir /shared/runs --redis redis://host:6379
 
-    It scans the keys of Redis for 10 seconds at most, and says so if that was not enough. A run that is in both is
+    It scans the keys of Redis for 10 seconds at most, and says so if that was not enough, or if the Redis of
+    STREAMRL_REDIS does not answer. A run that is in both is
     listed once, with its state in Redis. --json prints
     {complete, runs [{name state is_live term step parts created_at ended_at folder uid}]}.
     """
@@ -48,8 +49,14 @@ def ls(url: str | None, folder: Path | None, as_json: bool) -> None:
         raise ConfigError(f"--dir {folder}: no such folder")
     listing = Listing(runs=(), is_complete=True)
     if (server := url or os.environ.get(URL_VARIABLE)) is not None:
-        with open_server(server) as client:
-            listing = list_runs(client)
+        try:
+            with open_server(server) as client:
+                listing = list_runs(client)
+        except (ResourceError, TransportError) as error:
+            if url is not None:
+                raise
+            click.echo(printable(f"warning: {URL_VARIABLE}: {error}; only runs with folders here are listed"), err=True)
+            listing = Listing(runs=(), is_complete=False)
     found = with_folders(listing, folder or Path("runs"))
     result = {"complete": found.is_complete, "runs": [asdict(run) for run in found.runs]}
     print_result(result, _lines(found), as_json=as_json)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from streamrl.errors import DataError
+from streamrl.errors import ConfigError, DataError
+from streamrl.ops.monitor.remains import read_remains
 
 if TYPE_CHECKING:
     from streamrl.config.schema import Config
@@ -23,11 +24,11 @@ class Subject:
 def find_subject(text: str, *, exported: bool = False) -> Subject:
     """Find the weights of this name, or raise DataError.
 
-    A run stands for its newest checkpoint or, with `exported`, for its export if there is one.
+    A run stands for its newest checkpoint or, with `exported`, for its export if that has its newest weights.
     """
     from streamrl.learner.checkpoints.resume import find_checkpoint
 
-    if exported and (export := Path(text) / "export").is_dir():
+    if exported and (export := Path(text) / "export").is_dir() and not _goes_on(Path(text)):
         text = str(export)
     if _is_model(text):
         # for runs/mine/export, the run's
@@ -72,6 +73,15 @@ def checkpoints_of(text: str) -> list[str]:
     if not names:
         raise DataError(f"{text}: the run keeps no checkpoint")
     return [f"{place}@{name.step}" for name in reversed(names)]
+
+
+def _goes_on(run: Path) -> bool:
+    """Whether the run has been continued since its export, which stays until it finishes again."""
+    try:
+        remains = read_remains(run)
+    except ConfigError:  # a folder of supervised training
+        return False
+    return remains.recorded.get("state", "finished") != "finished" and any((run / "checkpoints").glob("*"))
 
 
 def _is_model(text: str) -> bool:

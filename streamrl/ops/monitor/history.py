@@ -133,10 +133,10 @@ def to_record(line: dict[str, Any]) -> Record:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Read JSON lines; a crash may have truncated the last one."""
+    """Read JSON lines; a crash may have truncated some, even inside a character."""
     if not path.exists():
         return
-    yield from parse_lines(path.read_text(encoding="utf-8").split("\n"))
+    yield from parse_lines(path.read_text(encoding="utf-8", errors="replace").split("\n"))
 
 
 def parse_lines(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:

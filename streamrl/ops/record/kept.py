@@ -24,6 +24,7 @@ _FILE = "rollouts.jsonl"
 
 class KeptGroups:
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._path = folder / _FILE
 
     def latest(self, count: int) -> list[dict[str, Any]]:

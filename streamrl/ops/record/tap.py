@@ -107,9 +107,12 @@ class LiveGroups(Tap):
 
     def more(self) -> list[Entry] | None:
         """Return what came since, after about a second at most; None if nothing more can come."""
-        state = self.run_state()
+        ended = self.has_ended()  # asked first: what came before its end is still there
         entries = self.read(wait_s=POLL_S)
-        return None if not entries and state not in ("running", None) else entries
+        return None if not entries and ended else entries
+
+    def has_ended(self) -> bool:
+        return self.run_state() not in ("running", None)
 
     def find(self, wanted: str) -> Entry:
         """Find a group by entry id or ticket number. DataError if it is not here."""
