@@ -19,6 +19,7 @@ from streamrl.config import schema
 from streamrl.protocol.transport.connection import connect, connect_async
 from streamrl.protocol.transport.embedded import EmbeddedRedis, find_server
 from streamrl.protocol.transport.keys import Keys
+from tests.faults.report import VARIABLE
 
 # The duration of an example says nothing. In CI examples are the same in each run, so a failure is due to a change.
 settings.register_profile("busy machines", deadline=None, derandomize="CI" in os.environ)
@@ -40,7 +41,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Put the chosen server first on PATH, which everything that starts a server searches, processes of tests too."""
+    """Forget what the shell says of its own runs, such as STREAMRL_REDIS. Put the chosen server first on PATH, which
+    everything that starts a server searches, processes of tests too."""
+    for name in [name for name in os.environ if name.startswith("STREAMRL_") and name != VARIABLE]:
+        del os.environ[name]
     if chosen := config.getoption("--redis-server"):
         program = Path(chosen).absolute()
         if program.name != "redis-server" or not os.access(program, os.X_OK):

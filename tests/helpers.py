@@ -8,7 +8,7 @@ import resource
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,17 @@ async def wait_until_async(
 def temporary_files(folder: str | Path) -> list[str]:
     """Return what is in a folder of temporary files but torch's cache, which its import makes and the next one uses."""
     return sorted(name for name in os.listdir(folder) if not name.startswith("torchinductor_"))
+
+
+def processes_in(folder: Path) -> list[int]:
+    """Return the other processes that work in this folder, which what they start inherits. Command lines do not tell:
+    Redis' socket is elsewhere where its path would be too long, and vLLM gives its processes a title."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cwd"):
+        with suppress(OSError):  # it has just ended, or is another user's
+            if path.readlink().is_relative_to(folder) and int(path.parent.name) != os.getpid():
+                found.append(int(path.parent.name))
+    return found
 
 
 def make_ticket(number: int, *, run_uid: str = "uid", **changes: Any) -> Ticket:

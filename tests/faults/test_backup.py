@@ -10,6 +10,7 @@ import pytest
 import redis
 
 from streamrl.ops.audit import audit_folder
+from streamrl.ops.cli.main import main
 from streamrl.protocol.transport.operator import set_control
 from tests.faults.harness import FaultWorld
 from tests.faults.place import Place
@@ -84,6 +85,7 @@ def test_a_copy_made_at_any_time_is_one_to_go_on_from(world: FaultWorld, tmp_pat
         backup.mkdir(parents=True)
         before = world.newest_checkpoint().step
         copy(world.place.run_folder, backup)
+        assert main(["audit", str(backup), "--folder-only"]) == 0
         audit = audit_folder(backup)
         assert audit.step >= before - 1, "at most the checkpoint that was going while it was copied is missing"
         assert (audit.problems, audit.lost, audit.twice, audit.unproven) == ((), 0, 0, 0), audit.to_json()

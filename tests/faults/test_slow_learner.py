@@ -23,6 +23,7 @@ from tests.helpers import wait_until
 
 _RUNS_S, _SLEEPS_S = 0.05, 0.45
 _NUM_WORKERS = 2
+_PATIENCE_S = 240.0
 
 
 @pytest.fixture
@@ -39,7 +40,8 @@ def test_a_learner_that_is_ten_times_slower_holds_its_workers_back(
         world.start_worker(name=f"w{number}")
     await_steps(learner, 10)
     before, began, peak = num_steps(learner), time.monotonic(), 0
-    while time.monotonic() - began < seconds:
+    while time.monotonic() - began < seconds or num_steps(learner) == before:
+        assert time.monotonic() - began < _PATIENCE_S, "no step while it is slow"
         slow_down(learner)
         peak = max(peak, client.xlen(world.keys.groups("train")))
     steps_while_slow = num_steps(learner) - before
@@ -50,7 +52,7 @@ def test_a_learner_that_is_ten_times_slower_holds_its_workers_back(
     learner.ends_with(0)
 
     audit = world.audit()
-    assert (audit.outstanding, steps_while_slow > 0) == (0, True)
+    assert audit.outstanding == 0
     bound = most_groups(world.place)
     found = {"peak_groups": peak, "bound": bound, "steps_while_slow": steps_while_slow}
     report("T15", audit, injections=1, recovery_s=recovery_s, **found)
@@ -71,7 +73,9 @@ def num_steps(learner: Part) -> int:
 
 def await_steps(learner: Part, count: int) -> None:
     wait_until(
-        lambda: num_steps(learner) >= count, description=f"{count} steps\n{learner.output[-2000:]}", timeout_s=240
+        lambda: num_steps(learner) >= count,
+        description=f"{count} steps\n{learner.output[-2000:]}",
+        timeout_s=_PATIENCE_S,
     )
 
 

@@ -16,7 +16,7 @@ from tests.replay_world import last_state, last_tensors, same_bits
 
 def run_to_end(config: schema.Config, url: str) -> None:
     with made_up_worker(config, url), running_learner(config, url) as learner:
-        assert learner.wait(120) == 0, output(config)
+        assert learner.wait(240) == 0, output(config)
 
 
 @pytest.mark.long

@@ -219,7 +219,7 @@ def test_a_job_whose_time_is_over_stops_and_the_next_one_goes_on_to_the_end(
         training = schema.Training(groups_per_step=4, max_steps=6, max_time=max_time)
         config = make_run(tmp_path, name="queued", training=training)
         with made_up_worker(config, url), running_learner(config, url, processes=1) as process:
-            assert process.wait(120) == 0, output(config)
+            assert process.wait(PATIENCE_S) == 0, output(config)
         state = client.hget(Keys(config.name).meta, "state")
         outcomes.append((state, last_checkpoint(config)["step"], (config.folder / "export").exists()))
     assert outcomes == [(b"stopped", 0, False), (b"finished", 6, True)]

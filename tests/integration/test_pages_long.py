@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, redis_server: EmbeddedRedis
         validation=schema.Validation(every_steps=3, max_prompts=5),
     )
     with made_up_worker(config, redis_server.url), running_learner(config, redis_server.url) as learner:
-        assert learner.wait(120) == 0, output(config)
+        assert learner.wait(240) == 0, output(config)
     return folder
 
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import pytest
 import transformers
 
 from streamrl.demos.quickstart import write_base_model, write_data
-from tests.helpers import temporary_files, wait_until
+from tests.helpers import processes_in, temporary_files, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """
@@ -89,17 +88,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         wait_until(lambda: temporary_files(temporary) == [], description="no temporary file of the run")
     assert processes_in(tmp_path) == []
     assert [path for path in tmp_path.rglob("*") if path.is_socket()] == []
-
-
-def processes_in(folder: Path) -> list[int]:
-    """Other processes than this one that work in the folder. Their command lines do not always name it: Redis' socket
-    is elsewhere where its path would be too long."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cwd"):
-        with suppress(OSError):  # it has just ended, or is another user's
-            if path.readlink().is_relative_to(folder) and int(path.parent.name) != os.getpid():
-                found.append(int(path.parent.name))
-    return found
 
 
 def start(folder: Path, program: str) -> subprocess.Popen[str]:

@@ -30,7 +30,7 @@ def test_what_was_killed_goes_on_to_the_model_that_it_would_have_made(tmp_path: 
 
     with tempfile.TemporaryFile("w+") as said:
         whole = start(*words("whole"), out=said, folder=tmp_path)
-        assert whole.wait(120.0) == 0
+        assert whole.wait(240) == 0
         said.seek(0)
         expected = json.loads(said.read().splitlines()[-1])
         killed = start(*words("sft"), out=said, folder=tmp_path)

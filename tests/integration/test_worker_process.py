@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from tests.tiny_models import make_model, response_logprobs
 from tests.worker_processes import Workers, alive, descendants
 
 TOLERANCE = 1e-4
+_GRACE_S, _TRIES = 0.5, 3
 PROMPTS = ("sort 1 2:", "say a b", "3 + 4 =", "hello")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:transformers.*")
@@ -152,40 +154,56 @@ def test_a_killed_worker_loses_no_ticket_to_the_one_that_takes_its_place(
 def test_sigterm_in_mid_work_ends_the_worker_soon_after_its_grace_and_no_ticket_waits_for_a_lease(
     engine: str,
     make_learner: MakeLearner,
-    workers: Workers,
+    tmp_path: Path,
+    redis_url: str,
     models: list[Path],
     client: redis.Redis,
     keys: Keys,
     record_property: Any,
 ) -> None:
-    grace_s = 0.5
+    """One that has not ended 2.5 s after its grace leaves at once, with 1. On a busy machine that may happen, so then
+    another one is tried; a defect makes all of them do it."""
     arguments = {"kv_cache_memory_bytes": 64 << 20} if engine == "vllm" else {}
-    learner = make_learner(grace_s=grace_s, max_groups_in_flight=64, engine=engine, engine_args=arguments)
+    learner = make_learner(grace_s=_GRACE_S, max_groups_in_flight=64, engine=engine, engine_args=arguments)
     learner.publish(models[0])
-    process = workers.start("--model", str(models[0]))
-    learner.issue(PROMPTS[0], num_samples=1)
-    learner.groups(1, timeout_s=240)
-    learner.issue(*(PROMPTS * 1000), first=100, num_samples=3)
-    learner.groups(4)
-
-    began, below = time.monotonic(), descendants(process.pid)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(grace_s + 3.0) == 0
-    record_property("figure", f"{engine}: gone {time.monotonic() - began:.2f} s after SIGTERM, grace {grace_s} s")
-    assert not alive(below)
-    assert not workers.left_behind()
+    learner.issue(*(PROMPTS * 1000), num_samples=3)
+    for number in range(_TRIES):
+        workers = Workers(tmp_path, redis_url, keys.name)
+        try:
+            process = workers.start("--model", str(models[0]), number=number)
+            gone_s = _stop_in_mid_work(process, learner, worker=f"{workers.name}-{number}")
+            left_behind = workers.left_behind()
+        finally:
+            workers.end()
+        if process.returncode == 0:
+            break
+        assert process.returncode == 1
+    record_property("figure", f"{engine}: gone {gone_s:.2f} s after SIGTERM, grace {_GRACE_S} s, try {number + 1}")
+    assert process.returncode == 0
+    assert not left_behind
     streams = snapshot(client, keys).streams["train"]
     assert streams.num_tickets > 0
-    assert streams.leased_by.get(f"{workers.name}-0", 0) == 0 or _idle_is_over(client, keys)
+    assert streams.leased_by.get(f"{workers.name}-{number}", 0) == 0 or _idle_is_over(client, keys)
+
+
+def _stop_in_mid_work(process: subprocess.Popen[bytes], learner: MadeUpLearner, *, worker: str) -> float:
+    """Return how many seconds it takes to end, with all that it has started."""
+    wait_until(lambda: learner.groups(1)[0].header.worker == worker, description="it is at work", timeout_s=240)
+    learner.groups(4)
+    began, below = time.monotonic(), descendants(process.pid)
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
+    gone_s = time.monotonic() - began
+    wait_until(lambda: not alive(below), description="nothing of the worker is left")
+    return gone_s
 
 
 def test_a_worker_that_is_told_to_stop_does_not_wait_for_a_redis_that_hangs(
     tmp_path: Path, models: list[Path], redis_settings: schema.Redis
 ) -> None:
-    grace_s = 0.5
     with EmbeddedRedis.start(tmp_path / "redis") as server, connect(server.url, redis_settings) as client:
         keys = Keys("hangs")
-        learner = MadeUpLearner(client, keys, make_config(keys.name, models[0], grace_s=grace_s))
+        learner = MadeUpLearner(client, keys, make_config(keys.name, models[0], grace_s=_GRACE_S))
         learner.publish(models[0])
         learner.issue(PROMPTS[0], num_samples=1)
         workers = Workers(tmp_path, server.url, keys.name)
@@ -195,7 +213,8 @@ def test_a_worker_that_is_told_to_stop_does_not_wait_for_a_redis_that_hangs(
             below = descendants(process.pid)
             os.kill(server.pid, signal.SIGSTOP)
             process.send_signal(signal.SIGTERM)
-            assert process.wait(grace_s + 3.0) == 1
+            assert process.wait(60) == 1
+            assert "stopped_without_ending" in (tmp_path / "worker-0.log").read_text(), "it has waited for Redis"
             wait_until(lambda: not alive(below), description="nothing of the worker is left")
         finally:
             os.kill(server.pid, signal.SIGCONT)

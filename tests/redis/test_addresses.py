@@ -243,7 +243,7 @@ async def test_tls_checks_the_server_against_the_authority_that_the_url_names(
 
 
 def test_tls_that_does_not_work_says_what_would(tls_port: int, guarded: Guarded) -> None:
-    settings = schema.Redis(connect_timeout_s=0.3, reply_timeout_s=0.3)
+    settings = schema.Redis(connect_timeout_s=3.0, reply_timeout_s=0.3)
     with pytest.raises(ResourceError, match="ssl_ca_certs=FILE"):
         connect(f"rediss://127.0.0.1:{tls_port}", settings)
     with pytest.raises(ResourceError, match="check TLS, which only one side may be using"):

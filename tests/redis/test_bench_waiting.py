@@ -21,7 +21,6 @@ from tests.helpers import wait_until
 from tests.redis.conftest import UID
 
 _BLOCK_MS = 5000
-_LATE_S = 0.1
 _CLOCK_S = 0.002  # the server tells milliseconds
 
 
@@ -53,10 +52,15 @@ def test_a_read_of_what_lies_there_is_a_call(stream: TimedStream, client: redis.
 
 def test_a_read_is_starved_until_a_group_comes(stream: TimedStream, client: redis.Redis, keys: Keys) -> None:
     came: list[int] = []
-    later = threading.Timer(_LATE_S, lambda: came.append(add_group(client, keys)))
+
+    def add_once_the_read_waits() -> None:
+        wait_until(lambda: client.info("clients")["blocked_clients"], description="the read waits")
+        came.append(add_group(client, keys))
+
+    later = threading.Thread(target=add_once_the_read_waits)
     asked = time.time()
     later.start()
-    assert read(stream) == 1
+    assert wait_until(lambda: read(stream), description="the group") == 1
     answered = time.time()
     later.join()
     assert 0 < stream.starved_s <= came[0] / 1e3 - asked + _CLOCK_S

@@ -31,7 +31,7 @@ def gone(pid: int) -> bool:
     """Neither running nor waiting to be buried by us."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
+    except OSError:  # also one that is buried while it is read (ESRCH)
         return True
 
 

@@ -22,6 +22,7 @@ from streamrl.config.load import dump_config
 from streamrl.config.placement import LEARNER, REWARD, Placement
 from streamrl.errors import PartError, UserError
 from streamrl.ops.launch.display import Display
+from streamrl.ops.launch.parts import DRAIN_S
 from streamrl.ops.launch.processes import Command, Interrupts, Process
 from streamrl.ops.launch.supervisor import Supervisor
 from streamrl.ops.monitor.remains import read_remains
@@ -62,7 +63,7 @@ def launch(world: RunWorld) -> Launch:
     """A launcher, by the shell's words for each of its parts; and who is asked to end it."""
 
     def make(
-        scripts: Mapping[str, str], display: Display | None = None, **sections: object
+        scripts: Mapping[str, str], display: Display | None = None, *, drain_s: float = DRAIN_S, **sections: object
     ) -> tuple[Supervisor, Interrupts]:
         def start(command: Command) -> Process:
             return Process(replace(command, arguments=("/bin/sh", "-c", scripts[command.name])))
@@ -78,6 +79,7 @@ def launch(world: RunWorld) -> Launch:
             takeover=False,
             placement=Placement(shares={}),
             start=start,
+            drain_s=drain_s,
         )
         return supervisor, interrupts
 
@@ -140,6 +142,22 @@ def test_a_learner_has_its_time_to_save_when_the_launchers_terminal_is_closed(
             supervisor.run()
 
     assert (logs / "saved").exists()
+
+
+def test_a_learner_that_does_not_end_in_time_is_killed_and_so_are_the_workers(launch: Launch, logs: Path) -> None:
+    pids = f"echo $$ >> {logs}/pids"
+    deaf = f"{pids}; trap '' TERM; echo ready; while :; do sleep 0.05; done"
+    supervisor, interrupts = launch({LEARNER: deaf, WORKER: deaf}, drain_s=0.5)
+
+    with (
+        asked_to_end_once_ready(logs, interrupts),
+        pytest.raises(PartError, match=rf"the learner did not end within 0\.5 s \(see {logs}\)"),
+    ):
+        supervisor.run()
+
+    started = (logs / "pids").read_text().split()
+    assert len(started) == 2
+    assert [pid for pid in started if Path(f"/proc/{pid}").exists()] == []
 
 
 def test_workers_that_cannot_go_on_end_a_run(launch: Launch) -> None:

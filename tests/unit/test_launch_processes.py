@@ -27,7 +27,7 @@ def is_alive(pid: int) -> bool:
     """Not counting what has ended and only waits to be asked for its exit code."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except OSError:  # also one that is buried while it is read (ESRCH)
         return False
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +20,7 @@ import pytest
 from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError
 from streamrl.permissions import Permissions
+from streamrl.workers.confined.sandbox_cell import _ENVIRONMENT
 from streamrl.workers.rewards.code import CodeReward, build_code_reward
 from streamrl.workers.rewards.code_tests import Case, cases_of, program_of
 from tests.http_reward_world import until
@@ -148,6 +152,13 @@ async def test_no_expected_output_is_within_a_programs_reach() -> None:
     assert why == "printed 'False', not 'open sesame'"
 
 
+async def test_a_program_sees_no_variable_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "the worker's")
+    program = "import json, os\nprint(json.dumps(dict(os.environ)))"
+
+    assert await outcomes(program, [{"input": "", "output": json.dumps(_ENVIRONMENT)}]) == [""]
+
+
 # --- what it cannot do ----------------------------------------------------------------------------------------------
 ATTACKS = {
     "a fork bomb": ("import os\nwhile True:\n    os.fork()", "not permitted"),
@@ -243,6 +254,23 @@ print("none")
     assert "not permitted" in why
     assert (tmp_path / "there").read_text() == "as it was"
     assert [folder for folder in folders if (Path(folder) / name).exists()] == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has capabilities to lose")
+def test_a_cell_of_roots_has_no_capabilities() -> None:
+    """What its status says; it could not open that file any more, once it is sealed."""
+    cell = "from streamrl.workers.confined.sandbox_guard import seal\nstatus = open('/proc/self/status')\n"
+    sealed = "seal(memory_bytes=1 << 30, cpu_s=20)\n"
+    show = "print([line.split()[1] for line in status if line.startswith(('CapPrm', 'CapEff'))])"
+
+    before, after = (
+        subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True).stdout
+        for words in (f"{cell}{show}", f"{cell}{sealed}{show}")
+    )
+
+    none = f"{['0' * 16] * 2}\n"
+    assert before != none
+    assert after == none
 
 
 @pytest.mark.parametrize("keeper", USERS)
@@ -347,5 +375,5 @@ def _keeper_of(reward: CodeReward) -> int:
 def _children(pid: int) -> list[int]:
     try:
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
+    except OSError:  # also one that is buried while it is read (ESRCH)
         return []

@@ -37,6 +37,7 @@ from streamrl.learner.replayed import Unpublished
 from streamrl.protocol.transport.double import LearnerStreamDouble, MemoryServer
 from tests.conductor_world import ALONE, Scene, start_of, surroundings
 from tests.feed_world import Clock
+from tests.helpers import wait_until
 from tests.learner_cases import learner_config
 from tests.tiny_models import make_model
 
@@ -266,7 +267,10 @@ def test_a_rank_at_the_disk_is_not_stalled_before_the_disks_own_timeout(
 
     def disk() -> None:
         clock.advance(takes_s)
-        threading.Event().wait(0.1)  # the watchdog looks every hundredth second
+        if ends:
+            wait_until(lambda: stalls, description="the watchdog ends it")
+        else:
+            threading.Event().wait(0.1)  # the watchdog looks every hundredth second
 
     def at_point(point: Point) -> None:
         if slow == "checkpoint" and point == "checkpoint.synced":

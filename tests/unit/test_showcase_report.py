@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from streamrl.config.load import load_config
 from streamrl.config.schema import Config
 from streamrl.config.shipped import shipped_config
+from streamrl.demos.pretrained import DEMO
 from streamrl.demos.quickstart import QUICKSTART
-from streamrl.demos.report import HELD_OUT_MARK, TRAIN_MARK, count_prompts, make_report, report_lines, terminal_plot
+from streamrl.demos.report import (
+    HELD_OUT_MARK,
+    TRAIN_MARK,
+    Showcase,
+    count_prompts,
+    make_report,
+    report_lines,
+    terminal_plot,
+)
 from streamrl.ops.monitor.charts import running_mean
+from tests.pages import ROOT, blocks
 from tests.unit.test_summary import make_summary, step, validation, write
+
+TEXTS_OF_README = [block.text for block in blocks(ROOT / "README.md", "text")]
 
 
 def write_run(folder: Path) -> Path:
@@ -51,6 +67,21 @@ def test_the_report_says_before_and_after_and_shows_completions_that_changed_fir
     assert [one.prompt for one in report.completions] == ["31>", "21<", "12<"]
     assert any(line.split() == ["31>", "31", "13", "✗", "31", "✓"] for line in lines)
     assert any(line.startswith("lost, twice") for line in lines)
+
+
+@pytest.mark.parametrize("case", [QUICKSTART, DEMO], ids=lambda case: case.name)
+def test_what_the_readme_shows_are_lines_of_the_report_in_their_order(case: Showcase, tmp_path: Path) -> None:
+    """All but the figures."""
+    [told] = [text for text in TEXTS_OF_README if f"of them for {case.prepared}\n" in text]
+    report = replace(report_of(write_run(tmp_path)), prepared=case.prepared)
+    printed = [without_figures(line) for line in report_lines(report)]
+
+    shown = [without_figures(line) for line in told.splitlines()]
+    assert [line for line in printed if line in shown] == shown
+
+
+def without_figures(line: str) -> str:
+    return " ".join(re.sub(r"\d+(\.\d+)?", "0", line).split())
 
 
 def test_the_plot_is_saved_as_a_picture(tmp_path: Path) -> None:

@@ -63,8 +63,9 @@ class Supervisor:
         takeover: bool,  # replace a learner that holds the run
         placement: Placement,
         start: Callable[[Command], Process] = Process,
+        drain_s: float = DRAIN_S,  # for the learner, after a request to end
     ) -> None:
-        self._start = start
+        self._start, self._drain_s = start, drain_s
         self._config, self._folder = config, RunFolder(config.folder)
         self._redis_url, self._embedded, self._placement = redis_url, embedded, placement
         self._client, self._keys = client, Keys(config.name)
@@ -197,13 +198,13 @@ class Supervisor:
         if self._interrupts.count >= 2:
             raise KeyboardInterrupt
         if self._drain_by is not None and time.monotonic() > self._drain_by:
-            raise PartError(f"the learner did not end within {DRAIN_S} s (see {self._folder.logs})")
+            raise PartError(f"the learner did not end within {self._drain_s:g} s (see {self._folder.logs})")
         if self._interrupts.count and self._drain_by is None:
-            log.info("stop_requested", drain_s=DRAIN_S)
+            log.info("stop_requested", drain_s=self._drain_s)
             self._drain("ending: the learner finishes its step and writes a checkpoint (Ctrl-C again: end at once)")
 
     def _drain(self, phase: str) -> None:
-        self._drain_by, self._phase = time.monotonic() + DRAIN_S, phase
+        self._drain_by, self._phase = time.monotonic() + self._drain_s, phase
         self._progress.stopping()
         assert self._learner is not None, "a run ends in order only while the learner runs"
         self._learner.terminate()
