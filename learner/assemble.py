@@ -281,4 +281,5 @@ def _make_validation(context: RankContext, admitted: Admitted, held_out: Sequenc
         fingerprint=context.tokenizer_info.fingerprint,
         max_attempts=config.worker.max_attempts,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+        best_by=config.checkpoint.best_by,
     )

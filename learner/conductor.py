@@ -127,12 +127,15 @@ class Conductor:
         outcome = Outcome.STOPPED
         if not (self._has_to_end() or self._operator_stopped()):
             with self._context.progress.waiting(Wait.EVALUATION):
-                self._validation_schedule.poll(wait_s=_SLICE_S)
+                self._poll_validation(wait_s=_SLICE_S)
             outcome = Outcome.WAITING if self._validation_schedule.running else Outcome.DONE
         if outcome is Outcome.WAITING:
             self._check_rejections()
         self._broadcast(bytes([outcome]))
         return outcome
+
+    def _poll_validation(self, *, wait_s: float) -> None:
+        self._validation_schedule.poll(wait_s=wait_s, paused=self._feed.control == "pause")
 
     def _broadcast(self, message: bytes) -> None:
         self._context.watchdog.beat()
@@ -143,7 +146,7 @@ class Conductor:
 
     def _next_before_training(self, step: int) -> Plan | None:
         self._lease.check()
-        self._validation_schedule.poll(wait_s=0.0)
+        self._poll_validation(wait_s=0.0)
         if self._has_to_end():
             return Plan(kind=Kind.STOP, step=step)
         if 0 <= self._config.training.max_steps <= step:

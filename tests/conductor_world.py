@@ -87,6 +87,7 @@ class FakeValidation:
     def __init__(self) -> None:
         self._looks_left = 2
         self.started: list[int] = []
+        self.paused: list[bool] = []  # at each poll
         self.trouble: Exception | None = None
 
     def look_for_ever(self) -> None:
@@ -101,8 +102,9 @@ class FakeValidation:
     def running(self) -> bool:
         return self._looks_left > 0
 
-    def poll(self, *, wait_s: float) -> ValidationResult | None:
+    def poll(self, *, wait_s: float, paused: bool) -> ValidationResult | None:
         self._looks_left -= 1
+        self.paused.append(paused)
         return None if self._looks_left else RESULT
 
 

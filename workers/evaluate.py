@@ -29,7 +29,15 @@ from streamrl.errors import RewardError, RewardOutage
 from streamrl.permissions import Permissions
 from streamrl.protocol.wire.group import Group
 from streamrl.protocol.wire.ticket import Ticket
-from streamrl.recipe.held_out import Judged, judge_samples, majority, passes, wilson
+from streamrl.recipe.held_out import (
+    Judged,
+    judge_samples,
+    majority,
+    mean_over_prompts,
+    passes,
+    rewards_by_source,
+    wilson,
+)
 from streamrl.tasks import cancel_all, gather_or_cancel, run_beside
 from streamrl.versions import make_version
 from streamrl.workers.answer import Answerer
@@ -71,9 +79,10 @@ class Result:
     num_samples: int
     duration_s: float
     num_tokens: int
-    reward: float | None  # mean over samples; like the other optional values, None if nothing was answered
-    reward_error: float | None  # standard error of that mean, over prompts; None for a single prompt
-    rewards: Mapping[str, float]  # by source, unweighted
+    # Mean over prompts of each one's mean; like the other optional values, None if nothing was answered
+    reward: float | None
+    reward_error: float | None  # standard error of that mean; None for a single prompt
+    rewards: Mapping[str, float]  # by source, unweighted; likewise means over prompts
     response_length: float | None
     finished: float | None  # share of samples that stopped by themselves
     groups: tuple[Group | None, ...]  # one per prompt
@@ -176,39 +185,39 @@ async def evaluate(
     finally:
         await engine.stop()
         await rewards.close()
-    judge = partial(_judged, settings=config.validation, decode=model.decode)
-    whole = summarise(groups, duration_s=duration_s, judge=judge)
+    summary = partial(summarise, duration_s=duration_s, settings=config.validation, decode=model.decode)
+    whole = summary(groups)
     by_dataset = {
         name: [group for prompt, group in zip(prompts, groups, strict=True) if prompt.dataset == name]
         for name in dict.fromkeys(prompt.dataset for prompt in prompts if prompt.dataset)
     }
-    datasets = {
-        name: summarise(dataset_groups, duration_s=duration_s, judge=judge)
-        for name, dataset_groups in by_dataset.items()
-    }
-    return replace(whole, datasets=datasets)
+    return replace(whole, datasets={name: summary(of_dataset) for name, of_dataset in by_dataset.items()})
 
 
-def _judged(group: Group, *, settings: schema.Validation, decode: Callable[[list[int]], str]) -> list[Judged]:
-    """Judge a group's samples; empty if `validation.pass_by` is not set."""
+def _judged(
+    groups: Sequence[Group], settings: schema.Validation, decode: Callable[[list[int]], str]
+) -> list[list[Judged]]:
+    """Judge each group's samples; empty if `validation.pass_by` is not set."""
     if settings.pass_by is None:
         return []
-    return judge_samples(
-        group.samples, by=settings.pass_by, at_least=settings.pass_score, answer=settings.answer, decode=decode
+    judge = partial(
+        judge_samples, by=settings.pass_by, at_least=settings.pass_score, answer=settings.answer, decode=decode
     )
+    return [judge(group.samples) for group in groups]
 
 
 def summarise(
     groups: Sequence[Group | None],
     *,
     duration_s: float,
-    judge: Callable[[Group], list[Judged]] = lambda group: [],
+    settings: schema.Validation,
+    decode: Callable[[list[int]], str],
 ) -> Result:
     answered = [group for group in groups if group is not None and not group.header.failed]
     samples = [sample for group in answered for sample in group.samples]
-    sources = sorted({source for sample in samples for source in sample.rewards})
-    judged = [one for group in answered if (one := judge(group))]
-    votes = any(sample.answer is not None for one in judged for sample in one)
+    judged = _judged(answered, settings, decode)
+    voted = majority(judged) if settings.answer is not None else None
+    passing = passes(judged, num_samples=settings.sampling.num_samples)
     return Result(
         num_prompts=len(groups),
         num_answered=len(answered),
@@ -216,14 +225,14 @@ def summarise(
         num_samples=len(samples),
         duration_s=duration_s,
         num_tokens=sum(len(sample.token_ids) for sample in samples),
-        reward=_mean(sample.reward for sample in samples),
+        reward=mean_over_prompts([sample.reward for sample in group.samples] for group in answered),
         reward_error=_standard_error([fmean(sample.reward for sample in group.samples) for group in answered]),
-        rewards={source: fmean(s.rewards[source] for s in samples if source in s.rewards) for source in sources},
+        rewards=rewards_by_source([group.samples for group in answered]),
         response_length=_mean(len(sample.token_ids) for sample in samples),
         finished=_mean(sample.finish_reason == "stop" for sample in samples),
         groups=tuple(groups),
-        pass_at={k: _share(share, len(judged)) for k, share in passes(judged).items()},
-        majority=_share(share, len(judged)) if votes and (share := majority(judged)) is not None else None,
+        pass_at={k: _share(one.share, one.num_prompts) for k, one in passing.items()},
+        majority=None if voted is None else _share(voted, len(judged)),
     )
 
 

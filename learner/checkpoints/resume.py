@@ -109,7 +109,7 @@ def find_checkpoint(text: str) -> Checkpoint:
         if not scored:
             raise DataError(
                 f"{text}: no checkpoint of the run has been validated ({metric}, checkpoint.best_by); validations with "
-                "too few answers do not count (val_rollouts/ranks; the learner's log names the prompts that failed)"
+                "too few answers or samples do not count (val_rollouts/ranks; the learner's log says what failed)"
             )
         return root.open(scored[0].name, digests=True)
     found = next((name for name in names if str(name.step) == which), None)

@@ -99,7 +99,8 @@ class RolloutKeeper:
         return str(self._decoder.decode(token_ids, skip_special_tokens=False))
 
     def _thin(self) -> None:
-        lines = [f"{line}\n" for line in self._path.read_text(encoding="utf-8").split("\n") if _is_whole(line)]
+        text = self._path.read_text(encoding="utf-8", errors="replace")  # a part may end inside a character
+        lines = [f"{line}\n" for line in text.split("\n") if _is_whole(line)]
         half = len(lines) // 2
         kept = [*_evenly(lines[:half], half // 2), *lines[half:]]
         _replace(self._path, "".join(kept))
@@ -127,10 +128,13 @@ def _evenly(lines: Sequence[str], count: int) -> list[str]:
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append a JSON line, whole or not at all. OSError if the disk refuses it."""
+    """Append a JSON line, whole or not at all, after whatever a killed learner left. OSError if the disk refuses it."""
     line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
-    with path.open("ab", buffering=0) as file:
+    with path.open("a+b", buffering=0) as file:
         begin = file.seek(0, os.SEEK_END)
+        file.seek(max(0, begin - 1))
+        if file.read(1) not in (b"", b"\n"):
+            line = b"\n" + line
         if file.write(line) < len(line):  # disk full: a partial line would corrupt the next one too
             file.truncate(begin)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

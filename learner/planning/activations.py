@@ -46,7 +46,7 @@ class Part:
     @classmethod
     def of(cls, layout: schema.Layout, *, tokens: int, longest: int) -> Part:
         own = -(-tokens // layout.context)
-        return cls(tokens=own, longest=min(longest, tokens), context=layout.context, experts=layout.experts)
+        return cls(tokens=own, longest=longest, context=layout.context, experts=layout.experts)
 
 
 def of_layer(sizes: Sizes, part: Part, *, is_compiled: bool = False) -> int:

@@ -36,10 +36,10 @@ from streamrl.recipe.algorithms import make_algorithm
 from streamrl.terminal import size
 
 REMEDY = (
-    "lower training.micro_batch_tokens, keep model.gradient_checkpointing at auto, set model.reference, model.masters, "
-    "model.activations or teacher.place to cpu, train adapters (model.lora), keep fewer copies "
-    "(learner.layout.replicas), share samples, layers or a mixture's experts among more ranks (learner.layout), or "
-    "take more GPUs (learner.processes)"
+    "lower training.micro_batch_tokens, and sampling.max_tokens if a single sample may be longer than that, keep "
+    "model.gradient_checkpointing at auto, set model.reference, model.masters, model.activations or teacher.place to "
+    "cpu, train adapters (model.lora), keep fewer copies (learner.layout.replicas), share samples, layers or a "
+    "mixture's experts among more ranks (learner.layout), or take more GPUs (learner.processes)"
 )
 # Headroom: guesses. An H200 was compared with the tensors alone.
 _CONTEXT = 700_000_000  # the CUDA context, with loaded kernels
@@ -97,15 +97,12 @@ def plan(
     ones only if it demands that: `auto` as the one that takes less, and the one that takes more.
 
     `ranks` on all hosts; by default those of one. `teacher`: one loaded beside the policy. `tokens` per micro-batch and
-    `longest` sample default to the configuration's.
+    `longest` sample default to the configuration's; a sample longer than a micro-batch makes one of its own.
     """
     layout = config.learner.layout
     ranks = max(1, (ranks or config.learner.processes) // layout.replicas)  # sharing one model
-    part = Part.of(
-        layout,
-        tokens=tokens or config.training.micro_batch_tokens,
-        longest=longest or config.data.max_prompt_tokens + config.max_response_tokens,
-    )
+    longest = longest or config.data.max_prompt_tokens + config.max_response_tokens
+    part = Part.of(layout, tokens=tokens or max(longest, config.training.micro_batch_tokens), longest=longest)
     is_lora = config.model.lora is not None
     weights = 0 if config.model.masters == "cpu" else 16 * sizes.trained + 2 * sizes.frozen
     weights += 2 * (sizes.trained + sizes.frozen) if keeps_reference(config) else 0

@@ -72,13 +72,8 @@ def expected(sizes: Sizes, config: schema.Config, *, room: int, teacher: Sizes |
 def _to_keep_all(
     sizes: Sizes, config: schema.Config, *, ranks: int | None = None, teacher: Sizes | None
 ) -> Plan | None:
-    """The plan in which no layer is computed again; None if it cannot be told.
-
-    A single sample may be longer than a micro-batch should be.
-    """
+    """The plan in which no layer is computed again; None if it cannot be told."""
     if _uncounted(sizes, config) is not None:
         return None
     kept = config.model_copy(update={"model": config.model.model_copy(update={"gradient_checkpointing": False})})
-    longest = config.data.max_prompt_tokens + config.max_response_tokens
-    tokens = max(longest, config.training.micro_batch_tokens)
-    return plan(sizes, kept, ranks=ranks, teacher=teacher, tokens=tokens)
+    return plan(sizes, kept, ranks=ranks, teacher=teacher)

@@ -58,13 +58,13 @@ class ValidationSchedule:
             self._validation.start(step=latest.step, version=latest.version)
             self._scored = frozenset(CheckpointName(term_of(latest.version), step) for step in (due, latest.step))
 
-    def poll(self, *, wait_s: float) -> None:
-        """Process answers that have come, and record the result once it is complete."""
+    def poll(self, *, wait_s: float, paused: bool = False) -> None:
+        """Process answers that have come, and record the result once it is complete. `paused` time does not count."""
         if self._validation is None:
             return
         result = None
         with redis_may_be_away("validation not polled"):
-            result = self._validation.poll(wait_s=wait_s)
+            result = self._validation.poll(wait_s=wait_s, paused=paused)
         if result is not None:
             names, self._newest, self._scored = self._scored, result, frozenset()
             self._recorder.validation(result)

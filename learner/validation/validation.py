@@ -11,26 +11,29 @@ Tickets that a full Redis refuses are sent by a later `poll`.
 A prompt whose ticket failed `max_attempts` times is given up, and is in no mean: it has no reward, not even a low one.
 One that always fails (its row is wrong, a judge refuses it) is missing everywhere alike. But if many are missing, those
 that were answered may just be the easy ones: then the result ranks no checkpoint. Nor does it if it timed out, when the
-prompts with long answers are missing.
+prompts with long answers are missing. In the same way pass@k needs nearly all prompts to have k samples, some of which
+may have failed: without it, there may be nothing to rank a checkpoint by.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import structlog
 
 from streamrl.config import schema
 from streamrl.errors import WireError
+from streamrl.learner.checkpoints.checkpoint import BEST_METRIC
 from streamrl.learner.groups.prompts import Prompt
 from streamrl.learner.metrics.record import ValidationResult
 from streamrl.protocol.transport.types import START, Entry, GroupStream
 from streamrl.protocol.wire.group import Group, decode_body, decode_header
 from streamrl.protocol.wire.ticket import Ticket
-from streamrl.recipe.held_out import judge_samples, majority, passes
+from streamrl.recipe.held_out import judge_samples, majority, mean_over_prompts, passes, rewards_by_source
 
 _READ_COUNT = 64
 _NUM_SHOWN = 8
@@ -46,7 +49,8 @@ class _Round:
     step: int
     version: int
     numbers: range  # ticket numbers, in the order of the prompts
-    started_at: float
+    spent_s: float  # so far, without the operator's pauses, in which workers take no tickets
+    counted_at: float
     attempts: dict[int, int]  # open ticket -> failures so far
     answers: dict[int, Group]
     unsent: list[int]  # tickets still to be sent
@@ -64,12 +68,14 @@ class Validation:
         fingerprint: str,  # of model and tokenizer; answers must carry it
         max_attempts: int,
         decode: Callable[[list[int]], str],
+        best_by: str = BEST_METRIC,  # the metric that ranks checkpoints
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream
         self._prompts = prompts
         self._settings = settings
         self._decode = decode
+        self._best_by = best_by
         self._run_uid = run_uid
         self._fingerprint = fingerprint
         self._max_attempts = max_attempts
@@ -91,7 +97,8 @@ class Validation:
             step=step,
             version=version,
             numbers=numbers,
-            started_at=self._clock(),
+            spent_s=0.0,
+            counted_at=self._clock(),
             attempts=dict.fromkeys(numbers, 0),
             answers={},
             unsent=list(numbers),
@@ -99,8 +106,11 @@ class Validation:
         self._send(current)
         self._round = current
 
-    def poll(self, *, wait_s: float = 0.0) -> ValidationResult | None:
-        """Process what has come, waiting up to `wait_s` for the first; return the result once complete or timed out."""
+    def poll(self, *, wait_s: float = 0.0, paused: bool = False) -> ValidationResult | None:
+        """Process what has come, waiting up to `wait_s` for the first; return the result once complete or timed out.
+
+        `paused`: the operator has paused the run, so the time since the last poll does not count.
+        """
         current = self._round
         if current is None:
             return None
@@ -111,22 +121,13 @@ class Validation:
             milliseconds, _, sequence = entries[-1].id.partition("-")
             self._stream.trim_eval(below=f"{milliseconds}-{int(sequence) + 1}")
         self._send(current)
-        duration_s = self._clock() - current.started_at
-        if current.attempts and duration_s < self._settings.timeout_s:
+        now = self._clock()
+        current.spent_s += 0.0 if paused else now - current.counted_at
+        current.counted_at = now
+        if current.attempts and current.spent_s < self._settings.timeout_s:
             return None
         if current.attempts:
-            log.warning(
-                "validation timed out: it scores no checkpoint",
-                unanswered=len(current.attempts),
-                timeout_s=self._settings.timeout_s,
-            )
             self._withdraw()
-        elif not self._ranks(current):
-            log.warning(
-                "validation prompts were given up: it scores no checkpoint",
-                unanswered=len(current.numbers) - len(current.answers),
-                prompts=len(current.numbers),
-            )
         self._round = None
         return self._summarise(current)
 
@@ -186,37 +187,63 @@ class Validation:
 
     def _summarise(self, current: _Round) -> ValidationResult:
         answers = [(self._prompt(current, number), current.answers[number]) for number in sorted(current.answers)]
+        num_samples = self._settings.sampling.num_samples
+        metrics = {
+            **self._metrics(current, answers),
+            "val_rollouts/num_unanswered": float(len(current.numbers) - len(answers)),
+            "val_rollouts/num_incomplete": float(sum(len(group.samples) < num_samples for _, group in answers)),
+        }
+        ranks = self._ranks(current, metrics)
         return ValidationResult(
             step=current.step,
             version=current.version,
             complete=len(answers) == len(current.numbers),
-            ranks=self._ranks(current),
-            metrics={
-                **self._metrics(answers),
-                "val_rollouts/num_unanswered": float(len(current.numbers) - len(current.answers)),
-                "val_rollouts/ranks": float(self._ranks(current)),
-            },
+            ranks=ranks,
+            metrics={**metrics, "val_rollouts/ranks": float(ranks)},
             shown=tuple((prompt, group.samples[0]) for prompt, group in answers[:_NUM_SHOWN]),
         )
 
-    def _ranks(self, current: _Round) -> bool:
-        """Whether it was not cut short, and each dataset has enough answers."""
+    def _ranks(self, current: _Round, metrics: Mapping[str, float]) -> bool:
+        """Whether it was not cut short, each dataset has enough answers, and they give a score; else logs why not."""
         asked = Counter(prompt.dataset for prompt in self._prompts)
         answered = Counter(self._prompt(current, number).dataset for number in current.answers)
-        return not current.attempts and all(answered[name] >= _ENOUGH * number for name, number in asked.items())
+        if current.attempts:
+            log.warning(
+                "validation timed out: it scores no checkpoint",
+                unanswered=len(current.attempts),
+                timeout_s=self._settings.timeout_s,
+            )
+        elif not all(answered[name] >= _ENOUGH * number for name, number in asked.items()):
+            log.warning(
+                "validation prompts were given up: it scores no checkpoint",
+                unanswered=len(current.numbers) - len(current.answers),
+                prompts=len(current.numbers),
+            )
+        elif self._best_by not in metrics:
+            log.warning(
+                "validation has no checkpoint.best_by: it scores no checkpoint",
+                best_by=self._best_by,
+                incomplete=int(metrics["val_rollouts/num_incomplete"]),
+                prompts=len(current.numbers),
+            )
+        else:
+            return True
+        return False
 
-    def _metrics(self, answers: Sequence[tuple[Prompt, Group]]) -> dict[str, float]:
+    def _metrics(self, current: _Round, answers: Sequence[tuple[Prompt, Group]]) -> dict[str, float]:
         """Metrics over all prompts, and per dataset if they have names."""
+        ended = Counter(self._prompt(current, n).dataset for n in current.numbers if n not in current.attempts)
         found = _means([group for _, group in answers])
-        found |= self._passing([group for _, group in answers])
+        found |= self._passing([group for _, group in answers], num_ended=ended.total())
         for name in dict.fromkeys(prompt.dataset for prompt in self._prompts if prompt.dataset):
             groups = [group for prompt, group in answers if prompt.dataset == name]
-            rewards = [sample.reward for group in groups for sample in group.samples]
-            found |= {f"val_rollouts/rewards_by_dataset/{name}": _mean(rewards)} if rewards else {}
-            found |= self._passing(groups, of=name)
+            if (mean := _mean_reward(groups)) is not None:
+                found[f"val_rollouts/rewards_by_dataset/{name}"] = mean
+            found |= self._passing(groups, of=name, num_ended=ended[name])
         return found
 
-    def _passing(self, groups: Sequence[Group], *, of: str = "") -> dict[str, float]:
+    def _passing(self, groups: Sequence[Group], *, num_ended: int, of: str = "") -> dict[str, float]:
+        """pass@k where enough of the prompts that ended have k samples, and the majority."""
         settings = self._settings
         if settings.pass_by is None:
             return {}
@@ -231,28 +258,31 @@ class Validation:
             for group in groups
         ]
         place = f"_by_dataset/{of}" if of else ""
-        found = {f"val_rollouts/pass_at{place}/{k}": share for k, share in passes(judged).items()}
+        passing = passes(judged, num_samples=settings.sampling.num_samples)
+        found = {
+            f"val_rollouts/pass_at{place}/{k}": one.share
+            for k, one in passing.items()
+            if one.num_prompts >= _ENOUGH * num_ended
+        }
         if settings.answer is not None and (share := majority(judged)) is not None:
             found[f"val_rollouts/majority{place}"] = share
         return found
 
 
 def _means(groups: Sequence[Group]) -> dict[str, float]:
-    """Means over samples, if there are any."""
+    """Means over prompts of rewards, and over samples of what describes a sample, if there are any."""
     samples = [sample for group in groups for sample in group.samples]
     steps = [span.step for sample in samples for span in sample.spans]
     found = {"val_rollouts/num_prompts": float(len(groups))}
-    if samples:
-        found["val_rollouts/rewards"] = _mean(sample.reward for sample in samples)
-        found["val_rollouts/response_lengths"] = _mean(len(sample.token_ids) for sample in samples)
-        found["val_rollouts/fraction_of_samples_properly_ended"] = _mean(s.finish_reason == "stop" for s in samples)
+    if (mean := _mean_reward(groups)) is not None:
+        found["val_rollouts/rewards"] = mean
+        found["val_rollouts/response_lengths"] = fmean(len(sample.token_ids) for sample in samples)
+        found["val_rollouts/fraction_of_samples_properly_ended"] = fmean(s.finish_reason == "stop" for s in samples)
     if steps:
         found["val_rollouts/min_version_step"], found["val_rollouts/max_version_step"] = min(steps), max(steps)
-    for source in sorted({source for sample in samples for source in sample.rewards}):
-        found[f"val_rollouts/rewards/{source}"] = _mean(s.rewards[source] for s in samples if source in s.rewards)
-    return found
+    by_source = rewards_by_source([group.samples for group in groups])
+    return found | {f"val_rollouts/rewards/{source}": mean for source, mean in by_source.items()}
 
 
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return sum(listed) / len(listed)
+def _mean_reward(groups: Sequence[Group]) -> float | None:
+    return mean_over_prompts([sample.reward for sample in group.samples] for group in groups)

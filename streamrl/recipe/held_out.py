@@ -1,7 +1,8 @@
 """Statistics of answers to held-out prompts: pass@k, majority vote, and the confidence interval of a share.
 
 pass@k      1 - C(n - c, k) / C(n, k) for a prompt with n samples of which c pass: the chance that one of k passes,
-            unbiased (Chen et al. 2021, arXiv 2107.03374); averaged over prompts
+            unbiased (Chen et al. 2021, arXiv 2107.03374); averaged over the prompts with at least k samples, since
+            some samples may have failed
 majority    the most frequent answer to a prompt passes; several that are equally frequent count by their shares (Wang
             et al. 2022, arXiv 2203.11171); a sample without an answer has no vote
 interval    Wilson's score interval of 95 % over prompts, since samples of one prompt are correlated. It assumes that
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Protocol
@@ -33,16 +34,29 @@ class Judged:
     answer: str | None = None  # None: it gave none, or answers are not extracted
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passing:
+    """The mean pass@k of some prompts."""
+
+    share: float
+    num_prompts: int  # those with at least k samples
+
+
 def pass_at(k: int, *, num_samples: int, num_passed: int) -> float:
     assert 1 <= k <= num_samples, "k must not exceed the number of samples"
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
 
-def passes(prompts: Sequence[Sequence[Judged]]) -> dict[int, float]:
-    """Return the mean pass@k for k = 1, 2, 4, ... up to the fewest samples of any prompt, that number included."""
-    fewest = min((len(samples) for samples in prompts), default=0)
+def passes(prompts: Sequence[Sequence[Judged]], *, num_samples: int) -> dict[int, Passing]:
+    """Return pass@k for k = 1, 2, 4, ... up to `num_samples`, which were asked for, that number included; without the k
+    for which no prompt has enough samples."""
     counts = [(len(samples), sum(one.passed for one in samples)) for samples in prompts]
-    return {k: fmean(pass_at(k, num_samples=n, num_passed=c) for n, c in counts) for k in numbers_of_samples(fewest)}
+    found = {}
+    for k in numbers_of_samples(num_samples):
+        shares = [pass_at(k, num_samples=n, num_passed=c) for n, c in counts if n >= k]
+        if shares:
+            found[k] = Passing(share=fmean(shares), num_prompts=len(shares))
+    return found
 
 
 def numbers_of_samples(most: int) -> list[int]:
@@ -72,6 +86,24 @@ def wilson(share: float, num_prompts: int) -> tuple[float, float]:
     middle = (share + square / 2) / (1 + square)
     half = _Z / (1 + square) * math.sqrt(share * (1 - share) / num_prompts + square / (4 * num_prompts))
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def mean_over_prompts(prompts: Iterable[Sequence[float]]) -> float | None:
+    """Return the mean of the prompts' own means, so that one with failed samples counts no less than others; those
+    without values are left out. None if all are."""
+    means = [fmean(values) for values in prompts if values]
+    return fmean(means) if means else None
+
+
+def rewards_by_source(prompts: Sequence[Sequence[Sampled]]) -> dict[str, float]:
+    """Return each source's mean over prompts, of the samples that it applies to."""
+    sources = sorted({source for samples in prompts for one in samples for source in one.rewards})
+    found = {}
+    for source in sources:
+        mean = mean_over_prompts([s.rewards[source] for s in samples if source in s.rewards] for samples in prompts)
+        assert mean is not None, "some sample has the source"
+        found[source] = mean
+    return found
 
 
 class Sampled(Protocol):

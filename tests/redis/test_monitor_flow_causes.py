@@ -157,7 +157,12 @@ async def test_a_validation_that_ranks_nothing_is_told_of(run: Watched) -> None:
         run.world.learner.stream.record(step, {f"val_rollouts/{name}": value for name, value in found.items()})
         run.healthy()
         assert run.causes() == causes
-    assert "57 of 200 prompts are unanswered" in run.view().causes[0].evidence
+    assert "57 of 200 prompts are unanswered:" in run.view().causes[0].evidence
+    found |= {"num_unanswered": 2.0, "num_prompts": 198.0, "num_incomplete": 30.0}
+    run.world.learner.step += 1
+    step = run.world.learner.step
+    run.world.learner.stream.record(step, {f"val_rollouts/{name}": value for name, value in found.items()})
+    assert "2 of 200 prompts are unanswered, and 30 lack samples:" in run.view().causes[0].evidence
 
 
 async def test_a_curriculum_with_little_to_choose_from_is_told_of(run: Watched) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from streamrl.config import schema
+from streamrl.config.load import as_overrides, dump_config
 from streamrl.config.places import granted
 from streamrl.ops.cli.main import main
 from streamrl.workers.engines.model import read_model
@@ -19,24 +20,37 @@ from streamrl.workers.evaluate import summarise
 from streamrl.workers.rewards.mixing import build_rewards
 from tests.helpers import make_group, make_sample, make_ticket
 from tests.replay_world import make_entries, make_recording, make_replay_run, run_replay
+from tests.tiny_models import make_model
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> schema.Config:
     """A run that has made four steps, with checkpoints of two of them and an export."""
-    tmp_path = tmp_path_factory.mktemp("run")
+    return make_trained(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> schema.Config:
+    """The same with adapters, whose alpha makes them felt."""
+    tmp_path = tmp_path_factory.mktemp("adapted")
+    lora = schema.Lora(rank=4, alpha=4000.0)
+    return make_trained(tmp_path, model=schema.Model(path=str(tmp_path / "model"), dtype="float32", lora=lora))
+
+
+def make_trained(tmp_path: Path, **sections: Any) -> schema.Config:
     target = tmp_path / "rewards.py"
     target.write_text(
         "def favourite(prompt, completion, token_ids, fields):\n    return float(completion.count('a'))\n"
     )
-    config = make_replay_run(
-        tmp_path,
-        training=schema.Training(groups_per_step=4, max_steps=4),
-        checkpoint=schema.Checkpoint(every_steps=2, keep_last=5),
-        rewards={"favourite": schema.FunctionReward(type="function", target=f"{target}:favourite")},
-        validation=schema.Validation(every_steps=0, at_start=False, sampling=schema.ValidationSampling(max_tokens=8)),
-        num_prompts=10,
-    )
+    fields: dict[str, Any] = {
+        "training": schema.Training(groups_per_step=4, max_steps=4),
+        "checkpoint": schema.Checkpoint(every_steps=2, keep_last=5),
+        "rewards": {"favourite": schema.FunctionReward(type="function", target=f"{target}:favourite")},
+        "validation": schema.Validation(
+            every_steps=0, at_start=False, sampling=schema.ValidationSampling(max_tokens=8)
+        ),
+    }
+    config = make_replay_run(tmp_path, num_prompts=10, **{**fields, **sections})
     run_replay(config, make_recording(tmp_path / "recording", config, make_entries(config, range(16))))
     return config
 
@@ -80,6 +94,48 @@ def test_a_checkpoint_is_scored_with_its_own_weights(
     assert older.read_text() != base.read_text()
 
 
+def answers_of(capsys: pytest.CaptureFixture[str], output: Path, *words: str) -> list[list[dict[str, Any]]]:
+    """Evaluate; return the samples of each prompt."""
+    evaluated(capsys, *words, "--output", str(output))
+    return [json.loads(line)["samples"] for line in output.read_text().splitlines()]
+
+
+def test_checkpoints_keep_their_own_models_whatever_the_configuration_says_of_another(
+    run: schema.Config, adapted: schema.Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    make_model(other, hidden=32, seed=7)
+    lora = schema.Lora(rank=4, alpha=1.0)
+    file = tmp_path / "other.yaml"
+    another = {"model": schema.Model(path=str(other), dtype="float32", lora=lora)}
+    file.write_text(dump_config(adapted.model_copy(update=another)))
+    output, prompts = tmp_path / "answers.jsonl", ["--prompts", run.data.train]
+    subjects = [str(run.folder), str(adapted.folder), str(other)]
+    alone = [answers_of(capsys, output, subject, *prompts) for subject in subjects[:2]]
+
+    together = answers_of(capsys, output, *subjects, *prompts, "--config", str(file))
+
+    assert [together[:10], together[10:20]] == alone
+    assert alone[0] != alone[1] != together[20:]
+    explicit = answers_of(capsys, output, subjects[1], *prompts, "--config", str(file), "model.lora.alpha=1.0")
+    assert explicit != alone[1]
+
+
+def test_settings_of_the_run_that_no_evaluation_uses_do_not_stand_in_its_way(
+    run: schema.Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unused = {
+        "checkpoint.best_by": "val_rollouts/pass_at_by_dataset/sums/8",  # of a validation on other prompts
+        "worker": {"hosts": 2, "gpus": 4, "engine_args": {"tensor_parallel_size": 8}},
+        "learner": {"processes": 8, "gpus": 8, "layout": {"tensor": 8}},
+        "teacher.path": "gone",
+        "sampling.max_tokens": 5000,  # more than the model's positions
+        "metrics.wandb": {},
+    }
+    told = evaluated(capsys, str(run.folder), "--prompts", run.data.train, "--max-prompts", "1", *as_overrides(unused))
+    assert told["num_answered"] == 1
+
+
 def config_file(config: schema.Config) -> str:
     return str(config.folder / "config.yaml")
 
@@ -97,6 +153,10 @@ def test_a_table_for_people(run: schema.Config, capsys: pytest.CaptureFixture[st
     ("arguments", "told"),
     [
         (["{model}"], "belongs to no run: name a configuration"),
+        (
+            ["{model}", "--config", "{folder}/config.yaml", "model.path=other"],
+            "model.path=other: does not apply to {model}, which is a whole model; leave it out",
+        ),
         (["{folder}"], "name a file with --prompts FILE, or set data.validation"),
         (["{folder}@7", "--prompts", "x"], "has no checkpoint of step 7; it has 2, 4"),
         (["{folder}", "--prompts", "nowhere.jsonl"], "no such file: nowhere.jsonl"),
@@ -111,7 +171,7 @@ def test_mistakes_are_told_with_their_remedy(
 ) -> None:
     filled = [argument.format(model=run.model.path, folder=run.folder, data=run.data.train) for argument in arguments]
     assert main(["eval", *filled]) == 2
-    assert told in capsys.readouterr().err
+    assert told.format(model=run.model.path) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -183,11 +243,36 @@ def test_a_result_counts_what_failed_and_what_was_not_answered() -> None:
         None,
     ]
 
-    result = summarise(groups, duration_s=1.0)
+    result = summarise(groups, duration_s=1.0, settings=schema.Validation(), decode=str)
 
     assert (result.num_prompts, result.num_answered, result.num_failed) == (4, 2, 1)
     assert (result.reward, result.finished, result.num_samples) == (1.25, 0.75, 4)
     assert result.reward_error == pytest.approx(0.75)  # of the means 0.5 and 2
+
+
+def test_a_prompt_with_failed_samples_weighs_as_much_as_others_and_is_missing_only_where_it_lacks_samples() -> None:
+    groups = [
+        make_group(make_ticket(0), samples=tuple(make_sample(reward=1.0, rewards={"right": 1.0}) for _ in range(4))),
+        make_group(make_ticket(1), samples=(make_sample(reward=0.0, rewards={"right": 0.0}),)),
+    ]
+    settings = schema.Validation(pass_by="right", sampling=schema.ValidationSampling(num_samples=4, greedy=False))
+
+    result = summarise(groups, duration_s=1.0, settings=settings, decode=str)
+
+    assert (result.reward, result.rewards) == (0.5, {"right": 0.5})
+    assert {k: one.share for k, one in result.pass_at.items()} == {1: 0.5, 2: 1.0, 4: 1.0}
+
+
+def test_a_majority_of_samples_without_answers_is_wrong_and_without_a_pattern_there_is_none() -> None:
+    groups = [make_group(make_ticket(0), samples=(make_sample(rewards={"right": 1.0}),))]
+    settings = schema.Validation(pass_by="right", answer="no such answer")
+
+    result = summarise(groups, duration_s=1.0, settings=settings, decode=str)
+
+    assert result.majority is not None
+    assert result.majority.share == 0.0
+    without = settings.model_copy(update={"answer": None})
+    assert summarise(groups, duration_s=1.0, settings=without, decode=str).majority is None
 
 
 def test_every_replica_that_the_configuration_names_may_be_asked(run: schema.Config) -> None:
@@ -200,7 +285,7 @@ def test_every_replica_that_the_configuration_names_may_be_asked(run: schema.Con
 
 
 def test_nothing_answered_is_no_number() -> None:
-    result = summarise([None, None], duration_s=1.0)
+    result = summarise([None, None], duration_s=1.0, settings=schema.Validation(), decode=str)
     assert (result.reward, result.reward_error, result.response_length, result.rewards) == (None, None, None, {})
 
 

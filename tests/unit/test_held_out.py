@@ -8,7 +8,17 @@ from statistics import fmean
 
 import pytest
 
-from streamrl.recipe.held_out import Judged, answer_in, majority, numbers_of_samples, pass_at, passes, wilson
+from streamrl.recipe.held_out import (
+    Judged,
+    Passing,
+    answer_in,
+    majority,
+    mean_over_prompts,
+    numbers_of_samples,
+    pass_at,
+    passes,
+    wilson,
+)
 
 
 def judged(*samples: tuple[str | None, bool]) -> list[Judged]:
@@ -25,9 +35,23 @@ def test_pass_at_k_is_the_share_of_draws_of_k_samples_in_which_one_passes(num_sa
 
 def test_pass_at_k_is_told_for_powers_of_two_and_for_all_samples() -> None:
     assert [numbers_of_samples(most) for most in (0, 1, 2, 6, 8)] == [[], [1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
-    prompts = [judged((None, True), (None, False), (None, False)), judged((None, False), (None, False))]
-    assert passes(prompts) == {1: pytest.approx(1 / 6), 2: pytest.approx(1 / 3)}
-    assert passes([]) == {}
+    prompts = [judged((None, True), (None, False), (None, False)), judged(*[(None, False)] * 3)]
+    assert passes(prompts, num_samples=3) == {
+        k: Passing(share=pytest.approx(share), num_prompts=2) for k, share in ((1, 1 / 6), (2, 1 / 3), (3, 1 / 2))
+    }
+    assert passes([], num_samples=3) == {}
+
+
+def test_a_sample_that_failed_takes_its_prompt_out_of_the_pass_at_k_that_needs_it_and_no_other() -> None:
+    prompts = [judged(*[(None, True)] * 4), judged((None, False), (None, False), (None, False))]
+    found = passes(prompts, num_samples=4)
+    assert {k: (one.share, one.num_prompts) for k, one in found.items()} == {1: (0.5, 2), 2: (0.5, 2), 4: (1.0, 1)}
+    assert list(passes(prompts, num_samples=8)) == [1, 2, 4]
+
+
+def test_a_prompt_counts_the_same_however_many_of_its_samples_failed() -> None:
+    assert mean_over_prompts([[1.0, 1.0, 1.0], [0.0], []]) == 0.5
+    assert mean_over_prompts([[], []]) is None
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,27 @@ def test_few_are_kept_and_of_the_whole_run(tmp_path: Path) -> None:
     assert max(later - step for step, later in pairwise(steps)) < 100
 
 
+def test_a_line_cut_inside_a_character_costs_no_other_and_no_start(tmp_path: Path) -> None:
+    keeper = RolloutKeeper(tmp_path, Words(), term=1)
+    keeper.keep(1, [group(1)])
+    with (tmp_path / "rollouts.jsonl").open("ab") as file:
+        file.write('{"id": "2-2", "prompt": "ж'.encode()[:-1])  # it was killed
+    keeper = RolloutKeeper(tmp_path, Words(), term=2)
+    keeper.keep(2, [group(2)])
+    assert [record["step"] for record in KeptGroups(tmp_path).latest(9)] == [1, 2]
+    for step in range(3, 140):  # with one thinning
+        keeper.keep(step, [group(step)])
+    assert [record["step"] for record in KeptGroups(tmp_path).latest(40)] == list(range(100, 140))
+
+
+def test_a_line_after_one_that_was_cut_inside_a_character_is_read(tmp_path: Path) -> None:
+    path, line = tmp_path / "metrics.jsonl", {"step": 1, "term": 1, "at": 1.0, "train_rollouts/rewards/ж": 0.5}
+    append_line(path, line)
+    path.write_bytes(path.read_bytes() + '{"step": 2, "train_rollouts/rewards/ж'.encode()[:-1])
+    append_line(path, line)
+    assert list(read_lines(path)) == [line, line]
+
+
 class Separators:
     def decode(self, token_ids: Any, skip_special_tokens: bool = True) -> str:
         return SEPARATORS

@@ -102,6 +102,16 @@ def test_a_validation_that_finds_redis_away_does_not_end_training_and_one_that_i
         scene.conductor.validate(5, published(make_version(1, 5)))
 
 
+def test_a_validation_hears_of_a_pause_beside_training_and_when_all_wait_for_it(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, None, None)
+    scene.validation.look_for_ever()
+    for control in ("pause", "run"):
+        scene.feed.control = control
+        scene.kinds(3)
+        scene.conductor.poll_validation()
+    assert scene.validation.paused == [True, True, False, False]
+
+
 def test_validation_runs_beside_training(tmp_path: Path) -> None:
     scene = Scene(tmp_path, None, None)
     assert scene.kinds(3, 3) == [Kind.IDLE, Kind.IDLE]

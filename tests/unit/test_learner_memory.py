@@ -16,6 +16,8 @@ from streamrl.config import schema
 from streamrl.config.load import load_config
 from streamrl.config.schema import Teacher
 from streamrl.errors import ResourceError
+from streamrl.learner.planning import layouts
+from streamrl.learner.planning.layouts import Machine, Task
 from streamrl.learner.planning.memory import plan, refuse_too_large
 from streamrl.learner.preflight import examine
 from streamrl.recipe.losses import Losses, TokenBatch, needs
@@ -82,6 +84,23 @@ def test_a_rank_that_cannot_fit_is_refused_with_both_numbers_and_the_remedy() ->
     told = r"a rank needs 48\.4 GB .* 40\.0 GB are available: lower training\.micro_batch_tokens, .*masters"
     with pytest.raises(ResourceError, match=told):
         refuse_too_large(sizes_of(case), case.config, ranks=4, room=40 * 10**9)
+
+
+def test_a_sample_longer_than_a_micro_batch_is_planned_as_one_of_its_own() -> None:
+    case = CASES["7B full, 4 GPUs"]
+    sizes, short = sizes_of(case), case.config
+    long = short.model_copy(update={"sampling": short.sampling.model_copy(update={"max_tokens": 40_000})})
+    longest = 40_000 + long.data.max_prompt_tokens
+    training = short.training.model_copy(update={"micro_batch_tokens": longest})
+
+    found = plan(sizes, long)
+
+    assert found == plan(sizes, long.model_copy(update={"training": training}))
+    assert found.kept > 2 * plan(sizes, short).kept
+    machine = Machine(gpus=4, memory=80 * 10**9, per_host=4)
+    assert found == layouts.planned(long.learner.layout, Task.of(sizes, long), machine), "doctor says one thing"
+    with pytest.raises(ResourceError, match=r"sampling\.max_tokens if a single sample may be longer"):
+        refuse_too_large(sizes, long, ranks=4, room=found.peak - 1)
 
 
 def test_masters_on_the_host_leave_the_gpu_to_activations() -> None:

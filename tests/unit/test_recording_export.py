@@ -14,7 +14,7 @@ from tokenizers import models, pre_tokenizers
 
 from streamrl.extras import install
 from streamrl.ops.cli.main import main
-from streamrl.ops.record.recording import Origin
+from streamrl.ops.record.recording import Origin, Recording
 from streamrl.ops.record.write import RecordingWriter
 from streamrl.protocol.transport.types import Entry
 from streamrl.protocol.wire.group import encode_group
@@ -60,6 +60,19 @@ def test_json_lines_hold_a_group_a_line_with_its_words(folder: Path, capsys: pyt
     assert sample["spans"] == [{"version": "1.0", "step": 0, "start": 0, "end": 4}]
     assert (sample["reward"], sample["rewards"]) == (1.0, {"exact": 1.0})
     assert shown.err == "3 groups with 4 samples, 1 of the groups failed; 1 were unreadable and are left out\n"
+
+
+def test_a_damaged_group_is_left_out_and_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = Recording.open(folder).places[1]
+    with damaged.path.open("r+b") as file:
+        file.seek(damaged.offset)
+        file.write(b"gone")
+
+    assert main(["record", "export", str(folder)]) == 0
+
+    shown = capsys.readouterr()
+    assert [json.loads(line)["ticket"] for line in shown.out.splitlines()] == [0, 2]
+    assert "; 2 were unreadable and are left out" in shown.err
 
 
 def test_parquet_holds_a_sample_a_row(folder: Path, tmp_path: Path) -> None:

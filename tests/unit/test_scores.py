@@ -47,7 +47,7 @@ class BackgroundThread:
         self.started.append(step)
         self._under_way = (step, version, 3)
 
-    def poll(self, *, wait_s: float) -> ValidationResult | None:
+    def poll(self, *, wait_s: float, paused: bool) -> ValidationResult | None:
         if self._under_way is None:
             return None
         step, version, looks = self._under_way

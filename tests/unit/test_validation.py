@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from streamrl.config import schema
 from streamrl.errors import TransportError
@@ -24,8 +25,15 @@ VERSION = make_version(2, 7)
 
 class ValidationWorld:
     def __init__(
-        self, *, term: int = 2, num_prompts: int = 3, datasets: Sequence[str] = ("",), **settings: Any
+        self,
+        *,
+        term: int = 2,
+        num_prompts: int = 3,
+        datasets: Sequence[str] = ("",),
+        best_by: str = "val_rollouts/rewards",
+        **settings: Any,
     ) -> None:
+        self.best_by = best_by
         self.clock = Clock()
         self.server = MemoryServer(wait=self.clock.advance)
         self.settings = schema.Validation.model_validate({"timeout_s": 60.0, **settings})
@@ -43,6 +51,7 @@ class ValidationWorld:
             fingerprint=MODEL,
             max_attempts=2,
             decode=lambda token_ids: " ".join(map(str, token_ids)),
+            best_by=self.best_by,
             clock=self.clock,
         )
 
@@ -94,6 +103,7 @@ def test_the_result_tells_means_by_source_lengths_and_the_steps_that_answered() 
         "val_rollouts/min_version_step": 5,
         "val_rollouts/max_version_step": 6,
         "val_rollouts/num_unanswered": 0,
+        "val_rollouts/num_incomplete": 0,
         "val_rollouts/ranks": 1,
     }
     assert (result.step, result.version, result.complete) == (5, VERSION, True)
@@ -170,8 +180,8 @@ def test_without_any_answer_there_is_no_reward_to_report() -> None:
     world = ValidationWorld()
     world.validation.start(step=5, version=VERSION)
     world.clock.advance(60.0)
-    unanswered = {"val_rollouts/num_prompts": 0.0, "val_rollouts/num_unanswered": 3.0, "val_rollouts/ranks": 0.0}
-    assert world.result().metrics == unanswered
+    counted = {"num_prompts": 0.0, "num_unanswered": 3.0, "num_incomplete": 0.0, "ranks": 0.0}
+    assert world.result().metrics == {f"val_rollouts/{name}": value for name, value in counted.items()}
 
 
 def test_waiting_for_an_answer_is_bounded() -> None:
@@ -225,6 +235,65 @@ def test_a_result_ranks_its_checkpoint_only_if_nearly_all_prompts_of_each_datase
     assert (result.ranks, result.complete) == (ranks, num_failing == 0)
     told = [result.metrics[f"val_rollouts/{name}"] for name in ("rewards", "num_prompts", "num_unanswered", "ranks")]
     assert told == [1.0, 20 - num_failing, num_failing, ranks]
+
+
+@pytest.mark.parametrize(
+    ("num_lacking", "best_by", "told", "ranks"),
+    [
+        (1, "val_rollouts/pass_at/8", ["1", "2", "4", "8"], True),
+        (2, "val_rollouts/pass_at/8", ["1", "2", "4"], False),
+        (2, "val_rollouts/pass_at/4", ["1", "2", "4"], True),
+    ],
+)
+def test_a_failed_sample_leaves_the_score_of_all_other_prompts_and_too_many_of_them_rank_nothing(
+    num_lacking: int, best_by: str, told: list[str], ranks: bool
+) -> None:
+    world = ValidationWorld(num_prompts=20, best_by=best_by, pass_by="exact", sampling={"num_samples": 8})
+    world.validation.start(step=5, version=VERSION)
+    for i, ticket in enumerate(world.tickets()):
+        world.answer(ticket, rewards=(1.0,) * 7 + ((0.0,) if i >= num_lacking else ()))
+    with capture_logs() as logs:
+        result = world.result()
+    prefix = "val_rollouts/pass_at/"
+    assert [name.removeprefix(prefix) for name in result.metrics if name.startswith(prefix)] == told
+    assert (result.ranks, result.metrics["val_rollouts/ranks"]) == (ranks, ranks)
+    assert result.metrics["val_rollouts/num_incomplete"] == num_lacking
+    unranked = "validation has no checkpoint.best_by: it scores no checkpoint"
+    assert [entry["event"] for entry in logs] == ([] if ranks else [unranked])
+
+
+def test_a_validation_cut_short_tells_pass_at_k_of_the_prompts_that_were_answered() -> None:
+    world = ValidationWorld(num_prompts=20, pass_by="exact", sampling={"num_samples": 2})
+    world.validation.start(step=5, version=VERSION)
+    world.answer(world.tickets()[0], rewards=(1.0, 0.0))
+    world.clock.advance(60.0)
+    metrics = world.result().metrics
+    assert (metrics["val_rollouts/pass_at/1"], metrics["val_rollouts/pass_at/2"]) == (0.5, 1.0)
+
+
+def test_a_prompt_whose_samples_failed_weighs_as_much_as_any_other() -> None:
+    world = ValidationWorld(num_prompts=2, datasets=("sums",), sampling={"num_samples": 3})
+    world.validation.start(step=5, version=VERSION)
+    first, second = world.tickets()
+    world.answer(first, rewards=(1.0, 1.0, 1.0))
+    world.answer(second, rewards=(0.0,))
+    metrics = world.result().metrics
+    for name in ("rewards", "rewards/exact", "rewards_by_dataset/sums"):
+        assert metrics[f"val_rollouts/{name}"] == 0.5
+
+
+def test_the_time_of_a_pause_is_not_a_validations() -> None:
+    world = ValidationWorld()
+    world.validation.start(step=5, version=VERSION)
+    world.clock.advance(59.0)
+    assert world.validation.poll() is None
+    for _ in range(3):
+        world.clock.advance(900.0)
+        assert world.validation.poll(paused=True) is None
+    assert world.validation.poll() is None, "it goes on where it was"
+    assert len(world.tickets()) == 3
+    world.clock.advance(1.0)
+    assert not world.result().ranks
 
 
 def test_answers_that_nobody_asked_for_are_ignored_and_leave_the_stream() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,43 +14,29 @@ import click
 import numpy as np
 
 from streamrl.config import schema
-from streamrl.config.check import check_config
 from streamrl.config.engines import ENGINES
-from streamrl.config.files import check_files
-from streamrl.config.load import as_overrides, load_config
-from streamrl.config.places import LOCAL_REWARD_SERVER, granted
+from streamrl.config.load import as_overrides
+from streamrl.config.places import granted
 from streamrl.data.prompts import read_prompts
-from streamrl.errors import ConfigError, StreamrlError
+from streamrl.errors import StreamrlError
 from streamrl.files import write_durably
 from streamrl.held_folders import scratch_folder
 from streamrl.ops.cli.arguments import MovingLine, OutputFile, print_result, takes_json
 from streamrl.ops.cli.eval_output import Evaluated, answers, check_plot, comparison, save_plot, table
-from streamrl.ops.cli.subject import checkpoints_of, find_subject
+from streamrl.ops.cli.eval_subjects import EvalSubject, check_subject, find_subjects
 from streamrl.ops.launch.parts import RewardPart, reward_server
 from streamrl.ops.launch.processes import part_error
-from streamrl.ops.monitor.doctor.requirements import check_packages
 from streamrl.tasks import run_beside
 from streamrl.telemetry.logs import configure_logging
 from streamrl.terminal import printable
 
 if TYPE_CHECKING:
-    from streamrl.learner.checkpoints.checkpoint import Checkpoint
     from streamrl.workers.engines.model import ModelFacts
     from streamrl.workers.evaluate import EvalPrompt, Result
     from streamrl.workers.rewards.mixing import Rewards
 
-_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 _LOOK_EVERY_S = 0.2
 _GRACE_S = 5.0  # in addition to the reward's request timeout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Subject:
-    """A model to score, with its settings."""
-
-    name: str
-    config: schema.Config
-    checkpoint: Checkpoint | None  # None: the model at model.path
 
 
 @click.command("eval")
@@ -101,10 +85,11 @@ def evaluate(
         streamrl eval runs/a@best runs/b@best ./sft --config conf/mine.yaml
 
     Samples like validation (validation.sampling) and scores with the rewards of the configuration: the run's, or
-    --config. Prompts are those of data.validation, or --prompts; several datasets are reported by name.
-    validation.pass_by adds pass@k, majority vote and intervals. KEY.SUB=VALUE overrides a setting. It needs no Redis or
-    workers and does not touch the run; validation.timeout_s limits it. The configuration's own reward server is started
-    and stopped with it. Each reward is asked once before the model is loaded.
+    --config. A checkpoint's model settings are always its run's, so that several with one --config may differ in them.
+    Prompts are those of data.validation, or --prompts; several datasets are reported by name. validation.pass_by adds
+    pass@k, majority vote and intervals. KEY.SUB=VALUE overrides a setting. It needs no Redis or workers and does not
+    touch the run; validation.timeout_s limits it. The configuration's own reward server is started and stopped with it.
+    Each reward is asked once before the model is loaded.
 
     \b
     --json prints one object:
@@ -122,7 +107,8 @@ def evaluate(
     evaluated, or at Ctrl-C, is printed and written all the same.
     """
     options = {"worker.engine": engine, "data.validation": prompts, "validation.max_prompts": max_prompts}
-    subjects = _find_all(words, file, as_overrides({key: value for key, value in options.items() if value is not None}))
+    given = as_overrides({key: value for key, value in options.items() if value is not None})
+    subjects = find_subjects(words, file, given)
     if plot is not None:
         check_plot()
     done, lines, error = _evaluate_all(subjects, local_reward_url, patience_s)
@@ -139,7 +125,7 @@ def evaluate(
 
 
 def _evaluate_all(
-    subjects: Sequence[_Subject], local_reward_url: str | None, patience_s: float
+    subjects: Sequence[EvalSubject], local_reward_url: str | None, patience_s: float
 ) -> tuple[list[Evaluated], list[dict[str, Any]], StreamrlError | KeyboardInterrupt | None]:
     """Evaluate all subjects; return the results, a line per prompt of each, and the error that ended it, if any.
 
@@ -147,7 +133,7 @@ def _evaluate_all(
     """
     done: list[Evaluated] = []
     lines: list[dict[str, Any]] = []
-    for subject, config in [(each, _checked(each.config, local_reward_url)) for each in subjects]:
+    for subject, config in [(each, check_subject(each, local_reward_url)) for each in subjects]:
         try:
             result, prompts, model = _evaluate(subject, config, local_reward_url, patience_s)
         except (StreamrlError, KeyboardInterrupt) as error:
@@ -173,47 +159,8 @@ def _print_results(
         print_result(results, comparison(done, ", ".join(files)), as_json=as_json)
 
 
-def _find_all(words: Sequence[str], file: Path | None, option_settings: Sequence[str]) -> list[_Subject]:
-    """Find the subjects; `option_settings` are settings from options, which override those among the words."""
-    overrides = [word for word in words if _OVERRIDE.match(word)]
-    checkpoints = [each for word in words if word not in overrides for each in checkpoints_of(word)]
-    if not checkpoints:
-        raise ConfigError("name at least one checkpoint: a run, RUN@STEP, RUN@best, RUN@all, or a model")
-    return [_find(checkpoint, file, [*overrides, *option_settings]) for checkpoint in checkpoints]
-
-
-def _find(text: str, file: Path | None, overrides: Sequence[str]) -> _Subject:
-    """Find one subject, with the configuration of its run, or the given one."""
-    found = find_subject(text)
-    path = file or found.config_file
-    if file is None and not path.is_file():
-        raise ConfigError(
-            f"{text} belongs to no run: name a configuration with sampling and rewards, with --config FILE"
-        )
-    model_settings = [] if found.checkpoint else [f"model.path={json.dumps(text)}", "model.lora=null"]
-    return _Subject(
-        name=found.name, config=load_config(path, [*overrides, *model_settings]).config, checkpoint=found.checkpoint
-    )
-
-
-def _checked(config: schema.Config, local_reward_url: str | None) -> schema.Config:
-    """Check the configuration; keep its reward server only if it must be started here.
-
-    Raises UserError for anything that would fail later. Imports neither torch nor transformers.
-    """
-    if not config.data.validation_sets():
-        raise ConfigError("no prompts to score it on: name a file with --prompts FILE, or set data.validation")
-    check_config(config)
-    urls = [url for one in config.rewards.values() if isinstance(one, schema.SERVICES) for url in one.urls]
-    if local_reward_url is not None or LOCAL_REWARD_SERVER not in urls:
-        config = config.model_copy(update={"reward_server": None})
-    check_packages(config)
-    check_files(config, trains=False)
-    return config
-
-
 def _evaluate(
-    subject: _Subject, config: schema.Config, local_reward_url: str | None, patience_s: float
+    subject: EvalSubject, config: schema.Config, local_reward_url: str | None, patience_s: float
 ) -> tuple[Result, list[EvalPrompt], ModelFacts]:
     from streamrl.workers.evaluate import evaluate as run_evaluation
     from streamrl.workers.rewards.mixing import build_rewards
@@ -303,7 +250,7 @@ async def _supervise(server: RewardPart) -> None:
         await asyncio.sleep(_LOOK_EVERY_S)
 
 
-def _load(subject: _Subject, config: schema.Config, folder: Path) -> tuple[ModelFacts, list[EvalPrompt], Path]:
+def _load(subject: EvalSubject, config: schema.Config, folder: Path) -> tuple[ModelFacts, list[EvalPrompt], Path]:
     from streamrl.learner.checkpoints.export import write_weights
     from streamrl.workers.engines.model import read_model
 

@@ -294,13 +294,15 @@ def validation_ranks_nothing(view: View) -> Iterator[Cause]:
     found = view.learner.validation
     if found.get("val_rollouts/ranks", 1.0):
         return
-    unanswered = int(found.get("val_rollouts/num_unanswered", 0.0))
+    unanswered, incomplete = (int(found.get(f"val_rollouts/num_{name}", 0.0)) for name in ("unanswered", "incomplete"))
+    samples = f", and {incomplete} lack samples" if incomplete else ""
     yield attention(
         title="the last validation has too few answers to rank its checkpoint",
         evidence=f"{unanswered} of {unanswered + int(found.get('val_rollouts/num_prompts', 0.0))} prompts are "
-        "unanswered: checkpoint.keep_best and RUN@best go by other validations",
+        f"unanswered{samples}: checkpoint.keep_best and RUN@best go by other validations",
         remedy="look in the learner's log for 'validation prompt given up', with the line and its error, and fix that; "
-        "or for 'validation timed out', and raise validation.timeout_s or lower validation.max_prompts",
+        "for 'validation timed out', and raise validation.timeout_s or lower validation.max_prompts; or for "
+        "'validation has no checkpoint.best_by', and fix why samples fail (sample_failed in the workers' logs)",
     )
 
 

@@ -10,11 +10,13 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any
 
-from streamrl.errors import ResourceError, WireError
-from streamrl.ops.record.recording import Recording, open_group
+from streamrl.errors import DataError, ResourceError, WireError
+from streamrl.ops.record.recording import Recording, open_group, read_group
 from streamrl.ops.record.view import TokenDecoder
 from streamrl.protocol.transport.types import Entry, entry_order
 from streamrl.protocol.wire.group import Group
@@ -93,16 +95,19 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], Exported]) -> Exported:
 
 
 def _groups(recording: Recording, exported: Exported) -> Iterator[tuple[Entry, Group]]:
-    for entry in recording.entries():
-        try:
-            group = open_group(entry)
-        except WireError:
-            exported.num_unreadable += 1
-            continue
-        exported.num_groups += 1
-        exported.num_samples += len(group.samples)
-        exported.num_failed += group.header.failed
-        yield entry, group
+    for path, places in groupby(recording.places, key=attrgetter("path")):
+        with path.open("rb") as file:
+            for place in places:
+                try:
+                    entry = read_group(file, place)
+                    group = open_group(entry)
+                except (DataError, WireError):
+                    exported.num_unreadable += 1
+                    continue
+                exported.num_groups += 1
+                exported.num_samples += len(group.samples)
+                exported.num_failed += group.header.failed
+                yield entry, group
 
 
 def _sample(sample: Sample, decoder: TokenDecoder | None) -> dict[str, Any]:
