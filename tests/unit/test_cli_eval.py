@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 from streamrl.config import schema
 from streamrl.config.load import as_overrides, dump_config
 from streamrl.config.places import granted
+from streamrl.errors import ConfigError
+from streamrl.ops.cli.eval_subjects import EvalSubject, refuse_other_scoring
 from streamrl.ops.cli.main import main
 from streamrl.workers.engines.model import read_model
 from streamrl.workers.evaluate import summarise
@@ -119,6 +122,40 @@ def test_checkpoints_keep_their_own_models_whatever_the_configuration_says_of_an
     assert alone[0] != alone[1] != together[20:]
     explicit = answers_of(capsys, output, subjects[1], *prompts, "--config", str(file), "model.lora.alpha=1.0")
     assert explicit != alone[1]
+
+
+def test_runs_that_are_scored_otherwise_are_not_compared(
+    run: schema.Config, adapted: schema.Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(run.folder), str(adapted.folder), "--prompts", run.data.train]) == 2
+    told = capsys.readouterr().err
+    assert "cannot be compared: their runs differ in rewards.favourite.target; " in told
+    assert "--config FILE" in told
+
+
+@pytest.mark.parametrize(
+    ("update", "key"),
+    [
+        ({"data": {"validation": "b.jsonl"}}, "data.validation"),
+        ({"validation": {"sampling": {"num_samples": 2, "temperature": 1.0}}}, "validation.sampling.num_samples"),
+        ({"validation": {"every_steps": 3}}, ""),
+        ({"optimizer": {"lr": 1e-3}, "sampling": {"max_tokens": 9}}, ""),
+        ({"rewards": {"r": {"type": "http", "url": "http://other:1/score"}}}, ""),
+    ],
+)
+def test_what_two_runs_must_share_to_be_compared(update: dict[str, Any], key: str) -> None:
+    fields: dict[str, Any] = {
+        "model": {"path": "m"},
+        "data": {"train": "t.jsonl", "validation": "a.jsonl"},
+        "rewards": {"r": {"type": "http", "url": "http://one:1/score"}},
+    }
+    changed = {**fields, **update, "data": fields["data"] | update.get("data", {})}
+    one, other = (
+        EvalSubject(name="a run", config=schema.Config.model_validate(each), checkpoint=None)
+        for each in (fields, changed)
+    )
+    with pytest.raises(ConfigError, match=f"differ in {key}") if key else nullcontext():
+        refuse_other_scoring(one, other)
 
 
 def test_settings_of_the_run_that_no_evaluation_uses_do_not_stand_in_its_way(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamrl.config import schema
+from streamrl.config.changes import changes
 from streamrl.config.check import check_config
 from streamrl.config.files import check_files
 from streamrl.config.load import as_overrides, load_config
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from streamrl.learner.checkpoints.checkpoint import Checkpoint
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
+# What each result depends on besides the weights; of the second, what a resume refuses to change, unlike addresses.
+_SCORED_BY = ("data.validation", "data.max_prompt_tokens", "validation.sampling", "validation.max_prompts")
+_SCORED_BY += ("validation.pass_by", "validation.pass_score", "validation.answer")
+_REWARDS = ("rewards", "environment")
 _OF_WEIGHTS = re.compile(r"(model|weights)[.=]")
 
 
@@ -44,7 +49,22 @@ def find_subjects(words: Sequence[str], file: Path | None, option_settings: Sequ
     checkpoints = [each for word in words if word not in overrides for each in checkpoints_of(word)]
     if not checkpoints:
         raise ConfigError("name at least one checkpoint: a run, RUN@STEP, RUN@best, RUN@all, or a model")
-    return [_find(checkpoint, file, [*overrides, *option_settings]) for checkpoint in checkpoints]
+    subjects = [_find(checkpoint, file, [*overrides, *option_settings]) for checkpoint in checkpoints]
+    for other in subjects[1:]:
+        refuse_other_scoring(subjects[0], other)
+    return subjects
+
+
+def refuse_other_scoring(one: EvalSubject, other: EvalSubject) -> None:
+    """Raise ConfigError if their results say nothing about each other: each run has its own prompts and rewards."""
+    found = changes(one.config, other.config)
+    different = [change.key for change in found if change.key.startswith(_SCORED_BY)]
+    different += [change.key for change in found if change.key.startswith(_REWARDS) and change.refusal]
+    if different:
+        raise ConfigError(
+            f"{one.name} and {other.name} cannot be compared: their runs differ in {', '.join(different)}; score "
+            "both by one configuration with --config FILE, or set the same with --prompts FILE and KEY.SUB=VALUE"
+        )
 
 
 def _find(text: str, file: Path | None, overrides: Sequence[str]) -> EvalSubject:
