@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 # What each result depends on besides the weights; of the second, what a resume refuses to change, unlike addresses.
-_SCORED_BY = ("data.validation", "data.max_prompt_tokens", "validation.sampling", "validation.max_prompts")
-_SCORED_BY += ("validation.pass_by", "validation.pass_score", "validation.answer")
+_SCORED_BY: tuple[str, ...] = ("data.validation", "data.max_prompt_tokens", "validation.sampling")
+_SCORED_BY += ("validation.max_prompts", "validation.pass_by", "validation.pass_score", "validation.answer")
 _REWARDS = ("rewards", "environment")
 _OF_WEIGHTS = re.compile(r"(model|weights)[.=]")
+_OTHER_WEIGHTS = re.compile(r"model(\.path|\.lora[.\w]*)?=")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,7 @@ def _settings_of_weights(found: Subject, file: Path | None, explicit: Sequence[s
         made_with = load_config(found.config_file).config if file is None else settings_of(found)
         model = made_with.model.model_dump(mode="json")
         return [*as_overrides({"model": model, "weights.dtype": made_with.weights.dtype}), *explicit]
-    if refused := [word for word in explicit if word.startswith("model")]:
+    if refused := [word for word in explicit if _OTHER_WEIGHTS.match(word)]:
         raise ConfigError(f"{refused[0]}: does not apply to {found.name}, which is a whole model; leave it out")
     return as_overrides({"model.path": found.name, "model.lora": None})
 
