@@ -53,18 +53,18 @@ def test_an_answer_that_is_overdue_is_told_while_it_is_waited_for() -> None:
 
 def test_an_answer_that_cannot_be_shown_is_told_and_the_next_one_is_shown() -> None:
     view = make_view()
-    answers = iter([KeyError("no such part")])
+    mended = threading.Event()
 
-    class BrokenOnce:
+    class Broken:
         def look(self) -> View:
-            if (error := next(answers, None)) is not None:
-                raise error
+            if not mended.is_set():
+                raise KeyError("no such part")
             return view
 
-    looker = Poller(BrokenOnce(), period_s=0.01)  # type: ignore[arg-type]
-    looker.look()
-    assert looker.seen.error == "in a form that can be shown: KeyError('no such part')"
+    looker = Poller(Broken(), period_s=0.01)  # type: ignore[arg-type]
     with looker.looking():
+        wait_until(lambda: "KeyError('no such part')" in looker.seen.error, description="it is told")
+        mended.set()
         wait_until(lambda: looker.seen.view is view and not looker.seen.error, description="the thread goes on")
 
 

@@ -140,13 +140,14 @@ class Poller:
             self._on_look(view)
         except TransportError as error:
             self._seen = Seen(view=self._seen.view, error=f"for {self._clock() - self._answered_at:.0f} s; {error}")
-        except Exception as error:  # noqa: BLE001 - a defect must be seen, instead of a display that stands still
-            self._seen = Seen(view=self._seen.view, error=f"in a form that can be shown: {error!r}")
 
     def _run(self) -> None:
         while not self._stop.is_set():
             began = self._clock()
-            self.look()
+            try:
+                self.look()
+            except Exception as error:  # noqa: BLE001 - it must be seen, instead of a display that stands still
+                self._seen = Seen(view=self._seen.view, error=f"in a form that can be shown: {error!r}")
             # Look at most half of the time, however large the run.
             took = self._clock() - began
             self._stop.wait(max(took, self._period_s - took))
