@@ -194,7 +194,8 @@ class Conductor:
         return True
 
     def _weights_are_lost(self) -> bool:
-        """Whether Redis no longer holds the newest version's manifests: it was emptied or lost its latest writes.
+        """Whether Redis no longer holds the newest version's manifests, or may have lost their blobs just before: it
+        was emptied or lost its latest writes.
 
         New workers would wait for weights forever, and the learner for their groups. Checked after each version and
         every `_WEIGHTS_CHECK_EVERY_S`.

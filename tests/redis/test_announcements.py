@@ -112,3 +112,15 @@ async def test_a_run_of_the_same_name_rings_for_its_own_workers(
     remove_run(client, keys)
     announce(make_learner(uid="another"), FIRST)
     assert await make_worker("new").beyond(0, within_s=LONG_S)
+
+
+def test_a_version_whose_blobs_may_be_lost_does_not_count(learner: LearnerStream, client: redis.Redis) -> None:
+    """They were put before Redis was emptied, and announced after that."""
+    announce(learner, FIRST)
+    assert learner.has_manifests([FIRST])
+    client.flushall()
+    announce(learner, SECOND)
+    assert not learner.has_manifests([SECOND])
+    announce(learner, THIRD)
+    assert learner.has_manifests([THIRD])
+    assert not learner.has_manifests([SECOND, THIRD]), "a delta on it is no use either"

@@ -74,6 +74,9 @@ class LearnerStream:
         self._ask = partial(repeat, client, give_up_after_s=give_up_after_s, on_trouble=self._note_trouble)
         self._present = Present(client, keys, run_uid=run_uid, ask=self._ask)
         self._claimed: tuple[str, str] | None = None  # (configuration, fingerprint)
+        # Redis lost blobs with our claim, perhaps also those that were put for the version announced next.
+        self._has_lost_blobs = False
+        self._without_blobs: set[int] = set()  # versions of which that may be so
         self._server_run_id = ""
         self.letters = LetterBox(client, keys, ask=self._ask, write=self._write, listed=self._present.letters)
         self._readers = {purpose: PagedReader(client, keys.groups(purpose)) for purpose in PURPOSES}
@@ -229,6 +232,9 @@ class LearnerStream:
         assert term_of(a.version) == self._fence.term, f"version {show(a.version)} is of another term"
         what, keys = f"announce version {show(a.version)}", [k.manifests, k.weights, k.announced]
         self._write(what, scripts.ANNOUNCE, keys, a.version, a.base, a.step, time.time(), a.manifest, *keep)
+        if self._has_lost_blobs:
+            self._has_lost_blobs = False
+            self._without_blobs.add(a.version)
         crashpoint("announce.written")
 
     def amend(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
@@ -240,7 +246,9 @@ class LearnerStream:
         crashpoint("amended.written")
 
     def has_manifests(self, versions: Sequence[int]) -> bool:
-        """Whether Redis has the manifests of all these versions."""
+        """Whether Redis has the manifests of all these versions, and cannot have lost their blobs before them."""
+        if self._without_blobs.intersection(versions):
+            return False
         names = [str(version) for version in versions]
         found: Any = self._ask("look for manifests", lambda: self._client.hmget(self._keys.manifests, names))
         return all(manifest is not None for manifest in found)
@@ -301,7 +309,7 @@ class LearnerStream:
 
     def _claim_again(self) -> None:
         """Claim again, because Redis has lost our claim: it was emptied, or restored from an older copy."""
-        self.disturbed = True
+        self.disturbed = self._has_lost_blobs = True
         if (other := self._try_claim()) is not None:
             raise Replaced(f"run {self._keys.name!r} was lost from Redis, and {other} has taken its lease")
 
