@@ -110,7 +110,7 @@ def _of_size(name: str, size: Size, plan: Plan, *, device: torch.device, dtype: 
     ]
     peak = peak_flops(device)
     if peak is not None:
-        lines.insert(0, Bar(name=f"{name}: MFU", value=flops / peak, unit="x", goal=0.40, better="higher"))
+        lines.insert(0, Bar(name=f"{name}: MFU", value=flops / peak, unit="x", goal=0.45, better="higher"))
     return lines
 
 

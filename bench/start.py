@@ -1,10 +1,10 @@
 """From the quickstart's command to its first sample: this checkout against another commit, in turns.
 
 Each round runs the quickstart of both for two steps, and polls its processes ten times per second. A first run of each,
-which finds cold file caches and no bytecode, is discarded. Samples can be
-generated once the worker has loaded the first weights, according to its log. Other load on the machine is fine for the
-core-seconds, which count the run's own processes up to then and show what can be saved. The other commit is
-`$STREAMRL_START_AGAINST`, by default HEAD~1; it runs in its own work tree, with this environment.
+which finds cold file caches and no bytecode, is discarded. Samples can be generated once the worker has loaded the
+first weights, according to its log. Other load on the machine is fine for the core-seconds, which count the run's own
+processes up to then and show what can be saved. The other commit is `$STREAMRL_START_AGAINST`, by default HEAD~1; it
+runs in its own work tree, with this environment.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from tests.faults.agents import (
     term_at_work,
     wasted_steps,
 )
-from tests.faults.report import is_judged, report
+from tests.faults.report import report
 from tests.helpers import wait_until
 from tests.integration.learner_world import made_up_worker, make_run, output, running_learner
 from tests.tiny_families import make_family
@@ -80,7 +80,7 @@ def test_ranks_that_are_killed_at_random_cost_the_steps_since_the_checkpoint(
     report("T1", audit, injections=count, recovery_s=max(recoveries), wasted_steps=wasted, **percentiles)
     # A rank that dies while a checkpoint is written goes on from the one before; the next one waits for it.
     assert wasted <= count * 2 * config.checkpoint.every_steps
-    assert count <= _FEW or p95 <= _MOST_RECOVERY_S or not is_judged(), figure
+    assert count <= _FEW or p95 <= _MOST_RECOVERY_S, figure
 
 
 def killed_at_random(config: schema.Config, url: str, *, count: int) -> Iterator[tuple[int, float]]:
@@ -134,7 +134,7 @@ def test_ranks_die_with_their_agent_and_another_agent_goes_on(tmp_path: Path, re
             orphans = ranks(agent, number=_RANKS)
             agent.kill()
             began, before = time.monotonic(), term_at_work(config)
-            wait_until(lambda: not any(map(is_alive, orphans)), description="no orphans", timeout_s=PATIENCE_S)
+            wait_until(lambda: not any(map(is_alive, orphans)), description="no orphans", timeout_s=2.0)
         with running_learner(config, redis_url, processes=_RANKS) as agent:
             await_steps(config, beyond_term=before, description=f"a step of the next agent\n{output(config)[-2000:]}")
             recovery_s = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""The quickstart as a newcomer runs it: a model learns, and nothing is lost."""
+"""The quickstart as a newcomer runs it: a model learns, nothing is lost, and it does not take long."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def test_the_quickstart_learns_what_imitation_did_not_teach(
     assert (found["lost"], found["twice"], found["clean"]) == (0, 0, True)
     assert found["lag"]["mean"] > 0.5
     assert found["loads"]["in_flight"] >= 30
+    assert found["total_s"] <= 360
     assert Path(found["plot"]).exists()
     assert answers_rightly(found["export"])
 

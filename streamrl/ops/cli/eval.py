@@ -85,12 +85,10 @@ def evaluate(
         streamrl eval runs/a@best runs/b@best ./sft --config conf/mine.yaml
 
     Samples like validation (validation.sampling) and scores with the rewards of the configuration: the run's, or
-    --config. A checkpoint's model settings are always its run's, so that several with one --config may differ in them;
-    without it, runs that differ in prompts, sampling or rewards are refused.
-    Prompts are those of data.validation, or --prompts; several datasets are reported by name. validation.pass_by adds
-    pass@k, majority vote and intervals. KEY.SUB=VALUE overrides a setting. It needs no Redis or workers and does not
-    touch the run; validation.timeout_s limits it. The configuration's own reward server is started and stopped with it.
-    Each reward is asked once before the model is loaded.
+    --config, without which runs that differ in prompts, sampling or rewards are refused. A checkpoint's model is always
+    its run's. Prompts are those of data.validation, or --prompts; several datasets are reported by name.
+    validation.pass_by adds pass@k, majority vote and intervals. KEY.SUB=VALUE overrides a setting. It needs no Redis or
+    workers; validation.timeout_s limits it. The configuration's own reward server is started and stopped with it.
 
     \b
     --json prints one object:

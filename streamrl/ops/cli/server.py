@@ -41,8 +41,7 @@ def ls(url: str | None, folder: Path | None, as_json: bool) -> None:
         streamrl runs ls --dir /shared/runs --redis redis://host:6379
 
     It scans the keys of Redis for 10 seconds at most, and says so if that was not enough, or if the Redis of
-    STREAMRL_REDIS does not answer. A run that is in both is
-    listed once, with its state in Redis. --json prints
+    STREAMRL_REDIS does not answer. A run that is in both is listed once, with its state in Redis. --json prints
     {complete, runs [{name state is_live term step parts created_at ended_at folder uid}]}.
     """
     if folder is not None and not folder.is_dir():
