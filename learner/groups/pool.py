@@ -40,7 +40,8 @@ _BREADTH = (0.02, 2000.0)  # bounds of a0 + b0: from prompts always or never ali
 _SEEN = np.dtype(
     [("row", "<i4"), ("at", "<i4"), ("samples", "<f8"), ("minority", "<f8"), ("reward", "<f8"), ("alike", "<f8")]
 )
-Chances = npt.NDArray[np.float64]  # [rows]
+Chances = npt.NDArray[np.float64]  # of rows, or of states of knowledge
+Rows = npt.NDArray[np.int32]
 Number = TypeVar("Number", float, Chances)
 
 
@@ -89,9 +90,11 @@ class Pool:
     def admission(self, at: int) -> Chances:
         """For each row, the chance that it is admitted as a candidate in this pass."""
         if at not in self._admission:
-            teach, known = _all_teach(self._alike(at, times=_IN_A_ROW)), self._known[self._dataset_of]
-            chances = np.where(known, teach / teach[known].max(initial=_TINY), 1.0)
-            self._admission = {at: np.maximum(_MIN_ADMISSION, chances)}
+            seen, dataset_of, state_of = self._states()
+            teach, known = _all_teach(self._alike(seen, dataset_of, at, times=_IN_A_ROW)), self._known[dataset_of]
+            is_some_prompts = np.bincount(state_of, minlength=len(seen)) > 0
+            chances = np.where(known, teach / teach[known & is_some_prompts].max(initial=_TINY), 1.0)
+            self._admission = {at: np.maximum(_MIN_ADMISSION, chances)[state_of]}
         return self._admission[at]
 
     def census(self, at: int) -> Mapping[str, int]:
@@ -100,9 +103,9 @@ class Pool:
         The next group of a solved or hopeless prompt is alike with a chance of at least one half; a solved one's reward
         is at least the mean over all drawn prompts, a hopeless one's is below.
         """
-        seen, _ = self._observed()
+        seen, dataset_of = self._observed()
         means = np.divide(seen["reward"], seen["samples"])
-        is_resting = self._alike(at, times=1)[0][self._seen["samples"] > 0] >= 0.5
+        is_resting = self._alike(seen, dataset_of, at, times=1)[0] >= 0.5
         is_above_mean = means >= (means.mean() if len(means) else 0.0)
         return {
             "new": len(self._seen) - len(seen),
@@ -111,15 +114,27 @@ class Pool:
             "hopeless": int((is_resting & ~is_above_mean).sum()),
         }
 
-    def _observed(self) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int32]]:
+    def _observed(self) -> tuple[npt.NDArray[np.void], Rows]:
         is_observed = self._seen["samples"] > 0
         return self._seen[is_observed], self._dataset_of[is_observed]
 
-    def _alike(self, at: int, *, times: int) -> list[Chances]:
-        """For each row, the chances that its next group is alike, that its next two are all one reward, and so on."""
-        decay = _DECAY ** np.maximum(0, at - self._seen["at"])
-        minority, samples = self._seen["minority"] * decay, self._seen["samples"] * decay
-        a0, b0 = self._priors[self._dataset_of].T
+    def _states(self) -> tuple[npt.NDArray[np.void], Rows, Rows]:
+        """What is known, each state once: first one for the new prompts of each dataset, then each observed prompt's.
+
+        With the states' datasets, and each row's state. So a million new prompts cost what one costs.
+        """
+        seen, dataset_of = self._observed()
+        new = np.zeros(len(self._names), dtype=_SEEN)
+        state_of = self._dataset_of.copy()
+        state_of[self._seen["samples"] > 0] = np.arange(len(new), len(new) + len(seen))
+        datasets = np.concatenate([np.arange(len(new), dtype=np.int32), dataset_of])
+        return np.concatenate([new, seen]), datasets, state_of
+
+    def _alike(self, seen: npt.NDArray[np.void], dataset_of: Rows, at: int, *, times: int) -> list[Chances]:
+        """For each state, the chances that its next group is alike, that its next two are all one reward, and so on."""
+        decay = _DECAY ** np.maximum(0, at - seen["at"])
+        minority, samples = seen["minority"] * decay, seen["samples"] * decay
+        a0, b0 = self._priors[dataset_of].T
         return _chances_of_alike(a0 + minority, b0 + samples - minority, self._num_samples, times=times)
 
 
