@@ -10,8 +10,8 @@ which the next decision heeds. Every rank has a conductor; on all but rank 0 it 
 
     rank 0   Conductor: decides, broadcasts, records                  others   Follower
 
-Methods that return something are collectives: all ranks call them and get rank 0's decision. The others report to rank
-0 what the ranks did, and do nothing on the other ranks.
+`next_plan`, `must_stop` and `poll_validation` are collectives: all ranks call them and get rank 0's decision. The
+others report to rank 0 what the ranks did, and do nothing on the other ranks.
 """
 
 from __future__ import annotations
@@ -117,15 +117,15 @@ class Conductor:
         self._lease.check()
         if after_s:
             self._pause(after_s)
-        must_end = self._has_to_end()
-        self._broadcast(bytes([must_end]))
-        return must_end
+        must_stop = self._has_to_stop()
+        self._broadcast(bytes([must_stop]))
+        return must_stop
 
     def poll_validation(self) -> Outcome:
         """Poll the running validation and return its outcome."""
         self._lease.check()
         outcome = Outcome.STOPPED
-        if not (self._has_to_end() or self._operator_stopped()):
+        if not (self._has_to_stop() or self._operator_stopped()):
             with self._context.progress.waiting(Wait.EVALUATION):
                 self._poll_validation(wait_s=_SLICE_S)
             outcome = Outcome.WAITING if self._validation_schedule.running else Outcome.DONE
@@ -147,7 +147,7 @@ class Conductor:
     def _next_before_training(self, step: int) -> Plan | None:
         self._lease.check()
         self._poll_validation(wait_s=0.0)
-        if self._has_to_end():
+        if self._has_to_stop():
             return Plan(kind=Kind.STOP, step=step)
         if 0 <= self._config.training.max_steps <= step:
             return Plan(kind=Kind.END, step=step)
@@ -177,13 +177,13 @@ class Conductor:
         if self._feed.commit_would_free():
             return Plan(kind=Kind.COMMIT, step=step)
         self._pause(_SLICE_S)
-        return Plan(kind=Kind.STOP if self._has_to_end() else Kind.IDLE, step=step)
+        return Plan(kind=Kind.STOP if self._has_to_stop() else Kind.IDLE, step=step)
 
     def _pause(self, wait_s: float) -> None:
         with self._context.progress.waiting(Wait.WEIGHTS):
             self._context.stop.wait(wait_s)
 
-    def _has_to_end(self) -> bool:
+    def _has_to_stop(self) -> bool:
         """Whether a signal came or this job's time is up; the next job continues the run."""
         if self._context.stop.is_set():
             return True

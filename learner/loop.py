@@ -3,9 +3,11 @@
               rank 0                                       every rank
     ┌── next plan: tickets, groups ──► broadcast ──► fetch own groups, verify ──► verdicts, all-reduced
     │                                                                                    │
-    │                                    AdamW ◄── guard, clip ◄── gradients of packed micro-batches
+    │                                    AdamW ◄── finite? clip ◄── gradients of packed micro-batches
     │                                      │
-    └── settle, record ◄── checkpoint, publish: each rank copies its own state; the rest overlaps the next steps
+    └── record ◄── checkpoint ◄── publish ◄── settle
+
+To publish and to save, each rank only copies its own state; the rest overlaps the next steps.
 
 A round executes one plan. Rank 0 decides within about a second and sends IDLE when there is nothing to do, so that no
 rank blocks for long without a reason that the monitor shows. All ranks follow the same plan under the same settings, so
@@ -148,7 +150,7 @@ class Loop:
     def _make_step(self, plan: Plan) -> None:
         """Make one optimizer step from the plan's groups.
 
-        fetch ─► gradients ─► updates ─► settle ─► publish ─► validate ─► commit ─► record
+        fetch ─► gradients ─► updates ─► settle ─► publish ─► validate ─► checkpoint ─► record
         """
         self._progress.working("train")
         tally = Tally(sources=self._config.reward_sources, step=self._step, is_dead=self._parts.start.is_dead)
@@ -158,7 +160,7 @@ class Loop:
         updates = self._learn(groups, tally, self._rate(plan)) if GroupCheck.SOUND in verdicts else []
         applied = [one for one in updates if one.applied]
         self._conductor.settle(plan, verdicts, trained=bool(applied))
-        self._guard(updates)
+        self._count_skipped(updates)
         if not applied:
             return
         self._step += 1
@@ -218,7 +220,7 @@ class Loop:
             world=self._world,
         )
 
-    def _guard(self, updates: Sequence[Update]) -> None:
+    def _count_skipped(self, updates: Sequence[Update]) -> None:
         """Count skipped steps and raise after too many in a row; all ranks count alike, so all stop together."""
         if not updates:
             return

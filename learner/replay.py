@@ -42,7 +42,7 @@ from streamrl.learner.rank_context import (
 )
 from streamrl.learner.replayed import ReplayStream, Unpublished, as_replayed, first_state, versions_of
 from streamrl.learner.start import REPLAY, Start, claim_folder, make_start
-from streamrl.ops.record.recording import Recording
+from streamrl.protocol.recording import Recording
 from streamrl.protocol.transport.types import RunState
 from streamrl.recipe.algorithms import make_algorithm
 from streamrl.versions import term_of
@@ -88,7 +88,7 @@ def _begin(
     _mark(config.folder, recording)
     claimed = claim_folder(config, prompts)
     versions = versions_of(recording)
-    # No token counts as one of an abandoned branch: which of the recorded run's learners were replaced is unknown here.
+    # No token counts as of an abandoned lineage: which of the recorded learners were replaced is unknown here.
     lineage = dict.fromkeys(term_of(version) for version, _ in versions)
     start = make_start(config, claimed, prompts, lineage=lineage, canary_ids=())
     goes_on_from = str(start.checkpoint)

@@ -20,7 +20,7 @@ from streamrl.config import schema
 from streamrl.errors import WireError
 from streamrl.learner.groups.ledger import NOT_RECORDED, FeedState, Ledger, LedgerState
 from streamrl.learner.publishing.shipping import Published
-from streamrl.ops.record.recording import Place, Recording, open_group, read_group
+from streamrl.protocol.recording import Place, Recording, open_group, read_group
 from streamrl.protocol.transport.types import Entry, Letter, Orders, PresentGroup, PresentTicket, entry_order
 from streamrl.protocol.wire.ticket import Purpose, Ticket
 from streamrl.telemetry.progress import Report

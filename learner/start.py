@@ -103,7 +103,7 @@ class Start:
         return by_data if self.total_steps == self.steps_of_data else max(by_data, step - self.first_step)
 
     def is_dead(self, version: int, step: int) -> bool:
-        """Whether this version, made at this optimizer step, belongs to an abandoned branch."""
+        """Whether this version, made at this optimizer step, belongs to an abandoned lineage."""
         return not Lineage(self.lineage).holds(CheckpointName(term_of(version), step))
 
 

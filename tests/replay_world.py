@@ -17,8 +17,8 @@ from streamrl.learner.checkpoints.terms import ancestry
 from streamrl.learner.loading.tokenizer import read_tokenizer_info
 from streamrl.learner.process.ranks import World
 from streamrl.learner.replay import replay
-from streamrl.ops.record.recording import Origin
 from streamrl.ops.record.write import RecordingWriter
+from streamrl.protocol.recording import Origin
 from streamrl.protocol.transport.types import Entry
 from streamrl.protocol.wire.group import encode_group
 from streamrl.versions import make_version

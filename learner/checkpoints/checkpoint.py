@@ -15,7 +15,7 @@ machine may not even see yet. The manifest also holds the stream's state and nam
 of it commits at once. If tickets have ended since without an optimizer step (for example, the run's last groups are
 dropped), the tensors are unchanged: then only a new manifest is renamed into place.
 
-A term removes only checkpoints of its own lineage, and none that a newer term resumes from; a branch abandoned by a
+A term removes only checkpoints of its own lineage, and none that a newer term resumes from; a lineage abandoned by a
 replaced learner stays. Torch-free; blocks on the disk, for as long as reading or syncing every file takes.
 
 A checkpoint is damaged if one of its files is missing, or is not what was sealed. If the file system cannot tell, as a

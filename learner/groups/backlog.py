@@ -127,12 +127,12 @@ class Inventory:
         """Tickets whose entries no worker can read, with the reason; they would be leased again and again forever."""
         return {t.number: t.flaw for t in self.tickets if t.flaw is not None and _is_wanted(t, ledger)}
 
-    def of_another_branch(self, ledger: Ledger) -> list[PresentTicket]:
+    def of_another_lineage(self, ledger: Ledger) -> list[PresentTicket]:
         """Open tickets whose entries ask for something other than their numbers stand for."""
         return [t for t in self.tickets if t.sound and ledger.is_open(t.number) and not _is_wanted(t, ledger)]
 
     def superfluous(self, ledger: Ledger) -> list[str]:
-        """Ticket entries to delete: unreadable, ended, of another branch, or a second one of the same ticket."""
+        """Ticket entries to delete: unreadable, ended, of another lineage, or a second one of the same ticket."""
         found: list[str] = []
         seen: set[int] = set()
         for ticket in self.tickets:

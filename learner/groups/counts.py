@@ -1,7 +1,7 @@
 """Counts ended groups by the length of their longest response and, if `data.train` mixes several, by dataset.
 
-By length: dropping tends to hit long responses, since what takes long is old when it comes, and one slow sample delays
-its group. So drops are counted per length beside all ended groups, and each length has its drop rate.
+By length: dropping tends to hit long responses, since slow groups are stale when they arrive, and one slow sample
+delays its group. So drops are counted per length beside all ended groups, and each length has its drop rate.
 
 By dataset: what is trained of each need not match the weights, since groups of prompts that are always or never solved
 are dropped. So both are counted, and rewards are reported per dataset beside the overall mean.

@@ -18,7 +18,7 @@ What a place asks for is fixed when it is drawn, and never changes afterwards:
 
     crash, takeover   places beyond the checkpoint come from the logs since its term: tickets in flight keep their
                       meaning. Groups that ended since then end again, and are observed again
-    a log is lost     these places are drawn again; tickets in Redis under their numbers are of another branch: deleted
+    a log is lost     these places are drawn again; tickets in Redis under their numbers are of another lineage: deleted
     fork              has the checkpoint's pool and places; or starts afresh with its own data
     Redis rolls back  a number asks for what it did before, or its identity differs (`wire.ticket`)
     replay            draws nothing: `UnknownOrder`

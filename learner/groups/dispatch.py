@@ -180,9 +180,9 @@ class Dispatch:
         missing = [number for number in self._ledger.open_tickets() if number not in present]
         flaws = found.unreadable(self._ledger)
         unreadable = flaws.keys() & set(missing)
-        for ticket in (of_another_branch := found.of_another_branch(self._ledger)):
+        for ticket in (of_another_lineage := found.of_another_lineage(self._ledger)):
             self._ledger.ignore(NOT_ASKED)
-            log.warning("ticket of another branch", entry=ticket.entry_id, ticket=ticket.number)
+            log.warning("ticket of another lineage", entry=ticket.entry_id, ticket=ticket.number)
         if superfluous:
             self._stream.delete_tickets("train", superfluous)
             crashpoint("reconcile.deleted")
@@ -195,14 +195,14 @@ class Dispatch:
             "reconciled",
             present=len(present),
             deleted=len(superfluous),
-            of_another_branch=len(of_another_branch),
+            of_another_lineage=len(of_another_lineage),
             issued_again=len(missing),
             unreadable=len(unreadable),
         )
         return found
 
     def _retried(self) -> dict[int, int | None]:
-        """The retries that Redis should know: ours, and removals (None) of another branch's below our issued count."""
+        """The retries that Redis should know: ours, and removals (None) of another lineage's below our issued count."""
         known = self._ledger.retries.known()
         others = {n: None for n in self._stream.retried() if n < self._ledger.issued and n not in known}
         return {**others, **known}

@@ -10,7 +10,7 @@ ticket. So an entry that would end a ticket without answering it (a failure, an 
 model) counts only if the ticket is no longer waiting. Such entries are few; each costs one query to Redis, and sound
 ones none.
 
-An answer with another identity does not count either, even under one of our numbers: it is of another branch of the
+An answer with another identity does not count either, even under one of our numbers: it is of another lineage of the
 run's history, left by a Redis that switched between copies of itself.
 """
 

@@ -50,8 +50,8 @@ class Kind(IntEnum):
 
     IDLE = 0  # nothing to train yet; ask for the next plan
     STEP = 1
-    END = 2  # every ticket of the run is resolved
-    STOP = 3  # stopped by the operator or a signal, or drained; tickets are left
+    END = 2  # complete: the data are used up, or max_steps are made
+    STOP = 3  # before that: by the operator, a signal or max_time, or drained
     COMMIT = 4  # checkpoint now: Redis is short of room, and a commit frees some
     PUBLISH = 5  # Redis lost parts of the newest version: publish the weights in full
 
@@ -81,7 +81,6 @@ class PlanEntry:
     entry_id: str
     ticket: int
     digest: int  # xxh3_64 of the group's body
-    num_tokens: int
     rank: int  # the `World.data_rank` that fetches, verifies and trains it
     # Header and body that rank 0 has already read of its own groups; not broadcast.
     opened: tuple[GroupHeader, bytes] | None = field(default=None, compare=False, repr=False)
@@ -99,7 +98,7 @@ class Plan:
         return [(at, entry) for at, entry in enumerate(self.entries) if entry.rank == rank]
 
     def to_bytes(self) -> bytes:
-        entries = [[one.entry_id, one.ticket, one.digest, one.num_tokens, one.rank] for one in self.entries]
+        entries = [[one.entry_id, one.ticket, one.digest, one.rank] for one in self.entries]
         return json.dumps([self.kind, self.step, entries, self.num_answered]).encode()
 
     @staticmethod
@@ -109,8 +108,8 @@ class Plan:
             kind=Kind(kind),
             step=step,
             entries=tuple(
-                PlanEntry(entry_id=entry_id, ticket=ticket, digest=digest, num_tokens=num_tokens, rank=rank)
-                for entry_id, ticket, digest, num_tokens, rank in entries
+                PlanEntry(entry_id=entry_id, ticket=ticket, digest=digest, rank=rank)
+                for entry_id, ticket, digest, rank in entries
             ),
             num_answered=num_answered,
         )
@@ -129,7 +128,6 @@ class ReadyGroup:
             entry_id=self.entry_id,
             ticket=self.header.ticket,
             digest=self.header.digest,
-            num_tokens=self.header.num_tokens,
             rank=rank,
             opened=(self.header, self.body) if rank == 0 and self.body is not None else None,
         )

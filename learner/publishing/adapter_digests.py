@@ -16,7 +16,7 @@ from torch import nn
 
 from streamrl.learner.model.lora import adapter_parameters, adapters_of, base_parameters, merged
 from streamrl.learner.publishing.host_copy import digests_of
-from streamrl.protocol.weights.format import Coding, DType, RangeDigest, TensorMeta
+from streamrl.protocol.weights.format import Coding, DType, RangeRecord, TensorMeta
 
 _NUM_TURNS = 16  # number of versions that cover all merged tensors
 
@@ -27,10 +27,10 @@ class AdapterDigests:
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
         self.adapters = adapters_of(model)
         self.pretrained = metas_of(base_parameters(model), dtype) if self.adapters else ()
-        self._digests: tuple[RangeDigest, ...] | None = None  # of the frozen model, once computed
+        self._digests: tuple[RangeRecord, ...] | None = None  # of the frozen model, once computed
         self._turn = 0
 
-    def take(self) -> list[RangeDigest]:
+    def take(self) -> list[RangeRecord]:
         """Return the digests for the next version. A collective."""
         if not self.adapters:
             return []

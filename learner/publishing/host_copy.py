@@ -1,8 +1,8 @@
 """A host copy of the weights in their published dtype, which is encoded while the optimizer continues.
 
-Of a publish the loop waits for this copy, and for little else. It is made in parts, so that the first is encoded while
-the next is copied. There is memory for two copies: the last announced one stays, since the next is encoded against it,
-and the other is overwritten.
+Of a publish, the loop waits only for this copy and a little more. It is made in parts, so that the first is encoded
+while the next is copied. There is memory for two copies: the last announced one stays, since the next is encoded
+against it, and the other is overwritten.
 
     take ─► one half ─► encoded against the other ─► announced: keep ─► take ─► the other half ─► ...
                                                  └─► failed ─► take ─► the same half again
@@ -31,7 +31,7 @@ from streamrl.errors import WeightsError
 from streamrl.learner.model.lora import published_parameters
 from streamrl.learner.parallel.dtensors import LocalRows, reported
 from streamrl.learner.publishing.copiers import Check, Copier
-from streamrl.protocol.weights.format import MAX_RANGE_ELEMENTS, Coding, DType, HeldRange, RangeDigest
+from streamrl.protocol.weights.format import MAX_RANGE_ELEMENTS, Coding, DType, HeldRange, RangeRecord
 
 _PART_BYTES = 8 << 20  # or one range, if larger
 _ALIGN = 64
@@ -120,14 +120,14 @@ def cast_digests(model: nn.Module, dtype: DType) -> CastDigests:
     return {(part.tensor, part.start): part.digest for part in parts}
 
 
-def digests_of(tensors: Iterable[tuple[str, torch.Tensor]], dtype: DType, coding: Coding) -> Iterator[RangeDigest]:
+def digests_of(tensors: Iterable[tuple[str, torch.Tensor]], dtype: DType, coding: Coding) -> Iterator[RangeRecord]:
     """Digest what this rank holds of the tensors, as ranges without bytes."""
     for name, tensor in tensors:
         run = reported(tensor, shape=tensor.shape)
         for begin in range(0, len(run.values), MAX_RANGE_ELEMENTS):
             values = run.values[begin : begin + MAX_RANGE_ELEMENTS]
             digest = _digest(values, getattr(torch, dtype))
-            yield RangeDigest(name, run.start + begin, len(values), coding, 0, 0, digest)
+            yield RangeRecord(name, run.start + begin, len(values), coding, 0, 0, digest)
 
 
 def _digest(values: torch.Tensor, dtype: torch.dtype) -> bytes:
@@ -137,7 +137,7 @@ def _digest(values: torch.Tensor, dtype: torch.dtype) -> bytes:
     return digest.digest()
 
 
-def refuse_other_bytes(encoded: Iterable[RangeDigest], cast: CastDigests) -> None:
+def refuse_other_bytes(encoded: Iterable[RangeRecord], cast: CastDigests) -> None:
     """Raise WeightsError for encoded ranges that differ from the cast of the masters."""
     others = [part for part in encoded if cast.get((part.tensor, part.start)) != part.digest]
     if others:

@@ -36,7 +36,7 @@ from streamrl.learner.publishing.copiers import Copier, copier_for
 from streamrl.learner.publishing.host_copy import CastDigests, HostCopy, Part, cast_digests
 from streamrl.learner.publishing.shipping import Announcer, Published, Shipper
 from streamrl.learner.publishing.sweep import Sweeper
-from streamrl.protocol.weights.encoder import CodedPart
+from streamrl.protocol.weights.encoder import EncodedRange
 from streamrl.protocol.weights.manifest import Manifest
 from streamrl.protocol.weights.retention import AnchorPace
 from streamrl.protocol.weights.stores import BlobStore, budget_in_redis, refuse_too_large
@@ -181,7 +181,7 @@ class Publisher:
     def _cast(self) -> CastDigests:
         return {**cast_digests(self._policy.model, self._settings.dtype), **self._buffers.digests()}
 
-    def _encode(self, pending: Manifest, part: Part) -> list[CodedPart]:
+    def _encode(self, pending: Manifest, part: Part) -> list[EncodedRange]:
         part.check()
         return self._shipper.encode(pending, part.ranges)
 
@@ -213,11 +213,11 @@ class Publisher:
     def _settle_anchor(self, *, wait_s: float) -> None:
         if self._anchor is None:
             return
-        if not self._is_done_everywhere(self._anchor, wait_s=wait_s):
-            return
-        num_bytes = self._anchor.result()
-        self._anchor = None
-        if num_bytes is None:
+        all_done = self._is_done_everywhere(self._anchor, wait_s=wait_s)
+        num_bytes = self._anchor.result() if all_done else None
+        if all_done:
+            self._anchor = None
+        if num_bytes is None:  # it failed, or may hang
             self._give_up_in_time(self._anchorless_since, "anchor of the weights")
         else:
             self._note_anchor(num_bytes)

@@ -33,8 +33,8 @@ from streamrl.learner.process.ranks import World
 from streamrl.learner.publishing.host_copy import CastDigests, refuse_other_bytes
 from streamrl.learner.publishing.sweep import Sweeper
 from streamrl.protocol.transport.types import Announcement
-from streamrl.protocol.weights.encoder import CodedPart, EncodedShard, ShardEncoder
-from streamrl.protocol.weights.format import Coding, HeldRange, RangeDigest
+from streamrl.protocol.weights.encoder import EncodedRange, EncodedShard, ShardEncoder
+from streamrl.protocol.weights.format import Coding, HeldRange, RangeRecord
 from streamrl.protocol.weights.manifest import Manifest, ShardRecord, decode_record, encode_manifest, encode_record
 from streamrl.protocol.weights.stores import BlobStore
 from streamrl.versions import show
@@ -78,18 +78,18 @@ class Shipper:
         self._world, self._store, self._sweeper, self._announcer = world, store, sweeper, announcer
         self._encoder = ShardEncoder()
         self._announced: Manifest | None = None  # the newest
-        self._byteless: Sequence[RangeDigest] = ()  # ranges without bytes of the version shipped last
+        self._byteless: Sequence[RangeRecord] = ()  # ranges without bytes of the version shipped last
 
-    def encode(self, pending: Manifest, ranges: Sequence[HeldRange]) -> list[CodedPart]:
+    def encode(self, pending: Manifest, ranges: Sequence[HeldRange]) -> list[EncodedRange]:
         """Encode some of this rank's ranges. Here and below `pending` is the manifest without its blobs."""
-        return self._encoder.encode_part(ranges, anchor=pending.base == 0)
+        return self._encoder.encode_ranges(ranges, anchor=pending.base == 0)
 
     def ship(
         self,
         pending: Manifest,
-        encoded: Sequence[Future[list[CodedPart]]],
+        encoded: Sequence[Future[list[EncodedRange]]],
         cast: CastDigests | None,  # None: the parts were verified before they were encoded
-        byteless: Sequence[RangeDigest] = (),
+        byteless: Sequence[RangeRecord] = (),
     ) -> Published | None:
         """Store and announce a version, with `byteless`, ranges that have no bytes. A collective.
 
@@ -125,7 +125,7 @@ class Shipper:
         return sum(record.num_bytes for record in records) if self._announce_together(manifest, amended=True) else None
 
     def _joined(
-        self, pending: Manifest, encoded: Sequence[Future[list[CodedPart]]], cast: CastDigests | None
+        self, pending: Manifest, encoded: Sequence[Future[list[EncodedRange]]], cast: CastDigests | None
     ) -> EncodedShard | None:
         """Join this rank's parts; None on an error."""
         try:

@@ -18,9 +18,9 @@ import safetensors.torch
 import torch
 
 from streamrl.config import schema
-from streamrl.ops.record.recording import Origin
 from streamrl.ops.record.tap import Tap, record
 from streamrl.ops.record.write import RecordingWriter
+from streamrl.protocol.recording import Origin
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.snapshot import snapshot

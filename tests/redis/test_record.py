@@ -17,9 +17,9 @@ import redis.asyncio
 
 from streamrl.errors import DataError
 from streamrl.ops.cli.main import main
-from streamrl.ops.record.recording import Origin, Recording
 from streamrl.ops.record.tap import Tap, record
 from streamrl.ops.record.write import RecordingWriter
+from streamrl.protocol.recording import Origin, Recording
 from streamrl.protocol.transport.keys import Keys
 from tests.helpers import wait_until
 from tests.redis.run_world import RunWorld

@@ -81,7 +81,7 @@ class Trained:
         return {n: found for n, found in self.prompts.items() if found != [prompts[n].token_ids.tolist()]}
 
 
-async def test_tickets_of_another_branch_under_the_same_numbers_are_not_taken_for_ours(
+async def test_tickets_of_another_lineage_under_the_same_numbers_are_not_taken_for_ours(
     make_world: MakeWorld, client: redis.Redis, keys: Keys
 ) -> None:
     world = make_world(worker={"max_attempts": 1}, prompts=make_prompts(NUM_PROMPTS))

@@ -247,7 +247,7 @@ def test_of_equally_good_checkpoints_the_newest_is_kept(root: CheckpointRoot) ->
     assert kept(root) == [(1, 30)]
 
 
-def test_an_term_prunes_its_ancestors_but_not_another_branch(root: CheckpointRoot) -> None:
+def test_an_term_prunes_its_ancestors_but_not_another_lineage(root: CheckpointRoot) -> None:
     save(root, 1, 10)
     save(root, 1, 20)
     root.claim_term("uid")

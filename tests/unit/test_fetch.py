@@ -29,7 +29,7 @@ class Ranks:
             header, body = encode_group(make_group(make_ticket(number), samples=samples))
             entry_id = self.server.append("train", number=number, run_uid="uid", header=header, body=body)
             digest = decode_header(header).digest
-            entries.append(PlanEntry(entry_id=entry_id, ticket=number, digest=digest, num_tokens=1, rank=number % 2))
+            entries.append(PlanEntry(entry_id=entry_id, ticket=number, digest=digest, rank=number % 2))
         self.plan = Plan(kind=Kind.STEP, step=10, entries=tuple(entries))
 
     def fetch(self, rank: int, *, oldest_step: int = 0, vocabulary: int = 1000) -> Fetched:

@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.errors import ConfigError
 from streamrl.ops.record.export import to_json
-from streamrl.ops.record.recording import is_entry_id
+from streamrl.ops.record.recorded import is_entry_id
 from streamrl.ops.record.view import lines_of
 from streamrl.protocol.transport.types import Entry
 from streamrl.protocol.wire.branches import Branch

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,18 +15,13 @@ from bench.house import ROOMS, Source, folder_cycles
 ROOT = Path(__file__).parents[2]
 
 SIDES = ("streamrl.learner", "streamrl.workers")
+# Besides the table of docs/architecture.md, which says what the folders may import of each other.
 FORBIDDEN = {
     # The shared library serves machines that have neither torch nor a GPU: monitors, CI, the operator's laptop.
     "streamrl": ("torch", "vllm", "transformers"),
-    # What the sides say to each other knows neither of them, nor who looks on.
-    "streamrl/protocol": (*SIDES, "streamrl.ops", "streamrl.demos", "streamrl.recipe"),
-    "streamrl/config": (*SIDES, "streamrl.ops", "streamrl.demos"),
-    "streamrl/telemetry": (*SIDES, "streamrl.ops", "streamrl.demos", "streamrl.protocol"),
-    "streamrl/recipe": (*SIDES, "streamrl.ops", "streamrl.demos", "vllm"),
-    **{f"streamrl/ops/{room}": SIDES for room in ("audit", "launch", "monitor", "python", "record")},
     # A worker never waits for a rank: it knows the learner by the stream alone.
-    "workers": ("streamrl.learner", "streamrl.ops", "streamrl.demos", "torch.distributed"),
-    "learner": ("streamrl.workers", "streamrl.ops.launch", "streamrl.demos", "vllm"),
+    "workers": ("torch.distributed",),
+    "learner": ("vllm",),
 }
 # Formulas of tensors, which whoever checks a configuration imports too: they may name torch's types, and no more.
 TYPES_ALONE = ROOT / "streamrl" / "recipe"
@@ -82,6 +79,36 @@ def test_no_room_imports_what_it_must_not(room: str) -> None:
         for line, name in offences(read(file), FORBIDDEN[room])
     ]
     assert found == []
+
+
+@cache
+def table_of_imports() -> dict[str, set[str]]:
+    """By folder, what it may import according to docs/architecture.md."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| `([\w/]+)` \|.*\|(.*)\|$", text.partition("| may import |")[2].partition("\n\n")[0], re.M)
+    return {folder: set(re.findall(r"`([\w/]+)`", allowed)) for folder, allowed in rows}
+
+
+def folder_of(file: Path) -> str:
+    """The row of the table that a source belongs to."""
+    name = file.relative_to(ROOT).as_posix()
+    return max((folder for folder in table_of_imports() if name.startswith(f"{folder}/")), key=len)
+
+
+def test_the_folders_import_each_other_as_the_architecture_page_says() -> None:
+    table = table_of_imports()
+    names = {folder.removeprefix("streamrl/") for folder in table}
+    assert {"learner", "workers", "protocol", "ops", "ops/cli"} < names
+    found = []
+    for file in (path for room in table for path in sorted((ROOT / room).rglob("*.py"))):
+        own = folder_of(file)
+        allowed = {*table[own], own.removeprefix("streamrl/")}
+        for line, name in imported_modules(running(file.read_text())):
+            path = name.removeprefix("streamrl.").replace(".", "/")
+            is_ruled = name.startswith("streamrl.") and path.split("/")[0] in names
+            if is_ruled and not any(path == one or path.startswith(f"{one}/") for one in allowed):
+                found.append(f"{file.relative_to(ROOT)}:{line} imports {name}")
+    assert sorted(set(found)) == []
 
 
 def read(file: Path) -> str:

@@ -98,6 +98,18 @@ def test_anchors_that_fail_for_too_long_end_the_run(tmp_path: Path) -> None:
         publish(scene.publisher, 3)
 
 
+def test_an_anchor_that_hangs_for_too_long_ends_the_run(tmp_path: Path) -> None:
+    hand = ByHand()
+    scene = anchor_due_at_once(tmp_path, background=hand, give_up_after_s=30.0)
+    scene.publisher.begin(1)
+    hand.work(2)  # encode, ship; the anchor is never stored
+    for scene.clock.now in (1.0, 29.0):
+        scene.publisher.settle()
+    scene.clock.now = 31.0
+    with pytest.raises(TrainingError, match=r"no anchor of the weights could be published for 31 s"):
+        scene.publisher.settle()
+
+
 def test_a_newer_learner_ends_publishing_also_while_an_anchor_is_laid(tmp_path: Path) -> None:
     scene = anchor_due_at_once(tmp_path)
     scene.stream.anchor_refusal = Fenced("a newer term")

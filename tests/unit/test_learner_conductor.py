@@ -165,7 +165,7 @@ def test_while_redis_is_away_no_weights_are_missed(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_follows_gets_what_rank_0_decides_and_records_nothing(tmp_path: Path) -> None:
-    entry = PlanEntry(entry_id="5-1", ticket=3, digest=(1 << 64) - 1, num_tokens=7, rank=1)
+    entry = PlanEntry(entry_id="5-1", ticket=3, digest=(1 << 64) - 1, rank=1)
     wire, plan = Wire(), Plan(kind=Kind.STEP, step=2, entries=(entry,))
     lead = Scene(tmp_path, plan, world=wire)
     follower = Follower(surroundings(learner_config(tmp_path), world=wire))

@@ -35,7 +35,6 @@ def plan_for(*entries: Entry) -> Plan:
             entry_id=entry.id,
             ticket=entry.number,
             digest=decode_header(entry.header).digest,
-            num_tokens=4,
             rank=entry.number % 2,
         )
         for entry in entries

@@ -10,7 +10,6 @@ entries = st.builds(
     entry_id=st.tuples(st.integers(0, 1 << 45), st.integers(0, 1 << 32)).map(lambda pair: f"{pair[0]}-{pair[1]}"),
     ticket=st.integers(0, (1 << 63) - 1),
     digest=st.integers(0, (1 << 64) - 1),
-    num_tokens=st.integers(0, 1 << 40),
     rank=st.integers(0, 1 << 16),
 )
 
@@ -22,7 +21,7 @@ def test_a_plan_survives_its_journey(kind: Kind, step: int, made: list[PlanEntry
 
 
 def test_a_rank_finds_its_entries_with_their_places_in_the_accept_vector() -> None:
-    made = tuple(PlanEntry(entry_id=f"{i}-0", ticket=i, digest=0, num_tokens=1, rank=i % 2) for i in range(5))
+    made = tuple(PlanEntry(entry_id=f"{i}-0", ticket=i, digest=0, rank=i % 2) for i in range(5))
     plan = Plan(kind=Kind.STEP, step=0, entries=made)
     assert [(at, entry.ticket) for at, entry in plan.of_rank(1)] == [(1, 1), (3, 3)]
     assert plan.of_rank(7) == []

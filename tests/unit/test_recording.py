@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import DataError, ResourceError
-from streamrl.ops.record.recording import Origin, Recording, begin_file, file_name, files_of, open_group
+from streamrl.ops.record.recorded import RecordedGroups
 from streamrl.ops.record.write import RecordingWriter
+from streamrl.protocol.recording import Origin, Recording, begin_file, file_name, files_of, open_group
 from streamrl.protocol.transport.types import Entry
 from streamrl.protocol.wire.group import encode_group
 from tests.helpers import make_group, make_ticket
@@ -155,6 +156,12 @@ def test_a_flipped_bit_in_the_middle_is_found_when_the_group_is_read(tmp_path: P
 
     with pytest.raises(DataError, match=r"group 1001-0 at byte \d+ is damaged: .* digest"):
         recorded(tmp_path)
+    shown = RecordedGroups(tmp_path).latest(3)
+    assert [(entry.id, bool(entry.header)) for entry in shown] == [
+        ("1000-0", True),
+        ("1001-0", False),
+        ("1002-0", True),
+    ]
 
 
 def test_two_writers_in_one_folder_are_one_too_many(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from tokenizers import models, pre_tokenizers
 
 from streamrl.extras import install
 from streamrl.ops.cli.main import main
-from streamrl.ops.record.recording import Origin, Recording
 from streamrl.ops.record.write import RecordingWriter
+from streamrl.protocol.recording import Origin, Recording
 from streamrl.protocol.transport.types import Entry
 from streamrl.protocol.wire.group import encode_group
 from tests.helpers import make_group, make_sample, make_ticket

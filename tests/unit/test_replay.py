@@ -19,8 +19,8 @@ from streamrl.crashpoints import CrashAt, Point, SimulatedCrash, armed
 from streamrl.errors import ConfigError
 from streamrl.ops.audit import audit_folder
 from streamrl.ops.record.kept import KeptGroups
-from streamrl.ops.record.recording import Origin
 from streamrl.ops.record.write import RecordingWriter
+from streamrl.protocol.recording import Origin
 from streamrl.protocol.wire.group import Group, decode_header, encode_group
 from tests.integration.learner_world import lines
 from tests.replay_world import (

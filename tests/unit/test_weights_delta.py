@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import WeightsError
-from streamrl.protocol.weights.format import Coding, RangeDigest, digest_of
+from streamrl.protocol.weights.format import Coding, RangeRecord, digest_of
 from streamrl.protocol.weights.kernels import Compiled
-from streamrl.protocol.weights.sparse import Codec, InPasses, Piece, expand, plain_of
+from streamrl.protocol.weights.sparse import Codec, CodedRange, InPasses, expand, plain_of
 
 DTYPES = [np.dtype("<u2"), np.dtype("<u4")]
 
@@ -30,7 +30,7 @@ def round_trip(codec: Codec, new: np.ndarray, old: np.ndarray) -> np.ndarray:
     patched = old.copy()
     if found.num_changed:
         coded = compressed(found.plain)
-        add(codec, [piece(coded, num_changed=found.num_changed, start=0, length=len(old))], patched)
+        add(codec, [coded_range(coded, num_changed=found.num_changed, start=0, length=len(old))], patched)
     return patched
 
 
@@ -42,15 +42,15 @@ def coding_of(positions: np.ndarray, differences: np.ndarray) -> bytes:
     return compressed(plain_of(positions, differences))
 
 
-def add(codec: Codec, codings: list[Piece], tensor: np.ndarray) -> np.ndarray:
+def add(codec: Codec, codings: list[CodedRange], tensor: np.ndarray) -> np.ndarray:
     """Where."""
     decompressor = zstandard.ZstdDecompressor()
     plains = [expand(one, dtype=tensor.dtype, decompressor=decompressor) for one in codings]
     return codec.add(codings, plains, tensor)
 
 
-def piece(coded: bytes, *, num_changed: int, start: int, length: int) -> Piece:
-    said = RangeDigest(
+def coded_range(coded: bytes, *, num_changed: int, start: int, length: int) -> CodedRange:
+    record = RangeRecord(
         tensor="t",
         start=start,
         length=length,
@@ -59,7 +59,7 @@ def piece(coded: bytes, *, num_changed: int, start: int, length: int) -> Piece:
         num_bytes=len(coded),
         digest=bytes(16),
     )
-    return Piece(said=said, coded=memoryview(coded))
+    return CodedRange(record=record, data=memoryview(coded))
 
 
 @given(
@@ -132,7 +132,7 @@ def test_deltas_added_together_are_those_added_one_by_one(codec, dtype, ranges, 
         if len(positions):
             differences = rng.integers(1, np.iinfo(dtype).max, size=len(positions), dtype=dtype)
             coded = coding_of(positions, differences)
-            codings.append(piece(coded, num_changed=len(positions), start=start, length=length))
+            codings.append(coded_range(coded, num_changed=len(positions), start=start, length=length))
             tensor[start + positions] += differences
     patched = np.zeros_like(tensor)
 
@@ -148,7 +148,7 @@ def test_wide_gaps_that_one_delta_lacks_and_another_has_too_many_of_are_refused(
     far = coding_of(np.array([3, 4, 5, 6]), np.ones(4, dtype="<u2"))
     lacks, has = (zstandard.decompress(coded) for coded in (near, far))
     moved = [lacks[:-4], has + lacks[-4:]]
-    codings = [piece(zstandard.compress(plain, 1), num_changed=4, start=0, length=200_001) for plain in moved]
+    codings = [coded_range(zstandard.compress(plain, 1), num_changed=4, start=0, length=200_001) for plain in moved]
 
     with pytest.raises(WeightsError, match="wide gaps"):
         add(codec, codings, np.zeros(200_001, dtype="<u2"))
@@ -162,18 +162,20 @@ def coded_example() -> tuple[bytes, np.ndarray]:
 def test_a_delta_that_claims_other_counts_or_a_shorter_range_is_refused(codec):
     coded, positions = coded_example()
     tensor = np.zeros(200_001, dtype="<u2")
-    assert add(codec, [piece(coded, num_changed=4, start=0, length=200_001)], tensor).tolist() == positions.tolist()
+    assert (
+        add(codec, [coded_range(coded, num_changed=4, start=0, length=200_001)], tensor).tolist() == positions.tolist()
+    )
 
     for num_changed, length in [(3, 200_001), (5, 200_001), (4, 200_000), (4, 10)]:
         with pytest.raises(WeightsError):
-            add(codec, [piece(coded, num_changed=num_changed, start=0, length=length)], tensor)
+            add(codec, [coded_range(coded, num_changed=num_changed, start=0, length=length)], tensor)
 
 
 def test_a_bomb_is_refused_before_it_expands(codec):
     bomb = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 28))
 
     with pytest.raises(WeightsError, match="claims to expand"):
-        add(codec, [piece(bomb, num_changed=4, start=0, length=1000)], np.zeros(1000, dtype="<u2"))
+        add(codec, [coded_range(bomb, num_changed=4, start=0, length=1000)], np.zeros(1000, dtype="<u2"))
 
 
 @given(cut=st.integers(0, 60), flips=st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 7)), max_size=3))
@@ -186,7 +188,7 @@ def test_damaged_bytes_give_positions_within_the_range_or_one_error(codec, cut, 
             coded[place % len(coded)] ^= 1 << bit
     tensor = np.zeros(200_021, dtype="<u2")
     try:
-        positions = add(codec, [piece(bytes(coded), num_changed=4, start=10, length=200_001)], tensor)
+        positions = add(codec, [coded_range(bytes(coded), num_changed=4, start=10, length=200_001)], tensor)
     except WeightsError:
         pass
     else:

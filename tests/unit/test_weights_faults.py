@@ -53,7 +53,7 @@ def test_a_tensor_whose_rows_were_permuted_on_the_way_is_not_served(tmp_path: Pa
     manifest = world.publish(random_state(np.random.default_rng(0)))
     [shard] = manifest.shards
     blob = bytearray(world.store.get(shard.blob_name))
-    [place] = [place for part, place in shard.parts() if part.tensor == "model.embed"]
+    [place] = [place for record, place in shard.placed_ranges() if record.tensor == "model.embed"]
     rows = np.frombuffer(bytes(blob[place]), dtype=np.uint16).reshape(97, 16)
     blob[place] = rows[::-1].tobytes()
     forged = replace(shard, blob_name=shard.blob_name + "0", digest=digest_of(bytes(blob)))

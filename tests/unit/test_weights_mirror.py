@@ -280,13 +280,13 @@ def test_many_deltas_are_patched_stretch_by_stretch():
     deltas = versions(world)[1:]
 
     found = list(columns(deltas, world.store.blobs))
-    stretches = [{(piece.said.tensor, piece.said.start) for piece in column} for column in found]
+    stretches = [{(piece.record.tensor, piece.record.start) for piece in column} for column in found]
 
     assert all(len(stretch) == 1 for stretch in stretches)
     assert len(stretches) == len({place for stretch in stretches for place in stretch})
     versions_of = {id(part): m.version for m in deltas for shard in m.shards for part in shard.ranges}
     for column in found:
-        numbers = [versions_of[id(piece.said)] for piece in column]
+        numbers = [versions_of[id(piece.record)] for piece in column]
         assert numbers == sorted(numbers), "each on the one before"
 
 

@@ -18,9 +18,10 @@ from streamrl.ops.monitor.remains import Remains, read_remains
 from streamrl.ops.monitor.runs import find_target
 from streamrl.ops.record.export import to_json
 from streamrl.ops.record.kept import KeptGroups, lines_of_record
-from streamrl.ops.record.recording import RecordedGroups, is_entry_id, open_group
+from streamrl.ops.record.recorded import RecordedGroups, is_entry_id
 from streamrl.ops.record.tap import LiveGroups
 from streamrl.ops.record.view import TokenDecoder, choose_decoder, lines_of
+from streamrl.protocol.recording import open_group
 from streamrl.protocol.transport.types import Entry
 from streamrl.protocol.wire.ticket import Purpose
 from streamrl.terminal import printable

@@ -16,11 +16,11 @@ from streamrl.ops.cli.arguments import MovingLine, OutputFile, open_run, print_r
 from streamrl.ops.launch.processes import Interrupts
 from streamrl.ops.monitor.runs import Target
 from streamrl.ops.record.export import write_jsonl, write_parquet, write_whole
-from streamrl.ops.record.recording import Origin, Recording, is_intact
 from streamrl.ops.record.tap import Tap
 from streamrl.ops.record.tap import record as run_session
 from streamrl.ops.record.view import choose_decoder
 from streamrl.ops.record.write import RecordingWriter, Written
+from streamrl.protocol.recording import Origin, Recording, is_intact
 from streamrl.terminal import printable, size
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)i?B?", re.IGNORECASE)

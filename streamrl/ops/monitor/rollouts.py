@@ -22,8 +22,8 @@ from streamrl.ops.monitor.remains import Remains
 from streamrl.ops.monitor.runs import Opened
 from streamrl.ops.record.export import to_json
 from streamrl.ops.record.kept import KeptGroups, lines_of_record
-from streamrl.ops.record.recording import open_group
 from streamrl.ops.record.view import TokenDecoder, find_decoder, lines_of
+from streamrl.protocol.recording import open_group
 from streamrl.protocol.transport.entries import to_entry
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.types import Entry

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from streamrl.errors import DataError, ResourceError, WireError
-from streamrl.ops.record.recording import Recording, open_group, read_group
 from streamrl.ops.record.view import TokenDecoder
+from streamrl.protocol.recording import Recording, open_group, read_group
 from streamrl.protocol.transport.types import Entry, entry_order
 from streamrl.protocol.wire.group import Group
 from streamrl.protocol.wire.sample import Sample

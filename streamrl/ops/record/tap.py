@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import redis
 
 from streamrl.errors import DataError, RunGone
-from streamrl.ops.record.recording import POLL_S, is_entry_id
+from streamrl.ops.record.recorded import POLL_S, is_entry_id
 from streamrl.ops.record.write import RecordingWriter
 from streamrl.protocol.transport.connection import bounded_block_ms, repeat
 from streamrl.protocol.transport.entries import one_of, to_entry

@@ -16,7 +16,7 @@ from typing import Self
 
 from streamrl.errors import DataError, ResourceError
 from streamrl.files import fsync_folder, locked
-from streamrl.ops.record.recording import MAX_FRAME_BYTES, Origin, begin_file, file_name, files_of, group_frame, survey
+from streamrl.protocol.recording import MAX_FRAME_BYTES, Origin, begin_file, file_name, files_of, group_frame, survey
 from streamrl.protocol.transport.types import START, Entry, entry_order
 
 LOCK = "recording.lock"

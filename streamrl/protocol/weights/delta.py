@@ -32,7 +32,7 @@ import zstandard
 from streamrl.protocol.weights.changes import ChangeLog
 from streamrl.protocol.weights.format import Bits, Coding
 from streamrl.protocol.weights.manifest import Manifest
-from streamrl.protocol.weights.sparse import Codec, InPasses, Piece, expand
+from streamrl.protocol.weights.sparse import Codec, CodedRange, InPasses, expand
 
 T = TypeVar("T")
 
@@ -76,22 +76,22 @@ def patch(
     adding = InPasses() if codec is None else codec
     stretches = list(columns(manifests, blobs))
     side_by_side(lambda column: _patch_column(tensors, column, adding, noting), stretches, num_threads=num_threads)
-    return {column[0].said.tensor for column in stretches}
+    return {column[0].record.tensor for column in stretches}
 
 
-def _patch_column(tensors: Mapping[str, Bits], column: Sequence[Piece], codec: Codec, changes: ChangeLog) -> None:
-    first = column[0].said
+def _patch_column(tensors: Mapping[str, Bits], column: Sequence[CodedRange], codec: Codec, changes: ChangeLog) -> None:
+    first = column[0].record
     tensor = tensors[first.tensor]
     decompressor = zstandard.ZstdDecompressor()  # one per thread: it is not thread-safe, and cheap to create
-    for pieces in batches(column, alone=_is_raw, size=lambda piece: piece.said.num_changed, at_most=_AT_ONCE):
-        said = pieces[0].said
-        if _is_raw(pieces[0]):
-            tensor[said.start : said.start + said.length] = np.frombuffer(pieces[0].coded, tensor.dtype)
-            changes.note_whole(said.tensor)
+    for ranges in batches(column, alone=_is_raw, size=lambda coded: coded.record.num_changed, at_most=_AT_ONCE):
+        record = ranges[0].record
+        if _is_raw(ranges[0]):
+            tensor[record.start : record.start + record.length] = np.frombuffer(ranges[0].data, tensor.dtype)
+            changes.note_whole(record.tensor)
         else:
-            plains = [expand(piece, dtype=tensor.dtype, decompressor=decompressor) for piece in pieces]
-            positions = codec.add(pieces, plains, tensor)
-            changes.note(said.tensor, positions, start=first.start, num_elements=len(tensor))
+            plains = [expand(coded, dtype=tensor.dtype, decompressor=decompressor) for coded in ranges]
+            positions = codec.add(ranges, plains, tensor)
+            changes.note(record.tensor, positions, start=first.start, num_elements=len(tensor))
 
 
 def batches(
@@ -110,27 +110,27 @@ def batches(
         yield batch
 
 
-def _is_raw(piece: Piece) -> bool:
-    return piece.said.coding is Coding.RAW
+def _is_raw(coded: CodedRange) -> bool:
+    return coded.record.coding is Coding.RAW
 
 
-def columns(manifests: Sequence[Manifest], blobs: Mapping[str, bytes]) -> Iterator[list[Piece]]:
-    """Yield the pieces of each stretch in the order of the manifests, which are deltas, each on the one before."""
-    pieces: dict[str, list[Piece]] = defaultdict(list)
+def columns(manifests: Sequence[Manifest], blobs: Mapping[str, bytes]) -> Iterator[list[CodedRange]]:
+    """Yield the ranges of each stretch in the order of the manifests, which are deltas, each on the one before."""
+    ranges: dict[str, list[CodedRange]] = defaultdict(list)
     starts: dict[str, set[int]] = {}  # cuts that all manifests so far share
     for manifest in manifests:
         own: dict[str, set[int]] = defaultdict(set)
         for shard in manifest.shards:
             blob = memoryview(blobs[shard.blob_name])
-            for part, place in shard.parts():
-                if part.coding in (Coding.PRETRAINED, Coding.MERGED):
+            for record, place in shard.placed_ranges():
+                if record.coding in (Coding.PRETRAINED, Coding.MERGED):
                     continue
-                own[part.tensor].add(part.start)
-                if part.coding is not Coding.SAME:
-                    pieces[part.tensor].append(Piece(said=part, coded=blob[place]))
+                own[record.tensor].add(record.start)
+                if record.coding is not Coding.SAME:
+                    ranges[record.tensor].append(CodedRange(record=record, data=blob[place]))
         starts = {tensor: cuts & starts.get(tensor, cuts) for tensor, cuts in own.items()}
-    for tensor, changed in pieces.items():
-        cuts, stretches = sorted(starts[tensor]), defaultdict[int, list[Piece]](list)
-        for piece in changed:
-            stretches[bisect_right(cuts, piece.said.start)].append(piece)
+    for tensor, changed in ranges.items():
+        cuts, stretches = sorted(starts[tensor]), defaultdict[int, list[CodedRange]](list)
+        for coded in changed:
+            stretches[bisect_right(cuts, coded.record.start)].append(coded)
         yield from stretches.values()

@@ -5,8 +5,8 @@ The encoder's base is the last *announced* state, in the arrays that the caller 
 must not write to them until the next version is announced. A publish that fails is encoded again from the same base, so
 the workers' state and the base of deltas cannot drift apart.
 
-    encode_part, ... ─► join ─► put blob ─► gather records, announce ─► advance ─► now and then, encode_base: an anchor
-       ▲                                        │                                                            beside it
+    encode_ranges, ... ─► join ─► put blob ─► gather records, announce ─► advance ─► now and then, an anchor beside it:
+       ▲                                        │                                                           encode_base
        └────────── failed: again ◄──────────────┘
 
 Blocks on nothing. One thread at a time may use an encoder. Encoding releases the GIL most of the time, so it can run
@@ -28,7 +28,7 @@ from streamrl.protocol.weights.format import (
     Bits,
     Coding,
     HeldRange,
-    RangeDigest,
+    RangeRecord,
     blob_name,
     digest_of,
     digests_of_pieces,
@@ -42,7 +42,7 @@ class EncodedShard:
     """One rank's share of a version, not yet stored anywhere."""
 
     blob: bytes
-    ranges: tuple[RangeDigest, ...]
+    ranges: tuple[RangeRecord, ...]
 
     def record(self, *, run_uid: str, version: int, rank: int) -> ShardRecord:
         """Return this shard's entry in the manifest; store `blob` under the record's `blob_name`."""
@@ -58,10 +58,10 @@ class EncodedShard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodedPart:
+class EncodedRange:
     """At most MAX_RANGE_ELEMENTS of a held range, coded."""
 
-    said: RangeDigest
+    record: RangeRecord
     payload: bytes | memoryview
     bits: Bits  # [length] the caller's array
 
@@ -70,7 +70,7 @@ class ShardEncoder:
     """The encoder of one rank."""
 
     def __init__(self) -> None:
-        self._base: dict[tuple[str, int], Bits] = {}  # by tensor and start of each part
+        self._base: dict[tuple[str, int], Bits] = {}  # by tensor and start of each range
         self._pending: dict[tuple[str, int], Bits] | None = None
         self._codecs = Codecs()
         self._compressor = zstandard.ZstdCompressor(level=1)
@@ -80,23 +80,23 @@ class ShardEncoder:
 
         From one anchor to the next a rank must hold the same ranges, else WeightsError: publish an anchor.
         """
-        return self.join(self.encode_part(ranges, anchor=anchor), anchor=anchor)
+        return self.join(self.encode_ranges(ranges, anchor=anchor), anchor=anchor)
 
-    def encode_part(self, ranges: Sequence[HeldRange], *, anchor: bool) -> list[CodedPart]:
+    def encode_ranges(self, ranges: Sequence[HeldRange], *, anchor: bool) -> list[EncodedRange]:
         """Encode some of the ranges, for `join`."""
         pieces = _split(ranges)
         if anchor:
             return [_encode_whole(tensor, start, bits) for tensor, start, bits in pieces]
         return [self._encode_change(tensor, start, bits) for tensor, start, bits in pieces]
 
-    def join(self, parts: Sequence[CodedPart], *, anchor: bool) -> EncodedShard:
-        """Join the parts of all ranges that this rank holds."""
+    def join(self, encoded: Sequence[EncodedRange], *, anchor: bool) -> EncodedShard:
+        """Join the encodings of all ranges that this rank holds."""
         self._pending = None
-        pending = {(part.said.tensor, part.said.start): part.bits for part in parts}
-        assert len(pending) == len(parts), "a range comes twice"
+        pending = {(one.record.tensor, one.record.start): one.bits for one in encoded}
+        assert len(pending) == len(encoded), "a range comes twice"
         if not anchor and pending.keys() != self._base.keys():
             raise _no_base()
-        shard = _joined(parts)
+        shard = _joined(encoded)
         self._pending = pending
         return shard
 
@@ -113,7 +113,7 @@ class ShardEncoder:
         """
         return _joined([_encode_whole(tensor, start, bits) for (tensor, start), bits in self._base.items()])
 
-    def _encode_change(self, tensor: str, start: int, bits: Bits) -> CodedPart:
+    def _encode_change(self, tensor: str, start: int, bits: Bits) -> EncodedRange:
         old = self._base.get((tensor, start))
         if old is None or (len(old), old.dtype) != (len(bits), bits.dtype):
             raise _no_base()
@@ -122,20 +122,20 @@ class ShardEncoder:
         if len(coded) >= bits.nbytes:
             return _raw(tensor, start, bits, num_changed=found.num_changed, digest=found.digest)
         coding = Coding.SPARSE if found.num_changed else Coding.SAME
-        said = RangeDigest(tensor, start, len(bits), coding, found.num_changed, len(coded), found.digest)
-        return CodedPart(said=said, payload=coded, bits=bits)
+        record = RangeRecord(tensor, start, len(bits), coding, found.num_changed, len(coded), found.digest)
+        return EncodedRange(record=record, payload=coded, bits=bits)
 
 
 def _no_base() -> WeightsError:
     return WeightsError("this rank holds other ranges than when it last published: a delta has no base here")
 
 
-def _joined(parts: Sequence[CodedPart]) -> EncodedShard:
-    return EncodedShard(blob=b"".join(part.payload for part in parts), ranges=tuple(part.said for part in parts))
+def _joined(encoded: Sequence[EncodedRange]) -> EncodedShard:
+    return EncodedShard(blob=b"".join(one.payload for one in encoded), ranges=tuple(one.record for one in encoded))
 
 
 def _split(ranges: Sequence[HeldRange]) -> Iterator[tuple[str, int, Bits]]:
-    """Yield tensor, start and bits of each part; skip empty ranges."""
+    """Yield tensor, start and bits of each range; skip empty ranges."""
     for held in ranges:
         assert held.bits.dtype in (np.dtype("<u2"), np.dtype("<u4")), f"{held.tensor}: bits must be uint16 or uint32"
         assert held.bits.ndim == 1, f"{held.tensor}: bits must be flat"
@@ -144,10 +144,10 @@ def _split(ranges: Sequence[HeldRange]) -> Iterator[tuple[str, int, Bits]]:
             yield held.tensor, held.start + begin, held.bits[begin : begin + MAX_RANGE_ELEMENTS]
 
 
-def _encode_whole(tensor: str, start: int, bits: Bits) -> CodedPart:
+def _encode_whole(tensor: str, start: int, bits: Bits) -> EncodedRange:
     return _raw(tensor, start, bits, num_changed=len(bits), digest=digest_of(bits.data))
 
 
-def _raw(tensor: str, start: int, bits: Bits, *, num_changed: int, digest: bytes) -> CodedPart:
-    said = RangeDigest(tensor, start, len(bits), Coding.RAW, num_changed, bits.nbytes, digest)
-    return CodedPart(said=said, payload=bits.data.cast("B"), bits=bits)
+def _raw(tensor: str, start: int, bits: Bits, *, num_changed: int, digest: bytes) -> EncodedRange:
+    record = RangeRecord(tensor, start, len(bits), Coding.RAW, num_changed, bits.nbytes, digest)
+    return EncodedRange(record=record, payload=bits.data.cast("B"), bits=bits)

@@ -161,7 +161,7 @@ class HeldRange:
     bits: Bits
 
 
-class RangeDigest(NamedTuple):
+class RangeRecord(NamedTuple):
     """The manifest's entry for one range; a named tuple, because many are read at a time."""
 
     tensor: str

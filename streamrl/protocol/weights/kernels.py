@@ -24,7 +24,7 @@ from numba.np import arrayobj
 from streamrl.errors import WeightsError
 from streamrl.protocol.weights.changes import Positions
 from streamrl.protocol.weights.format import MAX_RANGE_ELEMENTS, Bits
-from streamrl.protocol.weights.sparse import CHUNK, WIDE, WIDE_GAPS_DISAGREE, Bytes, Found, Piece, beyond_range
+from streamrl.protocol.weights.sparse import CHUNK, WIDE, WIDE_GAPS_DISAGREE, Bytes, CodedRange, Found, beyond_range
 
 _LANES = 64  # elements compared at once: their flags fill a machine word
 _AGREES, _WIDE_DISAGREES, _BEYOND = range(3)
@@ -54,15 +54,15 @@ class Compiled:
         plain[fixed.size :] = wide[:num_wide].view(np.uint8)
         return Found(num_changed=num, plain=plain, digest=digest.digest())
 
-    def add(self, pieces: Sequence[Piece], plains: Sequence[Bytes], tensor: Bits) -> Positions:
-        positions = np.empty(sum(piece.said.num_changed for piece in pieces), dtype=np.int64)
+    def add(self, ranges: Sequence[CodedRange], plains: Sequence[Bytes], tensor: Bits) -> Positions:
+        positions = np.empty(sum(coded.record.num_changed for coded in ranges), dtype=np.int64)
         begin = 0
-        for piece, plain in zip(pieces, plains, strict=True):
-            said = piece.said
-            outcome = self._add(plain, said.num_changed, said.start, said.length, tensor, positions[begin:])
+        for coded, plain in zip(ranges, plains, strict=True):
+            record = coded.record
+            outcome = self._add(plain, record.num_changed, record.start, record.length, tensor, positions[begin:])
             if outcome != _AGREES:
                 raise WeightsError(WIDE_GAPS_DISAGREE) if outcome == _WIDE_DISAGREES else beyond_range()
-            begin += said.num_changed
+            begin += record.num_changed
         return positions
 
     def _planes_for(self, itemsize: int) -> Bytes:

@@ -30,7 +30,7 @@ from streamrl.protocol.weights.format import (
     MOST_PIECE_BYTES,
     PIECE_DIGEST_BYTES,
     Coding,
-    RangeDigest,
+    RangeRecord,
     TensorMeta,
     check_blob_name,
     digest_of,
@@ -42,7 +42,7 @@ _MAX_NAMES_CHARS = 16 << 20
 _MAX_TENSORS = 1 << 20
 _MAX_RANGES = 1 << 22
 _MAX_CANARY_TOKENS = 1 << 16
-# Columns of a shard's record: one number per range, in the order of `RangeDigest`.
+# Columns of a shard's record: one number per range, in the order of `RangeRecord`.
 _COLUMNS = {
     "tensors": "<u4",
     "starts": "<u8",
@@ -60,7 +60,7 @@ class ShardRecord:
     blob_name: str
     num_bytes: int
     digest: bytes  # of the whole blob
-    ranges: tuple[RangeDigest, ...]  # in the order of their codings in the blob
+    ranges: tuple[RangeRecord, ...]  # in the order of their codings in the blob
     piece_bytes: int = LEAST_PIECE_BYTES  # of all pieces but the last
     pieces: bytes = b""  # the SHA-256 of each, in order
 
@@ -76,12 +76,12 @@ class ShardRecord:
         begin = number * PIECE_DIGEST_BYTES
         return hashlib.sha256(data).digest() == self.pieces[begin : begin + PIECE_DIGEST_BYTES]
 
-    def parts(self) -> Iterator[tuple[RangeDigest, slice]]:
+    def placed_ranges(self) -> Iterator[tuple[RangeRecord, slice]]:
         """Yield each range with its slice of the blob."""
         begin = 0
-        for part in self.ranges:
-            yield part, slice(begin, begin + part.num_bytes)
-            begin += part.num_bytes
+        for record in self.ranges:
+            yield record, slice(begin, begin + record.num_bytes)
+            begin += record.num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class Manifest:
 
 def encode_record(record: ShardRecord) -> bytes:
     """Encode one rank's record, for rank 0 to gather."""
-    names = {name: index for index, name in enumerate(dict.fromkeys(part.tensor for part in record.ranges))}
+    names = {name: index for index, name in enumerate(dict.fromkeys(one.tensor for one in record.ranges))}
     rows = [(names[tensor], *numbers) for tensor, *numbers, _ in record.ranges]
     return pack(
         {
@@ -134,7 +134,7 @@ def encode_record(record: ShardRecord) -> bytes:
                 name: np.array([row[place] for row in rows], dtype).tobytes()
                 for place, (name, dtype) in enumerate(_COLUMNS.items())
             },
-            "digests": b"".join(part.digest for part in record.ranges),
+            "digests": b"".join(one.digest for one in record.ranges),
         }
     )
 
@@ -163,7 +163,7 @@ def _read_record(f: Fields) -> ShardRecord:
         piece_bytes=f.integer("piece_bytes", low=LEAST_PIECE_BYTES, high=MOST_PIECE_BYTES),
         pieces=f.blob("pieces"),
         ranges=tuple(
-            RangeDigest(names[tensor], start, length, Coding(coding), *rest)
+            RangeRecord(names[tensor], start, length, Coding(coding), *rest)
             for tensor, start, length, coding, *rest in rows
         ),
     )
@@ -278,25 +278,25 @@ def _check_shards(
     manifest: Manifest, shards: tuple[ShardRecord, ...], tensors: Mapping[str, TensorMeta], *, anchor: bool
 ) -> dict[tuple[str, int, int], bytes]:
     """Check the shards; return the digest of each range's state by (tensor, start, length)."""
-    by_tensor: dict[str, list[RangeDigest]] = defaultdict(list)
+    by_tensor: dict[str, list[RangeRecord]] = defaultdict(list)
     merged = {adapter.tensor for adapter in manifest.adapters}
     for shard in shards:
         check_blob_name(shard.blob_name)
-        if sum(part.num_bytes for part in shard.ranges) != shard.num_bytes or len(shard.digest) != DIGEST_BYTES:
+        if sum(record.num_bytes for record in shard.ranges) != shard.num_bytes or len(shard.digest) != DIGEST_BYTES:
             raise WeightsError(f"the ranges of blob {shard.blob_name} do not add up to it")
         if len(shard.pieces) != shard.num_pieces * PIECE_DIGEST_BYTES or shard.piece_bytes.bit_count() != 1:
             raise WeightsError(f"the pieces of blob {shard.blob_name} do not add up to it")
-        for part in shard.ranges:
-            if part.tensor not in tensors:
-                raise WeightsError(f"a range of an unknown tensor: {part.tensor!r:.200}")
-            _check_range(part, tensors[part.tensor], anchor=anchor)
-            if part.coding is not Coding.MERGED:
-                by_tensor[part.tensor].append(part)
-            elif part.tensor not in merged or part.start + part.length > tensors[part.tensor].num_elements:
-                raise WeightsError(f"the range of {part.tensor} at {part.start} is not merged with anything")
+        for record in shard.ranges:
+            if record.tensor not in tensors:
+                raise WeightsError(f"a range of an unknown tensor: {record.tensor!r:.200}")
+            _check_range(record, tensors[record.tensor], anchor=anchor)
+            if record.coding is not Coding.MERGED:
+                by_tensor[record.tensor].append(record)
+            elif record.tensor not in merged or record.start + record.length > tensors[record.tensor].num_elements:
+                raise WeightsError(f"the range of {record.tensor} at {record.start} is not merged with anything")
     for tensor in manifest.tensors:
         _check_cover(tensor, by_tensor[tensor.name], version=manifest.version)
-    return {(r.tensor, r.start, r.length): r.digest for parts in by_tensor.values() for r in parts}
+    return {(r.tensor, r.start, r.length): r.digest for records in by_tensor.values() for r in records}
 
 
 def _check_tensors(tensors: tuple[TensorMeta, ...]) -> Mapping[str, TensorMeta]:
@@ -313,32 +313,32 @@ def _check_tensors(tensors: tuple[TensorMeta, ...]) -> Mapping[str, TensorMeta]:
     return by_name
 
 
-def _check_range(part: RangeDigest, tensor: TensorMeta, *, anchor: bool) -> None:
-    raw_bytes = part.length * BITS[tensor.dtype].itemsize
-    match part.coding:
+def _check_range(record: RangeRecord, tensor: TensorMeta, *, anchor: bool) -> None:
+    raw_bytes = record.length * BITS[tensor.dtype].itemsize
+    match record.coding:
         case Coding.SAME:
-            fits = not anchor and part.num_changed == part.num_bytes == 0
+            fits = not anchor and record.num_changed == record.num_bytes == 0
         case Coding.RAW:
-            fits = part.num_bytes == raw_bytes
+            fits = record.num_bytes == raw_bytes
         case Coding.SPARSE:
-            fits = not anchor and part.num_changed >= 1 and 0 < part.num_bytes < raw_bytes
+            fits = not anchor and record.num_changed >= 1 and 0 < record.num_bytes < raw_bytes
         case Coding.PRETRAINED | Coding.MERGED:
-            fits = part.num_changed == part.num_bytes == 0
-    fits = fits and 0 < part.length <= MAX_RANGE_ELEMENTS and 0 <= part.num_changed <= part.length
-    if not fits or len(part.digest) != DIGEST_BYTES:
+            fits = record.num_changed == record.num_bytes == 0
+    fits = fits and 0 < record.length <= MAX_RANGE_ELEMENTS and 0 <= record.num_changed <= record.length
+    if not fits or len(record.digest) != DIGEST_BYTES:
         raise WeightsError(
-            f"the range of {tensor.name} at {part.start} has a coding that its kind of version does not allow"
+            f"the range of {tensor.name} at {record.start} has a coding that its kind of version does not allow"
         )
 
 
-def _check_cover(tensor: TensorMeta, parts: list[RangeDigest], *, version: int) -> None:
+def _check_cover(tensor: TensorMeta, records: list[RangeRecord], *, version: int) -> None:
     reached = 0
-    for part in sorted(parts, key=lambda part: part.start):
-        if part.start != reached:
-            word = "missing" if part.start > reached else "given twice"
-            where = min(part.start, reached)
+    for record in sorted(records, key=lambda one: one.start):
+        if record.start != reached:
+            word = "missing" if record.start > reached else "given twice"
+            where = min(record.start, reached)
             raise WeightsError(f"version {show(version)}: elements of {tensor.name} from {where} are {word}")
-        reached += part.length
+        reached += record.length
     if reached != tensor.num_elements:
         raise WeightsError(
             f"version {show(version)}: {reached} elements of {tensor.name} are published, it has {tensor.num_elements}"

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from streamrl.errors import DataError, WeightsError
 from streamrl.protocol.weights.adapters import Adapter, merge
 from streamrl.protocol.weights.delta import side_by_side, threads_for
-from streamrl.protocol.weights.format import Bits, Coding, RangeDigest, digest_of
+from streamrl.protocol.weights.format import Bits, Coding, RangeRecord, digest_of
 from streamrl.protocol.weights.manifest import Manifest
 from streamrl.protocol.weights.pretrained import Pretrained
 from streamrl.versions import show
@@ -52,36 +52,36 @@ class Merging:
             if touched & {adapter.a, adapter.b}:
                 self._merged.pop(adapter.tensor, None)
         self._merge(self._pretrained, manifest, views)
-        for part in _parts(manifest, Coding.MERGED):
-            if digest_of(views[part.tensor][part.start : part.start + part.length].data) != part.digest:
-                where = f"{part.tensor} from element {part.start}"
+        for record in _ranges(manifest, Coding.MERGED):
+            if digest_of(views[record.tensor][record.start : record.start + record.length].data) != record.digest:
+                where = f"{record.tensor} from element {record.start}"
                 raise WeightsError(
                     f"version {show(manifest.version)}: {where}, merged, does not match the learner's digest"
                 )
 
     def _lay_pretrained(self, pretrained: Pretrained, manifest: Manifest, views: Mapping[str, Bits]) -> None:
-        doubtful: dict[str, list[RangeDigest]] = defaultdict(list)
-        for part in _parts(manifest, Coding.PRETRAINED):
-            if self._proved.get((part.tensor, part.start)) != (part.length, part.digest):
-                doubtful[part.tensor].append(part)
+        doubtful: dict[str, list[RangeRecord]] = defaultdict(list)
+        for record in _ranges(manifest, Coding.PRETRAINED):
+            if self._proved.get((record.tensor, record.start)) != (record.length, record.digest):
+                doubtful[record.tensor].append(record)
         metas = {tensor.name: tensor for tensor in manifest.tensors}
         adapted = {adapter.tensor for adapter in manifest.adapters}
 
         def lay(name: str) -> None:
             bits = pretrained.bits(metas[name])
-            for part in doubtful[name]:
-                if digest_of(bits[part.start : part.start + part.length].data) != part.digest:
+            for record in doubtful[name]:
+                if digest_of(bits[record.start : record.start + record.length].data) != record.digest:
                     raise DataError(
                         f"the pretrained model here is not the one that the learner trains: {name} differs from "
-                        f"element {part.start} on; use the same files as the learner (model.path, --model)"
+                        f"element {record.start} on; use the same files as the learner (model.path, --model)"
                     )
             if name not in adapted:
                 views[name][:] = bits
 
         side_by_side(lay, list(doubtful), num_threads=_NUM_THREADS)
-        for name, parts in doubtful.items():
+        for name, records in doubtful.items():
             self._merged.pop(name, None)
-            self._proved |= {(name, part.start): (part.length, part.digest) for part in parts}
+            self._proved |= {(name, record.start): (record.length, record.digest) for record in records}
 
     def _merge(self, pretrained: Pretrained, manifest: Manifest, views: Mapping[str, Bits]) -> None:
         metas = {tensor.name: tensor for tensor in manifest.tensors}
@@ -95,5 +95,5 @@ class Merging:
         self._merged |= {adapter.tensor: adapter for adapter in other}
 
 
-def _parts(manifest: Manifest, coding: Coding) -> Iterator[RangeDigest]:
-    return (part for shard in manifest.shards for part in shard.ranges if part.coding is coding)
+def _ranges(manifest: Manifest, coding: Coding) -> Iterator[RangeRecord]:
+    return (record for shard in manifest.shards for record in shard.ranges if record.coding is coding)

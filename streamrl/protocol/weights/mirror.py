@@ -47,7 +47,7 @@ from streamrl.protocol.weights.changes import Changed, ChangeLog
 from streamrl.protocol.weights.codecs import Codecs
 from streamrl.protocol.weights.delta import batches, patch, side_by_side, threads_for
 from streamrl.protocol.weights.fetching import AHEAD_BYTES, fetch_ahead
-from streamrl.protocol.weights.format import BITS, Bits, Coding, DType, RangeDigest, TensorMeta, digest_of
+from streamrl.protocol.weights.format import BITS, Bits, Coding, DType, RangeRecord, TensorMeta, digest_of
 from streamrl.protocol.weights.manifest import Manifest, ShardRecord
 from streamrl.protocol.weights.merging import Merging
 from streamrl.protocol.weights.pretrained import Pretrained
@@ -176,12 +176,12 @@ class Mirror:
         for shard, blob in islice(fetched, len(manifest.shards)):
             self.version = 0  # until it is verified again
             self._prepare(manifest)
-            for part, place in shard.parts():
-                if part.coding is not Coding.RAW:
+            for record, place in shard.placed_ranges():
+                if record.coding is not Coding.RAW:
                     continue
-                target = self._view(part)
+                target = self._view(record)
                 target[:] = np.frombuffer(memoryview(blob)[place], dtype=target.dtype)
-                touched.add(part.tensor)
+                touched.add(record.tensor)
 
     def _prepare(self, manifest: Manifest) -> None:
         layout = _layout(manifest.tensors)
@@ -200,20 +200,20 @@ class Mirror:
 
     def _prove(self, manifest: Manifest, touched: set[str], *, num_threads: int) -> None:
         proved: dict[tuple[str, int], tuple[int, bytes]] = {}
-        doubtful: list[RangeDigest] = []
-        for part in (part for shard in manifest.shards for part in shard.ranges):
-            if part.coding in (Coding.PRETRAINED, Coding.MERGED):
+        doubtful: list[RangeRecord] = []
+        for record in (record for shard in manifest.shards for record in shard.ranges):
+            if record.coding in (Coding.PRETRAINED, Coding.MERGED):
                 continue
-            key, claim = (part.tensor, part.start), (part.length, part.digest)
-            if part.tensor in touched or self._proved.get(key) != claim:
-                doubtful.append(part)
+            key, claim = (record.tensor, record.start), (record.length, record.digest)
+            if record.tensor in touched or self._proved.get(key) != claim:
+                doubtful.append(record)
             proved[key] = claim
 
-        def check(part: RangeDigest) -> None:
-            if digest_of(self._view(part).data) != part.digest:
-                where = f"{part.tensor} from element {part.start}"
+        def check(record: RangeRecord) -> None:
+            if digest_of(self._view(record).data) != record.digest:
+                where = f"{record.tensor} from element {record.start}"
                 raise WeightsError(f"version {show(manifest.version)}: {where} does not agree with its digest")
-            self._changes.read(part.tensor, part.start, self._views[part.tensor])
+            self._changes.read(record.tensor, record.start, self._views[record.tensor])
 
         side_by_side(check, doubtful, num_threads=num_threads)
         if manifest.adapters:
@@ -222,8 +222,8 @@ class Mirror:
         self._proved = proved
         self.version = manifest.version
 
-    def _view(self, part: RangeDigest) -> Bits:
-        return self._views[part.tensor][part.start : part.start + part.length]
+    def _view(self, record: RangeRecord) -> Bits:
+        return self._views[record.tensor][record.start : record.start + record.length]
 
 
 def _layout(tensors: Sequence[TensorMeta]) -> Layout:

@@ -21,7 +21,7 @@ import zstandard
 
 from streamrl.errors import WeightsError
 from streamrl.protocol.weights.changes import Positions
-from streamrl.protocol.weights.format import Bits, RangeDigest
+from streamrl.protocol.weights.format import Bits, RangeRecord
 
 Places = npt.NDArray[np.int32]  # [n] strictly increasing; int32 is enough within a range
 Bytes = npt.NDArray[np.uint8]
@@ -43,11 +43,11 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class CodedRange:
     """A range's entry in the manifest, with its coded bytes in the blob."""
 
-    said: RangeDigest
-    coded: memoryview
+    record: RangeRecord
+    data: memoryview
 
 
 class Codec(Protocol):
@@ -55,7 +55,7 @@ class Codec(Protocol):
         """Find the changes of at most MAX_RANGE_ELEMENTS. Not thread-safe."""
         ...
 
-    def add(self, pieces: Sequence[Piece], plains: Sequence[Bytes], tensor: Bits) -> Positions:
+    def add(self, ranges: Sequence[CodedRange], plains: Sequence[Bytes], tensor: Bits) -> Positions:
         """Patch the tensor with these deltas in order and return the positions.
 
         WeightsError: the contents of their ranges are undefined. Thread-safe for separate ranges.
@@ -71,8 +71,8 @@ class InPasses:
         plain = plain_of(changes.positions, changes.differences)
         return Found(num_changed=len(changes.positions), plain=plain, digest=digest)
 
-    def add(self, pieces: Sequence[Piece], plains: Sequence[Bytes], tensor: Bits) -> Positions:
-        positions, differences = decode(pieces, plains, dtype=tensor.dtype)
+    def add(self, ranges: Sequence[CodedRange], plains: Sequence[Bytes], tensor: Bits) -> Positions:
+        positions, differences = decode(ranges, plains, dtype=tensor.dtype)
         # Sums allow duplicate positions, and this is twice as fast as reading and writing.
         np.add.at(tensor, positions, differences)
         return positions
@@ -96,14 +96,14 @@ def scan(new: Bits, old: Bits) -> tuple[Changes, bytes]:
     differs = np.zeros(min(CHUNK, len(new) + _GROUP), dtype=np.bool_)
     found: list[tuple[Places, Bits]] = []
     for begin in range(0, len(new), CHUNK):
-        piece, base = new[begin : begin + CHUNK], old[begin : begin + CHUNK]
-        state.update(piece.data)
-        np.not_equal(piece, base, out=differs[: len(piece)])
-        padded = -(-len(piece) // _GROUP) * _GROUP
-        differs[len(piece) : padded] = False
+        chunk, base = new[begin : begin + CHUNK], old[begin : begin + CHUNK]
+        state.update(chunk.data)
+        np.not_equal(chunk, base, out=differs[: len(chunk)])
+        padded = -(-len(chunk) // _GROUP) * _GROUP
+        differs[len(chunk) : padded] = False
         where = _nonzero(differs[:padded])
         if len(where):  # read the values while they are in the cache
-            found.append(((where + begin).astype(np.int32), piece[where] - base[where]))
+            found.append(((where + begin).astype(np.int32), chunk[where] - base[where]))
     none = np.empty(0, dtype=np.int32), new[:0]
     positions, differences = (np.concatenate(parts) for parts in zip(none, *found, strict=True))
     return Changes(positions=positions, differences=differences), state.digest()
@@ -136,14 +136,14 @@ def plain_of(positions: Places, differences: Bits) -> Bytes:
     return plain
 
 
-def expand(piece: Piece, *, dtype: np.dtype[Any], decompressor: zstandard.ZstdDecompressor) -> Bytes:
+def expand(coded: CodedRange, *, dtype: np.dtype[Any], decompressor: zstandard.ZstdDecompressor) -> Bytes:
     """Decompress, after checking that the size is at most what the range can need."""
-    said, fixed = piece.said, piece.said.num_changed * (2 + dtype.itemsize)
+    record, fixed = coded.record, coded.record.num_changed * (2 + dtype.itemsize)
     try:
-        size = zstandard.frame_content_size(piece.coded)
-        if not fixed <= size <= fixed + 4 * (said.length // WIDE) or (size - fixed) % 4:
-            raise WeightsError(f"a delta of {said.num_changed} elements claims to expand to {size} bytes")
-        plain = decompressor.decompress(piece.coded, max_output_size=size, allow_extra_data=False)
+        size = zstandard.frame_content_size(coded.data)
+        if not fixed <= size <= fixed + 4 * (record.length // WIDE) or (size - fixed) % 4:
+            raise WeightsError(f"a delta of {record.num_changed} elements claims to expand to {size} bytes")
+        plain = decompressor.decompress(coded.data, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise WeightsError(f"a delta does not decompress: {error}") from None
     if len(plain) != size:
@@ -151,13 +151,13 @@ def expand(piece: Piece, *, dtype: np.dtype[Any], decompressor: zstandard.ZstdDe
     return np.frombuffer(plain, dtype=np.uint8)
 
 
-def decode(pieces: Sequence[Piece], plains: Sequence[Bytes], *, dtype: np.dtype[Any]) -> tuple[Positions, Bits]:
+def decode(ranges: Sequence[CodedRange], plains: Sequence[Bytes], *, dtype: np.dtype[Any]) -> tuple[Positions, Bits]:
     """Decode consecutive deltas into positions in the whole tensor and what to add there, or raise WeightsError.
 
     A position occurs as often as it is changed. All deltas are decoded together, since the calls cost most for small
     ranges.
     """
-    counts = [piece.said.num_changed for piece in pieces]
+    counts = [coded.record.num_changed for coded in ranges]
     steps = _join_planes(plains, counts, (0, 1), np.dtype("<u2"))
     steps += 1  # from gaps to the distance between positions; an escape becomes 0
     wide = [plain[count * (2 + dtype.itemsize) :].view("<u4") for plain, count in zip(plains, counts, strict=True)]
@@ -167,11 +167,11 @@ def decode(pieces: Sequence[Piece], plains: Sequence[Bytes], *, dtype: np.dtype[
         raise WeightsError(WIDE_GAPS_DISAGREE)
     positions: Positions = steps.astype(np.int64)
     positions[escaped] = np.concatenate(wide) + np.int64(1)
-    for piece, begin, end in zip(pieces, bounds, bounds[1:], strict=False):
+    for coded, begin, end in zip(ranges, bounds, bounds[1:], strict=False):
         own = positions[begin:end]
-        own[0] += piece.said.start - 1
+        own[0] += coded.record.start - 1
         np.cumsum(own, out=own)
-        if own[-1] >= piece.said.start + piece.said.length:
+        if own[-1] >= coded.record.start + coded.record.length:
             raise beyond_range()
     folded = _join_planes(plains, counts, range(2, 2 + dtype.itemsize), dtype)
     return positions, _unzigzag(folded)

@@ -56,7 +56,7 @@ class Prompts:
         while ticket in retries:
             ticket = retries[ticket]
         place = ticket - sum(number < ticket for number in retries)
-        if self.drawn:  # numbers of another branch, with other retries, may have no place in this one
+        if self.drawn:  # numbers of another lineage, with other retries, may have no place in this one
             return self.texts[self.drawn[place]] if place in self.drawn else ""
         passes, place = divmod(place, len(self.texts))
         if not self.shuffle:

@@ -19,15 +19,12 @@ file is ignored.
 Opening a recording reads every frame's position but no contents, so it takes little time and some hundred bytes per
 group. Contents are read on demand, and their digests checked. A recording may be read while it is written: the reader
 sees its state at opening. Blocks on the disk only.
-
-`RecordedGroups` provides groups to `streamrl groups`; for a live run, see `tap.LiveGroups`.
 """
 
 from __future__ import annotations
 
 import re
 import struct
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
@@ -37,8 +34,8 @@ from typing import BinaryIO, Self
 
 import xxhash
 
-from streamrl.errors import ConfigError, DataError, WireError
-from streamrl.protocol.transport.types import START, Entry, entry_order
+from streamrl.errors import DataError, WireError
+from streamrl.protocol.transport.types import Entry, entry_order
 from streamrl.protocol.wire.codec import MAX_MESSAGE_BYTES, pack, unpack
 from streamrl.protocol.wire.group import Group, decode_body, decode_header
 from streamrl.protocol.wire.ticket import IDENTITY_CHARS
@@ -49,8 +46,6 @@ _LENGTH = struct.Struct("<IQ")  # payload's bytes, digest
 _PLACE = struct.Struct(f"<QQq{IDENTITY_CHARS}s")
 _PREFIX = struct.Struct(f"<IQQQq{IDENTITY_CHARS}s")  # both; precedes a frame's payload
 _NAME = re.compile(r"\d{8}\.groups")
-POLL_S = 1.0  # pause in `more`
-_ID = re.compile(r"\d{1,19}-\d{1,19}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,40 +237,3 @@ def open_group(entry: Entry) -> Group:
     if (header.ticket, header.run_uid) != (entry.number, entry.run_uid):
         raise WireError("header and entry name different tickets or runs")
     return decode_body(header, entry.body)
-
-
-class RecordedGroups:
-    def __init__(self, folder: Path) -> None:
-        self._recording = Recording.open(folder)
-        self._after = START
-        self.model = self._recording.origin.model
-
-    def latest(self, count: int) -> list[Entry]:
-        """Return the newest groups, oldest first; `more` continues after them."""
-        places = self._recording.places
-        self._after = places[-1].entry_id if places else START
-        return list(self._recording.entries(places[len(places) - min(count, len(places)) :]))
-
-    def more(self) -> list[Entry]:
-        """Return what was recorded since; a recorder may be active, and its end cannot be known."""
-        time.sleep(POLL_S)
-        self._recording = Recording.open(self._recording.folder)
-        after = entry_order(self._after)
-        return self.latest(sum(entry_order(place.entry_id) > after for place in self._recording.places))
-
-    def find(self, wanted: str) -> Entry:
-        """Find a group by entry id or ticket number. DataError if it is not here."""
-        by_id = is_entry_id(wanted)
-        for place in reversed(self._recording.places):
-            if place.entry_id == wanted if by_id else place.number == int(wanted):
-                return next(self._recording.entries([place]))
-        raise DataError(f"{self._recording.folder} holds no group {wanted}; `streamrl record info` lists what it holds")
-
-
-def is_entry_id(wanted: str) -> bool:
-    """Return whether this is an entry id (else a ticket number). ConfigError if it is neither."""
-    if _ID.fullmatch(wanted):
-        return True
-    if wanted.isascii() and wanted.isdigit():
-        return False
-    raise ConfigError(f"{wanted!r} is neither a ticket number, such as 57, nor a group id, such as 17000-0")
