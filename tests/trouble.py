@@ -166,7 +166,6 @@ VIEWS: Mapping[str, View] = {
     "learner_restarting": replace(WELL, learner=replace(_LEARNER, lead=None)),
     "lease_held": _waiting(Wait.LEASE),
     "learner_starting": replace(WELL, learner=_learner("load the model", "starting")),
-    "learner_without_redis": _waiting(Wait.REDIS),
     "publish_stuck": _waiting(Wait.WEIGHTS),
     "learner_stuck": replace(WELL, learner=_learner("train", "working", 600.0)),
     "no_workers": _workers(),

@@ -7,7 +7,6 @@ import asyncio
 import logging
 import multiprocessing
 import os
-import signal
 import socket
 import sys
 import traceback
@@ -21,6 +20,7 @@ import structlog
 
 from streamrl.errors import StreamrlError
 from streamrl.permissions import Permissions
+from streamrl.process import signals_to_end
 from streamrl.telemetry.logs import configure_logging
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ async def _serve(options: Options) -> None:
 
     asyncio.get_running_loop().set_default_executor(_Threads(_THREADS, thread_name_prefix="worker"))
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in signals_to_end():
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await serve(options, stop, leave=_leave)
 

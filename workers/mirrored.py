@@ -45,9 +45,11 @@ async def open_mirror(
         progress.working("find the pretrained model")
         find = partial(PretrainedModel, model.path, trust_remote_code=model.trust_remote_code)
         pretrained = await asyncio.to_thread(find)
+    # In a thread, since Redis may be away again: signals and probes are answered meanwhile.
+    patient = partial(connect, redis_url, config.redis, patience_s=config.redis.give_up_after_s)
     with (
+        await asyncio.to_thread(patient) as client,
         mirror_folder(run_uid, worker) as folder,
-        connect(redis_url, config.redis, patience_s=config.redis.give_up_after_s) as client,
         open_sharing(
             open_store(config.weights.store, client, keys),
             client,

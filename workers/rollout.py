@@ -271,22 +271,28 @@ class Rollout:
 
 
 class Pace:
-    """Measures tokens per second, and detects a stalled engine: a hung engine may still pass its liveness check."""
+    """Measures tokens per second, and detects a stalled engine: a hung engine may still pass its liveness check.
+
+    Time between two looks counts as half of `stall_s` at most: if it was more, this process was stopped, perhaps with
+    its engine.
+    """
 
     def __init__(self, stats: EngineStats, *, stall_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._stall_s = stall_s
         self._clock = clock
-        self._since = clock()  # when tokens last arrived, or none were due
-        self._looks = deque([(self._since, stats.num_made)])  # (time, tokens made so far) over the last seconds
+        self._waited_s = 0.0  # since tokens arrived, or none were due
+        self._looks = deque([(clock(), stats.num_made)])  # (time, tokens made so far) over the last seconds
 
     def look(self, stats: EngineStats) -> float:
         """Return recent tokens per second. EngineError if tokens were due for `stall_s` and none came."""
         now = self._clock()
-        if stats.in_flight == 0 or stats.num_made != self._looks[-1][1]:
-            self._since = now
-        elif now - self._since > self._stall_s:
+        looked, num_made = self._looks[-1]
+        self._waited_s += min(now - looked, self._stall_s / 2)
+        if stats.in_flight == 0 or stats.num_made != num_made:
+            self._waited_s = 0.0
+        elif self._waited_s > self._stall_s:
             raise EngineError(
-                f"the engine generated no token for {now - self._since:.0f} s while {stats.in_flight} samples were in "
+                f"the engine generated no token for {self._waited_s:.0f} s while {stats.in_flight} samples were in "
                 f"flight (worker.stall_s = {self._stall_s:g})"
             )
         self._looks.append((now, stats.num_made))

@@ -45,11 +45,13 @@ def read_verdict(file: Path) -> int | None:
 def write_verdict(exit_code: int, environment: Mapping[str, str]) -> bool:
     """Called by a rank to set the exit code; True for the first one of its agent, which speaks for all.
 
-    Under another agent than ours nothing is set, and the first is that of the lowest rank.
+    Under another agent than ours nothing is set, and the first is that of the lowest rank. So it is where nothing can
+    be written: a full disk may be the very error that is to be told.
     """
-    if _VERDICT not in environment:
-        return environment["LOCAL_RANK"] == "0"
-    return create_exclusively(Path(environment[_VERDICT]), str(exit_code).encode())
+    if _VERDICT in environment:
+        with suppress(OSError):
+            return create_exclusively(Path(environment[_VERDICT]), str(exit_code).encode())
+    return environment["LOCAL_RANK"] == "0"
 
 
 def note_agent_ends(verdict: Path) -> None:

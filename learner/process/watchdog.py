@@ -9,6 +9,9 @@ stopped entirely.
     while computing  only other ranks are awaited, and micro-batches take similar times: many times the longest seen in
                      earlier steps, once these had some, but at least a minute
     at the disk      gigabytes are written while others wait: the setting for that
+
+Time in which this thread did not run either does not count: then the whole process was stopped, as in a container that
+is frozen for some minutes, and the loop needs time to go on.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ EXIT_STALLED = 75
 _MIN_LIMIT_S = 60.0
 _LONGEST_FACTOR = 20
 _MIN_SEEN = 10  # micro-batches of earlier steps
+_LATE_S = 10.0  # a check that comes so late: this thread was stopped, too
 
 _Phase = Literal["anywhere", "computing", "at disk"]
 
@@ -85,8 +89,12 @@ class Watchdog:
         return background_loop(self._watch, name="watchdog", stopped=self._stopped)
 
     def _watch(self) -> None:
+        checked, counted_from = time.monotonic(), self._last
         while not self._stopped.wait(self._check_every_s):
-            stalled_s = self._clock() - self._last
+            before, checked = checked, time.monotonic()
+            if checked - before > self._check_every_s + _LATE_S:
+                counted_from = self._clock()
+            stalled_s = self._clock() - max(self._last, counted_from)
             if stalled_s > self._bound_s:
                 self._on_stall(f"the loop made no progress for {stalled_s:.0f} s: ending this rank for a restart")
                 return

@@ -28,6 +28,7 @@ from typing import Any
 
 FORMS = "`package.module:function` or `path/to/file.py:function`"
 FILES = (".py", ".pkl")  # suffixes of files that hold code
+PICKLED = "rewards"  # folder of the pickled functions, in a run's folder
 
 _MAX_ERROR_CHARS, _MAX_LINE_CHARS = 500, 100
 _OURS = (f"{Path(__file__).parents[1]}/", "<frozen ")
@@ -38,6 +39,12 @@ def is_own(target: str) -> bool:
     """Return whether the target has the form of user code."""
     place, _, function = target.rpartition(":")
     return bool(place) and function.isidentifier()
+
+
+def canonical(target: str, folder: Path | None = None) -> str:
+    """Return the target with its file as an absolute path; a relative one begins in `folder`, or where we work."""
+    place, _, function = target.rpartition(":")
+    return f"{((folder or Path()) / place).resolve()}:{function}" if place.endswith(FILES) else target
 
 
 def load_function(target: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:

@@ -27,7 +27,6 @@ Detail = Mapping[str, int | float | str]
 class Wait(StrEnum):
     """Everything that a part may wait for; each wait is bounded and visible."""
 
-    REDIS = "redis"  # a connection
     RUN = "run"  # the run's configuration to appear in Redis
     LEASE = "lease"  # another learner holds the run
     PEERS = "peers"  # the other ranks

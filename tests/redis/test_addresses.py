@@ -24,11 +24,12 @@ from streamrl.process import free_port
 from streamrl.protocol.transport.acl import SERVERS
 from streamrl.protocol.transport.address import PASSWORD, SENTINEL_PASSWORD, masked, split_password
 from streamrl.protocol.transport.clients import open_client, server_name
-from streamrl.protocol.transport.connection import connect, connect_async, repeat
+from streamrl.protocol.transport.connection import connect, connect_async, repeat, repeat_async
 from streamrl.protocol.transport.embedded import EmbeddedRedis, find_server
 from streamrl.protocol.transport.entries import PagedReader
 from streamrl.tasks import cancel_all, close_server
 from tests.helpers import wait_until
+from tests.redis.two_servers import TwoServers
 
 SETTINGS = schema.Redis(connect_timeout_s=2.0, reply_timeout_s=5.0)
 SECRET = "s3cret/with:signs@"
@@ -133,6 +134,23 @@ def test_who_is_refused_learns_where_a_password_goes(guarded: Guarded) -> None:
         assert "wrong" not in str(caught.value).replace("WRONGPASS", "")
         with pytest.raises(ResourceError, match=f"{PASSWORD}_FILE"):  # at once, for no waiting changes it
             connect(url, SETTINGS, patience_s=600.0)
+
+
+def test_who_is_refused_on_a_socket_learns_that_only_a_user_has_a_password_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PASSWORD, SECRET)
+    server = EmbeddedRedis.start(tmp_path / "redis")
+    try:
+        with connect(server.url, SETTINGS) as client:
+            client.config_set("requirepass", SECRET)
+        with pytest.raises(ResourceError, match="without a user in the URL, no password is sent") as caught:
+            connect(server.url, SETTINGS)
+        assert "unix://default@/PATH" in str(caught.value)
+        with connect(server.url.replace("unix://", "unix://default@"), SETTINGS) as client:
+            assert client.ping()
+    finally:
+        server.stop()
 
 
 def test_a_file_of_a_password_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> None:
@@ -365,3 +383,16 @@ async def test_a_workers_unix_socket_has_room_for_a_whole_delivery(tmp_path: Pat
             found = connection._writer.get_extra_info("socket")
             assert found.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * allowed, "the kernel doubles it"
             await client.connection_pool.release(connection)
+
+
+async def test_a_primary_that_became_a_replica_is_left_for_the_one_that_its_address_leads_to(tmp_path: Path) -> None:
+    """Its connections stay open, and each retry on them would be answered by READONLY again."""
+    with TwoServers(tmp_path) as servers, connect(servers.url, SETTINGS) as client:
+        async with connect_async(servers.url, SETTINGS) as async_client:
+            assert client.set("x", 1)
+            assert await async_client.set("x", 2)
+            servers.admin.replicaof("127.0.0.1", "1")
+            servers.fail_over({})
+            assert repeat(client, "write", lambda: client.set("x", 3), give_up_after_s=5.0)
+            assert await repeat_async(async_client, "write", lambda: async_client.set("y", 4), give_up_after_s=5.0)
+            assert servers.admin.mget("x", "y") == [b"3", b"4"]

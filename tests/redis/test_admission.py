@@ -172,6 +172,14 @@ def test_a_word_that_is_said_again_counts_from_then_on(come: Come, client: redis
     assert come(ago_s=_LONG_S / 2).stream.orders().control == "stop"
 
 
+def test_a_word_that_a_clock_set_back_makes_one_of_the_future_ends_nobody(
+    come: Come, client: redis.Redis, keys: Keys
+) -> None:
+    come().stream.release("stopped")
+    client.hset(keys.meta, "end_at", (time.time() + 3600) * 1000)
+    assert come().start.term == 2
+
+
 def test_a_learner_that_meets_another_one_is_refused_and_told_what_it_may_do(
     come: Come, config: schema.Config, learner_client: redis.Redis, keys: Keys
 ) -> None:

@@ -114,6 +114,15 @@ async def test_a_run_of_the_same_name_rings_for_its_own_workers(
     assert await make_worker("new").beyond(0, within_s=LONG_S)
 
 
+def test_a_version_that_was_put_on_a_server_before_another_took_over_does_not_count(learner: LearnerStream) -> None:
+    announce(learner, FIRST)
+    learner._server_run_id = "of the one that died"
+    announce(learner, SECOND)
+    assert not learner.has_manifests([SECOND])
+    announce(learner, THIRD)
+    assert learner.has_manifests([THIRD])
+
+
 def test_a_version_whose_blobs_may_be_lost_does_not_count(learner: LearnerStream, client: redis.Redis) -> None:
     """They were put before Redis was emptied, and announced after that."""
     announce(learner, FIRST)

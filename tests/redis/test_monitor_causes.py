@@ -177,7 +177,6 @@ def test_a_learner_that_holds_its_lease_in_silence_is_restarting(run: Watched) -
         ("lease", "waiting", 5, "lease_held", "stalled"),
         ("load the model", "starting", 5, "learner_starting", "healthy"),
         ("load the model", "starting", 500, "learner_starting", "stalled"),
-        ("redis", "waiting", 5, "learner_without_redis", "stalled"),
         ("weights", "waiting", 5, "", "healthy"),
         ("weights", "waiting", 50, "publish_stuck", "stalled"),
         ("train", "working", 500, "learner_stuck", "stalled"),

@@ -8,7 +8,7 @@ import time
 import pytest
 import redis
 
-from streamrl.errors import RunGone
+from streamrl.errors import ResourceError, RunGone
 from streamrl.protocol.transport.keys import WORKERS, Keys
 from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.operator import remove_run
@@ -245,6 +245,18 @@ async def test_a_worker_before_its_run_waits_and_then_serves_it(
     assert info is not None
     assert (info.uid, info.term, info.config_json, info.fingerprint) == ("uid", 1, '{"name": "x"}', "model")
     assert numbers(await worker.lease(max_tickets=1, block_ms=0)) == [0]
+
+
+async def test_a_worker_of_another_wire_schema_than_its_learners_ends_and_leases_nothing(
+    learner: LearnerStream, worker: WorkerStream, make_worker: MakeWorker, client: redis.Redis, keys: Keys
+) -> None:
+    learner.issue([make_ticket(0)])
+    assert await worker.run_info() is not None
+    client.hset(keys.meta, "schema", 99)
+    for call in (worker.run_info(), make_worker("new").lease(max_tickets=1, block_ms=0)):
+        with pytest.raises(ResourceError, match=r"messages of schema 99, and this worker reads schema \d+: install"):
+            await call
+    assert client.xpending(keys.tickets("train"), WORKERS)["pending"] == 0
 
 
 async def test_a_removed_run_tells_its_workers_that_it_is_gone(

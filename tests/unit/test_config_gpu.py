@@ -15,7 +15,7 @@ from streamrl.config.load import Loaded, load_config
 from streamrl.config.placement import Part, Share, place
 from streamrl.errors import ResourceError
 from streamrl.learner.preflight import examine
-from streamrl.ops.monitor.doctor import look
+from streamrl.ops.monitor.doctor import gpus, look
 from tests.gpus_world import machine_with, made_up
 from tests.stand_ins import make_stand_in
 
@@ -99,3 +99,12 @@ def test_no_two_processes_of_a_shipped_configuration_share_a_gpu_where_there_are
         assert not set(one.gpus) & set(other.gpus) or (one.fraction and other.fraction and count < wanted)
     for gpu in gpus:
         assert sum(share.fraction or 0 for share in shares.values() if gpu in share.gpus) <= 0.9 + 1e-9
+
+
+@pytest.mark.parametrize(("hosts", "level"), [(1, "error"), (2, "ok")])
+def test_an_engine_has_the_memory_of_all_its_hosts(monkeypatch: pytest.MonkeyPatch, hosts: int, level: str) -> None:
+    """405B parameters in bfloat16, on eight GPUs of 80 GB a host."""
+    monkeypatch.setattr(gpus, "served_bytes", lambda _: 810 * 10**9)
+    settings = {"model": {"path": "m"}, "data": {"train": "x"}, "worker": {"hosts": hosts, "gpus": 8}}
+    [found] = gpus._workers(load_config(settings).config, [Share(gpus=made_up(8))])
+    assert found.level == level

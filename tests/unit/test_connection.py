@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import redis
+import redis.asyncio
 from redis._parsers.base import BaseParser
 
 from streamrl.errors import ConfigError, TransportError
@@ -17,6 +18,12 @@ from streamrl.protocol.transport.connection import bounded_block_ms, pacing, rep
 @pytest.fixture
 def client() -> Iterator[redis.Redis]:
     with redis.Redis(host="stream.example", port=7000, db=2, password="secret", socket_timeout=4.0) as client:
+        yield client
+
+
+@pytest.fixture
+async def async_client() -> AsyncIterator[redis.asyncio.Redis]:
+    async with redis.asyncio.Redis(host="stream.example", port=7000, db=2, password="secret") as client:
         yield client
 
 
@@ -67,13 +74,15 @@ class Flaky:
 
 
 @pytest.mark.parametrize("error", PASSING, ids=str)
-async def test_an_error_that_passes_is_waited_out(error: redis.RedisError, client: redis.Redis) -> None:
+async def test_an_error_that_passes_is_waited_out(
+    error: redis.RedisError, client: redis.Redis, async_client: redis.asyncio.Redis
+) -> None:
     noted: list[redis.RedisError] = []
     flaky = Flaky(error, error)
     assert repeat(client, "answer", flaky, give_up_after_s=10.0, on_trouble=noted.append) == "answer"
     assert flaky.num_calls == 3
     assert noted == [error, error]
-    assert await repeat_async(client, "answer", Flaky(error).call, give_up_after_s=10.0) == "answer"
+    assert await repeat_async(async_client, "answer", Flaky(error).call, give_up_after_s=10.0) == "answer"
 
 
 @pytest.mark.parametrize("error", LASTING, ids=str)
@@ -93,12 +102,12 @@ def test_a_password_where_all_would_see_it_is_refused_and_not_shown(url: str) ->
     assert not re.search("hunter2|ter2", str(refused.value))
 
 
-async def test_patience_ends_with_the_servers_name_and_no_password(client: redis.Redis) -> None:
+async def test_patience_ends_with_the_servers_name_and_no_password(async_client: redis.asyncio.Redis) -> None:
     error = PASSING[0]
     for give_up_after_s in (0.0, 0.1):
         flaky = Flaky(*[error] * 1000)
         with pytest.raises(TransportError) as caught:
-            await repeat_async(client, "lease", flaky.call, give_up_after_s=give_up_after_s)
+            await repeat_async(async_client, "lease", flaky.call, give_up_after_s=give_up_after_s)
         assert "Redis at stream.example:7000/2 could not lease within" in str(caught.value)
         assert "secret" not in str(caught.value)
         assert caught.value.__cause__ is error

@@ -20,6 +20,13 @@ from streamrl.ops.launch.processes import Command, Process
 from tests.helpers import wait_until
 
 _IMPORTED = "import os\nPID = os.getpid()\n"
+_NO_ROOM = """
+fork, full = os.fork, os.path.join(os.path.dirname(__file__), "full")
+def fork_if_there_is_room():
+    if os.path.exists(full): raise BlockingIOError(11, "there is no room")
+    return fork()
+os.fork = fork_if_there_is_room
+"""
 _PROGRAM = """
 import os, sys, time
 import imported
@@ -129,6 +136,23 @@ def test_what_is_imported_later_is_there_for_later_programs(modules: Path) -> No
 
     assert [(modules / f"{name}.log").read_text().splitlines()[2] for name in "ab"] == ["False a", "True b"]
     assert "it cannot be imported here" in (modules / "imports.log").read_text()
+
+
+def test_a_program_that_has_no_room_for_a_process_fails_alone(modules: Path) -> None:
+    """The server is made to find no room when it is told to, as a limit of processes would."""
+    (modules / "imported.py").write_text(_IMPORTED + _NO_ROOM)
+    with Forking(["imported"], log=modules / "imports.log") as forking:
+        stays = forking.start(asked(modules, "stays", "wait"))
+        until_said(stays, "words")
+        (modules / "full").touch()
+        fails = forking.start(asked(modules, "fails", "end"))
+        assert fails.wait(60)
+        (modules / "full").unlink()
+        late = forking.start(asked(modules, "late", "end"))
+        assert late.wait(60)
+
+        assert (fails.poll(), late.poll(), stays.poll()) == (1, 0, None)
+        assert fails.last_words() == ["fails could not be started: [Errno 11] there is no room"]
 
 
 def test_a_program_that_is_told_to_end_ends_alone(modules: Path) -> None:

@@ -10,9 +10,16 @@ import pytest
 
 from streamrl.config import schema
 from streamrl.config.load import Loaded, load_config
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, PartError
 from streamrl.ops.cli.reward import serve
-from streamrl.ops.launch.parts import Cluster, RunFolder, learner_command, reward_command, worker_command
+from streamrl.ops.launch.parts import (
+    Cluster,
+    RedisPart,
+    RunFolder,
+    learner_command,
+    reward_command,
+    worker_command,
+)
 from streamrl.ops.launch.processes import Command
 from streamrl.ops.monitor.doctor.requirements import REQUIREMENTS
 
@@ -169,3 +176,31 @@ def test_a_reward_server_gets_no_setting_that_is_none_of_its_options(tmp_path: P
 
     words = command.arguments[command.arguments.index("serve") + 1 :]
     assert serve.make_context("serve", list(words)).params["model"] == "rm"
+
+
+class _Dying:
+    """An embedded Redis that has died by the time anybody looks."""
+
+    url, running = "unix:///redis.sock", False
+
+    @classmethod
+    def start(cls, folder: Path) -> _Dying:
+        return cls()
+
+    def stop(self) -> None: ...
+
+
+def test_a_redis_that_dies_now_and_then_is_always_started_again_and_one_that_does_not_live_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamrl.ops.launch.parts.EmbeddedRedis", _Dying)
+    now = [0.0]
+    part = RedisPart(tmp_path, notify=lambda _: None, clock=lambda: now[0])
+    for _ in range(20):
+        now[0] += 3600
+        part.look()
+    for _ in range(4):
+        part.look()
+    assert part.num_restarts == 24
+    with pytest.raises(PartError, match=r"died 6 times, each within 120 s \(see .*redis\.log\)"):
+        part.look()

@@ -118,8 +118,11 @@ class Lives:
     def __init__(self, *codes: int | None) -> None:
         self._codes = list(codes)
         self.num_started = 0
+        self.refusal: OSError | None = None
 
     def start(self, command: Command) -> Process:
+        if self.refusal is not None:
+            raise self.refusal
         self.num_started += 1
         return cast(Process, _Life(self._codes.pop(0)))
 
@@ -185,6 +188,34 @@ def test_one_that_dies_again_and_again_is_given_up() -> None:
     assert supervised.has_given_up
     assert lives.num_started == 5
     assert said[-1].startswith("worker/0 ended with exit code 1; giving up on it")
+
+
+def test_one_that_cannot_be_started_for_a_moment_is_started_later() -> None:
+    lives, clock, said = Lives(1, None), Clock(), list[str]()
+    supervised = supervise(lives, clock, said.append)
+    lives.refusal = BlockingIOError(11, "Resource temporarily unavailable")
+
+    for _ in range(3):
+        supervised.look()
+        clock.now += 1.1
+    lives.refusal = None
+    clock.now += 5
+    supervised.look()
+
+    assert (lives.num_started, supervised.num_restarts, supervised.process.poll()) == (2, 1, None)
+    assert "could not be started: [Errno 11] Resource temporarily unavailable; restarting it" in said[1]
+
+
+def test_one_that_can_never_be_started_again_is_given_up() -> None:
+    lives, clock = Lives(1), Clock()
+    supervised = supervise(lives, clock)
+    lives.refusal = BlockingIOError(11, "Resource temporarily unavailable")
+
+    for _ in range(20):
+        supervised.look()
+        clock.now += 31
+
+    assert supervised.has_given_up
 
 
 def test_a_long_life_makes_earlier_failures_forgotten() -> None:

@@ -215,6 +215,13 @@ def test_of_several_ranks_with_such_errors_the_first_speaks_for_its_agent(tmp_pa
     assert [write_verdict(2, {"LOCAL_RANK": rank}) for rank in ("0", "1")] == [True, False]
 
 
+def test_where_no_verdict_can_be_written_the_lowest_rank_speaks_all_the_same(tmp_path: Path) -> None:
+    """The disk may be full, which may be the very error."""
+    environment: dict[str, str] = {}
+    prepare_verdict(tmp_path, environment).parent.rmdir()
+    assert [write_verdict(1, {**environment, "LOCAL_RANK": rank}) for rank in ("0", "1")] == [True, False]
+
+
 def test_an_agent_must_be_told_what_is_its_own() -> None:
     with pytest.raises(SystemExit, match="TORCHRUN_OPTIONS -- LEARNER_OPTIONS"):
         main(["--nproc-per-node=1", "--config", "x"])

@@ -54,6 +54,20 @@ def test_a_micro_batch_that_takes_many_times_as_long_as_any_before_is_ended_befo
             wait_until(stalled.is_set, description="the watchdog")
 
 
+def test_a_loop_that_stood_still_because_the_whole_process_did_gets_time_to_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, stalled = Clock(), threading.Event()
+    monkeypatch.setattr("streamrl.learner.process.watchdog._LATE_S", -60.0)  # each check counts as late
+    watchdog = make_watchdog(60.0, clock, stalled)
+    with watchdog.watching():
+        clock.advance(3600.0)
+        assert not stalled.wait(0.2)
+        monkeypatch.undo()
+        clock.advance(61.0)
+        wait_until(stalled.is_set, description="the watchdog")
+
+
 @pytest.mark.parametrize(
     ("micro_batch_s", "num_seen", "bound_s"), [(0.1, 12, 60.0), (0.1, 3, 300.0), (100.0, 12, 300.0)]
 )

@@ -75,10 +75,7 @@ def test_no_pod_is_root_or_has_rights(rendered: Rendered) -> None:
         assert context["runAsUser"] == context["fsGroup"] == 10001
         assert context["seccompProfile"] == {"type": "RuntimeDefault"}
         assert pod["automountServiceAccountToken"] is False
-        allowed = container.spec["securityContext"]["capabilities"].get("add")
-        assert allowed in (None, ["IPC_LOCK"]), "which pins memory, for RDMA"
-        rights = {**NO_RIGHTS, "capabilities": {"drop": ["ALL"], **({"add": allowed} if allowed else {})}}
-        assert container.spec["securityContext"] == rights, container.spec["name"]
+        assert container.spec["securityContext"] == NO_RIGHTS, container.spec["name"]
         assert not any(pod.get(word) for word in ("hostNetwork", "hostPID", "hostIPC"))
 
 

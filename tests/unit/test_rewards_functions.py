@@ -180,6 +180,22 @@ async def test_a_process_that_begins_with_no_word_of_its_function_is_an_error_of
             pass
 
 
+async def test_a_process_that_cannot_be_started_for_a_moment_fails_a_sample(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*words: object, **options: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    async with start("obey") as reward:
+        with pytest.raises(RewardError):
+            await reward.score(make_item("exit"))
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "create_subprocess_exec", refuse)
+            with pytest.raises(RewardError, match=r"no process could be started: .*temporarily unavailable"):
+                await reward.score(make_item("good"))
+        assert await reward.score(make_item("good")) == 7.0
+
+
 @pytest.mark.parametrize("function", ["leak", "leak_async"])
 async def test_a_function_that_leaks_fails_a_sample_now_and_then_and_goes_on_in_a_fresh_process(
     start: Start, function: str

@@ -48,9 +48,8 @@ def test_the_first_learn_and_the_others_generate_beside_the_reward_server(tmp_pa
     first, second, third, last = machines
     learns = "all streamrl learn conf/gpu_qwen_32b.yaml name=run "
     assert [line.startswith(learns) for line in (*first, *second)] == [True, True]
-    assert [line.split()[:3] for line in third] == [[str(gpu), "streamrl", "worker"] for gpu in range(GPUS)]
-    assert [line.split()[2] for line in last] == ["worker"] * (GPUS - 1) + ["reward"]
-    assert last[-1].split()[0] == str(GPUS - 1)
+    assert [line.split()[:3] for line in third] == [[gpus, "streamrl", "worker"] for gpus in ("0,1,2,3", "4,5,6,7")]
+    assert [line.split()[::2][:2] for line in last] == [["0,1,2,3", "worker"], ["7", "reward"]]
     everything = [line for machine in machines for line in machine]
     assert not any(secret in line for line in everything for secret in SECRETS.values())
     assert not any("is told to all" in line for line in everything)
@@ -70,13 +69,18 @@ def test_secrets_are_files_of_their_owner_alone(tmp_path: Path) -> None:
 
 def test_its_settings_exist_and_its_learners_take_all_gpus_of_a_machine() -> None:
     named = re.findall(r"\b([a-z_]+(?:\.[a-z_]+)+)=", TASK["run"])
-    assert set(named) == {"model.path", "training.max_time", "rewards.model.url", "rewards.model.token_file"}
-    given = [f"{name}=http://x" for name in named if name != "training.max_time"]
+    settings = {"model.path", "training.max_time", "weights.store"}
+    assert set(named) == {*settings, "rewards.model.url", "rewards.model.token_file"}
+    given = [f"{name}=http://x" for name in named if name not in settings]
     given += re.findall(r"training\.max_time=\S+", TASK["run"])
+    [store] = re.findall(r'weights\.store="file:\$RUNS(\S+)"', TASK["run"])
+    given += [f"weights.store=file:{TASK['envs']['RUNS']}{store}"]
     config = load_config(ROOT / TASK["envs"]["RUN_CONFIG"], given).config
     assert config.training.max_time is None, "nothing starts a next job"
     assert isinstance(config.rewards["model"], HttpReward)
     assert TASK["resources"]["accelerators"].endswith(f":{config.learner.processes}")
+    assert TASK["envs"]["GPUS_OF_A_WORKER"] == str(config.worker.gpus)
+    assert TASK["envs"]["RUNS"] in TASK["volumes"], "every machine sees the weights there"
 
 
 @pytest.mark.parametrize("part", ["setup", "run"])

@@ -26,11 +26,23 @@ def test_an_idle_engine_owes_no_tokens_and_its_time_begins_with_the_next_sample(
     pace = Pace(stats(in_flight=0, num_made=0), stall_s=10.0, clock=lambda: now[0])
     now[0] = 100.0
     pace.look(stats(in_flight=0, num_made=0))
-    now[0] = 109.0
-    pace.look(stats(in_flight=1, num_made=0))
+    for now[0] in (105.0, 109.0):
+        pace.look(stats(in_flight=1, num_made=0))
     now[0] = 111.0
     with pytest.raises(EngineError, match="generated no token for 11 s while 1 samples"):
         pace.look(stats(in_flight=1, num_made=0))
+
+
+def test_an_engine_that_was_stopped_with_its_worker_gets_time_to_go_on() -> None:
+    now = [0.0]
+    pace = Pace(stats(in_flight=4, num_made=7), stall_s=10.0, clock=lambda: now[0])
+    now[0] = 3600.0
+    pace.look(stats(in_flight=4, num_made=7))
+    now[0] = 3604.0
+    pace.look(stats(in_flight=4, num_made=7))
+    now[0] = 3606.0
+    with pytest.raises(EngineError, match="for 11 s"):
+        pace.look(stats(in_flight=4, num_made=7))
 
 
 def test_the_pace_is_that_of_the_last_seconds() -> None:

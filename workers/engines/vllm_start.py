@@ -258,8 +258,8 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
 
 
 def _with_draft_weights(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Have vLLM load a draft model from its own folder. Else it gets the model's load format: random weights, of which
-    nothing is ever accepted, since the model's own come from the learner."""
+    """Have vLLM load a draft model from its own folder. Else it gets the model's load format: random weights, whose
+    drafts would never be accepted; the model's own come from the learner."""
     speculation = arguments.get("speculative_config")
     if not isinstance(speculation, Mapping):
         return dict(arguments)

@@ -27,13 +27,13 @@ from dataclasses import replace
 from typing import Any
 
 from streamrl.config import schema
-from streamrl.errors import ConfigError, SampleError
+from streamrl.errors import ConfigError, RewardError, SampleError
 from streamrl.permissions import Permissions
 from streamrl.recipe.environments import ENVIRONMENTS
 from streamrl.workers.confined.door import Door
 from streamrl.workers.environments.base import MAX_ANSWER_BYTES, Answer, Episode, read_answer, read_text
 from streamrl.workers.environments.own_child import THREADS
-from streamrl.workers.rewards.child import CallFailed, Child
+from streamrl.workers.rewards.child import CallFailed, Child, NoProcess
 from streamrl.workers.rewards.functions import may_run
 
 _CHILD = "streamrl.workers.environments.own_child"
@@ -65,6 +65,8 @@ class Children:
     async def start(self) -> None:
         try:
             children = [await place.child() for place in self._places]
+        except NoProcess as error:
+            raise RewardError(f"environment.target: {error}") from None
         except CallFailed as error:
             raise ConfigError(f"environment.target: cannot use {self._settings.target}: {error}") from None
         self.has_agent, self.is_async = children[0].description["agent"], children[0].description["async"]

@@ -41,6 +41,10 @@ class CallFailed(Exception):
     """A call gave no result; the message says why: the function failed, or could not be loaded."""
 
 
+class NoProcess(CallFailed):
+    """No process, memory or descriptor was to be had, perhaps for a moment."""
+
+
 class ChildLost(CallFailed):
     """The child died, or was killed because a call was late. `alone`: this call must be the cause."""
 
@@ -70,19 +74,22 @@ class Child:
         door: int | None = None,
         max_answer_bytes: int = _MAX_ANSWER_BYTES,
     ) -> Self:
-        """Start a child. `door`: a file descriptor through which it sends its listener (see `door`).
-        `max_answer_bytes`: a longer line costs the process its life."""
+        """Start a child, or raise CallFailed. `door`: a file descriptor through which it sends its listener (see
+        `door`). `max_answer_bytes`: a longer line costs the process its life."""
         gives_many = isinstance(source, schema.FunctionReward) and source.per_token
-        process = await asyncio.create_subprocess_exec(
-            # The kernel kills it with us, since a function that loops never sees its pipe close.
-            *dying_with_us([sys.executable, "-m", module], by=signal.SIGKILL),
-            stdin=PIPE,
-            stdout=PIPE,
-            limit=_MAX_NUMBERS_BYTES if gives_many else max_answer_bytes,
-            env=_environment(source.environment),
-            start_new_session=True,  # Ctrl-C reaches only the worker, and what a function forks can be killed with it
-            pass_fds=() if door is None else (door,),
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                # The kernel kills it with us, since a function that loops never sees its pipe close.
+                *dying_with_us([sys.executable, "-m", module], by=signal.SIGKILL),
+                stdin=PIPE,
+                stdout=PIPE,
+                limit=_MAX_NUMBERS_BYTES if gives_many else max_answer_bytes,
+                env=_environment(source.environment),
+                start_new_session=True,  # Ctrl-C reaches only the worker, and all that a function forks can be killed
+                pass_fds=() if door is None else (door,),
+            )
+        except OSError as error:
+            raise NoProcess(f"no process could be started: {error}") from None
         try:
             _send(process, source.model_dump(include=_SETTINGS) | {"door": door})
             return cls(process, description=await _read_description(process), timeout_s=source.timeout_s)

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,10 +31,10 @@ import numpy as np
 from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError
 from streamrl.permissions import Permissions
-from streamrl.recipe.own import FILES, FORMS, is_own
+from streamrl.recipe.own import FORMS, canonical, is_own
 from streamrl.recipe.rewards import REWARDS
 from streamrl.workers.rewards.base import Health, Score, ScoreItem
-from streamrl.workers.rewards.child import CallFailed, Child, ChildLost
+from streamrl.workers.rewards.child import CallFailed, Child, ChildLost, NoProcess
 
 CONCURRENT_CALLS = 32  # of an `async def` in one process
 
@@ -55,12 +54,12 @@ def may_run(source: schema.FunctionReward | schema.Environment, permissions: Per
     """ConfigError if this worker has no permission to run the code, or to give it what it asks for."""
     target = source.target
     assert target is not None, "a service has no target"
-    if _canonical(target) not in map(_canonical, permissions.reward_code):
+    if canonical(target) not in map(canonical, permissions.reward_code):
         raise ConfigError(
             f"{section}.target: this worker may not run {target!r}; if you trust that code, start the worker with "
             f"--allow-reward-code {target}"
         )
-    if source.network and _canonical(target) not in map(_canonical, permissions.reward_network):
+    if source.network and canonical(target) not in map(canonical, permissions.reward_network):
         raise ConfigError(
             f"{section}.network: this worker gives {target!r} no network; to allow it, start the worker with "
             f"--allow-reward-network {target}"
@@ -78,11 +77,6 @@ def check_target(target: str, *, key: str) -> None:
         raise ConfigError(f"{key}: {target!r} is neither built in ({', '.join(REWARDS)}) nor {FORMS}")
 
 
-def _canonical(target: str) -> str:
-    place, _, function = target.rpartition(":")
-    return f"{Path(place).resolve()}:{function}" if place.endswith(FILES) else target
-
-
 class _Pool:
     """One function in child processes."""
 
@@ -97,6 +91,8 @@ class _Pool:
     async def start(self) -> None:
         try:
             children = [await place.child() for place in self._places]
+        except NoProcess as error:
+            raise RewardError(f"{self._key}: {error}") from None
         except CallFailed as error:
             raise ConfigError(f"{self._key}: cannot use it: {error}") from None
         for _ in range(CONCURRENT_CALLS if children[0].concurrent else 1):

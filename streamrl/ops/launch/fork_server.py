@@ -69,7 +69,11 @@ def _serve() -> Callable[[], None] | None:
             if "modules" in request:
                 _import(request["modules"])
                 continue
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:  # there is no room for a process, perhaps for a moment: other programs run on
+                _refuse(request, error)
+                continue
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -79,6 +83,12 @@ def _serve() -> Callable[[], None] | None:
             numbers[pid] = request["number"]
             print("began", request["number"], pid, flush=True)
     return None
+
+
+def _refuse(program: Mapping[str, Any], error: OSError) -> None:
+    with suppress(OSError), open(program["log"], "a") as log:
+        print(f"{program['name']} could not be started: {error}", file=log)
+    print("ended", program["number"], 1, flush=True)
 
 
 def _report_ended(numbers: dict[int, int]) -> None:

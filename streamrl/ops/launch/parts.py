@@ -26,7 +26,7 @@ from streamrl.errors import PartError
 from streamrl.files import write_durably
 from streamrl.held_folders import scratch_folder
 from streamrl.interface import gloo_towards
-from streamrl.ops.launch.processes import Command, Process, SupervisedProcess, end_all, part_error
+from streamrl.ops.launch.processes import HEALTHY_AFTER_S, Command, Process, SupervisedProcess, end_all, part_error
 from streamrl.process import LOOPBACK
 from streamrl.protocol.transport.connection import check_server, connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis
@@ -34,7 +34,7 @@ from streamrl.protocol.weights.stores import budget_in_redis
 from streamrl.telemetry.progress import Progress
 
 _HOSTS_PORT = 9600  # of the first worker; that of each further one is one more
-_MAX_RESTARTS = 5  # of the embedded Redis
+_MAX_DEATHS = 5  # of the embedded Redis, in a row
 _LOOK_EVERY_S = 0.2
 _END_S = 10.0
 # Time for a rank to finish its step and write a checkpoint before torchrun kills it.
@@ -218,9 +218,16 @@ def check_redis(url: str, config: schema.Config) -> None:
 class RedisPart:
     """The run's private Redis: started first, ended last, and restarted from its append-only file if it dies."""
 
-    def __init__(self, folder: Path, *, notify: Callable[[str], None]) -> None:
-        self._folder, self._notify = folder, notify
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        notify: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder, self._notify, self._clock = folder, notify, clock
         self._server = EmbeddedRedis.start(folder)
+        self._began, self._num_deaths = clock(), 0
         self.url = self._server.url  # the same after each start
         self.num_restarts = 0
 
@@ -228,12 +235,18 @@ class RedisPart:
         """Restart it if it died. Parts wait meanwhile, and detect by themselves what it may have lost."""
         if self._server.running:
             return
+        was_healthy = self._clock() - self._began >= HEALTHY_AFTER_S
+        self._num_deaths = 1 if was_healthy else self._num_deaths + 1
+        if self._num_deaths > _MAX_DEATHS:
+            raise PartError(
+                f"the embedded Redis died {self._num_deaths} times, each within {HEALTHY_AFTER_S:g} s (see "
+                f"{self._folder / 'redis.log'})"
+            )
         self.num_restarts += 1
-        if self.num_restarts > _MAX_RESTARTS:
-            raise PartError(f"the embedded Redis died {self.num_restarts} times (see {self._folder / 'redis.log'})")
         self._notify("the embedded Redis died; restarting it")
         self._server.stop()  # removes its socket
         self._server = EmbeddedRedis.start(self._folder)
+        self._began = self._clock()
 
     def close(self) -> None:
         self._server.stop()

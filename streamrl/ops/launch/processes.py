@@ -26,7 +26,7 @@ from streamrl.process import dying_with_us, signals_to_end
 
 _TAIL_BYTES = 16 << 10
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
-_HEALTHY_AFTER_S = 120.0  # a life of this length resets the count of failures
+HEALTHY_AFTER_S = 120.0  # a life of this length resets the count of failures
 _MAX_FAILURES = 5  # in a row, before giving up
 _KILL_S = 10.0  # only a process that hangs in the kernel takes longer
 _TIDY_S, _LOOK_EVERY_S = 1.0, 0.02
@@ -147,18 +147,25 @@ class SupervisedProcess:
             return
         now = self._clock()
         if self._restart_at is None:
-            if now - self._began >= _HEALTHY_AFTER_S:
+            if now - self._began >= HEALTHY_AFTER_S:
                 self._deaths, self._failures = 0, 0
-            self._deaths += 1
-            self._failures += code != 0
-            pause_s = min(_FIRST_PAUSE_S * 2 ** (self._deaths - 1), _LONGEST_PAUSE_S)
-            self._restart_at = now + pause_s * random.uniform(0.5, 1.0)
-            outlook = "giving up on it" if self.has_given_up else "restarting it"
-            self._notify(f"{self.command.name} {describe_exit(code)}; {outlook} (see {self.command.log})")
+            self._note_death(describe_exit(code), is_failure=code != 0)
         elif now >= self._restart_at:
+            try:
+                process = self._start(self.command)
+            except OSError as error:  # no process, memory or descriptor is to be had, perhaps for a moment
+                self._note_death(f"could not be started: {error}", is_failure=True)
+                return
             self.num_restarts += 1
-            self._restart_at, self._began = None, now
-            self.process = self._start(self.command)
+            self._restart_at, self._began, self.process = None, now, process
+
+    def _note_death(self, what: str, *, is_failure: bool) -> None:
+        self._deaths += 1
+        self._failures += is_failure
+        pause_s = min(_FIRST_PAUSE_S * 2 ** (self._deaths - 1), _LONGEST_PAUSE_S)
+        self._restart_at = self._clock() + pause_s * random.uniform(0.5, 1.0)
+        outlook = "giving up on it" if self.has_given_up else "restarting it"
+        self._notify(f"{self.command.name} {what}; {outlook} (see {self.command.log})")
 
     @property
     def has_given_up(self) -> bool:

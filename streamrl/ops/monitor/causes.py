@@ -180,7 +180,6 @@ TABLE: Mapping[str, Callable[[View], Iterator[Cause]]] = {
     "learner_restarting": parts.learner_restarting,
     "lease_held": parts.lease_held,
     "learner_starting": parts.learner_starting,
-    "learner_without_redis": parts.learner_without_redis,
     "publish_stuck": parts.publish_stuck,
     "learner_stuck": parts.learner_stuck,
     "no_workers": parts.no_workers,

@@ -35,8 +35,8 @@ def learner_gone(view: View) -> Iterator[Cause]:
         yield blocking(
             title="the learner is gone",
             evidence=f"{last}, and its lease has expired",
-            remedy="start it again (`streamrl up CONFIG`, or `streamrl learn`): it resumes from the last checkpoint; "
-            "its log says why it ended",
+            remedy="its log says why it ended, or that it cannot reach this Redis (network, password); if it ended, "
+            "start it again (`streamrl up CONFIG`, or `streamrl learn`): it resumes from the last checkpoint",
         )
 
 
@@ -47,7 +47,7 @@ def learner_restarting(view: View) -> Iterator[Cause]:
             evidence=f"{view.learner.holder} holds the run for another {age(view.learner.lease_left_s)}, "
             "but rank 0 does not report",
             remedy="wait: torchrun restarts its ranks from the last checkpoint; if this takes long, the learner's log "
-            "says why",
+            "says why, or that it cannot reach this Redis (network, password)",
         )
 
 
@@ -77,15 +77,6 @@ def learner_starting(view: View) -> Iterator[Cause]:
             evidence=f"`streamrl up` has run on {launcher.host} for {age(launcher.doing_s)}, and rank 0 does not "
             "report yet",
             remedy=_WHILE_IT_LOADS,
-        )
-
-
-def learner_without_redis(view: View) -> Iterator[Cause]:
-    if part := lead_waiting(view, Wait.REDIS):
-        yield blocking(
-            title="the learner waits for Redis",
-            evidence=f"for {age(part.doing_s)}, though Redis answers here",
-            remedy=f"check the network between {part.host} and Redis, and the learner's password",
         )
 
 

@@ -132,9 +132,12 @@ def _is_away(error: BaseException | None) -> bool:
 
 def _remedy(url: str, error: BaseException | None) -> str:
     if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
+        form, without = "redis://USER@HOST", "the password is that of the default user"
+        if url.startswith("unix:"):
+            form, without = "unix://USER@/PATH, or unix://default@/PATH if it has no users", "no password is sent"
         return (
-            f"Put the user into the URL (redis://USER@HOST), and set {PASSWORD}_FILE to the file with its password; "
-            "without a user in the URL, the password is that of the default user"
+            f"Put the user into the URL ({form}), and set {PASSWORD}_FILE to the file with its password; "
+            f"without a user in the URL, {without}"
         )
     if isinstance(error, redis.exceptions.NoPermissionError):
         return "Give the user the rules that `streamrl redis acl` prints for its role"
@@ -237,6 +240,12 @@ def _is_full(error: redis.RedisError) -> bool:
     return full or _has_code(error, _FULL_ANSWERS)
 
 
+def _is_of_replica(error: redis.RedisError) -> bool:
+    """Whether a primary has become a replica. It keeps its connections, while its name may already lead to another
+    server: only a new connection finds that."""
+    return isinstance(error, redis.ReadOnlyError) or _has_code(error, ("READONLY",))
+
+
 def _has_code(error: redis.RedisError, answers: Sequence[str]) -> bool:
     """Whether a word of the error is one of these codes; names of users and runs may contain them as parts."""
     words = (word.lstrip("-") for word in str(error).split())
@@ -244,7 +253,7 @@ def _has_code(error: redis.RedisError, answers: Sequence[str]) -> bool:
 
 
 def repeat(
-    client: AnyClient,
+    client: redis.Redis,
     what: str,
     call: Callable[[], T],
     *,
@@ -260,11 +269,13 @@ def repeat(
         except redis.RedisError as error:
             pause_s = pause_after(error)
             on_trouble(error)
+            if _is_of_replica(error):
+                client.connection_pool.disconnect(inuse_connections=False)
         time.sleep(pause_s)
 
 
 async def repeat_async(
-    client: AnyClient, what: str, call: Callable[[], Awaitable[T]], *, give_up_after_s: float = 0.0
+    client: redis.asyncio.Redis, what: str, call: Callable[[], Awaitable[T]], *, give_up_after_s: float = 0.0
 ) -> T:
     """`repeat` for coroutines."""
     pause_after = pacing(client, what, give_up_after_s=give_up_after_s)
@@ -273,6 +284,8 @@ async def repeat_async(
             return await call()
         except redis.RedisError as error:
             pause_s = pause_after(error)
+            if _is_of_replica(error):
+                await client.connection_pool.disconnect(inuse_connections=False)
         await asyncio.sleep(pause_s)
 
 

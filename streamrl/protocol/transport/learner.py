@@ -40,6 +40,7 @@ from streamrl.protocol.transport.types import (
     PresentTicket,
     RunState,
 )
+from streamrl.protocol.wire.codec import SCHEMA
 from streamrl.protocol.wire.ticket import PURPOSES, Purpose, Ticket, encode_ticket
 from streamrl.telemetry.progress import Report
 from streamrl.versions import show, term_of
@@ -74,7 +75,7 @@ class LearnerStream:
         self._ask = partial(repeat, client, give_up_after_s=give_up_after_s, on_trouble=self._note_trouble)
         self._present = Present(client, keys, run_uid=run_uid, ask=self._ask)
         self._claimed: tuple[str, str] | None = None  # (configuration, fingerprint)
-        # Redis lost blobs with our claim, perhaps also those that were put for the version announced next.
+        # Redis lost blobs with our claim or by a failover, perhaps also those that were put for the next version.
         self._has_lost_blobs = False
         self._without_blobs: set[int] = set()  # versions of which that may be so
         self._server_run_id = ""
@@ -232,6 +233,7 @@ class LearnerStream:
         assert term_of(a.version) == self._fence.term, f"version {show(a.version)} is of another term"
         what, keys = f"announce version {show(a.version)}", [k.manifests, k.weights, k.announced]
         self._write(what, scripts.ANNOUNCE, keys, a.version, a.base, a.step, time.time(), a.manifest, *keep)
+        self._note_server()  # one that has just taken over knows this version, and may lack its blobs
         if self._has_lost_blobs:
             self._has_lost_blobs = False
             self._without_blobs.add(a.version)
@@ -301,7 +303,8 @@ class LearnerStream:
         """Try to claim the run; return None on success, else the holder."""
         assert self._claimed is not None, "claim the run before anything is written"
         keys = (self._keys.meta, self._keys.tombstone, self._keys.lease)
-        call = Call(scripts.CLAIM, keys, (*self._fence, self._lease_ms, int(takeover), *self._claimed, time.time()))
+        about = (*self._claimed, SCHEMA, time.time())
+        call = Call(scripts.CLAIM, keys, (*self._fence, self._lease_ms, int(takeover), *about))
         reply = self._ask("claim the run", partial(run, self._client, call))
         if reply[0] not in (b"OK", b"HELD"):
             raise self._refusal("claim the run", reply)
@@ -328,7 +331,8 @@ class LearnerStream:
             if isinstance(error.__cause__, redis.exceptions.NoPermissionError):
                 return  # INFO may be forbidden; lost connections and the fence still detect most replacements
             raise
-        self.disturbed |= self._server_run_id not in ("", run_id)
+        if self._server_run_id not in ("", run_id):
+            self.disturbed = self._has_lost_blobs = True
         self._server_run_id = run_id
 
 

@@ -225,9 +225,13 @@ return {'OK'}
 _ORDERS = """
 local function is_end(word) return word == 'drain' or word == 'stop' end
 local function ended_since(meta, control, age_ms)
-  local function at(key) return tonumber(redis.call('HGET', key, 'end_at') or 0) or 0 end
-  local now = redis.call('TIME')
-  return math.max(at(meta), at(control)) > now[1] * 1000 + now[2] / 1000 - age_ms
+  local time = redis.call('TIME')
+  local now = time[1] * 1000 + time[2] / 1000
+  local function at(key)
+    local order = tonumber(redis.call('HGET', key, 'end_at') or 0) or 0
+    return order <= now and order or 0 -- one of the future is older than a clock that was set back
+  end
+  return math.max(at(meta), at(control)) > now - age_ms
 end
 local function take_word_away(meta, control)
   local at = redis.call('HGET', control, 'end_at')
@@ -260,7 +264,7 @@ return {'OK'}
 # Redis, whoever holds the lease: after a failover that may be a learner that was replaced.
 CLAIM = Script("""
 local meta, tombstone, lease = unpack(KEYS)
-local uid, term, holder, lease_ms, takeover, config, fingerprint, now = unpack(ARGV)
+local uid, term, holder, lease_ms, takeover, config, fingerprint, schema, now = unpack(ARGV)
 local buried = redis.call('GET', tombstone) == uid
 if buried and takeover ~= '1' then return {'GONE'} end
 local known = redis.call('HMGET', meta, 'uid', 'term', 'state')
@@ -272,7 +276,8 @@ if current and current ~= holder and not is_newer then return {'HELD', current} 
 if buried then redis.call('DEL', tombstone) end
 redis.call('DEL', lease)
 redis.call('SET', lease, holder, 'PX', lease_ms)
-redis.call('HSET', meta, 'uid', uid, 'term', term, 'state', 'running', 'config', config, 'fingerprint', fingerprint)
+redis.call('HSET', meta, 'uid', uid, 'term', term, 'state', 'running', 'config', config, 'fingerprint', fingerprint,
+  'schema', schema)
 redis.call('HSETNX', meta, 'created_at', now)
 return {'OK'}
 """)

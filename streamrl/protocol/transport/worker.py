@@ -12,7 +12,7 @@ import random
 import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,13 +21,14 @@ import redis.asyncio
 import structlog
 
 from streamrl.crashpoints import crashpoint
-from streamrl.errors import RunGone, WireError
+from streamrl.errors import ResourceError, RunGone, WireError
 from streamrl.protocol.transport import worker_scripts as scripts
 from streamrl.protocol.transport.connection import bounded_block_ms, repeat_async
 from streamrl.protocol.transport.entries import Deliveries, Delivery, one_of, read_ticket, to_run_info
 from streamrl.protocol.transport.keys import HANDED_BACK, LEADER, WORKERS, Keys
 from streamrl.protocol.transport.script import Argument, Call, Script, run_async
 from streamrl.protocol.transport.types import CONTROLS, Announcement, Control, Leased, RunInfo
+from streamrl.protocol.wire.codec import SCHEMA
 from streamrl.protocol.wire.ticket import PURPOSES, Purpose
 
 # A lease neither renewed nor ended for this many lease lengths is forgotten; its ticket may be leased again.
@@ -70,7 +71,10 @@ class WorkerStream:
         self._ask = partial(repeat_async, client, give_up_after_s=give_up_after_s)
 
     async def run_info(self) -> RunInfo | None:
-        """Return the run, or None (not yet, or no longer: the server was emptied, and the learner will restore it)."""
+        """Return the run, or None (not yet, or no longer: the server was emptied, and the learner will restore it).
+
+        ResourceError: its learner is of another version of streamrl, and neither can read what the other writes.
+        """
 
         async def read() -> list[Any]:
             # Not a transaction, which a full Redis refuses even for reads. The order suffices: removal replaces meta by
@@ -81,6 +85,7 @@ class WorkerStream:
                 return await pipe.execute()
 
         meta, tombstone = await self._ask("read the run", read)
+        _check_schema(meta)
         info = to_run_info(self._keys.name, meta)
         known = self._run_uid
         if known is not None and (tombstone == known.encode() if info is None else info.uid != known):
@@ -337,6 +342,15 @@ class WorkerStream:
 
     def _gone(self) -> RunGone:
         return RunGone(f"run {self._keys.name!r} was removed from Redis, or another took its name")
+
+
+def _check_schema(meta: Mapping[bytes, bytes]) -> None:
+    theirs = meta.get(b"schema", b"").decode(errors="replace")
+    if theirs and theirs != str(SCHEMA):  # its tickets would stay leased by a worker that cannot read them
+        raise ResourceError(
+            f"this run's learner writes messages of schema {theirs}, and this worker reads schema {SCHEMA}: install "
+            "the same version of streamrl for both"
+        )
 
 
 def _places(leased: Sequence[Leased]) -> list[Argument]:

@@ -50,10 +50,13 @@ def _workers(config: Config, shares: list[Share]) -> Iterator[Finding]:
     if not shares or not weights:
         return
     smallest, num_gpus = min(share.memory for share in shares), gpus_of_worker(config.worker)
-    needed = weights // max(1, num_gpus) + _WORKING_BYTES
+    needed = weights // max(1, num_gpus * config.worker.hosts) + _WORKING_BYTES
     estimate = f"{size(needed)} of weights and workspace per GPU, {size(smallest)} available"
     if needed > smallest:
-        remedy = f"raise worker.gpus above {num_gpus}, use a smaller model, or put fewer processes on each GPU"
+        remedy = (
+            f"raise worker.gpus above {num_gpus} or worker.hosts above {config.worker.hosts}, use a smaller model, or "
+            "put fewer processes on each GPU"
+        )
         yield error("worker on GPU", estimate, remedy)
     else:
         yield ok("worker on GPU", f"{estimate}: {size(smallest - needed)} are left for the KV cache")
