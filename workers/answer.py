@@ -1,7 +1,7 @@
 """Turns one ticket into a group: generates and scores its samples concurrently.
 
 Sources that score whole groups run when all samples are there. A sample fails permanently when the engine refuses it or
-no score can be had for it. With at least `min_survivors` samples left (or all of them, if the ticket asks for fewer)
+it cannot be scored. With at least `min_survivors` samples left (or all of them, if the ticket asks for fewer)
 the group is delivered without the failed ones; otherwise the group is a failure, and the learner counts an attempt. A
 dead engine or a reward outage is not the ticket's fault: EngineError and RewardOutage propagate.
 """
@@ -31,28 +31,30 @@ from streamrl.workers.environments.account import Account
 from streamrl.workers.environments.base import ENVIRONMENT
 from streamrl.workers.environments.playing import Plays
 from streamrl.workers.rewards.base import Score, ScoreItem
-from streamrl.workers.rewards.mixing import Rewards, Scores
+from streamrl.workers.rewards.mixing import NoneApplies, Rewards, Scores
 from streamrl.workers.rewards.teaching import Teaches, rows_of
 from streamrl.workers.sessions.trace import Played
+
+_NO_SCORES = Scores(rewards={}, total=0.0)
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Made:
+class _Generated:
     """A generated sample, with the scores of the sources that score samples one by one."""
 
-    made: Played
+    rollout: Played
     item: ScoreItem
-    scores: Mapping[str, Score]
-    taught: Taught  # the teacher's logprobs
+    own_scores: Mapping[str, Score]
+    teacher_logprobs: Taught
     generated_at: float  # monotonic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scored:
     sample: Sample
-    made: Played
+    rollout: Played
     generated_at: float
 
 
@@ -77,7 +79,7 @@ class Answerer:
         self._worker = worker
         self._fingerprint = fingerprint
         self._num_requests = 0
-        self.num_scored = 0  # samples
+        self.num_scored = 0  # samples with a score, which shows that an outage is over
 
     def outage(self) -> str | None:
         """Why no sample can be made or scored now, so that leasing tickets is pointless; None if all is well."""
@@ -105,7 +107,7 @@ class Answerer:
         there or it has failed."""
         began = time.monotonic()
 
-        async def sample() -> _Made | str:
+        async def sample() -> _Generated | str:
             outcome = await self._sample(ticket, engine)
             sample_done()
             return outcome
@@ -113,9 +115,9 @@ class Answerer:
         outcomes = await gather_or_cancel(
             {f"ticket {ticket.number} sample {i}": sample() for i in range(ticket.num_samples)}
         )
-        return self._group(ticket, await self._mixed(outcomes), began)
+        return self._group(ticket, await self._with_group_scores(outcomes), began)
 
-    async def _sample(self, ticket: Ticket, engine: Engine) -> _Made | str:
+    async def _sample(self, ticket: Ticket, engine: Engine) -> _Generated | str:
         """Return one sample, or the reason why there is none."""
         self._num_requests += 1
         request = SampleRequest(
@@ -125,73 +127,84 @@ class Answerer:
             urgent=ticket.purpose == "eval",
         )
         try:
-            made = await self._make(ticket, engine, request)
+            rollout = await self._generate(ticket, engine, request)
             generated_at = time.monotonic()
             item = ScoreItem(
                 prompt=ticket.prompt,
-                completion=made.text,
-                token_ids=made.sample.token_ids,
+                completion=rollout.text,
+                token_ids=rollout.sample.token_ids,
                 fields=ticket.fields,
-                finish_reason=made.sample.finish_reason,
-                end="" if made.last_id is None else self._ends.get(made.last_id, ""),
+                finish_reason=rollout.sample.finish_reason,
+                end="" if rollout.last_id is None else self._ends.get(rollout.last_id, ""),
             )
-            scores = await self.rewards.score_sample(item)
-            taught = await self._teach(ticket, made.sample)
+            own_scores = await self.rewards.score_sample(item)
+            teacher_logprobs = await self._ask_teacher(ticket, rollout.sample)
         except RewardOutage:
             raise
         except (SampleError, RewardError) as error:
             log.warning("sample_failed", ticket=ticket.number, error=str(error))
             return str(error)
-        self.num_scored += bool(scores)
-        return _Made(made=made, item=item, scores=scores, taught=taught, generated_at=generated_at)
+        if own_scores:
+            self.num_scored += 1
+        return _Generated(
+            rollout=rollout,
+            item=item,
+            own_scores=own_scores,
+            teacher_logprobs=teacher_logprobs,
+            generated_at=generated_at,
+        )
 
-    async def _mixed(self, outcomes: Sequence[_Made | str]) -> list[_Scored | str]:
+    async def _with_group_scores(self, outcomes: Sequence[_Generated | str]) -> list[_Scored | str]:
         """Add the scores of group sources, and the weighted sum."""
-        ready = [outcome for outcome in outcomes if isinstance(outcome, _Made)]
+        ready = [outcome for outcome in outcomes if isinstance(outcome, _Generated)]
         mixed = iter(await self._mix(ready))
-        return [outcome if isinstance(outcome, str) else self._finished(outcome, next(mixed)) for outcome in outcomes]
+        return [outcome if isinstance(outcome, str) else self._scored(outcome, next(mixed)) for outcome in outcomes]
 
-    async def _mix(self, ready: Sequence[_Made]) -> Sequence[Scores | RewardError]:
+    async def _mix(self, ready: Sequence[_Generated]) -> Sequence[Scores | RewardError]:
         if not self._config.rewards:  # only the environment gives rewards
-            return [Scores(rewards={}, total=0.0)] * len(ready)
-        return await self.rewards.mix([one.item for one in ready], [one.scores for one in ready])
+            return [_NO_SCORES] * len(ready)
+        mixed = await self.rewards.mix([one.item for one in ready], [one.own_scores for one in ready])
+        if self._player is None and self._teacher is None:
+            return mixed
+        return [_NO_SCORES if isinstance(scores, NoneApplies) else scores for scores in mixed]
 
-    def _finished(self, ready: _Made, scores: Scores | RewardError) -> _Scored | str:
-        made = ready.made
+    def _scored(self, ready: _Generated, scores: Scores | RewardError) -> _Scored | str:
+        rollout = ready.rollout
         try:
-            scores = self._with_environment(made, scores)
+            scores = self._with_environment(rollout, scores)
         except (SampleError, RewardError) as error:
             log.warning("sample_failed", error=str(error))
             return str(error)
-        self.num_scored += not ready.scores
+        if not ready.own_scores:  # not counted before
+            self.num_scored += 1
         token_rewards = scores.token_rewards
-        sample = made.sample._replace(
+        sample = rollout.sample._replace(
             rewards=scores.rewards,
             reward=scores.total,
-            turn_rewards=self._weighted(made.turn_rewards),
+            turn_rewards=self._weighted(rollout.turn_rewards),
             token_rewards=None if token_rewards is None else token_rewards.astype(np.float32),
-            teacher_logprobs=ready.taught,
+            teacher_logprobs=ready.teacher_logprobs,
         )
-        return _Scored(sample=sample, made=made, generated_at=ready.generated_at)
+        return _Scored(sample=sample, rollout=rollout, generated_at=ready.generated_at)
 
-    def _with_environment(self, made: Played, scores: Scores | RewardError) -> Scores:
+    def _with_environment(self, rollout: Played, scores: Scores | RewardError) -> Scores:
         settings = self._config.environment
         if isinstance(scores, RewardError):
             raise scores
         if settings is None:
             return scores
-        total = scores.total + settings.weight * made.reward
-        if not all(map(math.isfinite, (total, *self._weighted(made.turn_rewards)))):
+        total = scores.total + settings.weight * rollout.reward
+        if not all(map(math.isfinite, (total, *self._weighted(rollout.turn_rewards)))):
             raise SampleError(
-                f"the environment's rewards are not finite: they add up to {made.reward:g}, weighted {total:g}"
+                f"the environment's rewards are not finite: they add up to {rollout.reward:g}, weighted {total:g}"
             )
         return Scores(
-            rewards={**scores.rewards, ENVIRONMENT: made.reward, **made.rewards},
+            rewards={**scores.rewards, ENVIRONMENT: rollout.reward, **rollout.rewards},
             total=total,
             token_rewards=scores.token_rewards,
         )
 
-    async def _make(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
+    async def _generate(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
         if self._player is not None:
             with self._account.rollout():
                 played = await self._player.play(ticket, engine, request)
@@ -209,15 +222,15 @@ class Answerer:
             rewards={},
             reward=0.0,
         )
-        made = Played(
+        rollout = Played(
             sample=sample,
             text=generated.text,
             model_s=time.monotonic() - began,
             last_id=int(generated.token_ids[-1]) if num_tokens else None,
         )
-        return made if generated.routes is None else _routed(made, generated.routes, num_tokens)
+        return rollout if generated.routes is None else _routed(rollout, generated.routes, num_tokens)
 
-    async def _teach(self, ticket: Ticket, sample: Sample) -> Taught:
+    async def _ask_teacher(self, ticket: Ticket, sample: Sample) -> Taught:
         """Return the teacher's logprob of each sampled token; 0 for tokens that were given."""
         if self._teacher is None or ticket.purpose != "train":
             return None
@@ -250,25 +263,25 @@ class Answerer:
             error="" if enough else f"{len(failed)} of {len(outcomes)} samples failed: {failed[0]}",
             generate_s=generated_at - began,
             reward_s=time.monotonic() - generated_at if scored else 0.0,
-            model_s=fmean(entry.made.model_s for entry in scored) if scored else 0.0,
-            environment_s=fmean(entry.made.environment_s for entry in scored) if scored else 0.0,
-            num_tool_calls=sum(entry.made.num_tool_calls for entry in scored),
+            model_s=fmean(entry.rollout.model_s for entry in scored) if scored else 0.0,
+            environment_s=fmean(entry.rollout.environment_s for entry in scored) if scored else 0.0,
+            num_tool_calls=sum(entry.rollout.num_tool_calls for entry in scored),
         )
         samples = tuple(entry.sample for entry in scored) if enough else ()
         group = Group(header=header, prompt_ids=ticket.token_ids, samples=samples)
         return _with_routes(group, scored) if ticket.purpose == "train" else _without_routes(group)
 
 
-def _routed(made: Played, routes: Routes, num_tokens: int) -> Played:
+def _routed(rollout: Played, routes: Routes, num_tokens: int) -> Played:
     """Split the routes into those of the completion and those of its prompt."""
     num_prompt = 1 + len(routes) - num_tokens
-    sample = made.sample._replace(routes=ending(routes[num_prompt:]))
-    return made._replace(sample=sample, prompt_routes=routes[:num_prompt])
+    sample = rollout.sample._replace(routes=ending(routes[num_prompt:]))
+    return rollout._replace(sample=sample, prompt_routes=routes[:num_prompt])
 
 
 def _with_routes(group: Group, scored: Sequence[_Scored]) -> Group:
     """Attach the prompt's routes, from the first sample that has them."""
-    prompt_routes = (one.made.prompt_routes for one in scored)
+    prompt_routes = (one.rollout.prompt_routes for one in scored)
     return replace(group, prompt_routes=next((routes for routes in prompt_routes if routes is not None), None))
 
 

@@ -201,7 +201,12 @@ def _judged(
     if settings.pass_by is None:
         return []
     judge = partial(
-        judge_samples, by=settings.pass_by, at_least=settings.pass_score, answer=settings.answer, decode=decode
+        judge_samples,
+        by=settings.pass_by,
+        at_least=settings.pass_score,
+        answer=settings.answer,
+        stop=settings.sampling.stop,
+        decode=decode,
     )
     return [judge(group.samples) for group in groups]
 

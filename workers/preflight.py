@@ -2,9 +2,13 @@
 streamrl.workers.preflight`, with the configuration on stdin.
 
 Each source scores made-up completions of the first row of each prompt file, the way a worker would: functions in a
-child process with its limits, sources concurrently. A source that fails on every completion would fail in the run too.
-The source's own `timeout_s` bounds each answer. Reward services may cost money, so they are asked only with
-`--ask-services`; the run's own reward server does not exist yet.
+child process with its limits, sources concurrently. A source that fails on every completion would fail in the run too;
+one that does not apply to the row is as good as one that scores it. The source's own `timeout_s` bounds each answer.
+
+    sources of single samples ──► their scores ──► sources of groups, which read them, on two samples of a prompt
+
+Reward services may cost money, so they are asked only with `--ask-services`; the run's own reward server does not exist
+yet. Sources of groups read `STAND_IN` as the reward of a service that was not asked, and of a source that failed.
 """
 
 from __future__ import annotations
@@ -29,11 +33,11 @@ from streamrl.permissions import Permissions
 from streamrl.recipe.rewards import REWARDS
 from streamrl.terminal import plural
 from streamrl.workers.confined import confine
-from streamrl.workers.environments.base import Environment
+from streamrl.workers.environments.base import Environment, check_given, check_opening
 from streamrl.workers.environments.own import OwnEnvironment, build_children
 from streamrl.workers.environments.remote import build_remote
-from streamrl.workers.rewards.base import ScoreItem
-from streamrl.workers.rewards.mixing import Rewards, Scores, build_rewards
+from streamrl.workers.rewards.base import Score, ScoreItem
+from streamrl.workers.rewards.mixing import STAND_IN, Rewards, applying, build_rewards, worth_of
 
 _CONFINED = "reward processes"
 _COMPLETIONS = ("The answer is 42.", "")  # a function may refuse what it cannot read
@@ -60,19 +64,14 @@ async def _try_all(config: schema.Config, write: Callable[[Finding], None], *, a
     if config.environment or any(isinstance(source, schema.FunctionReward) for source in config.rewards.values()):
         write(confinement(_missing_guards()))
 
-    async def find(name: str, source: schema.Reward) -> None:
-        async for finding in _try(name, source, files, allowed):
-            write(finding)
-
     async def play(settings: schema.Environment) -> None:
         write(await _try_environment(settings, files, allowed))
 
-    tested = {name: source for name, source in config.rewards.items() if _is_tested(source, ask_services=ask_services)}
     environment = config.environment
     if environment is not None and environment.target is None and not ask_services:
         environment = None
     playing = [] if environment is None else [play(environment)]
-    await asyncio.gather(*(find(name, source) for name, source in tested.items()), *playing)
+    await asyncio.gather(_Trials(config, files).run(write, ask_services=ask_services), *playing)
 
 
 def _missing_guards() -> dict[str, str]:
@@ -97,30 +96,92 @@ def _is_tested(source: schema.Reward, *, ask_services: bool) -> bool:
     return not isinstance(source, schema.SERVICES) or (ask_services and LOCAL_REWARD_SERVER not in source.urls)
 
 
-async def _try(name: str, source: schema.Reward, files: Files, allowed: Permissions) -> AsyncIterator[Finding]:
-    label = f"reward {name}"
-    try:
-        rewards = build_rewards({name: _once(source)}, allowed, None)
-        await rewards.start()
-    except UserError as mistake:
-        yield error(label, str(mistake), "")
-        return
-    try:
-        for place, (row, *_) in files.items():
-            scored = await _score(rewards, row, timeout_s=source.timeout_s)
-            if isinstance(scored, str):
-                failed = f"rewards.{name}.{_setting(source)} fails for {place}:{row.line}: {scored}"
-                if "KeyError: " in scored:  # usually of a missing field
-                    failed += f"; the row's fields: {', '.join(row.fields) or 'none'}"
-                yield error(label, failed, _remedy(source))
-                return
-            evidence = f"{scored.rewards[name]:g} for a made-up completion of {place}:{row.line}"
-    finally:
-        await rewards.close()
-    yield ok(label, evidence)
-    if isinstance(source, schema.FunctionReward) and source.target in REWARDS:
-        for found in _missing_fields(name, source, files):
-            yield found
+class _Trials:
+    """Trials of the run's sources on each file's first row."""
+
+    def __init__(self, config: schema.Config, files: Files) -> None:
+        self._sources, self._files, self._allowed = config.rewards, files, granted(config)
+        self._num_together = min(2, config.sampling.num_samples)  # a judge that compares asks nothing about one
+        # What each source gives, by place.
+        self._scored: dict[str, dict[str, Score]] = {place: dict.fromkeys(self._sources, STAND_IN) for place in files}
+
+    async def run(self, write: Callable[[Finding], None], *, ask_services: bool) -> None:
+        async def find(name: str, source: schema.Reward) -> None:
+            async for finding in self._try(name, source):
+                write(finding)
+
+        tested = {name: one for name, one in self._sources.items() if _is_tested(one, ask_services=ask_services)}
+        for of_group in (False, True):
+            await asyncio.gather(*(find(name, one) for name, one in tested.items() if one.of_group is of_group))
+        for place, scored in self._scored.items():
+            if scored and not applying(scored):
+                evidence = f"no reward applies to a made-up completion of {place}:{self._files[place][0].line}"
+                remedy = "samples to which no source applies fail: add a source that scores such rows"
+                write(warning("rewards", evidence, remedy))
+
+    async def _try(self, name: str, source: schema.Reward) -> AsyncIterator[Finding]:
+        label = f"reward {name}"
+        try:
+            rewards = build_rewards({name: _once(source)}, self._allowed, None)
+            await rewards.start()
+        except UserError as mistake:
+            yield error(label, str(mistake), "")
+            return
+        evidence = ""
+        try:
+            for place, (row, *_) in self._files.items():
+                read = self._read_by(source, place)
+                score = await self._score(rewards, row, read, timeout_s=source.timeout_s)
+                if isinstance(score, str):
+                    failed = f"rewards.{name}.{_setting(source)} fails for {place}:{row.line}: {score}"
+                    yield error(label, failed + (_at_hand(row, read) if "KeyError: " in score else ""), _remedy(source))
+                    return
+                self._scored[place][name] = score
+                given = "does not apply to" if score is None else f"{worth_of(score):g} for"
+                evidence = f"{given} a made-up completion of {place}:{row.line}"
+        finally:
+            await rewards.close()
+        yield ok(label, evidence)
+        if isinstance(source, schema.FunctionReward) and source.target in REWARDS:
+            for found in _missing_fields(name, source, self._files):
+                yield found
+
+    def _read_by(self, source: schema.Reward, place: str) -> dict[str, float]:
+        """Return the rewards of the sources of single samples, if this one is of groups."""
+        given = applying(self._scored[place]) if source.of_group else {}
+        return {name: reward for name, reward in given.items() if not self._sources[name].of_group}
+
+    async def _score(
+        self, rewards: Rewards, row: PromptRow, read: Mapping[str, float], *, timeout_s: float
+    ) -> Score | str:
+        """Return the score of the first completion that gets one, or the reason why the last got none."""
+        reason = ""
+        for completion in _COMPLETIONS:
+            token_ids = np.arange(len(completion.split()), dtype=np.int32)
+            item = ScoreItem(
+                prompt=row.plain, completion=completion, token_ids=token_ids, fields=row.fields, rewards=read
+            )
+            began = time.monotonic()
+            try:
+                [score] = (await self._scores(rewards, item)).values()
+            except RewardError as failed:
+                score = failed
+            if not isinstance(score, RewardError):
+                return score
+            reason = str(score).partition(": ")[2]  # without the source's name
+            if time.monotonic() - began >= timeout_s:
+                break
+        return reason
+
+    async def _scores(self, rewards: Rewards, item: ScoreItem) -> Mapping[str, Score | RewardError]:
+        """Let the one source score the sample: alone, or with another of its prompt."""
+        return await rewards.score_sample(item) or (await rewards.score_together([item] * self._num_together))[0]
+
+
+def _at_hand(row: PromptRow, read: Mapping[str, float]) -> str:
+    """Say what there is, for a KeyError: usually of a missing field."""
+    others = f"; the sample's rewards: {', '.join(read)}" if read else ""
+    return f"; the row's fields: {', '.join(row.fields) or 'none'}{others}"
 
 
 async def _try_environment(settings: schema.Environment, files: Files, allowed: Permissions) -> Finding:
@@ -144,7 +205,10 @@ async def _try_environment(settings: schema.Environment, files: Files, allowed: 
         for path, (row, *_) in files.items():
             try:
                 rollout = await environment.begin(row.fields)
+                check_opening(rollout.opening, is_chat=row.messages is not None)
                 answer = await rollout.step(_COMPLETIONS[0])
+                if row.messages is None and not answer.done and settings.max_turns > 1:
+                    check_given(answer.observation)
                 await rollout.close()
             except (SampleError, RewardOutage) as failed:
                 what = f"{setting} fails for {path}:{row.line}: {failed}"
@@ -198,26 +262,6 @@ def _missing_fields(name: str, source: schema.FunctionReward, files: Files) -> I
         wanted = f"rewards.{name}.target = {source.target!r} reads the field {field!r}"
         evidence = f"{wanted}, which is not in {plural(len(places), 'row')} ({places[0]}): their samples get no score"
         yield warning(f"reward {name} field", evidence, "add it")
-
-
-async def _score(rewards: Rewards, row: PromptRow, *, timeout_s: float) -> Scores | str:
-    """Return the scores of the first completion that gets some, or the reason why the last got none."""
-    reason = ""
-    for completion in _COMPLETIONS:
-        token_ids = np.arange(len(completion.split()), dtype=np.int32)
-        item = ScoreItem(prompt=_text(row), completion=completion, token_ids=token_ids, fields=row.fields)
-        began = time.monotonic()
-        try:
-            return await rewards.score(item)
-        except RewardError as failed:
-            reason = str(failed).partition(": ")[2]  # without the source's name
-        if time.monotonic() - began >= timeout_s:
-            break
-    return reason
-
-
-def _text(row: PromptRow) -> str:
-    return row.text or "\n".join(str(message["content"]) for message in row.messages or ())
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def _gathered(parameters: Iterable[tuple[str, torch.Tensor]], world: World) -> d
 def write_model(config: schema.Config, folder: Path, *, checkpoint: Checkpoint) -> Path:
     """Write the checkpoint into this folder, as `export` writes a run's last one; in one process."""
     transformers.utils.logging.disable_progress_bar()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = read_tokenizer_info(config.model.path).tokenizer
     policy = _restored(config, checkpoint)
     return export(policy, tokenizer, config.model_copy(update={"dir": folder}), ALONE)
 

@@ -1,9 +1,9 @@
 """Sums over a step's samples and tokens, across all ranks, and the metrics computed from them.
 
 Every rank adds its own; two all-reduces later each has the totals. The names of our sums are fixed, so ranks agree on
-their order without communication, even if one of them got no group. A loss's own metrics are named by the loss and may
-differ in each step: ranks first exchange the names, which takes as long as the two all-reduces (2 ms between two ranks,
-10 among four on two cores), and costs a single rank nothing.
+their order without communication, even if one of them got no group. A loss names its own metrics and an agent its
+rewards, which may differ in each step: ranks first exchange the names, which takes as long as the two all-reduces (2 ms
+between two ranks, 10 among four on two cores), and costs a single rank nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -72,16 +73,10 @@ class Tally:
     """One step's sums; `metrics` is a collective."""
 
     def __init__(self, *, sources: Sequence[str], step: int, is_dead: IsDead) -> None:
-        names = (
-            *_SUMS,
-            *_OF_TOKENS,
-            *OF_SAMPLES,
-            *OF_GROUPS,
-            *(f"{of}/{name}" for of in ("reward", "reward_squared", "scored") for name in sources),
-        )
-        self._sums = dict.fromkeys(names, 0.0)
+        self._sums = dict.fromkeys((*_SUMS, *_OF_TOKENS, *OF_SAMPLES, *OF_GROUPS), 0.0)
         self._peaks = dict.fromkeys(_PEAKS, -math.inf)
         self._own: dict[str, npt.NDArray[np.float64]] = {}  # (sum, count) of each of the loss's own metrics
+        self._scored: dict[str, list[float]] = {}  # sum, that of squares, and count of rewards, by source
         self._routers: npt.NDArray[np.float64] | None = None  # [layers, E + 2]; for a mixture of experts
         self._router_tokens = 0
         self._routes = np.zeros(3)  # as in `add_routes`
@@ -176,17 +171,20 @@ class Tally:
         self._add("masked_tokens", num_tokens)
 
     def metrics(self, world: World) -> dict[str, float]:
-        gathered = world.gather_bytes(json.dumps(list(self._own)).encode())
-        names = sorted({name for part in gathered for name in json.loads(part)})
+        gathered = world.gather_bytes(json.dumps([list(self._own), list(self._scored)]).encode())
+        names, sources = (sorted({*chain(*of_ranks)}) for of_ranks in zip(*map(json.loads, gathered), strict=True))
         own = [self._own.get(name, np.zeros(2)) for name in names]
-        of_data = np.concatenate([list(self._sums.values()), *own])
+        scored = [self._scored.get(name, [0.0, 0.0, 0.0]) for name in sources]
+        of_data = np.concatenate([list(self._sums.values()), *own, *scored])
         once = of_data if world.reports_samples else np.zeros_like(of_data)  # others have seen the same data
-        routes, totals = np.split(world.total(np.concatenate([self._routes, once])), [len(self._routes)])
-        sums = dict(zip(self._sums, totals[: len(self._sums)].tolist(), strict=True))
+        ends = np.cumsum([len(self._routes), len(self._sums), 2 * len(names)])
+        routes, fixed, of_loss, of_sources = np.split(world.total(np.concatenate([self._routes, once])), ends)
+        sums = dict(zip(self._sums, fixed.tolist(), strict=True))
         peaks = dict(zip(self._peaks, world.largest(np.array(list(self._peaks.values()))).tolist(), strict=True))
-        found = {**_of_rollouts(sums, self._sources), **_of_tokens(sums, peaks), **_of_lag(sums, peaks)}
+        found = {**_of_rollouts(sums), **_of_tokens(sums, peaks), **_of_lag(sums, peaks)}
         found |= _of_routes(*routes.tolist())
-        found |= _of_loss(dict(zip(names, totals[len(sums) :].reshape(-1, 2).tolist(), strict=True)))
+        found |= _of_sources(dict(zip(sources, of_sources.reshape(-1, 3).tolist(), strict=True)))
+        found |= _of_loss(dict(zip(names, of_loss.reshape(-1, 2).tolist(), strict=True)))
         if self._routers is not None:  # then on all ranks, whatever groups they got
             found |= of_routers(world.total(np.append(self._routers, self._router_tokens)), len(self._routers))
         found["throughput/tokens"] = sums["model_tokens"]
@@ -201,10 +199,10 @@ class Tally:
 
     def _add_sample(self, sample: Sample) -> None:
         self._add("reward_squared", sample.reward * sample.reward)  # may be inf, where `**` would raise
-        for name in self._sources:
-            self._add(f"reward/{name}", sample.rewards.get(name, 0.0))
-            self._add(f"reward_squared/{name}", sample.rewards.get(name, 0.0) * sample.rewards.get(name, 0.0))
-            self._add(f"scored/{name}", name in sample.rewards)  # a source may not apply to every sample
+        for name, reward in sample.rewards.items():  # of the sources that apply to it
+            if name.partition(".")[0] in self._sources:  # an agent's rewards are named `environment.NAME`
+                total, squares, count = self._scored.get(name, (0.0, 0.0, 0.0))
+                self._scored[name] = [total + reward, squares + reward * reward, count + 1]
         for span in sample.spans:
             lag, num_tokens = max(0, self._step - span.step), span.end - span.start
             self._add("lag", lag * num_tokens)
@@ -238,24 +236,25 @@ def _of_fresh(difference: torch.Tensor, fresh: torch.Tensor) -> dict[str, torch.
     }
 
 
-def _of_rollouts(sums: Mapping[str, float], sources: Sequence[str]) -> dict[str, float]:
+def _of_rollouts(sums: Mapping[str, float]) -> dict[str, float]:
     groups, samples = max(1.0, sums["groups"]), max(1.0, sums["samples"])
     mean = sums["train_rollouts/rewards"] / samples
-    applied = {name: sums[f"scored/{name}"] for name in sources if sums[f"scored/{name}"]}
-    means = {name: sums[f"reward/{name}"] / count for name, count in applied.items()}
-    squares = {name: sums[f"reward_squared/{name}"] / count for name, count in applied.items()}
     return {
         **{name: sums[name] / samples for name in OF_SAMPLES},
         **{name: sums[name] / groups for name in OF_GROUPS},
         "train_rollouts/rollout_size": sums["samples"],
-        "train_rollouts/rewards_std": math.sqrt(max(0.0, sums["reward_squared"] / samples - mean**2)),
+        "train_rollouts/rewards_std": math.sqrt(max(0.0, sums["reward_squared"] / samples - mean * mean)),
         "train_rollouts/rewards_with_kl": mean - sums["penalty"] / samples,
         "train_rollouts/baseline": sums["baseline"] / samples,
-        **{f"train_rollouts/rewards/{name}": means[name] for name in applied},
-        **{
-            f"train_rollouts/rewards_std_by_source/{name}": math.sqrt(max(0.0, squares[name] - means[name] ** 2))
-            for name in applied
-        },
+    }
+
+
+def _of_sources(scored: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    means = {name: total / count for name, (total, _, count) in scored.items()}
+    variances = {name: squares / count - means[name] * means[name] for name, (_, squares, count) in scored.items()}
+    return {
+        **{f"train_rollouts/rewards/{name}": mean for name, mean in means.items()},
+        **{f"train_rollouts/rewards_std_by_source/{name}": math.sqrt(max(0.0, v)) for name, v in variances.items()},
     }
 
 

@@ -6,7 +6,7 @@ ConfigError that names its setting.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -35,7 +35,7 @@ def try_out(config: schema.Config) -> None:
         return  # no user code involved
     algorithm = Reinforce(settings, {})
     for what, (rewards, finished) in _GROUPS.items():
-        group = _synthetic_group(rewards, finished, sources=config.reward_sources)
+        group = _synthetic_group(rewards, finished, config)
         with _trying(f"algorithm.advantages = {settings.advantages!r}", what):
             algorithm.judge(group)
     key = f"algorithm.loss = {settings.loss!r}"
@@ -93,14 +93,27 @@ def _synthetic_tokens(samples: list[int], algorithm: Reinforce, *, has_teacher: 
     )
 
 
-def _synthetic_group(rewards: tuple[float, ...], finished: tuple[bool, ...], *, sources: Sequence[str]) -> ScoredGroup:
+class _BySource(dict[str, npt.NDArray[np.float64]]):
+    """Has what a sample may have: an agent's names are known only once it plays."""
+
+    def __init__(self, config: schema.Config, rewards: npt.NDArray[np.float64]) -> None:
+        super().__init__(dict.fromkeys(config.reward_sources, rewards))
+        self._config, self._rewards = config, rewards
+
+    def __missing__(self, name: str) -> npt.NDArray[np.float64]:
+        if not self._config.may_have_reward(name):
+            raise KeyError(name)
+        return self._rewards
+
+
+def _synthetic_group(rewards: tuple[float, ...], finished: tuple[bool, ...], config: schema.Config) -> ScoredGroup:
     return ScoredGroup(
         rewards=np.array(rewards),
         may_teach=np.array(finished),
         lengths=np.array(_LENGTHS),
         finish_reasons=tuple("stop" if ended else "length" for ended in finished),
         masks=tuple(_trained(*made) for made in zip(_LENGTHS, _TURNS, strict=True)),
-        rewards_by_source={name: np.array(rewards) for name in sources},
+        rewards_by_source=_BySource(config, np.array(rewards)),
         turns=_TURNS,
         token_rewards=tuple(np.full(n, r / max(1, n)) for r, n in zip(rewards, _LENGTHS, strict=True)),
         turn_rewards=tuple(np.full(len(each), r / max(1, len(each))) for r, each in zip(rewards, _TURNS, strict=True)),

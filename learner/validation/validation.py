@@ -253,6 +253,7 @@ class Validation:
                 by=settings.pass_by,
                 at_least=settings.pass_score,
                 answer=settings.answer,
+                stop=settings.sampling.stop,
                 decode=self._decode,
             )
             for group in groups

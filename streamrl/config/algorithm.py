@@ -77,6 +77,18 @@ def _of_equal_rewards(settings: Algorithm) -> Iterator[Problem]:
     )
 
 
+def check_masked(config: Config) -> Iterator[Problem]:
+    """Check that the penalties of a group's samples are comparable where old tokens are masked."""
+    kl = config.algorithm.kl
+    sums = kl.placement == "reward" and kl.coefficient > 0 and kl.reduction == "sum"
+    if config.lag.stale == "mask" and sums and config.algorithm.name == "reinforce":
+        remedy = (
+            "the KL penalty (algorithm.kl.placement=reward) sums over the tokens that are left, so the baseline would "
+            "favour samples with masked ones; set keep, wait or drop, or algorithm.kl.reduction=mean"
+        )
+        yield Problem(key="lag.stale", value="mask", remedy=remedy)
+
+
 def _of_parts(settings: Algorithm) -> Iterator[Problem]:
     """Check advantages per turn or per token."""
     parts, by_parts = settings.advantages, f"with algorithm.advantages={settings.advantages}"
@@ -146,9 +158,14 @@ def _of_reinforce_only(settings: Algorithm) -> Iterator[Problem]:
 
 
 def check_teaching(config: Config) -> Iterator[Problem]:
-    """Check that something teaches, and that a teacher's logprobs are comparable."""
+    """Check that something teaches, that prompts are not drawn by what teaches nothing, and that a teacher's logprobs
+    are comparable."""
     algorithm, teacher = config.algorithm, config.teacher
     kl_in_loss = algorithm.kl.placement == "loss" and algorithm.kl.coefficient > 0
+    equal_sums_teach = algorithm.advantages in ("turns", "tokens") or algorithm.normalize_sources
+    if config.data.curriculum and equal_sums_teach and not algorithm.drop_zero_variance:
+        remedy = "it draws prompts whose samples earn different sums, but here equal sums teach, too; set false"
+        yield Problem(key="data.curriculum", remedy=remedy)
     if teacher is None:
         if algorithm.advantages == "none" and not kl_in_loss:
             remedy = "nothing would be trained: set teacher, or algorithm.kl in the loss, or choose leave_one_out"

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from streamrl.config.explain import show
 from streamrl.config.schema import Config, Dataset
 from streamrl.errors import ConfigError
+from streamrl.recipe.own import PICKLED, canonical
 
 _TICKETS = "it decides which prompts this run's ticket numbers refer to"
 _WEIGHTS = "this run's weights and reference belong to that model"
@@ -25,10 +27,14 @@ _SERVED = "running workers were started with it"
 
 _FREE = ("redis", "optimizer", "training", "lag", "checkpoint", "validation", "metrics", "worker", "learner")
 _OF_A_REQUEST = ("url", "replicas", "timeout_s", "attempts", "outage_s", "max_concurrency", "token_file")
-_OF_A_JUDGE = ("url", "replicas", "token_file")
+_OF_A_JUDGE = ("url", "replicas", "token_file", "token_env")
 _OF_JUDGES = ("max_requests_per_s", "token_budget", "cache_size")
 _OF_A_PROCESS = ("processes", "memory_mb", "network", "environment")
+# Limits of time decide which rollouts fail, as those of rewards decide which samples do, and none that is trained.
+_OF_AN_ENVIRONMENT = ("urls", "token_file", "outage_s", "timeout_s", "rollout_timeout_s", "key_in_url")
 _WEIGHTS_OF_DATA = ("data.train.weight", "data.train.*.weight")
+_MODELS = ("model.path", "teacher.path", "reward_server.model")
+_CODE = ("rewards.*.target", "environment.target")
 
 # The first matching pattern decides (`_matches`); None: it may change. A test checks that every setting matches one.
 RULES: tuple[tuple[str, str | None], ...] = (
@@ -50,7 +56,7 @@ RULES: tuple[tuple[str, str | None], ...] = (
     *((f"rewards.*.{name}", None) for name in (*_OF_A_REQUEST, *_OF_JUDGES, *_OF_A_PROCESS)),
     *((f"rewards.*.judges.*.{name}", None) for name in _OF_A_JUDGE),
     ("rewards.**", _SCORED),
-    *((f"environment.{name}", None) for name in (*_OF_A_PROCESS, "timeout_s")),
+    *((f"environment.{name}", None) for name in (*_OF_A_PROCESS, *_OF_AN_ENVIRONMENT)),
     ("environment.**", _SAMPLED),
     *((f"teacher.{name}", None) for name in ("urls", "weight", "place", *_OF_A_REQUEST)),
     ("teacher.**", _TAUGHT),
@@ -79,12 +85,13 @@ def changes(before: Config, after: Config) -> list[Change]:
     """Return the differences setting by setting; a section that only one of them has differs in all its settings."""
     old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, after))
     keys = [*new, *(key for key in old if key not in new)]
-    both = [(key, old.get(key, _default(key)), new.get(key, _default(key))) for key in keys]
-    return [
-        Change(key=key, before=before, after=after, refusal=refusal_of(key))
-        for key, before, after in both
-        if before != after
-    ]
+    found = []
+    for key in keys:
+        was, now = old.get(key, _default(key)), new.get(key, _default(key))
+        if was != now:
+            refusal = None if _is_same(key, was, now, before, after) else refusal_of(key)
+            found.append(Change(key=key, before=was, after=now, refusal=refusal))
+    return found
 
 
 def check_changes(found: list[Change], *, folder: str) -> None:
@@ -106,6 +113,10 @@ def refusal_of(key: str) -> str | None:
     raise KeyError(key)
 
 
+def _matches_any(key: str, patterns: tuple[str, ...]) -> bool:
+    return any(_matches(key, pattern) for pattern in patterns)
+
+
 def _matches(key: str, pattern: str) -> bool:
     """`*` is one name, or part of one; `.**` at the end is all that a section holds, or the section if it is empty."""
     names, parts = key.split("."), pattern.removesuffix(".**").split(".")
@@ -113,9 +124,41 @@ def _matches(key: str, pattern: str) -> bool:
     return is_as_long and all(map(fnmatchcase, names, parts))
 
 
+def _is_same(key: str, was: Any, now: Any, before: Config, after: Config) -> bool:
+    """Whether two paths lead to the same model or code. Relative ones begin where the run began, or where we work."""
+    if not (isinstance(was, str) and isinstance(now, str)):
+        return False
+    folders = (Path(), _began_in(before, after))
+    if _matches_any(key, _MODELS):
+        return Path(now).exists() and any(
+            (folder / was).exists() and (folder / was).samefile(now) for folder in folders
+        )
+    if _matches_any(key, _CODE):
+        is_same = any(canonical(was, folder) == canonical(now) for folder in folders)
+        return is_same or _is_same_pickle(was, now, before, after)
+    return False
+
+
+def _began_in(before: Config, after: Config) -> Path:
+    """Return the folder that a run's own relative path began in, if it ends like the folder that it has now."""
+    parts, folder = before.folder.parts, after.folder.resolve()
+    return folder.parents[len(parts) - 1] if folder.parts[1:][-len(parts) :] == parts else Path()
+
+
+def _is_same_pickle(was: str, now: str, before: Config, after: Config) -> bool:
+    """Whether it is the same of a run's pickled functions, which move with its folder. If both are there, their content
+    decides."""
+    (old, _, name), (new, _, new_name) = was.rpartition(":"), now.rpartition(":")
+    files = [Path(old), Path(new)]
+    homes = [(config.folder / PICKLED).resolve() for config in (before, after)]
+    if [file.resolve().parent for file in files] != homes or (files[0].name, name) != (files[1].name, new_name):
+        return False
+    return not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes()
+
+
 def _default(key: str) -> Any:
     """Return what counts where the setting is absent: a dataset's weight, since a path alone is a dataset too."""
-    of_data = any(_matches(key, pattern) for pattern in _WEIGHTS_OF_DATA)
+    of_data = _matches_any(key, _WEIGHTS_OF_DATA)
     return Dataset.model_fields["weight"].default if of_data else None
 
 

@@ -17,13 +17,14 @@ from streamrl.config import algorithm, engine_args, files, places, routers, trai
 from streamrl.config.explain import DURATION, Problem, show
 from streamrl.config.load import Where
 from streamrl.config.placement import parallel_in
-from streamrl.config.schema import Config, FunctionReward, Sampling
+from streamrl.config.schema import Config, FunctionReward, JudgeReward, Sampling
 from streamrl.errors import ConfigError
 from streamrl.protocol.wire.ticket import MAX_REWARD_SOURCES, MAX_SAMPLES, MAX_TOKENS, max_group_tokens
 from streamrl.recipe.held_out import numbers_of_samples
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 _LOWEST_TEMPERATURE = 0.01  # vLLM raises lower values to this, and only its log says so
+_OF_SOURCE = "val_rollouts/rewards/"
 _MAX_TIME = re.compile(r"(\d+):([01]\d|2[0-3]):([0-5]\d):([0-5]\d)\Z")
 
 
@@ -77,6 +78,15 @@ def _sampling(config: Config) -> Iterator[Problem]:
                     remedy="the learner cannot reproduce this distribution, so its importance ratios would be wrong; "
                     f"set it to {off}, or set sampling.accept_mismatch=true to train anyway",
                 )
+
+
+def _greedy(config: Config) -> Iterator[Problem]:
+    """Refuse settings of held-out sampling that greedy sampling ignores."""
+    held_out = config.validation.sampling
+    for name, off in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0)) if held_out.greedy else ():
+        if getattr(held_out, name) != off:
+            remedy = f"greedy sampling ignores it: set validation.sampling.greedy=false, or this to {off}"
+            yield Problem(key=f"validation.sampling.{name}", remedy=remedy)
 
 
 def _messages(config: Config) -> Iterator[Problem]:
@@ -148,9 +158,10 @@ def _pace(config: Config) -> Iterator[Problem]:
 
 def _check_passing(config: Config) -> Iterator[Problem]:
     """Check what decides whether a sample passes, and which checkpoint is best."""
-    validation, sources = config.validation, config.reward_sources
-    if validation.pass_by is not None and validation.pass_by not in sources:
-        remedy = f"must be one of the reward sources: {', '.join(sources)}"
+    validation, environment = config.validation, config.environment
+    if validation.pass_by is not None and not config.may_have_reward(validation.pass_by):
+        of_agent = () if environment is None or environment.target is None else ("environment.NAME of an agent's",)
+        remedy = f"must be one of the reward sources: {', '.join((*config.reward_sources, *of_agent))}"
         yield Problem(key="validation.pass_by", value=validation.pass_by, remedy=remedy)
     if validation.answer is not None:
         if validation.pass_by is None:
@@ -162,7 +173,9 @@ def _check_passing(config: Config) -> Iterator[Problem]:
             yield Problem(key="validation.answer", value=validation.answer, remedy=f"not a regular expression: {error}")
     metric = config.checkpoint.best_by
     known = set(_validation_metrics(config))
-    if config.checkpoint.keep_best and metric not in known:
+    of_source = metric.removeprefix(_OF_SOURCE)
+    is_known = metric in known or (of_source != metric and config.may_have_reward(of_source))
+    if config.checkpoint.keep_best and not is_known:
         near = get_close_matches(metric, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"must be one of {', '.join(sorted(known))}"
         remedy = f"not a metric of this run's validation; {hint}"
@@ -174,7 +187,7 @@ def _validation_metrics(config: Config) -> Iterator[str]:
     validation = config.validation
     names = [dataset.name for dataset in config.data.validation_sets() if dataset.name]
     yield from ("val_rollouts/rewards", "val_rollouts/fraction_of_samples_properly_ended")
-    yield from (f"val_rollouts/rewards/{source}" for source in config.reward_sources)
+    yield from (_OF_SOURCE + source for source in config.reward_sources)
     yield from (f"val_rollouts/rewards_by_dataset/{name}" for name in names)
     if validation.pass_by is None:
         return
@@ -207,19 +220,26 @@ def _names(config: Config) -> Iterator[Problem]:
         ("datasets", "data.train", datasets),
         ("datasets", "data.validation", held_out),
         ("sources", "rewards", config.rewards),
+        *(("judges", f"rewards.{source}.judges", of.judges) for source, of in _judged(config)),
     ):
         for name in names:
             if not _NAME.match(name):
-                remedy = f"names of {what} are letters, digits, - and _ (they become metric names)"
+                remedy = f"names of {what} are letters, digits, - and _ (they are part of settings or metric names)"
                 yield Problem(key=key, value=name, remedy=remedy)
+
+
+def _judged(config: Config) -> Iterator[tuple[str, JudgeReward]]:
+    return ((name, source) for name, source in config.rewards.items() if isinstance(source, JudgeReward))
 
 
 _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _sampling,
+    _greedy,
     _messages,
     _groups,
     algorithm.check_algorithm,
     algorithm.check_teaching,
+    algorithm.check_masked,
     _pace,
     _gpus,
     trained.check_activations,

@@ -41,6 +41,7 @@ def check_engine_args(config: Config) -> Iterator[Problem]:
             yield Problem(key="worker.hosts", value=worker.hosts, remedy=remedy)
         return
     yield from _spread(arguments)
+    yield from _ended_early(config)
     yield from _over_hosts(worker)
     yield from _quantized(config)
 
@@ -63,6 +64,33 @@ def _spread(arguments: Mapping[str, Any]) -> Iterator[Problem]:
         if arguments.get(name):
             remedy = "it moves experts at run time, but loading weights puts them back in their places; remove it"
             yield _refused(arguments, name, remedy)
+
+
+def longest_response(config: Config) -> tuple[str, int]:
+    """Return the most tokens that a ticket can ask for after its prompt, and the setting that allows them."""
+    lengths = {"sampling.max_tokens": config.sampling.max_tokens}
+    if config.environment is not None:
+        lengths = {"environment.max_tokens": config.environment.max_tokens}
+    elif config.data.validation is not None:
+        lengths["validation.sampling.max_tokens"] = config.validation.sampling.max_tokens
+    key = max(lengths, key=lengths.__getitem__)
+    return key, lengths[key]
+
+
+def _ended_early(config: Config) -> Iterator[Problem]:
+    """Refuse what makes vLLM end responses earlier or later than the run's settings say, without a word."""
+    arguments, (key, response) = config.worker.engine_args, longest_response(config)
+    longest = config.data.max_prompt_tokens + response
+    allowed = arguments.get("max_model_len")
+    if isinstance(allowed, int) and 0 < allowed < longest:
+        remedy = (
+            f"data.max_prompt_tokens and {key} together allow {longest} tokens, and vLLM would cut off what is longer "
+            "than this: raise it, make those smaller, or remove it, since the default is what samples need"
+        )
+        yield _refused(arguments, "max_model_len", remedy)
+    if arguments.get("skip_tokenizer_init"):
+        remedy = "remove it: vLLM would not know the tokenizer's end token, and every response would go on to its limit"
+        yield _refused(arguments, "skip_tokenizer_init", remedy)
 
 
 def _over_hosts(worker: Worker) -> Iterator[Problem]:

@@ -59,11 +59,11 @@ def check_datasets(config: Config) -> Iterator[Problem]:
 
 def check_files(config: Config, *, trains: bool = True) -> None:
     """Refuse paths with wrong content; prompts are read completely. Without training, training data is not needed."""
-    problems = [*_model("model.path", config.model.path)]
+    problems = [*model_problems("model.path", config.model.path)]
     for named_dataset in config.data.datasets() if trains else config.data.validation_sets():
         problems += _prompts(named_dataset, config)
     if config.reward_server is not None:
-        problems += _model("reward_server.model", config.reward_server.model)
+        problems += model_problems("reward_server.model", config.reward_server.model)
     if config.teacher is not None:
         problems += _teacher(config.teacher)
     if config.environment is not None:
@@ -77,7 +77,7 @@ def check_files(config: Config, *, trains: bool = True) -> None:
 
 def _teacher(teacher: Teacher) -> Iterator[str]:
     if teacher.path is not None:
-        yield from _model("teacher.path", teacher.path)
+        yield from model_problems("teacher.path", teacher.path)
     if teacher.token_file is not None:
         yield from _file("teacher.token_file", teacher.token_file)
 
@@ -88,13 +88,13 @@ def _code(key: str, target: str) -> Iterator[str]:
         yield from _file(key, file)
 
 
-def _model(key: str, path: str) -> Iterator[str]:
+def model_problems(key: str, path: str) -> Iterator[str]:
     """Check that a folder holds a model and its tokenizer; a hub name is not checked."""
     folder = Path(path)
-    if not folder.exists() and _may_be_hub_name(path):
+    if not folder.exists() and _may_be_hub_name(path) and not _owner_is_here(path):
         return
     if not folder.is_dir():
-        yield f"{key} = {path!r}: there is no such folder, and it is not the name of a model on a hub (OWNER/NAME)"
+        yield f"{key} = {path!r}: there is no such folder, and {why_not_on_hub(path)}"
     elif not (folder / "config.json").is_file():
         yield f"{key} = {path!r}: the folder holds no model (config.json)"
     elif not any((folder / name).is_file() for name in _TOKENIZER_FILES):
@@ -116,10 +116,24 @@ def _is_pointer(file: Path) -> bool:
         return stream.read(len(_LFS_POINTER)) == _LFS_POINTER
 
 
+def why_not_on_hub(path: str) -> str:
+    """Say why a name that is no folder is not looked up on a hub either. A folder OWNER makes a wrong path likelier."""
+    if _may_be_hub_name(path) and _owner_is_here(path):
+        owner = path.partition("/")[0]
+        return (
+            f"it is not taken for a model on a hub because the folder {owner}/ is here (if it is one, start elsewhere "
+            "or rename that folder)"
+        )
+    return "it is not the name of a model on a hub (OWNER/NAME)"
+
+
 def _may_be_hub_name(path: str) -> bool:
-    """Return whether it looks like OWNER/NAME; if a folder OWNER exists, it is more likely a mistyped path."""
     owner, slash, name = path.partition("/")
-    return bool(owner and slash and name) and "/" not in name and owner != "~" and not Path(owner).is_dir()
+    return bool(owner and slash and name) and "/" not in name and owner not in ("~", ".", "..")
+
+
+def _owner_is_here(path: str) -> bool:
+    return Path(path.partition("/")[0]).is_dir()
 
 
 def _prompts(named: NamedDataset, config: Config) -> Iterator[str]:

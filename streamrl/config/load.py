@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -37,6 +38,7 @@ EXTENDS = "extends"
 Where = Callable[[str], str | None]  # returns the place where a key was set, None for a default (`Loaded.origin`)
 _GIVEN = "configuration"  # the name of a map that is passed instead of a file
 _OWN_CODE = ("loss", "advantages")  # keys of `algorithm`
+_NO_TEXT = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")  # what YAML does not hold, or takes for line ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +213,9 @@ def _flow(value: Any) -> str:
     """Format a scalar or list on one line; as JSON, which is YAML too, where YAML would not be read as the same."""
     text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
     text = text.removesuffix("\n").removesuffix("\n...")  # PyYAML ends a lone scalar with a document end marker
-    in_json = json.dumps(value)
+    # Not all that is not ASCII: to other readers of YAML, JSON's pair for an emoji is no character.
+    in_json = _NO_TEXT.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
     # PyYAML quotes what YAML 1.1 would misread; we read 1.2, where 08 and 1e5 are numbers. A key has one line.
-    is_same = len(text.splitlines()) == 1 and json.dumps(parse(text, name="", numbered=False).plain()) == in_json
+    has_one_line = len(text.splitlines()) == 1
+    is_same = has_one_line and json.dumps(parse(text, name="", numbered=False).plain()) == json.dumps(value)
     return text if is_same else in_json

@@ -58,6 +58,10 @@ class CodeReward(Section):
     def environment(self) -> tuple[str, ...]:
         return ()
 
+    @property
+    def of_group(self) -> bool:
+        return False
+
 
 class HttpReward(Section):
     type: Literal["http"]
@@ -77,6 +81,10 @@ class HttpReward(Section):
     @property
     def urls(self) -> tuple[str, ...]:
         return (self.url, *self.replicas)
+
+    @property
+    def of_group(self) -> bool:
+        return False
 
 
 class Judge(Section):
@@ -98,7 +106,7 @@ class JudgeReward(Section):
     """Judge models that grade an answer; their verdicts are scaled to 0 to 1."""
 
     type: Literal["judge"]
-    judges: dict[str, Judge]  # by names of your choice; all of them are asked
+    judges: dict[str, Judge]  # by names of yours; all of them are asked
     rubric: str  # what a good answer is, in words
     form: Literal["pointwise", "pairwise"] = "pointwise"  # each on its own | which of two is better, in both orders
     scale: tuple[int, int] = (1, 10)  # pointwise: worst and best

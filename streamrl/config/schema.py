@@ -297,6 +297,12 @@ class Config(Section):
     def reward_sources(self) -> tuple[str, ...]:
         return (*self.rewards, *(() if self.environment is None else ("environment",)))
 
+    def may_have_reward(self, name: str) -> bool:
+        """Whether samples may have a reward of this name: a source's, or one of those that only an agent knows."""
+        source, _, given = name.partition(".")
+        has_agent = self.environment is not None and self.environment.target is not None
+        return name in self.reward_sources or (has_agent and source == "environment" and given.isidentifier())
+
     @property
     def reward_weights(self) -> dict[str, float]:
         of_environment = {} if self.environment is None else {"environment": self.environment.weight}

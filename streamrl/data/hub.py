@@ -29,7 +29,8 @@ def hub_lines(dataset: Dataset, key: str) -> Iterator[tuple[int, bytes]]:
     # In Arrow's format, which decodes nothing, so that pictures do not require Pillow.
     batches = loaded.select_columns(columns).with_format("arrow").iter(_BATCH)
     rows = (row for batch in batches for row in batch.to_pylist())
-    yield from ((number, _encode(row, dataset, key)) for number, row in enumerate(rows, start=1))
+    features = loaded.features
+    yield from ((number, _encode(row, features, dataset, key)) for number, row in enumerate(rows, start=1))
 
 
 def _load(dataset: Dataset, key: str) -> Any:
@@ -79,9 +80,10 @@ def _columns(dataset: Dataset, there: Sequence[str], key: str) -> list[str]:
     return [name for name in there if dataset.columns is None or name in dataset.columns]
 
 
-def _encode(row: Mapping[str, Any], dataset: Dataset, key: str) -> bytes:
+def _encode(row: Mapping[str, Any], features: Mapping[str, Any], dataset: Dataset, key: str) -> bytes:
+    plain = {name: _plain(value, features[name]) for name, value in row.items()}
     try:
-        return json.dumps({name: _plain(value) for name, value in row.items()}, ensure_ascii=False).encode()
+        return json.dumps(plain, ensure_ascii=False).encode()
     except TypeError:
         name, value = next((name, value) for name, value in row.items() if not _is_json(value))
         raise DataError(
@@ -90,11 +92,21 @@ def _encode(row: Mapping[str, Any], dataset: Dataset, key: str) -> bytes:
         ) from None
 
 
-def _plain(value: Any) -> Any:
-    """Drop absent keys: Arrow gives every message all keys that any of them has."""
-    if not isinstance(value, list):
-        return value
-    return [{k: v for k, v in one.items() if v is not None} if isinstance(one, dict) else one for one in value]
+def _plain(value: Any, feature: Any, *, in_list: bool = False) -> Any:
+    """Return a value of Arrow's, whose type is `feature`, as it was written.
+
+    Arrow gives every map in a list, such as a message or the arguments of its calls, all keys that any of them has:
+    absent ones are dropped. What has no type in Arrow is kept there as JSON text.
+    """
+    if value is None:
+        return None
+    if isinstance(feature, Mapping):
+        present = {name: one for name, one in value.items() if one is not None or not in_list}
+        return {name: _plain(one, feature[name], in_list=in_list) for name, one in present.items()}
+    if type(feature).__name__ == "Json":  # since datasets 5
+        return json.loads(value)
+    of_item = getattr(feature, "feature", None)
+    return value if of_item is None else [_plain(one, of_item, in_list=True) for one in value]
 
 
 def _is_json(value: Any) -> bool:

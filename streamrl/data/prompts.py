@@ -3,9 +3,10 @@
     {"text": "What is 2 + 3?", "answer": "5"}
     {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "answer": "5"}
 
-`prompt` is a synonym for `text`. All other fields are passed to the rewards unchanged, and `messages` too. For files
-with other columns, and for datasets of a hub or a library, the configuration maps the columns (`Dataset`). A malformed
-line is an error with file and line, or is skipped and counted if the configuration says so; empty lines are ignored.
+`prompt` is a synonym for `text`. All other fields are passed to the rewards unchanged, and so are the `messages` of a
+chat. For files with other columns, and for datasets of a hub or a library, the configuration maps the columns
+(`Dataset`). A malformed line is an error with file and line, or is skipped and counted if the configuration says so;
+empty lines are ignored.
 """
 
 from __future__ import annotations
@@ -103,8 +104,10 @@ def _parse(line: int, data: bytes, dataset: Dataset) -> PromptRow:
     if dataset.chat and isinstance(value, str) and value:
         value = [{"role": "user", "content": value}]
     is_chat = kind == "messages" or isinstance(value, list)
+    # This field says that the prompt is a chat: a column of that name beside a text must not.
+    fields.pop("messages", None)
     if is_chat:
-        fields = {**fields, "messages": value}
+        fields["messages"] = value
     _check_fields(fields, line_bytes=len(data))
     if is_chat:
         return PromptRow(line=line, text=None, messages=_check_messages(value), fields=fields)

@@ -117,16 +117,33 @@ class Sampled(Protocol):
 
 
 def judge_samples(
-    samples: Sequence[Sampled], *, by: str, at_least: float, answer: str | None, decode: Callable[[list[int]], str]
+    samples: Sequence[Sampled],
+    *,
+    by: str,
+    at_least: float,
+    answer: str | None,
+    stop: Sequence[str],
+    decode: Callable[[list[int]], str],
 ) -> list[Judged]:
     """Judge one prompt's samples. A sample to which the source does not apply does not pass."""
     return [
         Judged(
             passed=one.rewards.get(by, -math.inf) >= at_least,
-            answer=None if answer is None else answer_in(decode(one.token_ids.tolist()), answer),
+            answer=None if answer is None else answer_in(completion_of(one.token_ids.tolist(), stop, decode), answer),
         )
         for one in samples
     ]
+
+
+def completion_of(token_ids: list[int], stop: Sequence[str], decode: Callable[[list[int]], str]) -> str:
+    """Return the text as rewards read it: without the stop string that ended it, which its last token completed."""
+    text = decode(token_ids)
+    num_before = len(decode(token_ids[:-1])) if stop else 0
+    for one in stop:
+        begin = text.find(one, max(0, num_before - len(one) + 1))
+        if begin >= 0:
+            return text[:begin]
+    return text
 
 
 def answer_in(text: str, pattern: str) -> str | None:

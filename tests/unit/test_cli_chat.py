@@ -134,7 +134,10 @@ def test_a_run_is_its_export_and_then_its_newest_checkpoint(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["nowhere", "--prompt", "a"], "nowhere: there is no folder nowhere; name a run"),
+        (
+            ["nowhere", "--prompt", "a"],
+            "nowhere: there is no folder nowhere, and it is not the name of a model on a hub (OWNER/NAME); name a run",
+        ),
         (["{model}", "--prompt", "a", "--system", "b", "--plain"], "--system needs the chat template"),
         (["{model}", "--prompt", "a", "--system", "b"], "has none"),
         (["{model}", "--prompt", "a" * 600], "600 tokens leave no room for an answer: the model has 512 positions"),

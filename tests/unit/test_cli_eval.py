@@ -15,9 +15,10 @@ import pytest
 from streamrl.config import schema
 from streamrl.config.load import as_overrides, dump_config
 from streamrl.config.places import granted
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, DataError
 from streamrl.ops.cli.eval_subjects import EvalSubject, refuse_other_scoring
 from streamrl.ops.cli.main import main
+from streamrl.ops.cli.subject import Subject
 from streamrl.workers.engines.model import read_model
 from streamrl.workers.evaluate import summarise
 from streamrl.workers.rewards.mixing import build_rewards
@@ -124,6 +125,17 @@ def test_checkpoints_keep_their_own_models_whatever_the_configuration_says_of_an
     assert explicit != alone[1]
 
 
+def test_a_checkpoint_that_another_version_made_is_of_its_runs_model(
+    run: schema.Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot_be_read(subject: Subject) -> schema.Config:
+        raise DataError("it was made by another version")
+
+    monkeypatch.setattr("streamrl.ops.cli.eval_subjects.settings_of", cannot_be_read)
+    words = [str(run.folder), "--prompts", run.data.train, "--max-prompts", "1", "--config", config_file(run)]
+    assert evaluated(capsys, *words)["num_answered"] == 1
+
+
 def test_runs_that_are_scored_otherwise_are_not_compared(
     run: schema.Config, adapted: schema.Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,6 +153,9 @@ def test_runs_that_are_scored_otherwise_are_not_compared(
         ({"validation": {"every_steps": 3}}, ""),
         ({"optimizer": {"lr": 1e-3}, "sampling": {"max_tokens": 9}}, ""),
         ({"rewards": {"r": {"type": "http", "url": "http://other:1/score"}}}, ""),
+        ({"data": {"overlong": "truncate"}}, "data.overlong"),
+        ({"reward_server": {"model": "another"}}, "reward_server.model"),
+        ({"reward_server": {"model": "rm", "port": 9}}, ""),
     ],
 )
 def test_what_two_runs_must_share_to_be_compared(update: dict[str, Any], key: str) -> None:
@@ -148,6 +163,7 @@ def test_what_two_runs_must_share_to_be_compared(update: dict[str, Any], key: st
         "model": {"path": "m"},
         "data": {"train": "t.jsonl", "validation": "a.jsonl"},
         "rewards": {"r": {"type": "http", "url": "http://one:1/score"}},
+        "reward_server": {"model": "rm"},
     }
     changed = {**fields, **update, "data": fields["data"] | update.get("data", {})}
     one, other = (

@@ -33,6 +33,10 @@ def greedy(prompt, completion, token_ids, fields):
 def endless(prompt, completion, token_ids, fields):
     while True: pass
 
+def of_all(completions, rewards, **kwargs):
+    assert len(completions) == 2
+    return [of["right"] + of["judged"] for of in rewards]
+
 def echoes(prompt, completion, token_ids, fields):
     raise ValueError(prompt)
 """
@@ -127,6 +131,20 @@ def test_a_function_of_trls_form_may_say_that_it_does_not_apply(capsys: pytest.C
     shown = capsys.readouterr().out
     assert "score       the function returned None: it does not apply\n" in shown
     assert shown.endswith("3 rows: 2 with a score, 4 on average; 0 failed\n")
+
+
+def test_a_group_function_of_a_run_reads_the_scores_of_its_other_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text(
+        "model: {path: a/b}\ndata: {train: rows.jsonl}\nrewards:\n"
+        "  right: {type: function, target: numeric_match}\n"
+        "  judged: {type: http, url: 'http://127.0.0.1:9'}\n"
+        "  of_all: {type: function, target: mine.py:of_all, of_group: true}\n"
+    )
+    Path("said.jsonl").write_text('["4", "5"]\n')
+    assert main(["reward", "try", "of_all", "--data", "run.yaml", "--completions", "said.jsonl", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert [row["score"] for row in json.loads(shown.out)["rows"]] == [2.0, 1.0]
+    assert shown.err == "judged is not asked: of_all reads 1 as its reward\n"
 
 
 def test_a_built_in_is_tried_as_well(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,6 +95,28 @@ def test_what_changes_a_score_is_refused_and_what_only_brings_it_is_not(
     assert found
 
 
+@pytest.mark.parametrize(
+    ("settings", "keys"),
+    [
+        ({"urls": ["http://b:1", "http://c:1"], "token_file": "token", "outage_s": 5.0}, []),
+        ({"timeout_s": 1.0, "rollout_timeout_s": 30.0, "key_in_url": True}, []),
+        (
+            {"urls": [], "target": "game.py:Game", "max_turns": 3},
+            ["environment.target", "environment.max_turns"],
+        ),
+    ],
+)
+def test_how_an_environment_is_reached_may_change_and_what_it_is_may_not(
+    settings: dict[str, Any], keys: list[str]
+) -> None:
+    def played(**settings: Any) -> schema.Config:
+        return make_config(environment={"urls": ["http://a:1"], **settings})
+
+    found = changes(played(), played(**settings))
+    assert [change.key for change in found if change.refusal] == keys
+    assert found
+
+
 def judged(**judge: Any) -> dict[str, Any]:
     return {"type": "judge", "rubric": "r", "judges": {"a": {"model": "m", **judge}}}
 
@@ -112,6 +135,7 @@ def judged(**judge: Any) -> dict[str, Any]:
             ["rewards.source.options.timeout_s", "rewards.source.options.memory_mb"],
         ),
         (judged(url="http://a:1/v1"), judged(url="http://b:1/v1", token_file="token"), []),
+        (judged(url="http://a:1/v1", token_file="token"), judged(url="http://a:1/v1", token_env="KEY"), []),
         (
             judged(url="http://a:1/v1", options={"url": 0}),
             judged(url="http://a:1/v1", options={"url": 1}),
@@ -140,6 +164,104 @@ def test_a_reward_that_came_or_went_is_refused() -> None:
     before, after = make_config(), make_config(rewards=more)
     assert any(change.refusal for change in changes(before, after))
     assert any(change.refusal for change in changes(after, before))
+
+
+def scored_by(target: str, **sections: Any) -> schema.Config:
+    return make_config(rewards={"near": {"type": "function", "target": target}}, **sections)
+
+
+def refusals(before: schema.Config, after: schema.Config) -> list[str]:
+    return [change.key for change in changes(before, after) if change.refusal]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_same"),
+    [
+        ("a.py:near", "./a.py:near", True),
+        ("a.py:near", "{here}/a.py:near", True),
+        ("{here}/a.py:near", "nested/../a.py:near", True),
+        ("a.py:near", "a.py:far", False),
+        ("a.py:near", "nested/a.py:near", False),
+        ("a.py:near", "{here}/nested/a.py:near", False),
+        ("package.near:f", "package.far:f", False),
+    ],
+)
+def test_code_may_be_named_in_another_way_but_not_be_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str, is_same: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("nested").mkdir()
+    one, other = (target.format(here=tmp_path) for target in (before, after))
+
+    assert refusals(scored_by(one), scored_by(other)) == ([] if is_same else ["rewards.near.target"])
+    played = [make_config(environment={"target": target}) for target in (one, other)]
+    assert refusals(*played) == ([] if is_same else ["environment.target"])
+
+
+def test_paths_of_a_run_that_is_continued_from_another_working_directory_are_those_of_its_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("sft", "nested/sft", "runs/run"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "nested")
+    begun = scored_by("a.py:near", model={"path": "sft"})
+
+    def continued(target: str, model: str) -> list[str]:
+        return refusals(begun, scored_by(target, model={"path": model}, dir="../runs"))
+
+    assert continued(f"{tmp_path}/a.py:near", "../sft") == []
+    assert continued(f"{tmp_path}/b.py:near", "../runs") == ["model.path", "rewards.near.target"]
+
+
+def test_a_notebooks_functions_move_with_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = scored_by("runs/run/rewards/near.pkl:near")
+    elsewhere = {"dir": str(tmp_path / "data")}
+    moved = scored_by(f"{tmp_path}/data/run/rewards/near.pkl:near", **elsewhere)
+    for folder, code in (("data/run", b"near"), ("data/other", b"far")):
+        (tmp_path / folder / "rewards").mkdir(parents=True)
+        (tmp_path / folder / "rewards" / "near.pkl").write_bytes(code)
+
+    assert refusals(before, moved) == []
+    for other in ("data/run/rewards/far.pkl:far", "data/other/rewards/near.pkl:near", "near.pkl:near"):
+        assert refusals(before, scored_by(other, **elsewhere)) == ["rewards.near.target"]
+
+
+@pytest.mark.parametrize(("code", "keys"), [(b"near", []), (b"far", ["rewards.near.target"])])
+def test_functions_of_two_runs_that_are_both_there_are_the_same_if_their_files_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: bytes, keys: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, content in (("runs", b"near"), ("copies", code)):
+        (tmp_path / folder / "run" / "rewards").mkdir(parents=True)
+        (tmp_path / folder / "run" / "rewards" / "near.pkl").write_bytes(content)
+
+    found = [scored_by(f"{folder}/run/rewards/near.pkl:near", dir=folder) for folder in ("runs", "copies")]
+
+    assert refusals(*found) == keys
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_same"),
+    [
+        ("./sft", "sft", True),
+        ("sft", "{here}/sft", True),
+        ("sft", "link", True),
+        ("sft", "other", False),
+        ("sft", "{here}/gone", False),
+        ("owner/name", "owner/other", False),
+    ],
+)
+def test_a_model_may_be_named_in_another_way_but_not_be_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str, is_same: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("sft", "other"):
+        Path(folder).mkdir()
+    Path("link").symlink_to("sft")
+    one, other = (make_config(model={"path": path.format(here=tmp_path)}) for path in (before, after))
+
+    assert refusals(one, other) == ([] if is_same else ["model.path"])
 
 
 def test_a_refusal_names_every_setting_and_the_way_out() -> None:

@@ -49,7 +49,16 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
     [
         ("sampling.num_samples=1", "sampling.num_samples = 1: ", "at least 2"),
         ("sampling.temperature=0.001", "sampling.temperature = 0.001: ", "at least 0.01"),
-        ("validation.sampling.temperature=0.009", "validation.sampling.temperature = 0.009: ", "at least 0.01"),
+        ("sampling.temperature=0.009", "sampling.temperature = 0.009: ", "at least 0.01"),
+        ("validation.sampling.temperature=0.7", "validation.sampling.temperature = 0.7: ", "greedy sampling ignores"),
+        ("validation.sampling.top_k=5", "validation.sampling.top_k = 5: ", "validation.sampling.greedy=false"),
+        ("worker.engine_args={max_model_len: 1500}", "worker.engine_args.max_model_len = 1500: ", "allow 2048 tokens"),
+        (
+            "rewards.j={type: judge, rubric: good, judges: {gpt-4.1: {url: 'http://j:1', model: m}}}",
+            "rewards.j.judges = 'gpt-4.1': ",
+            "letters",
+        ),
+        ("worker.engine_args={skip_tokenizer_init: true}", "worker.engine_args.skip_tokenizer_init = True: ", "remove"),
         ("worker.min_survivors=1", "worker.min_survivors = 1: ", "at least 2"),
         ("worker.min_survivors=5", "worker.min_survivors = 5: ", "sampling.num_samples = 4"),
         ("sampling.greedy=true", "sampling.greedy = True: ", "validation.sampling"),
@@ -197,13 +206,32 @@ def test_a_teacher_alone_has_no_rewards_for_a_curriculum_to_go_by(good: Path) ->
     assert "prompts whose rewards differ within a group" in problem
 
 
+@pytest.mark.parametrize("how", ["advantages=turns", "advantages=tokens", "normalize_sources=true"])
+def test_where_equal_sums_teach_a_curriculum_that_goes_by_sums_is_refused(good: Path, how: str) -> None:
+    overrides = [f"algorithm.{how}", "algorithm.drop_zero_variance=false"]
+    assert problems(good, *overrides) == []
+    [problem] = problems(good, *overrides, "data.curriculum=true")
+    assert problem.startswith("data.curriculum = True: ")
+    assert "equal sums teach, too" in problem
+
+
+def test_penalties_that_are_sums_over_what_a_mask_leaves_are_refused(good: Path) -> None:
+    [problem] = problems(good, "extends=recipes/rloo.yaml", "lag.stale=mask")
+    assert problem.startswith("lag.stale = 'mask': ")
+    assert "algorithm.kl.reduction=mean" in problem
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
         ["sampling.top_p=0.9", "sampling.accept_mismatch=true"],
         ["sampling.top_p=0.9", "algorithm.name=rejection_sampling"],  # no ratio in it that could be wrong
         ["sampling.num_samples=1", "worker.min_survivors=1", "algorithm.name=rejection_sampling"],
-        ["validation.sampling.top_p=0.9"],
+        ["validation.sampling.top_p=0.9", "validation.sampling.greedy=false"],
+        ["worker.engine_args={max_model_len: 2048}"],
+        ["worker.engine_args={max_model_len: -1}"],
+        ["data.curriculum=true", "algorithm.advantages=turns"],
+        ["lag.stale=mask", "algorithm.kl.reduction=mean"],
         ["data.validation=null", "validation.every_steps=0"],
         ["algorithm.kl={placement: loss, estimator: k3}"],
         ["algorithm.kl={placement: none, estimator: k3}"],
@@ -281,6 +309,16 @@ def test_only_samples_to_train_on_are_shown_to_a_teacher(good: Path) -> None:
     held_out = ["validation.sampling.num_samples=64", "validation.sampling.greedy=false"]
     settings = [*held_out, "validation.sampling.max_tokens=122000", "teacher.urls=[http://teacher:8000]"]
     assert problems(good, *settings) == []
+
+
+def test_a_reward_that_an_agent_names_may_decide_what_passes_and_which_checkpoint_is_best(good: Path) -> None:
+    named = ("validation.pass_by=environment.right", "checkpoint.best_by=val_rollouts/rewards/environment.right")
+    assert problems(good, *named, "environment={target: agent.py:rollout}") == []
+    for other in ("environment={urls: ['http://h:1']}", "environment=null"):
+        refused = problems(good, *named, other)
+        assert [one.partition(" = ")[0] for one in refused] == ["validation.pass_by", "checkpoint.best_by"], other
+    [refused] = problems(good, "validation.pass_by=environment.", "environment={target: agent.py:rollout}")
+    assert "must be one of the reward sources: exact, environment, environment.NAME" in refused
 
 
 def test_there_are_no_more_reward_sources_than_a_group_may_name(good: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from streamrl.config.load import Loaded, config_from_json, dump_config, load_config
 from streamrl.errors import ConfigError
+from streamrl.ops.monitor.remains import read_config
 
 AWKWARD = """\
 name: "007"
@@ -73,13 +74,13 @@ def test_text_stays_that_text_however_it_is_written_and_read(tmp_path: Path) -> 
         "sampling": {"stop": TEXTS},
         "worker": {"engine_args": {"map": dict(zip(TEXTS, TEXTS, strict=True)), "list": [dict.fromkeys(TEXTS, 1)]}},
     }
-    path = tmp_path / "resolved.yaml"
+    path = tmp_path / "config.yaml"
 
     loaded = load_config(given)
     path.write_text(dump_config(loaded.config, loaded.origin), encoding="utf-8")
 
-    for config in (loaded.config, load_config(path).config):
-        found = config.model_dump(mode="json")
+    configs = [config.model_dump(mode="json") for config in (loaded.config, load_config(path).config)]
+    for found in (*configs, read_config(tmp_path)):
         args = found["worker"]["engine_args"]
         assert changed(found["sampling"]["stop"]) == []
         assert changed(found["rewards"]["exact"]["options"].values()) == []

@@ -9,6 +9,7 @@ import pytest
 from streamrl.config.files import check_files
 from streamrl.config.load import load_config
 from streamrl.errors import DataError
+from streamrl.ops.cli.main import main
 
 CONFIG = """\
 model: {path: model}
@@ -115,11 +116,26 @@ def test_a_folder_without_weights_is_refused(config: Path) -> None:
 def test_a_path_that_leads_nowhere_is_refused(config: Path, path: str) -> None:
     [problem] = problems(config, f"model.path={path}")
 
-    assert problem.startswith(f"model.path = {path!r}: there is no such folder")
+    assert problem.startswith(f"model.path = {path!r}: there is no such folder, and it is not ")
 
 
 def test_the_name_of_a_model_on_a_hub_is_left_to_the_hub(config: Path) -> None:
     assert problems(config, "model.path=Qwen/Qwen2.5-1.5B-Instruct") == []
+
+
+def test_a_folder_with_the_name_of_a_hubs_owner_is_told_as_what_hides_the_hub(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("Qwen").mkdir()
+    told = "it is not taken for a model on a hub because the folder Qwen/ is here"
+
+    [problem] = problems(config, "model.path=Qwen/Qwen3-0.6B")
+
+    assert problem.startswith(f"model.path = 'Qwen/Qwen3-0.6B': there is no such folder, and {told}")
+    assert "rename" in problem
+    for words in (["chat"], ["eval", "--config", "x.yaml"], ["weights", "export", "--to", "made"]):
+        assert main([*words, "Qwen/Qwen3-0.6B"]) == 2
+        assert told in capsys.readouterr().err
 
 
 def test_the_reward_model_and_the_files_of_rewards_are_looked_for(config: Path) -> None:

@@ -87,6 +87,31 @@ def test_a_column_of_messages_is_a_chat_whatever_its_name(tmp_path: Path) -> Non
     assert row.fields["level"] == 3
 
 
+@pytest.mark.parametrize("kind", ["parquet", "lines of JSON"])
+def test_messages_whose_calls_have_other_arguments_are_read_as_they_were_written(tmp_path: Path, kind: str) -> None:
+    """From Parquet with all keys in all maps; lines of JSON are kept by `datasets` as text where their keys differ."""
+
+    def calling(name: str, **arguments: Any) -> dict[str, Any]:
+        call = {"function": {"name": name, "arguments": arguments}}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    chat = [
+        calling("add", a=1, b=[{"c": 2}, {"d": 3}]),
+        calling("find", text="x"),
+        {"role": "user", "content": "go on"},
+    ]
+    folder = tmp_path / "calls"
+    if kind == "parquet":
+        write_parquet(folder, [{"prompt": chat}])
+    else:
+        folder.mkdir()
+        (folder / "train.jsonl").write_text(json.dumps({"prompt": chat}) + "\n")
+
+    (row,) = read(folder)
+
+    assert row.messages == tuple(chat)
+
+
 def test_lines_of_json_in_a_folder_keep_their_order(tmp_path: Path) -> None:
     lines = [{"prompt": f"say {i}", "answer": i} for i in range(2500)]
     (tmp_path / "own").mkdir()

@@ -5,12 +5,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from streamrl.data.dataset import Dataset
 from streamrl.data.prompts import read_prompts
 from streamrl.errors import DataError
 from streamrl.protocol.wire.ticket import decode_ticket, encode_ticket
+from streamrl.workers.rewards.base import ScoreItem
 from tests.helpers import make_ticket
 
 
@@ -51,6 +53,21 @@ def test_the_prompts_column_may_be_a_field_too(tmp_path: Path, row: dict[str, st
     [found] = read_prompts(Dataset(path=str(path), **settings), malformed="error").rows
 
     assert (found.text, found.fields) == ("a", {"asked": "a"})
+
+
+@pytest.mark.parametrize("settings", [{}, {"fields": {"messages": "messages", "answer": "answer"}}])
+def test_a_column_of_messages_beside_a_text_prompt_makes_no_chat_of_it(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    solved = [{"role": "user", "content": "2+3="}, {"role": "assistant", "content": "It is 5"}]
+    path = write(tmp_path, json.dumps({"problem": "2+3=", "answer": "5", "messages": solved}))
+
+    [row] = read_prompts(Dataset(path=str(path), prompt="problem", **settings), malformed="error").rows
+
+    assert (row.text, row.fields) == ("2+3=", {"answer": "5"})
+    tokens = np.zeros(1, dtype=np.int32)
+    item = ScoreItem(prompt="2+3=", completion="5", token_ids=tokens, fields=row.fields, end="<end>")
+    assert item.text == "2+3=5", "what a reward model reads: no chat, so no end of one"
 
 
 def test_a_file_that_gzip_has_written_is_read_by_its_name(tmp_path: Path) -> None:

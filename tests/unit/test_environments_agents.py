@@ -34,6 +34,11 @@ def waits(session, row):
     while not os.path.exists(row["until"]): time.sleep(0.1)
     return 1.0
 """
+NAMES = """
+async def names(session, row):
+    for _ in range(row["turns"]): await asyncio.to_thread(ask, session)
+    return {"right": 1.0, "short": 0.5}
+"""
 
 OF_OPENAI = '''
 import json
@@ -95,6 +100,17 @@ async def test_a_plain_function_may_stream_and_give_several_rewards(tmp_path: Pa
         played, _ = await world.play(lambda asked: "5", {"answer": "5"})
         assert played.reward == 1.5
         assert played.rewards == {"environment.right": 1.0, "environment.polite": 0.5}
+
+
+async def test_a_rollout_that_fails_at_a_bound_counts_0_under_each_name_given_so_far(tmp_path: Path) -> None:
+    async with agent_world(tmp_path, PLAIN + NAMES, "names", max_turns=2) as world:
+        first, _ = await world.play(well, {"turns": 3})
+        assert (first.reward, first.rewards) == (0.0, {})
+        ended, _ = await world.play(well, {"turns": 2})
+        assert (ended.reward, ended.rewards) == (1.5, {"environment.right": 1.0, "environment.short": 0.5})
+        spent, _ = await world.play(well, {"turns": 3})
+        assert (spent.reward, spent.rewards) == (0.0, {"environment.right": 0.0, "environment.short": 0.0})
+        assert spent.sample.finish_reason == "length"
 
 
 OF_A_CLASS = """

@@ -214,6 +214,27 @@ async def test_rewards_of_turns_are_delivered_with_their_weight_and_add_up(token
         assert len(sample.turns()) == 3
 
 
+async def test_where_no_source_applies_the_environment_s_reward_is_the_sample_s(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    environment = EnvironmentDouble(lambda row, said: Answer(reward=0.5, done=True))
+    config = worker_config().model_copy(update={"environment": schema.Environment(target="m:f")})
+    assert config.environment is not None
+    answerer = Answerer(
+        rewards=Rewards({"whole": Weighted(reward=RewardDouble(lambda item: None), weight=0.1)}),
+        config=config,
+        worker="w",
+        fingerprint="model",
+        player=Player(environment, tail=Tail(tokenizer), settings=config.environment),
+    )
+
+    group = await answerer.answer(make_ticket(1, num_samples=2), Recorded(0, tokenizer))
+
+    assert not group.header.error
+    assert [(sample.rewards, sample.reward) for sample in group.samples] == [({"environment": 0.5}, 0.5)] * 2
+    assert answerer.rewards.trouble() == ""
+
+
 @pytest.mark.parametrize("weight", [1.0, 10.0])
 async def test_rewards_beyond_all_numbers_fail_their_sample_and_no_worker(
     tokenizer: PreTrainedTokenizerFast, weight: float

@@ -105,6 +105,7 @@ async def test_what_an_agent_says_of_sampling_is_ignored_and_told_and_max_tokens
         ({"add_special_tokens": True}, "add_special_tokens"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
         ({"tools": [{"type": "function", "name": "add", "parameters": {}}]}, "tools.0"),
         ({"tools": [{"type": "function", "function": {"name": "add", "parameters": []}}]}, "tools.0"),
         ({"max_tokens": -1}, "max_tokens"),

@@ -107,9 +107,7 @@ def test_rewards_are_left_to_the_workers_where_what_they_need_is_missing(folder:
     ended = core_alone(_TRY, folder=folder)
     assert (ended.returncode, ended.stderr) == (0, "")
     [line] = ended.stdout.splitlines()
-    assert line.startswith(
-        "warning | httpx is not installed: reward functions were not tried | the workers will report"
-    )
+    assert line.startswith("warning | httpx is not installed: rewards were not tried | the workers will report")
     assert install("rewards") in line
 
 

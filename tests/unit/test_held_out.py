@@ -12,6 +12,7 @@ from streamrl.recipe.held_out import (
     Judged,
     Passing,
     answer_in,
+    completion_of,
     majority,
     mean_over_prompts,
     numbers_of_samples,
@@ -90,6 +91,26 @@ def test_the_interval_holds_the_truth_in_95_of_100_samples() -> None:
         if wilson(k / num_prompts, num_prompts)[0] <= truth <= wilson(k / num_prompts, num_prompts)[1]
     ]
     assert 0.93 <= sum(chances) <= 0.97
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "text"),
+    [
+        (["answer is ", "5", "###"], ("###",), "answer is 5"),
+        (["answer is ", "5", "#", "##x"], ("###",), "answer is 5"),  # the last token completes it and goes on
+        (["5", "\n\n"], ("\n",), "5"),
+        (["a\n", "turn", "\n", "5", "\n"], ("\n",), "a\nturn\n5"),  # earlier turns ended by it, too
+        (["no", " stop"], ("###",), "no stop"),
+        ([], ("###",), ""),
+    ],
+)
+def test_a_completion_ends_before_the_stop_string_that_ended_it(
+    pieces: list[str], stop: tuple[str, ...], text: str
+) -> None:
+    def decode(token_ids: list[int]) -> str:
+        return "".join(pieces[i] for i in token_ids)
+
+    assert completion_of(list(range(len(pieces))), stop, decode) == text
 
 
 def test_an_answer_is_the_patterns_last_match() -> None:

@@ -70,6 +70,7 @@ def reads_teacher(batch): return batch.teacher_logprobs - batch.logprobs, {}
 def reads_reference(batch): return batch.reference_logprobs - batch.logprobs, {}
 def reads_entropy(batch): return -0.1 * batch.entropy - batch.logprobs, {}
 def by_source(group): return group.rewards_by_source["answer"]
+def by_name(group): return group.rewards_by_source["environment.right"]
 def raises(batch): raise KeyError("what")
 def two(batch, other): return -batch.logprobs, {}
 def too_short(group): return group.rewards[:2]
@@ -182,6 +183,8 @@ def test_what_comes_with_us_passes_its_own_trial() -> None:
 
 def test_what_a_run_has_is_there_in_the_trial(code: str) -> None:
     try_out(configured(advantages=f"{code}:by_source"))
+    plays = schema.Environment(target="game.py:rollout")
+    try_out(configured(advantages=f"{code}:by_name").model_copy(update={"environment": plays}))
     taught = configured(loss=f"{code}:reads_teacher")
     try_out(taught.model_copy(update={"teacher": schema.Teacher(path="teacher")}))
 

@@ -123,6 +123,30 @@ def test_a_source_that_does_not_apply_to_a_sample_has_its_mean_over_the_others()
     assert found == {"math": 1.0, "code": 3.0, "poems": None}
 
 
+def test_rewards_that_an_agent_names_are_means_over_all_ranks_also_where_one_has_seen_no_such_name() -> None:
+    named, other, idle = (
+        Tally(sources=("math", "environment"), step=5, is_dead=lambda version, step: False) for _ in range(3)
+    )
+    right = make_sample(reward=1.5, rewards={"environment": 1.5, "environment.right": 1.0, "environment.short": 0.5})
+    wrong = make_sample(reward=0.0, rewards={"environment": 0.0, "environment.right": 0.0})
+    foreign = make_sample(reward=2.0, rewards={"math": 2.0, "elsewhere": 1.0, "elsewhere.right": 1.0})
+    named.add_group(make_group(make_ticket(0), samples=(right, wrong)), np.zeros(2), np.zeros(2))
+    other.add_group(make_group(make_ticket(1), samples=(right, foreign)), np.zeros(2), np.zeros(2))
+
+    found = metrics_over_ranks(named, other, idle)
+
+    assert found[0] == found[1] == found[2]
+    by_source = {name: value for name, value in found[0].items() if name.startswith("train_rollouts/rewards/")}
+    assert by_source == {
+        "train_rollouts/rewards/math": 2.0,
+        "train_rollouts/rewards/environment": 1.0,
+        "train_rollouts/rewards/environment.right": pytest.approx(2 / 3),
+        "train_rollouts/rewards/environment.short": 0.5,
+    }
+    deviation = found[0]["train_rollouts/rewards_std_by_source/environment.right"]
+    assert deviation == pytest.approx((2 / 9) ** 0.5)
+
+
 def tokens_of(behaviour: Sequence[float], logprobs: Sequence[float]) -> TokenBatch:
     at, nothing = torch.tensor(logprobs, dtype=torch.float64), torch.zeros(len(logprobs), dtype=torch.int64)
     return TokenBatch(

@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.config import schema
+from streamrl.config.engine_args import longest_response
 from streamrl.config.engines import ENGINES
 from streamrl.errors import ConfigError
 from streamrl.protocol.weights.changes import Changed
@@ -161,13 +162,8 @@ class EngineSettings:
     @property
     def max_length(self) -> int:
         """Length in tokens of the longest sequence a ticket can request, including the prompt."""
-        responses = {"sampling.max_tokens": self.config.sampling.max_tokens}
-        if self.config.environment is not None:
-            responses = {"environment.max_tokens": self.config.environment.max_tokens}
-        elif self.config.data.validation is not None:
-            responses["validation.sampling.max_tokens"] = self.config.validation.sampling.max_tokens
-        key = max(responses, key=responses.__getitem__)
-        longest = self.config.data.max_prompt_tokens + responses[key]
+        key, response = longest_response(self.config)
+        longest = self.config.data.max_prompt_tokens + response
         known = self.model.max_positions
         if known is not None and longest > known:
             raise ConfigError(

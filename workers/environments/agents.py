@@ -36,7 +36,7 @@ _LOOK_EVERY_S = 0.05  # the shortest interval between checks for a silent agent
 class AgentPlayer:
     def __init__(self, children: Children, sessions: Sessions, *, settings: schema.Environment) -> None:
         self._children, self.sessions, self._settings = children, sessions, settings
-        self._names: set[str] = set()
+        self._names: set[str] = set()  # of the rewards of all rollouts so far
         self._ending: set[asyncio.Task[None]] = set()
 
     async def play(self, ticket: Ticket, engine: Engine, request: SampleRequest) -> Played:
@@ -100,7 +100,8 @@ class AgentPlayer:
             raise SampleError(f"the agent did not end within {limit_s:g} s (environment.rollout_timeout_s)") from None
         except (CallFailed, ValueError) as error:
             if session.spent and session.trace.num_turns and not isinstance(error, ChildLost):
-                return {"": 0.0}  # it ran into a bound and failed because of that
+                # It ran into a bound and failed because of that: its part in the mean of each name, as in the sum.
+                return {"": 0.0} | dict.fromkeys(self._names, 0.0)
             raise SampleError(session.redacted(f"the agent failed: {error}")) from None
 
     @contextlib.asynccontextmanager
@@ -127,11 +128,11 @@ class AgentPlayer:
         raise SampleError(f"the agent sent no request for {limit_s:g} s (environment.timeout_s), and did not end")
 
     def _by_name(self, rewards: Mapping[str, float]) -> dict[str, float]:
-        by_name = {f"{ENVIRONMENT}.{name}": reward for name, reward in rewards.items() if name}
+        by_name = {name: reward for name, reward in rewards.items() if name}
         if len(self._names | by_name.keys()) > MAX_NAMES:
             raise SampleError(f"the agent used more than {MAX_NAMES} names for rewards over all rollouts")
         self._names |= by_name.keys()
-        return by_name
+        return {f"{ENVIRONMENT}.{name}": reward for name, reward in by_name.items()}
 
 
 def _read_rewards(rewards: object) -> dict[str, float]:

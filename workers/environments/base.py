@@ -8,9 +8,11 @@ An environment deals in text only: it knows nothing of tokens, versions or ticke
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from streamrl.errors import SampleError
 
 ENVIRONMENT = "environment"  # the name of its rewards among the sources
 MAX_GIVEN_CHARS = 1 << 20  # of one answer
@@ -50,6 +52,18 @@ def read_text(value: object, name: str = "observation") -> str:
         raise ValueError(f"the answer's {name!r} has {len(value)} characters; at most {MAX_GIVEN_CHARS} are allowed")
     value.encode()
     return value
+
+
+def check_opening(opening: str, *, is_chat: bool) -> None:
+    """SampleError if the text before the first turn has no place in the prompt."""
+    if opening and is_chat:
+        raise SampleError("reset() must return None if prompts are messages: put the opening into the row")
+
+
+def check_given(given: Sized) -> None:
+    """SampleError if there is nothing, as text or as tokens, that the model reads before its next turn."""
+    if not given:
+        raise SampleError("step() returned no observation, but is not done: the model has nothing to answer")
 
 
 class Episode(Protocol):

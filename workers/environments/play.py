@@ -19,7 +19,7 @@ from streamrl.config import schema
 from streamrl.errors import SampleError
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.workers.engines.base import Engine, SampleRequest
-from streamrl.workers.environments.base import Environment, Episode
+from streamrl.workers.environments.base import Environment, Episode, check_given, check_opening
 from streamrl.workers.environments.tail import Tail
 from streamrl.workers.sessions.trace import Played, Trace
 
@@ -47,8 +47,7 @@ class Player:
         self, episode: Episode, ticket: Ticket, engine: Engine, request: SampleRequest, clock: _Clock
     ) -> Played:
         is_chat = "messages" in ticket.fields
-        if episode.opening and is_chat:
-            raise SampleError("reset() must return None if prompts are messages: put the opening into the row")
+        check_opening(episode.opening, is_chat=is_chat)
         trace, given = Trace(request.prompt_ids, num_samples=ticket.num_samples), episode.opening
         context_ids = _appended(request.prompt_ids, self._tail.of_text(given) if given else [])
         messages = list(ticket.fields["messages"]) if is_chat else []
@@ -74,8 +73,7 @@ class Player:
                 messages += [{"role": "assistant", "content": generated.text}, {"role": "user", "content": given}]
                 context_ids = _appended(*self._tail.of_chat(messages, so_far))
                 continue
-            if not (given_ids := self._tail.of_text(given)):
-                raise SampleError("step() returned no observation, but is not done: the model has nothing to answer")
+            check_given(given_ids := self._tail.of_text(given))
             context_ids = _appended(so_far, given_ids)
         return trace.played("length", sum(rewards), rewards)
 

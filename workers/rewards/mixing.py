@@ -23,6 +23,7 @@ from streamrl.workers.rewards.base import GroupReward, Reward, Score, ScoreItem,
 
 _TROUBLE_AFTER_S = 60.0  # a sample waiting longer than this for its score counts as trouble
 _MIN_WEIGHT = 0.05  # the least weight of the newest value in the average latency
+STAND_IN = 1.0  # the reward that a group source reads of a service which a trial does not ask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,10 @@ class Weighted:
     scored: int = 0
     failed: int = 0
     latency_s: float = 0.0  # moving average
+
+
+class NoneApplies(RewardError):
+    """Each source returned None: the sample has no reward, unless something else gives it one."""
 
 
 class Rewards:
@@ -92,21 +97,24 @@ class Rewards:
         self, items: Sequence[ScoreItem], scored: Sequence[Mapping[str, Score]]
     ) -> list[Scores | RewardError]:
         """Add the group sources' scores to those of a prompt's samples, and sum them by weight."""
+        items = [replace(item, rewards=applying(scores)) for item, scores in zip(items, scored, strict=True)]
+        together = await self.score_together(items)
+        mixed = [self._sum({**scores, **of_group}) for scores, of_group in zip(scored, together, strict=True)]
+        failed = (one for one in mixed if isinstance(one, RewardError) and not isinstance(one, NoneApplies))
+        self._failing = next(map(str, failed), "")
+        return mixed
+
+    async def score_together(self, items: Sequence[ScoreItem]) -> list[dict[str, Score | RewardError]]:
+        """Score a prompt's samples, which have their rewards so far, by the sources of groups."""
         with self._tracked():
-            items = [replace(item, rewards=_applying(scores)) for item, scores in zip(items, scored, strict=True)]
             scoring = {
                 name: asyncio.ensure_future(self._score_group_by(name, source.reward, items))
                 for name, source in self._sources.items()
                 if isinstance(source.reward, GroupReward) and items
             }
             await asyncio.gather(*scoring.values(), return_exceptions=True)
-            by_group = {name: scores.result() for name, scores in scoring.items()}
-        mixed = [
-            self._sum({**scores, **{name: group_scores[i] for name, group_scores in by_group.items()}})
-            for i, scores in enumerate(scored)
-        ]
-        self._failing = next((str(result) for result in mixed if isinstance(result, RewardError)), "")
-        return mixed
+            by_source = {name: scores.result() for name, scores in scoring.items()}
+        return [{name: scores[i] for name, scores in by_source.items()} for i in range(len(items))]
 
     async def score(self, item: ScoreItem) -> Scores:
         """Score a sample on its own."""
@@ -141,9 +149,9 @@ class Rewards:
         failed = [score for score in scores.values() if isinstance(score, RewardError)]
         if failed:
             return failed[0]
-        rewards = _applying(scores)
+        rewards = applying(scores)
         if not rewards:
-            return RewardError(f"no reward applies to this sample: {', '.join(scores)} returned None for it")
+            return NoneApplies(f"no reward applies to this sample: {', '.join(scores)} returned None for it")
         total = sum(self._sources[name].weight * value for name, value in rewards.items())
         if not math.isfinite(total):
             return RewardError(f"the weighted sum of {rewards} is not finite")
@@ -225,7 +233,8 @@ class Rewards:
         return type(error)(f"reward {name!r}: {error}")
 
 
-def _applying(scores: Mapping[str, Score | RewardError]) -> dict[str, float]:
+def applying(scores: Mapping[str, Score | RewardError]) -> dict[str, float]:
+    """Return the rewards of the sources that apply."""
     return {
         name: worth_of(score)
         for name, score in scores.items()

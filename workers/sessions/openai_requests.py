@@ -32,7 +32,7 @@ _REFUSED: tuple[str, ...] = (
 )
 _REFUSED += ("bad_words", "functions", "function_call", "suffix", "chat_template", "chat_template_kwargs")
 _REFUSED += ("continue_final_message", "add_special_tokens")  # completions honour the second
-_REFUSED += ("allowed_token_ids", "truncate_prompt_tokens", "prompt_logprobs", "use_beam_search")
+_REFUSED += ("allowed_token_ids", "truncate_prompt_tokens", "use_beam_search")
 _REFUSED += ("features", "content_parts")  # images, as vLLM's token-in, token-out API takes them
 _MAX_STOPS = 16
 
@@ -148,6 +148,8 @@ def read_request(form: type[Form], body: bytes) -> tuple[Form, tuple[str, ...]]:
     for key in _REFUSED:
         if extra_fields.get(key):
             raise _unsupported(key)
+    if extra_fields.get("prompt_logprobs") is not None:  # 0 asks for those of the prompt's own tokens
+        raise _unsupported("prompt_logprobs")
     if isinstance(response_format, dict) and response_format.get("type") != "text":
         raise _unsupported("response_format")
     return request, tuple(key for key in IGNORED if extra_fields.get(key) is not None)

@@ -15,7 +15,7 @@ from streamrl.errors import ConfigError, DataError
 from streamrl.extras import need
 from streamrl.held_folders import scratch_folder
 from streamrl.ops.cli.arguments import MovingLine
-from streamrl.ops.cli.subject import Subject, find_subject, settings_of
+from streamrl.ops.cli.subject import Subject, find_subject, takes_base
 from streamrl.telemetry.logs import configure_logging
 from streamrl.terminal import printable
 
@@ -27,6 +27,7 @@ _NEW_CHAT = "/new"
 
 @click.command()
 @click.argument("subject", metavar="RUN|CHECKPOINT|MODEL")
+@takes_base
 @click.option("--prompt", metavar="TEXT", help="Answer this prompt, and exit.")
 @click.option("--system", metavar="TEXT", help="System message for the chat template.")
 @click.option("--plain", is_flag=True, help="Continue the text as it stands, without the chat template.")
@@ -38,6 +39,7 @@ _NEW_CHAT = "/new"
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per answer, one per line.")
 def chat(
     subject: str,
+    model: str | None,
     prompt: str | None,
     system: str | None,
     plain: bool,
@@ -69,7 +71,7 @@ def chat(
         raise ConfigError("--json needs --prompt TEXT, or prompts on stdin, one per line")
     if system is not None and plain:
         raise ConfigError("--system needs the chat template, which --plain turns off")
-    found = find_subject(subject, exported=True)
+    found = find_subject(subject, exported=True, base=model)
     need("a chat", "torch", "transformers", "safetensors", extra="learner")
     seed = secrets.randbelow(1 << 31) if seed is None else seed
     speaker = _load(found, seed)
@@ -160,12 +162,13 @@ def _load(subject: Subject, seed: int) -> Speaker:
     line.show(f"loading {subject.name}")
     configure_logging("chat", None, quiet=True)
     from streamrl.learner.checkpoints.export import write_weights
+    from streamrl.ops.cli.model_folder import settings_on_base
     from streamrl.workers.talk import load_speaker
 
     try:
         if subject.checkpoint is None:
             return load_speaker(subject.name, seed=seed)
-        config = settings_of(subject)
+        config = settings_on_base(subject)
         with scratch_folder() as folder:
             weights = folder / "weights.safetensors"
             write_weights(config, weights, checkpoint=subject.checkpoint)

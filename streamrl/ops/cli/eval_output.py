@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrl.extras import need
+from streamrl.recipe.held_out import completion_of
 
 if TYPE_CHECKING:
     from streamrl.workers.engines.model import ModelFacts
@@ -149,7 +150,7 @@ def answers(
     for prompt, group in zip(prompts, result.groups, strict=True):
         samples = [
             {
-                "completion": _without_stop(model.decode(sample.token_ids.tolist()), stop),
+                "completion": completion_of(sample.token_ids.tolist(), stop, model.decode),
                 "token_ids": sample.token_ids.tolist(),
                 "reward": sample.reward,
                 "rewards": dict(sample.rewards),
@@ -161,11 +162,6 @@ def answers(
         line = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids.tolist(), "fields": dict(prompt.fields)}
         line |= {"dataset": prompt.dataset} if prompt.dataset else {}
         yield {**line, "error": error, "samples": samples}
-
-
-def _without_stop(text: str, stop: Sequence[str]) -> str:
-    """Cut the text at the stop string, as it was passed to rewards."""
-    return text[: min((text.index(one) for one in stop if one in text), default=len(text))]
 
 
 def _number(value: float | None) -> str:

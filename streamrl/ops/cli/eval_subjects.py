@@ -19,8 +19,8 @@ from streamrl.config.check import check_config
 from streamrl.config.files import check_files
 from streamrl.config.load import as_overrides, load_config
 from streamrl.config.places import LOCAL_REWARD_SERVER
-from streamrl.errors import ConfigError
-from streamrl.ops.cli.subject import Subject, checkpoints_of, find_subject, settings_of
+from streamrl.errors import ConfigError, DataError
+from streamrl.ops.cli.subject import Subject, checkpoints_of, find_subject, of_whole_model, settings_of
 from streamrl.ops.monitor.doctor.requirements import check_packages
 
 if TYPE_CHECKING:
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 # What each result depends on besides the weights; of the second, what a resume refuses to change, unlike addresses.
-_SCORED_BY: tuple[str, ...] = ("data.validation", "data.max_prompt_tokens", "validation.sampling")
-_SCORED_BY += ("validation.max_prompts", "validation.pass_by", "validation.pass_score", "validation.answer")
-_REWARDS = ("rewards", "environment")
+_SCORED_BY: tuple[str, ...] = ("data.validation", "data.max_prompt_tokens", "data.overlong", "data.malformed")
+_SCORED_BY += ("validation.sampling", "validation.max_prompts", "validation.pass_by", "validation.pass_score")
+_SCORED_BY += ("validation.answer",)
+_REWARDS = ("rewards.", "environment", "reward_server.")
 _OF_WEIGHTS = re.compile(r"(model|weights)[.=]")
 _OTHER_WEIGHTS = re.compile(r"model(\.path|\.lora[.\w]*)?=")
 
@@ -89,12 +90,23 @@ def _settings_of_weights(found: Subject, file: Path | None, explicit: Sequence[s
     """
     if found.checkpoint is not None:
         # A run never changes its model, and what a fork begins with has no settings but its run's.
-        made_with = load_config(found.config_file).config if file is None else settings_of(found)
+        made_with = load_config(found.config_file).config if file is None else _settings_of(found)
         model = made_with.model.model_dump(mode="json")
         return [*as_overrides({"model": model, "weights.dtype": made_with.weights.dtype}), *explicit]
     if refused := [word for word in explicit if _OTHER_WEIGHTS.match(word)]:
-        raise ConfigError(f"{refused[0]}: does not apply to {found.name}, which is a whole model; leave it out")
+        raise of_whole_model(found.name, refused[0])
     return as_overrides({"model.path": found.name, "model.lora": None})
+
+
+def _settings_of(found: Subject) -> schema.Config:
+    """The checkpoint's settings, or its run's where it has none that can be read."""
+    try:
+        return settings_of(found)
+    except DataError as error:
+        try:
+            return load_config(found.config_file).config
+        except ConfigError:  # there is none, or it is of another version, too
+            raise error from None
 
 
 def check_subject(subject: EvalSubject, local_reward_url: str | None) -> schema.Config:

@@ -83,7 +83,8 @@ def try_reward(
 
     FILE:FUNCTION is your function, in streamrl's form or TRL's; package.module:function and names of built-ins work
     too. It runs in its own process with a worker's limits; what it prints goes to stderr. SOURCE is the name of one of
-    the rewards in --data RUN.YAML, with its settings there, which may be a judge or a service.
+    the rewards in --data RUN.YAML, with its settings there, which may be a judge or a service. A function with
+    `of_group` reads the scores of the other rewards; services among these are not asked, and count as 1.
 
     `sandbox` is a source of type `code`: it runs each completion's program against the row's tests and shows the result
     of each. Its options are those of `tests`: field, partial, time_s, memory_mb.
@@ -131,7 +132,10 @@ def _reward(target: str, data: Path, options: Sequence[str], limits: Mapping[str
     config = load_config(data).config if data.suffix in _CONFIGURATIONS else None
     if config is not None and target in config.rewards:
         refuse("options", *limits, because=f"{target} takes its settings from {data}: change them there")
-        return build_reward(target, config.rewards[target], granted(config), None)
+        source = config.rewards[target]
+        if isinstance(source, schema.FunctionReward) and source.of_group:
+            return _group_trial(target, config)
+        return build_reward(target, source, granted(config), None)
     chosen = dict(map(as_option, options))
     if target == SANDBOX:
         refuse(*limits, because=f"not with {SANDBOX}, whose limits are --option time_s=... and memory_mb=...")
@@ -139,6 +143,16 @@ def _reward(target: str, data: Path, options: Sequence[str], limits: Mapping[str
     source = schema.FunctionReward(type="function", target=target, options=chosen, **limits)
     check_target(target, key="FILE:FUNCTION")
     return FunctionReward(source, key=target)
+
+
+def _group_trial(target: str, config: schema.Config) -> GroupReward:
+    from streamrl.workers.rewards.group_trial import GroupTrial
+    from streamrl.workers.rewards.mixing import STAND_IN
+
+    trial = GroupTrial(target, config.rewards, granted(config))
+    for name in trial.unasked:
+        click.echo(f"{name} is not asked: {target} reads {STAND_IN:g} as its reward", err=True)
+    return trial
 
 
 def _sandbox(options: dict[str, Any]) -> CodeReward:

@@ -9,18 +9,21 @@ import click
 from streamrl.errors import ConfigError
 from streamrl.extras import need
 from streamrl.held_folders import scratch_folder
-from streamrl.ops.cli.subject import find_subject
+from streamrl.ops.cli.subject import find_subject, takes_base
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("subject", metavar="RUN|CHECKPOINT|MODEL")
+@takes_base
 @click.option("--name", metavar="NAME", help="The model's name for clients; default: as given here.")
 @click.option(
     "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: for other machines too."
 )
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
 @click.argument("vllm_options", metavar="[VLLM'S OPTIONS]...", nargs=-1, type=click.UNPROCESSED)
-def serve(subject: str, name: str | None, host: str, port: int, vllm_options: tuple[str, ...]) -> None:
+def serve(
+    subject: str, model: str | None, name: str | None, host: str, port: int, vllm_options: tuple[str, ...]
+) -> None:
     """Serve a model over OpenAI's protocol, with vLLM's own server, until Ctrl-C.
 
     \b
@@ -34,7 +37,7 @@ def serve(subject: str, name: str | None, host: str, port: int, vllm_options: tu
     """
     if subject.startswith("-"):  # click takes an option that it does not know as the first argument
         raise ConfigError(f"{subject}: an option of vLLM's comes after the model: streamrl serve MODEL {subject} ...")
-    found = find_subject(subject, exported=True)
+    found = find_subject(subject, exported=True, base=model)
     need("serving", "vllm", "torch", "transformers", extra="worker-cpu", or_extra="worker-gpu")
     from streamrl.workers.engines.vllm_serve import serve as serve_with_vllm
 

@@ -14,7 +14,7 @@ import click
 from streamrl.errors import ConfigError, DataError
 from streamrl.extras import need
 from streamrl.ops.cli.arguments import OpenRun, open_run, print_result, takes_json, takes_run
-from streamrl.ops.cli.subject import find_subject
+from streamrl.ops.cli.subject import find_subject, takes_base
 from streamrl.ops.monitor.runs import Target
 from streamrl.protocol.weights.manifest import Manifest
 from streamrl.protocol.weights.pretrained import Pretrained
@@ -200,18 +200,19 @@ def pull(target: Target, wanted: str, to: Path, model: Path | None, as_json: boo
 @weights.command()
 @click.argument("run", metavar="RUN[@STEP]")
 @click.option("--to", "to", required=True, type=click.Path(path_type=Path), help="The folder to create.")
+@takes_base
 @takes_json
-def export(run: str, to: Path, as_json: bool) -> None:
+def export(run: str, to: Path, model: str | None, as_json: bool) -> None:
     """Write a checkpoint as a Hugging Face folder. The run may go on, or have ended in any way.
 
     \b
     streamrl weights export runs/big --to big-newest
     streamrl weights export runs/big@best --to big-best         (@120: after step 120)
 
-    Configuration and tokenizer come from the run's model.path, the weights from the checkpoint, in weights.dtype, with
-    adapters merged; those are also in FOLDER/adapter. Takes 4 bytes of memory for each weight.
+    Configuration and tokenizer come from the run's model.path, or from --model, the weights from the checkpoint, in
+    weights.dtype, with adapters merged; those are also in FOLDER/adapter. Takes 4 bytes of memory for each weight.
     """
-    subject = find_subject(run)
+    subject = find_subject(run, base=model)
     if subject.checkpoint is None:
         raise ConfigError(f"{run} is a model already; name a run (RUN, RUN@STEP or RUN@best) or a checkpoint's folder")
     if to.exists():

@@ -8,7 +8,8 @@ run's folder:
     near, of an installed package                       package.module:near
     near, of a notebook                                 RUN_FOLDER/rewards/near.pkl:near
 
-The name does not depend on the function's body, so a resumed run finds its rewards under the same names.
+The name does not depend on the function's body, so a resumed run finds its rewards under the same names, wherever its
+folder is by then (`config.changes`).
 """
 
 from __future__ import annotations
@@ -24,11 +25,10 @@ from typing import Any, Self
 
 from streamrl.config.load import as_json, as_overrides
 from streamrl.errors import ConfigError
-from streamrl.recipe.own import pickled
+from streamrl.recipe.own import PICKLED, pickled
 
 Reward = Callable[..., Any] | str  # a function, or a value of `target`
 Rewards = Mapping[str, Reward] | Sequence[Reward]
-FOLDER = "rewards"  # in the run's folder
 _LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
@@ -63,7 +63,7 @@ class Request:
 
 
 def pickle_path(name: str, folder: Path) -> Path:
-    return folder / FOLDER / f"{name}.pkl"
+    return folder / PICKLED / f"{name}.pkl"
 
 
 def make_request(

@@ -1,7 +1,8 @@
 """Trials that run before anything of a run starts, so that a mistake costs seconds: `up`, `learn` and `config check`
 stop at the first that fails, `doctor` reports all.
 
-    python -m streamrl.workers.preflight   each reward function scores made-up completions of each file's first row
+    python -m streamrl.workers.preflight   rewards score made-up completions of each file's first row, the environment
+                                           answers one
     python -m streamrl.learner.preflight   own losses, tokenizer, prompts, and the model without its weights
 
 Both are processes that get the configuration and write findings; so nothing here imports torch or user code, and their
@@ -21,7 +22,7 @@ from functools import partial
 
 from streamrl.config.load import Loaded
 from streamrl.config.placement import USABLE
-from streamrl.config.schema import FunctionReward
+from streamrl.config.schema import SERVICES, Environment, Reward
 from streamrl.errors import ConfigError, DataError
 from streamrl.extras import install, is_installed
 from streamrl.finding import Finding, warning
@@ -35,14 +36,19 @@ Trial = Callable[[Loaded], Iterable[Finding]]
 
 
 def try_rewards(loaded: Loaded, *, ask_services: bool = False) -> Iterator[Finding]:
-    """Try the reward sources. `ask_services`: also request a score from services, which may cost money."""
-    sources = loaded.config.rewards.values()
-    if not ask_services and not any(isinstance(source, FunctionReward) for source in sources):
+    """Try the reward sources and the environment. `ask_services`: also ask those that are services, which may cost
+    money."""
+    config, tried = loaded.config, list[Reward | Environment]()
+    tried += [source for source in config.rewards.values() if ask_services or not isinstance(source, SERVICES)]
+    if config.environment is not None and (ask_services or config.environment.target is not None):
+        tried.append(config.environment)
+    if not tried:
         return iter(())
     if not is_installed("httpx"):
         remedy = f"the workers will report errors in them; to try them here, too: `{install('rewards')}`"
-        return iter([warning("rewards", "httpx is not installed: reward functions were not tried", remedy)])
-    limit_s = _LOAD_S + 2 * max(source.timeout_s for source in sources)
+        return iter([warning("rewards", "httpx is not installed: rewards were not tried", remedy)])
+    num_asked = 2 * len(config.data.datasets())  # of each two completions, or two calls of an environment
+    limit_s = 2 * (_LOAD_S + num_asked * max(one.timeout_s for one in tried))  # sources of groups come after the others
     options = ["--ask-services"] if ask_services else []
     return _run("rewards", "streamrl.workers.preflight", *options, loaded=loaded, limit_s=limit_s)
 
@@ -79,7 +85,7 @@ def _ask_learner(*words: str, loaded: Loaded, what: str) -> Iterator[Finding]:
 
 
 # By the names shown while they run.
-REWARD_TRIALS: Mapping[str, Trial] = {"reward functions": try_rewards}
+REWARD_TRIALS: Mapping[str, Trial] = {"rewards": try_rewards}
 LIGHT_TRIALS: Mapping[str, Trial] = {"vocabulary": check_models, **REWARD_TRIALS}
 LEARNER_TRIALS: Mapping[str, Trial] = {"prompts and model": try_learner}  # imports torch, which takes seconds
 TRIALS: Mapping[str, Trial] = {**LIGHT_TRIALS, **LEARNER_TRIALS}
