@@ -21,7 +21,8 @@ from streamrl.errors import TrainingError
 from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry, claim_run
 from streamrl.learner.groups.feed import Feed
-from streamrl.learner.groups.plan import Kind, fetch_groups
+from streamrl.learner.groups.fetch import fetch_groups
+from streamrl.learner.groups.plan import Kind
 from streamrl.learner.groups.prompts import Prompt, PromptSet
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.wire.group import Group

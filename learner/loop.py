@@ -28,8 +28,9 @@ from streamrl.errors import TrainingError
 from streamrl.learner.checkpoints.export import export
 from streamrl.learner.checkpoints.save import Saver
 from streamrl.learner.conductor import Conducting
+from streamrl.learner.groups.fetch import Fetched, fetch_groups
 from streamrl.learner.groups.lag import oldest_trained_step
-from streamrl.learner.groups.plan import Fetched, GroupCheck, Kind, Outcome, Plan, fetch_groups
+from streamrl.learner.groups.plan import GroupCheck, Kind, Outcome, Plan
 from streamrl.learner.metrics.gpu import Gpu
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.flops import peak_flops

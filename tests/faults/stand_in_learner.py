@@ -27,7 +27,8 @@ from streamrl.learner.checkpoints.save import RankStateDouble, Saver
 from streamrl.learner.conductor import Conductor
 from streamrl.learner.groups.curriculum import open_order
 from streamrl.learner.groups.feed import Feed
-from streamrl.learner.groups.plan import GroupCheck, Kind, Plan, fetch_groups
+from streamrl.learner.groups.fetch import fetch_groups
+from streamrl.learner.groups.plan import GroupCheck, Kind, Plan
 from streamrl.learner.groups.prompts import PromptSet
 from streamrl.learner.groups.quarantine import Quarantine
 from streamrl.learner.metrics.keepsakes import append_line

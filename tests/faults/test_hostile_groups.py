@@ -10,8 +10,9 @@ from pathlib import Path
 import redis
 import redis.asyncio
 
+from streamrl.learner.groups.fetch import fetch_groups
 from streamrl.learner.groups.ledger import DROPPED
-from streamrl.learner.groups.plan import Kind, fetch_groups
+from streamrl.learner.groups.plan import Kind
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.wire.codec import pack
 from tests.faults.report import report

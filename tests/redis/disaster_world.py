@@ -16,9 +16,10 @@ from collections.abc import Callable
 from streamrl.config import schema
 from streamrl.crashpoints import SimulatedCrash
 from streamrl.errors import Fenced, ResourceError
+from streamrl.learner.groups.fetch import fetch_groups
 from streamrl.learner.groups.lag import oldest_trained_step
 from streamrl.learner.groups.ledger import Retries
-from streamrl.learner.groups.plan import GroupCheck, Kind, fetch_groups
+from streamrl.learner.groups.plan import GroupCheck, Kind
 from streamrl.learner.metrics.record import ValidationResult
 from streamrl.ops.audit import Audit, audit_folder
 from streamrl.protocol.transport.keys import WORKERS, Keys

@@ -19,7 +19,7 @@ import pytest
 
 from streamrl.config import schema
 from streamrl.config.load import dump_config
-from streamrl.learner.groups.plan import fetch_groups
+from streamrl.learner.groups.fetch import fetch_groups
 from streamrl.learner.metrics.keepsakes import note_state
 from streamrl.learner.metrics.record import Recorder
 from streamrl.ops.cli.main import main

@@ -11,8 +11,9 @@ import redis
 from streamrl.config import schema
 from streamrl.errors import Fenced
 from streamrl.learner.groups.feed import Feed
+from streamrl.learner.groups.fetch import fetch_groups
 from streamrl.learner.groups.ledger import FeedState
-from streamrl.learner.groups.plan import GroupCheck, Kind, Plan, fetch_groups
+from streamrl.learner.groups.plan import GroupCheck, Kind, Plan
 from streamrl.learner.validation.validation import Validation
 from streamrl.protocol.transport.keys import WORKERS, Keys
 from streamrl.protocol.transport.learner import LearnerStream

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import pytest
 import redis
 
-from streamrl.learner.groups.plan import Kind, fetch_groups
+from streamrl.learner.groups.fetch import fetch_groups
+from streamrl.learner.groups.plan import Kind
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.operator import read_letters, request_retries
 from tests.feed_world import rows_drawn

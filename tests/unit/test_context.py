@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from streamrl.config import schema
 from streamrl.config.layout import refuse_layout
 from streamrl.errors import ConfigError
-from streamrl.learner.groups.plan import Fetched, GroupCheck
+from streamrl.learner.groups.fetch import Fetched
+from streamrl.learner.groups.plan import GroupCheck
 from streamrl.learner.loading.build import build_model
 from streamrl.learner.packing.attention import MASKED
 from streamrl.learner.packing.micro_batches import MicroBatch, Shape, empty_micro_batch, pack

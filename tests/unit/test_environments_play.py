@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from streamrl.config import schema
 from streamrl.errors import SampleError
-from streamrl.learner.groups.plan import mask_before
+from streamrl.learner.groups.fetch import mask_before
 from streamrl.protocol.wire.branches import rows_of
 from streamrl.protocol.wire.group import decode_body, decode_header, encode_group
 from streamrl.protocol.wire.sample import Span

@@ -7,8 +7,9 @@ from collections import Counter
 import numpy as np
 
 from streamrl.learner.groups.ledger import FeedState
+from streamrl.learner.groups.mixture import MixedDataset
 from streamrl.learner.groups.plan import GroupCheck, Kind
-from streamrl.learner.groups.prompts import MixedDataset, Prompt, PromptSet
+from streamrl.learner.groups.prompts import Prompt, PromptSet
 from streamrl.telemetry.metrics import is_metric
 from tests.feed_world import FeedWorld, make_config, state_of
 

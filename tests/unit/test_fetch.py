@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config import schema
+from streamrl.learner.groups.fetch import Fetched, fetch_groups, mask_before
 from streamrl.learner.groups.lag import oldest_trained_step
-from streamrl.learner.groups.plan import Fetched, GroupCheck, Kind, Plan, PlanEntry, fetch_groups, mask_before
+from streamrl.learner.groups.plan import GroupCheck, Kind, Plan, PlanEntry
 from streamrl.protocol.transport.double import LearnerStreamDouble, MemoryServer
 from streamrl.protocol.wire.group import decode_header, encode_group
 from streamrl.protocol.wire.sample import Sample, Span

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from streamrl.learner.groups.plan import GroupCheck, Kind, Plan, PlanEntry, fetch_groups
+from streamrl.learner.groups.fetch import fetch_groups
+from streamrl.learner.groups.plan import GroupCheck, Kind, Plan, PlanEntry
 from streamrl.protocol.transport.double import LearnerStreamDouble, MemoryServer
 from streamrl.protocol.transport.types import Entry
 from streamrl.protocol.wire.group import decode_header, encode_group

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.learner.groups.prompts import MixedDataset, Mixture
+from streamrl.learner.groups.mixture import MixedDataset, Mixture
 
 
 def a_pass(mixture: Mixture, number: int) -> list[int]:
