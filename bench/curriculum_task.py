@@ -185,10 +185,10 @@ class Trainer:
         while len(batch) < task.groups_per_step and self.num_ended < task.max_groups:
             self._request((task.lag + 1) * task.groups_per_step - len(batch) - len(self._queue))
             place, answers, rewards = self._queue.popleft()
-            teaches = len(set(rewards)) > 1
-            self._order.ended(place, _header(rewards), teaches=teaches)
-            self.num_ended, self.num_alike = self.num_ended + 1, self.num_alike + (not teaches)
-            if teaches:
+            informative = len(set(rewards)) > 1
+            self._order.ended(place, _header(rewards), informative=informative)
+            self.num_ended, self.num_alike = self.num_ended + 1, self.num_alike + (not informative)
+            if informative:
                 batch.append((answers, rewards))
         if batch:
             self._train(batch)

@@ -185,7 +185,7 @@ class Loop:
             rank=self._world.data_rank,
             vocabulary=self._context.tokenizer_info.vocabulary,
             oldest_step=oldest_trained_step(self._config.lag, plan.step),
-            taught=self._config.teacher is not None and bool(self._config.teacher.urls),
+            needs_teacher=self._config.teacher is not None and bool(self._config.teacher.urls),
             routes=self._parts.policy.routes_wanted,
         )
         return fetched, [GroupCheck(int(verdict)) for verdict in self._world.largest(fetched.verdicts)]

@@ -23,7 +23,7 @@ from streamrl.errors import RewardError, RewardOutage, SampleError
 from streamrl.protocol.wire.group import Group, GroupHeader
 from streamrl.protocol.wire.routes import Routes, ending
 from streamrl.protocol.wire.sample import Sample
-from streamrl.protocol.wire.taught import Taught
+from streamrl.protocol.wire.teacher_logprobs import TeacherLogprobs
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.tasks import gather_or_cancel
 from streamrl.workers.engines.base import Engine, SampleRequest
@@ -47,7 +47,7 @@ class _Generated:
     rollout: Played
     item: ScoreItem
     own_scores: Mapping[str, Score]
-    teacher_logprobs: Taught
+    teacher_logprobs: TeacherLogprobs
     generated_at: float  # monotonic
 
 
@@ -230,17 +230,17 @@ class Answerer:
         )
         return rollout if generated.routes is None else _routed(rollout, generated.routes, num_tokens)
 
-    async def _ask_teacher(self, ticket: Ticket, sample: Sample) -> Taught:
+    async def _ask_teacher(self, ticket: Ticket, sample: Sample) -> TeacherLogprobs:
         """Return the teacher's logprob of each sampled token; 0 for tokens that were given."""
         if self._teacher is None or ticket.purpose != "train":
             return None
         rows = rows_of(ticket.token_ids, sample)
         per_row = [await self._teacher.logprobs(context, tokens) for context, tokens in rows]
-        taught = np.zeros(len(sample.token_ids), dtype=np.float32)
+        found = np.zeros(len(sample.token_ids), dtype=np.float32)
         logprobs = np.concatenate(per_row)
         for span in sample.spans:
-            taught[span.start : span.end] = logprobs[span.start : span.end]
-        return taught
+            found[span.start : span.end] = logprobs[span.start : span.end]
+        return found
 
     def _weighted(self, rewards: Sequence[float]) -> tuple[float, ...]:
         settings = self._config.environment

@@ -59,7 +59,7 @@ class PromptOrder(Protocol):
         """(passes over the data before it, index of its row)"""
         ...
 
-    def ended(self, place: int, header: GroupHeader, *, teaches: bool) -> None:
+    def ended(self, place: int, header: GroupHeader, *, informative: bool) -> None:
         """Observe a group of this place, whether it is trained or not."""
         ...
 
@@ -83,7 +83,7 @@ class DataOrder:
     def locate(self, place: int) -> tuple[int, int]:
         return self._prompts.locate(place)
 
-    def ended(self, place: int, header: GroupHeader, *, teaches: bool) -> None: ...
+    def ended(self, place: int, header: GroupHeader, *, informative: bool) -> None: ...
 
     def state(self, ledger: Ledger) -> CurriculumState | None:
         return None
@@ -105,7 +105,7 @@ class UnknownOrder:
     def locate(self, place: int) -> tuple[int, int]:
         raise AssertionError(f"a replay does not know the prompt of place {place}")
 
-    def ended(self, place: int, header: GroupHeader, *, teaches: bool) -> None: ...
+    def ended(self, place: int, header: GroupHeader, *, informative: bool) -> None: ...
 
     def state(self, ledger: Ledger) -> CurriculumState | None:
         return None
@@ -154,10 +154,10 @@ class Curriculum:
     def locate(self, place: int) -> tuple[int, int]:
         return self._places[place]
 
-    def ended(self, place: int, header: GroupHeader, *, teaches: bool) -> None:
+    def ended(self, place: int, header: GroupHeader, *, informative: bool) -> None:
         data_epoch, row = self._places[place]
         if header.sample_rewards:
-            self._pool.observe(row, header.sample_rewards, at=data_epoch, teaches=teaches)
+            self._pool.observe(row, header.sample_rewards, at=data_epoch, informative=informative)
 
     def state(self, ledger: Ledger) -> CurriculumState:
         """The state to checkpoint; forgets places that can no longer be issued."""

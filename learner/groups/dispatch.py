@@ -110,7 +110,7 @@ class Dispatch:
         place = self._ledger.retries.place(header.ticket)
         if self._order.knows(place):
             # Whether or not it is trained: a recipe that keeps groups of equal rewards still learns nothing from them.
-            self._order.ended(place, header, teaches=rewards_differ(header, self._algorithm))
+            self._order.ended(place, header, informative=rewards_differ(header, self._algorithm))
 
     def curriculum(self) -> CurriculumState | None:
         return self._order.state(self._ledger)

@@ -47,13 +47,13 @@ def fetch_groups(
     rank: int,
     vocabulary: int,
     oldest_step: int = 0,
-    taught: bool = False,
+    needs_teacher: bool = False,
     routes: RouteShape | None = None,
 ) -> Fetched:
     """Read and verify this rank's groups of the plan.
 
-    Tokens of versions before `oldest_step` get no loss. `taught`: samples must carry a teacher's log-probs. `routes`:
-    samples must carry expert routes of this shape.
+    Tokens of versions before `oldest_step` get no loss. `needs_teacher`: samples must carry a teacher's log-probs.
+    `routes`: samples must carry expert routes of this shape.
     """
     own_entries = plan.of_rank(rank)
     lacking = [planned.entry_id for _, planned in own_entries if planned.opened is None]
@@ -63,7 +63,8 @@ def fetch_groups(
     num_masked = 0
     for at, planned in own_entries:
         verdict, group, masked = _check(planned, entries.get(planned.entry_id), vocabulary, oldest_step, routes)
-        if group is not None and (problem := _missing_part(group, taught=taught, routed=routes is not None)):
+        problem = group and _missing_part(group, needs_teacher=needs_teacher, routed=routes is not None)
+        if problem:
             log.warning("group refused", ticket=planned.ticket, error=problem)
             verdict, group = GroupCheck.MALFORMED, None
         verdicts[at] = verdict
@@ -73,9 +74,9 @@ def fetch_groups(
     return Fetched(groups=tuple(groups), verdicts=verdicts, num_masked=num_masked)
 
 
-def _missing_part(group: Group, *, taught: bool, routed: bool) -> str:
+def _missing_part(group: Group, *, needs_teacher: bool, routed: bool) -> str:
     """What the group lacks, in words; empty: nothing."""
-    if taught and any(sample.teacher_logprobs is None for sample in group.samples):
+    if needs_teacher and any(sample.teacher_logprobs is None for sample in group.samples):
         return "it has no teacher log-probs"
     if routed and any(sample.routes is None and len(sample.token_ids) for sample in group.samples):
         return "it has no expert routes, which algorithm.routing_replay requires"

@@ -62,12 +62,12 @@ class Pool:
         known = self._seen[self._seen["samples"] > 0]
         return base64.b64encode(zlib.compress(known.tobytes(), 1)).decode()
 
-    def observe(self, row: int, rewards: Sequence[float], *, at: int, teaches: bool) -> None:
+    def observe(self, row: int, rewards: Sequence[float], *, at: int, informative: bool) -> None:
         """Add a group of a prompt that was drawn in pass `at`."""
         count, seen = len(rewards), self._seen[row]
-        minority = count - max(Counter(rewards).values()) if teaches else 0
+        minority = count - max(Counter(rewards).values()) if informative else 0
         if not seen["samples"] or at >= seen["at"]:
-            seen["alike"] = not teaches
+            seen["alike"] = not informative
         latest = max(at, int(seen["at"]))
         before, now = _DECAY ** (latest - int(seen["at"])), _DECAY ** (latest - at)
         for name, value in (("samples", count), ("minority", minority), ("reward", sum(rewards))):

@@ -41,7 +41,7 @@ from streamrl.protocol.wire.sample import Sample
 from streamrl.recipe.advantages import STD_FLOOR, PerToken, discounted
 from streamrl.recipe.algorithms import Algorithm, Selection
 from streamrl.recipe.losses import TokenBatch
-from streamrl.recipe.teaching import taught
+from streamrl.recipe.teaching import with_teacher_term
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class Gradients:
             begins=begins,
             advantages=torch.from_numpy(np.concatenate([np.zeros(0), *advantages])).to(self._world.device),
             staleness=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *staleness])).to(self._world.device),
-            teacher_logprobs=self._taught(samples, pieces, begins),
+            teacher_logprobs=self._teacher_logprobs(samples, pieces, begins),
             weights=weights,
             fresh=fresh.to(self._world.device),
             num_trained=num_trained,
@@ -150,7 +150,7 @@ class Gradients:
         )
         values, metrics = self._algorithm.loss(tokens)
         if self._teaching is not None:
-            values, metrics = taught(values, metrics, tokens, weight=self._teaching.weight)
+            values, metrics = with_teacher_term(values, metrics, tokens, weight=self._teaching.weight)
         loss = (batch.weights[micro_batch.sample].to(dtype) * values).sum()
         loss = loss + self._routers.term(micro_batch, num_trained=batch.num_trained)
         # FSDP averages over ranks; the loss needs a sum.
@@ -194,7 +194,7 @@ class Gradients:
             self._beat()
         return found
 
-    def _taught(
+    def _teacher_logprobs(
         self, samples: Sequence[Sample], pieces: Sequence[Piece], begins: torch.Tensor
     ) -> torch.Tensor | None:  # [tokens of responses]
         if self._teaching is None:

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 _MOST = 20.0  # nats: e^20 = 4.9e8
 
 
-def taught(values: torch.Tensor, metrics: Mapping[str, Metric], batch: TokenBatch, *, weight: float) -> Losses:
+def with_teacher_term(
+    values: torch.Tensor, metrics: Mapping[str, Metric], batch: TokenBatch, *, weight: float
+) -> Losses:
     """Add the teacher's term, with the mean of d as the metric `teacher_kl`: on-policy, it estimates the reverse KL."""
     assert batch.teacher_logprobs is not None, "requested whenever there is a teacher"
     now = batch.logprobs.detach()

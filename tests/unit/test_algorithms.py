@@ -11,7 +11,7 @@ from streamrl.config import schema
 from streamrl.recipe.advantages import ScoredGroup, leave_one_out
 from streamrl.recipe.algorithms import Judged, make_algorithm
 from streamrl.recipe.losses import Losses, TokenBatch
-from streamrl.recipe.teaching import taught
+from streamrl.recipe.teaching import with_teacher_term
 from tests.learner_cases import group_of
 
 
@@ -123,7 +123,7 @@ def test_nothing_is_taught_through_the_weight_of_a_loss() -> None:
         sample=torch.zeros(2, dtype=torch.int64),
         num_samples=1,
     )
-    values, _ = taught(*make_algorithm(settings).loss(batch), batch, weight=0.7)
+    values, _ = with_teacher_term(*make_algorithm(settings).loss(batch), batch, weight=0.7)
     values.sum().backward()
     ratio = np.exp(-0.3)  # -1, and the two pulls, of which each is weight times difference
     np.testing.assert_allclose(logprobs.grad, -1 + ratio * (0.5 * -0.5 + 0.7 * 0.4) * np.ones(2))

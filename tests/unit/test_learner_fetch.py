@@ -86,7 +86,7 @@ def test_a_group_without_its_teachers_word_is_refused_where_workers_ask_one() ->
     header, body = encode_group(replace(group, samples=told))
     entries[1] = replace(entries[1], header=header, body=body)
 
-    found = fetch_groups(stream_with(*entries), plan_for(*entries), rank=0, vocabulary=VOCABULARY, taught=True)
+    found = fetch_groups(stream_with(*entries), plan_for(*entries), rank=0, vocabulary=VOCABULARY, needs_teacher=True)
 
     assert [group.header.ticket for group in found.groups] == [2]
     assert found.verdicts.tolist() == [GroupCheck.MALFORMED, GroupCheck.SOUND]

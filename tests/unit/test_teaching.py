@@ -22,7 +22,7 @@ from streamrl.learner.objective.teacher import check_teacher, differences, load_
 from streamrl.learner.process.ranks import World
 from streamrl.recipe.algorithms import make_algorithm
 from streamrl.recipe.losses import TokenBatch, truncated
-from streamrl.recipe.teaching import taught
+from streamrl.recipe.teaching import with_teacher_term
 from tests.learner_cases import group_of
 from tests.tiny_models import make_model, make_tokenizer
 
@@ -52,7 +52,7 @@ def test_in_expectation_the_gradient_is_that_of_the_reverse_kl(stale: float) -> 
     sampler = (logits + stale * drift).detach()
     batch = every_token(logits, sampler, teacher)
 
-    values, metrics = taught(*truncated(batch, clamp=1e9), batch, weight=0.7)
+    values, metrics = with_teacher_term(*truncated(batch, clamp=1e9), batch, weight=0.7)
     (sampler.softmax(0) * values).sum().backward()
 
     apart = logits.detach().requires_grad_()
@@ -72,7 +72,7 @@ def test_what_the_teacher_finds_impossible_does_not_rule_the_batch() -> None:
     logits = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     batch = every_token(logits, logits.detach(), torch.tensor([0.0, -9999.0], dtype=torch.float64))
 
-    values, _ = taught(*truncated(batch), batch, weight=1.0)
+    values, _ = with_teacher_term(*truncated(batch), batch, weight=1.0)
     [slope] = torch.autograd.grad(values[1], batch.logprobs, retain_graph=True)
 
     assert slope.tolist() == [0.0, 20.0]

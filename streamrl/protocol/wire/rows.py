@@ -3,7 +3,7 @@
 rows               [mask runs, spans, finish reason, rewards by source, total, rewards of turns, branches], as in
                    `wire.sample`; total and finish reason repeat the header's, here covered by the digest
 token_rewards      f4 per token of all samples, if tokens have rewards (`wire.earned`), else nil
-teacher_logprobs   f4 per token of all samples, if the run has a teacher (`wire.taught`), else nil
+teacher_logprobs   f4 per token of all samples, if the run has a teacher (`wire.teacher_logprobs`), else nil
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from streamrl.protocol.wire.codec import Count, Finite, Message, Messages
 from streamrl.protocol.wire.earned import pack_earned, take_earned
 from streamrl.protocol.wire.routes import Routes
 from streamrl.protocol.wire.sample import FinishReason, Sample, Span, turns_of
-from streamrl.protocol.wire.taught import pack_taught, take_taught
+from streamrl.protocol.wire.teacher_logprobs import pack_teacher_logprobs, take_teacher_logprobs
 from streamrl.protocol.wire.ticket import MAX_REWARD_SOURCES, MAX_SAMPLES
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def pack_rows(samples: Sequence[Sample], lengths: Sequence[int]) -> bytes:
     rows = _Rows(
         rows=cast(list[_Row], [s[_IN_ROW] for s in samples]),
         token_rewards=pack_earned([s.token_rewards for s in samples], lengths),
-        teacher_logprobs=pack_taught([s.teacher_logprobs for s in samples], lengths),
+        teacher_logprobs=pack_teacher_logprobs([s.teacher_logprobs for s in samples], lengths),
     )
     _check_turns(samples)
     packed = _MESSAGES.pack(rows)
@@ -82,7 +82,10 @@ def unpack_samples(
     if len(found.rows) != len(lengths):
         raise WireError(f"{len(found.rows)} samples, but the header says {len(lengths)}")
     of_tokens = zip(
-        take_earned(found.token_rewards, lengths), take_taught(found.teacher_logprobs, lengths), routes, strict=True
+        take_earned(found.token_rewards, lengths),
+        take_teacher_logprobs(found.teacher_logprobs, lengths),
+        routes,
+        strict=True,
     )
     samples: list[Sample] = []
     end = num_kept = 0

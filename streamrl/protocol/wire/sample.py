@@ -18,7 +18,7 @@ from streamrl.protocol.wire.branches import Branch
 from streamrl.protocol.wire.codec import Count
 from streamrl.protocol.wire.earned import Earned
 from streamrl.protocol.wire.routes import Routes
-from streamrl.protocol.wire.taught import Taught
+from streamrl.protocol.wire.teacher_logprobs import TeacherLogprobs
 
 FinishReason = Literal["stop", "length"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
@@ -46,7 +46,7 @@ class Sample(NamedTuple):
     turn_rewards: tuple[float, ...] = ()  # the share of each of `turns()`, after weights; empty: no rewards by turn
     branches: tuple[Branch, ...] = ()  # rows beside the first, in order
     token_rewards: Earned = None  # [T] the share of each token, after weights
-    teacher_logprobs: Taught = None  # [T] if the worker asked a teacher
+    teacher_logprobs: TeacherLogprobs = None  # [T] if the worker asked a teacher
     routes: Routes | None = None  # [T, layers, experts a token] chosen by the engine
 
     def loss_mask(self) -> npt.NDArray[np.bool_]:  # [T]

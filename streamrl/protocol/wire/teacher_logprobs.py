@@ -15,11 +15,11 @@ from streamrl.protocol.wire.checks import check_logprobs
 from streamrl.protocol.wire.codec import to_array
 
 _F4 = np.dtype("<f4")
-Taught = npt.NDArray[np.float32] | None  # [T] of a sample
+TeacherLogprobs = npt.NDArray[np.float32] | None  # [T] of a sample
 
 
-def pack_taught(taught: Sequence[Taught], lengths: Sequence[int]) -> bytes | None:
-    given = [each for each in taught if each is not None]
+def pack_teacher_logprobs(logprobs: Sequence[TeacherLogprobs], lengths: Sequence[int]) -> bytes | None:
+    given = [each for each in logprobs if each is not None]
     if not given:
         return None
     if [len(each) for each in given] != list(lengths):
@@ -27,7 +27,7 @@ def pack_taught(taught: Sequence[Taught], lengths: Sequence[int]) -> bytes | Non
     return np.concatenate(given).astype(_F4).tobytes()
 
 
-def take_taught(packed: bytes | None, lengths: Sequence[int]) -> list[Taught]:
+def take_teacher_logprobs(packed: bytes | None, lengths: Sequence[int]) -> list[TeacherLogprobs]:
     if packed is None:
         return [None] * len(lengths)
     logprobs = to_array("teacher_logprobs", packed, _F4, count=sum(lengths))
