@@ -229,7 +229,7 @@ async def _follow(pipe: Connection, url: str, keys: Keys, sharing: Sharing, vers
         await stream.run_info()
         pipe.send("listens")
         while (announced := await stream.latest()) is None or announced.version < version:
-            await stream.beyond(version - 1, within_s=5.0)
+            await stream.await_newer(version - 1, within_s=5.0)
     path = catch_up(0, decode_manifest(announced.manifest), lambda _: None)
     shards = (shard for manifest in path for shard in manifest.shards)
     with closing(fetch_ahead(shards, sharing.reading(path))) as fetched:

@@ -48,7 +48,7 @@ class Announcements(Protocol):
         """Return the newest announcement. `anew` bypasses the cache: an anchor may have been added to it since."""
         ...
 
-    async def beyond(self, version: int, *, within_s: float) -> bool:
+    async def await_newer(self, version: int, *, within_s: float) -> bool:
         """Wait for an announcement newer than `version`. False: none was seen in time; `latest` may still have one."""
         ...
 
@@ -100,10 +100,10 @@ class Weights(Protocol):
         """Wait until the engine is proved to serve this version or a newer one. If that fails, `follow` ends, and the
         caller's wait with it."""
 
-    async def announced_beyond(self, version: int) -> object:
+    async def newer_than(self, version: int) -> object:
         """Wait for an announcement newer than `version`. The caller bounds the wait."""
 
-    async def announced_by(self, term: int) -> None:
+    async def announced_in(self, term: int) -> None:
         """Wait until this term's learner, or a later one, has announced weights; WeightsError if none does in time."""
 
     def distrust_mirror(self) -> None:
@@ -185,7 +185,7 @@ class AnnouncementsDouble:
             self.newest = replace(self.newest, manifest=self.manifests[self.newest.version])
         return self.newest
 
-    async def beyond(self, version: int, *, within_s: float) -> bool:
+    async def await_newer(self, version: int, *, within_s: float) -> bool:
         if self.newest is None or self.newest.version <= version:
             self._bell.clear()
             with contextlib.suppress(TimeoutError):
@@ -249,11 +249,11 @@ class WeightsDouble:
         async with self._changed:
             await self._changed.wait_for(lambda: not any(one <= version for one in self.unproved))
 
-    async def announced_beyond(self, version: int) -> None:
+    async def newer_than(self, version: int) -> None:
         await self.newer.wait()
         self.newer.clear()
 
-    async def announced_by(self, term: int) -> None:
+    async def announced_in(self, term: int) -> None:
         await self.newer.wait()
 
     def distrust_mirror(self) -> None:

@@ -240,7 +240,7 @@ class _Service:
                 patience=RestartPatience(
                     rejected_s=config.weights.give_up_after_s, spread_s=spread_s(config.weights.give_up_after_s)
                 ),
-                behind=None if options.gpu_memory is None else self._info.term,
+                after_term=None if options.gpu_memory is None else self._info.term,
             )
             await supervisor.run(stop)
             await stream.leave()

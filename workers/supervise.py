@@ -10,9 +10,9 @@ before it starts a new engine, and tries a newer version with the old engine if 
 ends, it has handed its tickets back. Blocks on the engine's start and, while nothing may be delivered, on newer
 versions, for `weights.give_up_after_s` at most. Every wait ends when a stop is requested.
 
-`behind`: on a GPU that others use too, the first engine starts once the learner of this term has announced weights, and
-so has loaded them: what a neighbour allocates while vLLM measures the memory, vLLM takes off its own cache. Read in
-vLLM's code; no GPU has run this.
+`after_term`: on a GPU that others use too, the first engine starts only once the learner of this term has announced
+weights, so its model is already in memory: whatever a neighbour allocates while vLLM measures free memory shrinks
+vLLM's own cache. Read in vLLM's code; no GPU has run this.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Supervisor:
         make_engine: Callable[[], Engine],
         progress: Progress,
         patience: RestartPatience,
-        behind: int | None = None,
+        after_term: int | None = None,
     ) -> None:
-        self._behind = behind
+        self._after_term = after_term
         self._rollout = rollout
         self._weights = weights
         self._make_engine = make_engine
@@ -69,9 +69,9 @@ class Supervisor:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run engines until the rollout is over."""
-        if self._behind is not None:
+        if self._after_term is not None:
             with self._progress.waiting(Wait.WEIGHTS):
-                await unless(stop, self._weights.announced_by(self._behind))
+                await unless(stop, self._weights.announced_in(self._after_term))
         while not stop.is_set():
             engine = self._make_engine()
             try:
@@ -134,7 +134,7 @@ class Supervisor:
         with self._progress.waiting(Wait.WEIGHTS):
             try:
                 async with asyncio.timeout(max(0.0, until - time.monotonic())):
-                    await unless(stop, self._weights.announced_beyond(self._weights.attempted))
+                    await unless(stop, self._weights.newer_than(self._weights.attempted))
             except TimeoutError:
                 return stop.is_set()
         return True

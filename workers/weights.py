@@ -106,15 +106,15 @@ class WeightFollower:
         async with self._served:
             await self._served.wait_for(lambda: self.proved_version >= version)
 
-    async def announced_beyond(self, version: int) -> Announcement:
+    async def newer_than(self, version: int) -> Announcement:
         while True:
             announcement = await self._announcements.latest()
             if announcement is not None and announcement.version > version:
                 return announcement
-            await self._announcements.beyond(version, within_s=self._patience.look_again_s)
+            await self._announcements.await_newer(version, within_s=self._patience.look_again_s)
 
-    async def announced_by(self, term: int) -> None:
-        await self._first_beyond(make_version(term, 0) - 1)
+    async def announced_in(self, term: int) -> None:
+        await self._first_newer_than(make_version(term, 0) - 1)
 
     def close(self) -> None:
         """Remove the mirror's file. A patch still running in the thread ends by itself."""
@@ -123,13 +123,13 @@ class WeightFollower:
 
     async def _next_announcement(self) -> Announcement:
         """Wait for a version newer than the engine's."""
-        return await (self.announced_beyond(self.version) if self.version else self._first_beyond(0))
+        return await (self.newer_than(self.version) if self.version else self._first_newer_than(0))
 
-    async def _first_beyond(self, version: int) -> Announcement:
+    async def _first_newer_than(self, version: int) -> Announcement:
         limit_s = self._patience.first_version_s
         try:
             async with asyncio.timeout(limit_s):
-                return await self.announced_beyond(version)
+                return await self.newer_than(version)
         except TimeoutError:
             raise WeightsError(f"the learner announced no weights within {limit_s:g} s") from None
 

@@ -55,7 +55,7 @@ class Unheard(AnnouncementsDouble):
         super().__init__()
         self.num_waits = 0
 
-    async def beyond(self, version: int, *, within_s: float) -> bool:
+    async def await_newer(self, version: int, *, within_s: float) -> bool:
         self.num_waits += 1
         await asyncio.sleep(0)
         return False
@@ -235,9 +235,9 @@ async def test_a_learner_that_announces_nothing_ends_the_worker(follower: Follow
 
 async def test_what_a_former_learner_announced_is_not_of_this_term(follower: Follower) -> None:
     newest = follower.publish()
-    await follower.weights.announced_by(term_of(newest.version))
+    await follower.weights.announced_in(term_of(newest.version))
     with pytest.raises(WeightsError, match="announced no weights"):
-        await asyncio.wait_for(follower.weights.announced_by(term_of(newest.version) + 1), 10)
+        await asyncio.wait_for(follower.weights.announced_in(term_of(newest.version) + 1), 10)
 
 
 async def test_an_engine_that_replaces_a_dead_one_gets_the_weights_that_are_there(follower: Follower) -> None:

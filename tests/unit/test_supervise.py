@@ -34,7 +34,7 @@ def died(weights: WeightsDouble) -> Exception:
 
 class Scene:
     def __init__(
-        self, *outcomes: Outcome, rejected_s: float = 10.0, spread_s: float = 0.01, behind: int | None = None
+        self, *outcomes: Outcome, rejected_s: float = 10.0, spread_s: float = 0.01, after_term: int | None = None
     ) -> None:
         self.weights = WeightsDouble()
         self.work = WorkDouble(*(partial(outcome, self.weights) for outcome in outcomes))
@@ -46,7 +46,7 @@ class Scene:
             make_engine=self._make,
             progress=self.progress,
             patience=RestartPatience(first_pause_s=0.001, spread_s=spread_s, rejected_s=rejected_s),
-            behind=behind,
+            after_term=after_term,
         )
         self.stop = asyncio.Event()
 
@@ -76,7 +76,7 @@ async def test_an_engine_that_dies_is_stopped_and_another_one_takes_its_place() 
 
 @pytest.mark.parametrize("told", ["newer", "stop"])
 async def test_beside_a_learner_the_first_engine_is_made_when_that_has_announced_its_weights(told: str) -> None:
-    scene = Scene(died, behind=1)
+    scene = Scene(died, after_term=1)
     task = asyncio.create_task(scene.run())
     await scene.waits_after(0)
     assert not scene.made

@@ -182,7 +182,7 @@ class WorkerStream:
                 return None
         return self._latest
 
-    async def beyond(self, version: int, *, within_s: float) -> bool:
+    async def await_newer(self, version: int, *, within_s: float) -> bool:
         """Wait until a version newer than `version` is announced that has not woken this worker before.
 
         False: no announcement arrived; `latest` shows whether there is a version all the same.
