@@ -34,10 +34,11 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from streamrl.files import naming
 from streamrl.learner.parallel.dtensors import persistent_buffers
+from streamrl.safetensors_header import NAMES, Entry, pack_header
 
 _FILES = "model{suffix}.safetensors"
 _MAX_FILE_BYTES = 5 * 10**9  # usual on hubs; files larger than the host's memory may fail to be mapped
-_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_NAMES = {getattr(torch, name): NAMES[name] for name in ("float64", "float32", "bfloat16", "float16")}
 _ORDER = tuple(_NAMES.values())  # within a file
 _PART_BYTES = 1 << 26
 
@@ -103,20 +104,17 @@ class HubFiles:
         for file_name, names in split.filename_to_tensors.items():
             file = os.open(self._folder / file_name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             self._stack.callback(os.close, file)
-            layout: dict[str, object] = {"__metadata__": {"format": "pt"}}
-            end, ends = 0, []
+            layout: dict[str, Entry] = {}
+            end = 0
             for name in sorted(names, key=self._by_width):
                 tensor = self._unwritten[name]
                 begin, end = end, end + tensor.nbytes
-                offsets = [begin, end]
-                layout[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-                ends.append((name, begin, tensor))
-            header = json.dumps(layout, separators=(",", ":"), ensure_ascii=False).encode()
-            header += b" " * (-len(header) % 8)
-            _write_at(file, memoryview(len(header).to_bytes(8, "little") + header), 0)
-            for name, begin, tensor in ends:
-                at = 8 + len(header) + begin
-                yield name, _Place(file=file, at=at, dtype=tensor.dtype, shape=tuple(tensor.shape))
+                layout[name] = Entry(dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape), begin=begin, end=end)
+            header = pack_header(layout, metadata={"format": "pt"})
+            _write_at(file, memoryview(header), 0)
+            for name, entry in layout.items():
+                dtype = self._unwritten[name].dtype
+                yield name, _Place(file=file, at=len(header) + entry.begin, dtype=dtype, shape=entry.shape)
         if split.is_sharded:
             metadata = {"total_parameters": self._model.num_parameters(), **split.metadata}
             index = {"metadata": metadata, "weight_map": split.tensor_to_filename}

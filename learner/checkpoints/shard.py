@@ -31,13 +31,14 @@ from streamrl.learner.checkpoints.save import write_parts
 from streamrl.learner.parallel.dtensors import LocalRows, held, reported
 from streamrl.learner.process.ranks import World
 from streamrl.pinning import Pinned
+from streamrl.safetensors_header import NAMES, Entry, pack_header
 
 _PATTERN = "train-*-of-*.safetensors"
 _RNG = "rng"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _RNG_BYTES = 1 << 14  # room for torch's state on a CPU (5,056 bytes) and on a GPU (16)
 _PART_BYTES = 1 << 22
-_NAMES: Final = {torch.float32: "F32", torch.float64: "F64", torch.uint8: "U8"}  # safetensors' names of dtypes
+_NAMES: Final = {getattr(torch, name): NAMES[name] for name in ("float32", "float64", "uint8")}
 
 
 class Shard:
@@ -60,7 +61,7 @@ class Shard:
     def take(self) -> None:
         """Copy the current state."""
         metadata: dict[str, dict[str, float]] = {"starts": {}, "steps": {}}
-        layout: dict[str, Any] = {}
+        layout: dict[str, Entry] = {}
         self._num_bytes = 0
         for name, parameter in _trained(self._policy):
             state = self._optimizer.state.get(parameter, {})
@@ -73,21 +74,18 @@ class Shard:
         if self._world.device.type == "cuda":
             layout[f"{_RNG}/cuda"] = self._place(torch.cuda.get_rng_state())
             torch.cuda.synchronize()
-        layout["__metadata__"] = {kind: json.dumps(of) for kind, of in metadata.items()}
-        header = json.dumps(layout).encode()
-        header += b" " * (-len(header) % 8)
-        self._header = len(header).to_bytes(8, "little") + header
+        self._header = pack_header(layout, metadata={kind: json.dumps(of) for kind, of in metadata.items()})
 
     def write(self, folder: Path) -> Files:
         """Write the copy durably."""
         path = folder / f"train-{self._world.rank:05d}-of-{self._world.size:05d}.safetensors"
         return {path.name: write_parts(path, self._parts())}
 
-    def _place(self, values: torch.Tensor) -> dict[str, Any]:
+    def _place(self, values: torch.Tensor) -> Entry:
         """Append the values to the buffer; return their header entry."""
         begin, self._num_bytes = self._num_bytes, self._num_bytes + values.nbytes
         self._buffer[begin : self._num_bytes].view(values.dtype).copy_(values, non_blocking=True)
-        return {"dtype": _NAMES[values.dtype], "shape": list(values.shape), "data_offsets": [begin, self._num_bytes]}
+        return Entry(dtype=_NAMES[values.dtype], shape=tuple(values.shape), begin=begin, end=self._num_bytes)
 
     def _parts(self) -> Iterable[memoryview]:
         yield memoryview(self._header)

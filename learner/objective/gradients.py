@@ -44,7 +44,7 @@ from streamrl.recipe.losses import TokenBatch
 from streamrl.recipe.teaching import with_teacher_term
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: passes fill `proximal_logprobs`, and replace micro-batches in replay
 class Batch:
     """This rank's share of a step, ready for its passes.
 

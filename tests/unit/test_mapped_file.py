@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from streamrl.pinning import CudaRuntimeDouble, Pinned
 from streamrl.protocol.weights.format import TensorMeta
-from streamrl.protocol.weights.mirror import create_file
+from streamrl.protocol.weights.mirror_file import create_file
 from streamrl.workers.engines.mapped_file import MappedFile
 from tests.tiny_models import make_model
 

@@ -9,19 +9,18 @@ driver buffer.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from streamrl.pinning import Pinned
+from streamrl.safetensors_header import LENGTH_BYTES, NAMES, header_bytes, parse_header
 
-_LENGTH_BYTES = 8
 _DECOY_SUM = 0.0703125  # a value plus its decoy; exact in bf16
-_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPES = {NAMES[name]: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 
 
 class MappedFile:
@@ -35,12 +34,10 @@ class MappedFile:
     def tensors(self, path: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) views into the file: copy them before the file changes."""
         self._map(path)
-        data_at = _LENGTH_BYTES + int.from_bytes(self._contents[:_LENGTH_BYTES].numpy().tobytes(), "little")
-        header = json.loads(self._contents[_LENGTH_BYTES:data_at].numpy().tobytes())
-        for name, entry in header.items():
-            if name != "__metadata__":
-                begin, end = (data_at + offset for offset in entry["data_offsets"])
-                yield name, self._contents[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        data_at = LENGTH_BYTES + header_bytes(self._contents[:LENGTH_BYTES].numpy().tobytes())
+        for name, entry in parse_header(self._contents[LENGTH_BYTES:data_at].numpy().tobytes()).items():
+            elements = self._contents[data_at + entry.begin : data_at + entry.end].view(_DTYPES[entry.dtype])
+            yield name, elements.reshape(entry.shape)
 
     def close(self) -> None:
         if self._pinned is not None:

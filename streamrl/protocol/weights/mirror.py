@@ -19,22 +19,10 @@ use a mirror.
 
 A worker that died leaves its file in the folder. Give its replacement the same folder: the first anchor replaces the
 file. Blocks on the store and the file system, on nothing else.
-
-The file is laid out for patching in place: created once, at full size, and mapped into memory.
-
-    8 bytes   length of the header, little-endian
-    header    JSON: tensor name -> dtype, shape, begin and end of its bytes in the data; padded with spaces
-    data      the tensors, wide elements first, without holes
-
-Room is checked and reserved before anything is written: on a memory file system that fills up later, touching a missing
-page would kill the process.
 """
 
 from __future__ import annotations
 
-import errno
-import json
-import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
@@ -47,19 +35,16 @@ from streamrl.protocol.weights.changes import Changed, ChangeLog
 from streamrl.protocol.weights.codecs import Codecs
 from streamrl.protocol.weights.delta import batches, patch, side_by_side, threads_for
 from streamrl.protocol.weights.fetching import AHEAD_BYTES, fetch_ahead
-from streamrl.protocol.weights.format import BITS, Bits, Coding, DType, RangeRecord, TensorMeta, digest_of
+from streamrl.protocol.weights.format import BITS, Bits, Coding, RangeRecord, TensorMeta, digest_of
 from streamrl.protocol.weights.manifest import Manifest, ShardRecord
 from streamrl.protocol.weights.merging import Merging
+from streamrl.protocol.weights.mirror_file import create_file
 from streamrl.protocol.weights.pretrained import Pretrained
 from streamrl.protocol.weights.stores import Blobs
 from streamrl.versions import show
 
 Fetched = Generator[tuple[ShardRecord, bytes]]
 Layout = Mapping[str, TensorMeta]
-
-_LENGTH_BYTES = 8
-_ALIGN = 64  # of the data's start: for vector loads by processes that map the file
-_SAFETENSORS: Mapping[DType, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 class Mirror:
@@ -257,68 +242,3 @@ def _collect(
     except TransportError as error:
         return whole, blobs, error
     return whole, blobs, None
-
-
-def create_file(path: Path, tensors: Sequence[TensorMeta]) -> Mapping[str, Bits]:
-    """Replace the file by one with room for these tensors; return their elements as flat writable views.
-
-    Views stay valid as long as they are referenced, even after the file is removed.
-    """
-    laid_out = sorted(tensors, key=lambda tensor: -BITS[tensor.dtype].itemsize)  # stable; keeps all elements aligned
-    header = _header(laid_out)
-    num_bytes = len(header) + sum(tensor.num_bytes for tensor in tensors)
-    aside = path.with_name(path.name + ".part")
-    path.unlink(missing_ok=True)
-    aside.unlink(missing_ok=True)
-    try:
-        _reserve(aside, num_bytes)
-        contents = np.memmap(aside, dtype=np.uint8, mode="r+", shape=(num_bytes,))
-        contents[: len(header)] = np.frombuffer(header, dtype=np.uint8)
-        aside.rename(path)
-    finally:
-        aside.unlink(missing_ok=True)
-    views, begin = {}, len(header)
-    for tensor in laid_out:
-        views[tensor.name] = contents[begin : begin + tensor.num_bytes].view(np.ndarray).view(BITS[tensor.dtype])
-        begin += tensor.num_bytes
-    return views
-
-
-def _header(tensors: Sequence[TensorMeta]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires it
-    begin = 0
-    for tensor in tensors:
-        end = begin + tensor.num_bytes
-        entries[tensor.name] = {
-            "dtype": _SAFETENSORS[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-        begin = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + _LENGTH_BYTES) % _ALIGN)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
-
-
-def _reserve(path: Path, num_bytes: int) -> None:
-    """Create a file with all its blocks allocated, or raise ResourceError."""
-    stats = os.statvfs(path.parent)
-    free = stats.f_bavail * stats.f_frsize
-    if num_bytes > free:
-        raise ResourceError(_no_room(path.parent, num_bytes, free))
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, num_bytes)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-            raise
-        raise ResourceError(_no_room(path.parent, num_bytes, free)) from error
-    finally:
-        os.close(descriptor)
-
-
-def _no_room(folder: Path, num_bytes: int, free: int) -> str:
-    return (
-        f"the mirror of the weights needs {num_bytes / 1e9:.2f} GB in {folder}, which has {free / 1e9:.2f} GB free; "
-        "enlarge that file system (in containers: --shm-size, or a memory-backed volume)"
-    )

@@ -6,7 +6,6 @@ neither torch nor transformers is needed. Blocks on the file system.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -16,14 +15,13 @@ import numpy as np
 from streamrl.errors import DataError
 from streamrl.protocol.weights.adapters import bits_of, floats
 from streamrl.protocol.weights.format import BITS, Bits, DType, TensorMeta
+from streamrl.safetensors_header import LENGTH_BYTES, NAMES, header_bytes, parse_header
 
-_LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100 << 20
-_DTYPES: Mapping[str, DType] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_DTYPES: Mapping[str, DType] = {NAMES[name]: name for name in BITS}
 
 
 class Pretrained(Protocol):
-    """Source of pretrained tensors. As a double, use any file that the mirror's `create_file` writes."""
+    """Source of pretrained tensors. As a double, use any file that `mirror_file.create_file` makes."""
 
     def bits(self, tensor: TensorMeta) -> Bits:
         """Return [num_elements] in the tensor's dtype, read-only. DataError: the model has no such tensor."""
@@ -53,13 +51,10 @@ class PretrainedFiles:
     def _open(self, file: Path) -> None:
         try:
             contents = np.memmap(file, dtype=np.uint8, mode="r")
-            data_at = _LENGTH_BYTES + int.from_bytes(contents[:_LENGTH_BYTES].tobytes(), "little")
-            header = json.loads(contents[_LENGTH_BYTES : min(data_at, _MAX_HEADER_BYTES)].tobytes())
-            for name, entry in header.items():
-                if name != "__metadata__" and entry["dtype"] in _DTYPES:
-                    dtype = _DTYPES[entry["dtype"]]
-                    begin, end = (data_at + offset for offset in entry["data_offsets"])
-                    bits = contents[begin:end].view(np.ndarray).view(BITS[dtype])
-                    self._tensors[name] = dtype, tuple(entry["shape"]), bits
+            data_at = LENGTH_BYTES + header_bytes(contents[:LENGTH_BYTES].tobytes())
+            for name, entry in parse_header(contents[LENGTH_BYTES:data_at].tobytes()).items():
+                if (dtype := _DTYPES.get(entry.dtype)) is not None:
+                    bits = contents[data_at + entry.begin : data_at + entry.end].view(np.ndarray).view(BITS[dtype])
+                    self._tensors[name] = dtype, entry.shape, bits
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{file} cannot be read as safetensors: {error}") from error

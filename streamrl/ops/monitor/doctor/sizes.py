@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
 from streamrl.config.schema import Config
+from streamrl.safetensors_header import LENGTH_BYTES, header_bytes, parse_header
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
-_MAX_HEADER_BYTES = 100 << 20
 
 
 def count_parameters(folder: Path) -> int:
@@ -47,14 +45,9 @@ def _shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def _shapes_in(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     with file.open("rb") as stream:
-        head = stream.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else _MAX_HEADER_BYTES
-        if length >= _MAX_HEADER_BYTES:
-            return
         try:
-            header = json.loads(stream.read(length))
-        except ValueError:
+            entries = parse_header(stream.read(header_bytes(stream.read(LENGTH_BYTES))))
+        except (ValueError, KeyError, TypeError):
             return
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            yield name, tuple(tensor["shape"])
+    for name, entry in entries.items():
+        yield name, entry.shape
