@@ -5,6 +5,7 @@ StreamrlError
 │   ├── ConfigError      a setting is unknown, of the wrong type, or contradicts another
 │   ├── DataError        a data set, model folder or tokenizer is invalid
 │   └── ResourceError    something that the run needs is missing: Redis, a port, vLLM, disk
+│       └── OtherSchema  the run's learner writes messages that this version cannot read
 ├── WireError            a message that does not follow the schema or exceeds a limit
 ├── TransportError       Redis, or the weight store, did not answer within its bounds
 │   ├── Fenced           a newer learner term exists; this process must stop at once
@@ -45,6 +46,10 @@ class DataError(UserError):
 
 
 class ResourceError(UserError):
+    pass
+
+
+class OtherSchema(ResourceError):
     pass
 
 

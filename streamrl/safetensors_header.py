@@ -49,9 +49,12 @@ def header_bytes(first: bytes) -> int:
 
 def parse_header(text: bytes) -> dict[str, Entry]:
     """Return the tensors' entries. ValueError, KeyError or TypeError if it is none."""
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError("its header is no map")
     return {
         name: Entry(dtype=entry["dtype"], shape=tuple(entry["shape"]), begin=begin, end=end)
-        for name, entry in json.loads(text).items()
+        for name, entry in found.items()
         if name != _METADATA
         for begin, end in [entry["data_offsets"]]
     }

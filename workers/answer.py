@@ -24,7 +24,7 @@ from streamrl.protocol.wire.group import Group, GroupHeader
 from streamrl.protocol.wire.routes import Routes, ending
 from streamrl.protocol.wire.sample import Sample
 from streamrl.protocol.wire.teacher_logprobs import TeacherLogprobs
-from streamrl.protocol.wire.ticket import Ticket
+from streamrl.protocol.wire.ticket import Purpose, Ticket
 from streamrl.tasks import gather_or_cancel
 from streamrl.workers.engines.base import Engine, SampleRequest
 from streamrl.workers.environments.account import Account
@@ -115,7 +115,7 @@ class Answerer:
         outcomes = await gather_or_cancel(
             {f"ticket {ticket.number} sample {i}": sample() for i in range(ticket.num_samples)}
         )
-        return self._group(ticket, await self._with_group_scores(outcomes), began)
+        return self._group(ticket, await self._with_group_scores(outcomes, ticket.purpose), began)
 
     async def _sample(self, ticket: Ticket, engine: Engine) -> _Generated | str:
         """Return one sample, or the reason why there is none."""
@@ -154,17 +154,18 @@ class Answerer:
             generated_at=generated_at,
         )
 
-    async def _with_group_scores(self, outcomes: Sequence[_Generated | str]) -> list[_Scored | str]:
+    async def _with_group_scores(self, outcomes: Sequence[_Generated | str], purpose: Purpose) -> list[_Scored | str]:
         """Add the scores of group sources, and the weighted sum."""
         ready = [outcome for outcome in outcomes if isinstance(outcome, _Generated)]
-        mixed = iter(await self._mix(ready))
+        mixed = iter(await self._mix(ready, purpose))
         return [outcome if isinstance(outcome, str) else self._scored(outcome, next(mixed)) for outcome in outcomes]
 
-    async def _mix(self, ready: Sequence[_Generated]) -> Sequence[Scores | RewardError]:
+    async def _mix(self, ready: Sequence[_Generated], purpose: Purpose) -> Sequence[Scores | RewardError]:
         if not self._config.rewards:  # only the environment gives rewards
             return [_NO_SCORES] * len(ready)
         mixed = await self.rewards.mix([one.item for one in ready], [one.own_scores for one in ready])
-        if self._player is None and self._teacher is None:
+        has_teacher = self._config.teacher is not None and purpose == "train"
+        if self._config.environment is None and not has_teacher:
             return mixed
         return [_NO_SCORES if isinstance(scores, NoneApplies) else scores for scores in mixed]
 

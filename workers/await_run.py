@@ -2,7 +2,8 @@
 
 A learner takes a run up once it has loaded its model, which can take an hour; long before, it writes a report each
 second. The sign of life is that the report *changes*, so clocks need not agree. Without a sign the wait is bounded; the
-learner itself bounds how long it may take while it reports.
+learner itself bounds how long it may take while it reports. A run that an older streamrl has left may have a newer
+learner that still loads, so a schema that is not ours is waited out, for some minutes.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from typing import Protocol
 
 import structlog
 
-from streamrl.errors import ResourceError
+from streamrl.errors import OtherSchema, ResourceError
 from streamrl.protocol.transport.types import RunInfo
 from streamrl.tasks import unless
 from streamrl.telemetry.progress import Progress, Wait
 
 _NOT_CREATED_S = 600.0  # without a sign of a learner that will create the run
 _ENDED_S = 300.0  # without a sign of a learner that will resume a run which has ended
+_OTHER_SCHEMA_S = 600.0  # for a learner of our version to take the run up
 _POLL_S = 0.5
 
 log = structlog.get_logger(__name__)
@@ -44,10 +46,16 @@ async def await_run(
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> RunInfo | None:
     """Return the run once a learner is running it; None if told to stop, or if it has ended and nobody resumes it."""
-    last_sign, last_report = clock(), b""
+    began = last_sign = clock()
+    last_report = b""
     with progress.waiting(Wait.RUN):
         while not stop.is_set():
-            info = await run.run_info()
+            try:
+                info = await run.run_info()
+            except OtherSchema:
+                if clock() - began > _OTHER_SCHEMA_S:
+                    raise
+                info = None
             if info is not None and info.state == "running":
                 return info
             report = await run.learner_report()

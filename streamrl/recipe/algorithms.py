@@ -21,7 +21,7 @@ ranks. Costly inputs must be requested: the reference's logprobs (`needs_referen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -101,10 +101,7 @@ class Reinforce:
     def advantages(self, group: Group, penalties: npt.NDArray[np.float64]) -> Judged:
         header, samples = group.header, group.samples
         may_teach = usable(header, self._settings)
-        by_source = {
-            name: np.array([sample.rewards.get(name, np.nan) for sample in samples])
-            for name in sorted({name for sample in samples for name in sample.rewards})
-        }
+        by_source = _BySource(samples, self._weights)
         rewards = np.asarray(header.sample_rewards, dtype=np.float64)
         if self._settings.normalize_sources:
             rewards = standardized(by_source, self._weights, may_teach)
@@ -153,6 +150,22 @@ class Reinforce:
         weight = weight_of(metrics) if self._settings.kl.weighted else 1.0
         kl = self._estimate_kl(batch.logprobs, batch.reference_logprobs)
         return values + self._settings.kl.coefficient * weight * kl, metrics
+
+
+class _BySource(dict[str, npt.NDArray[np.float64]]):
+    """The rewards of a group's samples by source: NaN where one does not apply, perhaps to any of them."""
+
+    def __init__(self, samples: Sequence[Sample], weights: Mapping[str, float]) -> None:
+        names = sorted({name for sample in samples for name in sample.rewards})
+        super().__init__({n: np.array([sample.rewards.get(n, np.nan) for sample in samples]) for n in names})
+        self._num_samples, self._weights = len(samples), weights
+
+    def __missing__(self, name: str) -> npt.NDArray[np.float64]:
+        # An agent names parts of its reward as it plays.
+        known = name if not name.startswith("environment.") else "environment"
+        if known not in self._weights:
+            raise KeyError(name)
+        return np.full(self._num_samples, np.nan)
 
 
 class RejectionSampling:

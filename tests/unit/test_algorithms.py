@@ -51,6 +51,23 @@ def test_an_advantage_is_the_reward_less_the_kl_penalty_less_the_others_mean() -
     np.testing.assert_allclose(advantages.baselines, [2.5, 1.75, 1.25])
 
 
+def test_a_source_that_applies_to_no_sample_of_a_group_is_nan_to_own_advantages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    algorithm = make_algorithm(schema.Algorithm(), {"right": 1.0, "environment": 1.0})
+    seen: list[npt.NDArray[np.float64]] = []
+
+    def by_name(group: ScoredGroup) -> npt.NDArray[np.float64]:
+        seen.extend(group.rewards_by_source[name] for name in ("right", "environment.short"))
+        with pytest.raises(KeyError):
+            group.rewards_by_source["wrong"]
+        return group.rewards
+
+    monkeypatch.setattr(algorithm, "_advantages", by_name)
+    algorithm.advantages(group_of(rewards=[1.0, 2.0]), np.zeros(2))
+    assert [np.isnan(values).tolist() for values in seen] == [[True, True]] * 2
+
+
 def test_a_sample_that_was_cut_off_teaches_nothing_and_is_nobodys_baseline() -> None:
     algorithm = make_algorithm(schema.Algorithm())
     group = group_of(rewards=[1.0, 3.0, 100.0], finished=[True, True, False])

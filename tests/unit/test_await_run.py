@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from streamrl.errors import ResourceError
+from streamrl.errors import OtherSchema, ResourceError
 from streamrl.protocol.transport.types import RunInfo, RunState
 from streamrl.telemetry.progress import Progress
 from streamrl.workers.await_run import await_run
@@ -27,12 +27,15 @@ class Run:
         self.clock = Clock()
         self._began = self.clock()
         self._state, self._report = state, report
+        self.is_of_another_version_s = 0.0
 
     @property
     def waited_s(self) -> float:
         return self.clock() - self._began
 
     async def run_info(self) -> RunInfo | None:
+        if self.waited_s < self.is_of_another_version_s:
+            raise OtherSchema("install the same version")
         state = self._state(self.waited_s)
         return made(state) if state is not None else None
 
@@ -74,6 +77,18 @@ async def test_a_run_that_has_ended_and_that_nobody_takes_up_is_left_soon(last_w
 
     assert await wait(run) is None
     assert 60 < run.waited_s < 600
+
+
+@pytest.mark.parametrize("for_s", [300.0, HOUR_S])
+async def test_a_run_of_another_version_is_waited_out_while_a_new_learner_may_load(for_s: float) -> None:
+    run = Run(lambda _: "running", a_second)
+    run.is_of_another_version_s = for_s
+    if for_s < HOUR_S:
+        assert await wait(run) == made("running")
+    else:
+        with pytest.raises(OtherSchema):
+            await wait(run)
+        assert run.waited_s < 700
 
 
 async def test_when_the_learner_shows_itself_no_more_the_wait_is_bounded_from_then_on() -> None:

@@ -174,6 +174,21 @@ def test_what_two_runs_must_share_to_be_compared(update: dict[str, Any], key: st
         refuse_other_scoring(one, other)
 
 
+def test_runs_of_other_reward_models_are_compared_by_one_server() -> None:
+    fields: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+    one, other = (
+        EvalSubject(
+            name="a run",
+            config=schema.Config.model_validate({**fields, "reward_server": {"model": model}}),
+            checkpoint=None,
+        )
+        for model in ("a", "b")
+    )
+    refuse_other_scoring(one, other, local_reward_url="http://rm:5555")
+    with pytest.raises(ConfigError, match=r"reward_server\.model"):
+        refuse_other_scoring(one, other)
+
+
 def test_settings_of_the_run_that_no_evaluation_uses_do_not_stand_in_its_way(
     run: schema.Config, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ from streamrl.learner.groups.fetch import mask_before
 from streamrl.protocol.wire.branches import rows_of
 from streamrl.protocol.wire.group import decode_body, decode_header, encode_group
 from streamrl.protocol.wire.sample import Span
+from streamrl.protocol.wire.ticket import Purpose
 from streamrl.versions import make_version
 from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import Generated, SampleRequest
@@ -233,6 +234,20 @@ async def test_where_no_source_applies_the_environment_s_reward_is_the_sample_s(
     assert not group.header.error
     assert [(sample.rewards, sample.reward) for sample in group.samples] == [({"environment": 0.5}, 0.5)] * 2
     assert answerer.rewards.trouble() == ""
+
+
+@pytest.mark.parametrize(("purpose", "fails"), [("train", False), ("eval", True)])
+async def test_where_no_source_applies_a_teacher_teaches_all_the_same_and_nobody_is_asked_when_it_is_evaluated(
+    tokenizer: PreTrainedTokenizerFast, purpose: Purpose, fails: bool
+) -> None:
+    config = worker_config().model_copy(update={"teacher": schema.Teacher(path="on the learner's ranks")})
+    rewards = Rewards({"whole": Weighted(reward=RewardDouble(lambda item: None), weight=0.1)})
+    answerer = Answerer(rewards=rewards, config=config, worker="w", fingerprint="model")
+
+    group = await answerer.answer(make_ticket(1, num_samples=2, purpose=purpose), Recorded(0, tokenizer))
+
+    assert ("no reward applies" in group.header.error) == fails
+    assert [sample.reward for sample in group.samples] == ([] if fails else [0.0, 0.0])
 
 
 @pytest.mark.parametrize("weight", [1.0, 10.0])

@@ -183,11 +183,32 @@ class _Dying:
 
     url, running = "unix:///redis.sock", False
 
+    refusal: OSError | None = None
+
     @classmethod
     def start(cls, folder: Path) -> _Dying:
+        if cls.refusal is not None:
+            raise cls.refusal
         return cls()
 
     def stop(self) -> None: ...
+
+
+def test_a_redis_that_cannot_be_started_for_a_moment_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamrl.ops.launch.parts.EmbeddedRedis", _Dying)
+    now, said = [0.0], list[str]()
+    part = RedisPart(tmp_path, notify=said.append, clock=lambda: now[0])
+    monkeypatch.setattr(_Dying, "refusal", BlockingIOError(11, "Resource temporarily unavailable"))
+    for _ in range(2):
+        now[0] += 3
+        part.look()
+    assert said[-1] == "the embedded Redis could not be started: [Errno 11] Resource temporarily unavailable"
+    monkeypatch.setattr(_Dying, "refusal", None)
+    now[0] += 3
+    part.look()
+    assert (part.num_restarts, said[-1]) == (3, "the embedded Redis died; restarting it")
 
 
 def test_a_redis_that_dies_now_and_then_is_always_started_again_and_one_that_does_not_live_is_given_up(
@@ -200,7 +221,11 @@ def test_a_redis_that_dies_now_and_then_is_always_started_again_and_one_that_doe
         now[0] += 3600
         part.look()
     for _ in range(4):
+        now[0] += 3
         part.look()
     assert part.num_restarts == 24
+    part.look()
+    assert part.num_restarts == 24, "a pause after each start"
+    now[0] += 3
     with pytest.raises(PartError, match=r"died 6 times, each within 120 s \(see .*redis\.log\)"):
         part.look()

@@ -119,7 +119,10 @@ class Place:
         async with self._start_lock:
             if self._child is None or self._child.lost:
                 await self.close()
-                self._door = Door(self._endpoint)
+                try:
+                    self._door = Door(self._endpoint)
+                except OSError as error:
+                    raise NoProcess(f"no process could be started: {error}") from None
                 try:
                     self._child = await Child.begin(
                         self._settings, _CHILD, door=self._door.theirs.fileno(), max_answer_bytes=MAX_ANSWER_BYTES

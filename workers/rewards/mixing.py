@@ -1,6 +1,7 @@
 """Combines a run's reward sources: every source scores each sample, and the scores are summed by weight.
 
-A sample to which no source applies has no reward, and fails. Sources are built from the configuration, which is data:
+A sample to which no source applies has no reward, and fails unless an environment or a teacher gives it one. Sources
+are built from the configuration, which is data:
 `Permissions` decides what may really be used. Blocks only on the sources.
 """
 

@@ -107,7 +107,7 @@ def evaluate(
     """
     options = {"worker.engine": engine, "data.validation": prompts, "validation.max_prompts": max_prompts}
     given = as_overrides({key: value for key, value in options.items() if value is not None})
-    subjects = find_subjects(words, file, given)
+    subjects = find_subjects(words, file, given, local_reward_url=local_reward_url)
     if plot is not None:
         check_plot()
     done, lines, error = _evaluate_all(subjects, local_reward_url, patience_s)

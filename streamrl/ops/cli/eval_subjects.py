@@ -31,7 +31,7 @@ _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 _SCORED_BY: tuple[str, ...] = ("data.validation", "data.max_prompt_tokens", "data.overlong", "data.malformed")
 _SCORED_BY += ("validation.sampling", "validation.max_prompts", "validation.pass_by", "validation.pass_score")
 _SCORED_BY += ("validation.answer",)
-_REWARDS = ("rewards.", "environment", "reward_server.")
+_REWARDS = ("rewards.", "environment")
 _OF_WEIGHTS = re.compile(r"(model|weights)[.=]")
 _OTHER_WEIGHTS = re.compile(r"model(\.path|\.lora[.\w]*)?=")
 
@@ -45,7 +45,9 @@ class EvalSubject:
     checkpoint: Checkpoint | None  # None: the model at model.path
 
 
-def find_subjects(words: Sequence[str], file: Path | None, option_settings: Sequence[str]) -> list[EvalSubject]:
+def find_subjects(
+    words: Sequence[str], file: Path | None, option_settings: Sequence[str], *, local_reward_url: str | None
+) -> list[EvalSubject]:
     """Find the subjects; `option_settings` are settings from options, which override those among the words."""
     overrides = [word for word in words if _OVERRIDE.match(word)]
     checkpoints = [each for word in words if word not in overrides for each in checkpoints_of(word)]
@@ -53,15 +55,17 @@ def find_subjects(words: Sequence[str], file: Path | None, option_settings: Sequ
         raise ConfigError("name at least one checkpoint: a run, RUN@STEP, RUN@best, RUN@all, or a model")
     subjects = [_find(checkpoint, file, [*overrides, *option_settings]) for checkpoint in checkpoints]
     for other in subjects[1:]:
-        refuse_other_scoring(subjects[0], other)
+        refuse_other_scoring(subjects[0], other, local_reward_url=local_reward_url)
     return subjects
 
 
-def refuse_other_scoring(one: EvalSubject, other: EvalSubject) -> None:
-    """Raise ConfigError if their results say nothing about each other: each run has its own prompts and rewards."""
+def refuse_other_scoring(one: EvalSubject, other: EvalSubject, *, local_reward_url: str | None = None) -> None:
+    """Raise ConfigError if their results say nothing about each other: each run has its own prompts and rewards. One
+    server at `local_reward_url` scores all of them."""
     found = changes(one.config, other.config)
+    rewards = _REWARDS if local_reward_url is not None else (*_REWARDS, "reward_server.")
     different = [change.key for change in found if change.key.startswith(_SCORED_BY)]
-    different += [change.key for change in found if change.key.startswith(_REWARDS) and change.refusal]
+    different += [change.key for change in found if change.key.startswith(rewards) and change.refusal]
     if different:
         raise ConfigError(
             f"{one.name} and {other.name} cannot be compared: their runs differ in {', '.join(different)}; score "

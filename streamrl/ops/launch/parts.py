@@ -22,7 +22,7 @@ from streamrl.config import schema
 from streamrl.config.load import dump_config
 from streamrl.config.placement import LEARNER, REWARD, Placement
 from streamrl.config.places import granted
-from streamrl.errors import PartError
+from streamrl.errors import PartError, ResourceError
 from streamrl.files import write_durably
 from streamrl.held_folders import scratch_folder
 from streamrl.interface import gloo_towards
@@ -35,6 +35,7 @@ from streamrl.telemetry.progress import Progress
 
 _HOSTS_PORT = 9600  # of the first worker; that of each further one is one more
 _MAX_DEATHS = 5  # of the embedded Redis, in a row
+_REDIS_PAUSE_S = 2.0  # between two starts of it, at least
 _LOOK_EVERY_S = 0.2
 _END_S = 10.0
 # Time for a rank to finish its step and write a checkpoint before torchrun kills it.
@@ -227,15 +228,16 @@ class RedisPart:
     ) -> None:
         self._folder, self._notify, self._clock = folder, notify, clock
         self._server = EmbeddedRedis.start(folder)
-        self._began, self._num_deaths = clock(), 0
+        self._began, self._num_deaths, self._restart_at = clock(), 0, 0.0
         self.url = self._server.url  # the same after each start
         self.num_restarts = 0
 
     def look(self) -> None:
         """Restart it if it died. Parts wait meanwhile, and detect by themselves what it may have lost."""
-        if self._server.running:
+        now = self._clock()
+        if self._server.running or now < self._restart_at:
             return
-        was_healthy = self._clock() - self._began >= HEALTHY_AFTER_S
+        was_healthy = now - self._began >= HEALTHY_AFTER_S
         self._num_deaths = 1 if was_healthy else self._num_deaths + 1
         if self._num_deaths > _MAX_DEATHS:
             raise PartError(
@@ -245,8 +247,11 @@ class RedisPart:
         self.num_restarts += 1
         self._notify("the embedded Redis died; restarting it")
         self._server.stop()  # removes its socket
-        self._server = EmbeddedRedis.start(self._folder)
-        self._began = self._clock()
+        self._began, self._restart_at = now, now + _REDIS_PAUSE_S
+        try:
+            self._server = EmbeddedRedis.start(self._folder)
+        except (OSError, ResourceError) as error:  # perhaps for a moment: no process, memory or room on the disk
+            self._notify(f"the embedded Redis could not be started: {error}")
 
     def close(self) -> None:
         self._server.stop()

@@ -21,7 +21,7 @@ import redis.asyncio
 import structlog
 
 from streamrl.crashpoints import crashpoint
-from streamrl.errors import ResourceError, RunGone, WireError
+from streamrl.errors import OtherSchema, RunGone, WireError
 from streamrl.protocol.transport import worker_scripts as scripts
 from streamrl.protocol.transport.connection import bounded_block_ms, repeat_async
 from streamrl.protocol.transport.entries import Deliveries, Delivery, one_of, read_ticket, to_run_info
@@ -73,7 +73,7 @@ class WorkerStream:
     async def run_info(self) -> RunInfo | None:
         """Return the run, or None (not yet, or no longer: the server was emptied, and the learner will restore it).
 
-        ResourceError: its learner is of another version of streamrl, and neither can read what the other writes.
+        OtherSchema: its learner is of another version of streamrl, and neither can read what the other writes.
         """
 
         async def read() -> list[Any]:
@@ -347,7 +347,7 @@ class WorkerStream:
 def _check_schema(meta: Mapping[bytes, bytes]) -> None:
     theirs = meta.get(b"schema", b"").decode(errors="replace")
     if theirs and theirs != str(SCHEMA):  # its tickets would stay leased by a worker that cannot read them
-        raise ResourceError(
+        raise OtherSchema(
             f"this run's learner writes messages of schema {theirs}, and this worker reads schema {SCHEMA}: install "
             "the same version of streamrl for both"
         )
