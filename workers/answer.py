@@ -25,10 +25,10 @@ from streamrl.protocol.wire.routes import Routes, ending
 from streamrl.protocol.wire.sample import Sample
 from streamrl.protocol.wire.teacher_logprobs import TeacherLogprobs
 from streamrl.protocol.wire.ticket import Purpose, Ticket
+from streamrl.recipe.names import ENVIRONMENT
 from streamrl.tasks import gather_or_cancel
 from streamrl.workers.engines.base import Engine, SampleRequest
 from streamrl.workers.environments.account import Account
-from streamrl.workers.environments.base import ENVIRONMENT
 from streamrl.workers.environments.playing import Plays
 from streamrl.workers.rewards.base import Score, ScoreItem
 from streamrl.workers.rewards.mixing import NoneApplies, Rewards, Scores

@@ -23,6 +23,7 @@ from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group
 from streamrl.protocol.wire.sample import Sample
 from streamrl.recipe.losses import Metric, TokenBatch, ratios
+from streamrl.recipe.names import source_of
 from streamrl.telemetry.metrics import OF_LOSS
 
 # Means over a step's samples or groups: name -> what each one adds. A line here, and the name with its meaning in
@@ -200,7 +201,7 @@ class Tally:
     def _add_sample(self, sample: Sample) -> None:
         self._add("reward_squared", sample.reward * sample.reward)  # may be inf, where `**` would raise
         for name, reward in sample.rewards.items():  # of the sources that apply to it
-            if name.partition(".")[0] in self._sources:  # an agent's rewards are named `environment.NAME`
+            if source_of(name) in self._sources:
                 total, squares, count = self._scored.get(name, (0.0, 0.0, 0.0))
                 self._scored[name] = [total + reward, squares + reward * reward, count + 1]
         for span in sample.spans:

@@ -27,6 +27,7 @@ from streamrl.data.dataset import Dataset as Dataset
 from streamrl.data.settings import Data as Data
 from streamrl.data.settings import NamedDataset as NamedDataset
 from streamrl.protocol.transport.keys import RUN_NAME
+from streamrl.recipe.names import ENVIRONMENT, source_of
 from streamrl.recipe.settings import Algorithm as Algorithm
 from streamrl.recipe.settings import Kl as Kl
 from streamrl.settings import (
@@ -295,17 +296,17 @@ class Config(Section):
 
     @property
     def reward_sources(self) -> tuple[str, ...]:
-        return (*self.rewards, *(() if self.environment is None else ("environment",)))
+        return (*self.rewards, *(() if self.environment is None else (ENVIRONMENT,)))
 
     def may_have_reward(self, name: str) -> bool:
         """Whether samples may have a reward of this name: a source's, or one of those that only an agent knows."""
-        source, _, given = name.partition(".")
         has_agent = self.environment is not None and self.environment.target is not None
-        return name in self.reward_sources or (has_agent and source == "environment" and given.isidentifier())
+        is_named = source_of(name) == ENVIRONMENT and name.removeprefix(f"{ENVIRONMENT}.").isidentifier()
+        return name in self.reward_sources or (has_agent and is_named)
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        of_environment = {} if self.environment is None else {"environment": self.environment.weight}
+        of_environment = {} if self.environment is None else {ENVIRONMENT: self.environment.weight}
         return {name: source.weight for name, source in self.rewards.items()} | of_environment
 
     @property

@@ -35,6 +35,7 @@ from streamrl.protocol.wire.group import Group, GroupHeader
 from streamrl.protocol.wire.sample import Sample
 from streamrl.recipe.advantages import ADVANTAGES, PerToken, ScoredGroup, per_token, scaled_by_std, standardized
 from streamrl.recipe.losses import KL_ESTIMATES, LOSSES, Losses, Metric, TokenBatch, uncorrected, weight_of
+from streamrl.recipe.names import source_of
 from streamrl.recipe.own import FORMS, bind, describe, is_own, load_function
 
 if TYPE_CHECKING:
@@ -161,9 +162,7 @@ class _BySource(dict[str, npt.NDArray[np.float64]]):
         self._num_samples, self._weights = len(samples), weights
 
     def __missing__(self, name: str) -> npt.NDArray[np.float64]:
-        # An agent names parts of its reward as it plays.
-        known = name if not name.startswith("environment.") else "environment"
-        if known not in self._weights:
+        if source_of(name) not in self._weights:
             raise KeyError(name)
         return np.full(self._num_samples, np.nan)
 

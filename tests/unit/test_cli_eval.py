@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ import pytest
 from streamrl.config import schema
 from streamrl.config.load import as_overrides, dump_config
 from streamrl.config.places import granted
-from streamrl.errors import ConfigError, DataError
-from streamrl.ops.cli.eval_subjects import EvalSubject, refuse_other_scoring
+from streamrl.errors import DataError
 from streamrl.ops.cli.main import main
 from streamrl.ops.cli.subject import Subject
 from streamrl.workers.engines.model import read_model
@@ -143,50 +141,6 @@ def test_runs_that_are_scored_otherwise_are_not_compared(
     told = capsys.readouterr().err
     assert "cannot be compared: their runs differ in rewards.favourite.target; " in told
     assert "--config FILE" in told
-
-
-@pytest.mark.parametrize(
-    ("update", "key"),
-    [
-        ({"data": {"validation": "b.jsonl"}}, "data.validation"),
-        ({"validation": {"sampling": {"num_samples": 2, "temperature": 1.0}}}, "validation.sampling.num_samples"),
-        ({"validation": {"every_steps": 3}}, ""),
-        ({"optimizer": {"lr": 1e-3}, "sampling": {"max_tokens": 9}}, ""),
-        ({"rewards": {"r": {"type": "http", "url": "http://other:1/score"}}}, ""),
-        ({"data": {"overlong": "truncate"}}, "data.overlong"),
-        ({"reward_server": {"model": "another"}}, "reward_server.model"),
-        ({"reward_server": {"model": "rm", "port": 9}}, ""),
-    ],
-)
-def test_what_two_runs_must_share_to_be_compared(update: dict[str, Any], key: str) -> None:
-    fields: dict[str, Any] = {
-        "model": {"path": "m"},
-        "data": {"train": "t.jsonl", "validation": "a.jsonl"},
-        "rewards": {"r": {"type": "http", "url": "http://one:1/score"}},
-        "reward_server": {"model": "rm"},
-    }
-    changed = {**fields, **update, "data": fields["data"] | update.get("data", {})}
-    one, other = (
-        EvalSubject(name="a run", config=schema.Config.model_validate(each), checkpoint=None)
-        for each in (fields, changed)
-    )
-    with pytest.raises(ConfigError, match=f"differ in {key}") if key else nullcontext():
-        refuse_other_scoring(one, other)
-
-
-def test_runs_of_other_reward_models_are_compared_by_one_server() -> None:
-    fields: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}
-    one, other = (
-        EvalSubject(
-            name="a run",
-            config=schema.Config.model_validate({**fields, "reward_server": {"model": model}}),
-            checkpoint=None,
-        )
-        for model in ("a", "b")
-    )
-    refuse_other_scoring(one, other, local_reward_url="http://rm:5555")
-    with pytest.raises(ConfigError, match=r"reward_server\.model"):
-        refuse_other_scoring(one, other)
 
 
 def test_settings_of_the_run_that_no_evaluation_uses_do_not_stand_in_its_way(

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from streamrl.config.check import check_config, max_time_s
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
-from streamrl.protocol.wire.codec import MAX_MESSAGE_BYTES
-from streamrl.protocol.wire.group import decode_body, decode_header, encode_group
-from streamrl.protocol.wire.sample import Sample, Span
-from tests.helpers import make_group, make_sample, make_ticket
-
-GOOD = """\
-model: {path: m}
-data: {train: x.jsonl, validation: y.jsonl}
-rewards:
-  exact: {type: function, target: exact_match}
-"""
+from tests.config_world import GOOD, problems
 
 
 @pytest.fixture
@@ -28,16 +17,6 @@ def good(tmp_path: Path) -> Path:
     path = tmp_path / "good.yaml"
     path.write_text(GOOD)
     return path
-
-
-def problems(path: Path, *overrides: str) -> list[str]:
-    """What is found, without places."""
-    config = load_config(path, overrides).config
-    try:
-        check_config(config)
-    except ConfigError as error:
-        return str(error).splitlines()
-    return []
 
 
 def test_the_defaults_contradict_nothing(good: Path) -> None:
@@ -260,57 +239,6 @@ def test_what_belongs_together_is_accepted(good: Path, overrides: list[str]) -> 
     assert problems(good, *overrides) == []
 
 
-def test_a_group_that_would_be_too_large_for_a_message_is_refused_before_anybody_makes_it(good: Path) -> None:
-    [problem] = problems(good, "sampling.num_samples=64", "sampling.max_tokens=131072")
-    limit = int(problem.rpartition("at most ")[2].partition(":")[0])
-    assert problem.startswith("sampling.max_tokens = 131072: ")
-    assert problems(good, "sampling.num_samples=64", f"sampling.max_tokens={limit}") == []
-    assert len(problems(good, "sampling.num_samples=64", f"sampling.max_tokens={limit + 1}")) == 1
-
-    samples = tuple(largest_sample(limit, step) for step in range(64))
-    ticket = make_ticket(0, num_samples=64, token_ids=np.zeros(1024, np.int32))
-    header, body = encode_group(make_group(ticket, samples=samples))
-    assert len(body) > MAX_MESSAGE_BYTES - (8 << 20)
-    assert decode_body(decode_header(header), body).header.ticket == 0
-
-
-PER_TOKEN = "rewards.own={type: function, target: own.py:f, per_token: true}"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "beside"),
-    [
-        (["teacher.urls=[http://teacher:8000]"], ["teacher_logprobs"]),
-        ([PER_TOKEN], ["token_rewards"]),
-        (["teacher.urls=[http://teacher:8000]", PER_TOKEN], ["teacher_logprobs", "token_rewards"]),
-    ],
-)
-def test_what_a_teacher_and_rewards_per_token_add_to_a_group_counts(
-    good: Path, overrides: list[str], beside: list[str]
-) -> None:
-    (good.parent / "own.py").write_text("def f(**_): ...\n")
-    key, plain = "sampling.max_tokens", 122_000
-    sampling = ["sampling.num_samples=64"]
-    assert problems(good, *sampling, f"{key}={plain}") == []
-    [problem] = problems(good, *sampling, *overrides, f"{key}={plain}")
-    limit = int(problem.rpartition("at most ")[2].partition(":")[0])
-    assert problem.startswith(f"{key} = {plain}: ")
-    assert problems(good, *sampling, *overrides, f"{key}={limit}") == []
-
-    of_tokens = {name: -np.ones(limit, np.float32) for name in beside}
-    samples = tuple(largest_sample(limit, step, **of_tokens) for step in range(64))
-    ticket = make_ticket(0, num_samples=64, token_ids=np.zeros(1024, np.int32))
-    header, body = encode_group(make_group(ticket, samples=samples))
-    assert len(body) > MAX_MESSAGE_BYTES - (8 << 20)
-    assert decode_body(decode_header(header), body).header.ticket == 0
-
-
-def test_only_samples_to_train_on_are_shown_to_a_teacher(good: Path) -> None:
-    held_out = ["validation.sampling.num_samples=64", "validation.sampling.greedy=false"]
-    settings = [*held_out, "validation.sampling.max_tokens=122000", "teacher.urls=[http://teacher:8000]"]
-    assert problems(good, *settings) == []
-
-
 def test_a_reward_that_an_agent_names_may_decide_what_passes_and_which_checkpoint_is_best(good: Path) -> None:
     named = ("validation.pass_by=environment.right", "checkpoint.best_by=val_rollouts/rewards/environment.right")
     assert problems(good, *named, "environment={target: agent.py:rollout}") == []
@@ -319,22 +247,6 @@ def test_a_reward_that_an_agent_names_may_decide_what_passes_and_which_checkpoin
         assert [one.partition(" = ")[0] for one in refused] == ["validation.pass_by", "checkpoint.best_by"], other
     [refused] = problems(good, "validation.pass_by=environment.", "environment={target: agent.py:rollout}")
     assert "must be one of the reward sources: exact, environment, environment.NAME" in refused
-
-
-def test_there_are_no_more_reward_sources_than_a_group_may_name(good: Path) -> None:
-    sources = [f"rewards.r{number}={{type: function, target: exact_match}}" for number in range(32)]
-    assert problems(good, *sources[:31]) == []
-    [problem] = problems(good, *sources)
-    assert problem.startswith("rewards = 33: ")
-    assert "at most 32" in problem
-
-
-def largest_sample(num_tokens: int, step: int, **of_tokens: np.ndarray) -> Sample:
-    """With a new version of the weights after every 1,000 tokens, and all reward sources."""
-    starts = range(0, num_tokens, 1000)
-    spans = (Span(version=step, step=step, start=at, end=min(at + 1000, num_tokens)) for at in starts)
-    rewards = {f"reward of source {number}": 1.0 for number in range(32)}
-    return make_sample(num_tokens=num_tokens, spans=tuple(spans), rewards=rewards, **of_tokens)
 
 
 @pytest.mark.parametrize(

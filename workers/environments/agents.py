@@ -20,9 +20,10 @@ from typing import Any
 from streamrl.config import schema
 from streamrl.errors import SampleError
 from streamrl.protocol.wire.ticket import Ticket
+from streamrl.recipe.names import ENVIRONMENT
 from streamrl.tasks import cancel_all, run_beside
 from streamrl.workers.engines.base import Engine, SampleRequest
-from streamrl.workers.environments.base import ENVIRONMENT, read_reward
+from streamrl.workers.environments.base import read_reward
 from streamrl.workers.environments.own import Children, Place
 from streamrl.workers.rewards.child import CallFailed, Child, ChildLost
 from streamrl.workers.sessions.session import Session

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from streamrl.errors import SampleError
 
-ENVIRONMENT = "environment"  # the name of its rewards among the sources
 MAX_GIVEN_CHARS = 1 << 20  # of one answer
 # Of an answer as JSON, which may write a character beyond U+FFFF as two escapes of 6 bytes each.
 MAX_ANSWER_BYTES = 12 * MAX_GIVEN_CHARS + (1 << 16)
