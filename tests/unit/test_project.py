@@ -23,10 +23,14 @@ FAILING = "def test_another_thing():\n    assert False\n"
 
 
 def run(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    # Without what `make test ARGS=...` passes on to every make below it.
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("ARGS", "MAKEFLAGS", "MAKEOVERRIDES")
+    }
     return subprocess.run(
         command,
         cwd=folder,
-        env={**os.environ, **environment},
+        env={**inherited, **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
