@@ -40,7 +40,8 @@ from streamrl.protocol.weights.catchup import catch_up
 from streamrl.protocol.weights.encoder import ShardEncoder
 from streamrl.protocol.weights.fetching import fetch_ahead
 from streamrl.protocol.weights.format import HeldRange, TensorMeta
-from streamrl.protocol.weights.manifest import Manifest, decode_manifest, encode_manifest
+from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.weights.manifest_bytes import decode_manifest, encode_manifest
 from streamrl.protocol.weights.redis_store import RedisStore
 from streamrl.versions import make_version
 from streamrl.workers.sharing.door import open_door

@@ -21,7 +21,8 @@ from streamrl.learner.publishing.publish import Publisher
 from streamrl.learner.publishing.shipping import Announcer, Published
 from streamrl.protocol.transport.types import Announcement
 from streamrl.protocol.weights.format import DType
-from streamrl.protocol.weights.manifest import Manifest, decode_manifest
+from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.weights.manifest_bytes import decode_manifest
 from streamrl.protocol.weights.stores import BlobStore
 
 _LR = 1e-6

@@ -21,7 +21,8 @@ from bench.publishing import Publishing, State
 from streamrl.errors import WeightsError
 from streamrl.protocol.weights.catchup import catch_up
 from streamrl.protocol.weights.format import BITS, Bits, TensorMeta
-from streamrl.protocol.weights.manifest import Manifest, decode_manifest, encode_manifest
+from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.weights.manifest_bytes import decode_manifest, encode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import MemoryStore
 

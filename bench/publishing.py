@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from streamrl.protocol.weights.encoder import EncodedShard, ShardEncoder
 from streamrl.protocol.weights.format import Bits, HeldRange, TensorMeta
-from streamrl.protocol.weights.manifest import Manifest, ShardRecord, decode_manifest, encode_manifest
+from streamrl.protocol.weights.manifest import Manifest, ShardRecord
+from streamrl.protocol.weights.manifest_bytes import decode_manifest, encode_manifest
 from streamrl.protocol.weights.retention import AnchorPace
 from streamrl.protocol.weights.stores import BlobStore
 from streamrl.versions import make_version

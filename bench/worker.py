@@ -35,7 +35,7 @@ from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.types import START, Announcement
 from streamrl.protocol.transport.worker import WorkerStream
-from streamrl.protocol.weights.manifest import encode_manifest
+from streamrl.protocol.weights.manifest_bytes import encode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import BlobStore, open_store
 from streamrl.protocol.wire.ticket import Ticket

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from streamrl.protocol.transport.types import Announcement
-from streamrl.protocol.weights.manifest import Manifest, encode_manifest
+from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.weights.manifest_bytes import encode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.telemetry.progress import Progress

@@ -15,7 +15,8 @@ from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.types import START, Announcement
 from streamrl.protocol.weights.format import BITS, DType, TensorMeta
-from streamrl.protocol.weights.manifest import Manifest, encode_manifest
+from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.weights.manifest_bytes import encode_manifest
 from streamrl.protocol.weights.stores import open_store
 from streamrl.protocol.wire.group import Group, decode_body, decode_header
 from streamrl.protocol.wire.ticket import Purpose, Ticket

@@ -20,7 +20,8 @@ from streamrl.learner.publishing.copiers import Copier
 from streamrl.learner.publishing.publish import Publisher
 from streamrl.learner.publishing.shipping import Published
 from streamrl.protocol.transport.types import Announcement
-from streamrl.protocol.weights.manifest import Manifest, decode_manifest
+from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.weights.manifest_bytes import decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import MemoryStore
 from tests.learner_cases import learner_config

@@ -13,14 +13,8 @@ from safetensors import deserialize
 
 from streamrl.protocol.weights.encoder import EncodedShard, ShardEncoder
 from streamrl.protocol.weights.format import BITS, HeldRange, TensorMeta
-from streamrl.protocol.weights.manifest import (
-    Manifest,
-    ShardRecord,
-    decode_manifest,
-    decode_record,
-    encode_manifest,
-    encode_record,
-)
+from streamrl.protocol.weights.manifest import Manifest, ShardRecord
+from streamrl.protocol.weights.manifest_bytes import decode_manifest, decode_record, encode_manifest, encode_record
 from streamrl.protocol.weights.stores import BlobStore
 from streamrl.versions import make_version
 

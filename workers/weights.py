@@ -25,7 +25,8 @@ from streamrl.errors import LoadRejected, RunGone, TransportError, WeightsError
 from streamrl.protocol.transport.types import Announcement
 from streamrl.protocol.weights.catchup import way_to
 from streamrl.protocol.weights.changes import Changed
-from streamrl.protocol.weights.manifest import Manifest, decode_manifest
+from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.weights.manifest_bytes import decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import Blobs
 from streamrl.telemetry.progress import Progress

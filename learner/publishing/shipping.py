@@ -35,7 +35,8 @@ from streamrl.learner.publishing.sweep import Sweeper
 from streamrl.protocol.transport.types import Announcement
 from streamrl.protocol.weights.encoder import EncodedRange, EncodedShard, ShardEncoder
 from streamrl.protocol.weights.format import Coding, HeldRange, RangeRecord
-from streamrl.protocol.weights.manifest import Manifest, ShardRecord, decode_record, encode_manifest, encode_record
+from streamrl.protocol.weights.manifest import Manifest, ShardRecord
+from streamrl.protocol.weights.manifest_bytes import decode_record, encode_manifest, encode_record
 from streamrl.protocol.weights.stores import BlobStore
 from streamrl.versions import show
 

@@ -15,7 +15,8 @@ from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.types import Announcement
-from streamrl.protocol.weights.manifest import Manifest, encode_manifest
+from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.weights.manifest_bytes import encode_manifest
 from streamrl.protocol.weights.stores import open_store
 from tests.weights_world import RUN_UID, State, World, nudged, random_state
 

@@ -12,7 +12,7 @@ import torch
 from streamrl.config import schema
 from streamrl.ops.audit import audit_folder
 from streamrl.protocol.transport.keys import Keys
-from streamrl.protocol.weights.manifest import decode_manifest
+from streamrl.protocol.weights.manifest_bytes import decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import open_store
 from tests.faults.report import report

@@ -17,7 +17,7 @@ from streamrl.learner.parallel.dtensors import whole
 from streamrl.learner.process.background import BackgroundThread
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.weights.file_store import FileStore
-from streamrl.protocol.weights.manifest import decode_manifest
+from streamrl.protocol.weights.manifest_bytes import decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from tests.integration.learner_ranks import keep, publisher
 from tests.publish_world import publish

@@ -23,7 +23,7 @@ from streamrl.ops.cli.main import main
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.weights.catchup import catch_up
-from streamrl.protocol.weights.manifest import decode_manifest
+from streamrl.protocol.weights.manifest_bytes import decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.pretrained import PretrainedFiles
 from streamrl.protocol.weights.stores import open_store

@@ -16,7 +16,8 @@ from streamrl.learner.checkpoints.shard import load_state
 from streamrl.learner.loading.build import load_model
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.weights.file_store import FileStore
-from streamrl.protocol.weights.manifest import Manifest, decode_manifest
+from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.weights.manifest_bytes import decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.pretrained import PretrainedFiles
 from tests.integration.learner_ranks import (

@@ -20,7 +20,7 @@ from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.script import run
 from streamrl.protocol.transport.types import Announcement
 from streamrl.protocol.weights.format import BITS, DTYPES, TensorMeta
-from streamrl.protocol.weights.manifest import encode_manifest
+from streamrl.protocol.weights.manifest_bytes import encode_manifest
 from streamrl.protocol.weights.redis_store import RedisStore
 from streamrl.telemetry.progress import Progress
 from streamrl.versions import show

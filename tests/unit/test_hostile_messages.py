@@ -23,7 +23,7 @@ from streamrl.learner.packing.cells import cells_of
 from streamrl.protocol.transport.entries import decode_report, encode_report, to_entry, to_present, to_run_info
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.weights.format import MAGIC, digest_of
-from streamrl.protocol.weights.manifest import decode_manifest, decode_record, encode_manifest
+from streamrl.protocol.weights.manifest_bytes import decode_manifest, decode_record, encode_manifest
 from streamrl.protocol.weights.redis_store import RedisStore
 from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.protocol.wire.branches import Branch, rows_of

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from streamrl.errors import LoadRejected, WeightsError
-from streamrl.protocol.weights.manifest import encode_manifest
+from streamrl.protocol.weights.manifest_bytes import encode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.workers.engines.host_mirror import tag_of

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import EngineError, LoadRejected, TransportError, WeightsError
-from streamrl.protocol.weights.manifest import encode_manifest
+from streamrl.protocol.weights.manifest_bytes import encode_manifest
 from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.versions import show, term_of
 from streamrl.workers.engines.double import EngineDouble

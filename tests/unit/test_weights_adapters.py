@@ -17,7 +17,7 @@ from streamrl.learner.model.lora import merged, merged_parameters
 from streamrl.ops.cli.weights import OtherNames
 from streamrl.protocol.weights.adapters import Adapter, merge
 from streamrl.protocol.weights.format import BITS, Bits, Coding, DType, TensorMeta
-from streamrl.protocol.weights.manifest import decode_manifest, encode_manifest
+from streamrl.protocol.weights.manifest_bytes import decode_manifest, encode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.pretrained import PretrainedFiles
 from streamrl.protocol.weights.published import full_bytes, pull

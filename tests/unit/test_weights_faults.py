@@ -14,7 +14,7 @@ from streamrl.errors import TransportError, WeightsError
 from streamrl.protocol.weights.catchup import catch_up
 from streamrl.protocol.weights.file_store import FileStore
 from streamrl.protocol.weights.format import digest_of
-from streamrl.protocol.weights.manifest import decode_manifest, encode_manifest
+from streamrl.protocol.weights.manifest_bytes import decode_manifest, encode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import MemoryStore
 from tests.weights_world import RUN_UID, World, assert_holds, nudged, random_state

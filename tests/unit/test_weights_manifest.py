@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from streamrl.errors import WeightsError
 from streamrl.protocol.weights.format import MAGIC, Coding, TensorMeta, check_blob_name, digest_of
-from streamrl.protocol.weights.manifest import Manifest, decode_manifest, decode_record, encode_manifest, encode_record
+from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.weights.manifest_bytes import decode_manifest, decode_record, encode_manifest, encode_record
 from streamrl.protocol.weights.stores import MemoryStore
 from tests.weights_world import TENSORS, World, nudged, random_state
 

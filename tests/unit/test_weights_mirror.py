@@ -13,7 +13,8 @@ from streamrl.errors import ResourceError, TransportError, WeightsError
 from streamrl.protocol.weights.catchup import catch_up
 from streamrl.protocol.weights.delta import columns
 from streamrl.protocol.weights.format import TensorMeta
-from streamrl.protocol.weights.manifest import Manifest, decode_manifest, encode_manifest
+from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.weights.manifest_bytes import decode_manifest, encode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.mirror_file import create_file
 from streamrl.protocol.weights.stores import MemoryStore

@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from streamrl.errors import WeightsError
 from streamrl.files import write_durably
 from streamrl.protocol.weights.catchup import way_to
-from streamrl.protocol.weights.manifest import Manifest, decode_manifest
+from streamrl.protocol.weights.manifest import Manifest
+from streamrl.protocol.weights.manifest_bytes import decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import Blobs
 from streamrl.workers.engines.host_mirror import tag_of

@@ -19,7 +19,8 @@ from streamrl.protocol.transport.connection import repeat
 from streamrl.protocol.weights.catchup import catch_up
 from streamrl.protocol.weights.fetching import fetch
 from streamrl.protocol.weights.format import TensorMeta
-from streamrl.protocol.weights.manifest import Manifest, ShardRecord, decode_manifest
+from streamrl.protocol.weights.manifest import Manifest, ShardRecord
+from streamrl.protocol.weights.manifest_bytes import decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.pretrained import Pretrained, PretrainedFiles
 from streamrl.protocol.weights.stores import BlobStore
