@@ -52,7 +52,8 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
     task, seeds = (_QUICK, range(1)) if quick else (Task(), range(2))
     digest = xxhash.xxh3_64(b"".join(path.read_bytes() for path in _OF)).hexdigest()
     results_file = Path("runs/bench") / f"stale-llm{'-quick' if quick else ''}.jsonl"
-    done = Done(results_file, of=f"{digest} {task}", fresh=quick)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    done = Done(results_file, of=f"{digest} {task} on {device}", fresh=quick)
     _fill(done, task, seeds, say)
     done.complete()
     return list(lines({cell: [Trial(**done[_name(seed, *cell)]) for seed in seeds] for cell in _CELLS}, task))
