@@ -58,6 +58,7 @@ def make_model(
     dtype: torch.dtype = torch.float32,
     scale: float = 0.2,
     seed: int = 0,
+    positions: int = 512,
 ) -> Path:
     """A random model; `scale` is the spread of its weights, large enough that its distributions are far from uniform.
 
@@ -71,7 +72,7 @@ def make_model(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
         tie_word_embeddings=tied,
         initializer_range=scale,
         pad_token_id=tokenizer.pad_token_id,
