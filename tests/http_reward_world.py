@@ -17,7 +17,8 @@ from tests.helpers import wait_until
 
 
 def connect(answer: Callable[[httpx.Request], Any], *, first_pause_s: float = 0.001, **settings: Any) -> HttpReward:
-    source = schema.HttpReward(type="http", url="http://reward:1", **{"attempts": 1, "timeout_s": 5.0, **settings})
+    named = {"url": "http://reward:1", "attempts": 1, "timeout_s": 5.0, **settings}
+    source = schema.HttpReward(type="http", **named)
     transport = httpx.MockTransport(answer)
     return build_http_reward(
         "mine", source, Permissions(hosts=("reward",)), None, transport=transport, first_pause_s=first_pause_s

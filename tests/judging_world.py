@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -133,10 +134,12 @@ class Judges:
 
 
 @asynccontextmanager
-async def judges_serving(behave: Callable[[Asked], Reply] = fair, *, at_least: int = 1) -> AsyncIterator[Judges]:
+async def judges_serving(
+    behave: Callable[[Asked], Reply] = fair, *, at_least: int = 1, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[Judges]:
     judges = Judges(behave, at_least=at_least)
-    server = await asyncio.start_server(judges.talk, "127.0.0.1", 0, backlog=128)
-    judges.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    server = await asyncio.start_server(judges.talk, "127.0.0.1", 0, backlog=128, ssl=tls)
+    judges.url = f"http{'s' if tls else ''}://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
     try:
         yield judges
     finally:

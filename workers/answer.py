@@ -31,7 +31,7 @@ from streamrl.workers.engines.base import Engine, SampleRequest
 from streamrl.workers.environments.account import Account
 from streamrl.workers.environments.playing import Plays
 from streamrl.workers.rewards.base import Score, ScoreItem
-from streamrl.workers.rewards.mixing import NoneApplies, Rewards, Scores
+from streamrl.workers.rewards.mixing import Rewards, Scores
 from streamrl.workers.rewards.teaching import Teaches, rows_of
 from streamrl.workers.sessions.trace import Played
 
@@ -163,11 +163,12 @@ class Answerer:
     async def _mix(self, ready: Sequence[_Generated], purpose: Purpose) -> Sequence[Scores | RewardError]:
         if not self._config.rewards:  # only the environment gives rewards
             return [_NO_SCORES] * len(ready)
-        mixed = await self.rewards.mix([one.item for one in ready], [one.own_scores for one in ready])
         has_teacher = self._config.teacher is not None and purpose == "train"
-        if self._config.environment is None and not has_teacher:
-            return mixed
-        return [_NO_SCORES if isinstance(scores, NoneApplies) else scores for scores in mixed]
+        return await self.rewards.mix(
+            [one.item for one in ready],
+            [one.own_scores for one in ready],
+            must_apply=self._config.environment is None and not has_teacher,
+        )
 
     def _scored(self, ready: _Generated, scores: Scores | RewardError) -> _Scored | str:
         rollout = ready.rollout

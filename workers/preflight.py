@@ -101,7 +101,10 @@ class _Trials:
 
     def __init__(self, config: schema.Config, files: Files) -> None:
         self._sources, self._files, self._allowed = config.rewards, files, granted(config)
-        self._must_apply = config.environment is None and config.teacher is None
+        # Files to whose rows some source must apply. A teacher teaches without a reward, but scores no validation.
+        held_out = {prompts.dataset.place for prompts in config.data.validation_sets()}
+        unrewarded = set(files) if config.teacher is None else held_out
+        self._must_apply = unrewarded if config.environment is None else set()
         self._num_together = min(2, config.sampling.num_samples)  # a judge that compares asks nothing about one
         # What each source gives, by place.
         self._scored: dict[str, dict[str, Score]] = {place: dict.fromkeys(self._sources, STAND_IN) for place in files}
@@ -115,7 +118,7 @@ class _Trials:
         for of_group in (False, True):
             await asyncio.gather(*(find(name, one) for name, one in tested.items() if one.of_group is of_group))
         for place, scored in self._scored.items():
-            if self._must_apply and scored and not applying(scored):
+            if place in self._must_apply and scored and not applying(scored):
                 evidence = f"no reward applies to a made-up completion of {place}:{self._files[place][0].line}"
                 remedy = "samples to which no source applies fail: add a source that scores such rows"
                 write(warning("rewards", evidence, remedy))

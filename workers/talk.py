@@ -17,9 +17,9 @@ from typing import Any
 import safetensors.torch
 import torch
 import transformers
-from jinja2 import TemplateError
 from transformers.initialization import no_init_weights
 
+from streamrl.chat_templates import TEMPLATE_ERRORS
 from streamrl.config import schema
 from streamrl.errors import DataError
 from streamrl.protocol.wire.sample import FinishReason
@@ -74,7 +74,7 @@ class Speaker:
             return ids
         try:
             text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
+        except TEMPLATE_ERRORS as error:
             raise DataError(f"the tokenizer's chat template rejects the messages: {error}") from error
         templated: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template added them
         return templated

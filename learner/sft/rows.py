@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from streamrl.chat_templates import TEMPLATE_ERRORS
 from streamrl.data.texts import read_texts
 from streamrl.errors import DataError
 from streamrl.learner.packing.micro_batches import Piece
@@ -127,7 +127,7 @@ class _Reader:
                 try:
                     before = write(messages[:at], tokenize=False, add_generation_prompt=True)
                     yield str(before), str(write(messages[: at + 1], tokenize=False))
-                except TemplateError as error:
+                except TEMPLATE_ERRORS as error:
                     raise DataError(f"{place}: the tokenizer's chat template refuses the messages: {error}") from None
 
     def _cut(self, ids: list[int]) -> tuple[list[int], list[int]]:

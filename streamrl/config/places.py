@@ -1,4 +1,4 @@
-"""Checks of the places that a configuration names: Redis, the weight store, reward services and code.
+"""Checks of the places that a configuration names: the runs' folder, Redis, the weight store, reward services and code.
 
 Invalid addresses are reported, and passwords refused: a configuration is written to disk and into Redis. Starting a run
 with a configuration permits what it names (`granted`).
@@ -6,6 +6,7 @@ with a configuration permits what it names (`granted`).
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -32,10 +33,13 @@ from streamrl.recipe.rewards import REWARDS
 LOCAL_REWARD_SERVER = "local"  # url of an http source for the run's own reward_server
 EMBEDDED_REDIS = "embedded"
 SANDBOX = "sandbox"  # permission for a worker to run models' programs
+ADDRESS = "http://host:port with a host's name or a valid IP address"
 _MAX_SCORES = 100  # the schema of a judge's answer lists each score
 
 _SENTINELS = re.compile(r"(?P<scheme>[a-z]+\+sentinel)://[^/]+/+[^/]")  # several hosts, and a service name
 _SOCKET = re.compile(r"unix://([^/@]+@)?/")
+_NO_ADDRESS = re.compile(r"[\s\x00-\x1f\x7f]")  # which urlsplit partly strips, and clients refuse
+_DOTTED = re.compile(r"[0-9]+(\.[0-9]+)+")
 _NO_PASSWORD = "a configuration is written to disk and into Redis, so it must not hold a password"
 _OBJECT_STORE = re.compile(r"(?P<scheme>[a-z][a-z0-9+-]*)://[^/\s]\S*\Z")
 
@@ -60,6 +64,12 @@ def granted(config: Config) -> Permissions:
         reward_environment=tuple(dict.fromkeys(variables)),
         hosts=tuple(urlsplit(url).netloc for url in urls if url != LOCAL_REWARD_SERVER),
     )
+
+
+def judge_base(url: str) -> str:
+    """Return the base URL of a judge, to which clients add a path; one without a path gets /v1."""
+    base = url.rstrip("/")
+    return base if urlsplit(base).path else f"{base}/v1"
 
 
 def is_object_store(url: str) -> bool:
@@ -132,9 +142,9 @@ def check_teacher(config: Config) -> Iterator[Problem]:
 
 def _service_urls(key: str, urls: tuple[str, ...]) -> Iterator[Problem]:
     for url in urls:
-        parts = _split(url, ("http", "https"))
+        parts = split_address(url)
         if parts is None or parts.username is not None or parts.query:
-            remedy = "must be http://host:port, without user and query; put a bearer token in a file (token_file)"
+            remedy = f"must be {ADDRESS}, without user and query; put a bearer token in a file (token_file)"
             yield Problem(key=key, value=url, remedy=remedy)
 
 
@@ -153,6 +163,10 @@ def _check_service(config: Config, name: str, source: HttpReward) -> Iterator[Pr
     if source.tests != Tests() and source.form != "sandbox-fusion":
         remedy = f"apply only to form = sandbox-fusion, and this source has {source.form}; remove them"
         yield Problem(key=f"rewards.{name}.tests", remedy=remedy)
+    elif source.form == "sandbox-fusion" and source.timeout_s <= source.tests.time_s:
+        remedy = f"must be more than rewards.{name}.tests.time_s = {source.tests.time_s:g}: a program that runs for so "
+        remedy += "long scores 0 only if the service can still say so; otherwise its sample fails"
+        yield Problem(key=f"rewards.{name}.timeout_s", remedy=remedy)
     for index, url in enumerate(source.urls):
         key = f"rewards.{name}.replicas" if index else f"rewards.{name}.url"
         if url == LOCAL_REWARD_SERVER:
@@ -162,13 +176,25 @@ def _check_service(config: Config, name: str, source: HttpReward) -> Iterator[Pr
                 remedy = "the run's own reward_server supports the forms streamrl and openrlhf only"
                 yield Problem(key=f"rewards.{name}.form", value=source.form, remedy=remedy)
             continue
-        parts = _split(url, ("http", "https"))
+        parts = split_address(url)
         if parts is None:
-            remedy = f"must be http://host:port, or {LOCAL_REWARD_SERVER} for the run's own reward_server"
+            remedy = f"must be {ADDRESS}, or {LOCAL_REWARD_SERVER} for the run's own reward_server"
             yield Problem(key=key, value=url, remedy=remedy)
         elif parts.username is not None or parts.query:
             remedy = f"must have no user and no query; put a bearer token in a file (rewards.{name}.token_file)"
             yield Problem(key=key, value=url, remedy=remedy)
+
+
+def split_address(url: str) -> SplitResult | None:
+    """Return the parts of a service's address; None if no client would take it. It may have a user and a query."""
+    parts = _split(url, ("http", "https"))
+    if parts is None or _NO_ADDRESS.search(url):
+        return None
+    host = parts.hostname or ""
+    try:
+        return parts if not _DOTTED.fullmatch(host) or ipaddress.IPv4Address(host) else None
+    except ValueError:
+        return None
 
 
 def _check_judges(name: str, source: JudgeReward) -> Iterator[Problem]:
@@ -184,9 +210,10 @@ def _check_judges(name: str, source: JudgeReward) -> Iterator[Problem]:
     for judge_name, judge in source.judges.items():
         judge_key = f"{key}.judges.{judge_name}"
         for index, url in enumerate(judge.urls):
-            parts = _split(url, ("http", "https"))
+            parts = split_address(url)
             if parts is None or parts.username is not None or parts.query:
-                remedy = "must be https://host/v1, without user and query; pass a key by token_file or token_env"
+                remedy = "must be https://host/v1 with a host's name or a valid IP address, without user and query; "
+                remedy += "pass a key by token_file or token_env"
                 yield Problem(key=f"{judge_key}.replicas" if index else f"{judge_key}.url", value=url, remedy=remedy)
         if judge.token_file is not None and judge.token_env is not None:
             yield Problem(key=f"{judge_key}.token_env", remedy="token_file is set as well; remove one of the two")
@@ -211,6 +238,23 @@ def check_store(config: Config) -> Iterator[Problem]:
     elif masked(store) != store:
         remedy = f"{_NO_PASSWORD}; put the store's credentials in each machine's environment"
         yield Problem(key="weights.store", remedy=remedy)
+    elif "$" in store:
+        yield _literal("weights.store")
+
+
+def check_dir(config: Config) -> Iterator[Problem]:
+    folder = str(config.dir)
+    if folder.startswith("~") or "$" in folder:
+        yield _literal("dir")
+
+
+def _literal(key: str) -> Problem:
+    """Of a folder that would be created under a name that only a shell replaces."""
+    remedy = (
+        f"~ and $ are taken literally: write the path out, or pass {key}=... on the command line, "
+        "where the shell expands it"
+    )
+    return Problem(key=key, remedy=remedy)
 
 
 def _is_server(url: str) -> bool:

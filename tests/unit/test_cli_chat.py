@@ -232,11 +232,18 @@ def test_messages_become_the_tokens_that_training_makes_of_them(chat_model: Path
     assert [speaker.read(messages), speaker.read("2+3=")] == [row.token_ids.tolist() for row in trained]
 
 
-def test_a_template_that_refuses_is_a_line(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ raise_exception('no system here') }}", "no system here"),
+        ("{{ messages[0].tool_calls | tojson }}", "Undefined"),
+    ],
+)
+def test_a_template_that_refuses_is_a_line(model: Path, tmp_path: Path, template: str, told: str) -> None:
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
-    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system here') }}")
-    with pytest.raises(DataError, match="no system here"):
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(DataError, match=f"rejects the messages: .*{told}"):
         load_speaker(str(folder), seed=0).read([{"role": "system", "content": "x"}])
 
 

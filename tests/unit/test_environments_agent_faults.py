@@ -41,6 +41,7 @@ async def test_every_ticket_ends_once_and_no_session_outlives_its_rollout(tmp_pa
             weights=WeightsDouble(version=FIRST_VERSION),
             answerer=answerer,
             config=world.config,
+            has_other_settings=lambda info: False,
             progress=Progress(part="worker/0", role="worker"),
         )
         stop = asyncio.Event()

@@ -16,10 +16,11 @@ from streamrl.errors import ConfigError, SampleError
 from streamrl.permissions import Permissions
 from streamrl.workers.environments.base import Answer
 from streamrl.workers.environments.own import OwnEnvironment, build_children
+from streamrl.workers.environments.own_child import THREADS
 from tests.helpers import wait_until_async
 
 CODE = r"""
-import asyncio, os, time
+import asyncio, os, threading, time
 
 class Echo:
     left = 0
@@ -76,6 +77,25 @@ class Sleeps(Waits):
     def step(self, completion):
         time.sleep(0.5)
         return None, 1.0, True
+
+class Slow:
+    closed, running, most = [], [], 0
+    together = threading.Barrier(64)
+    def __init__(self, *, slow): self.slow = slow
+    def wait(self, method):
+        Slow.running.append(self)
+        Slow.most = max(Slow.most, len(Slow.running))
+        if method == self.slow: time.sleep(0.5)
+        Slow.running.remove(self)
+    def reset(self, row): self.wait("reset")
+    def step(self, completion):
+        if completion == "hang": time.sleep(3600)
+        if completion == "meet": self.together.wait()
+        self.wait("step")
+        return f"{os.getpid()} {len(Slow.closed)} {Slow.most}", 0.0, True
+    def close(self):
+        self.wait("close")
+        Slow.closed.append(self)
 
 class Mute:
     def reset(self, row): pass
@@ -146,6 +166,52 @@ async def test_rollouts_that_wait_do_so_together(start: Start, name: str) -> Non
         began = time.monotonic()
         await asyncio.gather(*(one.step("") for one in rollouts))
         assert time.monotonic() - began < 0.5 * 40 / 2, "not one after the other"
+
+
+@pytest.mark.parametrize("method", ["reset", "step", "close"])
+async def test_a_call_that_waits_for_a_thread_is_not_late(start: Start, method: str) -> None:
+    """The calls take a quarter of their time each, but the last ones begin when it would be over."""
+    async with start("Slow", options={"slow": method}, timeout_s=2.0) as environment:
+        rollouts = await asyncio.gather(*(environment.begin({}) for _ in range(8 * THREADS)))
+        told = await asyncio.gather(*(one.step("") for one in rollouts))
+        for one in rollouts:
+            await one.close()
+        watching = await environment.begin({})
+
+        async def all_closed() -> list[str] | None:
+            process, num_closed, _ = (await watching.step("")).observation.split()
+            return [process] if int(num_closed) == len(rollouts) else None
+
+        processes = await wait_until_async(all_closed, description="all are closed")
+        assert {one.observation.split()[0] for one in told} == set(processes), "in the same process"
+
+
+async def test_threads_that_hang_are_not_among_those_that_a_call_waits_for(start: Start) -> None:
+    async with start("Slow", options={"slow": ""}, timeout_s=5.0) as environment:
+        rollouts = [await environment.begin({}) for _ in range(THREADS)]
+        few = THREADS // 2 - 1
+        hung = await asyncio.gather(*(one.step("hang") for one in rollouts[:few]), return_exceptions=True)
+        assert {str(error) for error in hung} == {"the environment failed in step: no answer within 5 s"}
+        told = await asyncio.gather(*(one.step("meet") for one in rollouts))
+        assert len(told) == THREADS, "all at once"
+
+
+async def test_a_call_whose_caller_has_gone_keeps_its_thread_until_it_ends(start: Start) -> None:
+    async with start("Slow", options={"slow": "reset"}) as environment:
+        watching = await environment.begin({})
+
+        async def most_at_once() -> int:
+            return int((await watching.step("")).observation.split()[-1])
+
+        async def all_begin() -> bool:
+            return await most_at_once() >= THREADS - 1
+
+        gone = [asyncio.create_task(environment.begin({})) for _ in range(THREADS - 1)]
+        await wait_until_async(all_begin, description="all but one of the threads are taken")
+        for begun in gone:
+            begun.cancel()
+        await asyncio.gather(*(environment.begin({}) for _ in range(THREADS)))
+        assert await most_at_once() <= THREADS
 
 
 @pytest.mark.parametrize(

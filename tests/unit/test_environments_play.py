@@ -248,6 +248,7 @@ async def test_where_no_source_applies_a_teacher_teaches_all_the_same_and_nobody
 
     assert ("no reward applies" in group.header.error) == fails
     assert [sample.reward for sample in group.samples] == ([] if fails else [0.0, 0.0])
+    assert ("no reward applies" in answerer.rewards.trouble()) == fails
 
 
 @pytest.mark.parametrize("weight", [1.0, 10.0])

@@ -15,7 +15,7 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardOutage, SampleError
 from streamrl.permissions import Permissions
 from streamrl.workers.environments.base import MAX_GIVEN_CHARS, Answer, EnvironmentDouble, Episode
-from streamrl.workers.environments.remote import ATTEMPTS, RemoteEnvironment, build_remote
+from streamrl.workers.environments.remote import ATTEMPTS, CLOSE_S, RemoteEnvironment, build_remote
 from streamrl.workers.environments.server import EnvironmentApp
 from tests.helpers import wait_until_async
 from tests.http_reward_world import until
@@ -43,6 +43,9 @@ class Services:
     def begin_anew(self, host: str) -> None:
         self.apps = {**getattr(self, "apps", {}), host: EnvironmentApp(self.environments[host], token=self.token)}
 
+    def num_open(self) -> list[int]:
+        return [environment.num_open for environment in self.environments.values()]
+
     async def __call__(self, request: httpx.Request) -> httpx.Response:
         host, path = request.url.host, request.url.path
         self.asked.append((host, path))
@@ -56,6 +59,21 @@ class Services:
         if isinstance(meddled, Exception):
             raise meddled
         return meddled
+
+
+class HangsAtTheEnd(Services):
+    """Does not answer when a rollout is closed."""
+
+    num_cancelled = 0
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path != "/close":
+            return await super().__call__(request)
+        try:
+            return await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
 
 
 @asynccontextmanager
@@ -78,10 +96,12 @@ async def test_a_rollout_stays_with_the_replica_that_began_it_and_is_closed_ther
         told = await asyncio.gather(*(one.step("x") for one in rollouts))
         assert told == [Answer(observation=f"{i}: x", reward=0.5) for i in range(8)]
         assert (await rollouts[0].step("bye")) == Answer(observation="0: bye", reward=1.0, done=True)
-        assert all(environment.num_open for environment in services.environments.values()), "both have some"
-        for one in rollouts:
+        assert all(services.num_open()), "both have some"
+        for one in rollouts[1:]:
             await one.close()
-    assert [environment.num_open for environment in services.environments.values()] == [0, 0]
+        await until(lambda: sum(services.num_open()) == 1, "all but one are closed")
+        await rollouts[0].close()
+    assert services.num_open() == [0, 0], "the last one as the worker leaves"
 
 
 @pytest.mark.parametrize("written", ["in UTF-8", "in escapes"])
@@ -96,6 +116,17 @@ async def test_the_longest_text_that_a_local_environment_may_give_arrives_whatev
         assert await rollout.step("") == Answer(observation=text)
         with pytest.raises(SampleError, match=rf"'observation' has {MAX_GIVEN_CHARS + 1} characters; at most"):
             await rollout.step("x")
+
+
+async def test_a_service_that_hangs_does_not_hold_a_worker_that_leaves() -> None:
+    services, loop = HangsAtTheEnd("one"), asyncio.get_running_loop()
+    async with played_by(services, ONE) as remote:
+        rollouts = [await remote.begin({"name": str(i)}) for i in range(3)]
+        for one in rollouts:
+            await one.close()
+        began = loop.time()
+    assert loop.time() - began < CLOSE_S
+    assert services.num_cancelled == 3
 
 
 async def test_a_step_whose_answer_is_lost_is_asked_for_again_and_played_once() -> None:
@@ -316,17 +347,40 @@ async def test_a_row_that_the_service_cannot_answer_fails_where_nothing_else_is_
                 await rollout.step("x")
 
 
+async def test_a_service_that_answers_nobody_is_away_and_blames_no_row() -> None:
+    """Also where only one rollout is left that asks."""
+    services, hangs = Services("one"), [False]
+    services.meddle = lambda host, path, answer: httpx.ReadTimeout("too late") if hangs[0] else answer
+    async with played_by(services, ONE) as remote:
+        rollouts = [await remote.begin({"name": str(i)}) for i in range(8)]
+        hangs[0] = True
+        outcomes = await asyncio.gather(*(one.step("x") for one in rollouts), return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [RewardOutage] * 8
+        num_before, waiting = len(services.asked), asyncio.create_task(remote.begin({"name": "last"}))
+
+        async def is_asked_often() -> bool:
+            return len(services.asked) - num_before > 2 * ATTEMPTS or waiting.done()
+
+        await wait_until_async(is_asked_often, description="more questions than the rollout has attempts")
+        assert not waiting.done()
+        hangs[0] = False
+        assert (await (await waiting).step("x")).observation == "last: x"
+
+
 class Gateway(Services):
-    """Answers 503 to the completion "bad", after a step of another rollout if there is one."""
+    """Refuses the completion "bad", after a step of another rollout if there is one."""
 
     other: Episode | None = None
+    refusal: Reply = httpx.Response(503)
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
         if b'"bad"' not in request.content:
             return await super().__call__(request)
         if self.other is not None:
             await self.other.step("well")
-        return httpx.Response(503)
+        if isinstance(self.refusal, Exception):
+            raise self.refusal
+        return self.refusal
 
 
 @pytest.mark.parametrize(("others_play", "raised"), [(False, RewardOutage), (True, SampleError)])
@@ -339,6 +393,16 @@ async def test_a_gateway_before_the_only_replica_blames_a_row_only_if_others_get
         services.other = await remote.begin({"name": "b"}) if others_play else None
         with pytest.raises(raised, match="http://one:1: answered 503"):
             await rollout.step("bad")
+
+
+async def test_rows_that_are_late_together_are_blamed_if_others_get_answers() -> None:
+    services = Gateway("one")
+    services.refusal = httpx.ReadTimeout("too late")
+    async with played_by(services, ONE) as remote:
+        rollouts = [await remote.begin({"name": str(i)}) for i in range(4)]
+        services.other = await remote.begin({"name": "b"})
+        outcomes = await asyncio.gather(*(one.step("bad") for one in rollouts), return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [SampleError] * 4
 
 
 async def test_a_worker_asks_those_hosts_alone_that_it_may() -> None:

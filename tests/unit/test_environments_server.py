@@ -10,6 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from streamrl.config import schema
+from streamrl.errors import SampleError
+from streamrl.ops.cli.environment import serve
 from streamrl.process import address_of, bind
 from streamrl.web import serving
 from streamrl.workers.environments.base import Answer, EnvironmentDouble, Episode
@@ -53,6 +56,44 @@ async def test_a_rollout_that_begins_when_its_caller_has_given_up_is_closed() ->
         await until(lambda: app.num_rollouts == environment.num_open == 0, "it is closed")
         assert (await client.post("/reset", json={"row": {"name": "b"}})).status_code == 200
         assert app.num_rollouts == environment.num_open == 1
+
+
+class FailsLate(EnvironmentDouble):
+    """Its turns fail, as soon as they may."""
+
+    def __init__(self) -> None:
+        super().__init__(echo)
+        self.may_fail = asyncio.Event()
+        self.num_turns = 0
+
+    async def begin(self, row: Mapping[str, Any]) -> Episode:
+        return self
+
+    async def step(self, completion: str) -> Answer:
+        self.num_turns += 1
+        await self.may_fail.wait()
+        raise SampleError("KeyError: 'what'")
+
+
+async def test_a_turn_that_failed_when_its_caller_had_given_up_is_not_played_again() -> None:
+    environment = FailsLate()
+    app, bound = EnvironmentApp(environment), bind("127.0.0.1", 0, what="the test")
+    async with serving(app.asgi(), bound), httpx.AsyncClient(base_url=f"http://{address_of(bound)}") as client:
+        begun = (await client.post("/reset", json={"row": {}})).json()
+        turn = {"id": begun["id"], "turn": 1, "completion": "x"}
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/step", json=turn, timeout=0.3)
+        await until(lambda: environment.num_turns, "it is played all the same")
+        environment.may_fail.set()
+        for number in (1, 1, 2):
+            told = await client.post("/step", json={**turn, "turn": number})
+            assert (told.status_code, told.json()) == (422, {"error": "KeyError: 'what'"})
+        assert environment.num_turns == 1
+
+
+def test_a_server_gives_up_before_workers_do() -> None:
+    (default,) = [option.default for option in serve.params if option.name == "timeout_s"]
+    assert default < schema.Environment().timeout_s
 
 
 async def test_rollouts_that_nobody_asks_for_are_closed() -> None:

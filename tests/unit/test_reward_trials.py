@@ -117,6 +117,17 @@ def test_a_row_that_no_source_applies_to_is_told() -> None:
     assert "0.jsonl:1" in found["rewards"].evidence
 
 
+def test_a_held_out_row_that_no_source_applies_to_is_told_also_where_a_teacher_teaches_the_others() -> None:
+    """A teacher scores no validation."""
+    Path("held.jsonl").write_text('{"text": "b", "task": "poem"}\n')
+    settings = {"rewards": {"math": mine("mine.py:math")}, "teacher": {"path": "wise"}}
+    poem = [{"text": "a", "task": "poem"}]
+    assert "rewards" not in tried(settings, poem)
+    found = tried({**settings, "data": {"train": "0.jsonl", "validation": "held.jsonl"}}, poem)
+    assert found["reward math"].level == "ok"
+    assert (found["rewards"].level, "held.jsonl:1" in found["rewards"].evidence) == ("warning", True)
+
+
 async def test_a_judge_of_pairs_is_asked_for_its_score_of_two() -> None:
     async with judges_serving() as judges:
         judge = {"url": judges.url, "model": "wise"}

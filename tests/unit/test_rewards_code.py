@@ -344,6 +344,20 @@ async def test_a_keeper_that_dies_is_an_error_and_the_next_program_has_another()
         assert await reward.score(make_item(ADD, tests=["assert add(1, 1) == 2"])) == 1.0
 
 
+async def test_a_keeper_that_cannot_be_started_for_a_moment_is_no_mistake_of_the_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def refuse(*words: object, **options: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    async with sandbox() as reward:
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "create_subprocess_exec", refuse)
+            with pytest.raises(RewardError, match=r"no process could be started: .*temporarily unavailable"):
+                await reward.start()
+        await reward.start()
+
+
 async def test_a_cell_that_others_kill_is_an_error() -> None:
     async with sandbox(time_s=30.0) as reward:
         running = asyncio.create_task(reward.score(make_item("while True: pass", tests=["pass"])))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.workers.rewards.http_request import FORMS
+from streamrl.workers.rewards.forms import FORMS
 from tests.tiny_rewards import make_item
 
 ITEMS = [make_item("4", prompt="2+2=", answer="4"), make_item("5", prompt="2+2=")]

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from streamrl.errors import ConfigError, RewardError
+from streamrl.config import schema
+from streamrl.config.load import load_config
+from streamrl.config.places import granted
+from streamrl.errors import ConfigError, RewardError, RewardOutage
+from streamrl.permissions import Permissions
+from streamrl.workers.environments.remote import build_remote
+from streamrl.workers.rewards.http_client import build_http_reward, check_host
+from streamrl.workers.rewards.judge import build_judge_reward
 from tests.http_reward_world import connect, lengths, until
 from tests.tiny_rewards import make_item
 
@@ -123,7 +131,7 @@ async def test_what_the_server_refuses_is_asked_once_and_hurts_no_neighbour() ->
     def answer(request: httpx.Request) -> httpx.Response:
         texts = json.loads(request.content)["texts"]
         requests.append(texts)
-        return httpx.Response(422, text="too long") if "bad" in texts else lengths(request)
+        return httpx.Response(422, text="too long" * 1000) if "bad" in texts else lengths(request)
 
     reward = connect(answer, attempts=5)
     scores = await asyncio.gather(
@@ -186,6 +194,40 @@ async def test_a_token_that_is_put_right_needs_no_new_worker(tmp_path: Path) -> 
     await reward.close()
 
 
+async def test_a_token_that_comes_back_in_an_answer_stands_in_no_error(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("marked\n")
+    reward = connect(
+        lambda request: httpx.Response(200, json={"told": request.headers["authorization"]}),
+        token_file=str(tmp_path / "token"),
+    )
+    with pytest.raises(RewardError, match=r'"told":"Bearer \[token\]"'):
+        await reward.score(make_item())
+    assert "marked" not in reward.health().state
+    await reward.close()
+
+
+async def test_nor_does_one_that_is_replaced_while_its_request_is_under_way(tmp_path: Path) -> None:
+    token, numbers = tmp_path / "token", itertools.count()
+    token.write_text("marked\n")
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        token.write_text(f"marked{next(numbers)}\n")
+        return httpx.Response(401, text=f"what is {request.headers['authorization']}?")
+
+    reward = connect(answer, token_file=str(token), outage_s=0.05)
+    with pytest.raises(RewardOutage, match=r"what is Bearer \[token\]\?") as failed:
+        await reward.score(make_item())
+    assert "marked" not in str(failed.value)
+    await reward.close()
+
+
+async def test_a_token_that_is_a_common_word_changes_no_score(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("rewards\n")
+    reward = connect(lengths, token_file=str(tmp_path / "token"))
+    assert await reward.score(make_item("four", prompt="")) == 4.0
+    await reward.close()
+
+
 @pytest.mark.parametrize("content", [None, b"", b"two\nlines", b"\xff\xfe", b"x" * 5000])
 def test_a_file_that_holds_no_token_is_refused(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
@@ -210,6 +252,44 @@ async def test_a_service_may_be_asked_in_another_form_at_its_own_path() -> None:
     assert seen == [("/get_reward", {"query": ["2+2=4"], "prompts": ["2+2="], "labels": ["4"]})]
 
 
+async def test_a_long_sequence_may_have_a_reward_for_each_of_its_tokens() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        [text] = json.loads(request.content)["input"]
+        return httpx.Response(200, json={"data": [{"index": 0, "data": [[-0.12345678901234567]] * len(text)}]})
+
+    reward = connect(answer, form="vllm-pooling")
+    assert await reward.score(make_item("x" * 20_000, prompt="")) == -0.12345678901234567  # a token per character
+    await reward.close()
+
+
 def test_every_replica_needs_this_workers_permission() -> None:
     with pytest.raises(ConfigError, match=r"rewards\.mine\.url: this worker may not send samples to 'elsewhere'"):
         connect(lengths, replicas=("http://elsewhere:1",))
+
+
+@pytest.mark.parametrize("url", ["http://[::1]:8000", "https://[::1]/score", "http://Reward:8000"])
+def test_a_configuration_permits_the_hosts_that_it_names(url: str) -> None:
+    source = f"rewards={{mine: {{type: http, url: '{url}'}}}}"
+    config = load_config("conf/reinforce.yaml", ["model.path=x", source, "reward_server=null"]).config
+    check_host("rewards.mine.url", url, granted(config))
+    with pytest.raises(ConfigError, match="may not send samples"):
+        check_host("rewards.mine.url", url.replace("::1", "::2").replace("Reward", "other"), granted(config))
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.256:8000", "http://reward:1\n", "http://re ward:1"])
+def test_what_is_no_address_is_refused_for_every_kind_of_service(url: str) -> None:
+    allowed = Permissions(hosts=("10.0.0.256", "reward", "re ward"))
+    judge = schema.JudgeReward(type="judge", judges={"one": schema.Judge(url=url, model="m")}, rubric="It is right.")
+    builders: list[Callable[[], object]] = [
+        lambda: build_http_reward("mine", schema.HttpReward(type="http", url=url), allowed, None),
+        lambda: build_judge_reward("mine", judge, allowed),
+        lambda: build_remote(schema.Environment(urls=(url,)), allowed),
+    ]
+    for build in builders:
+        with pytest.raises(ConfigError, match=r"is not the address of a service; expected http://host:port"):
+            build()
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]", "[::1]:8000"])
+def test_a_host_by_its_number_may_be_permitted_in_any_form(host: str) -> None:
+    check_host("rewards.mine.url", "http://[::1]:8000", Permissions(hosts=(host,)))

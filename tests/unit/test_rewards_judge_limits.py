@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import time
 from collections import Counter
 from itertools import pairwise
 from typing import Any
 
+import httpx
 import pytest
 
 from streamrl.errors import RewardError, RewardOutage, TransportError
+from streamrl.permissions import Permissions
+from streamrl.workers.rewards.judge import JudgeReward, build_judge_reward
 from tests.http_reward_world import until
-from tests.judging_world import Asked, Reply, fair, judge_of, judges_serving, worth
+from tests.judging_world import Asked, Reply, fair, judge_of, judges_serving, source_of, worth
 from tests.tiny_rewards import make_item
 
 LIMIT_S = 60.0
 
 
 async def test_who_is_told_to_come_back_later_does_and_it_costs_no_attempt() -> None:
+    later = {"retry-after": "1"}
+    replies = [
+        Reply(status=429, headers=later, body=b"slow down"),
+        Reply(status=429, headers=later, body=b"slow down" * 20_000),
+        Reply(status=429, headers={**later, "content-encoding": "gzip"}, body=gzip.compress(b"slow down")),
+    ]
+
     def limited(asked: Asked) -> Reply:
-        return Reply(status=429, headers={"retry-after": "1"}, body=b"slow down") if asked.number < 3 else fair(asked)
+        return replies[asked.number] if asked.number < 3 else fair(asked)
 
     async with judges_serving(limited) as server:
         reward = judge_of(server.url, attempts=1)
@@ -30,6 +41,29 @@ async def test_who_is_told_to_come_back_later_does_and_it_costs_no_attempt() -> 
     times = [asked.at for asked in server.asked]
     assert len(times) == 4
     assert all(later - earlier >= 0.99 for earlier, later in pairwise(times))
+
+
+async def test_who_waits_for_a_turn_when_another_is_told_to_come_back_later_waits_as_long() -> None:
+    times: list[float] = []
+
+    def limited(request: httpx.Request) -> httpx.Response:
+        times.append(time.monotonic())
+        if len(times) == 1:
+            return httpx.Response(429, headers={"retry-after": "1"})
+        return httpx.Response(200, json={"choices": [{"message": {"content": '{"score": 10}'}}]})
+
+    reward = build_judge_reward(
+        "mine",
+        source_of("http://judge:1", max_requests_per_s=20.0, attempts=1),
+        Permissions(hosts=("judge",)),
+        transport=httpx.MockTransport(limited),  # answers within the turn that asks it, on a busy machine, too
+    )
+    assert isinstance(reward, JudgeReward)
+    scores = await asyncio.wait_for(asyncio.gather(*(reward.score(make_item(str(i))) for i in range(8))), LIMIT_S)
+    await reward.close()
+    assert scores == [1.0] * 8
+    assert times[1] - times[0] >= 0.99
+    assert times[-1] - times[0] >= 0.99 + 6 / 20, "nor do they come all at once then"
 
 
 @pytest.mark.parametrize(

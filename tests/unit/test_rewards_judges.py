@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import ssl
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from streamrl.errors import ConfigError, RewardError
 from streamrl.permissions import Permissions
 from streamrl.workers.rewards.judge import build_judge_reward, majority
+from tests.faults.judged.tls import make_certificate
 from tests.judging_world import (
     Asked,
     Reply,
@@ -230,6 +234,40 @@ async def test_a_key_of_a_variable_goes_along_and_stands_in_no_error(monkeypatch
         await reward.close()
     assert server.asked[0].authorization == "Bearer marked-key-7"
     assert "marked" not in str(failed.value) + reward.health().state
+
+
+@pytest.mark.parametrize("form", ["not a chat completion", "no valid verdict"])
+async def test_nor_does_a_key_that_comes_back_in_an_answer_of_status_200(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "marked-key-7")
+
+    def debugs(asked: Asked) -> Reply:
+        text = f"{'I got your request. ' * 9}{asked.authorization} came with it"  # the cut is within the key
+        return Reply(content=text) if form == "no valid verdict" else Reply(body=json.dumps({"told": text}).encode())
+
+    async with judges_serving(debugs) as server:
+        judges = {"one": {"url": server.url, "model": "wise", "token_env": "JUDGE_KEY"}}
+        reward = build(source_of(judges=judges, attempts=1), environment=("JUDGE_KEY",))
+        with pytest.raises(RewardError, match=rf"{form}: .*I got your request\. Bearer \[to") as failed:
+            await reward.score(make_item())  # type: ignore[union-attr]
+        await reward.close()
+    assert "marked" not in str(failed.value) + reward.health().state
+
+
+async def test_a_judge_whose_certificate_only_this_machine_trusts_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate, key = make_certificate(tmp_path)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+
+    async with judges_serving(tls=tls) as server:
+        assert server.url.startswith("https://")
+        reward = judge_of(server.url, outage_s=1.0)
+        assert await asyncio.wait_for(reward.score(make_item("42")), LIMIT_S) == worth("42")
+        await reward.close()
 
 
 @pytest.mark.parametrize(

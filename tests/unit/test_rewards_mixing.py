@@ -41,6 +41,13 @@ async def test_a_score_beyond_its_limit_is_nonsense_and_fails_the_sample() -> No
         await rewards.score(make_item())
 
 
+async def test_a_sample_that_fails_since_no_source_applies_to_it_is_trouble() -> None:
+    rewards = Rewards({"math": Weighted(reward=RewardDouble(lambda _: None), weight=1.0)})
+    with pytest.raises(RewardError, match="no reward applies to this sample: math returned None for it"):
+        await rewards.score(make_item())
+    assert rewards.trouble().startswith("the last score failed: no reward applies")
+
+
 async def test_an_outage_of_one_source_is_an_outage_and_named() -> None:
     sources = {"one": RewardDouble(), "two": RewardDouble()}
     rewards = Rewards({name: Weighted(reward=source, weight=1.0) for name, source in sources.items()})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from streamrl.errors import RewardError, RewardOutage
 from streamrl.workers.rewards.http_client import HttpReward
@@ -61,22 +63,34 @@ async def test_an_outage_of_all_replicas_costs_no_attempt_and_shows() -> None:
     await reward.close()
 
 
-GATEWAYS = [502, 503, 504]  # which find nobody behind them
+GATEWAYS = [502, 503, 504, 520, 524, 527, 529, 530]  # which find nobody behind them, or who is overloaded
+PAGES = {
+    "short": ({}, b"who are you", "who are you"),
+    "of 6 KB": ({}, b"who are you" + b"!" * 6000, f"who are you{'!' * 189}"),
+    "compressed": ({"content-encoding": "gzip"}, gzip.compress(b"who are you"), "a compressed body"),
+}
 
 
-@pytest.mark.parametrize("status", [302, 401, 403, 404, 405, *GATEWAYS])
-async def test_a_wrong_address_or_token_is_an_outage_that_names_itself_and_costs_no_attempt(status: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "page"),
+    [(status, "short") for status in (302, 401, 403, 404, 405, *GATEWAYS)]
+    + [(status, page) for status in (401, 503) for page in PAGES if page != "short"],
+)
+async def test_a_wrong_address_or_token_is_an_outage_that_names_itself_and_costs_no_attempt(
+    status: int, page: str
+) -> None:
     wrong, num_asked = True, 0
+    headers, body, shown = PAGES[page]
 
     def answer(request: httpx.Request) -> httpx.Response:
         nonlocal num_asked
         num_asked += 1
-        return httpx.Response(status, text="who are you") if wrong else lengths(request)
+        return httpx.Response(status, headers=headers, content=body) if wrong else lengths(request)
 
     reward = connect(answer, attempts=1)
     scores = [asyncio.create_task(reward.score(make_item("x" * length, prompt=""))) for length in range(100)]
     outage = await until(lambda: reward.health().outage, "the outage shows")
-    assert outage == f"http://reward:1/score: answered {status}: who are you"
+    assert outage == f"http://reward:1/score: answered {status}: {shown}"
     assert reward.health().state == f"0 of 1 replicas well; {outage}"
     await until(lambda: num_asked > 10, "it was asked more often than the samples have attempts")
     assert not any(score.done() for score in scores)
@@ -170,6 +184,24 @@ async def test_an_outage_that_does_not_end_is_told_as_one() -> None:
     with pytest.raises(RewardOutage, match=r"no replica answered for 0\.05 s: http://reward:1/score: ConnectError"):
         await reward.score(make_item())
     await reward.close()
+
+
+async def test_an_address_that_only_the_client_knows_to_be_none_is_an_outage_that_names_itself() -> None:
+    reward = connect(lengths, url="http://reward:1/" + "x" * 70_000, outage_s=0.05)
+    with pytest.raises(RewardOutage, match=r"InvalidURL: URL too long"):
+        await reward.score(make_item())
+    await reward.close()
+
+
+async def test_an_error_that_nobody_foresaw_is_named_to_its_sample_and_logged() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        raise ZeroDivisionError("by nothing")
+
+    reward = connect(answer)
+    with capture_logs() as logs, pytest.raises(RewardError, match=r"ZeroDivisionError: by nothing"):
+        await reward.score(make_item())
+    await reward.close()
+    assert [(line["event"], line["exc_info"]) for line in logs] == [("reward_request_failed", True)]
 
 
 async def test_who_shares_a_request_with_what_is_refused_does_not_sit_out_the_next_outage_after_it() -> None:

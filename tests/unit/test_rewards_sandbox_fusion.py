@@ -124,3 +124,14 @@ def test_tests_of_a_service_that_runs_no_programs_are_a_mistake() -> None:
     loaded = load_config("conf/reinforce.yaml", ["model.path=x", words, "reward_server=null"])
     with pytest.raises(ConfigError, match=r"rewards\.judge\.tests = a map: apply only to form = sandbox-fusion"):
         check_config(loaded.config, loaded.origin)
+
+
+@pytest.mark.parametrize(("time_s", "timeout_s"), [(30.0, 30.0), (40.0, 30.0)])
+def test_a_program_that_loops_must_have_its_time_before_its_request_is_given_up(
+    time_s: float, timeout_s: float
+) -> None:
+    limits = f"tests: {{time_s: {time_s}}}, timeout_s: {timeout_s}"
+    words = f"rewards={{right: {{type: http, url: 'http://h:1', form: sandbox-fusion, {limits}}}}}"
+    loaded = load_config("conf/reinforce.yaml", ["model.path=x", words, "reward_server=null"])
+    with pytest.raises(ConfigError, match=rf"rewards\.right\.timeout_s = {timeout_s}: .*tests\.time_s = {time_s:g}"):
+        check_config(loaded.config, loaded.origin)

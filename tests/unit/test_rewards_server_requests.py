@@ -16,6 +16,7 @@ import pytest
 from streamrl.workers.reward_server.batcher import Batcher, Row, ScoringModelDouble
 from streamrl.workers.reward_server.server import MAX_BODY_BYTES, MAX_PENDING_ROWS, MAX_ROWS, RewardApp
 from tests.helpers import wait_until, wait_until_async
+from tests.made_pages import for_prometheus, told_for_prometheus
 
 
 @pytest.fixture
@@ -68,6 +69,11 @@ async def test_metrics_count_what_was_asked_and_scored(client: httpx.AsyncClient
         "streamrl_reward_request_seconds_count 2.0",
     ):
         assert line in lines
+
+
+async def test_the_page_names_the_metrics_that_the_server_has(client: httpx.AsyncClient) -> None:
+    await client.post("/score", json={"texts": ["a"]})
+    assert for_prometheus((await client.get("/metrics")).text) == told_for_prometheus("reward server")
 
 
 @pytest.mark.parametrize(

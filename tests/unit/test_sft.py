@@ -156,6 +156,17 @@ def test_a_template_that_writes_earlier_turns_anew_is_refused(tmp_path: Path) ->
         read_rows(write_rows(tmp_path / "data.jsonl", {"messages": turns}), tokenizer, [1], max_tokens=200)
 
 
+def test_messages_that_lack_what_the_template_writes_are_named_with_their_line(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    written = "{{ m.tool_calls[0].function.arguments | tojson }}"
+    tokenizer.chat_template = TEMPLATE + f"{{% for m in messages if m.tool_calls %}}{written}{{% endfor %}}"
+    called = {"role": "assistant", "content": "b", "tool_calls": [{"function": {"name": "now"}}]}
+    path = write_rows(tmp_path / "data.jsonl", {"messages": [{"role": "user", "content": "a"}, called]})
+
+    with pytest.raises(DataError, match=r"data.jsonl:1: the tokenizer's chat template refuses .*Undefined"):
+        read_rows(path, tokenizer, [1], max_tokens=200)
+
+
 def test_rows_that_are_too_long_are_left_out_and_counted(settings: Settings) -> None:
     outcome = train(replace(settings, max_tokens=12), lambda _: None)
 

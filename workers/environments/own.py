@@ -13,16 +13,18 @@
         async def rollout(self, session, row) -> float: ...
 
 A class with `step` gets one instance per rollout. Its methods may be `async def`; others run in threads of the child,
-so a method that waits blocks no other rollout. A rollout stays with the child that began it, which holds its state:
-when a child dies, or is killed because an answer was late, its rollouts are lost. They count as failed samples, and a
-new child starts.
+so a method that waits blocks no other rollout. A call that needs a thread waits here until one is free, and only then
+its time begins. A rollout stays with the child that began it, which holds its state: when a child dies, or is killed
+because an answer was late, its rollouts are lost. They count as failed samples, and a new child starts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Mapping
+from asyncio.subprocess import Process
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -124,7 +126,7 @@ class Place:
                 except OSError as error:
                     raise NoProcess(f"no process could be started: {error}") from None
                 try:
-                    self._child = await Child.begin(
+                    self._child = await OwnChild.begin(
                         self._settings, _CHILD, door=self._door.theirs.fileno(), max_answer_bytes=MAX_ANSWER_BYTES
                     )
                 except BaseException:
@@ -143,6 +145,47 @@ class Place:
             await self._child.close()
         if self._door is not None:
             self._door.close()
+
+
+class OwnChild(Child):
+    """A child with THREADS threads for calls. A call holds its thread until it ends, even if its caller has gone."""
+
+    def __init__(self, process: Process, *, description: dict[str, Any], timeout_s: float) -> None:
+        super().__init__(process, description=description, timeout_s=timeout_s)
+        self._free_threads = asyncio.Semaphore(THREADS)
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def call(self, arguments: tuple[Any, ...], *, timeout_s: float | None = None) -> Any:
+        if not self._needs_thread(arguments):
+            return await super().call(arguments, timeout_s=timeout_s)
+        await self._free_threads.acquire()
+        call = self._in_background(super().call(arguments, timeout_s=timeout_s), arguments)
+        call.add_done_callback(lambda _: self._free_threads.release())
+        return await asyncio.shield(call)
+
+    def notify(self, arguments: tuple[Any, ...]) -> None:
+        if self._needs_thread(arguments):
+            self._in_background(self._call_unanswered(arguments), arguments)
+        else:
+            super().notify(arguments)
+
+    async def close(self) -> None:
+        await super().close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _needs_thread(self, arguments: tuple[Any, ...]) -> bool:
+        return arguments[0] in self.description["in_threads"]
+
+    def _in_background(self, work: Coroutine[Any, Any, Any], arguments: tuple[Any, ...]) -> asyncio.Task[Any]:
+        command, number, _ = arguments
+        task = asyncio.create_task(work, name=f"{command} {number}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _call_unanswered(self, arguments: tuple[Any, ...]) -> None:
+        with contextlib.suppress(CallFailed):
+            await self.call(arguments)
 
 
 class OwnEnvironment:

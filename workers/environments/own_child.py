@@ -1,20 +1,21 @@
 """The child process in which rollouts of a user's environment or agent run. Calls arrive on one pipe, answers leave on
 another, as for reward functions (`workers.confined.function_child`).
 
-    class       any number of rollouts, each with its own instance and one call at a time; `close` drops it
+    class       any number of rollouts, each with its own instance and one call at a time; `close` drops it. The worker
+                has at most THREADS calls of plain methods here at once, so that none of them waits for a thread
     agent       `rollout` runs it for a session and a row; `end` cancels it and waits until it has ended
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO
 
 from streamrl.recipe.environments import ENVIRONMENTS
@@ -41,18 +42,20 @@ class Session:
 class Games:
     """Rollouts of a class with `step`."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: partial[Any]) -> None:
         self._make = make
+        methods = {name: getattr(make.func, name, None) for name in ("reset", "step", "close")}
+        is_async = inspect.iscoroutinefunction
+        self.in_threads = [name for name, method in methods.items() if method and not is_async(method)]
         self._rollouts: dict[int, Any] = {}
-        self._threads = ThreadPoolExecutor(THREADS)
+        self._threads = ThreadPoolExecutor(THREADS + _MAX_HANGING)
         self._given_up: list[Future[Any]] = []  # cancelled calls whose threads may still run: nothing can stop them
 
     async def answer(self, command: str, rollout: int, argument: Any) -> Any:
         if command == "close":
             instance = self._rollouts.pop(rollout, None)
             if hasattr(instance, "close"):
-                with contextlib.suppress(BaseException):  # nobody awaits the result
-                    await self._call(instance.close)
+                await self._call(instance.close)
             return None
         if command == "reset":
             instance = self._rollouts[rollout] = await self._call(self._make)
@@ -81,6 +84,8 @@ class Games:
 
 class Agents:
     """Rollouts of a function, or of a method of the process's single instance."""
+
+    in_threads: Sequence[str] = ()  # the worker counts the threads of these itself
 
     def __init__(self, function: Callable[..., Any], *, is_async: bool) -> None:
         self._function, self._is_async = function, is_async
@@ -138,7 +143,8 @@ def main() -> None:
     except BaseException as error:  # noqa: BLE001 - user code may raise anything while it is imported
         write_answer(answers, {"error": describe(error)})
         return
-    write_answer(answers, {"concurrent": True, "agent": has_agent, "async": is_async})
+    facts = {"concurrent": True, "agent": has_agent, "async": is_async, "in_threads": handler.in_threads}
+    write_answer(answers, facts)
     # The worker ends an agent that is late.
     asyncio.run(_serve(handler, calls, answers, timeout_s=None if has_agent else setup["timeout_s"]))
 
@@ -169,11 +175,11 @@ def _agent(found: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..
     return bind(found, options, "session", "row")
 
 
-def _checked(make: Any, target: str) -> Callable[[], Any]:
+def _checked(make: partial[Any], target: str) -> partial[Any]:
     missing = [name for name in ("reset", "step") if not callable(getattr(make.func, name, None))]
     if missing:
         raise TypeError(f"{target} has no method {' and no '.join(missing)}")
-    return make  # type: ignore[no-any-return]
+    return make
 
 
 async def _serve(handler: Games | Agents, calls: BinaryIO, answers: BinaryIO, *, timeout_s: float | None) -> None:

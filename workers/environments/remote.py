@@ -7,7 +7,8 @@
     begin ──► any healthy replica; if none, wait up to `outage_s` ──► RewardOutage: the ticket goes back
     step  ──► only the replica that began it ──┬─ reply lost: retry with the same turn, which is played once
                                                ├─ still too late, malformed or a 500 after ATTEMPTS: this sample fails
-                                               └─ replica gone, and its rollouts with it: this sample fails
+                                               └─ replica gone, or it answers nobody, so its rollouts are lost: this
+                                                  sample fails
 
 If the whole service is gone, the rollout's ticket goes back instead, as in an outage: a restart of the service fails
 no prompt. Answers are not trusted, like those of reward services: time, size and form are checked.
@@ -27,15 +28,17 @@ import httpx
 from streamrl.config import schema
 from streamrl.errors import RewardOutage, SampleError
 from streamrl.permissions import Permissions
+from streamrl.tasks import cancel_all
 from streamrl.workers.environments.base import MAX_ANSWER_BYTES, Answer, Episode, read_answer, read_text
 from streamrl.workers.rewards.asking import FIRST_PAUSE_S
 from streamrl.workers.rewards.http_client import check_host
-from streamrl.workers.rewards.http_request import Refused, TryAgain, make_client, post, printable
+from streamrl.workers.rewards.http_request import Refused, TryAgain, make_client, post
 from streamrl.workers.rewards.replicas import Replica, Replicas
 
 ATTEMPTS = 5  # failed attempts per call: those that reached a replica, and for a step all of them
 _LONGEST_PAUSE_S = 5.0
-_CLOSE_S = 5.0
+CLOSE_S = 5.0  # for closing one rollout
+_LEAVE_S = 1.0  # for closing all that are left when the worker ends, within its grace period
 
 
 def build_remote(
@@ -69,7 +72,7 @@ class RemoteEnvironment:
         loop = asyncio.get_running_loop()
         until = loop.time() + self._settings.outage_s
         last: Replica | None = None
-        attempts = 0
+        attempts, call = 0, object()
         while attempts < ATTEMPTS:
             if last is not None and self._replicas.num_well:
                 await self._pause(attempts)
@@ -83,7 +86,7 @@ class RemoteEnvironment:
                 return _RemoteEpisode(self, replica, *_opening(answer))
             except TryAgain as error:
                 last, reason = replica, f"{replica.url}: {error}"
-                attempts += _blames_row(error, others_answered=replica.num_answered > num_answered)
+                attempts += _blames_row(error, replica, call, others_answered=replica.num_answered > num_answered)
             except Refused as error:
                 raise SampleError(f"the environment failed in reset: {error}") from None
         raise SampleError(f"the environment failed in reset: {reason} ({attempts} attempts)")
@@ -91,7 +94,7 @@ class RemoteEnvironment:
     async def step(self, replica: Replica, question: Mapping[str, Any]) -> Answer:
         loop = asyncio.get_running_loop()
         until = loop.time() + self._settings.outage_s
-        attempts, reason, rest_s, blames_row = 0, "", 0.0, False
+        attempts, call, reason, rest_s, blames_row = 0, object(), "", 0.0, False
         while attempts < ATTEMPTS and loop.time() < until:
             if reason:
                 await self._pause(attempts, after_s=min(rest_s, until - loop.time()))
@@ -102,7 +105,7 @@ class RemoteEnvironment:
             except TryAgain as error:
                 reason, rest_s = str(error), error.rest_s or 0.0
                 attempts += error.rest_s is None
-                blames_row = _blames_row(error, others_answered=replica.num_answered > num_answered)
+                blames_row = _blames_row(error, replica, call, others_answered=replica.num_answered > num_answered)
             except Refused as error:
                 if not error.gone:
                     raise SampleError(f"the environment failed in step: {error}") from None
@@ -117,9 +120,9 @@ class RemoteEnvironment:
         with self._replicas.asking(replica):
             body = await post(self._client, url, question, timeout_s=timeout_s, max_bytes=MAX_ANSWER_BYTES)
             with contextlib.suppress(ValueError, RecursionError):
-                if isinstance(answer := json.loads(body), dict):
+                if isinstance(answer := json.loads(body.content), dict):
                     return answer
-            raise TryAgain(f"the answer is not a JSON object: {printable(body)}", answered=True)
+            raise TryAgain(f"the answer is not a JSON object: {body.shown()}", answered=True)
 
     def ended_in_order(self) -> None:
         """Note that the service keeps its rollouts again."""
@@ -132,13 +135,15 @@ class RemoteEnvironment:
         closing.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=_LEAVE_S)
+        await cancel_all(list(self._closing))
         await self._client.aclose()
 
     async def _close_at(self, replica: Replica, number: str) -> None:
         with contextlib.suppress(TryAgain, Refused):
             question = {"id": number}
-            await post(self._client, f"{replica.url}/close", question, timeout_s=_CLOSE_S, max_bytes=MAX_ANSWER_BYTES)
+            await post(self._client, f"{replica.url}/close", question, timeout_s=CLOSE_S, max_bytes=MAX_ANSWER_BYTES)
 
     def _lost(self, reason: str) -> Exception:
         """Return the error for a lost rollout. While no replica keeps its rollouts, and for less than `outage_s`, no
@@ -174,9 +179,18 @@ class _RemoteEpisode:
         self._environment.forget(self._replica, self._number)
 
 
-def _blames_row(error: TryAgain, *, others_answered: bool) -> bool:
-    """A gateway without a backend says nothing about this row, unless other calls get answers there meanwhile."""
-    return error.reached and error.rest_s is None and (others_answered or not error.backend_down)
+def _blames_row(error: TryAgain, replica: Replica, call: object, *, others_answered: bool) -> bool:
+    """Return whether the row is to blame for a failed attempt of this call. If other calls get answers there meanwhile,
+    it is. If not, a gateway without a backend says nothing about it, nor does a replica that leaves others without an
+    answer, too: whether at once or one after the other, since it last answered."""
+    if not error.reached or error.rest_s is not None:
+        return False
+    if others_answered or error.answered:
+        return True
+    if error.backend_down:
+        return False
+    replica.unanswered.add(call)
+    return replica.unanswered == {call}
 
 
 def _opening(answer: Mapping[str, Any]) -> tuple[str, str]:

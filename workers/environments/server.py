@@ -1,8 +1,9 @@
 """The server side of `remote`: serves a user's environment class over HTTP, in processes with the limits of a worker.
 
-Each answer is kept until the next turn: a caller whose reply was lost repeats the turn and gets the same answer, and
-nothing is played twice. Rollouts idle for `idle_s` are closed. Status 422: the fault of the user's code or the request;
-410: no such rollout here, because it was closed or the service restarted.
+The outcome of each turn is kept until the next: a caller whose reply was lost repeats the turn and gets the same answer
+or error, and nothing is played twice. A rollout that failed plays no further turn. Rollouts idle for `idle_s` are
+closed. Status 422: the fault of the user's code or the request; 410: no such rollout here, because it was closed or the
+service restarted.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _STOP_TIMEOUT_S = 10
 class _Rollout:
     episode: Episode
     last_used: float
-    turn: int = 0  # the last turn played
-    answer: Answer = field(default_factory=Answer)  # its answer
+    turn: int = 0  # the last turn that was begun
+    outcome: Answer | SampleError = field(default_factory=Answer)  # of that turn
     turns: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -122,12 +123,17 @@ class EnvironmentApp:
             raise HTTPException(410, "no such rollout here")
         rollout.last_used = self._clock()
         async with rollout.turns:
-            if turn == rollout.turn + 1:
-                rollout.answer = await rollout.episode.step(completion)
-                rollout.turn = turn
-            elif turn != rollout.turn:
+            if turn == rollout.turn + 1 and isinstance(rollout.outcome, Answer):
+                rollout.turn, rollout.outcome = turn, SampleError("the turn was not played to its end")
+                try:
+                    rollout.outcome = await rollout.episode.step(completion)
+                except SampleError as error:
+                    rollout.outcome = error
+            answer = rollout.outcome
+            if isinstance(answer, SampleError):
+                raise HTTPException(422, str(answer))
+            if turn != rollout.turn:
                 raise HTTPException(422, f"turn {turn} does not follow turn {rollout.turn}")
-        answer = rollout.answer
         return {"observation": answer.observation or None, "reward": answer.reward, "done": answer.done}
 
     async def _close(self, body: dict[str, Any]) -> dict[str, Any]:

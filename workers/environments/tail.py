@@ -51,9 +51,9 @@ class Tail:
 
     def _rendered(self, messages: Sequence[Any]) -> str:
         """Render the messages up to where the next answer begins."""
-        from jinja2 import TemplateError  # installed with transformers, which a worker checks for at start
+        from streamrl.chat_templates import TEMPLATE_ERRORS  # needs transformers, checked for at start
 
         try:
             return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
-        except (TemplateError, ValueError, TypeError) as error:  # templates may access what is missing
+        except TEMPLATE_ERRORS as error:
             raise SampleError(f"the chat template rejects the environment's text: {error}") from None

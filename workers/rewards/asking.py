@@ -20,11 +20,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+import structlog
+
 from streamrl.errors import RewardError, RewardOutage, UserError
 from streamrl.workers.rewards.base import Health
 from streamrl.workers.rewards.http_request import Refused, TryAgain
 from streamrl.workers.rewards.replicas import Replica, Replicas
 
+log = structlog.get_logger(__name__)
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0  # between attempts
 Row = TypeVar("Row")
 Result = TypeVar("Result")
@@ -58,10 +61,11 @@ class Service(Generic[Row, Result]):
         *,
         max_rows: int,  # per request
         kind: Callable[[Row], object] = lambda row: None,  # a request has rows of one kind
+        per_s: float | None = None,  # the most requests per second
         first_pause_s: float,
     ) -> None:
         self._request, self._patience, self._max_rows, self._kind = request, patience, max_rows, kind
-        self._replicas = Replicas(urls, first_pause_s=first_pause_s)
+        self._replicas = Replicas(urls, per_s=per_s, first_pause_s=first_pause_s)
         self._first_pause_s = first_pause_s
         self._answered: list[Row] = []  # the row answered last; empty at first
         self._waiting: list[_Waiting[Row, Result]] = []
@@ -106,6 +110,9 @@ class Service(Generic[Row, Result]):
             await self._answer(batch)
         except (RewardOutage, UserError) as error:
             _fail(batch, error)
+        except Exception as error:  # a bug costs these samples, and says so
+            log.exception("reward_request_failed")
+            _fail(batch, RewardError(f"{type(error).__name__}: {error}"))
         finally:
             _fail(batch, RewardError("the request was cancelled"))  # so that no entry waits for ever
 

@@ -22,12 +22,12 @@ def ends_of(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> Mapp
 
 def after_an_answer(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return what the chat template writes from an answer's end on; empty if that cannot be told."""
-    from jinja2 import TemplateError  # installed with transformers
+    from streamrl.chat_templates import TEMPLATE_ERRORS  # needs transformers
 
     if not tokenizer.chat_template:
         return ""
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False)).partition(_MARK)[2]
-    except (TemplateError, ValueError, TypeError):  # templates may access what is missing
+    except TEMPLATE_ERRORS:
         return ""

@@ -17,7 +17,7 @@ from streamrl.config.places import SANDBOX
 from streamrl.errors import ConfigError, RewardError
 from streamrl.permissions import Permissions
 from streamrl.workers.rewards.base import Health, ScoreItem
-from streamrl.workers.rewards.child import CallFailed, Child
+from streamrl.workers.rewards.child import CallFailed, Child, NoProcess
 from streamrl.workers.rewards.code_tests import Case, Ending, Outcome, judge, score_of
 
 _KEEPER = "streamrl.workers.confined.sandbox_keeper"
@@ -35,6 +35,10 @@ def build_code_reward(name: str, source: schema.CodeReward, permissions: Permiss
     return CodeReward(source, key=f"rewards.{name}")
 
 
+class _NoKeeper(RewardError):
+    """No process was to be had for the keeper, perhaps for a moment: nothing is known of this machine's sandbox."""
+
+
 class CodeReward:
     def __init__(self, source: schema.CodeReward, *, key: str, keeper: str = _KEEPER) -> None:
         self._source, self._key = source, key
@@ -44,6 +48,8 @@ class CodeReward:
         """Run a probe that tries what is forbidden, and prints. ConfigError if this machine cannot confine it."""
         try:
             await self._cells.prove()
+        except _NoKeeper as error:
+            raise RewardError(f"{self._key}: {error}") from None
         except RewardError as error:
             await self._cells.close()
             raise ConfigError(f"{self._key}: this machine cannot confine programs: {error}; {_SERVICE}") from None
@@ -88,7 +94,8 @@ class Cells:
                 keeper = await self._live_keeper()
                 result = await keeper.call((run, patience_s), timeout_s=patience_s + _GRACE_S)
             except CallFailed as failed:
-                raise RewardError(f"the sandbox failed: {failed}") from None
+                kind = _NoKeeper if isinstance(failed, NoProcess) else RewardError
+                raise kind(f"the sandbox failed: {failed}") from None
         stdout = base64.b64decode(result.pop("stdout")).decode(errors="replace")
         return Ending(ended=result["ended"], why=str(result.get("why", "")), stdout=stdout, seconds=result["seconds"])
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import httpx
 
 from streamrl.config import schema
-from streamrl.config.places import LOCAL_REWARD_SERVER
+from streamrl.config.places import ADDRESS, LOCAL_REWARD_SERVER, split_address
 from streamrl.errors import ConfigError
 from streamrl.permissions import Permissions
 from streamrl.workers.rewards.asking import FIRST_PAUSE_S, Service
 from streamrl.workers.rewards.base import Health, ScoreItem
-from streamrl.workers.rewards.http_request import FORMS, Form, ask, make_client
+from streamrl.workers.rewards.forms import FORMS, Form
+from streamrl.workers.rewards.http_request import ask, make_client
 from streamrl.workers.rewards.sandbox_fusion import ask_programs
 
 MAX_ROWS = 64  # per request
@@ -51,15 +52,12 @@ def _address(key: str, url: str, form: Form, permissions: Permissions, local_rew
 
 
 def check_host(key: str, url: str, permissions: Permissions) -> None:
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        parts, port = SplitResult("", "", "", "", ""), None
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username is not None:
-        raise ConfigError(f"{key}: {url!r} is not the address of a service; expected http://host:port")
+    parts = split_address(url)
+    if parts is None or parts.hostname is None or parts.query or parts.username is not None:
+        raise ConfigError(f"{key}: {url!r} is not the address of a service; expected {ADDRESS}")
+    names = {parts.hostname, f"[{parts.hostname}]"}  # an IPv6 address stands in brackets before a port
     allowed = {host.lower() for host in permissions.hosts}
-    if not allowed & {parts.hostname, f"{parts.hostname}:{port}"}:
+    if not allowed & (names | {f"{name}:{parts.port}" for name in names}):
         raise ConfigError(
             f"{key}: this worker may not send samples to {parts.hostname!r}; to allow it, start the worker "
             f"with --allow-host {parts.hostname}"

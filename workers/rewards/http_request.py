@@ -1,19 +1,7 @@
 """Sends one request to a reward service and validates its answer: the scores of its rows, or why there are none.
 
 One deadline covers the whole request, the answer's size is capped, redirects are not followed and compression is not
-accepted.
-
-The supported request forms, each beside its answer:
-
-    streamrl       POST /score       {"texts": [...]}                                   {"rewards": [...]}
-    openrlhf       POST /get_reward  {"query": [...], "prompts": [...], "labels": [...]} {"rewards": [...]}
-    vllm-classify  POST /classify    {"input": [...], "use_activation": false}          {"data": [{"index", "probs"}]}
-    vllm-pooling   POST /pooling     {"input": [...], "use_activation": false}          {"data": [{"index", "data"}]}
-
-A query is prompt and completion concatenated; a chat is written to its end (`rewards.chats`), and vLLM is told not to
-add special tokens to it. `labels` are the rows' field `answer`, null if a row has none. vLLM is asked for the model's
-raw output, before any sigmoid, which is what a reward is. From a model of token rewards, with one number per token, the
-last one counts. A malformed answer is a ValueError; whether its numbers are finite is checked by the caller.
+accepted. An error's status counts whatever its page looks like.
 
 The bearer token that reward servers and clients share is kept in a file, never in a configuration, an argument or a
 log.
@@ -25,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import os
+import ssl
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -39,15 +28,17 @@ import httpx
 from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.workers.rewards.base import ScoreItem
+from streamrl.workers.rewards.forms import FORMS, Form
 
 _CONNECT_TIMEOUT_S = 5.0
 _MAX_ANSWER_BYTES = 4096  # in addition to what the form allows per row
 _MAX_REASON_CHARS = 200
+_MAX_PAGE_BYTES = 1 << 16  # read of an error's page; far more than is shown, so that no token is cut in half
 _GONE = 410
 _REFUSALS = (400, 413, 422, _GONE)  # the service has read the request; a retry would get the same answer
 _RATE_LIMITED = 429
 _LONGEST_REST_S = 3600.0  # cap on `retry-after`, which may have been meant in milliseconds
-_BACKEND_DOWN = (502, 503, 504)
+_BACKEND_DOWN = (502, 503, 504, *range(520, 528), 529, 530)  # the latter are Cloudflare's; 529: overloaded
 _TEMPORARY = (408, *_BACKEND_DOWN)
 
 
@@ -92,9 +83,19 @@ class Token(httpx.Auth):
             with contextlib.suppress(ConfigError):  # unreadable now: report the service's refusal instead
                 self._token = self._read()
 
-    def hidden(self, text: str) -> str:
-        """Remove the token from a text: some services echo a token that they reject."""
-        return text.replace(self._token, "[token]")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """What a service answered. It may contain the token: some services echo what they were sent."""
+
+    content: bytes
+    token: str  # sent with the request; empty: none
+
+    def shown(self, part: str | None = None) -> str:
+        """Return the beginning of it, or of a part of it, for an error: printable, and without the token."""
+        text = self.content.decode(errors="replace") if part is None else part
+        text = text.replace(self.token, "[token]") if self.token else text
+        return "".join(character if character.isprintable() else " " for character in text[:_MAX_REASON_CHARS])
 
 
 def make_client(
@@ -111,15 +112,22 @@ def make_client(
         auth = Token(partial(read_token, source.token_file, key=f"{key}.token_file"))
     elif isinstance(source, schema.Judge) and source.token_env is not None:
         auth = Token(partial(token_in, source.token_env, key=f"{key}.token_env"))
+    limits = httpx.Limits(max_connections=max_connections)
     return httpx.AsyncClient(
         auth=auth,
         headers={"accept-encoding": "identity", "content-type": "application/json"},
         timeout=httpx.Timeout(timeout_s, connect=min(_CONNECT_TIMEOUT_S, timeout_s)),
-        limits=httpx.Limits(max_connections=max_connections),
         follow_redirects=False,
         trust_env=False,  # use no proxy and no .netrc password from the environment
-        transport=transport,
+        transport=transport or httpx.AsyncHTTPTransport(verify=_trusted(), limits=limits),
     )
+
+
+def _trusted() -> ssl.SSLContext:
+    """Trust the public authorities, the machine's, and those of SSL_CERT_FILE and SSL_CERT_DIR."""
+    context = httpx.create_ssl_context(trust_env=False)
+    context.load_default_certs()
+    return context
 
 
 async def ask(
@@ -127,28 +135,30 @@ async def ask(
 ) -> list[float]:
     """Return one number per item, none beyond the source's `max_abs`. Raises TryAgain or Refused."""
     form = FORMS[source.form]
-    max_bytes = _MAX_ANSWER_BYTES + form.max_answer_bytes_per_row * len(items)
+    max_bytes = _MAX_ANSWER_BYTES + sum(map(form.max_answer_bytes, items))
     body = await post(client, url, form.request(items), timeout_s=source.timeout_s, max_bytes=max_bytes)
     return _read_scores(form, body, len(items), source.max_abs)
 
 
 async def post(
     client: httpx.AsyncClient, url: str, question: Mapping[str, Any], *, timeout_s: float, max_bytes: int
-) -> bytes:
+) -> Body:
     """Return the body of a 200 response. Raises TryAgain or Refused."""
     content = json.dumps(question).encode()
     try:
         # httpx bounds each read; only this bounds a server that sends a byte now and then.
         async with asyncio.timeout(timeout_s), client.stream("POST", url, content=content) as response:
-            body = await _read(response, max_bytes)
+            content = await (_read(response, max_bytes) if response.status_code == 200 else _read_page(response))
     except TimeoutError:
         raise TryAgain(f"no answer within {timeout_s:g} s") from None
-    except httpx.HTTPError as error:
-        reached = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        reached = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.InvalidURL)
         raise TryAgain(f"{type(error).__name__}: {error}", reached=reached) from None
+    # Not the token of the file, which may have been replaced since.
+    body = Body(content=content, token=response.request.headers.get("authorization", "").removeprefix("Bearer "))
     if response.status_code == 200:
         return body
-    reason = f"answered {response.status_code}: {printable(_without_token(client, body))}"
+    reason = f"answered {response.status_code}: {body.shown()}"
     if response.status_code in _REFUSALS:
         raise Refused(f"{url}: {reason}", gone=response.status_code == _GONE)
     if response.status_code == _RATE_LIMITED:
@@ -160,10 +170,6 @@ async def post(
         backend_down=backend_down,
         answered=response.status_code >= 500 and not is_temporary,
     )
-
-
-def _without_token(client: httpx.AsyncClient, body: bytes) -> bytes:
-    return client.auth.hidden(body.decode(errors="replace")).encode() if isinstance(client.auth, Token) else body
 
 
 def _rest_s(retry_after: str) -> float:
@@ -187,102 +193,34 @@ async def _read(response: httpx.Response, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def _read_scores(form: Form, body: bytes, count: int, max_abs: float) -> list[float]:
+async def _read_page(response: httpx.Response) -> bytes:
+    """Read the beginning of an error's page. Whatever its size and coding, the status counts."""
+    if "content-encoding" in response.headers:
+        return b"a compressed body"
+    page = bytearray()
+    async for part in response.aiter_bytes():
+        page += part
+        if len(page) > _MAX_PAGE_BYTES:
+            break
+    return bytes(page)
+
+
+def _read_scores(form: Form, body: Body, count: int, max_abs: float) -> list[float]:
     try:
-        answer: Any = json.loads(body)
+        answer: Any = json.loads(body.content)
     except (ValueError, RecursionError):
-        raise TryAgain(f"the answer is not JSON: {printable(body)}", answered=True) from None
+        raise TryAgain(f"the answer is not JSON: {body.shown()}", answered=True) from None
     try:
         scores = form.numbers(answer, count)
     except ValueError as error:
-        raise TryAgain(f"malformed answer: {error}: {printable(body)}", answered=True) from None
+        raise TryAgain(f"malformed answer: {error}: {body.shown()}", answered=True) from None
     # The comparison is false for NaN; an integer with a thousand digits would not fit a float.
     if any(type(score) not in (int, float) or not abs(score) <= sys.float_info.max for score in scores):
-        raise TryAgain(f"answered rewards that are not finite numbers: {printable(body)}", answered=True)
+        raise TryAgain(f"answered rewards that are not finite numbers: {body.shown()}", answered=True)
     if any(abs(score) > max_abs for score in scores):
-        reason = f"answered rewards beyond the source's max_abs of {max_abs:g}: {printable(body)}"
+        reason = f"answered rewards beyond the source's max_abs of {max_abs:g}: {body.shown()}"
         raise TryAgain(reason, answered=True)
     return [float(score) for score in scores]
-
-
-def printable(body: bytes) -> str:
-    text = body[:_MAX_REASON_CHARS].decode("utf-8", errors="replace")
-    return "".join(character if character.isprintable() else " " for character in text)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    path: str  # appended if the service's address has no path
-    request: Callable[[Sequence[ScoreItem]], dict[str, Any]]
-    rows: str  # the answer's key that holds one row per sample
-    indexed: bool = False  # each row carries its index
-    number: Callable[[Any], Any] = lambda row: row  # extracts a row's number; ValueError if it has none
-    max_answer_bytes_per_row: int = 512
-
-    def numbers(self, answer: Any, count: int) -> list[Any]:
-        """Extract `count` numbers from the answer, in order. ValueError if it is malformed."""
-        rows = answer.get(self.rows) if isinstance(answer, dict) else None
-        if not isinstance(rows, list) or len(rows) != count:
-            raise ValueError(f"no list of {count} {self.rows}")
-        if self.indexed and [row.get("index") if isinstance(row, dict) else None for row in rows] != list(range(count)):
-            raise ValueError(f"`{self.rows}` without the rows 0 to {count - 1} in order")
-        return [self.number(row) for row in rows]
-
-
-def _ask_openrlhf(items: Sequence[ScoreItem]) -> dict[str, Any]:
-    return {
-        "query": [item.text for item in items],
-        "prompts": [item.prompt for item in items],
-        "labels": [item.fields.get("answer") for item in items],
-    }
-
-
-def _ask_vllm(items: Sequence[ScoreItem]) -> dict[str, Any]:
-    request: dict[str, Any] = {"input": [item.text for item in items], "use_activation": False}
-    if items[0].is_chat:  # as all of them are: requests are of one kind
-        request["add_special_tokens"] = False
-    return request
-
-
-def _only(row: Any) -> Any:
-    """Return x from x or [x], as a [B, 1] tensor serialises."""
-    if not isinstance(row, list):
-        return row
-    if len(row) != 1:
-        raise ValueError(f"a row has {len(row)} numbers instead of one")
-    return row[0]
-
-
-def _last(values: Any) -> Any:
-    """Return the last token's x, from [x] or a list per token of [x] or x."""
-    if not isinstance(values, list) or not values:
-        raise ValueError("a row has no numbers")
-    return _only(values[-1])
-
-
-FORMS: Mapping[str, Form] = {
-    "streamrl": Form(
-        path="/score",
-        request=lambda items: {"texts": [item.text for item in items]},
-        rows="rewards",
-        max_answer_bytes_per_row=64,
-    ),
-    # The answer may also contain scores and values to log.
-    "openrlhf": Form(path="/get_reward", request=_ask_openrlhf, rows="rewards", number=_only),
-    "vllm-classify": Form(
-        path="/classify", request=_ask_vllm, rows="data", indexed=True, number=lambda row: _last(row.get("probs"))
-    ),
-    "vllm-pooling": Form(
-        path="/pooling",
-        request=_ask_vllm,
-        rows="data",
-        indexed=True,
-        number=lambda row: _last(row.get("data")),
-        max_answer_bytes_per_row=1 << 18,
-    ),
-    # Asked test by test, by `sandbox_fusion`.
-    "sandbox-fusion": Form(path="/run_code", request=lambda items: {}, rows=""),
-}
 
 
 _MAX_TOKEN_BYTES = 4096

@@ -3,7 +3,7 @@
     score ──► question (`verdicts`) ──► each judge: cached? ─ yes ─► its verdict
                                             │ no
                                             ▼
-                              rate limit (requests per second) ──► service (`asking`) ──► verdict, or RewardError
+                                   service (`asking`, with a limit of requests per second) ──► verdict, or RewardError
 
 Judges are services: one that hangs, fails, rate-limits or answers nonsense is retried. While one of several judges is
 out, all samples wait, since the mean of the others would be a different reward. The same question is asked only once,
@@ -26,6 +26,7 @@ from typing import Any
 import httpx
 
 from streamrl.config import schema
+from streamrl.config.places import judge_base
 from streamrl.errors import ConfigError, RewardError, RewardOutage, TransportError
 from streamrl.permissions import Permissions
 from streamrl.workers.rewards.asking import FIRST_PAUSE_S, Service
@@ -68,9 +69,8 @@ def build_judge_reward(
 
 
 def address(url: str) -> str:
-    """Return the chat completions URL; a base without a path gets /v1."""
-    base = url.rstrip("/")
-    return f"{base}/chat/completions" if httpx.URL(base).path.strip("/") else f"{base}/v1/chat/completions"
+    """Return the chat completions URL."""
+    return f"{judge_base(url)}/chat/completions"
 
 
 class Budget:
@@ -103,22 +103,6 @@ class Budget:
             f"rewards.{self._name}.token_budget = {self._limit}: its judges have used {self._total} tokens; raise it, "
             "or leave it out, and resume the run"
         )
-
-
-class Pace:
-    """Rate limit: turns are at least `1 / per_s` apart, also after a late turn, so a busy loop causes no burst."""
-
-    def __init__(self, per_s: float | None) -> None:
-        self._every_s = 0.0 if per_s is None else 1 / per_s
-        self._next = 0.0  # on the event loop's clock
-        self._turn_lock = asyncio.Lock()
-
-    async def turn(self) -> None:
-        loop = asyncio.get_running_loop()
-        async with self._turn_lock:
-            if (left_s := self._next - loop.time()) > 0:
-                await asyncio.sleep(left_s)
-            self._next = loop.time() + self._every_s
 
 
 class CachedAsk:
@@ -158,9 +142,14 @@ class AskedJudge:
         first_pause_s: float,
     ) -> None:
         self._judge, self._source, self._client, self._budget = judge, source, client, budget
-        self._pace = Pace(source.max_requests_per_s)
-        urls = [address(url) for url in judge.urls]
-        self._service = Service(urls, self._request, source, max_rows=1, first_pause_s=first_pause_s)
+        self._service = Service(
+            [address(url) for url in judge.urls],
+            self._request,
+            source,
+            max_rows=1,
+            per_s=source.max_requests_per_s,
+            first_pause_s=first_pause_s,
+        )
         self.ask = CachedAsk(self._service.ask, size=source.cache_size)
 
     def health(self) -> Health:
@@ -172,7 +161,6 @@ class AskedJudge:
 
     async def _request(self, url: str, questions: Sequence[Question]) -> list[float]:
         [question] = questions
-        await self._pace.turn()
         if (outage := self._budget.outage) is not None:
             raise RewardOutage(outage)
         payload = request(question, self._judge, self._source)

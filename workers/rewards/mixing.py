@@ -1,8 +1,8 @@
 """Combines a run's reward sources: every source scores each sample, and the scores are summed by weight.
 
-A sample to which no source applies has no reward, and fails unless an environment or a teacher gives it one. Sources
-are built from the configuration, which is data:
-`Permissions` decides what may really be used. Blocks only on the sources.
+A sample to which no source applies has no reward, and fails unless an environment gives it one or, in training, a
+teacher teaches it. Sources are built from the configuration, which is data: `Permissions` decides what may really be
+used. Blocks only on the sources.
 """
 
 from __future__ import annotations
@@ -45,10 +45,6 @@ class Weighted:
     scored: int = 0
     failed: int = 0
     latency_s: float = 0.0  # moving average
-
-
-class NoneApplies(RewardError):
-    """Each source returned None: the sample has no reward, unless something else gives it one."""
 
 
 class Rewards:
@@ -95,14 +91,15 @@ class Rewards:
             return {name: score.result() for name, score in scoring.items()}
 
     async def mix(
-        self, items: Sequence[ScoreItem], scored: Sequence[Mapping[str, Score]]
+        self, items: Sequence[ScoreItem], scored: Sequence[Mapping[str, Score]], *, must_apply: bool = True
     ) -> list[Scores | RewardError]:
-        """Add the group sources' scores to those of a prompt's samples, and sum them by weight."""
+        """Add the group sources' scores to those of a prompt's samples, and sum them by weight. `must_apply`: a sample
+        to which no source applies fails, since nothing else teaches it or gives it a reward."""
         items = [replace(item, rewards=applying(scores)) for item, scores in zip(items, scored, strict=True)]
         together = await self.score_together(items)
-        mixed = [self._sum({**scores, **of_group}) for scores, of_group in zip(scored, together, strict=True)]
-        failed = (one for one in mixed if isinstance(one, RewardError) and not isinstance(one, NoneApplies))
-        self._failing = next(map(str, failed), "")
+        scores = [{**own, **of_group} for own, of_group in zip(scored, together, strict=True)]
+        mixed = [self._sum(of_sample, must_apply=must_apply) for of_sample in scores]
+        self._failing = next((str(one) for one in mixed if isinstance(one, RewardError)), "")
         return mixed
 
     async def score_together(self, items: Sequence[ScoreItem]) -> list[dict[str, Score | RewardError]]:
@@ -146,14 +143,14 @@ class Rewards:
             del self._pending[entry]
         self._failing = ""
 
-    def _sum(self, scores: Mapping[str, Score | RewardError]) -> Scores | RewardError:
+    def _sum(self, scores: Mapping[str, Score | RewardError], *, must_apply: bool) -> Scores | RewardError:
         failed = [score for score in scores.values() if isinstance(score, RewardError)]
         if failed:
             return failed[0]
         rewards = applying(scores)
-        if not rewards:
-            return NoneApplies(f"no reward applies to this sample: {', '.join(scores)} returned None for it")
-        total = sum(self._sources[name].weight * value for name, value in rewards.items())
+        if must_apply and not rewards:
+            return RewardError(f"no reward applies to this sample: {', '.join(scores)} returned None for it")
+        total = sum((self._sources[name].weight * value for name, value in rewards.items()), 0.0)
         if not math.isfinite(total):
             return RewardError(f"the weighted sum of {rewards} is not finite")
         token_scores = [self._sources[name].weight * s for name, s in scores.items() if isinstance(s, np.ndarray)]

@@ -5,7 +5,8 @@
                                                      └──── failed: a longer pause, with jitter ◄┘
 
 The service is out only when no replica is healthy; then `acquire` waits. A replica that rate-limits (429) is healthy,
-and rests for as long as it asks; if all replicas rest, `acquire` waits too.
+and rests for as long as it asks; if all replicas rest, `acquire` waits too. With a limit of requests per second it also
+waits for its turn, and only then chooses: what another request was told meanwhile counts.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from streamrl.workers.rewards.http_request import Refused, TryAgain
+from streamrl.workers.rewards.pace import Pace
 
 FAILURES_TO_OPEN = 3
 _LONGEST_PAUSE_S = 30.0
@@ -30,6 +33,7 @@ class Replica:
         self.url = url
         self.in_flight = 0
         self.num_answered = 0  # requests answered, refusals included
+        self.unanswered: set[object] = set()  # calls that got no answer since it last gave one; kept by its user
         self.failures_in_row = 0
         self.on_trial = False  # out, with a trial request in flight
         self.trials_failed = 0  # since it was last healthy
@@ -49,9 +53,15 @@ class Replica:
 
 class Replicas:
     def __init__(
-        self, urls: Sequence[str], *, first_pause_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        urls: Sequence[str],
+        *,
+        per_s: float | None = None,
+        first_pause_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._replicas = [Replica(url) for url in urls]
+        self._pace = Pace(per_s)
         self._first_pause_s = first_pause_s
         self._clock = clock
 
@@ -109,7 +119,7 @@ class Replicas:
         clock)."""
         loop = asyncio.get_running_loop()
         while loop.time() < until:
-            if (replica := self.choose(avoid=avoid)) is not None:
+            if (replica := await self._pace.turn(partial(self.choose, avoid=avoid))) is not None:
                 return replica
             await asyncio.sleep(min(self.pause_s() * random.uniform(1.0, 1.2), max(0.0, until - loop.time())))
         return None
@@ -161,3 +171,4 @@ class Replicas:
 def _answered(replica: Replica) -> None:
     replica.num_answered += 1
     replica.failures_in_row = replica.trials_failed = replica.rests_in_row = 0
+    replica.unanswered.clear()

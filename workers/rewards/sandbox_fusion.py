@@ -22,7 +22,7 @@ from streamrl.config import schema
 from streamrl.errors import RewardError
 from streamrl.workers.rewards.base import ScoreItem
 from streamrl.workers.rewards.code_tests import Case, Ending, judge, score_of
-from streamrl.workers.rewards.http_request import Refused, TryAgain, post, printable
+from streamrl.workers.rewards.http_request import Body, Refused, TryAgain, post
 
 _MAX_ANSWER_BYTES = 8 << 20  # a program's output, which the service may not limit
 _MAX_REASON_CHARS = 200
@@ -66,12 +66,12 @@ class _Service:
         return ending
 
 
-def _read(body: bytes, *, time_s: float) -> Ending:
+def _read(body: Body, *, time_s: float) -> Ending:
     try:
-        answer: Any = json.loads(body)
+        answer: Any = json.loads(body.content)
         status, result = answer["status"], answer.get("run_result")
         if status == "SandboxError":
-            raise TryAgain(f"answered SandboxError: {printable(str(answer.get('message')).encode())}")
+            raise TryAgain(f"answered SandboxError: {body.shown(str(answer.get('message')))}")
         ended, code = result["status"], result.get("return_code")
         stdout, stderr = str(result.get("stdout") or ""), str(result.get("stderr") or "")
         seconds = float(result.get("execution_time") or 0.0)
@@ -86,5 +86,5 @@ def _read(body: bytes, *, time_s: float) -> Ending:
     return Ending(ended="done" if code == 0 else "raised", why=why, stdout=stdout, seconds=seconds)
 
 
-def _no_result(body: bytes) -> TryAgain:
-    return TryAgain(f"the answer has no run result: {printable(body)}", answered=True)
+def _no_result(body: Body) -> TryAgain:
+    return TryAgain(f"the answer has no run result: {body.shown()}", answered=True)

@@ -27,7 +27,7 @@ from streamrl.permissions import Permissions
 from streamrl.protocol.wire.fingerprint import PROBE_TEXTS
 from streamrl.workers.rewards.asking import FIRST_PAUSE_S, Service
 from streamrl.workers.rewards.http_client import check_host
-from streamrl.workers.rewards.http_request import TryAgain, make_client, post, printable
+from streamrl.workers.rewards.http_request import TryAgain, make_client, post
 from streamrl.workers.rewards.teaching import Ids
 
 if TYPE_CHECKING:
@@ -152,11 +152,11 @@ class Teacher:
         timeout_s = self._settings.timeout_s
         body = await post(self._client, url, question, timeout_s=timeout_s, max_bytes=_ANSWER_BYTES + num_bytes)
         try:
-            answer = json.loads(body)
+            answer = json.loads(body.content)
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
-            raise TryAgain(f"the answer is not a JSON object: {printable(body)}", answered=True)
+            raise TryAgain(f"the answer is not a JSON object: {body.shown()}", answered=True)
         return answer
 
 

@@ -23,7 +23,7 @@ import xxhash
 from streamrl.config import schema
 from streamrl.errors import RewardError
 from streamrl.workers.rewards.base import ScoreItem
-from streamrl.workers.rewards.http_request import TryAgain, printable
+from streamrl.workers.rewards.http_request import Body, TryAgain
 
 _MAX_TOKENS = 1 << 24  # a larger reported usage is not believed
 _WORTH: Mapping[str | int, float] = {"first": 1.0, "second": 0.0, "same": 0.5}
@@ -43,6 +43,7 @@ class Question:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     content: str
+    shown: str  # its beginning, for an error
     cut: bool  # truncated by max_tokens
     num_tokens: int  # read and written
 
@@ -77,14 +78,14 @@ def request(question: Question, judge: schema.Judge, settings: schema.JudgeRewar
     return {name: value for name, value in (fields | judge.options).items() if value is not None}
 
 
-def read(body: bytes, question: Question) -> Answer:
+def read(body: Body, question: Question) -> Answer:
     """Parse the response. TryAgain if it is not a chat completion."""
     try:
-        answer = json.loads(body)
+        answer = json.loads(body.content)
         [choice, *_] = answer["choices"]
         content = choice["message"]["content"]
     except (ValueError, RecursionError, KeyError, TypeError):
-        raise TryAgain(f"the answer is not a chat completion: {printable(body)}", answered=True) from None
+        raise TryAgain(f"the answer is not a chat completion: {body.shown()}", answered=True) from None
     # Replace lone surrogates, which no message of ours can carry.
     content = content.encode(errors="replace").decode() if isinstance(content, str) else ""
     usage = answer.get("usage")
@@ -92,7 +93,8 @@ def read(body: bytes, question: Question) -> Answer:
     # If the service does not report usage: one token per four bytes, as in English.
     num_bytes = len((question.text + content).encode(errors="replace"))
     num_tokens = reported if type(reported) is int and 0 < reported <= _MAX_TOKENS else -(-num_bytes // 4)
-    return Answer(content=content, cut=choice.get("finish_reason") == "length", num_tokens=num_tokens)
+    was_cut = choice.get("finish_reason") == "length"
+    return Answer(content=content, shown=body.shown(content), cut=was_cut, num_tokens=num_tokens)
 
 
 def worth(answer: Answer, question: Question, *, structured: bool) -> float:
@@ -106,7 +108,7 @@ def worth(answer: Answer, question: Question, *, structured: bool) -> float:
         verdict = None
     # True equals 1 in Python, but is not a score.
     if type(verdict) not in (str, int) or verdict not in question.worth:
-        raise TryAgain(f"the answer has no valid verdict: {printable(answer.content.encode())}", answered=True)
+        raise TryAgain(f"the answer has no valid verdict: {answer.shown}", answered=True)
     return question.worth[verdict]
 
 

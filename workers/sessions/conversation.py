@@ -116,7 +116,7 @@ class Conversation:
         return None if answer.get("tool_calls") else rest
 
     def _render(self, messages: Sequence[Message], tools: Tools, *, generation_prompt: bool) -> str:
-        from jinja2 import TemplateError  # installed with transformers, which a worker checks for at start
+        from streamrl.chat_templates import TEMPLATE_ERRORS  # needs transformers, checked for at start
 
         try:
             return str(
@@ -124,7 +124,7 @@ class Conversation:
                     list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generation_prompt
                 )
             )
-        except (TemplateError, ValueError, TypeError) as error:  # templates may access what is missing
+        except TEMPLATE_ERRORS as error:
             raise SampleError(f"the model's chat template rejects the messages: {error}") from None
 
     def _tokens_of(self, text: str) -> list[int]:

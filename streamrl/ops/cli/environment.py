@@ -58,8 +58,8 @@ def tasks(taskset: str, *, python: str, options: tuple[str, ...], first: int, co
 @click.option(
     "--timeout-s",
     type=click.FloatRange(min=0, min_open=True),
-    default=_DEFAULTS["timeout_s"].default,
-    help="Per answer; less than what workers wait.",
+    default=0.8 * _DEFAULTS["timeout_s"].default,
+    help="Per answer; less than the workers' environment.timeout_s, so that they get its failure.",
 )
 @click.option(
     "--memory-mb", type=click.IntRange(min=1), default=_DEFAULTS["memory_mb"].default, help="Memory limit per process."

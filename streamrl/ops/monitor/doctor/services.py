@@ -1,11 +1,13 @@
 """Checks of the services that a run uses.
 
 Its Redis: reachable, recent enough, durable, fast.
-Its reward services and teacher servers: reachable.
+Its reward services and teacher servers: reachable, at the addresses that workers use and as workers reach them.
 """
 
 from __future__ import annotations
 
+import http.client
+import ssl
 import time
 import timeit
 import urllib.error
@@ -13,13 +15,14 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from statistics import median
-from typing import Any, Literal
+from typing import Any
+from urllib.parse import urlsplit
 
 import redis
 
 from streamrl.config.load import Loaded
-from streamrl.config.places import EMBEDDED_REDIS, LOCAL_REWARD_SERVER
-from streamrl.config.schema import SERVICES
+from streamrl.config.places import EMBEDDED_REDIS, LOCAL_REWARD_SERVER, judge_base
+from streamrl.config.schema import SERVICES, HttpReward, JudgeReward
 from streamrl.finding import Finding, error, ok, warning
 from streamrl.protocol.transport.clients import server_name
 from streamrl.protocol.transport.connection import connect, needed_memory, server_faults
@@ -31,6 +34,8 @@ _PINGS = 20
 _SLOW_MS, _TOO_SLOW_MS = 5.0, 100.0
 _REWRITING = 5, 4  # memory factor while the append-only file is rewritten, as a fraction
 _TIMEOUT_S = 5.0  # per service
+_KEYED = (401, 403)
+_ONLY_POST = (405, 501)
 
 
 def check_redis(loaded: Loaded) -> Iterator[Finding]:
@@ -143,28 +148,61 @@ def check_rewards(loaded: Loaded) -> Iterator[Finding]:
     """Check whether services are reachable; functions have a trial instead."""
     for name, source in loaded.config.rewards.items():
         if isinstance(source, SERVICES):
-            path: Literal["models", "health"] = "models" if source.type == "judge" else "health"
-            yield from (_service(f"reward {name}", url, path=path) for url in source.urls)
+            yield from (_service(f"reward {name}", url, partial(_asked, source)) for url in source.urls)
 
 
 def check_teacher(loaded: Loaded) -> Iterator[Finding]:
     """Check whether the servers are reachable; workers compare their tokenizer with the policy's."""
     teacher = loaded.config.teacher
-    yield from () if teacher is None else (_service("teacher", url, path="health") for url in teacher.urls)
+    yield from () if teacher is None else (_service("teacher", url, _health) for url in teacher.urls)
 
 
-def _service(label: str, address: str, *, path: Literal["models", "health"]) -> Finding:
+def _asked(source: HttpReward | JudgeReward, url: str) -> str:
+    """Return what to ask there without a sample. An address of a reward with a path is the one that workers post to."""
+    if isinstance(source, JudgeReward):
+        return f"{judge_base(url)}/models"
+    return url if urlsplit(url).path.strip("/") else _health(url)
+
+
+def _health(url: str) -> str:
+    return f"{url.rstrip('/')}/health"
+
+
+def _service(label: str, address: str, asked_at: Callable[[str], str]) -> Finding:
     if address == LOCAL_REWARD_SERVER:
         return ok(label, "the reward server that `streamrl up` starts here")
-    url = f"{address.rstrip('/')}/{path}"
-    began = time.perf_counter()
+    asked, opener, began = address, _opener(), time.perf_counter()
     try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S):
+        asked = asked_at(address)
+        with opener.open(asked, timeout=_TIMEOUT_S):
             pass
     except urllib.error.HTTPError as reply:  # something answers there, but it may not have /health
-        if path == "models" and reply.code in (401, 403):
+        if reply.code in _KEYED:
             return ok(label, f"{address} answers, and requires a key")
-        return warning(label, f"{url} answers with status {reply.code}", "check that the server has this path")
+        if reply.code not in _ONLY_POST:
+            remedy = "check that the server has this path"
+            if location := reply.headers.get("location"):
+                remedy = f"workers follow no redirects: set the address to the server of {location}"
+            return warning(label, f"{asked} answers with status {reply.code}", remedy)
     except (OSError, ValueError) as failure:
-        return error(label, f"{url} does not answer: {failure}", "start it, or fix the address")
+        return error(label, f"{asked} does not answer: {failure}", "start it, or fix the address")
+    except http.client.HTTPException as failure:
+        return error(label, f"{asked} does not answer in HTTP: {failure}", "fix the address: another server is there")
     return ok(label, f"{address} answers in {1000 * (time.perf_counter() - began):.0f} ms")
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    """Return what asks as a worker does: without proxies and redirects, and trusting what its HTTP client trusts."""
+    try:
+        import certifi  # comes with the workers' HTTP client
+
+        context = ssl.create_default_context(cafile=certifi.where())
+    except ImportError:
+        context = ssl.create_default_context()
+    https = urllib.request.HTTPSHandler(context=context)
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}), https, _NoRedirects)
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        """Leave the answer as it is: an error with its status."""
