@@ -229,8 +229,8 @@ async def _follow(pipe: Connection, url: str, keys: Keys, sharing: Sharing, vers
         stream = WorkerStream(client, keys, worker=f"{id(pipe)}", lease_s=60.0)
         await stream.run_info()
         pipe.send("listens")
-        while (announced := await stream.latest()) is None or announced.version < version:
-            await stream.await_newer(version - 1, within_s=5.0)
+        while (announced := await stream.announcements.latest()) is None or announced.version < version:
+            await stream.announcements.await_newer(version - 1, within_s=5.0)
     path = catch_up(0, decode_manifest(announced.manifest), lambda _: None)
     shards = (shard for manifest in path for shard in manifest.shards)
     with closing(fetch_ahead(shards, sharing.reading(path))) as fetched:

@@ -235,7 +235,7 @@ async def _opened(
         worker = await stack.enter_async_context(connect_async(server.url, config.redis))
         mirror = Mirror(shared / "mirror", run_uid=RUN_UID)
         follower = WeightFollower(
-            announcements=WorkerStream(worker, keys, worker="0", lease_s=60.0),
+            announcements=WorkerStream(worker, keys, worker="0", lease_s=60.0).announcements,
             reading=lambda path: store,
             mirror=mirror,
             prover=None,

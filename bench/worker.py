@@ -129,6 +129,7 @@ async def _opened(folder: Path) -> AsyncIterator[_Scene]:
             weights=weights,
             answerer=Answerer(rewards=rewards, config=config, worker="0", fingerprint=facts.fingerprint),
             config=config,
+            has_other_settings=lambda info: False,
             progress=Progress(part="worker/0", role="worker"),
         )
         working = asyncio.create_task(rollout.run(engine, asyncio.Event()), name="rollout")

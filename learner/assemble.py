@@ -37,7 +37,7 @@ from streamrl.learner.rank_context import (
     read_train_prompts,
     standby_progress,
 )
-from streamrl.learner.start import Admitted, Server, Start, admit, holder_name, take_lease, was_restarted
+from streamrl.learner.start import Admitted, Server, Start, admit, holder_name, holding_lease, take_lease, was_restarted
 from streamrl.learner.validation.validation import Validation
 from streamrl.protocol.transport.connection import check_server, connect
 from streamrl.protocol.transport.keys import Keys
@@ -143,13 +143,11 @@ def _lead(context: RankContext, server: Server, report_as_learner: Callable[[], 
         max_store_bytes=budget_in_redis(config.weights),
         give_up_after_s=config.redis.give_up_after_s,
     )
-    take = partial(take_lease, config, server)
-    if not _await_lease(context, server, take):
+    if not _await_lease(context, server):
         return "running"
     report_as_learner()
-    keeper = LeaseKeeper(take, lease_s=config.learner.lease_s)
     # Exporters close last: no longer renewed, so that a released lease stays free, however long they take.
-    with ExitStack() as exports, keeper.keeping():
+    with ExitStack() as exports, holding_lease(config, server) as keeper:
         admitted = admit(
             config=config, server=server, keeper=keeper, prompts=prompts, fingerprint=context.tokenizer_info.fingerprint
         )
@@ -163,7 +161,7 @@ def _read_held_out(context: RankContext) -> Sequence[Prompt]:
     return [prompt for named in sets for prompt in tokenise(named, tokenizer, config.data)[:max_prompts]]
 
 
-def _await_lease(context: RankContext, server: Server, take: Callable[..., bool]) -> bool:
+def _await_lease(context: RankContext, server: Server) -> bool:
     """Wait for the lease and return whether rank 0 got it; meanwhile the other ranks are told to wait or leave."""
 
     def go_on() -> bool:
@@ -172,7 +170,7 @@ def _await_lease(context: RankContext, server: Server, take: Callable[..., bool]
         return not context.stop.is_set()
 
     with context.progress.waiting(Wait.LEASE):
-        has_it = take(takeover=server.takeover, standby=server.standby, go_on=go_on)
+        has_it = take_lease(context.config, server, takeover=server.takeover, standby=server.standby, go_on=go_on)
     if not has_it:
         context.patient.broadcast(_LEAVE)
     return has_it

@@ -25,6 +25,7 @@ import structlog
 
 from streamrl.config.check import max_time_s
 from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState
+from streamrl.learner.checkpoints.resume import settings_to_compare
 from streamrl.learner.checkpoints.terms import CheckpointName
 from streamrl.learner.commit import Commit, NoCommit
 from streamrl.learner.groups.plan import GroupCheck, Kind, Outcome, Plan
@@ -81,6 +82,7 @@ class Conductor:
         self._context, self._config, self._start = context, config, start
         self._stream, self._feed, self._lease = stream, feed, lease
         self._checkpoints = CheckpointRoot(config.folder)
+        self._settings_to_compare = settings_to_compare(config)
         self._recorder = Recorder(
             folder=config.folder,
             journal=stream,
@@ -270,7 +272,7 @@ class Conductor:
             extra={
                 "consumed_samples": consumed_samples,
                 "first_step": self._start.first_step,
-                "config": self._config.model_dump(mode="json"),  # a resume compares its own against it
+                **self._settings_to_compare,
             },
         )
         return Commit(

@@ -2,8 +2,8 @@
 
     lease ─► durable term ─► checkpoint to resume from ─► claim in Redis ─► Start, broadcast as JSON
 
-The lease comes first, so that a learner that is not admitted leaves no trace. Blocks on the lease (at most twice its
-length), on Redis and on the disk; a full disk is retried for `redis.give_up_after_s`.
+The lease comes first, so that a learner that is not admitted leaves no trace; it is then given back. Blocks on the
+lease (at most twice its length), on Redis and on the disk; a full disk is retried for `redis.give_up_after_s`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
@@ -26,16 +27,16 @@ from pydantic import TypeAdapter
 
 from streamrl.config import schema
 from streamrl.config.load import dump_config
-from streamrl.errors import ConfigError, DataError, ResourceError
+from streamrl.errors import ConfigError, DataError, ResourceError, RunGone, TransportError, UserError
 from streamrl.files import write_durably
 from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot
 from streamrl.learner.checkpoints.resume import ANY_DATA, changed_since_checkpoint
-from streamrl.learner.checkpoints.terms import CheckpointName, Lineage, Term, ancestry, claim_run
+from streamrl.learner.checkpoints.terms import CheckpointName, Lineage, Term, ancestry, claim_run, known_run
 from streamrl.learner.groups.prompts import PromptSet
 from streamrl.learner.process.lease import LeaseKeeper
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
-from streamrl.protocol.transport.lease import await_lease, known_term
+from streamrl.protocol.transport.lease import await_lease, free_lease, known_term
 from streamrl.versions import term_of
 
 REPLAY = "replay.json"  # in a replay's run folder: identifies its recording
@@ -43,6 +44,7 @@ _CANARY_TOKENS = 64
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ROOM_EVERY_S = 1.0
 _DISK_PATIENCE_S = 20.0  # with a file system that fails, as a network's does now and then
+_FREE_PATIENCE_S = 2.0  # an unfreed lease ends by itself
 _NO_RUN_IDS = ("", "none")  # what torchrun sets when no run id was given
 
 log = structlog.get_logger(__name__)
@@ -150,7 +152,13 @@ def admit(
     # Check again: loading may have taken longer than the lease, and another learner may have been waiting for it to
     # expire.
     still_ours = partial(
-        await_lease, server.client, server.keys, holder=server.holder, lease_s=config.learner.lease_s, wait_s=0.0
+        await_lease,
+        server.client,
+        server.keys,
+        run_uid=partial(known_run, config.folder),
+        holder=server.holder,
+        lease_s=config.learner.lease_s,
+        wait_s=0.0,
     )
     give_up_after_s = config.redis.give_up_after_s
     known = partial(known_term, server.client, server.keys, takeover=server.takeover, give_up_after_s=give_up_after_s)
@@ -277,6 +285,7 @@ def take_lease(
     return await_lease(
         server.client,
         server.keys,
+        run_uid=partial(known_run, config.folder),
         holder=server.holder,
         lease_s=config.learner.lease_s,
         wait_s=math.inf if standby else 2 * config.learner.lease_s,
@@ -285,6 +294,20 @@ def take_lease(
         give_up_after_s=config.redis.give_up_after_s,
         go_on=go_on,
     )
+
+
+@contextmanager
+def holding_lease(config: schema.Config, server: Server) -> Iterator[LeaseKeeper]:
+    """Renew the lease while the block lasts. After an error that no restart can fix it is given back."""
+    keeper = LeaseKeeper(partial(take_lease, config, server), lease_s=config.learner.lease_s)
+    try:
+        with keeper.keeping():
+            yield keeper
+    except (UserError, RunGone):
+        # After the last renewal, which would take it again.
+        with suppress(TransportError):
+            free_lease(server.client, server.keys, holder=server.holder, give_up_after_s=_FREE_PATIENCE_S)
+        raise
 
 
 def _paths(data: schema.Data) -> str:

@@ -18,6 +18,7 @@ from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import SampleRequest
 from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.environments.playing import Plays
+from streamrl.workers.follow_run import RunSettings
 from streamrl.workers.rewards.base import GroupReward, Reward, RewardDouble, ScoreItem
 from streamrl.workers.rewards.mixing import Rewards, Weighted
 from streamrl.workers.rewards.teaching import Teaches
@@ -63,13 +64,20 @@ class WorkerWorld:
         teacher: Teaches | None = None,
         **worker: Any,
     ) -> None:
-        self.info = RunInfo(uid="uid", name="run", term=1, config_json="{}", fingerprint="model", state="running")
+        config = worker_config(**worker)
+        self.info = RunInfo(
+            uid="uid",
+            name="run",
+            term=1,
+            config_json=config.model_dump_json(),
+            fingerprint="model",
+            state="running",
+        )
         self.tickets = TicketsDouble(self.info)
         self.engine = engine or EngineDouble()
         self.weights = WeightsDouble(version=FIRST_VERSION)
         self.reward = RewardDouble(judge or (lambda item: float(len(item.token_ids))))
         self.progress = Progress(part="worker/0", role="worker")
-        config = worker_config(**worker)
         self.rollout = Rollout(
             tickets=self.tickets,
             weights=self.weights,
@@ -82,6 +90,7 @@ class WorkerWorld:
                 teacher=teacher,
             ),
             config=config,
+            has_other_settings=RunSettings(self.info).differ_in,
             progress=self.progress,
         )
         self.stop = asyncio.Event()

@@ -2,8 +2,8 @@
 
 A learner takes a run up once it has loaded its model, which can take an hour; long before, it writes a report each
 second. The sign of life is that the report *changes*, so clocks need not agree. Without a sign the wait is bounded; the
-learner itself bounds how long it may take while it reports. A run that an older streamrl has left may have a newer
-learner that still loads, so a schema that is not ours is waited out, for some minutes.
+learner itself bounds how long it may take while it reports. Behind a run that an older streamrl has left running,
+since it was killed, a newer learner may still load, so a schema that is not ours is waited out, for some minutes.
 """
 
 from __future__ import annotations

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-import redis.asyncio
-
-from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.held_folders import scratch_folder
 from streamrl.process import parse_address
@@ -16,6 +13,7 @@ from streamrl.protocol.transport.types import RunInfo
 from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.telemetry.progress import Progress
 from streamrl.workers.engines.base import EngineSettings, Meeting
+from streamrl.workers.follow_run import RunSettings
 from streamrl.workers.hosts.copy import Copy
 from streamrl.workers.hosts.further import FirstHost, FurtherHost
 from streamrl.workers.mirrored import open_mirror
@@ -31,13 +29,14 @@ if TYPE_CHECKING:
 async def serve_ranks(
     options: Options,
     keys: Keys,
-    config: schema.Config,
+    settings: RunSettings,
     info: RunInfo,
-    client: redis.asyncio.Redis,
+    stream: WorkerStream,
     progress: Progress,
     stop: asyncio.Event,
 ) -> None:
-    """Serve ranks until stopped by a signal or by the first host, or until the run ends."""
+    """Serve ranks until stopped by a signal or by the first host, or until the run ends or has other settings."""
+    config = settings.config
     assert options.join is not None, "a further host has the address of its first one"
     worker = config.worker
     if worker.hosts == 1:
@@ -48,14 +47,12 @@ async def serve_ranks(
         start_timeout_s=worker.start_timeout_s,
         grace_s=worker.grace_s,
     )
-    stream = WorkerStream(
-        client, keys, worker=options.worker, lease_s=worker.lease_s, give_up_after_s=config.redis.give_up_after_s
-    )
     model = await find_model(config, info, override=options.model, permissions=options.permissions, progress=progress)
 
     async def secret() -> bytes | None:
         now = await stream.run_info()
-        return None if now is None or now.state != "running" else await stream.secret()
+        is_over = now is None or now.state != "running" or settings.differ_in(now)
+        return None if is_over else await stream.secret()
 
     async with open_mirror(
         config,
@@ -68,15 +65,18 @@ async def serve_ranks(
         progress=progress,
     ) as mirrored:
         copy = Copy(
-            look_up=stream.manifest, mirror=mirrored.mirror, reading=mirrored.reading, num_read=mirrored.num_read
+            look_up=stream.announcements.manifest,
+            mirror=mirrored.mirror,
+            reading=mirrored.reading,
+            num_read=mirrored.num_read,
         )
         with contextlib.closing(copy), scratch_folder() as scratch:
 
             def make_ranks(meeting: Meeting, seed: int) -> HeadlessRanks:
                 from streamrl.workers.engines.vllm_headless import HeadlessRanks  # imports torch and vLLM
 
-                settings = EngineSettings(model=model, config=config, seed=seed, gpu_memory=options.gpu_memory)
-                return HeadlessRanks(settings, meeting, mirror=mirrored.mirror.path, scratch=scratch)
+                of_engine = EngineSettings(model=model, config=config, seed=seed, gpu_memory=options.gpu_memory)
+                return HeadlessRanks(of_engine, meeting, mirror=mirrored.mirror.path, scratch=scratch)
 
             host = FurtherHost(
                 name=options.worker, first=first, secret=secret, copy=copy, make_ranks=make_ranks, progress=progress

@@ -21,6 +21,7 @@ import structlog
 from streamrl.errors import StreamrlError
 from streamrl.permissions import Permissions
 from streamrl.process import signals_to_end
+from streamrl.protocol.transport.address import URL_VARIABLE
 from streamrl.telemetry.logs import configure_logging
 
 if TYPE_CHECKING:
@@ -32,7 +33,13 @@ _THREADS = 256  # an upper limit: threads start on demand
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.option("--redis", "redis_url", required=True, help="Server of the run: redis://, rediss:// or unix://.")
+@click.option(
+    "--redis",
+    "redis_url",
+    required=True,
+    envvar=URL_VARIABLE,
+    help=f"Server of the run: redis://, rediss:// or unix://; default: {URL_VARIABLE}.",
+)
 @click.option("--run", required=True, help="The run's name.")
 @click.option("--worker-id", help="A unique name for this worker; a restarted one may use its old name.")
 @click.option(

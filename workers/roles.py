@@ -1,7 +1,7 @@
 """Protocols between a worker's parts, each with its double.
 
-stream (`transport.worker.WorkerStream`) ─► Tickets ─► Work: generates groups
-                                        └─► Announcements ─► Weights: keeps an engine's weights up to date
+`transport.worker.WorkerStream` ─► Tickets ─► Work: generates groups
+             └─ its `announcements` ─► Announcements ─► Weights: keeps an engine's weights up to date
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ class TicketsDouble:
         self.handed_back: list[int] = []
         self.taken_away: set[int] = set()  # numbers of tickets now leased by others
         self.renewals = 0
+        self.num_looks = 0  # at the run
         self._entries = itertools.count(1)
 
     def end(self, state: RunState) -> None:
@@ -139,6 +140,7 @@ class TicketsDouble:
         self.info = replace(self.info, state=state)
 
     async def run_info(self) -> RunInfo | None:
+        self.num_looks += 1
         if self.info is None:
             raise RunGone("the run was removed")
         return self.info

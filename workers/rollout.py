@@ -38,7 +38,7 @@ from msgspec.structs import replace
 
 from streamrl.config import schema
 from streamrl.errors import EngineError, RewardOutage, TransportError, WireError
-from streamrl.protocol.transport.types import Leased
+from streamrl.protocol.transport.types import Leased, RunInfo
 from streamrl.protocol.wire.group import Group, encode_group
 from streamrl.tasks import cancel_all, run_beside, unless
 from streamrl.telemetry.progress import Progress, Wait
@@ -73,13 +73,21 @@ class _Held:
 
 class Rollout:
     def __init__(
-        self, *, tickets: Tickets, weights: Weights, answerer: Answerer, config: schema.Config, progress: Progress
+        self,
+        *,
+        tickets: Tickets,
+        weights: Weights,
+        answerer: Answerer,
+        config: schema.Config,
+        has_other_settings: Callable[[RunInfo], bool],  # whether the run has others than `config`
+        progress: Progress,
     ) -> None:
         self.counts = Counts()
         self._tickets = tickets
         self._weights = weights
         self._answerer = answerer
         self._settings = config.worker
+        self._has_other_settings = has_other_settings
         self._samples_per_ticket = config.sampling.num_samples
         self._version_wait_s = config.weights.give_up_after_s
         self._progress = progress
@@ -128,7 +136,7 @@ class Rollout:
             else:
                 await self._take_for(_CONTROL_EVERY_S, engine, over)
         self._progress.stopping()
-        if stop.is_set() and self._groups:  # a run that has ended accepts no more groups
+        if stop.is_set() and self._groups:  # a run that has ended accepts no more groups, or none of these settings
             await asyncio.wait(self._groups, timeout=self._settings.grace_s)
         self._reap()
 
@@ -245,8 +253,8 @@ class Rollout:
         """Set `over` when this worker has nothing left to do. RunGone propagates."""
         while not stop.is_set():
             info = await self._tickets.run_info()
-            if info is not None and info.state != "running":
-                log.info("run_ended", state=info.state)
+            if info is not None and (info.state != "running" or self._has_other_settings(info)):
+                log.info("run_ended", state=info.state, term=info.term)
                 break
             await unless(stop, asyncio.sleep(_RUN_EVERY_S))
         over.set()
@@ -274,7 +282,7 @@ class Pace:
     """Measures tokens per second, and detects a stalled engine: a hung engine may still pass its liveness check.
 
     Time between two looks counts as half of `stall_s` at most: if it was more, this process was stopped, perhaps with
-    its engine.
+    its engine. Time in which the engine loads or returns weights does not count: that has limits of its own.
     """
 
     def __init__(self, stats: EngineStats, *, stall_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -287,7 +295,8 @@ class Pace:
         """Return recent tokens per second. EngineError if tokens were due for `stall_s` and none came."""
         now = self._clock()
         looked, num_made = self._looks[-1]
-        self._waited_s += min(now - looked, self._stall_s / 2)
+        if not stats.is_busy:
+            self._waited_s += min(now - looked, self._stall_s / 2)
         if stats.in_flight == 0 or stats.num_made != num_made:
             self._waited_s = 0.0
         elif self._waited_s > self._stall_s:

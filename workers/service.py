@@ -1,6 +1,8 @@
 """A worker's lifecycle: find the run, check permissions, start the engine, work, leave.
 
     wait for the run ─► permissions, model, rewards ─► engines, one after the other (`workers.supervise`) ─► leave
+          ▲                                                                                                    │
+          └──────────────── the run goes on with other settings (`workers.follow_run`) ────────────────────────┘
 
 Returns normally, or raises the error that ended the worker. Every wait for a dependency is bounded and ends early on a
 stop request. Anything that ignores the stop, such as a hanging Redis call, holds the worker for at most its grace
@@ -12,16 +14,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Callable
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-import redis.asyncio
 import structlog
 
 from streamrl.config import schema
-from streamrl.config.load import config_from_json
 from streamrl.errors import RunGone
 from streamrl.extras import need
 from streamrl.permissions import Permissions
@@ -35,10 +36,10 @@ from streamrl.protocol.weights.rejected import spread_s
 from streamrl.tasks import cancel_all, run_beside, unless
 from streamrl.telemetry.progress import Progress, Role
 from streamrl.workers.answer import Answerer
-from streamrl.workers.await_run import await_run
 from streamrl.workers.engines.base import Engine, EngineSettings, make_engine
 from streamrl.workers.engines.model import ModelFacts
 from streamrl.workers.environments.playing import playing
+from streamrl.workers.follow_run import RunSettings, follow_run
 from streamrl.workers.further import serve_ranks
 from streamrl.workers.health import Health, Parts
 from streamrl.workers.hosts.first import Hosts, open_hosts
@@ -124,21 +125,37 @@ async def _serve(options: Options, stop: asyncio.Event, grace: _Grace) -> None:
         try:
             stream = WorkerStream(client, keys, worker=options.worker, lease_s=_FIRST_LEASE_S)
             importing = await ending.enter_async_context(_importing(options))
-            info = await await_run(stream, name=options.run, stop=stop, progress=progress)
-            if info is not None:
-                config = config_from_json(info.config_json)
-                grace.seconds = config.worker.grace_s
+            engines = itertools.count(1)
+
+            async def serve_run(info: RunInfo, settings: RunSettings) -> None:
+                grace.seconds = settings.config.worker.grace_s
                 if not importing.done():
                     progress.working("import vLLM")
                     await unless(stop, importing)
                 if stop.is_set():
                     return
-                if options.join is not None:
-                    await serve_ranks(options, keys, config, info, client, progress, stop)
-                else:
-                    await _Service(options, keys, config, info, health).run(client, stop)
+                async with run_stream(options, keys, settings.config) as of_run:
+                    if options.join is not None:
+                        await serve_ranks(options, keys, settings, info, of_run, progress, stop)
+                    else:
+                        await _Service(options, keys, settings, info, health, engines).run(of_run, stop)
+
+            await follow_run(stream, name=options.run, stop=stop, progress=progress, serve=serve_run)
         except RunGone:
             log.info("run_gone", run=options.run)
+
+
+@contextlib.asynccontextmanager
+async def run_stream(options: Options, keys: Keys, config: schema.Config) -> AsyncIterator[WorkerStream]:
+    """The stream of a run that was found, with its timeouts."""
+    async with connect_async(options.redis_url, config.redis) as client:
+        yield WorkerStream(
+            client,
+            keys,
+            worker=options.worker,
+            lease_s=config.worker.lease_s,
+            give_up_after_s=config.redis.give_up_after_s,
+        )
 
 
 @contextlib.asynccontextmanager
@@ -183,24 +200,27 @@ def _await_server(url: str, stop: asyncio.Event) -> None:
 class _Service:
     """A worker whose run is known."""
 
-    def __init__(self, options: Options, keys: Keys, config: schema.Config, info: RunInfo, health: Health) -> None:
+    def __init__(
+        self,
+        options: Options,
+        keys: Keys,
+        settings: RunSettings,
+        info: RunInfo,
+        health: Health,
+        engines: Iterator[int],  # numbers its engines
+    ) -> None:
         self._options = options
         self._keys = keys
-        self._config = config
+        self._settings = settings
+        self._config = settings.config
         self._info = info
         self._health = health
         self._progress = health.progress
-        self._num_engines = 0
+        self._engines = engines
 
-    async def run(self, client: redis.asyncio.Redis, stop: asyncio.Event) -> None:
+    async def run(self, stream: WorkerStream, stop: asyncio.Event) -> None:
         options, config = self._options, self._config
-        stream = WorkerStream(
-            client,
-            self._keys,
-            worker=options.worker,
-            lease_s=config.worker.lease_s,
-            give_up_after_s=config.redis.give_up_after_s,
-        )
+        self._health.parts = None  # those of earlier settings have ended
         rewards = build_rewards(config.rewards, options.permissions, options.local_reward_url, stream.spend)
         model = await find_model(
             config, self._info, override=options.model, permissions=options.permissions, progress=self._progress
@@ -229,6 +249,7 @@ class _Service:
                 weights=weights,
                 answerer=answerer,
                 config=config,
+                has_other_settings=self._settings.differ_in,
                 progress=self._progress,
             )
             self._health.parts = Parts(work=rollout, weights=weights, rewards=rewards, stall_s=config.worker.stall_s)
@@ -295,7 +316,7 @@ class _Service:
             progress=self._progress,
         ) as mirrored:
             weights = WeightFollower(
-                announcements=stream,
+                announcements=stream.announcements,
                 reading=mirrored.reading,
                 mirror=mirrored.mirror,
                 prover=prover,
@@ -310,8 +331,7 @@ class _Service:
                 yield weights
 
     def _engine(self, model: ModelFacts, hosts: Hosts | None) -> Engine:
-        self._num_engines += 1
-        seed = _engine_seed(self._config.seed, self._options.worker, self._num_engines)
+        seed = _engine_seed(self._config.seed, self._options.worker, next(self._engines))
         memory = self._options.gpu_memory
         return make_engine(EngineSettings(model=model, config=self._config, seed=seed, gpu_memory=memory, hosts=hosts))
 

@@ -21,6 +21,7 @@ import shutil
 import uuid
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -57,6 +58,11 @@ def check_resume(config: schema.Config) -> None:
         )
 
 
+def settings_to_compare(config: schema.Config) -> dict[str, Any]:
+    """What a checkpoint keeps of the settings that it was made with, for `changed_since_checkpoint`."""
+    return {"config": config.model_dump(mode="json"), "working_directory": str(Path.cwd())}
+
+
 def changed_since_checkpoint(config: schema.Config) -> list[Change]:
     """Settings that changed since the newest checkpoint; empty if there is none, or it holds no configuration.
 
@@ -68,7 +74,9 @@ def changed_since_checkpoint(config: schema.Config) -> list[Change]:
         return []
     newest = root.newest_complete(lineage, digests=False)
     before = config_of(newest) if newest is not None else None
-    found = changes(before, config) if before is not None else []
+    if newest is None or before is None:
+        return []
+    found = changes(before, config, working_directory=newest.state.extra.get("working_directory", ""))
     check_changes(found, folder=str(config.folder))
     return found
 

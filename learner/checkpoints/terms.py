@@ -86,6 +86,12 @@ def claim_run(root: Path) -> str:
     return str(_read_record(path, "run_uid")["run_uid"])
 
 
+def known_run(root: Path) -> str:
+    """The run's uid; empty before `claim_run`."""
+    path = root / "run.json"
+    return str(_read_record(path, "run_uid")["run_uid"]) if path.exists() else ""
+
+
 def claim_term(
     root: Path,
     *,

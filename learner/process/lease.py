@@ -24,7 +24,7 @@ class LeaseKeeper:
     def __init__(self, renew: Callable[[], object], *, lease_s: float) -> None:
         self._renew = renew
         self._every_s = lease_s / _RENEWALS_PER_LEASE
-        self._error: StreamrlError | None = None
+        self._error: StreamrlError | OSError | None = None
         self._stopped = threading.Event()
 
     def renew_with(self, renew: Callable[[], object]) -> None:
@@ -32,7 +32,7 @@ class LeaseKeeper:
         self._renew = renew
 
     def check(self) -> None:
-        """Raise the error that ended the renewals: Fenced, or Redis was away for too long."""
+        """Raise the error that ended the renewals: Fenced, or Redis was away for too long, or the disk failed."""
         if self._error is not None:
             raise self._error
 
@@ -43,7 +43,7 @@ class LeaseKeeper:
         while not self._stopped.wait(self._every_s):
             try:
                 self._renew()
-            except StreamrlError as error:
+            except (StreamrlError, OSError) as error:  # before the claim, a renewal reads the run's folder
                 self._error = error
                 return
 

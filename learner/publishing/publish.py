@@ -9,8 +9,8 @@ is in flight at a time (`shipping`), with the anchor that may follow it. A publi
 anywhere: the base stays, its number is never used again, and the next attempt encodes the then current weights against
 the same base. An anchor that fails leaves its version as it is, and the next version tries to have one.
 
-Whatever the thread waits for, `give_up_after_s` bounds how long the run continues without publishing a version, or
-without an anchor that is due.
+Whatever the thread waits for, `give_up_after_s` bounds how long the run continues without publishing a version, with
+anchors that fail, or while one is being stored.
 """
 
 from __future__ import annotations
@@ -128,6 +128,7 @@ class Publisher:
         self._failed = False
         self._trying_since: float | None = None  # the first attempt after the last success
         self._anchorless_since: float | None = None  # likewise, for anchors beside a delta
+        self._anchor_begun: float | None = None  # when the anchor in flight could begin: its version was done
         self.latest: Published | None = None
 
     def working(self) -> AbstractContextManager[None]:
@@ -196,6 +197,8 @@ class Publisher:
     def _settle_version(self, under_way: Future[Published | None], *, wait_s: float) -> Published | None:
         all_done = self._is_done_everywhere(under_way, wait_s=wait_s)
         published = under_way.result() if all_done else None
+        if all_done:
+            self._anchor_begun = self._clock()
         if published is None:
             self._failed = all_done
             self._under_way = None if all_done else under_way
@@ -217,8 +220,8 @@ class Publisher:
         num_bytes = self._anchor.result() if all_done else None
         if all_done:
             self._anchor = None
-        if num_bytes is None:  # it failed, or may hang
-            self._give_up_in_time(self._anchorless_since, "anchor of the weights")
+        if num_bytes is None:  # it failed, or may hang: an earlier failure takes no time from this attempt
+            self._give_up_in_time(self._anchorless_since if all_done else self._anchor_begun, "anchor of the weights")
         else:
             self._note_anchor(num_bytes)
 

@@ -6,7 +6,8 @@ reported as far as it got, one that a crash cuts short is not. Each ticket names
 worker may have a newer one, so the result holds the range of steps that answered.
 
 Only `poll` waits, and only if asked to. An unsound answer counts as a failure of its ticket, like a reported failure.
-Tickets that a full Redis refuses are sent by a later `poll`.
+Tickets that a full Redis refuses are sent by a later `poll`, and so are tickets and answers that Redis has lost, once
+nothing has come for some seconds.
 
 A prompt whose ticket failed `max_attempts` times is given up, and is in no mean: it has no reward, not even a low one.
 One that always fails (its row is wrong, a judge refuses it) is missing everywhere alike. But if many are missing, those
@@ -36,6 +37,7 @@ from streamrl.protocol.wire.ticket import Ticket
 from streamrl.recipe.held_out import judge_samples, majority, mean_over_prompts, passes, rewards_by_source
 
 _READ_COUNT = 64
+_LOOK_EVERY_S = 10.0
 _NUM_SHOWN = 8
 _ENOUGH = 0.95  # of the prompts of each dataset: the rest moves a mean less than chance does
 
@@ -54,6 +56,7 @@ class _Round:
     attempts: dict[int, int]  # open ticket -> failures so far
     answers: dict[int, Group]
     unsent: list[int]  # tickets still to be sent
+    looked_at: float  # when an answer last came, or the lost ones were looked for
 
 
 class Validation:
@@ -92,16 +95,17 @@ class Validation:
         assert self._round is None, "one validation at a time"
         self._withdraw()  # tickets left by a previous learner
         numbers = range(self._next_number, self._next_number + len(self._prompts))
-        self._next_number = numbers.stop
+        self._next_number, now = numbers.stop, self._clock()
         current = _Round(
             step=step,
             version=version,
             numbers=numbers,
             spent_s=0.0,
-            counted_at=self._clock(),
+            counted_at=now,
             attempts=dict.fromkeys(numbers, 0),
             answers={},
             unsent=list(numbers),
+            looked_at=now,
         )
         self._send(current)
         self._round = current
@@ -120,8 +124,12 @@ class Validation:
         if entries:
             milliseconds, _, sequence = entries[-1].id.partition("-")
             self._stream.trim_eval(below=f"{milliseconds}-{int(sequence) + 1}")
-        self._send(current)
         now = self._clock()
+        if entries:
+            current.looked_at = now
+        elif now - current.looked_at >= _LOOK_EVERY_S:
+            current.unsent, current.looked_at = self._missing(current), now
+        self._send(current)
         current.spent_s += 0.0 if paused else now - current.counted_at
         current.counted_at = now
         if current.attempts and current.spent_s < self._settings.timeout_s:
@@ -158,6 +166,15 @@ class Validation:
         if current.unsent:
             refused = self._stream.issue([self._ticket(current, number) for number in current.unsent])
             current.unsent = [ticket.number for ticket in refused]
+
+    def _missing(self, current: _Round) -> list[int]:
+        """The open tickets that Redis lacks. Tickets before answers: a delivery moves one from here to there."""
+        present = {number for number, _ in self._stream.waiting("eval")}
+        present |= {group.number for group in self._stream.present_groups("eval", after=START)}
+        missing = [number for number in current.attempts if number not in present]
+        if lost := set(missing).difference(current.unsent):
+            log.warning("validation tickets were lost and are issued again", tickets=len(lost))
+        return missing
 
     def _ticket(self, current: _Round, number: int) -> Ticket:
         prompt = self._prompt(current, number)

@@ -7,7 +7,7 @@ start. A fork starts from weights alone, and may change everything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -69,6 +69,17 @@ RULES: tuple[tuple[str, str | None], ...] = (
     *((f"{section}.**", None) for section in _FREE),
 )
 
+# What workers read of a run, once each time they begin. A test compares it with their sources.
+_READ_BY_WORKERS = (
+    "seed",
+    "model.path",
+    "model.lora.**",
+    "data.max_prompt_tokens",
+    *(f"{section}.**" for section in ("sampling", "rewards", "environment", "teacher", "weights", "worker")),
+    "algorithm.routing_replay",
+    "validation.sampling.**",
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
@@ -81,15 +92,17 @@ class Change:
         return f"{self.key}: {show(self.before)} -> {show(self.after)}"
 
 
-def changes(before: Config, after: Config) -> list[Change]:
-    """Return the differences setting by setting; a section that only one of them has differs in all its settings."""
+def changes(before: Config, after: Config, *, working_directory: str = "") -> list[Change]:
+    """Return the differences setting by setting; a section that only one of them has differs in all its settings.
+    `working_directory`: where the relative paths of `before` begin; empty: where we work."""
+    folders = (Path(working_directory), *_moved_with_its_folder(before, after))
     old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, after))
     keys = [*new, *(key for key in old if key not in new)]
     found = []
     for key in keys:
         was, now = old.get(key, _default(key)), new.get(key, _default(key))
         if was != now:
-            refusal = None if _is_same(key, was, now, before, after) else refusal_of(key)
+            refusal = None if _is_same(key, was, now, folders, before, after) else refusal_of(key)
             found.append(Change(key=key, before=was, after=now, refusal=refusal))
     return found
 
@@ -113,6 +126,10 @@ def refusal_of(key: str) -> str | None:
     raise KeyError(key)
 
 
+def is_read_by_workers(key: str) -> bool:
+    return _matches_any(key, _READ_BY_WORKERS)
+
+
 def _matches_any(key: str, patterns: tuple[str, ...]) -> bool:
     return any(_matches(key, pattern) for pattern in patterns)
 
@@ -124,11 +141,10 @@ def _matches(key: str, pattern: str) -> bool:
     return is_as_long and all(map(fnmatchcase, names, parts))
 
 
-def _is_same(key: str, was: Any, now: Any, before: Config, after: Config) -> bool:
-    """Whether two paths lead to the same model or code. Relative ones begin where the run began, or where we work."""
+def _is_same(key: str, was: Any, now: Any, folders: Sequence[Path], before: Config, after: Config) -> bool:
+    """Whether two paths lead to the same model or code. A relative one of `before` begins in one of these folders."""
     if not (isinstance(was, str) and isinstance(now, str)):
         return False
-    folders = (Path(), _began_in(before, after))
     if _matches_any(key, _MODELS):
         return Path(now).exists() and any(
             (folder / was).exists() and (folder / was).samefile(now) for folder in folders
@@ -139,10 +155,10 @@ def _is_same(key: str, was: Any, now: Any, before: Config, after: Config) -> boo
     return False
 
 
-def _began_in(before: Config, after: Config) -> Path:
-    """Return the folder that a run's own relative path began in, if it ends like the folder that it has now."""
+def _moved_with_its_folder(before: Config, after: Config) -> tuple[Path, ...]:
+    """Return the working directory that a run has taken along: its own path was relative to it, and still ends so."""
     parts, folder = before.folder.parts, after.folder.resolve()
-    return folder.parents[len(parts) - 1] if folder.parts[1:][-len(parts) :] == parts else Path()
+    return (folder.parents[len(parts) - 1],) if folder.parts[1:][-len(parts) :] == parts else ()
 
 
 def _is_same_pickle(was: str, now: str, before: Config, after: Config) -> bool:

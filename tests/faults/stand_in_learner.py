@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +34,7 @@ from streamrl.learner.metrics.keepsakes import append_line
 from streamrl.learner.metrics.record import Timers
 from streamrl.learner.process.background import BackgroundThread
 from streamrl.learner.process.lease import LeaseKeeper
-from streamrl.learner.start import Admitted, Server, admit, take_lease
+from streamrl.learner.start import Admitted, Server, admit, holding_lease, take_lease
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
@@ -114,10 +113,8 @@ def learn(place: Place, *, holder: str, takeover: bool) -> None:
     with connect(place.url, config.redis) as client:
         keys = Keys(config.name)
         server = Server(client=client, keys=keys, holder=holder, began=time.monotonic())
-        take = partial(take_lease, config, server)
-        take(takeover=takeover)
-        keeper = LeaseKeeper(take, lease_s=config.learner.lease_s)
-        with keeper.keeping():
+        take_lease(config, server, takeover=takeover)
+        with holding_lease(config, server) as keeper:
             admitted = admit(
                 config=config,
                 server=server,

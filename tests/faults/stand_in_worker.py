@@ -107,6 +107,7 @@ async def work(place: Place, *, name: str, habits: Habits = SOUND) -> None:
                         player=player,
                     ),
                     config=config,
+                    has_other_settings=lambda info: False,
                     progress=Progress(part=f"worker/{name}", role="worker"),
                 )
                 await rollout.run(engine, stop)
@@ -177,7 +178,7 @@ class _Weights(WeightsDouble):
     async def follow(self, engine: Engine) -> None:
         self.engine = engine
         while not (self._keeps_first and self.version):
-            latest = await self._stream.latest()
+            latest = await self._stream.announcements.latest()
             if latest is not None and latest.version > self.version and self._has(latest.manifest, latest.version):
                 await self.serve(latest.version, step=latest.step)
             await asyncio.sleep(_LOOK_EVERY_S)

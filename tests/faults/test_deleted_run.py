@@ -95,5 +95,6 @@ def make_rollout(stream: WorkerStream, world: RunWorld) -> Rollout:
         weights=WeightsDouble(version=make_version(1, 0)),
         answerer=Answerer(rewards=Rewards({"exact": source}), config=world.config, worker="w", fingerprint=MODEL),
         config=world.config,
+        has_other_settings=lambda info: False,
         progress=Progress(part="worker/w", role="worker"),
     )

@@ -162,7 +162,7 @@ class _Worker:
         num_answered = 0
         try:
             while not stop.is_set():
-                latest = await stream.latest() if await stream.run_info() else None
+                latest = await stream.announcements.latest() if await stream.run_info() else None
                 more = int(min(8, may_answer() - num_answered))
                 if latest is None or more <= 0:
                     await asyncio.to_thread(stop.wait, 0.05)

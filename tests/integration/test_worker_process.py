@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -129,6 +130,34 @@ def test_the_worker_leaves_when_the_run_is_finished(
 
     learner.stream.release("finished")
     assert process.wait(60) == 0
+
+
+def test_a_worker_goes_on_with_the_settings_of_the_next_learner(
+    make_learner: MakeLearner, workers: Workers, models: list[Path], client: redis.Redis, keys: Keys
+) -> None:
+    learner = make_learner()
+    learner.publish(models[0])
+    learner.issue(PROMPTS[0], num_samples=1)
+    process = workers.start("--model", str(models[0]))
+    learner.groups(1)
+
+    validation = schema.Validation(sampling=schema.ValidationSampling(max_tokens=2))
+    shorter = learner.config.model_copy(update={"validation": validation})
+    run = snapshot(client, keys).run
+    assert run is not None
+    learner.stream.claim(config_json=shorter.model_dump_json(), fingerprint=run.fingerprint, wait_s=0.0)
+    numbers = itertools.count(10)
+
+    def is_short() -> bool:
+        learner.issue(PROMPTS[0], first=next(numbers), num_samples=1, purpose="eval")
+        (answer,) = learner.groups(1, purpose="eval")
+        return len(answer.samples[0].token_ids) <= 2
+
+    wait_until(is_short, description="the worker samples as the next learner wants it")
+    assert process.poll() is None, "nobody might start it again"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    assert not workers.left_behind()
 
 
 def test_a_killed_worker_loses_no_ticket_to_the_one_that_takes_its_place(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ import redis.asyncio
 
 from streamrl.config import schema
 from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
-from streamrl.learner.checkpoints.terms import CheckpointName, ancestry, claim_run
+from streamrl.learner.checkpoints.terms import CheckpointName, ancestry, claim_run, known_run
 from streamrl.learner.groups.curriculum import open_order
 from streamrl.learner.groups.feed import Feed
 from streamrl.learner.groups.ledger import FeedState
@@ -55,7 +56,14 @@ class Learner:
         config, client, keys = place.config, place.client, place.keys
         patience_s = place.patience_s
         await_lease(
-            client, keys, holder=holder, lease_s=lease_s, wait_s=0.0, takeover=takeover, give_up_after_s=patience_s
+            client,
+            keys,
+            run_uid=partial(known_run, config.folder),
+            holder=holder,
+            lease_s=lease_s,
+            wait_s=0.0,
+            takeover=takeover,
+            give_up_after_s=patience_s,
         )
         self.root = CheckpointRoot(config.folder)
         uid = claim_run(config.folder)

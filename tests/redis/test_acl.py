@@ -91,7 +91,7 @@ MAY_CHANGE: Mapping[Role, Mapping[str, set[str]]] = {
         "control": {"DEL"},
         "tickets": {"XADD", "XACK", "XDEL"},
         "groups": {"XDEL", "XTRIM", "XSETID"},
-        "appends": {"HSET"},
+        "appends": {"HSET", "HDEL"},
         "weights": {"HSET"},
         "announced": {"XADD"},
         "counters": {"HINCRBY"},
@@ -110,7 +110,7 @@ MAY_CHANGE: Mapping[Role, Mapping[str, set[str]]] = {
     },
     "monitor": {},
     "operator": {
-        "control": {"HSET", "DEL"},
+        "control": {"HSET", "HDEL", "DEL"},
         "events": {"XADD"},
         "dead": {"XDEL"},
         "retry_requests": {"HSETNX", "HDEL"},

@@ -11,9 +11,9 @@ import redis
 
 from streamrl.config import schema
 from streamrl.config.load import load_config
-from streamrl.errors import Ended, Fenced, Refused, Replaced, RunGone
-from streamrl.learner.process.lease import LeaseKeeper
-from streamrl.learner.start import Admitted, Server, admit, take_lease, was_restarted
+from streamrl.errors import ConfigError, Ended, Fenced, Refused, Replaced, ResourceError, RunGone
+from streamrl.learner.checkpoints.terms import claim_run
+from streamrl.learner.start import REPLAY, Admitted, Server, admit, holding_lease, take_lease, was_restarted
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.operator import remove_run, set_control
 from streamrl.protocol.transport.snapshot import snapshot
@@ -39,13 +39,8 @@ def come(config: schema.Config, learner_client: redis.Redis, keys: Keys) -> Come
         began = time.monotonic() - ago_s
         server = Server(client=learner_client, keys=keys, holder=holder, takeover=takeover, began=began)
         take_lease(wanted, server, takeover=takeover)
-        return admit(
-            config=wanted,
-            server=server,
-            keeper=LeaseKeeper(lambda: None, lease_s=30.0),
-            prompts=make_prompts(4),
-            fingerprint=MODEL,
-        )
+        with holding_lease(wanted, server) as keeper:
+            return admit(config=wanted, server=server, keeper=keeper, prompts=make_prompts(4), fingerprint=MODEL)
 
     return come
 
@@ -64,6 +59,39 @@ def test_a_run_that_was_removed_is_refused_without_a_trace_and_told_how_it_goes_
         come()
 
     assert terms(config) == ["000001"]
+
+
+def test_a_takeover_of_another_run_by_the_same_name_is_refused_and_the_learner_goes_on(
+    come: Come, config: schema.Config, client: redis.Redis, keys: Keys, tmp_path: Path
+) -> None:
+    first = come()
+    for num_terms in (0, 1):  # an empty folder, and that of a run
+        elsewhere = config.model_copy(update={"dir": tmp_path / str(num_terms)})
+        if num_terms:
+            claim_run(elsewhere.folder)
+        for takeover in (True, False):
+            with pytest.raises(ResourceError, match=r"holds another run of that name \(uid .*, running\)"):
+                come(wanted=elsewhere, holder="another", takeover=takeover)
+    first.stream.renew()
+    assert client.get(keys.lease) == b"job"
+
+
+def test_a_learner_that_is_refused_leaves_no_lease_to_wait_for(
+    come: Come, config: schema.Config, client: redis.Redis, keys: Keys, tmp_path: Path
+) -> None:
+    come().stream.release("finished")
+    with pytest.raises(ResourceError, match=r"\(uid .*, finished\)"):
+        come(wanted=config.model_copy(update={"dir": tmp_path / "elsewhere"}))
+    assert not client.exists(keys.lease)
+    (config.folder / REPLAY).touch()
+    with pytest.raises(ConfigError, match="is the replay of a recording"):
+        come()
+    assert not client.exists(keys.lease)
+    (config.folder / REPLAY).unlink()
+    remove_run(client, keys)
+    with pytest.raises(RunGone):
+        come()
+    assert not client.exists(keys.lease)
 
 
 def test_the_configuration_of_the_run_is_that_of_whoever_was_admitted(

@@ -38,12 +38,12 @@ async def test_an_announcement_wakes_every_worker_that_waits(
     learner: LearnerStream, make_worker: MakeWorker, client: redis.Redis
 ) -> None:
     workers = [make_worker(f"w{n}") for n in range(3)]
-    waiting = [asyncio.create_task(worker.await_newer(0, within_s=LONG_S)) for worker in workers]
+    waiting = [asyncio.create_task(worker.announcements.await_newer(0, within_s=LONG_S)) for worker in workers]
     await waits(client, 3)
     announce(learner, FIRST)
     assert await asyncio.gather(*waiting) == [True] * 3
     for worker in workers:
-        latest = await worker.latest()
+        latest = await worker.announcements.latest()
         assert latest is not None
         assert latest.version == FIRST
 
@@ -53,11 +53,11 @@ async def test_one_that_came_before_the_wait_is_heard_and_none_twice(
 ) -> None:
     announce(learner, FIRST)
     announce(learner, SECOND)
-    assert await worker.await_newer(FIRST, within_s=LONG_S)
-    assert not await worker.await_newer(FIRST, within_s=NOTHING_S)
-    assert not await worker.await_newer(SECOND, within_s=NOTHING_S)
+    assert await worker.announcements.await_newer(FIRST, within_s=LONG_S)
+    assert not await worker.announcements.await_newer(FIRST, within_s=NOTHING_S)
+    assert not await worker.announcements.await_newer(SECOND, within_s=NOTHING_S)
     announce(learner, THIRD)
-    assert await worker.await_newer(SECOND, within_s=LONG_S)
+    assert await worker.announcements.await_newer(SECOND, within_s=LONG_S)
 
 
 async def test_the_same_announcement_again_rings_once(
@@ -73,8 +73,8 @@ async def test_a_worker_hears_on_when_redis_was_emptied(
     learner: LearnerStream, worker: WorkerStream, client: redis.Redis
 ) -> None:
     announce(learner, FIRST)
-    assert await worker.await_newer(0, within_s=LONG_S)
-    waiting = asyncio.create_task(worker.await_newer(FIRST, within_s=LONG_S))
+    assert await worker.announcements.await_newer(0, within_s=LONG_S)
+    waiting = asyncio.create_task(worker.announcements.await_newer(FIRST, within_s=LONG_S))
     await waits(client, 1)
     client.flushall()
     announce(learner, SECOND)
@@ -86,8 +86,8 @@ async def test_a_worker_that_may_not_hear_looks_instead(
 ) -> None:
     announce(learner, FIRST)
     client.set(keys.announced, "no stream")
-    assert not await worker.await_newer(0, within_s=LONG_S)
-    latest = await worker.latest()
+    assert not await worker.announcements.await_newer(0, within_s=LONG_S)
+    latest = await worker.announcements.latest()
     assert latest is not None
     assert latest.version == FIRST
 
@@ -95,14 +95,14 @@ async def test_a_worker_that_may_not_hear_looks_instead(
 async def test_a_worker_that_lost_its_connection_while_it_waited_looks_again(
     learner: LearnerStream, worker: WorkerStream, client: redis.Redis
 ) -> None:
-    waiting = asyncio.create_task(worker.await_newer(0, within_s=LONG_S))
+    waiting = asyncio.create_task(worker.announcements.await_newer(0, within_s=LONG_S))
     await waits(client, 1)
     for one in client.client_list():
         if one["cmd"] == "xread":
             client.client_kill_filter(_id=one["id"])
     assert not await waiting
     announce(learner, FIRST)
-    assert await worker.await_newer(0, within_s=LONG_S)
+    assert await worker.announcements.await_newer(0, within_s=LONG_S)
 
 
 async def test_a_run_of_the_same_name_rings_for_its_own_workers(
@@ -111,7 +111,7 @@ async def test_a_run_of_the_same_name_rings_for_its_own_workers(
     announce(learner, THIRD)
     remove_run(client, keys)
     announce(make_learner(uid="another"), FIRST)
-    assert await make_worker("new").await_newer(0, within_s=LONG_S)
+    assert await make_worker("new").announcements.await_newer(0, within_s=LONG_S)
 
 
 def test_a_version_that_was_put_on_a_server_before_another_took_over_does_not_count(learner: LearnerStream) -> None:
@@ -121,6 +121,15 @@ def test_a_version_that_was_put_on_a_server_before_another_took_over_does_not_co
     assert not learner.has_manifests([SECOND])
     announce(learner, THIRD)
     assert learner.has_manifests([THIRD])
+
+
+def test_an_anchor_that_was_put_on_a_server_before_another_took_over_does_not_count(learner: LearnerStream) -> None:
+    announce(learner, FIRST)
+    learner._server_run_id = "of the one that died"
+    learner.amend(Announcement(version=FIRST, base=0, step=0, manifest=b"with an anchor"), keep=[FIRST])
+    assert not learner.has_manifests([FIRST])
+    announce(learner, SECOND)
+    assert learner.has_manifests([SECOND])
 
 
 def test_a_version_whose_blobs_may_be_lost_does_not_count(learner: LearnerStream, client: redis.Redis) -> None:

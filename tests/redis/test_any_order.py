@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from hypothesis.stateful import (
 from streamrl.crashpoints import Point
 from streamrl.errors import TransportError
 from streamrl.held_folders import scratch_folder
+from streamrl.learner.checkpoints.terms import known_run
 from streamrl.learner.groups.plan import Kind
 from streamrl.protocol.transport.embedded import find_server
 from streamrl.protocol.transport.lease import await_lease
@@ -262,7 +264,14 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def a_stranger_is_refused(self) -> None:
         with pytest.raises(TransportError, match="holds its lease"):
-            await_lease(self.world.client, self.world.keys, holder="stranger", lease_s=LEASE_S, wait_s=0.0)
+            await_lease(
+                self.world.client,
+                self.world.keys,
+                run_uid=partial(known_run, self.world.config.folder),
+                holder="stranger",
+                lease_s=LEASE_S,
+                wait_s=0.0,
+            )
 
     # The operator
 

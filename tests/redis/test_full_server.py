@@ -14,12 +14,18 @@ from streamrl.config import schema
 from streamrl.errors import TransportError
 from streamrl.protocol.transport.connection import connect, connect_async
 from streamrl.protocol.transport.embedded import EmbeddedRedis
+from streamrl.protocol.transport.entries import encode_report
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.lease import await_lease
+from streamrl.protocol.transport.operator import purge, read_letters, remove_run, set_control
+from streamrl.protocol.transport.operator_scripts import report
+from streamrl.protocol.transport.script import run
+from streamrl.protocol.transport.snapshot import snapshot
 from streamrl.protocol.transport.types import START, Announcement, Letter
 from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.protocol.wire.group import encode_group
+from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
 from tests.helpers import make_group, make_ticket
 
@@ -84,7 +90,7 @@ def test_the_learner_stays_the_learner_and_one_that_was_restarted_becomes_it(cli
     learner.renew()
     assert client.get(KEYS.lease) == b"job"
     for _ in range(2):  # the same job again, and then after its lease has run out
-        await_lease(client, KEYS, holder="job", lease_s=30.0, wait_s=0.0, give_up_after_s=0.3)
+        await_lease(client, KEYS, run_uid=lambda: "uid", holder="job", lease_s=30.0, wait_s=0.0, give_up_after_s=0.3)
         make_learner(client, give_up_after_s=0.3, term=2)
         client.delete(KEYS.lease)
 
@@ -98,6 +104,27 @@ def test_what_repeats_a_dead_ticket_is_noted_and_a_ticket_can_die(client: redis.
     assert client.xlen(KEYS.dead) == 1
     assert not learner.letters.put([(make_ticket(1), Letter("it was lost", 1.0))], wait_for_room=False)
     assert client.xlen(KEYS.dead) == 1
+
+
+def test_operators_and_monitors_are_not_shut_out(client: redis.Redis) -> None:
+    learner = make_learner(client, give_up_after_s=0.3)
+    learner.letters.put([(make_ticket(0), Letter("it failed too often", 1.0))])
+    fill(client)
+    for word in ("pause", "run", "drain", "run"):
+        assert set_control(client, KEYS, word, by="the test")
+        assert learner.orders().control == word
+    for second in range(2):  # the first report of a process, and one that replaces it
+        progress = Progress(part="learner/0", role="learner", clock=lambda second=second: 5.0 + second)
+        run(client, report(KEYS, "learner/0", encode_report(progress.report())))
+    assert [one.at for one in snapshot(client, KEYS).reports] == [6.0]
+    assert purge(client, KEYS, read_letters(client, KEYS), by="the test") == 1
+    assert learner.letters.purged() == {0}
+    learner.record(1, {"train_optim/loss": 1.0})
+    learner.event("tested")
+    told = [event.kind for event in snapshot(client, KEYS).events]
+    assert told == [*["control"] * 4, "dead_purge", "tested"]
+    assert client.xlen(KEYS.metrics) == 1
+    assert remove_run(client, KEYS)
 
 
 async def test_deliveries_that_go_together_go_through_though_the_first_has_lost_its_ticket(

@@ -6,6 +6,8 @@ import gc
 import math
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import redis
@@ -15,6 +17,7 @@ from streamrl.protocol.transport.entries import PagedReader, encode_report
 from streamrl.protocol.transport.keys import WORKERS, Keys
 from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.operator import set_control
+from streamrl.protocol.transport.present import Present
 from streamrl.protocol.transport.snapshot import snapshot
 from streamrl.protocol.transport.types import START, Announcement, Letter
 from streamrl.protocol.transport.worker import WorkerStream
@@ -176,6 +179,32 @@ def test_evaluation_groups_are_trimmed_apart(learner: LearnerStream, client: red
     assert len(delivered(learner)) == len(train)
 
 
+@pytest.mark.parametrize(
+    ("num_bytes", "num_groups", "num_pages"),
+    [(1 << 10, 2000, 8), (2 << 20, 10, 5), (10 << 20, 3, 4)],
+    ids=["small", "large", "larger than a page"],
+)
+def test_groups_are_listed_in_pages_of_few_megabytes(
+    learner: LearnerStream, client: redis.Redis, keys: Keys, num_bytes: int, num_groups: int, num_pages: int
+) -> None:
+    """For the server copies whole groups to list them."""
+    with client.pipeline(transaction=False) as pipe:
+        for n in range(num_groups):
+            pipe.xadd(keys.groups("train"), {"n": n, "u": UID, "t": "1-0", "b": bytes(num_bytes)})
+        pipe.execute()
+    pages: list[list[int]] = []
+
+    def ask(what: str, call: Callable[[], Any]) -> Any:
+        _, page = reply = call()
+        pages.append([size for *_, size in page])
+        return reply
+
+    listed = Present(client, keys, run_uid=UID, ask=ask).groups("train", after=START)
+    assert [group.number for group in listed] == list(range(num_groups))
+    assert all(sum(page) <= 8 << 20 or len(page) == 1 for page in pages)
+    assert len(pages) == num_pages
+
+
 def test_present_groups_lists_those_beyond_the_cursor_and_which_are_this_runs(
     learner: LearnerStream, client: redis.Redis, keys: Keys
 ) -> None:
@@ -264,15 +293,15 @@ def test_a_letter_that_is_put_again_has_the_request_that_its_ticket_had_and_is_p
 
 
 async def test_an_announced_version_is_what_workers_see(learner: LearnerStream, worker: WorkerStream) -> None:
-    assert await worker.latest() is None
+    assert await worker.announcements.latest() is None
     one, two = make_version(1, 0), make_version(1, 1)
     learner.announce(Announcement(version=one, base=0, step=0, manifest=b"anchor"), keep=[])
-    assert await worker.latest() == Announcement(version=one, base=0, step=0, manifest=b"anchor")
+    assert await worker.announcements.latest() == Announcement(version=one, base=0, step=0, manifest=b"anchor")
     delta = Announcement(version=two, base=one, step=1, manifest=b"delta")
     learner.announce(delta, keep=[one])
-    assert await worker.latest() == delta
-    assert await worker.latest() == delta
-    assert await worker.manifest(one) == b"anchor"
+    assert await worker.announcements.latest() == delta
+    assert await worker.announcements.latest() == delta
+    assert await worker.announcements.manifest(one) == b"anchor"
 
 
 async def test_manifests_that_are_not_kept_are_dropped(learner: LearnerStream, worker: WorkerStream) -> None:
@@ -280,7 +309,7 @@ async def test_manifests_that_are_not_kept_are_dropped(learner: LearnerStream, w
     for version in versions[:3]:
         learner.announce(Announcement(version=version, base=0, step=0, manifest=b"m"), keep=versions[:3])
     learner.announce(Announcement(version=versions[3], base=0, step=0, manifest=b"m"), keep=[versions[1]])
-    there = [await worker.manifest(version) for version in versions]
+    there = [await worker.announcements.manifest(version) for version in versions]
     assert there == [None, b"m", None, b"m"]
 
 
@@ -291,13 +320,13 @@ async def test_an_anchor_beside_a_version_shows_to_who_reads_its_manifest_anew(
     for version, base in ((one, 0), (two, one), (three, two)):
         learner.announce(Announcement(version=version, base=base, step=0, manifest=b"delta"), keep=[one, two])
     before = Announcement(version=three, base=two, step=0, manifest=b"delta")
-    assert await worker.latest() == before
+    assert await worker.announcements.latest() == before
     after = Announcement(version=three, base=two, step=0, manifest=b"delta and anchor")
     learner.amend(after, keep=[two])
-    assert await worker.latest() == before, "nothing is read again for who has the version on its way"
-    assert await worker.latest(anew=True) == after
-    assert await make_worker("late").latest() == after
-    assert [await worker.manifest(version) for version in (one, two)] == [None, b"delta"]
+    assert await worker.announcements.latest() == before, "nothing is read again for who has the version on its way"
+    assert await worker.announcements.latest(anew=True) == after
+    assert await make_worker("late").announcements.latest() == after
+    assert [await worker.announcements.manifest(version) for version in (one, two)] == [None, b"delta"]
 
 
 def test_no_anchor_is_laid_beside_a_version_that_redis_has_lost(

@@ -9,22 +9,26 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 import redis.asyncio
 
-from streamrl.errors import DataError
+from streamrl.errors import DataError, RunGone
 from streamrl.ops.cli.main import main
 from streamrl.ops.record.tap import Tap, record
 from streamrl.ops.record.write import RecordingWriter
 from streamrl.protocol.recording import Origin, Recording
 from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.operator import remove_run
 from tests.helpers import wait_until
 from tests.redis.run_world import RunWorld
 
 WRITES = ("xadd", "xdel", "xtrim", "xack", "hset", "set", "del", "eval", "evalsha", "xgroup", "xreadgroup", "xsetid")
+REFUSED_BY_A_FULL_SERVER = (*WRITES, "multi")  # by some versions even if it only reads
 
 
 @pytest.fixture
@@ -59,14 +63,14 @@ async def test_what_is_in_redis_is_saved_once_and_only_once(
     assert told["groups"] == len(delivered) - 6
 
 
-async def test_recording_sends_no_write_to_redis(
+async def test_recording_sends_nothing_to_redis_that_a_full_one_refuses(
     world: RunWorld, tmp_path: Path, client: redis.Redis, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await world.answer_all()
 
     def calls() -> dict[str, int]:
         stats = client.info("commandstats")
-        return {name: stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in WRITES}
+        return {name: stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in REFUSED_BY_A_FULL_SERVER}
 
     before = calls()
     record_once(world, tmp_path / "recording", capsys)
@@ -111,6 +115,65 @@ async def test_groups_that_went_by_unseen_are_counted(
         assert tap.num_missed >= len(trained)
     else:  # Redis 6.2 does not tell
         assert tap.num_missed is None
+
+
+def test_a_session_of_a_run_that_is_removed_ends_and_says_so(
+    world: RunWorld, tmp_path: Path, client: redis.Redis
+) -> None:
+    tap = Tap(client, world.keys, run_uid=world.learner.uid)
+    assert tap.run_state() == "running"
+    remove_run(client, world.keys)
+    origin = Origin(run="run", run_uid=world.learner.uid, fingerprint="model", model="m")
+    with RecordingWriter(tmp_path / "recording", origin, file_bytes=4000, max_bytes=1 << 30) as writer:
+        looks = iter(range(3))
+        with pytest.raises(RunGone, match=r"run '.*' was removed from Redis"):
+            record(tap, writer, stopped=lambda: next(looks, None) is None, follow=True, show=lambda: None)
+    client.flushall()
+    assert tap.run_state() is None, "its learner will claim it again"
+
+
+class Interrupted:
+    """A client whose calls in one trip leave time for something else after the first."""
+
+    def __init__(self, client: redis.Redis, act: Callable[[], object]) -> None:
+        self._client, self._act = client, act
+        self._replies: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def pipeline(self, *, transaction: bool) -> contextlib.AbstractContextManager[Interrupted]:
+        self._replies = []
+        return contextlib.nullcontext(self)
+
+    def xread(self, *args: Any, **options: Any) -> None:
+        self._note(self._client.xread(*args, **options))
+
+    def xinfo_stream(self, name: str) -> None:
+        self._note(self._client.xinfo_stream(name))
+
+    def _note(self, reply: Any) -> None:
+        self._replies.append(reply)
+        if len(self._replies) == 1:
+            self._act()
+
+    def execute(self, *, raise_on_error: bool) -> list[Any]:
+        return self._replies
+
+
+def test_a_group_that_comes_while_the_missed_are_counted_is_not_one_of_them(
+    world: RunWorld, client: redis.Redis, is_redis_7: bool
+) -> None:
+    stream = world.keys.groups("train")
+    coming = [1, 0, 1, 1, 0]  # groups, while it looks back
+    interrupted: Any = Interrupted(client, lambda: [client.xadd(stream, {"n": "0"}) for _ in range(coming.pop(0))])
+    tap = Tap(interrupted, world.keys, run_uid=world.learner.uid)
+    assert [len(tap.look_back()) for _ in range(4)] == [1, 0, 1, 1]
+    client.xadd(stream, {"n": "0"})
+    client.xtrim(stream, maxlen=0)
+    assert tap.num_missed == (0 if is_redis_7 else None)
+    tap.look_back()
+    assert tap.num_missed == (1 if is_redis_7 else None)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

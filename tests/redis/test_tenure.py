@@ -17,7 +17,7 @@ from streamrl.protocol.transport.operator import remove_run, set_control
 from streamrl.protocol.transport.types import START, Announcement, Letter
 from streamrl.versions import make_version
 from tests.helpers import make_ticket, wait_until
-from tests.redis.conftest import MakeLearner
+from tests.redis.conftest import UID, MakeLearner
 
 SHORT_S = 0.3
 LONGER_S = 2.0  # a busy machine may take so long between two calls as SHORT_S
@@ -75,7 +75,7 @@ def test_a_learner_whose_lease_another_took_writes_nothing_even_before_the_new_t
     write: Callable[[LearnerStream], None], make_learner: MakeLearner, client: redis.Redis, keys: Keys
 ) -> None:
     old = make_learner(term=1)
-    await_lease(client, keys, holder="stranger", lease_s=30.0, wait_s=0.0, takeover=True)
+    await_lease(client, keys, run_uid=lambda: UID, holder="stranger", lease_s=30.0, wait_s=0.0, takeover=True)
     before = everything(client)
     with pytest.raises(Fenced):
         write(old)
@@ -122,7 +122,7 @@ def test_a_stranger_is_refused_while_the_holder_renews(
     learner: LearnerStream, make_learner: MakeLearner, client: redis.Redis, keys: Keys
 ) -> None:
     with pytest.raises(TransportError, match="job holds its lease"):
-        await_lease(client, keys, holder="stranger", lease_s=30.0, wait_s=0.2)
+        await_lease(client, keys, run_uid=lambda: UID, holder="stranger", lease_s=30.0, wait_s=0.2)
     learner.issue([make_ticket(0)])
     assert client.hget(keys.meta, "term") == b"1"
 
@@ -130,7 +130,7 @@ def test_a_stranger_is_refused_while_the_holder_renews(
 def test_after_a_fail_over_a_learner_wins_over_the_one_that_it_had_replaced(
     learner: LearnerStream, make_learner: MakeLearner, client: redis.Redis, keys: Keys
 ) -> None:
-    await_lease(client, keys, holder="another job", lease_s=30.0, wait_s=0.0, takeover=True)
+    await_lease(client, keys, run_uid=lambda: UID, holder="another job", lease_s=30.0, wait_s=0.0, takeover=True)
     second = make_learner(term=2, holder="another job")
     client.hset(keys.meta, "term", 1)  # the copy of the data that is served now is from before
     client.set(keys.lease, "job")
@@ -155,7 +155,7 @@ def test_on_an_emptied_server_whoever_has_the_lease_keeps_it(
     learner: LearnerStream, client: redis.Redis, keys: Keys
 ) -> None:
     client.flushall()
-    await_lease(client, keys, holder="stranger", lease_s=30.0, wait_s=0.0)
+    await_lease(client, keys, run_uid=lambda: UID, holder="stranger", lease_s=30.0, wait_s=0.0)
     with pytest.raises(Fenced, match="stranger has taken its lease"):
         learner.issue([make_ticket(0)])
 
@@ -163,7 +163,7 @@ def test_on_an_emptied_server_whoever_has_the_lease_keeps_it(
 def test_a_stranger_takes_over_when_the_lease_ends(make_learner: MakeLearner, client: redis.Redis, keys: Keys) -> None:
     began = time.monotonic()
     stopped = make_learner(lease_s=SHORT_S)
-    await_lease(client, keys, holder="stranger", lease_s=30.0, wait_s=60.0)
+    await_lease(client, keys, run_uid=lambda: UID, holder="stranger", lease_s=30.0, wait_s=60.0)
     assert time.monotonic() - began > 0.5 * SHORT_S
     second = make_learner(term=2, holder="stranger")
     with pytest.raises(Fenced):
@@ -202,7 +202,7 @@ def test_the_same_job_takes_over_at_once(learner: LearnerStream, make_learner: M
 def test_a_takeover_is_done_when_asked_for(
     learner: LearnerStream, make_learner: MakeLearner, client: redis.Redis, keys: Keys
 ) -> None:
-    await_lease(client, keys, holder="stranger", lease_s=30.0, wait_s=0.0, takeover=True)
+    await_lease(client, keys, run_uid=lambda: UID, holder="stranger", lease_s=30.0, wait_s=0.0, takeover=True)
     make_learner(term=2, holder="stranger")
     with pytest.raises(Fenced):
         learner.issue([make_ticket(0)])

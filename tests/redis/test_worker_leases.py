@@ -239,7 +239,7 @@ async def test_a_worker_before_its_run_waits_and_then_serves_it(
 ) -> None:
     assert await worker.run_info() is None
     assert await worker.lease(max_tickets=1, block_ms=10) == []
-    assert await worker.latest() is None
+    assert await worker.announcements.latest() is None
     make_learner().issue([make_ticket(0)])
     info = await worker.run_info()
     assert info is not None
@@ -259,6 +259,17 @@ async def test_a_worker_of_another_wire_schema_than_its_learners_ends_and_leases
     assert client.xpending(keys.tickets("train"), WORKERS)["pending"] == 0
 
 
+async def test_a_run_of_another_wire_schema_that_has_ended_has_ended(
+    learner: LearnerStream, worker: WorkerStream, client: redis.Redis, keys: Keys
+) -> None:
+    """Which schema the learner writes that resumes it is known once it does."""
+    learner.release("stopped")
+    client.hset(keys.meta, "schema", 99)
+    info = await worker.run_info()
+    assert info is not None
+    assert info.state == "stopped"
+
+
 async def test_a_removed_run_tells_its_workers_that_it_is_gone(
     learner: LearnerStream, worker: WorkerStream, client: redis.Redis, keys: Keys
 ) -> None:
@@ -270,7 +281,7 @@ async def test_a_removed_run_tells_its_workers_that_it_is_gone(
         worker.lease(max_tickets=1, block_ms=0),
         worker.renew(leased),
         worker.deliver(leased[0], b"h", b"b"),
-        worker.latest(),
+        worker.announcements.latest(),
     ):
         with pytest.raises(RunGone):
             await call

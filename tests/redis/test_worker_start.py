@@ -14,7 +14,9 @@ from streamrl.errors import ResourceError
 from streamrl.permissions import Permissions
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis
-from streamrl.workers.service import Options, serve
+from streamrl.protocol.transport.keys import Keys
+from streamrl.workers.service import Options, run_stream, serve
+from tests.feed_world import make_config
 from tests.helpers import wait_until
 
 
@@ -48,6 +50,13 @@ async def test_one_that_is_told_to_stop_before_redis_comes_ends_at_once(tmp_path
         await asyncio.to_thread(wait_until, lambda: bool(logs), description="it says that it waits")
         stop.set()
         await asyncio.wait_for(working, 60)
+
+
+async def test_a_run_that_is_found_is_worked_for_with_its_own_timeouts(redis_url: str, keys: Keys) -> None:
+    config = make_config(redis={"reply_timeout_s": 60.0, "connect_timeout_s": 20.0}, worker={"lease_s": 90.0})
+    async with run_stream(make_options(redis_url), keys, config) as stream:
+        used = stream._client.get_connection_kwargs()
+    assert (used["socket_timeout"], used["socket_connect_timeout"]) == (60.0, 20.0)
 
 
 async def test_what_no_waiting_changes_is_a_mistake_at_once(tmp_path: Path) -> None:

@@ -11,6 +11,10 @@ from streamrl.config import schema
 from streamrl.config.changes import changes, check_changes, refusal_of
 from streamrl.config.explain import known_keys
 from streamrl.errors import ConfigError
+from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState
+from streamrl.learner.checkpoints.resume import changed_since_checkpoint, settings_to_compare
+from streamrl.learner.checkpoints.terms import CheckpointName, claim_run
+from streamrl.learner.groups.ledger import FeedState
 
 
 def make_config(**sections: Any) -> schema.Config:
@@ -170,6 +174,20 @@ def scored_by(target: str, **sections: Any) -> schema.Config:
     return make_config(rewards={"near": {"type": "function", "target": target}}, **sections)
 
 
+def make_checkpoint(config: schema.Config) -> None:
+    root = CheckpointRoot(config.folder)
+    uid = claim_run(config.folder)
+    root.claim_term(uid)
+    name = CheckpointName(1, 5)
+    (root.new_folder(name) / "weights").write_bytes(b"w")
+    root.commit(
+        name,
+        CheckpointState(
+            run_uid=uid, step=5, stream=FeedState(), data_fingerprint="", extra=settings_to_compare(config)
+        ),
+    )
+
+
 def refusals(before: schema.Config, after: schema.Config) -> list[str]:
     return [change.key for change in changes(before, after) if change.refusal]
 
@@ -211,6 +229,28 @@ def test_paths_of_a_run_that_is_continued_from_another_working_directory_are_tho
 
     assert continued(f"{tmp_path}/a.py:near", "../sft") == []
     assert continued(f"{tmp_path}/b.py:near", "../runs") == ["model.path", "rewards.near.target"]
+
+
+def test_relative_paths_of_a_run_in_an_absolute_folder_begin_where_it_worked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("first/sft", "second/sft"):
+        (tmp_path / folder).mkdir(parents=True)
+    runs = {"dir": str(tmp_path / "runs")}
+    monkeypatch.chdir(tmp_path / "first")
+    begun = scored_by("a.py:near", model={"path": "sft"}, **runs)
+    make_checkpoint(begun)
+    monkeypatch.chdir(tmp_path / "second")
+
+    def keys_refused(target: str, model: str) -> list[str]:
+        try:
+            changed_since_checkpoint(scored_by(target, model={"path": model}, **runs))
+        except ConfigError as error:
+            return [line.partition(":")[0] for line in str(error).splitlines()[:-1]]
+        return []
+
+    assert keys_refused("../first/a.py:near", "../first/sft") == []
+    assert keys_refused("./a.py:near", "./sft") == ["model.path", "rewards.near.target"]
 
 
 def test_a_notebooks_functions_move_with_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

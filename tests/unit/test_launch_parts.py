@@ -10,17 +10,17 @@ import pytest
 
 from streamrl.config import schema
 from streamrl.config.load import Loaded, load_config
-from streamrl.errors import ConfigError, PartError
+from streamrl.errors import ConfigError, PartError, ResourceError
 from streamrl.ops.cli.reward import serve
 from streamrl.ops.launch.parts import (
     Cluster,
-    RedisPart,
     RunFolder,
     learner_command,
     reward_command,
     worker_command,
 )
 from streamrl.ops.launch.processes import Command
+from streamrl.ops.launch.redis_part import RedisPart
 from streamrl.ops.monitor.doctor.requirements import REQUIREMENTS
 
 FOLDER = RunFolder(Path("runs/run"))
@@ -197,7 +197,7 @@ class _Dying:
 def test_a_redis_that_cannot_be_started_for_a_moment_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamrl.ops.launch.parts.EmbeddedRedis", _Dying)
+    monkeypatch.setattr("streamrl.ops.launch.redis_part.EmbeddedRedis", _Dying)
     now, said = [0.0], list[str]()
     part = RedisPart(tmp_path, notify=said.append, clock=lambda: now[0])
     monkeypatch.setattr(_Dying, "refusal", BlockingIOError(11, "Resource temporarily unavailable"))
@@ -214,7 +214,7 @@ def test_a_redis_that_cannot_be_started_for_a_moment_is_tried_again(
 def test_a_redis_that_dies_now_and_then_is_always_started_again_and_one_that_does_not_live_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamrl.ops.launch.parts.EmbeddedRedis", _Dying)
+    monkeypatch.setattr("streamrl.ops.launch.redis_part.EmbeddedRedis", _Dying)
     now = [0.0]
     part = RedisPart(tmp_path, notify=lambda _: None, clock=lambda: now[0])
     for _ in range(20):
@@ -227,5 +227,45 @@ def test_a_redis_that_dies_now_and_then_is_always_started_again_and_one_that_doe
     part.look()
     assert part.num_restarts == 24, "a pause after each start"
     now[0] += 3
-    with pytest.raises(PartError, match=r"died 6 times, each within 120 s \(see .*redis\.log\)"):
+    with pytest.raises(PartError, match=r"died 6 times, each before it had served for 120 s \(see .*redis\.log\)"):
+        part.look()
+
+
+def test_a_redis_that_is_killed_each_time_while_it_loads_for_long_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    class Loading(_Dying):
+        @classmethod
+        def start(cls, folder: Path) -> _Dying:
+            now[0] += 130
+            raise ResourceError("it exited at once")
+
+    monkeypatch.setattr("streamrl.ops.launch.redis_part.EmbeddedRedis", _Dying)
+    part = RedisPart(tmp_path, notify=lambda _: None, clock=lambda: now[0])
+    monkeypatch.setattr("streamrl.ops.launch.redis_part.EmbeddedRedis", Loading)
+    for _ in range(5):
+        now[0] += 3
+        part.look()
+    with pytest.raises(PartError, match=r"died 6 times"):
+        part.look()
+
+
+def test_the_life_of_a_redis_counts_from_when_it_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    class Slow(_Dying):
+        @classmethod
+        def start(cls, folder: Path) -> _Dying:
+            now[0] += 130
+            return cls()
+
+    monkeypatch.setattr("streamrl.ops.launch.redis_part.EmbeddedRedis", Slow)
+    part = RedisPart(tmp_path, notify=lambda _: None, clock=lambda: now[0])
+    for _ in range(5):
+        now[0] += 3
+        part.look()
+    now[0] += 3
+    with pytest.raises(PartError, match=r"died 6 times"):
         part.look()

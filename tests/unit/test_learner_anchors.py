@@ -98,12 +98,45 @@ def test_anchors_that_fail_for_too_long_end_the_run(tmp_path: Path) -> None:
         publish(scene.publisher, 3)
 
 
+def test_an_anchor_that_is_being_stored_has_its_own_time_after_one_that_failed_long_before(tmp_path: Path) -> None:
+    hand = ByHand()
+    scene = anchor_due_at_once(tmp_path, background=hand, give_up_after_s=30.0)
+    scene.stream.anchor_refusal = TransportError("away")
+    scene.publisher.begin(1)
+    hand.work()
+    assert finish(scene.publisher) is not None
+    scene.stream.anchor_refusal = None
+    scene.train()
+
+    scene.clock.now = 31.0
+    scene.publisher.begin(2)
+    hand.work(2)  # encode, ship
+    for scene.clock.now in (31.0, 60.0):
+        scene.publisher.settle()
+    hand.work()
+    scene.publisher.settle()
+    assert has_anchor(scene) == [True, False, True]
+
+
+def test_an_anchor_has_its_own_time_after_a_version_that_took_long(tmp_path: Path) -> None:
+    hand = ByHand()
+    scene = anchor_due_at_once(tmp_path, background=hand, give_up_after_s=30.0)
+    scene.publisher.begin(1)
+    scene.clock.now = 29.0
+    hand.work(2)  # encode, ship
+    for scene.clock.now in (29.0, 58.0):
+        scene.publisher.settle()
+    hand.work()
+    scene.publisher.settle()
+    assert has_anchor(scene) == [True, True]
+
+
 def test_an_anchor_that_hangs_for_too_long_ends_the_run(tmp_path: Path) -> None:
     hand = ByHand()
     scene = anchor_due_at_once(tmp_path, background=hand, give_up_after_s=30.0)
     scene.publisher.begin(1)
     hand.work(2)  # encode, ship; the anchor is never stored
-    for scene.clock.now in (1.0, 29.0):
+    for scene.clock.now in (0.0, 29.0):
         scene.publisher.settle()
     scene.clock.now = 31.0
     with pytest.raises(TrainingError, match=r"no anchor of the weights could be published for 31 s"):

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from streamrl.config.check import check_config
 from streamrl.config.load import load_config
+from streamrl.config.schema import OwnRewardServer
 from streamrl.errors import ConfigError
 from streamrl.ops.cli.main import main
 from streamrl.ops.python.request import Request, Rewards, make_request
@@ -128,6 +130,18 @@ def test_given_rewards_take_the_place_of_the_configurations_and_overrides_have_t
     assert (found.training.max_steps, found.dir) == (7, Path("elsewhere"))
     kept = asked(config, rewards=None)
     assert list(load_config(kept.config, kept.overrides).config.rewards) == ["exact"]
+
+
+def test_given_rewards_leave_no_reward_server_that_nothing_asks() -> None:
+    def server(overrides: dict[str, Any] | None = None) -> OwnRewardServer | None:
+        request = asked("reinforce.yaml", overrides, [near])
+        config = load_config(request.config, request.overrides).config
+        check_config(config)
+        return config.reward_server
+
+    assert server() is None
+    assert server({"rewards.model": {"type": "http", "url": "local"}}) is not None
+    assert server({"rewards": {"model": {"type": "http", "url": "local"}}}) is not None
 
 
 def test_a_map_may_extend_a_file_as_a_file_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,30 @@ def test_several_datasets_are_told_of_by_their_names_and_passing_by_a_source() -
     assert told["majority"] == 0.75
 
 
+def test_tickets_that_redis_has_lost_are_issued_again_once_nothing_has_come_for_a_while() -> None:
+    world = ValidationWorld(num_prompts=4)
+    world.validation.start(step=5, version=VERSION)
+    asked = [ticket.number for ticket in world.tickets()]
+    world.answer(world.tickets()[0])
+    assert world.validation.poll() is None
+    world.server.flush()
+    assert world.validation.poll() is None
+    assert world.tickets() == [], "it looks only now and then"
+    world.clock.advance(30.0)
+    assert world.validation.poll() is None
+    assert [ticket.number for ticket in world.tickets()] == asked[1:]
+
+    world.answer(world.tickets()[0])
+    del world.server.tickets["eval"][next(iter(world.server.tickets["eval"]))]
+    assert world.validation.poll() is None
+    world.clock.advance(15.0)
+    assert world.validation.poll() is None
+    assert sorted(ticket.number for ticket in world.tickets()) == asked[2:], "of those that are there none comes twice"
+    for ticket in world.tickets():
+        world.answer(ticket)
+    assert world.result().complete
+
+
 def test_all_metrics_have_names_that_are_known() -> None:
     world = ValidationWorld()
     world.validation.start(step=5, version=VERSION)

@@ -9,8 +9,8 @@ from streamrl.workers.engines.base import EngineStats
 from streamrl.workers.rollout import Pace
 
 
-def stats(*, in_flight: int, num_made: int) -> EngineStats:
-    return EngineStats(in_flight=in_flight, num_made=num_made, num_waiting=0, kv_used=0.0)
+def stats(*, in_flight: int, num_made: int, is_busy: bool = False) -> EngineStats:
+    return EngineStats(in_flight=in_flight, num_made=num_made, num_waiting=0, kv_used=0.0, is_busy=is_busy)
 
 
 def test_tokens_that_come_at_all_keep_an_engine_alive() -> None:
@@ -41,6 +41,19 @@ def test_an_engine_that_was_stopped_with_its_worker_gets_time_to_go_on() -> None
     now[0] = 3604.0
     pace.look(stats(in_flight=4, num_made=7))
     now[0] = 3606.0
+    with pytest.raises(EngineError, match="for 11 s"):
+        pace.look(stats(in_flight=4, num_made=7))
+
+
+def test_an_engine_that_loads_or_returns_weights_owes_no_tokens_meanwhile() -> None:
+    now = [0.0]
+    pace = Pace(stats(in_flight=4, num_made=7), stall_s=10.0, clock=lambda: now[0])
+    for now[0] in range(1, 401):
+        pace.look(stats(in_flight=4, num_made=7, is_busy=True))
+    for now[0] in (404.0, 408.0):
+        pace.look(stats(in_flight=4, num_made=7))
+    pace.look(stats(in_flight=4, num_made=7, is_busy=True))  # frequent loads do not hide that it hangs
+    now[0] = 411.0
     with pytest.raises(EngineError, match="for 11 s"):
         pace.look(stats(in_flight=4, num_made=7))
 

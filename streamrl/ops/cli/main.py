@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None, *, commands: Mapping[str, Entry] = C
         Train a small model, on any machine with two cores:
             streamrl quickstart
         Run a configuration on this machine, with settings overridden:
-            streamrl up conf/pretrained.yaml model.path=./sft data.train=prompts.jsonl
+            streamrl up conf/pretrained.yaml model.path=./sft data.train=prompts.jsonl data.validation=held-out.jsonl
         Watch a run from anywhere, and ask what holds it back:
             streamrl top RUN_FOLDER
             streamrl why --redis redis://host:6379 --run NAME

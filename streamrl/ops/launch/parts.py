@@ -1,4 +1,4 @@
-"""The parts of a run on this machine: their command lines and permissions; its own Redis and reward server.
+"""The parts of a run on this machine: their command lines and permissions; its own reward server.
 
 The operator who wrote the configuration also starts the workers here, so whatever it names (reward functions, reward
 servers, the model) is permitted to them. Workers started elsewhere get no such permissions.
@@ -22,20 +22,17 @@ from streamrl.config import schema
 from streamrl.config.load import dump_config
 from streamrl.config.placement import LEARNER, REWARD, Placement
 from streamrl.config.places import granted
-from streamrl.errors import PartError, ResourceError
+from streamrl.errors import PartError
 from streamrl.files import write_durably
 from streamrl.held_folders import scratch_folder
 from streamrl.interface import gloo_towards
-from streamrl.ops.launch.processes import HEALTHY_AFTER_S, Command, Process, SupervisedProcess, end_all, part_error
+from streamrl.ops.launch.processes import Command, Process, SupervisedProcess, end_all, part_error
 from streamrl.process import LOOPBACK
 from streamrl.protocol.transport.connection import check_server, connect
-from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.weights.stores import budget_in_redis
 from streamrl.telemetry.progress import Progress
 
 _HOSTS_PORT = 9600  # of the first worker; that of each further one is one more
-_MAX_DEATHS = 5  # of the embedded Redis, in a row
-_REDIS_PAUSE_S = 2.0  # between two starts of it, at least
 _LOOK_EVERY_S = 0.2
 _END_S = 10.0
 # Time for a rank to finish its step and write a checkpoint before torchrun kills it.
@@ -214,47 +211,6 @@ def check_redis(url: str, config: schema.Config) -> None:
         check_server(
             client, max_backlog_bytes=config.redis.max_backlog_bytes, max_store_bytes=budget_in_redis(config.weights)
         )
-
-
-class RedisPart:
-    """The run's private Redis: started first, ended last, and restarted from its append-only file if it dies."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        notify: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._folder, self._notify, self._clock = folder, notify, clock
-        self._server = EmbeddedRedis.start(folder)
-        self._began, self._num_deaths, self._restart_at = clock(), 0, 0.0
-        self.url = self._server.url  # the same after each start
-        self.num_restarts = 0
-
-    def look(self) -> None:
-        """Restart it if it died. Parts wait meanwhile, and detect by themselves what it may have lost."""
-        now = self._clock()
-        if self._server.running or now < self._restart_at:
-            return
-        was_healthy = now - self._began >= HEALTHY_AFTER_S
-        self._num_deaths = 1 if was_healthy else self._num_deaths + 1
-        if self._num_deaths > _MAX_DEATHS:
-            raise PartError(
-                f"the embedded Redis died {self._num_deaths} times, each within {HEALTHY_AFTER_S:g} s (see "
-                f"{self._folder / 'redis.log'})"
-            )
-        self.num_restarts += 1
-        self._notify("the embedded Redis died; restarting it")
-        self._server.stop()  # removes its socket
-        self._began, self._restart_at = now, now + _REDIS_PAUSE_S
-        try:
-            self._server = EmbeddedRedis.start(self._folder)
-        except (OSError, ResourceError) as error:  # perhaps for a moment: no process, memory or room on the disk
-            self._notify(f"the embedded Redis could not be started: {error}")
-
-    def close(self) -> None:
-        self._server.stop()
 
 
 class RewardPart:

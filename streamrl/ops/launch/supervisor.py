@@ -30,8 +30,9 @@ from streamrl.files import write_durably
 from streamrl.held_folders import remove_those_of_the_dead
 from streamrl.ops.audit.folder import read_commit
 from streamrl.ops.launch.display import Audience, Frame
-from streamrl.ops.launch.parts import DRAIN_S, RedisPart, RewardPart, RunFolder, learner_command, worker_command
+from streamrl.ops.launch.parts import DRAIN_S, RewardPart, RunFolder, learner_command, worker_command
 from streamrl.ops.launch.processes import Command, Interrupts, Process, SupervisedProcess, end_all, part_error
+from streamrl.ops.launch.redis_part import RedisPart
 from streamrl.ops.launch.summary import Loads
 from streamrl.ops.monitor.evidence import is_running, is_taken_up, lead
 from streamrl.ops.monitor.poller import Watcher

@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from streamrl.config import schema
-from streamrl.config.layout import refuse_layout
 from streamrl.config.load import Loaded
 from streamrl.config.placement import place
 from streamrl.config.places import EMBEDDED_REDIS
@@ -25,8 +24,9 @@ from streamrl.gpus import gpus_here
 from streamrl.ops.audit import audit_folder
 from streamrl.ops.launch.display import Audience
 from streamrl.ops.launch.forking import PartsAhead
-from streamrl.ops.launch.parts import RedisPart, RunFolder, check_redis, folder_holder
+from streamrl.ops.launch.parts import RunFolder, check_redis, folder_holder
 from streamrl.ops.launch.processes import Interrupts
+from streamrl.ops.launch.redis_part import RedisPart
 from streamrl.ops.launch.summary import Summary, summarise
 from streamrl.ops.launch.supervisor import Supervisor
 from streamrl.ops.monitor.doctor.requirements import REQUIREMENTS
@@ -101,7 +101,6 @@ def _check(loaded: Loaded) -> None:
     Imports neither torch nor vLLM: trials that do run last, in processes of their own."""
     for check in REQUIREMENTS.values():
         check(loaded)
-    refuse_layout(loaded.config.learner.layout, loaded.config.learner.processes)
     if loaded.config.redis.url == EMBEDDED_REDIS:
         find_server()
     else:

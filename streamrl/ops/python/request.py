@@ -83,14 +83,21 @@ def make_request(
         if target is None:
             functions[name] = _pickle(reward, name)
         sources[f"rewards.{name}"] = {"type": "function", "target": target or f"{name}.pkl:{name}"}
-    if rewards is not None:
-        sources = {"rewards": None} | sources  # replaces the configuration's
+    chosen = dict(overrides or {})
+    if rewards is not None:  # they replace the configuration's, and nothing asks its reward server then
+        unused = {} if _adds_service(chosen) else {"reward_server": None}
+        sources = {"rewards": None} | unused | sources
     return Request(
         config=config if isinstance(config, Mapping) else str(config),
-        overrides=tuple(as_overrides(sources | dict(overrides or {}))),
+        overrides=tuple(as_overrides(sources | chosen)),
         functions=functions,
         takeover=takeover,
     )
+
+
+def _adds_service(overrides: Mapping[str, Any]) -> bool:
+    """Return whether one of these sources of rewards has `type: http`."""
+    return any('"http"' in as_json(value) for key, value in overrides.items() if key.partition(".")[0] == "rewards")
 
 
 def _named(rewards: Rewards) -> Mapping[str, Reward]:

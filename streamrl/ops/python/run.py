@@ -49,7 +49,7 @@ class Result:
 
     @property
     def held_out(self) -> Mapping[str, tuple[float, float]]:
-        """By reward source: its score in the first validation, and in the last."""
+        """By reward source: its score in the first validation that ranks checkpoints, and in the last."""
         held_out: Mapping[str, tuple[float, float]] = (self.summary or {}).get("held_out", {})
         return held_out
 

@@ -13,19 +13,21 @@ a second's groups are missing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
 import redis
+from redis.client import Pipeline
 
 from streamrl.errors import DataError, RunGone
 from streamrl.ops.record.recorded import POLL_S, is_entry_id
 from streamrl.ops.record.write import RecordingWriter
-from streamrl.protocol.transport.connection import bounded_block_ms, repeat
+from streamrl.protocol.transport.connection import bounded_block_ms, in_one_trip, repeat
 from streamrl.protocol.transport.entries import one_of, to_entry
 from streamrl.protocol.transport.keys import Keys
-from streamrl.protocol.transport.types import RUN_STATES, START, Entry, RunState
+from streamrl.protocol.transport.types import RUN_STATES, START, Entry, RunState, entry_order
 from streamrl.protocol.wire.ticket import Purpose
 
 T = TypeVar("T")
@@ -55,33 +57,42 @@ class Tap:
     def look_back(self) -> list[Entry]:
         """Read once more, and count groups that were missed. Call now and then, and at the end."""
 
-        def read_and_count() -> list[Any]:
-            with self._client.pipeline() as pipe:  # atomic: no entry comes between the two
-                pipe.xread({self._stream: self.after}, count=_ENTRIES_A_READ)
+        def count_and_read() -> list[Any]:
+            with self._client.pipeline(transaction=False) as pipe:  # a full Redis refuses transactions
                 pipe.xinfo_stream(self._stream)
+                pipe.xread({self._stream: self.after}, count=_ENTRIES_A_READ)
                 return pipe.execute(raise_on_error=False)
 
-        reply, info = self.with_retries("look back", read_and_count)
+        info, reply = self.with_retries("look back", count_and_read)
         entries = [] if isinstance(reply, Exception) else self._take(reply)
-        added = info.get("entries-added") if isinstance(info, dict) else None
         if len(entries) < _ENTRIES_A_READ:  # otherwise there is more, of unknown number
-            self._account(added)
+            self._account(info if isinstance(info, dict) else {}, entries)
         return entries
 
     def run_state(self) -> RunState | None:
-        """Return the state; None if the server does not know the run now. RunGone if another run took its name."""
-        uid, state = self.with_retries("read the run", lambda: self._client.hmget(self._keys.meta, ["uid", "state"]))
+        """Return the state; None if the server does not know the run now. RunGone if it was removed."""
+        keys = self._keys
+
+        def read(pipe: Pipeline) -> None:  # in this order: removal replaces meta by the tombstone
+            pipe.hmget(keys.meta, ["uid", "state"])
+            pipe.get(keys.tombstone)
+
+        (uid, state), tombstone = self.with_retries("read the run", partial(in_one_trip, self._client, read))
+        if uid is None and tombstone == self._run_uid.encode():
+            raise RunGone(f"run {keys.name!r} was removed from Redis")
         if not (isinstance(uid, bytes) and isinstance(state, bytes)):
             return None
         if uid != self._run_uid.encode():
-            raise RunGone(f"run {self._keys.name!r} was removed from Redis, and another run has taken its name")
+            raise RunGone(f"run {keys.name!r} was removed from Redis, and another run has taken its name")
         return one_of(RUN_STATES, state, "failed")
 
-    def _account(self, added: int | None) -> None:
+    def _account(self, info: Mapping[str, Any], entries: list[Entry]) -> None:
+        added, last = info.get("entries-added"), entry_order(info.get("last-generated-id", b"0-0").decode())
+        num_later = sum(entry_order(entry.id) > last for entry in entries)  # read, and added after the count
         if added is not None and self._num_added is not None and added >= self._num_added:
-            missed = max(0, added - self._num_added - self._num_read)
+            missed = max(0, added - self._num_added - (self._num_read - num_later))
             self.num_missed = (self.num_missed or 0) + missed
-        self._num_added, self._num_read = added, 0
+        self._num_added, self._num_read = added, num_later
 
     def _take(self, reply: Any) -> list[Entry]:
         entries = [to_entry(entry_id, fields) for _, found in reply or [] for entry_id, fields in found]

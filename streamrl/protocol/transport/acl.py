@@ -88,7 +88,8 @@ def _learner(keys: Keys) -> Iterator[Grant]:
     issuing = "xadd xack xdel xrange xpending xgroup|create xgroup|delconsumer xinfo|consumers"
     yield issuing, _tickets(keys)
     yield "xread xrange xdel xtrim exists xsetid xgroup|create xgroup|destroy xinfo|stream", _groups(keys)
-    yield "hget hset", (keys.appends, keys.weights)
+    yield "hget hset hdel", (keys.appends,)
+    yield "hget hset", (keys.weights,)
     yield "hincrby", (keys.counters,)
     yield "xadd xdel xrange", (keys.dead,)
     yield "hget hkeys hset hdel", (keys.retry_requests,)
@@ -104,7 +105,7 @@ def _learner(keys: Keys) -> Iterator[Grant]:
 
 
 def _monitor(keys: Keys) -> Iterator[Grant]:
-    yield "ping select info time scan multi exec", ()
+    yield "ping select info time scan", ()
     hashes = (keys.meta, keys.weights, keys.counters, keys.progress, keys.control, keys.retry_requests, keys.retried)
     yield "hget hmget hgetall hlen", (*hashes, keys.manifests)
     yield "get pttl exists", (keys.lease, keys.tombstone)
@@ -116,7 +117,7 @@ def _monitor(keys: Keys) -> Iterator[Grant]:
 def _operator(keys: Keys) -> Iterator[Grant]:
     yield from _monitor(keys)
     yield _scripts(keys)
-    yield "hset", (keys.control,)
+    yield "hset hdel", (keys.control,)
     yield "xadd", (keys.events,)
     yield "xdel", (keys.dead,)
     yield "hsetnx hdel", (keys.retry_requests,)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+URL_VARIABLE = "STREAMRL_REDIS"  # stands in for --redis
 # NAME_FILE names a file that holds the password, or NAME holds it.
 PASSWORD = "STREAMRL_REDIS_PASSWORD"
 SENTINEL_PASSWORD = "STREAMRL_SENTINEL_PASSWORD"

@@ -91,8 +91,15 @@ class LearnerStream:
         `takeover` starts it again.
         """
         if takeover:
-            holder, lease_s = self._fence.holder, self._lease_ms / 1000
-            await_lease(self._client, self._keys, holder=holder, lease_s=lease_s, wait_s=wait_s, takeover=True)
+            await_lease(
+                self._client,
+                self._keys,
+                run_uid=lambda: self._fence.run_uid,
+                holder=self._fence.holder,
+                lease_s=self._lease_ms / 1000,
+                wait_s=wait_s,
+                takeover=True,
+            )
         self._claimed = config_json, fingerprint
         wait_out(partial(self._try_claim, takeover=takeover), self._keys, wait_s)
         self._note_server()
@@ -233,10 +240,7 @@ class LearnerStream:
         assert term_of(a.version) == self._fence.term, f"version {show(a.version)} is of another term"
         what, keys = f"announce version {show(a.version)}", [k.manifests, k.weights, k.announced]
         self._write(what, scripts.ANNOUNCE, keys, a.version, a.base, a.step, time.time(), a.manifest, *keep)
-        self._note_server()  # one that has just taken over knows this version, and may lack its blobs
-        if self._has_lost_blobs:
-            self._has_lost_blobs = False
-            self._without_blobs.add(a.version)
+        self._note_lost_blobs(a.version)
         crashpoint("announce.written")
 
     def amend(self, announcement: Announcement, *, keep: Sequence[int]) -> None:
@@ -245,6 +249,7 @@ class LearnerStream:
         """
         a, what = announcement, f"amend version {show(announcement.version)}"
         self._write(what, scripts.AMEND, [self._keys.manifests], a.version, a.manifest, *keep)
+        self._note_lost_blobs(a.version)
         crashpoint("amended.written")
 
     def has_manifests(self, versions: Sequence[int]) -> bool:
@@ -322,6 +327,13 @@ class LearnerStream:
     def _note_trouble(self, error: redis.RedisError) -> None:
         # A server that is merely full has lost nothing.
         self.disturbed |= isinstance(error, redis.ConnectionError | redis.TimeoutError | redis.ReadOnlyError)
+
+    def _note_lost_blobs(self, version: int) -> None:
+        """After its manifest was written: a server that has just taken over knows the version, and may lack blobs."""
+        self._note_server()
+        if self._has_lost_blobs:
+            self._has_lost_blobs = False
+            self._without_blobs.add(version)
 
     def _note_server(self) -> None:
         """Detect a server that was replaced between calls, which only its run id shows."""

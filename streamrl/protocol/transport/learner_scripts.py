@@ -1,7 +1,7 @@
 """The learner's scripts: tickets, groups, weights, and the lease.
 
 The methods of `LearnerStream` document each. All pass the fence and reply as `script` describes, except NUMBERS, which
-only reads, and TAKE_LEASE and CLAIM, which run before there is a claim to fence.
+only reads, and TAKE_LEASE, FREE_LEASE and CLAIM, which run before there is a claim to fence.
 
 A lease is deleted before it is set: a full server accepts a write only after a delete in the same script, and only a
 learner that keeps its lease can free memory.
@@ -162,19 +162,15 @@ redis.call('XDEL', KEYS[1], unpack(ARGV, 2))
 return {'OK'}
 """)
 
-# Appends one entry to each stream, trimmed to about its given length (0: keep all), once per token and slot.
+# Appends one entry to each stream, trimmed to about its given length, once per token and slot.
 APPEND = fenced("""
 local appends = table.remove(KEYS, 1)
 local slot = table.remove(ARGV, 1)
 local token = table.remove(ARGV, 1)
 if redis.call('HGET', appends, slot) == token then return {'OK'} end
+redis.call('HDEL', appends, slot)  -- a full server takes the next writes only after one like this
 for i, stream in ipairs(KEYS) do
-  if ARGV[i] == '0' then
-    redis.call('XDEL', stream, '0-1')  -- not there: a full server takes the next write only after one like this
-    redis.call('XADD', stream, '*', unpack(ARGV, #KEYS + 1))
-  else
-    redis.call('XADD', stream, 'MAXLEN', '~', ARGV[i], '*', unpack(ARGV, #KEYS + 1))
-  end
+  redis.call('XADD', stream, 'MAXLEN', '~', ARGV[i], '*', unpack(ARGV, #KEYS + 1))
 end
 redis.call('HSET', appends, slot, token)
 return {'OK'}
@@ -240,13 +236,15 @@ local function take_word_away(meta, control)
 end
 """
 
-# OK, HELD by another holder, or ENDED: learners of this age were told to end. The learner that holds the run obeys in
-# order; if none is left to obey, the next learner that comes obeys in its place.
+# OK, TAKEN by another run's uid, HELD by another holder, or ENDED: learners of this age were told to end. The learner
+# that holds the run obeys in order; if none is left to obey, the next learner that comes obeys in its place.
 TAKE_LEASE = Script(
     _ORDERS
     + """
 local lease, meta, control = unpack(KEYS)
-local holder, lease_ms, takeover, age_ms = unpack(ARGV)
+local uid, holder, lease_ms, takeover, age_ms = unpack(ARGV)
+local known = redis.call('HMGET', meta, 'uid', 'state')
+if known[1] and known[1] ~= uid then return {'TAKEN', known[1], known[2] or ''} end
 local current = redis.call('GET', lease)
 local is_obeyed = current or not is_end(redis.call('HGET', control, 'mode'))
 if current ~= holder and is_obeyed and ended_since(meta, control, age_ms) then return {'ENDED'} end
@@ -256,6 +254,11 @@ redis.call('SET', lease, holder, 'PX', lease_ms)
 return {'OK'}
 """
 )
+
+# Gives back the lease of a learner that was not admitted.
+FREE_LEASE = Script("""
+if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
+""")
 
 # Makes this term the run's learner: OK, HELD by another holder, TAKEN by another run's uid, FENCED, GONE. Only a
 # takeover starts a removed run again.
@@ -268,7 +271,7 @@ local uid, term, holder, lease_ms, takeover, config, fingerprint, schema, now = 
 local buried = redis.call('GET', tombstone) == uid
 if buried and takeover ~= '1' then return {'GONE'} end
 local known = redis.call('HMGET', meta, 'uid', 'term', 'state')
-if known[1] and known[1] ~= uid then return {'TAKEN', known[1], known[3]} end
+if known[1] and known[1] ~= uid then return {'TAKEN', known[1], known[3] or ''} end
 if tonumber(known[2] or 0) > tonumber(term) then return {'FENCED'} end
 local current = redis.call('GET', lease)
 local is_newer = known[2] and tonumber(known[2]) < tonumber(term)

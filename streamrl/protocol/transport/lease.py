@@ -32,6 +32,7 @@ def await_lease(
     client: redis.Redis,
     keys: Keys,
     *,
+    run_uid: Callable[[], str],
     holder: str,
     lease_s: float,
     wait_s: float,
@@ -44,14 +45,18 @@ def await_lease(
     true.
 
     Returns whether it was taken. Refused names the holder that still renews it after `wait_s`. Ended: an operator ended
-    the run since this learner `began` (`time.monotonic`; default: now).
+    the run since this learner `began` (`time.monotonic`; default: now). ResourceError: the name belongs to another run.
+    `run_uid` is called at each try, since the run's folder may get its uid from the learner waited for; empty until
+    then.
     """
 
     def try_once() -> str | None:
         age_ms = 0 if began is None else int(1000 * (time.monotonic() - began))
-        args = (holder, int(lease_s * 1000), int(takeover), age_ms)
+        args = (run_uid(), holder, int(lease_s * 1000), int(takeover), age_ms)
         call = Call(scripts.TAKE_LEASE, (keys.lease, keys.meta, keys.control), args)
         reply = repeat(client, "take the run's lease", partial(run, client, call), give_up_after_s=give_up_after_s)
+        if reply[0] == b"TAKEN":
+            raise _name_taken(client, keys, reply)
         if reply[0] == b"ENDED":
             raise Ended(
                 f"run {keys.name!r} was told to drain or stop after this learner started: start a new learner to "
@@ -63,6 +68,12 @@ def await_lease(
         return False
     crashpoint("lease.taken")
     return True
+
+
+def free_lease(client: redis.Redis, keys: Keys, *, holder: str, give_up_after_s: float) -> None:
+    """Give the lease back if it is still this holder's, so that nobody waits for a learner that was refused."""
+    call = Call(scripts.FREE_LEASE, (keys.lease,), (holder,))
+    repeat(client, "free the run's lease", partial(run, client, call), give_up_after_s=give_up_after_s)
 
 
 def lease_holder(client: redis.Redis, keys: Keys, *, give_up_after_s: float) -> str | None:
@@ -123,14 +134,18 @@ def refusal(client: redis.Redis, keys: Keys, fence: Fence, *, what: str, reply: 
         case b"GONE":
             return RunGone(f"run {name!r} was removed from Redis, or another took its name: could not {what}")
         case b"TAKEN":
-            uid, state = (part.decode(errors="replace") for part in rest)
-            return ResourceError(
-                f"name {name!r} is taken: Redis at {server_name(client)} holds another run of that name "
-                f"(uid {uid}, {state}); remove that run with `streamrl runs rm --run {name}`, or set another name"
-            )
+            return _name_taken(client, keys, reply)
         case b"STALE":
             return TransportError(f"Redis already has weights of version {int(rest[0])}: could not {what}")
         case b"UNKNOWN":
             return TransportError(f"Redis has lost the weights: could not {what}")
         case _:
             return TransportError(f"run {name!r} vanished from Redis twice while trying to {what}")
+
+
+def _name_taken(client: redis.Redis, keys: Keys, reply: list[Any]) -> ResourceError:
+    uid, state = (part.decode(errors="replace") for part in reply[1:])
+    return ResourceError(
+        f"name {keys.name!r} is taken: Redis at {server_name(client)} holds another run of that name (uid {uid}, "
+        f"{state}); remove that run with `streamrl runs rm --run {keys.name}`, or set another name"
+    )

@@ -2,6 +2,9 @@
 
 An operator's change is recorded in the journal in the same step; a call that changes nothing records nothing, so that
 repeating it is harmless. The scripts of reports pass no fence: a monitor must see a zombie too.
+
+What is written is deleted first: a full server accepts a write only after a delete in the same script, and then most of
+all an operator must see the run and be obeyed. Only a retry, which asks for more, is refused.
 """
 
 from __future__ import annotations
@@ -38,16 +41,20 @@ SET_CONTROL = Script(
     + """
 local control, mode = KEYS[1], ARGV[1]
 local function is_end(word) return word == 'drain' or word == 'stop' end
+local function set(field, value)
+  redis.call('HDEL', control, field)
+  redis.call('HSET', control, field, value)
+end
 local word, state = redis.call('HGET', control, 'mode') or 'run', redis.call('HGET', meta, 'state')
 if is_end(mode) then
   local time = redis.call('TIME')
-  redis.call('HSET', control, 'end_at', time[1] * 1000 + math.floor(time[2] / 1000))
+  set('end_at', time[1] * 1000 + math.floor(time[2] / 1000))
   if state and state ~= 'running' then return 0 end
 elseif is_end(word) then
-  redis.call('HSET', control, 'end_at', 0)  -- taken back
+  set('end_at', 0)  -- taken back
 end
 if word == mode then return 0 end
-redis.call('HSET', control, 'mode', mode)
+set('mode', mode)
 note('control', {mode = mode})
 return 1
 """
@@ -86,8 +93,8 @@ local removed = {}
 for i = 1, #ARGV, 2 do
   local number, id = ARGV[i], ARGV[i + 1]
   if #redis.call('XRANGE', dead, id, id) == 1 then
-    redis.call('SADD', purged, number)
     redis.call('XDEL', dead, id)
+    redis.call('SADD', purged, number)
     removed[#removed + 1] = number
   end
   if redis.call('HGET', requests, number) == id then redis.call('HDEL', requests, number) end
@@ -105,7 +112,8 @@ _REPORT = Script("""
 local progress, reported = unpack(KEYS)
 local part, packed = unpack(ARGV)
 local many, silent_s, at_once = 1000, 3600, 1000
-local is_new = redis.call('HSET', progress, part, packed) == 1
+local is_new = redis.pcall('HDEL', progress, part) == 0
+redis.call('HSET', progress, part, packed)
 local now = redis.call('TIME')[1]
 redis.call('ZADD', reported, now, part)
 if not is_new or redis.call('HLEN', progress) <= many then return end

@@ -18,8 +18,11 @@ from streamrl.protocol.transport.script import Call, run
 from streamrl.protocol.transport.types import START, PresentGroup, PresentTicket
 from streamrl.protocol.wire.ticket import Purpose
 
-_A_PAGE = 100  # the server reads whole groups to return their numbers
-_TICKETS_A_PAGE = 1000  # tickets are small
+_TICKETS_A_PAGE = 100
+# Numbers. The server copies whole entries to return them, so pages grow to this many entries only if these are small.
+_MOST_A_PAGE = 1000
+_BYTES_A_PAGE = 8 << 20
+_GROWTH = 4  # from page to page, since the next entries may be larger
 
 
 class Ask(Protocol):
@@ -34,7 +37,7 @@ class Present:
 
     def tickets(self, purpose: Purpose) -> list[PresentTicket]:
         stream, found, last = self._keys.tickets(purpose), list[PresentTicket](), START
-        page: Callable[[str], Any] = partial(self._client.xrange, stream, count=_A_PAGE)
+        page: Callable[[str], Any] = partial(self._client.xrange, stream, count=_TICKETS_A_PAGE)
         while entries := self._ask("list tickets", partial(page, f"({last}")):
             found += [to_present(purpose, self._run_uid, *entry) for entry in entries]
             last = found[-1].entry_id
@@ -49,7 +52,7 @@ class Present:
                 num_bytes=num_bytes,
             )
             for entry_id, number, identity, ticket_entry, num_bytes in self._numbers(
-                "list groups", self._keys.groups(purpose), after=after, count=_A_PAGE
+                "list groups", self._keys.groups(purpose), after=after
             )
         ]
 
@@ -62,18 +65,20 @@ class Present:
                 num_bytes=num_bytes,
             )
             for entry_id, number, identity, _, num_bytes in self._numbers(
-                "list dead letters", self._keys.dead, after=START, count=_A_PAGE
+                "list dead letters", self._keys.dead, after=START
             )
         ]
 
     def waiting(self, purpose: Purpose) -> set[tuple[int, str]]:
-        found = self._numbers("list numbers", self._keys.tickets(purpose), after=START, count=_TICKETS_A_PAGE)
+        found = self._numbers("list numbers", self._keys.tickets(purpose), after=START)
         return {(to_number(number), identity.decode(errors="replace")) for _, number, identity, _, _ in found}
 
-    def _numbers(self, what: str, stream: str, *, after: str, count: int) -> Iterator[Any]:
-        last = after
+    def _numbers(self, what: str, stream: str, *, after: str) -> Iterator[Any]:
+        last, count, largest = after, 1, 1
         while last:
             call = Call(scripts.NUMBERS, (stream,), (self._run_uid, last, count))
             reached, page = self._ask(what, partial(run, self._client, call))
             yield from page
             last = reached.decode() if reached else ""
+            largest = max([largest, *(num_bytes for *_, num_bytes in page)])
+            count = max(1, min(_GROWTH * count, _MOST_A_PAGE, _BYTES_A_PAGE // largest))

@@ -1,4 +1,4 @@
-"""The worker's half of the stream: leases tickets, delivers groups, watches weights.
+"""The worker's half of the stream: leases tickets and delivers groups; `announcements` watches weights.
 
 Every call may block while Redis is down, at most `give_up_after_s`, and is safe to retry: a delivery leaves a receipt,
 and after a lost reply to a lease the tickets pending under our name are read again. `lease` blocks at most `block_ms`
@@ -8,12 +8,10 @@ for tickets. RunGone: the run was removed, or another took its name; the worker 
 from __future__ import annotations
 
 import asyncio
-import random
 import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import redis
@@ -21,14 +19,15 @@ import redis.asyncio
 import structlog
 
 from streamrl.crashpoints import crashpoint
-from streamrl.errors import OtherSchema, RunGone, WireError
+from streamrl.errors import WireError
 from streamrl.protocol.transport import worker_scripts as scripts
-from streamrl.protocol.transport.connection import bounded_block_ms, repeat_async
-from streamrl.protocol.transport.entries import Deliveries, Delivery, one_of, read_ticket, to_run_info
+from streamrl.protocol.transport.announced import AnnouncementReader
+from streamrl.protocol.transport.connection import bounded_block_ms
+from streamrl.protocol.transport.entries import Deliveries, Delivery, one_of, read_ticket
 from streamrl.protocol.transport.keys import HANDED_BACK, LEADER, WORKERS, Keys
-from streamrl.protocol.transport.script import Argument, Call, Script, run_async
-from streamrl.protocol.transport.types import CONTROLS, Announcement, Control, Leased, RunInfo
-from streamrl.protocol.wire.codec import SCHEMA
+from streamrl.protocol.transport.script import Argument
+from streamrl.protocol.transport.types import CONTROLS, Control, Leased, RunInfo
+from streamrl.protocol.transport.worker_run import WorkerRun
 from streamrl.protocol.wire.ticket import PURPOSES, Purpose
 
 # A lease neither renewed nor ended for this many lease lengths is forgotten; its ticket may be leased again.
@@ -36,7 +35,6 @@ _FORGET_AFTER_LEASES = 3
 # Interval between searches for expired leases, in lease lengths: a dead worker's tickets are taken up soon.
 _LOOK_FOR_EXPIRED_EVERY = 1 / 16
 _LEASING_ORDER: tuple[Purpose, ...] = ("eval", "train")  # evaluation is short, and people wait for it
-_POLL_S = 0.05  # between two looks for a version when announcements cannot be read
 _HANDED_BACK_IDLE_MS = 86_400_000  # longer than any lease, and not before the Unix epoch
 assert set(_LEASING_ORDER) == set(PURPOSES)
 
@@ -60,43 +58,20 @@ class WorkerStream:
         self._to_nobody = (WORKERS, worker, HANDED_BACK, _HANDED_BACK_IDLE_MS)
         self._lease_s = lease_s
         self._give_up_after_s = give_up_after_s
-        self._run_uid: str | None = None
         self._held: dict[tuple[Purpose, str], float] = {}  # when each was last leased or renewed
         self._recover = True  # tickets we do not know of may be pending under our name
         self._look_for_expired_at = 0.0
         self._can_wait = True  # all streams exist, as far as we know
-        self._latest: Announcement | None = None
-        self._woken_for = 0  # the newest version that woke us
-        self._failure_is_logged = False  # announcements cannot be read, and that was logged
-        self._ask = partial(repeat_async, client, give_up_after_s=give_up_after_s)
+        self._run = WorkerRun(client, keys, give_up_after_s=give_up_after_s)
+        self.announcements = AnnouncementReader(self._run)
 
     async def run_info(self) -> RunInfo | None:
-        """Return the run, or None (not yet, or no longer: the server was emptied, and the learner will restore it).
-
-        OtherSchema: its learner is of another version of streamrl, and neither can read what the other writes.
-        """
-
-        async def read() -> list[Any]:
-            # Not a transaction, which a full Redis refuses even for reads. The order suffices: removal replaces meta by
-            # the tombstone in one step.
-            async with self._client.pipeline(transaction=False) as pipe:
-                pipe.hgetall(self._keys.meta)
-                pipe.get(self._keys.tombstone)
-                return await pipe.execute()
-
-        meta, tombstone = await self._ask("read the run", read)
-        _check_schema(meta)
-        info = to_run_info(self._keys.name, meta)
-        known = self._run_uid
-        if known is not None and (tombstone == known.encode() if info is None else info.uid != known):
-            raise self._gone()
-        if info is not None:
-            self._run_uid = info.uid
-        return info
+        """Return the run, as `WorkerRun.info` does."""
+        return await self._run.info()
 
     async def learner_report(self) -> bytes | None:
         """Return the learner's undecoded report, or None: if it changes, a learner is alive."""
-        found: Any = await self._ask("look for a learner", lambda: self._client.hget(self._keys.progress, LEADER))
+        found: Any = await self._run.ask("look for a learner", lambda: self._client.hget(self._keys.progress, LEADER))
         return found if found is None else bytes(found)
 
     async def lease(self, *, max_tickets: int, block_ms: int) -> list[Leased]:
@@ -107,7 +82,7 @@ class WorkerStream:
         assert max_tickets >= 1, f"cannot lease {max_tickets} tickets"
         looks = self._recover or not self._can_wait or time.monotonic() >= self._look_for_expired_at
         if block_ms <= 0 or looks:
-            taken = await self._do("lease tickets", lambda uid: self._take(uid, max_tickets))
+            taken = await self._run.do("lease tickets", lambda uid: self._take(uid, max_tickets))
             if taken is None:
                 await asyncio.sleep(bounded_block_ms(self._client, block_ms) / 1000)
                 return []
@@ -115,7 +90,7 @@ class WorkerStream:
                 self._look_for_expired_at = 0.0  # some had expired, and there may be more
             if (leased := self._adopt(taken[0], max_tickets)) or block_ms <= 0:
                 return leased
-        arrived = await self._ask("wait for tickets", lambda: self._wait(max_tickets, block_ms))
+        arrived = await self._run.ask("wait for tickets", lambda: self._wait(max_tickets, block_ms))
         if self._recover:
             return await self.lease(max_tickets=max_tickets, block_ms=0)
         leased = self._adopt(arrived, len(arrived))
@@ -131,7 +106,7 @@ class WorkerStream:
         if not leased:
             return []
         args = (WORKERS, self._worker, *_places(leased))
-        reply = await self._call("renew leases", scripts.RENEW, self._tickets, *args)
+        reply = await self._run.call("renew leases", scripts.RENEW, self._tickets, *args)
         crashpoint("ticket.renewed")
         if reply is None:  # the server was emptied: the learner issues again what it still needs
             lost = list(leased)
@@ -156,7 +131,7 @@ class WorkerStream:
         """Return these tickets, so that others may lease them at once."""
         if leased:
             args = (*self._to_nobody, *_places(leased))
-            await self._call("hand tickets back", scripts.HAND_BACK, self._tickets, *args)
+            await self._run.call("hand tickets back", scripts.HAND_BACK, self._tickets, *args)
             crashpoint("ticket.handed_back")
             self._let_go(leased)
 
@@ -164,60 +139,12 @@ class WorkerStream:
         """Hand back everything pending under our name, even what a lost reply assigned to us: the last call. While
         Redis is down it waits like every call, so a caller in a hurry must set a timeout.
         """
-        await self._call("leave the run", scripts.LEAVE, self._tickets, *self._to_nobody)
+        await self._run.call("leave the run", scripts.LEAVE, self._tickets, *self._to_nobody)
         crashpoint("worker.left")
         self._held.clear()
 
-    async def latest(self, *, anew: bool = False) -> Announcement | None:
-        """Return the newest version and its manifest, read again only if `anew`: an anchor may have been added."""
-        known = self._latest.version if self._latest and not anew else 0
-        keys = [self._keys.weights, self._keys.manifests]
-        reply = await self._call("read the latest version", scripts.LATEST, keys, known)
-        match reply:
-            case [version, base, step, manifest]:
-                self._latest = Announcement(version=int(version), base=int(base), step=int(step), manifest=manifest)
-            case [_]:
-                pass  # unchanged
-            case _:
-                return None
-        return self._latest
-
-    async def await_newer(self, version: int, *, within_s: float) -> bool:
-        """Wait until a version newer than `version` is announced that has not woken this worker before.
-
-        False: no announcement arrived; `latest` shows whether there is a version all the same.
-
-            worker: latest ─► nothing new ─► XREAD BLOCK beyond what it knows ─► an entry, or timeout ─► latest ...
-            learner: the script that announces adds the entry, whose id is the version
-
-        The entry is only a wake-up; `latest` reads what was announced. So a lost entry, or one that cannot be read,
-        costs a wait and no version: the caller looks again anyway. Versions only grow, even when Redis is lost, so
-        nothing need be remembered to get the next one. Each version wakes a worker once, so that one whose manifest was
-        lost causes no busy loop. Blocks for the given time (some seconds at most), on a connection of its own from the
-        client's pool.
-        """
-        since = max(version, self._woken_for)
-        block = bounded_block_ms(self._client, int(1000 * within_s))
-        try:
-            reply: Any = await self._client.xread({self._keys.announced: f"{since}-0"}, count=1, block=block)
-        except redis.RedisError as error:  # the caller's next look finds out whether Redis is down
-            if not self._failure_is_logged and not isinstance(error, redis.ConnectionError | redis.TimeoutError):
-                self._failure_is_logged = True
-                structlog.get_logger().warning("announcements_unreadable", error=str(error), looks_every_s=_POLL_S)
-            await asyncio.sleep(min(within_s, _POLL_S * random.uniform(0.5, 1.0)))
-            return False
-        if not reply:
-            return False
-        [[_, [(entry_id, _)]]] = reply
-        self._woken_for = int(entry_id.partition(b"-")[0])
-        return True
-
-    async def manifest(self, version: int) -> bytes | None:
-        found: Any = await self._ask("read a manifest", lambda: self._client.hget(self._keys.manifests, str(version)))
-        return found if found is None else bytes(found)
-
     async def control(self) -> Control:
-        word: Any = await self._ask("read the control word", lambda: self._client.hget(self._keys.control, "mode"))
+        word: Any = await self._run.ask("read the control word", lambda: self._client.hget(self._keys.control, "mode"))
         return one_of(CONTROLS, word, "run")
 
     # Leasing
@@ -225,7 +152,7 @@ class WorkerStream:
     async def _take(self, uid: str, most: int) -> Any:
         recover, self._recover = self._recover, True  # until the reply arrives, unknown tickets may be ours
         args = (WORKERS, self._worker, int(self._lease_s * 1000), most, int(recover))
-        reply = await self._run(uid, scripts.TAKE, self._tickets, *args)
+        reply = await self._run.run(uid, scripts.TAKE, self._tickets, *args)
         crashpoint("ticket.leased")
         self._recover = False
         self._look_for_expired_at = time.monotonic() + _LOOK_FOR_EXPIRED_EVERY * self._lease_s
@@ -258,7 +185,7 @@ class WorkerStream:
         if arrived:
             crashpoint("ticket.leased")
         # A ticket of another run: only the script can tell whether ours is gone.
-        self._recover = self._run_uid is None or any(uid != self._run_uid.encode() for *_, uid, _, _ in arrived)
+        self._recover = self._run.uid is None or any(uid != self._run.uid.encode() for *_, uid, _, _ in arrived)
         return arrived
 
     def _adopt(self, entries: Sequence[Any], most: int) -> list[Leased]:
@@ -294,13 +221,13 @@ class WorkerStream:
         """Count what this worker has spent; return the total of all workers of the run, as far as this Redis knows. A
         call whose reply was lost is retried, and may count twice.
         """
-        reply = await self._call("count what is spent", scripts.SPEND, [self._keys.counters], f"spent:{what}", num)
+        reply = await self._run.call("count what is spent", scripts.SPEND, [self._keys.counters], f"spent:{what}", num)
         return num if reply is None else int(reply[0])
 
     async def secret(self) -> bytes | None:
         """Return the secret that authenticates hosts of this run to each other; None if there is no run."""
         fresh = secrets.token_hex(32)
-        reply = await self._call("read the hosts' secret", scripts.SECRET, [self._keys.peers_secret], fresh)
+        reply = await self._run.call("read the hosts' secret", scripts.SECRET, [self._keys.peers_secret], fresh)
         return None if reply is None else bytes(reply[0])
 
     # Delivering
@@ -314,43 +241,11 @@ class WorkerStream:
             ticket = one.leased.ticket
             parts += (one.leased.purpose, one.leased.entry_id, ticket.number, ticket.identity, one.header, one.body)
         args = (WORKERS, self._worker, uuid.uuid4().hex, receipt_ms, *parts)
-        reply = await self._call("deliver groups", scripts.DELIVER, keys, *args)
+        reply = await self._run.call("deliver groups", scripts.DELIVER, keys, *args)
         if reply is None:
             return [False] * len(deliveries)
         outcomes: bytes = reply[0]
         return [outcome == ord("1") for outcome in outcomes]
-
-    # Calling
-
-    async def _call(self, what: str, script: Script, keys: Sequence[str], *args: Argument) -> list[Any] | None:
-        return await self._do(what, lambda uid: self._run(uid, script, keys, *args))
-
-    async def _run(self, uid: str, script: Script, keys: Sequence[str], *args: Argument) -> Any:
-        call = Call(script, (self._keys.meta, self._keys.tombstone, *keys), (uid, *args))
-        return await run_async(self._client, call)
-
-    async def _do(self, what: str, call: Callable[[str], Awaitable[Any]]) -> list[Any] | None:
-        """Run a script of this run; return its reply after OK, or None if there is no run."""
-        if self._run_uid is None and await self.run_info() is None:
-            return None
-        uid = self._run_uid
-        assert uid is not None
-        status, *rest = await self._ask(what, lambda: call(uid))
-        if status == b"GONE":
-            raise self._gone()
-        return rest if status == b"OK" else None
-
-    def _gone(self) -> RunGone:
-        return RunGone(f"run {self._keys.name!r} was removed from Redis, or another took its name")
-
-
-def _check_schema(meta: Mapping[bytes, bytes]) -> None:
-    theirs = meta.get(b"schema", b"").decode(errors="replace")
-    if theirs and theirs != str(SCHEMA):  # its tickets would stay leased by a worker that cannot read them
-        raise OtherSchema(
-            f"this run's learner writes messages of schema {theirs}, and this worker reads schema {SCHEMA}: install "
-            "the same version of streamrl for both"
-        )
 
 
 def _places(leased: Sequence[Leased]) -> list[Argument]:
