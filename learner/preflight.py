@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from streamrl.config import schema
 from streamrl.config.load import config_from_json
+from streamrl.config.of_model import longest_sequence, refuse_unseen_stops
 from streamrl.config.placement import LEARNER, Part, place
 from streamrl.config.routers import find_routers
 from streamrl.errors import DataError, ResourceError, UserError
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from streamrl.learner.loading.tokenizer import TokenizerInfo
 
-_READ_S = 10.0  # time limit for tokenising prompts; the learner reads the rest
+_READ_S = 10.0  # time limit for tokenising a dataset's prompts; the learner reads the rest
 
 
 def main() -> int:
@@ -93,9 +94,13 @@ def examine(config: schema.Config, part: Part = "all") -> Iterator[Finding]:
     from streamrl.learner.parallel.context import refuse_heads
 
     info = read_tokenizer_info(config.model.path)
+    refuse_unseen_stops(config, info.tokenizer, info.end_ids)
     yield from _prompts(config, info)
     model = outline(config)
     refuse_heads(model, config.learner.layout.context)
+    longest_sequence(
+        config, config.model.path, getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    )
     yield ok("model structure", "it is a causal language model with room for the longest sequence")
     if config.algorithm.routing_replay != "none":
         find_routers(model, config)
@@ -167,22 +172,26 @@ def _is_here(path: str) -> bool:
     return False
 
 
-def _prompts(config: schema.Config, info: TokenizerInfo) -> Iterator[Finding]:
-    from streamrl.learner.groups.prompts import PromptSet, tokenise
+def _prompts(config: schema.Config, info: TokenizerInfo, *, at_most_s: float = _READ_S) -> Iterator[Finding]:
+    from streamrl.learner.groups.prompts import PromptSet, ReadLimit, tokenise
 
-    data, training = config.data, config.training
-    prompts = PromptSet.load(tokenizer=info.tokenizer, data=data, seed=config.seed, at_most_s=_READ_S)
+    data, training, limit = config.data, config.training, ReadLimit(at_most_s=at_most_s)
+    prompts = PromptSet.load(tokenizer=info.tokenizer, data=data, seed=config.seed, limit=limit)
+    is_number_known = limit.num_read == limit.num_rows
     rows = list(prompts.rows)
     for held_out in data.validation_sets():
-        rows += tokenise(held_out, info.tokenizer, data, at_most_s=_READ_S)
+        rows += tokenise(held_out, info.tokenizer, data, limit=limit)
     longest = max(rows, key=lambda row: len(row.token_ids))
     highest = max(int(row.token_ids.max()) for row in rows)
     if highest >= info.vocabulary:
         problem = f"a prompt has token id {highest}, but the model has {info.vocabulary} outputs"
         raise DataError(f"model.path = {config.model.path!r}: {problem}: model and tokenizer do not match")
-    yield ok("prompts", f"{len(rows)} tokenised, {len(longest.token_ids)} tokens at most")
+    told = f"{len(rows)} tokenised"
+    if limit.num_read < limit.num_rows:
+        told = f"{limit.num_read} of {limit.num_rows} tokenised ({at_most_s:g} s per dataset; the learner reads all)"
+    yield ok("prompts", f"{told}, {len(longest.token_ids)} tokens at most")
     num_tickets, wanted = prompts.num_tickets(training.max_epochs), training.groups_per_step
-    if num_tickets < wanted:
+    if is_number_known and num_tickets < wanted:
         problem = f"data.train gives {num_tickets} prompts in training.max_epochs = {training.max_epochs}"
         problem += f", fewer than training.groups_per_step = {wanted}: the run is a single, smaller step"
         yield warning("number of prompts", problem, "lower training.groups_per_step, or raise training.max_epochs")

@@ -41,8 +41,9 @@ class Health:
         self._made_at = clock()  # when the count last changed
 
     def progress_age_s(self) -> float:
-        """Seconds since the worker last made progress: a group, a version, an activity, a token, or a score."""
-        if (num_made := self._count()) != self._num_made:
+        """Seconds since the worker last made progress: a group, a version, an activity, a token, or a score. Loading
+        and returning weights is progress too: the engine bounds it."""
+        if (num_made := self._count()) != self._num_made or self._engine_is_busy():
             self._num_made, self._made_at = num_made, self._clock()
         report = self.progress.report()
         return max(0.0, self._clock() - max(report.last_progress, report.since, self._made_at))
@@ -66,6 +67,10 @@ class Health:
             return 0
         stats = self.parts.work.engine_stats
         return self.parts.rewards.num_received + (0 if stats is None else stats.num_made)
+
+    def _engine_is_busy(self) -> bool:
+        stats = None if self.parts is None else self.parts.work.engine_stats
+        return stats is not None and stats.is_busy
 
     def against_ready(self) -> list[str]:
         report = self.progress.report()

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 import xxhash
-from jinja2 import TemplateError
 
+from streamrl.chat_templates import TEMPLATE_ERRORS
 from streamrl.config import schema
 from streamrl.data.prompts import PromptRow, read_prompts
 from streamrl.errors import DataError
@@ -75,10 +75,10 @@ class PromptSet:
         self._mixture = Mixture(parts or [MixedDataset(num_rows=len(rows))], seed=seed, shuffle=shuffle)
 
     @classmethod
-    def load(cls, *, tokenizer: Tokenizer, data: schema.Data, seed: int, at_most_s: float | None = None) -> PromptSet:
-        """Load the datasets that `data.train` names. `at_most_s`: see `tokenise`."""
+    def load(cls, *, tokenizer: Tokenizer, data: schema.Data, seed: int, limit: ReadLimit | None = None) -> PromptSet:
+        """Load the datasets that `data.train` names."""
         sets = data.train_sets()
-        found = [tokenise(named, tokenizer, data, at_most_s=at_most_s) for named in sets]
+        found = [tokenise(named, tokenizer, data, limit=limit) for named in sets]
         parts = [
             MixedDataset(num_rows=len(rows), weight=named.dataset.weight)
             for named, rows in zip(sets, found, strict=True)
@@ -111,16 +111,28 @@ class PromptSet:
         return self._mixture.rows_of_pass(data_epoch), self._mixture.uniforms_of_pass(data_epoch)
 
 
+@dataclass(slots=True, kw_only=True)
+class ReadLimit:
+    """How long to tokenise each dataset, and how far that went."""
+
+    at_most_s: float
+    num_rows: int = 0  # of all datasets
+    num_read: int = 0  # of these
+
+
 def tokenise(
-    named: schema.NamedDataset, tokenizer: Tokenizer, data: schema.Data, *, at_most_s: float | None = None
+    named: schema.NamedDataset, tokenizer: Tokenizer, data: schema.Data, *, limit: ReadLimit | None = None
 ) -> Sequence[Prompt]:
-    """Read and tokenise one dataset; stop with what has been read after `at_most_s`."""
+    """Read and tokenise one dataset, or as much of it as the limit allows, but at least one batch."""
     key = named.key
     with _uncollected():
         file = read_prompts(named.dataset, malformed=data.malformed, key=key)
         reader = _Reader(file.place, tokenizer, data, named.name)
-        stop_at = math.inf if at_most_s is None else time.monotonic() + at_most_s
+        stop_at = math.inf if limit is None else time.monotonic() + limit.at_most_s
         rows = list(reader.read(file.rows, stop_at=stop_at))
+    if limit is not None:
+        limit.num_rows += len(file.rows)
+        limit.num_read += reader.num_read
     num_malformed = file.num_skipped + reader.num_malformed
     if not rows:
         raise DataError(
@@ -159,6 +171,7 @@ class _Reader:
 
     def __init__(self, place: str, tokenizer: Tokenizer, data: schema.Data, dataset: str) -> None:
         self._place, self._tokenizer, self._data, self._dataset = place, tokenizer, data, dataset
+        self.num_read = 0
         self.num_malformed = 0
         self.num_overlong = 0
         self.num_truncated = 0
@@ -168,7 +181,9 @@ class _Reader:
         for start in range(0, len(rows), _BATCH):
             if start and time.monotonic() > stop_at:
                 return
-            batch = [(row, text) for row in rows[start : start + _BATCH] if (text := self._text(row)) is not None]
+            read = rows[start : start + _BATCH]
+            self.num_read += len(read)
+            batch = [(row, text) for row in read if (text := self._text(row)) is not None]
             # The chat template has already added special tokens.
             plain = self._encode([text for row, text in batch if row.messages is None], add_special_tokens=True)
             chats = self._encode([text for row, text in batch if row.messages is not None], add_special_tokens=False)
@@ -196,7 +211,7 @@ class _Reader:
             )
         try:
             text = self._tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
+        except TEMPLATE_ERRORS as error:
             self._malformed(row, f"the tokenizer's chat template refuses the messages: {error}")
             return None
         return str(text)

@@ -20,10 +20,13 @@ from streamrl.config.placement import parallel_in
 from streamrl.config.schema import Config, FunctionReward, JudgeReward, Sampling
 from streamrl.errors import ConfigError
 from streamrl.protocol.wire.ticket import MAX_REWARD_SOURCES, MAX_SAMPLES, MAX_TOKENS, max_group_tokens
+from streamrl.recipe.advantages import ADVANTAGES
 from streamrl.recipe.held_out import numbers_of_samples
+from streamrl.recipe.own import is_own
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 _LOWEST_TEMPERATURE = 0.01  # vLLM raises lower values to this, and only its log says so
+_HIGHEST_TEMPERATURE = 2.0  # vLLM refuses higher values with each sample
 _OF_SOURCE = "val_rollouts/rewards/"
 _MAX_TIME = re.compile(r"(\d+):([01]\d|2[0-3]):([0-5]\d):([0-5]\d)\Z")
 
@@ -60,9 +63,6 @@ def _sampling(config: Config) -> Iterator[Problem]:
         if sampling.min_tokens > sampling.max_tokens:
             remedy = f"must not exceed {section}.max_tokens = {sampling.max_tokens}"
             yield Problem(key=f"{section}.min_tokens", remedy=remedy)
-        if sampling.temperature < _LOWEST_TEMPERATURE:
-            remedy = f"must be at least {_LOWEST_TEMPERATURE}, the lowest that vLLM samples at"
-            yield Problem(key=f"{section}.temperature", remedy=remedy)
     if config.sampling.greedy:
         remedy = "greedy samples of a prompt are identical and teach nothing; use it in validation.sampling only"
         yield Problem(key="sampling.greedy", remedy=remedy)
@@ -78,6 +78,20 @@ def _sampling(config: Config) -> Iterator[Problem]:
                     remedy="the learner cannot reproduce this distribution, so its importance ratios would be wrong; "
                     f"set it to {off}, or set sampling.accept_mismatch=true to train anyway",
                 )
+
+
+def _sampled(config: Config) -> Iterator[Problem]:
+    """Refuse settings with which no engine, or not this one, can sample."""
+    for section, sampling in _samplings(config):
+        if sampling.temperature < _LOWEST_TEMPERATURE:
+            remedy = f"must be at least {_LOWEST_TEMPERATURE}, the lowest that vLLM samples at"
+            yield Problem(key=f"{section}.temperature", remedy=remedy)
+        if sampling.temperature > _HIGHEST_TEMPERATURE and config.worker.engine == "vllm":
+            remedy = f"must be at most {_HIGHEST_TEMPERATURE}, the highest that vLLM samples at; "
+            yield Problem(key=f"{section}.temperature", remedy=remedy + "or set worker.engine=transformers")
+        if "" in sampling.stop:
+            remedy = "remove the empty text, which every response contains"
+            yield Problem(key=f"{section}.stop", remedy=remedy)
 
 
 def _greedy(config: Config) -> Iterator[Problem]:
@@ -118,13 +132,16 @@ def _groups(config: Config) -> Iterator[Problem]:
     num_samples, survivors, algorithm = config.sampling.num_samples, config.worker.min_survivors, config.algorithm
     baseline = "the leave-one-out baseline of reinforce compares samples of one prompt; must be at least 2"
     limit = f"must not exceed sampling.num_samples = {num_samples}"
-    compares = algorithm.name == "reinforce" and algorithm.advantages != "none"
-    if compares and num_samples < 2:
-        yield Problem(key="sampling.num_samples", remedy=baseline)
-    elif compares and survivors < 2:
-        yield Problem(key="worker.min_survivors", remedy=baseline)
+    advantages = algorithm.advantages if algorithm.name == "reinforce" else "none"
+    numbers = {"sampling.num_samples": num_samples, "worker.min_survivors": survivors}
+    lone = next((key for key, number in numbers.items() if number < 2), None)
+    if lone is not None and advantages in ADVANTAGES and advantages != "none":
+        yield Problem(key=lone, remedy=baseline)
     elif survivors > num_samples:
         yield Problem(key="worker.min_survivors", remedy=f"{limit}: no group could ever be delivered")
+    if lone is not None and is_own(advantages) and algorithm.drop_zero_variance:
+        remedy = f"{lone} = 1 allows groups of one sample, which would be dropped; set false, or {lone} to at least 2"
+        yield Problem(key="algorithm.drop_zero_variance", remedy=remedy)
     if algorithm.name == "rejection_sampling" and algorithm.top_n > num_samples:
         yield Problem(key="algorithm.top_n", remedy=limit)
 
@@ -234,6 +251,7 @@ def _judged(config: Config) -> Iterator[tuple[str, JudgeReward]]:
 
 _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _sampling,
+    _sampled,
     _greedy,
     _messages,
     _groups,
@@ -252,6 +270,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     files.check_datasets,
     places.check_rewards,
     places.check_teacher,
+    places.check_dir,
     places.check_redis,
     places.check_store,
 )

@@ -20,6 +20,7 @@ _SEVERAL = "remove it; for one engine over several hosts set worker.hosts, and s
 # Forms to which vLLM 0.32 quantises a model at load; the proofs know how far each is from the weights themselves.
 Form = Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block"]
 QUANTIZED: tuple[Form, ...] = get_args(Form)
+PROOF_LENGTH = 65  # a load's canary (`workers.proofs.proving`), and the token that vLLM adds
 
 
 def ranks_in(arguments: Mapping[str, Any]) -> int:
@@ -79,18 +80,28 @@ def longest_response(config: Config) -> tuple[str, int]:
 
 def _ended_early(config: Config) -> Iterator[Problem]:
     """Refuse what makes vLLM end responses earlier or later than the run's settings say, without a word."""
-    arguments, (key, response) = config.worker.engine_args, longest_response(config)
-    longest = config.data.max_prompt_tokens + response
+    arguments = config.worker.engine_args
     allowed = arguments.get("max_model_len")
-    if isinstance(allowed, int) and 0 < allowed < longest:
-        remedy = (
-            f"data.max_prompt_tokens and {key} together allow {longest} tokens, and vLLM would cut off what is longer "
-            "than this: raise it, make those smaller, or remove it, since the default is what samples need"
-        )
-        yield _refused(arguments, "max_model_len", remedy)
+    if isinstance(allowed, int) and (fault := _too_short(allowed, config)):
+        yield _refused(arguments, "max_model_len", f"{fault}, or remove it, since the default is what samples need")
     if arguments.get("skip_tokenizer_init"):
         remedy = "remove it: vLLM would not know the tokenizer's end token, and every response would go on to its limit"
         yield _refused(arguments, "skip_tokenizer_init", remedy)
+
+
+def _too_short(allowed: int, config: Config) -> str:
+    """Return why this `max_model_len` does not hold all sequences, and what does; empty if it holds them."""
+    key, response = longest_response(config)
+    longest = config.data.max_prompt_tokens + response
+    needed = max(longest, PROOF_LENGTH if config.weights.prove else 1)
+    allow = f"data.max_prompt_tokens and {key} together allow {longest} tokens"
+    if allowed < 1:
+        return f"{allow}, and with -1 vLLM takes what fits its memory, be it less: set it to at least {needed}"
+    if allowed < longest:
+        return f"{allow}, and vLLM would cut off what is longer than this: raise it, make those smaller"
+    if allowed < needed:
+        return f"the check of each version of the weights needs {needed} tokens: set it to at least that"
+    return ""
 
 
 def _over_hosts(worker: Worker) -> Iterator[Problem]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+HALF_CHARACTER = "\ufffd"  # what tokenizers decode a character to whose last bytes are in the next token
 _Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
 
 
@@ -138,7 +139,7 @@ def judge_samples(
 def completion_of(token_ids: list[int], stop: Sequence[str], decode: Callable[[list[int]], str]) -> str:
     """Return the text as rewards read it: without the stop string that ended it, which its last token completed."""
     text = decode(token_ids)
-    num_before = len(decode(token_ids[:-1])) if stop else 0
+    num_before = len(decode(token_ids[:-1]).rstrip(HALF_CHARACTER)) if stop else 0
     for one in stop:
         begin = text.find(one, max(0, num_before - len(one) + 1))
         if begin >= 0:

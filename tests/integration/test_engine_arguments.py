@@ -19,6 +19,7 @@ from streamrl.protocol.wire.routes import RouteShape
 from streamrl.workers.engines.base import EngineSettings
 from streamrl.workers.engines.model import read_model
 from streamrl.workers.engines.routes import routes_of_vllm, shape_of_vllm
+from streamrl.workers.engines.vllm_failure import cache_remedy
 from streamrl.workers.engines.vllm_start import engine_args, engine_config, refuse_unknown
 from tests.tiny_families import make_family
 from tests.tiny_models import make_model
@@ -101,6 +102,16 @@ def test_what_vllm_refuses_is_told_in_one_line_with_the_key(tmp_path: Path, give
         config_of(tmp_path, on_cpu=False, **given)
     assert str(caught.value).startswith("vLLM refuses this model or worker.engine_args: ")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("num_available", [0, 10])
+def test_a_cache_that_vllm_finds_too_small_is_told_with_the_setting_that_counts(num_available: int) -> None:
+    from vllm.v1.core.kv_cache_utils import _check_enough_kv_cache_memory
+
+    with pytest.raises(ValueError, match="gpu_memory_utilization") as caught:
+        _check_enough_kv_cache_memory(num_available, lambda: 100, 50, lambda _: 5)
+    assert "kv_cache_memory_bytes, which is 77: raise it" in cache_remedy(str(caught.value), 77)
+    assert cache_remedy(str(caught.value), None) == cache_remedy("out of memory", 77) == ""
 
 
 # Routes, which vLLM tells on GPUs alone: what it says of it before it starts

@@ -22,3 +22,7 @@ def test_the_reason_is_that_of_the_process_that_failed(tmp_path: Path) -> None:
     assert len(errors) == 1
     assert errors[0].startswith("streamrl.errors.EngineError: vLLM did not start: ValueError: No available memory for")
     assert "root cause above" not in errors[0]
+    assert errors[0].endswith(
+        "; what counts here is worker.engine_args.kv_cache_memory_bytes, which is 1: raise it, or make the run's "
+        "sequences shorter"
+    )

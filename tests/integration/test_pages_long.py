@@ -20,7 +20,7 @@ QUESTIONS = "say 1\nsay 2\n"
 def folder(tmp_path_factory: pytest.TempPathFactory, redis_server: EmbeddedRedis) -> Path:
     """With `runs/mine` in it."""
     folder = tmp_path_factory.mktemp("work")
-    (make_model(folder / "model", hidden=32) / "chat_template.jinja").write_text(TEMPLATE)
+    (make_model(folder / "model", hidden=32, positions=2048) / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "questions.txt").write_text(QUESTIONS)
     prompts = str(folder / "prompts.jsonl")
     config = make_run(

@@ -78,7 +78,7 @@ def server(tmp_path: Path) -> Iterator[EmbeddedRedis]:
 
 @pytest.fixture
 def folder(tmp_path: Path, server: EmbeddedRedis, judge: str) -> Path:
-    make_model(tmp_path / "model", hidden=32)
+    make_model(tmp_path / "model", hidden=32, positions=2048)
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
     (tmp_path / "dashboard-token").write_text(DASHBOARD)

@@ -10,7 +10,8 @@ CONFIG = """\
 name: checked
 dir: runs
 model: {path: model}
-data: {train: train.jsonl}
+data: {train: train.jsonl, max_prompt_tokens: 64}
+sampling: {max_tokens: 64}
 validation: {every_steps: 0}
 training: {groups_per_step: 2}
 worker: {engine: transformers}
@@ -57,7 +58,7 @@ OF_SETTINGS = {
     ),
     "an unknown section": Mistake(
         files={"run.yaml": CONFIG + "trainer: {max_steps: 3}\n"},
-        says=("run.yaml:10", "unknown key 'trainer'", "a configuration has name, seed, dir,"),
+        says=("run.yaml:11", "unknown key 'trainer'", "a configuration has name, seed, dir,"),
     ),
     "a wrong type": Mistake(
         overrides=("training.max_steps=ten",), says=("training.max_steps", "'ten'", "must be a valid integer")
@@ -173,6 +174,10 @@ OF_THE_MODEL = {
     "messages without a chat template": Mistake(
         files={"train.jsonl": '{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}\n' * 2},
         says=("train.jsonl:1", "need a chat template", "use 'text'"),
+    ),
+    "samples longer than the model's positions": Mistake(
+        overrides=("sampling.max_tokens=500",),
+        says=("data.max_prompt_tokens and sampling.max_tokens", "sequences of 564 tokens", "only 512 positions"),
     ),
     "a target of adapters that no layer has": Mistake(
         overrides=("model.lora.targets=[query]",),

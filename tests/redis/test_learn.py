@@ -30,7 +30,7 @@ from tests.tiny_models import make_model
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """A configuration whose files are all there."""
-    make_model(tmp_path / "model", hidden=32)
+    make_model(tmp_path / "model", hidden=32, positions=2048)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"text": "say a:"}) + "\n")
     path = tmp_path / "run.yaml"
     path.write_text(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jinja2 import TemplateError
+from jinja2 import Template, TemplateError
 from structlog.testing import capture_logs
 
 from streamrl.config import schema
@@ -111,6 +111,24 @@ def test_messages_that_the_template_refuses_are_malformed(tmp_path: Path) -> Non
         load(path)
     with capture_logs() as logs:
         load(path, malformed="skip")
+    assert told(logs) == [(1, 0, 0)]
+
+
+def test_messages_that_lack_what_the_template_writes_are_malformed(tmp_path: Path) -> None:
+    class Calling(CharTokenizer):
+        def apply_chat_template(self, conversation: list[Any], *, tokenize: bool, add_generation_prompt: bool) -> str:
+            calls = "{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
+            template = Template("{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}")
+            return template.render(messages=conversation)
+
+    asked = '{"role": "user", "content": "What time is it?"}'
+    called = '{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now"}}]}'
+    path = write(tmp_path, f'{{"messages": [{asked}, {called}]}}', '{"text": "a"}')
+    with pytest.raises(DataError, match=r"train\.jsonl:1: the tokenizer's chat template refuses .*Undefined"):
+        load(path, tokenizer=Calling())
+    with capture_logs() as logs:
+        prompts = load(path, tokenizer=Calling(), malformed="skip")
+    assert [row.text for row in prompts.rows] == ["a"]
     assert told(logs) == [(1, 0, 0)]
 
 

@@ -40,6 +40,30 @@ def test_what_cannot_work_is_refused_with_what_to_set_instead(name: str, value: 
     assert told(engine="transformers", **{name: value}) == []
 
 
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        (-1, "allow 48 tokens, and with -1 vLLM takes what fits its memory, be it less: set it to at least 65, or"),
+        (0, "set it to at least 65"),
+        (47, "data.max_prompt_tokens and sampling.max_tokens together allow 48 tokens, and vLLM would cut off"),
+        (48, "the check of each version of the weights needs 65 tokens: set it to at least that, or remove it"),
+        (64, "the check of each version of the weights needs 65 tokens"),
+    ],
+)
+def test_a_length_that_does_not_hold_every_sample_and_the_canary_is_refused(given: int, remedy: str) -> None:
+    [found] = told(max_model_len=given)
+    assert found.startswith(f"worker.engine_args.max_model_len = {given}: ")
+    assert remedy in found
+
+
+def test_a_length_that_holds_them_is_let_through_and_without_proofs_that_of_the_samples_is_enough() -> None:
+    assert told(max_model_len=65) == []
+    assert told(max_model_len=None) == []
+    config = worker_config(engine="vllm", engine_args={"max_model_len": 48})
+    unproved = config.model_copy(update={"weights": Weights(dtype="bfloat16", prove=False)})
+    assert list(check_engine_args(unproved)) == []
+
+
 def test_ranks_of_one_host_are_let_through_and_counted() -> None:
     spread = {"tensor_parallel_size": 4, "pipeline_parallel_size": 2, "enable_expert_parallel": True}
     assert told(**spread, distributed_executor_backend="mp", data_parallel_size=1, enable_eplb=False) == []

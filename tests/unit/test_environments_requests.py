@@ -53,6 +53,17 @@ async def test_stop_tokens_are_the_models_own() -> None:
         assert "generation_config.json" in error["message"]
 
 
+async def test_stop_strings_are_ones_that_a_text_of_the_model_may_contain() -> None:
+    async with world() as here, here.opened() as session:
+        for stop, status in (("<|im_end|>", 200), (["."], 200), (["<|im_start|>user"], 400)):
+            got = await here.chat(session, stop=stop)
+            assert got.status_code == status
+        error = got.json()["error"]
+        assert error["param"] == "stop"
+        assert "'<|im_start|>' is a special token" in error["message"]
+        assert "generation_config.json" in error["message"]
+
+
 @pytest.mark.parametrize(
     "more",
     [{"sampling_params": {"logprobs": 5}}, {"sampling_params": {"allowed_token_ids": [5]}}, {"features": {"x": 1}}],

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from streamrl.errors import SampleError
 from streamrl.workers.engines.base import EngineSettings, Load
 from streamrl.workers.engines.model import read_model
+from streamrl.workers.engines.seats import Seats
 from streamrl.workers.engines.vllm_engine import VllmEngine
 from tests.helpers import wait_until_async
 from tests.tiny_models import make_model
@@ -58,7 +60,9 @@ class Llm:
 @pytest.fixture
 def engine(tmp_path: Path) -> VllmEngine:
     facts = read_model(str(make_model(tmp_path / "model")), trust_remote_code=False)
-    return VllmEngine(EngineSettings(model=facts, config=worker_config(engine="vllm"), seed=1))
+    made = VllmEngine(EngineSettings(model=facts, config=worker_config(engine="vllm"), seed=1))
+    made._seats = Seats(8)
+    return made
 
 
 async def is_at(llm: Llm, step: str) -> None:
@@ -86,8 +90,10 @@ async def test_samples_requested_during_a_load_carry_the_salt_of_the_weights_tha
         await is_at(llm, step)
         tasks.append(asyncio.create_task(engine.generate(a_sample_request())))
         await asyncio.sleep(0)
+        assert engine.stats().is_busy
         llm.may_end[step].set()
     await loading
+    assert not engine.stats().is_busy
     assert engine.stats().in_flight == len(llm.salts) == 4
     assert llm.salts == ["1:1", "1:2", "1:2", "1:2"]
     await end(tasks)
@@ -112,6 +118,14 @@ async def test_samples_that_wait_for_a_pause_are_requested_though_it_fails(engin
 
     await wait_until_async(requested, description="the sample is requested")
     await end([sampling, loading])
+
+
+async def test_settings_that_vllm_refuses_fail_their_sample_and_not_the_engine(engine: VllmEngine) -> None:
+    engine._llm, engine._version = Llm(), 1  # type: ignore[assignment]
+    for _ in range(9):  # more than it has seats
+        with pytest.raises(SampleError, match=r"temperature must be in \[0, 2\]"):
+            await engine.generate(a_sample_request(temperature=2.5))
+    assert engine.stats().in_flight == 0
 
 
 async def end(tasks: list[asyncio.Task[Any]]) -> None:

@@ -22,6 +22,7 @@ from streamrl.workers.http import make_app, serving
 from streamrl.workers.rewards.base import RewardDouble, ScoreItem
 from streamrl.workers.rewards.mixing import Rewards, Weighted
 from streamrl.workers.roles import WeightsDouble, WorkDouble
+from tests.made_pages import for_prometheus, told_for_prometheus
 from tests.worker_world import a_score_item
 
 
@@ -94,6 +95,16 @@ async def test_an_engine_that_makes_no_token_is_first_not_ready_and_then_not_ali
     world.work.engine_stats = stats(num_made=1)
     assert (await world.get("/livez")).status_code == 200
     assert (await world.get("/readyz")).status_code == 200
+
+
+async def test_an_engine_that_loads_or_returns_weights_is_alive_however_long_it_makes_no_token(world: World) -> None:
+    world.now += 430.0
+    world.work.engine_stats = stats(is_busy=True)
+    assert (await world.get("/livez")).status_code == 200
+    world.work.engine_stats = stats()
+    assert (await world.get("/livez")).status_code == 200
+    world.now += 430.0
+    assert (await world.get("/livez")).status_code == 503
 
 
 async def test_a_worker_without_tickets_is_ready_however_long_it_waits(world: World) -> None:
@@ -186,6 +197,10 @@ async def test_metrics_are_those_of_the_moment(world: World) -> None:
     assert int(text.partition("\nstreamrl_worker_tasks ")[2].split(".")[0]) == len(asyncio.all_tasks())
     world.work.counts.groups_delivered = 8
     assert "streamrl_worker_groups_delivered_total 8.0" in (await world.get("/metrics")).text
+
+
+async def test_the_page_names_the_metrics_that_a_worker_serves(world: World) -> None:
+    assert for_prometheus((await world.get("/metrics")).text) == told_for_prometheus("worker")
 
 
 async def test_several_workers_of_a_machine_listen_side_by_side_and_a_taken_port_is_said(world: World) -> None:

@@ -97,5 +97,5 @@ def test_arguments_that_correctness_hangs_on_are_not_the_users(model: Path) -> N
 
 def test_arguments_of_the_user_replace_defaults(model: Path) -> None:
     arguments = engine_args(settings(model, worker_config(engine_args={"max_num_seqs": 7})), on_cpu=True)
-    assert arguments["max_num_seqs"] == 7
+    assert arguments["max_num_seqs"] == 7 + 1  # a canary's seat
     assert arguments["max_model_len"] == 65  # samples are shorter, but the proof of a load is not

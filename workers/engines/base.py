@@ -30,9 +30,8 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.config import schema
-from streamrl.config.engine_args import longest_response
 from streamrl.config.engines import ENGINES
-from streamrl.errors import ConfigError
+from streamrl.config.of_model import longest_sequence, refuse_unseen_stops
 from streamrl.protocol.weights.changes import Changed
 from streamrl.protocol.wire.routes import Routes
 from streamrl.protocol.wire.sample import FinishReason, Span
@@ -74,6 +73,7 @@ class EngineStats:
     num_made: int  # generated tokens, including those of unfinished samples; constant while the engine hangs
     num_waiting: int  # samples in flight that the engine has not scheduled yet
     kv_used: float  # fraction of the KV cache in use, 0 to 1
+    is_busy: bool = False  # it loads or returns weights, and generates nothing meanwhile
     drafts_accepted: float | None = None  # fraction of speculated tokens that the model accepts; None: none are made
 
 
@@ -151,7 +151,8 @@ class FurtherHosts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What an engine is built from: the run's configuration and this worker's own settings."""
+    """What an engine is built from: the run's configuration and this worker's own settings. ConfigError if the model
+    could never end a response at one of the run's stop strings."""
 
     model: ModelFacts
     config: schema.Config
@@ -159,18 +160,13 @@ class EngineSettings:
     gpu_memory: float | None = None  # fraction of the GPUs' memory, if others use them too
     hosts: FurtherHosts | None = None  # set if the engine has ranks on other hosts (`worker.hosts`)
 
+    def __post_init__(self) -> None:
+        refuse_unseen_stops(self.config, self.model.tokenizer, self.model.stop_ids)
+
     @property
     def max_length(self) -> int:
         """Length in tokens of the longest sequence a ticket can request, including the prompt."""
-        key, response = longest_response(self.config)
-        longest = self.config.data.max_prompt_tokens + response
-        known = self.model.max_positions
-        if known is not None and longest > known:
-            raise ConfigError(
-                f"data.max_prompt_tokens and {key} together allow sequences of {longest} tokens; the model at "
-                f"{self.model.path!r} has only {known} positions"
-            )
-        return longest
+        return longest_sequence(self.config, self.model.path, self.model.max_positions)
 
 
 def make_engine(settings: EngineSettings) -> Engine:

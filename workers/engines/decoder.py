@@ -24,6 +24,7 @@ from transformers import DynamicCache
 from streamrl.config.routers import wants_routes
 from streamrl.protocol.wire.routes import Routes
 from streamrl.protocol.wire.sample import FinishReason, Span
+from streamrl.recipe.held_out import HALF_CHARACTER
 from streamrl.workers.engines.base import EngineSettings, Generated, ReadBack, SampleRequest
 from streamrl.workers.engines.hf_model import (
     RowState,
@@ -49,7 +50,7 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
-    stop_string: str = ""  # the stop string that ended it, if any
+    num_cut: int = 0  # characters of the text from the stop string on that ended it, if one did
     routes: list[Routes] = field(default_factory=list)  # first of the prompt, then of each token but the last
     abandoned: bool = False  # set by the event loop, read between steps
 
@@ -170,27 +171,26 @@ class Decoder:
         if row.token_ids[-1] in self._facts.stop_ids:
             return "stop"
         if row.request.sampling.stop and len(row.token_ids) > row.request.sampling.min_tokens:
-            row.stop_string = self._completed_stop_string(row)
-            if row.stop_string:
+            row.num_cut = self._from_stop_string(row)
+            if row.num_cut:
                 return "stop"
         return "length" if len(row.token_ids) >= row.max_tokens else None
 
-    def _completed_stop_string(self, row: Row) -> str:
-        """Return the stop string that the last token completed, or ''."""
+    def _from_stop_string(self, row: Row) -> int:
+        """Return how many characters there are from the stop string on that the last token completed; 0: none did."""
         stop = row.request.sampling.stop
         # A token may hold less than one character, so a stop string may span more tokens than it has characters.
         tail = row.token_ids[-4 * max(map(len, stop)) - 8 :]
-        before, after = self._facts.decode(tail[:-1]), self._facts.decode(tail)
-        return next((s for s in stop if after.find(s, max(0, len(before) - len(s) + 1)) >= 0), "")
+        before, after = self._facts.decode(tail[:-1]).rstrip(HALF_CHARACTER), self._facts.decode(tail)
+        begins = (after.find(one, max(0, len(before) - len(one) + 1)) for one in stop)
+        return next((len(after) - begin for begin in begins if begin >= 0), 0)
 
     def _generated(self, row: Row, reason: FinishReason) -> Generated:
         text = self._facts.decode(row.token_ids)
-        if row.stop_string:
-            text = text[: text.rindex(row.stop_string)]
         return Generated(
             token_ids=np.asarray(row.token_ids, dtype=np.int32),
             logprobs=np.asarray(row.logprobs, dtype=np.float32),
-            text=text,
+            text=text[: len(text) - row.num_cut],
             finish_reason=reason,
             spans=tuple(row.spans),
             routes=np.concatenate(row.routes) if row.routes else None,

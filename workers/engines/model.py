@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from streamrl.config.of_model import special_tokens
 from streamrl.errors import DataError
 from streamrl.protocol.wire.fingerprint import fingerprint, stop_ids
 
@@ -31,19 +32,14 @@ class ModelFacts:
     def decode_marked(self, token_ids: list[int]) -> str | None:
         """Decode with special tokens, without a trailing end token; None if there are no special tokens in between."""
         within = token_ids[:-1] if token_ids and token_ids[-1] in self.stop_ids else token_ids
-        if self._special().keys().isdisjoint(within):
+        if special_tokens(self.tokenizer).keys().isdisjoint(within):
             return None
         return str(self.tokenizer.decode(within, skip_special_tokens=False))
 
     def without_special(self, text: str) -> str:
-        for token in self._special().values():
+        for token in special_tokens(self.tokenizer).values():
             text = text.replace(token, "")
         return text
-
-    def _special(self) -> dict[int, str]:
-        """Return all special tokens that `decode` omits, including those without a named role in the tokenizer."""
-        added: dict[int, Any] = self.tokenizer.added_tokens_decoder
-        return {token_id: str(token) for token_id, token in added.items() if token.special}
 
 
 def read_model(path: str, *, trust_remote_code: bool) -> ModelFacts:

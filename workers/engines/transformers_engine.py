@@ -51,6 +51,7 @@ class TransformersEngine(Engine):
         self._decoding: asyncio.Task[None] | None = None
         self._rows: set[Row] = set()  # in flight
         self._arrived = asyncio.Event()  # set while there are rows
+        self._is_busy = False
         self._dead: EngineError | None = None
 
     async def start(self) -> None:
@@ -66,14 +67,14 @@ class TransformersEngine(Engine):
         task = partial(
             self._started.load, load.weights, version=load.version, step=load.step, recompute=load.kv_cache == "clear"
         )
-        await self._answer(task, f"load version {load.version}")
+        await self._busy(task, f"load version {load.version}")
 
     async def load_decoy(self, weights: Path) -> None:
-        await self._answer(partial(self._started.load_decoy, weights), "load a decoy")
+        await self._busy(partial(self._started.load_decoy, weights), "load a decoy")
 
     async def read_back(self, weights: Path, *, number: int, num_parts: int) -> ReadBack:
         read_back = partial(self._started.read_back, weights, number=number, num_parts=num_parts)
-        return await self._answer(read_back, "return its weights for the read-back")
+        return await self._busy(read_back, "return its weights for the read-back")
 
     async def logprobs(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         values = await self._answer(partial(self._started.logprobs, token_ids.tolist()), "compute log-probs")
@@ -114,6 +115,7 @@ class TransformersEngine(Engine):
             num_made=decoder.num_made if decoder else 0,
             num_waiting=max(0, len(self._rows) - (len(decoder.rows) if decoder else 0)),
             kv_used=0.0,  # memory is allocated on demand
+            is_busy=self._is_busy,
         )
 
     @property
@@ -134,6 +136,14 @@ class TransformersEngine(Engine):
                     row.done.set_result(generated)
             if decoder.idle:
                 self._arrived.clear()
+
+    async def _busy(self, run: Callable[[], T], what: str) -> T:
+        """Like `_answer`, for what the thread does instead of generating; one at a time."""
+        self._is_busy = True
+        try:
+            return await self._answer(run, what)
+        finally:
+            self._is_busy = False
 
     async def _answer(self, run: Callable[[], T], what: str) -> T:
         try:

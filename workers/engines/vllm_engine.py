@@ -9,6 +9,7 @@ Decisions, and why:
 - KV cache at a load. salt: requests use a new cache salt once the scheduler is paused; those that come while it is
   being paused wait until it is. clear: vLLM's own reset, which preempts running requests and prefills them again. keep:
   neither.
+- vLLM has a seat more than samples may take: the canary's. Samples without a seat wait here (`seats`), not in vLLM.
 - Weights arrive only through loads, so vLLM starts with dummy weights. Deltas are written in place where the engine
   supports it (`vllm_in_place`). Do not request samples before the first `load`.
 - Samples carry no seed: a seeded request whose prompt is prefilled in two chunks kills vLLM 0.32's engine on CPUs.
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
@@ -53,12 +54,13 @@ from streamrl.workers.engines.base import (
     SampleRequest,
 )
 from streamrl.workers.engines.routes import routes_of_vllm, shape_of_vllm
+from streamrl.workers.engines.seats import Seats
 from streamrl.workers.engines.vllm_forked import look_after_server
 from streamrl.workers.engines.vllm_in_place import InPlace
 from streamrl.workers.engines.vllm_outputs import canary_params, finish_reason_of, sampled_logprobs, spans_of
 from streamrl.workers.engines.vllm_plugin import PREPARE, READ_BACK
 from streamrl.workers.engines.vllm_ranks import remove_shared
-from streamrl.workers.engines.vllm_start import build_llm, check_installed
+from streamrl.workers.engines.vllm_start import build_llm, check_installed, samples_at_once
 from streamrl.workers.engines.vllm_steps import StepWatch
 
 if TYPE_CHECKING:
@@ -98,7 +100,9 @@ class VllmEngine(Engine):
         self._salt_is_known = asyncio.Event()  # of the weights under which a request would be prefilled
         self._salt_is_known.set()
         self._in_flight = 0
+        self._seats = Seats(0)  # until vLLM is built
         self._answer_s = _ANSWER_S
+        self._is_busy = False
         self._num_canaries = 0
         self._watching_hosts: asyncio.Task[None] | None = None
         self._lost = ""  # which further host was lost, and why
@@ -128,6 +132,7 @@ class VllmEngine(Engine):
     def _build(self, meeting: Meeting | None) -> None:
         # Not returned through the executor: its future would keep the engine alive until interpreter shutdown.
         self._llm, self._watch = build_llm(self._settings, self._scratch.enter_context(scratch_folder()), meeting)
+        self._seats = Seats(samples_at_once(self._llm.vllm_config))
 
     async def _end_with_hosts(self, hosts: FurtherHosts) -> None:
         """Kill EngineCore once a host is lost, so that all calls fail; vLLM itself could wait for it forever."""
@@ -142,7 +147,7 @@ class VllmEngine(Engine):
     async def load(self, load: Load) -> None:
         weights, version = load.weights, load.version
         self._answer_s = answer_limit_s(weights)
-        async with self._answering(f"load version {version}") as llm:
+        async with self._busy(f"load version {version}") as llm:
             patch = await self._in_place.patch(load.changed, weights)
             await self._pause(llm, load)
             info = {"path": str(weights), "version": version, "patch": None if patch is None else str(patch)}
@@ -167,11 +172,11 @@ class VllmEngine(Engine):
     async def load_decoy(self, weights: Path) -> None:
         self._in_place.invalidate()
         self._answer_s = answer_limit_s(weights)
-        async with self._answering("load a decoy") as llm:
+        async with self._busy("load a decoy") as llm:
             await _update(llm, {"path": str(weights), "decoy": True}, label="0:0")
 
     async def read_back(self, weights: Path, *, number: int, num_parts: int) -> ReadBack:
-        async with self._answering("return its weights for the read-back") as llm:
+        async with self._busy("return its weights for the read-back") as llm:
             ranks = await llm.collective_rpc(READ_BACK, args=(str(weights), number, num_parts))
         suffixes = [self._rank_suffix(rank, len(ranks)) for rank in range(len(ranks))]
         return ReadBack(
@@ -195,10 +200,12 @@ class VllmEngine(Engine):
         priority = _EVALUATION if request.urgent else _TRAINING
         self._in_flight += 1
         try:
-            await self._salt_is_known.wait()
-            final = await self._final(
-                request.prompt_ids, self.sampling_params(sampling), request.request_id, priority, salt=self._salt
-            )
+            async with self._seats.taken(priority):
+                await self._salt_is_known.wait()
+                make_params = partial(self.sampling_params, sampling)
+                final = await self._final(
+                    request.prompt_ids, make_params, request.request_id, priority, salt=self._salt
+                )
         finally:
             self._in_flight -= 1
         output = final.outputs[0]
@@ -222,7 +229,7 @@ class VllmEngine(Engine):
     async def logprobs(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         self._num_canaries += 1
         async with self._answering("compute log-probs"):
-            output = await self._final(token_ids, canary_params(), f"canary-{self._num_canaries}", _CANARY)
+            output = await self._final(token_ids, canary_params, f"canary-{self._num_canaries}", _CANARY)
         positions = output.prompt_logprobs
         assert positions is not None, "log-probs of the prompt were requested"
         ids = token_ids.tolist()
@@ -261,8 +268,19 @@ class VllmEngine(Engine):
             num_made=self._watch.num_made,
             num_waiting=max(0, self._in_flight - self._watch.num_running),
             kv_used=self._watch.kv_used,
+            is_busy=self._is_busy,
             drafts_accepted=self._watch.drafts_accepted,
         )
+
+    @asynccontextmanager
+    async def _busy(self, what: str) -> AsyncIterator[AsyncLLM]:
+        """Like `_answering`, for what the engine does instead of generating; one at a time."""
+        self._is_busy = True
+        try:
+            async with self._answering(what) as llm:
+                yield llm
+        finally:
+            self._is_busy = False
 
     @asynccontextmanager
     async def _answering(self, what: str) -> AsyncIterator[AsyncLLM]:
@@ -279,7 +297,7 @@ class VllmEngine(Engine):
     async def _final(
         self,
         token_ids: npt.NDArray[np.int32],
-        params: SamplingParams,
+        make_params: Callable[[], SamplingParams],
         request_id: str,
         priority: int,
         *,
@@ -290,8 +308,8 @@ class VllmEngine(Engine):
 
         assert self._llm is not None, "the engine was not started"
         prompt = tokens_input(token_ids.tolist(), cache_salt=salt or None)
-        outputs = self._llm.generate(prompt, params, request_id, priority=priority)
         try:
+            outputs = self._llm.generate(prompt, make_params(), request_id, priority=priority)
             final = [output async for output in outputs]  # to the end: leaving early aborts the request, at a cost
         except (VLLMValidationError, ValueError) as error:
             raise SampleError(f"vLLM refused a sample: {error}") from error

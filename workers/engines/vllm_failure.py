@@ -13,6 +13,7 @@ from pathlib import Path
 _FILE = "failed-to-start"
 _LOGGED = "failed to start"  # by vLLM, with the exception: "EngineCore failed to start.", "WorkerProc failed to start."
 _MOST_CHARACTERS = 600
+_SMALL_CACHE = ("No available memory for the cache blocks", "larger than the available KV cache memory")  # vLLM's words
 
 
 def record_failure(folder: Path) -> None:
@@ -32,6 +33,15 @@ def take_failure(folder: Path, error: Exception) -> str:
         path.unlink()
         return text
     return str(error)
+
+
+def cache_remedy(reason: str, num_bytes: int | None) -> str:
+    """Return what to add to a reason that is a KV cache without room for one sequence, if its size is set in bytes, as
+    on CPUs: vLLM names a share of the memory, which it then ignores, and `max_model_len`, which samples need."""
+    if num_bytes is None or not any(words in reason for words in _SMALL_CACHE):
+        return ""
+    setting = f"worker.engine_args.kv_cache_memory_bytes, which is {num_bytes}"
+    return f"; what counts here is {setting}: raise it, or make the run's sequences shorter"
 
 
 class _Recorder(logging.Handler):

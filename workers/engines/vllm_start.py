@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from streamrl.config import schema
-from streamrl.config.engine_args import check_engine_args, quantized_as, ranks_in
+from streamrl.config.engine_args import PROOF_LENGTH, check_engine_args, quantized_as, ranks_in
 from streamrl.config.placement import parallel_in
 from streamrl.config.routers import refuse_large, wants_routes
 from streamrl.errors import ConfigError, EngineError, ResourceError
@@ -32,7 +32,7 @@ from streamrl.interface import gloo_from
 from streamrl.misfits import misfits
 from streamrl.workers.engines.base import EngineSettings, Meeting
 from streamrl.workers.engines.routes import shape_of_vllm, vllm_args
-from streamrl.workers.engines.vllm_failure import take_failure
+from streamrl.workers.engines.vllm_failure import cache_remedy, take_failure
 from streamrl.workers.engines.vllm_forked import forking_engines, import_ahead
 from streamrl.workers.engines.vllm_plugin import (
     OWNER_VARIABLE,
@@ -53,7 +53,6 @@ FRONT_END = "vllm.v1.engine.async_llm"
 _MODELS = "vllm.model_executor.models.registry"
 # vLLM inspects a model's class in a subprocess. Started by this command, it too skips the incompatible packages.
 LOOK_AT_MODEL = [sys.executable, "-c", f"import runpy, streamrl; runpy.run_module('{_MODELS}', run_name='__main__')"]
-_PROOF_LENGTH = 65  # a load's proof (`workers.proofs.proving`), and the token that vLLM adds
 
 
 def check_installed(
@@ -105,7 +104,9 @@ def build_llm(settings: EngineSettings, scratch: Path, meeting: Meeting | None =
         with forking_engines() if config.model_config.enforce_eager else nullcontext():
             llm = AsyncLLM(config, Executor.get_class(config), log_stats=True, log_requests=False)
     except Exception as error:  # vLLM's own errors have no common base
-        raise EngineError(f"vLLM did not start: {take_failure(scratch, error)}") from error
+        reason = take_failure(scratch, error)
+        remedy = cache_remedy(reason, config.cache_config.kv_cache_memory_bytes)
+        raise EngineError(f"vLLM did not start: {reason}{remedy}") from error
     return llm, watch_steps(llm)
 
 
@@ -223,10 +224,11 @@ def _platform_environment(arguments: Mapping[str, Any], worker: schema.Worker, *
 def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
     """Merge our defaults, the user's settings, and arguments that correctness depends on, which users cannot set."""
     config = settings.config
-    sampling = config.sampling.num_samples * config.worker.max_groups_in_flight
+    # The last ticket may exceed the bound by all its samples but one; and a seat for a canary (`Seats`).
+    seats = config.sampling.num_samples * (config.worker.max_groups_in_flight + 1)
     defaults: dict[str, Any] = {
-        "max_model_len": max(settings.max_length, min(_PROOF_LENGTH, settings.model.max_positions or _PROOF_LENGTH)),
-        "max_num_seqs": min(sampling, _MAX_SEQUENCES),
+        "max_model_len": max(settings.max_length, min(PROOF_LENGTH, settings.model.max_positions or PROOF_LENGTH)),
+        "max_num_seqs": min(seats, _MAX_SEQUENCES),
         "enforce_eager": on_cpu,
         "worker_extension_cls": WORKER_EXTENSION,  # a user's own class must derive from it, since proofs call it
     }
@@ -254,7 +256,19 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
         raise ConfigError(f"{found.key} = {found.value}: {found.remedy}")
     if on_cpu:
         _refuse_on_cpu(config.worker)
-    return {**defaults, **_with_draft_weights(config.worker.engine_args), **fixed}
+    return {**defaults, **_with_canary(_with_draft_weights(config.worker.engine_args)), **fixed}
+
+
+def _with_canary(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Add a seat for a canary to the number of samples that the user set."""
+    seats = {name: arguments.get(name) for name in ("max_num_seqs", "max_num_active_seqs")}
+    return {**arguments, **{name: given + 1 for name, given in seats.items() if isinstance(given, int)}}
+
+
+def samples_at_once(config: VllmConfig) -> int:
+    """Return how many samples vLLM can have if a seat is left for a canary."""
+    scheduler = config.scheduler_config
+    return (scheduler.max_num_active_seqs or scheduler.max_num_seqs) - 1
 
 
 def _with_draft_weights(arguments: Mapping[str, Any]) -> dict[str, Any]:

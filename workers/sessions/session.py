@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.config import schema
+from streamrl.config.of_model import NAME_AN_END, unseen_in
 from streamrl.errors import EngineError, SampleError, StreamrlError
 from streamrl.tasks import cancel_all
 from streamrl.workers.engines.base import Engine, Generated, SampleRequest
@@ -214,16 +215,16 @@ class Session:
         )
 
     def _check_ends(self, params: SamplingParams) -> None:
-        """Refuse stop tokens if the model ends at none of them: its turns would run on to their limit."""
+        """Refuse stop tokens if the model ends at none of them, and stop strings that no text of it can contain: its
+        turns would run on to their limit."""
         ends, wanted = self.model.facts.stop_ids, params.stop_token_ids
         if wanted and not set(wanted) & set(ends):
-            raise Refused(
-                400,
-                f"stop_token_ids {wanted}: the model ends its turns with {list(ends)}; name the token you need in "
-                "eos_token_id of the model's generation_config.json",
-                code="unsupported_parameter",
-                param="stop_token_ids",
-            )
+            message = f"stop_token_ids {wanted}: the model ends its turns with {list(ends)}; {NAME_AN_END}"
+            raise Refused(400, message, code="unsupported_parameter", param="stop_token_ids")
+        for stop in params.stops:
+            if (token := unseen_in(stop, self.model.facts.tokenizer, ends)) is not None:
+                message = f"stop {stop!r}: {token!r} is a special token, which texts are decoded without; {NAME_AN_END}"
+                raise Refused(400, message, code="unsupported_parameter", param="stop")
 
     def _tokens_left(self, context: Context) -> int:
         """Return how many tokens a turn with this prompt could sample if it ran alone. Refused if none."""
