@@ -242,6 +242,7 @@ def _batch(case: Case) -> MicroBatch:
     return MicroBatch(
         input_ids=whole(*rows),
         position_ids=whole(*rows),
+        is_token=torch.ones(rows, dtype=torch.bool),
         until=whole(*rows),
         index=whole(tokens),
         targets=whole(tokens),

@@ -24,12 +24,13 @@ from __future__ import annotations
 import base64
 import math
 import zlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from streamrl.recipe.algorithms import num_alike
 
 _DECAY = 0.9  # decay of the knowledge about a prompt, per pass
 _MIN_ADMISSION = 1 / 64  # floor: every prompt is drawn eventually
@@ -65,7 +66,7 @@ class Pool:
     def observe(self, row: int, rewards: Sequence[float], *, at: int, informative: bool) -> None:
         """Add a group of a prompt that was drawn in pass `at`."""
         count, seen = len(rewards), self._seen[row]
-        minority = count - max(Counter(rewards).values()) if informative else 0
+        minority = count - num_alike(rewards) if informative else 0
         if not seen["samples"] or at >= seen["at"]:
             seen["alike"] = not informative
         latest = max(at, int(seen["at"]))

@@ -22,6 +22,7 @@ from streamrl.learner.metrics.routers import of_routers
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group
 from streamrl.protocol.wire.sample import Sample
+from streamrl.recipe.algorithms import num_alike
 from streamrl.recipe.losses import Metric, TokenBatch, ratios
 from streamrl.recipe.names import source_of
 from streamrl.telemetry.metrics import OF_LOSS
@@ -40,7 +41,7 @@ OF_SAMPLES: Final[Mapping[str, Callable[[Group, Sample], float]]] = {
 }
 
 OF_GROUPS: Final[Mapping[str, Callable[[Group], float]]] = {
-    "train_rollouts/zero_variance_groups": lambda group: len(set(group.header.sample_rewards)) == 1,
+    "train_rollouts/zero_variance_groups": lambda group: num_alike(group.header.sample_rewards) == len(group.samples),
     "train_rollouts/tool_calls": lambda group: group.header.num_tool_calls / max(1, len(group.samples)),
     "timers/in_model": lambda group: group.header.model_s,
     "timers/in_environment": lambda group: group.header.environment_s,
@@ -212,8 +213,9 @@ class Tally:
             self._peak("lag", lag)
             self._peak("negative_lag", -lag)
         if sample.spans:
-            self._add("in_flight", max(0, sample.spans[-1].step - sample.spans[0].step))
-            self._add("in_queue", max(0, self._step - sample.spans[-1].step))
+            by_age = sorted(sample.spans, key=lambda span: span.version)  # their own order is that of the sample's rows
+            self._add("in_flight", max(0, by_age[-1].step - by_age[0].step))
+            self._add("in_queue", max(0, self._step - by_age[-1].step))
 
 
 def _to_cpu(values: Sequence[torch.Tensor | float]) -> list[float]:

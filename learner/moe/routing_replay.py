@@ -46,7 +46,7 @@ class RoutingReplay:
         self._parts = parts
         self.shape: RouteShape = routers.shape
         self.mode = config.algorithm.routing_replay
-        self._extent = torch.Size()  # [rows, length] of the current pass
+        self._is_token = torch.zeros(0, dtype=torch.bool)  # [rows, length] in the current pass
         self._routes: torch.Tensor | None = None  # [cells, layers, k]
         self._chosen: dict[int, torch.Tensor] = {}  # layer -> [cells, k], in this pass
         self._counts: list[torch.Tensor] = []  # [3] of each layer
@@ -62,7 +62,7 @@ class RoutingReplay:
     @contextmanager
     def passing(self, batch: MicroBatch) -> Iterator[None]:
         """Around a forward pass over this rank's cells; its routes stay set until the next one."""
-        self._extent = batch.input_ids.shape
+        self._is_token = batch.is_token
         self._routes = None if batch.routes is None else batch.routes.flatten(0, 1).to(batch.input_ids.device)
         self._chosen, self._counts, self._in_forward = {}, [], True
         try:
@@ -81,10 +81,11 @@ class RoutingReplay:
 
     def _as_chosen(self) -> torch.Tensor:  # [rows, whole length, layers, k]
         first, *_ = self._chosen.values()
-        found = first.new_zeros((self._extent.numel(), *self.shape[:2]), dtype=torch.int16)
+        found = first.new_zeros((self._is_token.numel(), *self.shape[:2]), dtype=torch.int16)
         for layer, chosen in self._chosen.items():
             found[:, layer] = chosen.to(torch.int16)
-        found = found.view(*self._extent, *self.shape[:2]).cpu()
+        found[~self._is_token.flatten()] = NO_TOKEN
+        found = found.view(*self._is_token.shape, *self.shape[:2]).cpu()
         return found if self._parts is None else self._parts.spread(found)
 
     def _hook(self, layer: int) -> Any:

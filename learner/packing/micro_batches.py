@@ -61,6 +61,7 @@ class Piece:
 class MicroBatch:
     input_ids: torch.Tensor  # [rows, length]
     position_ids: torch.Tensor  # [rows, length] from 0 in each sequence; 0 where the row is empty
+    is_token: torch.Tensor  # [rows, length] False where the row is empty
     until: torch.Tensor  # [rows, length] one past the last cell that sees this one; the row's end for empty cells
     index: torch.Tensor  # [T] cell that predicts the token, rows concatenated
     targets: torch.Tensor  # [T] the tokens with a loss
@@ -237,6 +238,7 @@ def _fill(bundles: Sequence[_Bundle], length: int) -> list[list[_Bundle]]:
 def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int, shape: Shape) -> MicroBatch:
     cells = np.zeros((3, len(rows), length), dtype=np.int64)  # input ids, position ids, until
     cells[2] = length
+    is_token = np.zeros((len(rows), length), dtype=np.bool_)
     routes = _empty_routes(rows, length)
     trained: list[npt.NDArray[np.int64]] = []  # [5, t] index, target, position, place in the turn, sample
     behaviour_logprobs: list[npt.NDArray[np.float32]] = [np.zeros(0, dtype=np.float32)]
@@ -250,6 +252,7 @@ def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int, shape: Shape) -> Mi
                 trained.append(np.stack([r * length + before, piece.token_ids[own], own, in_turn, sample]))
                 behaviour_logprobs.append(piece.behaviour_logprobs[own])
             start += bundle.size
+        is_token[r, :start] = True
     flat = np.concatenate(trained, axis=1) if trained else np.zeros((5, 0), dtype=np.int64)
     input_ids, position_ids, until = torch.from_numpy(cells)
     index_of, targets, positions, in_turn_of, samples = torch.from_numpy(flat)
@@ -258,6 +261,7 @@ def _lay_out(rows: Sequence[Sequence[_Bundle]], length: int, shape: Shape) -> Mi
     return MicroBatch(
         input_ids=input_ids,
         position_ids=position_ids,
+        is_token=torch.from_numpy(is_token),
         until=until,
         index=index_of,
         targets=targets,

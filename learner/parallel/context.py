@@ -90,6 +90,7 @@ class Parts:
             batch,
             input_ids=batch.input_ids[:, cells],
             position_ids=batch.position_ids[:, cells],
+            is_token=batch.is_token[:, cells],
             index=index // length * size + index % length - cells.start,
             routes=None if batch.routes is None else batch.routes[:, cells],
             **{name: getattr(batch, name)[own_tokens] for name in of_tokens},

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from streamrl.config.explain import Problem
-from streamrl.config.schema import Algorithm, Config, Kl
+from streamrl.config.schema import Algorithm, Config, Kl, Teacher
 from streamrl.recipe.advantages import ADVANTAGES
 from streamrl.recipe.losses import LOSSES
 from streamrl.recipe.own import FORMS, is_own
@@ -62,26 +62,31 @@ def check_algorithm(config: Config) -> Iterator[Problem]:
 
 def _of_equal_rewards(settings: Algorithm) -> Iterator[Problem]:
     """Check that nothing but rewards is divided by their standard deviation, which is 0 where all are equal."""
-    if not settings.scale_by_std or settings.drop_zero_variance:
+    others = []
+    if settings.normalize_sources:  # groups are dropped by their plain sums
+        others.append("algorithm.normalize_sources=false")
+    if not settings.drop_zero_variance:
+        others.append("algorithm.drop_zero_variance=true")
+    if not settings.scale_by_std or not others:
         return
     if is_own(settings.advantages):
         divided = f"the advantages of {settings.advantages}"
-    elif settings.kl.placement == "reward" and settings.kl.coefficient > 0:
+    elif settings.kl_in == "reward":
         divided = "the KL penalty (algorithm.kl.placement=reward)"
     else:
         return
+    equal = "whose normalised sources cancel out" if settings.normalize_sources else "of equal rewards"
     yield Problem(
         key="algorithm.scale_by_std",
-        remedy=f"set false, or algorithm.drop_zero_variance=true: in a group of equal rewards {divided} would be "
-        "divided by a standard deviation near 0",
+        remedy=f"set false, or {' and '.join(others)}: in a group {equal} {divided} would be divided by a standard "
+        "deviation near 0",
     )
 
 
 def check_masked(config: Config) -> Iterator[Problem]:
     """Check that the penalties of a group's samples are comparable where old tokens are masked."""
-    kl = config.algorithm.kl
-    sums = kl.placement == "reward" and kl.coefficient > 0 and kl.reduction == "sum"
-    if config.lag.stale == "mask" and sums and config.algorithm.name == "reinforce":
+    algorithm = config.algorithm
+    if config.lag.stale == "mask" and algorithm.kl_in == "reward" and algorithm.kl.reduction == "sum":
         remedy = (
             "the KL penalty (algorithm.kl.placement=reward) sums over the tokens that are left, so the baseline would "
             "favour samples with masked ones; set keep, wait or drop, or algorithm.kl.reduction=mean"
@@ -158,22 +163,32 @@ def _of_reinforce_only(settings: Algorithm) -> Iterator[Problem]:
 
 
 def check_teaching(config: Config) -> Iterator[Problem]:
-    """Check that something teaches, that prompts are not drawn by what teaches nothing, and that a teacher's logprobs
-    are comparable."""
-    algorithm, teacher = config.algorithm, config.teacher
-    kl_in_loss = algorithm.kl.placement == "loss" and algorithm.kl.coefficient > 0
+    """Check that something teaches, and that prompts are not drawn by what teaches nothing."""
+    algorithm = config.algorithm
     equal_sums_teach = algorithm.advantages in ("turns", "tokens") or algorithm.normalize_sources
     if config.data.curriculum and equal_sums_teach and not algorithm.drop_zero_variance:
         remedy = "it draws prompts whose samples earn different sums, but here equal sums teach, too; set false"
         yield Problem(key="data.curriculum", remedy=remedy)
-    if teacher is None:
-        if algorithm.advantages == "none" and not kl_in_loss:
-            remedy = "nothing would be trained: set teacher, or algorithm.kl in the loss, or choose leave_one_out"
-            yield Problem(key="algorithm.advantages", remedy=remedy)
-        return
+    if config.teacher is not None:
+        yield from _with_teacher(config, config.teacher)
+    elif algorithm.advantages == "none" and algorithm.kl_in != "loss":
+        remedy = "nothing would be trained: set teacher, or algorithm.kl in the loss, or choose leave_one_out"
+        yield Problem(key="algorithm.advantages", remedy=remedy)
+
+
+def _with_teacher(config: Config, teacher: Teacher) -> Iterator[Problem]:
+    """Check that nothing else is expected to teach where only the teacher does, and that its logprobs are
+    comparable."""
+    algorithm, kl, sampling = config.algorithm, config.algorithm.kl, config.sampling
     if algorithm.name == "rejection_sampling":
         remedy = "trains on its best samples by cross-entropy, which takes no teacher; set it to reinforce"
         yield Problem(key="algorithm.name", remedy=remedy)
+    elif algorithm.advantages == "none" and kl.placement == "reward" and kl.coefficient > 0 and kl != Kl():
+        remedy = (
+            "with algorithm.advantages=none no reward is trained on, nor a KL in it; set none, or loss with "
+            "algorithm.kl.estimator k2 or k3"
+        )
+        yield Problem(key="algorithm.kl.placement", remedy=remedy)
     only_teacher = algorithm.advantages == "none" or not config.reward_sources
     if only_teacher and algorithm.drop_zero_variance:
         remedy = "the teacher also teaches on groups whose rewards are all equal, and there may be no others; set false"
@@ -181,6 +196,12 @@ def check_teaching(config: Config) -> Iterator[Problem]:
     if only_teacher and config.data.curriculum:
         remedy = "it draws prompts whose rewards differ within a group, but only the teacher teaches here; set false"
         yield Problem(key="data.curriculum", remedy=remedy)
-    if teacher.urls and config.sampling.temperature != 1:
+    if teacher.urls and sampling.temperature != 1:
         remedy = "the teacher's servers return log-probs at temperature 1, which must match; set 1, or use teacher.path"
         yield Problem(key="sampling.temperature", remedy=remedy)
+    if teacher.urls and sampling.min_tokens > 1:
+        remedy = (
+            "while the policy may not end, the teacher's servers return log-probs as if it could, which must match; "
+            "set 1, or use teacher.path"
+        )
+        yield Problem(key="sampling.min_tokens", remedy=remedy)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from streamrl.recipe.settings import Algorithm as Settings
 
 _PER_TOKEN = ("weight", "clipped", "masked")  # metrics with a meaning here
+_ROUNDING = 1e-9  # rewards no further apart are equal; relative, if they are above 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +79,9 @@ class Reinforce:
         self._settings, self._weights = settings, weights
         self._loss = _function(settings, "loss", LOSSES, "batch")
         self._advantages = _function(settings, "advantages", ADVANTAGES, "group")
-        self._kl_in = settings.kl.placement if settings.kl.coefficient > 0 else "none"
         self._estimate_kl = KL_ESTIMATES[settings.kl.estimator]
         needs: frozenset[str] = getattr(self._loss.func, "needs", frozenset())
-        self.needs_reference = self._kl_in != "none" or "reference" in needs
+        self.needs_reference = settings.kl_in != "none" or "reference" in needs
         self.needs_entropy = "entropy" in needs or settings.entropy_bonus > 0
 
     def drop_reason(self, header: GroupHeader) -> str | None:
@@ -94,7 +94,7 @@ class Reinforce:
         return Selection(trained=may_teach, counted=np.ones_like(may_teach))
 
     def penalty(self, behaviour_logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:  # [T]
-        if self._kl_in != "reward":
+        if self._settings.kl_in != "reward":
             return behaviour_logprobs.new_zeros(behaviour_logprobs.shape)
         difference = self._estimate_kl(behaviour_logprobs, reference_logprobs)
         return self._settings.kl.coefficient * (difference.abs() if self._settings.kl.absolute else difference)
@@ -145,7 +145,7 @@ class Reinforce:
         if self._settings.entropy_bonus > 0:
             assert batch.entropy is not None, "the loss needs it"
             values = values - self._settings.entropy_bonus * batch.entropy
-        if self._kl_in != "loss":
+        if self._settings.kl_in != "loss":
             return values, metrics
         assert batch.reference_logprobs is not None, "KL in the loss needs the reference's log-probs"
         weight = weight_of(metrics) if self._settings.kl.weighted else 1.0
@@ -240,7 +240,15 @@ def usable(header: GroupHeader, settings: Settings) -> npt.NDArray[np.bool_]:  #
 def rewards_differ(header: GroupHeader, settings: Settings) -> bool:
     """Whether the samples that may teach have different rewards."""
     rewards = np.asarray(header.sample_rewards)[usable(header, settings)]
-    return bool((rewards != rewards[:1]).any())
+    return num_alike(rewards) < len(rewards)
+
+
+def num_alike(rewards: Sequence[float] | npt.NDArray[np.float64]) -> int:
+    """Return how many samples have the most frequent reward: sums of the same parts differ in their last bits."""
+    values = np.sort(np.asarray(rewards, dtype=np.float64))
+    values /= max(1.0, np.abs(values).max(initial=0.0))
+    ends = np.searchsorted(values, values + _ROUNDING, side="right")
+    return int((ends - np.arange(len(values))).max(initial=0))
 
 
 def _function(settings: Settings, key: str, known: Mapping[str, Callable[..., Any]], parameter: str) -> partial[Any]:

@@ -43,3 +43,11 @@ class Algorithm(Section):
     routing_replay: Literal["none", "compare", "first_pass", "rollout"] = "none"
     kl: Kl = Kl()
     top_n: Positive = 1  # rejection sampling: winners per group [top_n_rollouts]
+
+    @property
+    def kl_in(self) -> Literal["reward", "loss", "none"]:
+        """Return where a KL has an effect: not in a reward that is not trained on."""
+        if self.name != "reinforce" or self.kl.coefficient == 0:
+            return "none"
+        is_ignored = self.kl.placement == "reward" and self.advantages == "none"
+        return "none" if is_ignored else self.kl.placement

@@ -99,6 +99,16 @@ def test_equal_rewards_are_dropped_unless_the_setting_keeps_them() -> None:
     assert make_algorithm(schema.Algorithm(drop_zero_variance=False)).drop_reason(header) is None
 
 
+@pytest.mark.parametrize("scale", [1.0, -1e6, 1e307])
+def test_sums_of_the_same_parts_are_equal_in_whatever_order_they_were_added(scale: float) -> None:
+    algorithm = make_algorithm(schema.Algorithm())
+    assert 0.1 + 0.2 != 0.3
+    rounded = group_of(rewards=[(0.1 + 0.2) * scale, 0.3 * scale, 0.3 * scale]).header
+    assert algorithm.drop_reason(rounded) == "zero_variance"
+    assert algorithm.drop_reason(group_of(rewards=[(0.1 + 0.2) - 0.3, 0.0]).header) == "zero_variance"
+    assert algorithm.drop_reason(group_of(rewards=[0.3 * scale, 0.3 * scale, 0.300001 * scale]).header) is None
+
+
 def test_scaling_by_the_standard_deviation_is_of_usable_samples_only() -> None:
     algorithm = make_algorithm(schema.Algorithm(scale_by_std=True))
     group = group_of(rewards=[0.0, 2.0, 50.0], finished=[True, True, False])
@@ -117,6 +127,12 @@ def test_the_penalty_is_the_absolute_k1_of_the_sampled_tokens() -> None:
 @pytest.mark.parametrize("kl", [schema.Kl(placement="none"), schema.Kl(coefficient=0.0)])
 def test_without_kl_no_reference_is_asked_for(kl: schema.Kl) -> None:
     assert not make_algorithm(schema.Algorithm(kl=kl)).needs_reference
+
+
+def test_without_advantages_only_a_kl_in_the_loss_asks_for_a_reference() -> None:
+    in_loss = schema.Kl(placement="loss", estimator="k3")
+    assert not make_algorithm(schema.Algorithm(advantages="none")).needs_reference
+    assert make_algorithm(schema.Algorithm(advantages="none", kl=in_loss)).needs_reference
 
 
 def follows_ratio(batch: TokenBatch) -> Losses:

@@ -29,6 +29,14 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
         ("sampling.num_samples=1", "sampling.num_samples = 1: ", "at least 2"),
         ("sampling.temperature=0.001", "sampling.temperature = 0.001: ", "at least 0.01"),
         ("sampling.temperature=0.009", "sampling.temperature = 0.009: ", "at least 0.01"),
+        ("sampling.temperature=2.1", "sampling.temperature = 2.1: ", "at most 2.0, the highest that vLLM samples at"),
+        (
+            "validation.sampling={temperature: 3, greedy: false}",
+            "validation.sampling.temperature = 3.0: ",
+            "or set worker.engine=transformers",
+        ),
+        ("sampling.stop=['.', '']", "sampling.stop = ['.', '']: ", "remove the empty text"),
+        ("validation.sampling.stop=['']", "validation.sampling.stop = ['']: ", "remove the empty text"),
         ("validation.sampling.temperature=0.7", "validation.sampling.temperature = 0.7: ", "greedy sampling ignores"),
         ("validation.sampling.top_k=5", "validation.sampling.top_k = 5: ", "validation.sampling.greedy=false"),
         ("worker.engine_args={max_model_len: 1500}", "worker.engine_args.max_model_len = 1500: ", "allow 2048 tokens"),
@@ -74,6 +82,11 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
             "data.train={textarena: x, level: 3}",
             "data.train.level = 3: ",
             "this one has textarena",
+        ),
+        (
+            "data.train={path: x.jsonl, prompt: q, fields: {messages: history}}",
+            "data.train.fields.messages = 'history': ",
+            "pass `history` under another name",
         ),
         ("environment={target: textarea}", "environment.target = 'textarea': ", "must be one of textarena"),
         ("environment={target: openenv}", "environment.network = False: ", "it must be true"),
@@ -129,6 +142,10 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
         ("rewards.m={type: http, url: local}", "rewards.m.url = 'local': ", "reward_server"),
         ("rewards.m={type: http, url: host}", "rewards.m.url = 'host': ", "http://host:port"),
         ("rewards.m={type: http, url: 'http://h:x'}", "rewards.m.url = 'http://h:x': ", "http://host:port"),
+        ("rewards.m={type: http, url: 'http://10.0.0.256:1'}", "rewards.m.url = ", "a valid IP address"),
+        ('rewards.m={type: http, url: "http://h:1\\n"}', "rewards.m.url = 'http://h:1\\n': ", "http://host:port"),
+        ("rewards.j={type: judge, rubric: r, judges: {a: {url: 'http://1.2.3', model: m}}}", "rewards.j.", "valid IP"),
+        ("environment={urls: ['http://10.0.0.256:1']}", "environment.urls = ", "a valid IP address"),
         ("rewards.m={type: http, url: 'http://u@h'}", "rewards.m.url = 'http://u@h': ", "rewards.m.token_file"),
         ("rewards.m={type: http, url: 'http://h?token=x'}", "rewards.m.url = 'http://h?token=***': ", "no query"),
         ("rewards.m={type: http, url: 'http://h', replicas: ['x']}", "rewards.m.replicas = 'x': ", "http://host:port"),
@@ -140,6 +157,10 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
         ("weights.store=file:relative", "weights.store = 'file:relative': ", "file:/a/path"),
         ("weights.store=http://x", "weights.store = 'http://x': ", "file:/a/path"),
         ("weights.store=s3:bucket", "weights.store = 's3:bucket': ", "s3://bucket/folder"),
+        ("weights.store=file:~/w", "weights.store = 'file:~/w': ", "file:/a/path"),
+        ("weights.store='file:/shared/$USER/w'", "weights.store = 'file:/shared/$USER/w': ", "pass weights.store=..."),
+        ("dir=~/runs", "dir = '~/runs': ", "write the path out, or pass dir=... on the command line"),
+        ("dir='${SCRATCH}/runs'", "dir = '${SCRATCH}/runs': ", "write the path out"),
     ],
 )
 def test_a_contradiction_is_one_line_with_key_value_and_remedy(
@@ -185,6 +206,46 @@ def test_a_teacher_alone_has_no_rewards_for_a_curriculum_to_go_by(good: Path) ->
     assert "prompts whose rewards differ within a group" in problem
 
 
+def test_a_prompts_own_messages_may_be_named_among_its_fields(good: Path) -> None:
+    for prompt in ("", "prompt: messages, "):
+        dataset = f"{{path: x.jsonl, {prompt}fields: {{messages: messages, answer: answer}}}}"
+        assert problems(good, f"data.train={dataset}") == []
+
+
+def test_a_kl_in_a_reward_that_is_not_trained_on_is_refused_where_it_is_ones_own(good: Path) -> None:
+    alone = ["teacher={path: t}", "algorithm.advantages=none", "algorithm.drop_zero_variance=false"]
+    for kl in ("{coefficient: 0.05}", "{reduction: sum}"):
+        [problem] = problems(good, *alone, f"algorithm.kl={kl}")
+        assert problem.startswith("algorithm.kl.placement = 'reward': ")
+        assert "set none, or loss with algorithm.kl.estimator k2 or k3" in problem
+    for kl in ("{placement: none, coefficient: 0.05}", "{placement: loss, estimator: k3}", "{coefficient: 0}"):
+        assert problems(good, *alone, f"algorithm.kl={kl}") == []
+    assert problems(good, "algorithm.kl.coefficient=0.05", "extends=recipes/distillation.yaml", alone[0]) == []
+
+
+@pytest.mark.parametrize(("key", "value"), [("temperature", 0.7), ("min_tokens", 2)])
+def test_what_a_teachers_servers_would_not_compute_is_refused_and_left_to_the_learner(
+    good: Path, key: str, value: float
+) -> None:
+    override = f"sampling.{key}={value}"
+    assert problems(good, override, "teacher={path: t}") == []
+    [problem] = problems(good, override, "teacher={urls: ['http://h:1']}")
+    assert problem.startswith(f"sampling.{key} = {value}: ")
+    assert "set 1, or use teacher.path" in problem
+
+
+@pytest.mark.parametrize("key", ["sampling.num_samples", "worker.min_survivors"])
+def test_samples_without_others_of_their_prompt_suit_own_advantages_where_their_groups_are_kept(
+    good: Path, key: str
+) -> None:
+    raw = ["algorithm.advantages=my.py:raw", "algorithm.normalize_batch=true", "algorithm.kl.placement=none"]
+    lone = [*raw, "worker.min_survivors=1", f"{key}=1"]
+    assert problems(good, *lone, "algorithm.drop_zero_variance=false") == []
+    [problem] = problems(good, *lone)
+    assert problem.startswith("algorithm.drop_zero_variance = True: ")
+    assert f"{key} = 1" in problem
+
+
 @pytest.mark.parametrize("how", ["advantages=turns", "advantages=tokens", "normalize_sources=true"])
 def test_where_equal_sums_teach_a_curriculum_that_goes_by_sums_is_refused(good: Path, how: str) -> None:
     overrides = [f"algorithm.{how}", "algorithm.drop_zero_variance=false"]
@@ -207,8 +268,9 @@ def test_penalties_that_are_sums_over_what_a_mask_leaves_are_refused(good: Path)
         ["sampling.top_p=0.9", "algorithm.name=rejection_sampling"],  # no ratio in it that could be wrong
         ["sampling.num_samples=1", "worker.min_survivors=1", "algorithm.name=rejection_sampling"],
         ["validation.sampling.top_p=0.9", "validation.sampling.greedy=false"],
+        ["sampling.temperature=2.0"],
+        ["sampling.temperature=3.0", "worker.engine=transformers"],
         ["worker.engine_args={max_model_len: 2048}"],
-        ["worker.engine_args={max_model_len: -1}"],
         ["data.curriculum=true", "algorithm.advantages=turns"],
         ["lag.stale=mask", "algorithm.kl.reduction=mean"],
         ["data.validation=null", "validation.every_steps=0"],
@@ -226,6 +288,7 @@ def test_penalties_that_are_sums_over_what_a_mask_leaves_are_refused(good: Path)
         ["lag.max_steps=0"],
         ["rewards.m={type: http, url: local}", "reward_server.model=rm"],
         ["rewards.m={type: http, url: 'https://host'}"],
+        ["rewards.m={type: http, url: 'http://10.0.0.25:1', replicas: ['http://[::1]:1', 'http://10.host/score']}"],
         ["rewards.m={type: function, target: 'my/rewards.py:score'}"],
         ["redis.url=unix:///tmp/redis.sock"],
         ["redis.url=rediss://user@host:6380/0"],

@@ -56,7 +56,7 @@ def test_parts_are_as_long_and_have_every_cell_and_every_token_once(
         whole = same[0]
         here = [part(at, of).cut(batch) for at, batch in enumerate(same)]
         assert len({tuple(one.input_ids.shape) for one in here}) == 1
-        for name in ("input_ids", "position_ids"):
+        for name in ("input_ids", "position_ids", "is_token"):
             assert torch.cat([getattr(one, name) for one in here], dim=1).equal(getattr(whole, name))
         mine = [cast(torch.Tensor, batch.own_tokens) for batch in same]
         assert torch.cat(mine).sort().values.tolist() == list(range(len(whole.index)))

@@ -100,6 +100,15 @@ def test_rewards_that_always_differ_leave_the_order_as_it_is() -> None:
     assert pool.admission(0).min() > 0.99
 
 
+def test_rewards_that_differ_in_their_last_bit_are_one_reward() -> None:
+    pool = Pool([""] * 4, num_samples=4)
+    for row, rewards in enumerate([(0.1 + 0.2, 0.3, 0.3, 1.0), (0.3, 0.3, 0.3, 1.0), (0.0, 0.3, 0.3, 1.0)]):
+        pool.observe(row, rewards, at=0, informative=True)
+    pool.refit()
+    rounded, exact, another, _ = pool.admission(1)
+    assert rounded == exact < another
+
+
 def test_a_dataset_that_nobody_can_solve_waits_though_its_prompts_were_not_all_asked() -> None:
     pool = Pool(["hard"] * 100 + ["fit"] * 100, num_samples=NUM_SAMPLES)
     for row in range(40):

@@ -118,9 +118,10 @@ def test_masters_on_the_host_leave_the_gpu_to_activations() -> None:
         (schema.Algorithm(kl=schema.Kl(coefficient=0.0)), False),
         (schema.Algorithm(kl=schema.Kl(placement="none")), False),
         (schema.Algorithm(name="rejection_sampling"), False),
+        (schema.Algorithm(advantages="none"), False),
         (schema.Algorithm(loss=f"{__name__}:towards_reference", kl=schema.Kl(placement="none")), True),
     ],
-    ids=["KL", "coefficient 0", "no KL", "rejection sampling", "own loss"],
+    ids=["KL", "coefficient 0", "no KL", "rejection sampling", "no advantages", "own loss"],
 )
 def test_a_reference_counts_where_one_is_loaded(algorithm: schema.Algorithm, is_kept: bool) -> None:
     config = CASES["7B full, 4 GPUs"].config.model_copy(update={"algorithm": algorithm})

@@ -109,7 +109,9 @@ def test_a_familys_own_choice_told_to_it_changes_no_bit(folder: Path, recomputes
     batches = pack(PIECES, max_tokens=60, shape=ROWS)
     logp, gradients = learn(policy_of(folder, "none", recomputes=recomputes), batches)
     chosen = own_choice(policy_of(folder, "first_pass"), batches)
-    assert all(batch.routes is not None and (batch.routes >= 0).all() for batch in chosen)
+    for batch in chosen:
+        assert batch.routes is not None
+        assert ((batch.routes >= 0) == batch.is_token[..., None, None]).all()
     again, same_gradients = learn(policy_of(folder, "rollout", recomputes=recomputes), chosen)
     assert all(torch.equal(a, b) for a, b in zip(logp, again, strict=True))
     assert gradients.keys() == same_gradients.keys()
@@ -233,6 +235,7 @@ def test_every_cell_has_the_route_of_its_token(
             assert batch.routes[row, visible[row, column]].tolist() == expected.tolist()
             seen[row] |= visible[row, column]
         assert (batch.routes[~seen & (batch.input_ids == 0)] == NO_TOKEN).all()
+        assert ((batch.routes != NO_TOKEN) == batch.is_token[..., None, None]).all()
 
 
 def test_pieces_without_routes_among_others_are_told_none() -> None:
@@ -265,6 +268,32 @@ def test_the_first_pass_is_what_later_passes_are_told(folder: Path) -> None:
     second = tally()
     assert policy.replay.passed(later, second, first=False) is later
     assert second.metrics(WORLD)["router/routes_differ"] > 0.5
+
+
+class Counts(Tally):
+    """Remembers how many (token, expert layer) pairs it was told of."""
+
+    num_pairs = 0
+
+    def add_routes(self, counts: torch.Tensor) -> None:
+        self.num_pairs += int(counts[0])
+
+
+@pytest.mark.parametrize("mode", ["compare", "first_pass"])
+def test_tokens_are_counted_and_cells_without_one_are_not(folder: Path, mode: str) -> None:
+    policy = policy_of(folder, mode)
+    assert policy.replay is not None
+    pieces = told(PIECES, policy.replay.shape) if mode == "compare" else PIECES
+    batches = pack(pieces, max_tokens=60, shape=ROWS)
+    assert sum(batch.input_ids.numel() for batch in batches) > sum(one.num_tokens for one in pieces)
+    counts = Counts(sources=(), step=0, is_dead=lambda _version, _step: False)
+    for batch in batches:
+        with torch.no_grad():
+            policy(batch)
+            later = policy.replay.passed(batch, counts, first=True)
+            policy(later)
+        policy.replay.passed(later, counts, first=False)
+    assert counts.num_pairs == sum(one.num_tokens for one in pieces) * len(find_routers_of(policy.model))
 
 
 def test_models_whose_routes_cannot_be_replayed_are_refused_by_name(tmp_path: Path) -> None:

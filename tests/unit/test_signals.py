@@ -174,6 +174,18 @@ def test_what_does_not_apply_or_says_the_same_of_all_or_is_only_watched_adds_not
             "{scale_by_std: true, drop_zero_variance: false}",
             r"algorithm.scale_by_std = True: set false, or .* the KL penalty \(algorithm.kl.placement=reward\)",
         ),
+        (
+            "{normalize_sources: true, scale_by_std: true}",
+            "algorithm.scale_by_std = True: set false, or algorithm.normalize_sources=false: .* the KL penalty",
+        ),
+        (
+            "{advantages: 'own.py:mine', normalize_sources: true, scale_by_std: true, kl: {placement: none}}",
+            "algorithm.scale_by_std = True: set false, or algorithm.normalize_sources=false: .* of own.py:mine would",
+        ),
+        (
+            "{normalize_sources: true, scale_by_std: true, drop_zero_variance: false}",
+            "set false, or algorithm.normalize_sources=false and algorithm.drop_zero_variance=true: ",
+        ),
     ],
 )
 def test_what_they_cannot_go_with_is_refused(settings: str, words: str, tmp_path: Path) -> None:
@@ -182,6 +194,15 @@ def test_what_they_cannot_go_with_is_refused(settings: str, words: str, tmp_path
     loaded = load_config(tmp_path / "run.yaml")
     with pytest.raises(ConfigError, match=words):
         check_config(loaded.config, loaded.origin)
+
+
+def test_scaled_rewards_of_normalized_sources_are_accepted_where_no_kl_is_scaled_with_them() -> None:
+    for kl in ({"placement": "none"}, {"placement": "loss", "estimator": "k3"}, {"coefficient": 0.0}):
+        algorithm = {"normalize_sources": True, "scale_by_std": True, "kl": kl}
+        config = schema.Config.model_validate(
+            {"model": {"path": "m"}, "data": {"train": "p"}, "algorithm": algorithm},
+        )
+        assert list(check_algorithm(config)) == [], kl
 
 
 @pytest.mark.parametrize("loss", ["gspo", "sequence_mask"])

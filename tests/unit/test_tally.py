@@ -19,6 +19,8 @@ from streamrl.protocol.wire.sample import Sample, Span
 from streamrl.recipe.losses import TokenBatch
 from streamrl.telemetry.metrics import is_metric
 from streamrl.versions import make_version
+from streamrl.workers.engines.base import Generated
+from streamrl.workers.sessions.trace import Trace
 from tests.helpers import make_group, make_sample, make_ticket
 from tests.learner_cases import group_of
 
@@ -111,6 +113,40 @@ def test_rewards_lengths_and_lag_are_means_over_samples_and_tokens() -> None:
         "lag/dead_lineage_tokens": 4,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_a_group_has_no_variance_where_its_rewards_differ_by_rounding_only() -> None:
+    tally = make_tally()
+    for rewards in ([0.1 + 0.2, 0.3], [0.1 + 0.2, 0.4]):
+        tally.add_group(group_of(rewards=rewards), np.zeros(2), np.zeros(2))
+    assert tally.metrics(ALONE)["train_rollouts/zero_variance_groups"] == 0.5
+
+
+def test_steps_of_a_sample_are_counted_between_its_oldest_and_its_newest_weights() -> None:
+    """A trace has its rows one after the other: an agent that returns to an earlier conversation ends in old tokens."""
+    trace = Trace(np.array([5, 6, 7], dtype=np.int32))
+
+    def turn(context: Sequence[int], token: int, step: int) -> None:
+        made = Generated(
+            token_ids=np.array([token], dtype=np.int32),
+            logprobs=np.zeros(1, dtype=np.float32),
+            spans=(Span(version=make_version(2, step), step=step, start=0, end=1),),
+            finish_reason="stop",
+            text="",
+        )
+        trace.take(np.array(context, dtype=np.int32), made)
+
+    turn([5, 6, 7], 20, 10)
+    turn([5, 6, 7, 40], 30, 10)  # another agent
+    turn([5, 6, 7, 20, 21], 22, 12)  # the first goes on
+    sample = trace.played("stop", 1.0).sample
+    assert [span.step for span in sample.spans] == [10, 12, 10]
+
+    tally = make_tally(step=13)
+    scored = sample._replace(reward=1.0, rewards={"made_up": 1.0})
+    tally.add_group(make_group(make_ticket(0), samples=(scored,)), np.zeros(1), np.zeros(1))
+    metrics = tally.metrics(ALONE)
+    assert (metrics["lag/in_flight"], metrics["lag/in_queue"]) == (2, 1)
 
 
 def test_a_source_that_does_not_apply_to_a_sample_has_its_mean_over_the_others() -> None:

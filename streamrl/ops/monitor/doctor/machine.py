@@ -21,7 +21,14 @@ from streamrl.finding import Finding, error, ok, warning
 from streamrl.gpus import gpus_here
 from streamrl.host import available_memory, computes_in_bfloat16
 from streamrl.misfits import misfits, version
-from streamrl.ops.monitor.doctor.sizes import BYTES, count_parameters, served_bytes, trained_parameters
+from streamrl.ops.monitor.doctor.sizes import (
+    BYTES,
+    count_parameters,
+    published_bytes,
+    served_bytes,
+    trained_parameters,
+)
+from streamrl.protocol.weights.stores import folder_of, needed_bytes
 from streamrl.terminal import size
 
 _MASTER_BYTES = 4 + 4 + 8  # fp32 weights, gradients, and AdamW's two moments
@@ -106,7 +113,7 @@ def learner_bytes(config: Config, parameters: int) -> int:
     """Estimate one rank's memory, without activations but with logits, which outweigh them for small models."""
     ranks = config.learner.processes
     trained = parameters * _MASTER_BYTES // ranks
-    copies = 1 if config.algorithm.kl.placement == "none" or config.model.lora is not None else 2  # and the reference
+    copies = 1 if config.algorithm.kl_in == "none" or config.model.lora is not None else 2  # and the reference
     forward = copies * parameters * BYTES[config.model.dtype] // ranks
     return trained + forward
 
@@ -163,6 +170,10 @@ def check_disk(loaded: Loaded) -> Iterator[Finding]:
     needed = keep * trained_parameters(config) * _CHECKPOINT_BYTES
     remedy = "make room, choose another `dir`, or lower checkpoint.keep_last and keep_best"
     yield _has_room("disk", folder, needed, what=f"{keep} checkpoints", remedy=remedy)
+    if (store := folder_of(config.weights.store)) is not None:
+        needed = needed_bytes(published_bytes(config), config.weights)
+        remedy = "make room, or choose another weights.store"
+        yield _has_room("weights disk", first_there(store), needed, what="the weights", remedy=remedy)
 
 
 def _has_room(name: str, folder: Path, needed: int, *, what: str, remedy: str) -> Finding:
