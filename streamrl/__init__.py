@@ -5,7 +5,7 @@
     def near(prompt, completion, token_ids, fields):
         return -abs(len(completion) - 20)
 
-    settings = {"model.path": "./sft", "data.train": "prompts.jsonl"}
+    settings = {"model.path": "./sft", "data.train": "prompts.jsonl", "data.validation": "held-out.jsonl"}
     with streamrl.start("pretrained.yaml", settings, rewards=[near]) as run:
         for step in run:
             print(step.number, step.reward)

@@ -10,6 +10,8 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from streamrl.ops.monitor.view import Cause, Level
 from streamrl.telemetry.metrics import FAMILIES, METRICS
 from tests.pages import PAGES, ROOT
@@ -23,12 +25,15 @@ _LEVELS: Mapping[Level, str] = {
     "attention": "needs attention",
     "info": "information, not a fault",
 }
-# Prometheus metrics: the prefix of their names, the file that defines them, and a pattern that finds them there.
+# Prometheus metrics: the prefix of their names, the file that defines them, and a pattern that finds them there: the
+# kind, the name and the meaning.
 _SERVED = {
-    "run": ("", "streamrl/ops/monitor/exporter.py", r'self\._(?:one|by|family)\(\s*"(\w+)",\s*"([^"]+)"'),
-    "worker": ("streamrl_worker_", "workers/http.py", r'yield _(?:gauge|counter)\(\s*"(\w+)",\s*"([^"]+)"'),
-    "reward server": ("", "workers/reward_server/openapi.py", r'(?:Counter|Gauge|Histogram)\(\s*"(\w+)",\s*"([^"]+)"'),
+    "run": ("", "streamrl/ops/monitor/exporter.py", r'self\._(one|by|family)\(\s*"(\w+)",\s*"([^"]+)"'),
+    "worker": ("streamrl_worker_", "workers/http.py", r'yield _(gauge|counter)\(\s*"(\w+)",\s*"([^"]+)"'),
+    "reward server": ("", "workers/reward_server/openapi.py", r'(Counter|Gauge|Histogram)\(\s*"(\w+)",\s*"([^"]+)"'),
 }
+# prometheus_client appends these to a name; the exporter's own names have theirs.
+_SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
 
 
 def made() -> dict[str, str]:
@@ -55,14 +60,19 @@ def of_metrics() -> dict[str, str]:
 def of_prometheus() -> dict[str, str]:
     return {
         f"prometheus {name}": _table(
-            ("metric", "meaning"), ((f"`{begin}{each}`", text.rstrip(".")) for each, text in _served(file, form))
+            ("metric", "meaning"),
+            ((_named(begin + each, kind), text.rstrip(".")) for kind, each, text in _served(file, form)),
         )
         for name, (begin, file, form) in _SERVED.items()
     }
 
 
-def _served(file: str, form: str) -> list[tuple[str, str]]:
+def _served(file: str, form: str) -> list[tuple[str, str, str]]:
     return re.findall(form, (ROOT / file).read_text())
+
+
+def _named(name: str, kind: str) -> str:
+    return ", ".join(f"`{name}{suffix}`" for suffix in _SUFFIXES.get(kind.lower(), ("",)))
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -82,6 +92,18 @@ def _filled(text: str) -> str:
 
 def names(page: Path) -> list[str]:
     return [found[2] for found in _MADE.finditer(page.read_text())]
+
+
+def for_prometheus(exposition: str) -> set[str]:
+    """Return the names in what a `/metrics` answers; prometheus_client adds the time of creation to some."""
+    families = text_string_to_metric_families(exposition)
+    return {sample.name for family in families for sample in family.samples if not sample.name.endswith("_created")}
+
+
+def told_for_prometheus(of: str) -> set[str]:
+    """Return the names in the page's table of what a run, a worker or a reward server serves."""
+    (table,) = (found[0] for found in _MADE.finditer(METRICS_PAGE.read_text()) if found[2] == f"prometheus {of}")
+    return set(re.findall(r"`(streamrl_\w+)`", table))
 
 
 def is_explained(metric: str) -> bool:

@@ -10,7 +10,8 @@
 #
 # The reward server's token is the file reward-token in this folder: openssl rand -hex 32 > reward-token
 #
-# Logs lie in runs/NAME/logs. What is started goes on without this script; `streamrl drain` ends the run.
+# DIR is the folder of the runs (default: runs, in this folder); the configuration's own `dir` does not count. Logs lie
+# in its NAME/logs. What is started goes on without this script; `streamrl drain` ends the run.
 set -euo pipefail
 config=${1:?usage: docs/hosts/ssh.sh CONFIG, with the variables that this file shows}
 : "${LEARNERS:?hosts that learn}" "${WORKERS:?hosts that generate}" "${REWARD:?the host of the reward model}"
@@ -23,7 +24,8 @@ fi
 
 read -ra learners <<< "$LEARNERS"
 read -ra workers <<< "$WORKERS"
-logs=runs/$RUN_NAME/logs
+dir=${DIR:-runs}
+logs=$(printf %q "$dir/$RUN_NAME/logs")
 
 # start HOST NAME WORDS...: in the background there, with its output in a file.
 start() {
@@ -45,9 +47,9 @@ for host in "${learners[@]}"; do
   # shellcheck disable=SC2016
   start "$host" "learner-$host" bash -c \
     'for _ in $(seq 100); do code=0; "$@" || code=$?; case $code in 0 | 2) exit $code ;; esac
-      [ ! -e "$0" ] || exit $code; sleep 5; done' "runs/$RUN_NAME/learner.error" \
-    streamrl learn "$config" name="$RUN_NAME" training.max_time=null rewards.model.url="http://$REWARD:5555" \
-    rewards.model.token_file="$PWD/reward-token" --redis "$STREAMRL_REDIS" \
+      [ ! -e "$0" ] || exit $code; sleep 5; done' "$dir/$RUN_NAME/learner.error" \
+    streamrl learn "$config" name="$RUN_NAME" dir="$dir" training.max_time=null \
+    rewards.model.url="http://$REWARD:5555" rewards.model.token_file="$PWD/reward-token" --redis "$STREAMRL_REDIS" \
     --nodes "1:${#learners[@]}" --rendezvous "${learners[0]}:29400"
 done
 

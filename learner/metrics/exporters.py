@@ -94,9 +94,11 @@ class WeightsAndBiases:
                 f"metrics.wandb: {error} The API key may also be in the environment, as WANDB_API_KEY; "
                 "metrics.wandb.mode=offline needs none"
             ) from error
+        # Not W&B's own step, which only goes up: after a crash steps are repeated, and validations come late.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        # Not W&B's own step, which only goes up: after a crash steps are repeated, and validations come late.
         self._run.log({**metrics, "step": step})
 
     def close(self, *, failed: bool) -> None:

@@ -83,17 +83,18 @@ class RolloutKeeper:
         }
 
     def _sample(self, sample: Sample) -> Mapping[str, Any]:
+        parts = told_of(sample, self._decode, most_parts=_MOST_PARTS)
         return {
             "reward": float(sample.reward),
             "rewards": dict(sample.rewards),
             "finish_reason": sample.finish_reason,
             "spans": [{**span._asdict(), "version": show(span.version)} for span in sample.spans],
             "text": self._text(sample.token_ids),
-            "turns": [{**part, "text": _cut(part["text"])} for part in told_of(sample, self._decode)[:_MOST_PARTS]],
+            "turns": [{**part, "text": cut(part["text"])} for part in parts],
         }
 
     def _text(self, token_ids: Any) -> str:
-        return _cut(self._decode(token_ids))
+        return cut(self._decode(token_ids))
 
     def _decode(self, token_ids: Any) -> str:
         return str(self._decoder.decode(token_ids, skip_special_tokens=False))
@@ -107,8 +108,21 @@ class RolloutKeeper:
         self._num_kept = len(kept)
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
+def cut(text: str, longest: int = _LONGEST_TEXT) -> str:
+    return text if len(text) <= longest else f"{text[:longest]}…"
+
+
+def cut_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Cut long values, as text or JSON, if all together are longer than a text may be; short ones stay as they are."""
+    if len(_to_json(fields)) <= _LONGEST_TEXT:
+        return dict(fields)
+    share = _LONGEST_TEXT // len(fields)
+    texts = {name: value if isinstance(value, str) else _to_json(value) for name, value in fields.items()}
+    return {name: cut(texts[name], share) if len(texts[name]) > share else value for name, value in fields.items()}
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _is_whole(line: str) -> bool:
@@ -129,7 +143,7 @@ def _evenly(lines: Sequence[str], count: int) -> list[str]:
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
     """Append a JSON line, whole or not at all, after whatever a killed learner left. OSError if the disk refuses it."""
-    line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    line = (_to_json(record) + "\n").encode()
     with path.open("a+b", buffering=0) as file:
         begin = file.seek(0, os.SEEK_END)
         file.seek(max(0, begin - 1))

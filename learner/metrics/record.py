@@ -1,7 +1,7 @@
 """Records a run for people: metrics of each step, and validations with a few answers to read.
 
     metrics.jsonl      a line per step, and a line per validation
-    validation.jsonl   a line per validation: its numbers and some prompts with their completions
+    validation.jsonl   a line per validation: its numbers and some prompts with their completions, long ones cut
     rollouts.jsonl     some trained rollouts to read (keepsakes)
     Redis              the same metrics, for the monitor
     exporters          the same metrics, for TensorBoard and W&B if configured
@@ -25,7 +25,7 @@ import structlog
 from streamrl.errors import Fenced
 from streamrl.learner.groups.prompts import Prompt
 from streamrl.learner.metrics.exporters import Exporter
-from streamrl.learner.metrics.keepsakes import Decoder, RolloutKeeper, append_line
+from streamrl.learner.metrics.keepsakes import Decoder, RolloutKeeper, append_line, cut, cut_fields
 from streamrl.protocol.wire.group import Group
 from streamrl.protocol.wire.sample import Sample
 from streamrl.telemetry.metrics import is_metric
@@ -90,10 +90,10 @@ class Recorder:
         self.step(result.step, result.metrics)
         samples = [
             {
-                "prompt": prompt.text,
-                "completion": self._decoder.decode(sample.token_ids, skip_special_tokens=True),
+                "prompt": cut(prompt.text),
+                "completion": cut(str(self._decoder.decode(sample.token_ids, skip_special_tokens=True))),
                 "reward": sample.reward,
-                "fields": dict(prompt.fields),
+                "fields": cut_fields(prompt.fields),
             }
             for prompt, sample in result.shown
         ]

@@ -51,6 +51,10 @@ def check_datasets(config: Config) -> Iterator[Problem]:
             if dataset.source not in sources and getattr(dataset, name) != Dataset().model_dump()[name]:
                 remedy = f"applies only to a dataset with {' or '.join(sources)}; this one has {dataset.source}"
                 yield Problem(key=f"{key}.{name}", remedy=remedy)
+        column = (dataset.fields or {}).get("messages")
+        if column not in (None, dataset.prompt or "messages"):
+            remedy = f"a field of this name holds the prompt of a chat; pass `{column}` under another name"
+            yield Problem(key=f"{key}.fields.messages", remedy=remedy)
     for held_out in config.data.validation_sets():
         if held_out.dataset.weight != 1:
             key = "data.validation.weight" if not held_out.name else f"data.validation.{held_out.name}.weight"

@@ -13,6 +13,7 @@ from typing import Any
 
 from streamrl.config.schema import Config, Dataset
 from streamrl.data.prompts import read_prompts
+from streamrl.errors import ResourceError
 from streamrl.ops.launch.forking import PartsAhead
 from streamrl.ops.launch.summary import Summary, summary_lines
 from streamrl.ops.monitor.charts import Chart, running_mean, save_report
@@ -91,7 +92,12 @@ class Report:
 
 
 def make_report(config: Config, case: Showcase, summary: Summary, *, prepare_s: float, total_s: float) -> Report:
-    """Report on a finished run; draws the PNG."""
+    """Report on a finished run; draws the PNG. ResourceError if no validation had enough answers."""
+    if case.source not in summary.held_out:
+        raise ResourceError(
+            f"the run in {config.folder} has no validation with enough answers to compare before and after "
+            f"(val_rollouts/ranks): raise validation.timeout_s = {config.validation.timeout_s:g}"
+        )
     history = History.read(config.folder)
     curves = {
         "trained groups, sampled (all alike: dropped)": f"train_rollouts/rewards/{case.source}",

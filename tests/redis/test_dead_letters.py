@@ -24,7 +24,7 @@ from streamrl.protocol.transport.operator import (
     request_retries,
 )
 from streamrl.protocol.transport.snapshot import snapshot
-from streamrl.protocol.transport.types import Letter
+from streamrl.protocol.transport.types import Letter, RunState
 from streamrl.protocol.transport.worker import WorkerStream
 from tests.feed_world import MODEL, drop_reason, encode_answer, encode_failure, make_config, make_prompts
 from tests.helpers import make_ticket
@@ -140,6 +140,37 @@ async def test_a_retry_becomes_one_ticket_however_often_it_is_asked_for(
     assert [one.number for one in read_letters(client, keys)] == [2]
     kinds = [(event.kind, event.detail.get("tickets")) for event in snapshot(client, keys).events]
     assert kinds.count(("dead_retry", "1")) == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "training", "command"),
+    [
+        ("finished", {}, "streamrl up CONFIG training.max_epochs=2"),
+        ("finished", {"max_steps": 1}, "streamrl up CONFIG training.max_steps=2"),
+        ("stopped", {}, "streamrl up CONFIG"),
+    ],
+)
+async def test_where_no_learner_runs_a_retry_names_what_starts_one(
+    state: RunState,
+    training: dict[str, int],
+    command: str,
+    feed: Feed,
+    learner: LearnerStream,
+    client: redis.Redis,
+    keys: Keys,
+    redis_url: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    feed.committed(feed.state(), step=1)
+    config = make_config(training={"groups_per_step": 3, **training})
+    client.hset(keys.meta, "config", config.model_dump_json())
+    learner.release(state)
+    capsys.readouterr()
+    assert dead("retry", "--ticket", "1", keys=keys, url=redis_url) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "1 -> not yet: the request remains",
+        f"the run has ended ({state}); `{command}` resumes it",
+    ]
 
 
 async def test_a_learner_after_a_crash_knows_the_retry_from_redis(

@@ -172,6 +172,15 @@ def test_weights_that_redis_may_not_hold_are_found_before_the_run(model: Path, r
     assert found(model, redis_url, f"weights.store=file:{model.parent}")["weights store"].level == "ok"
 
 
+def test_a_shared_folder_without_room_for_the_weights_is_found_before_the_run(model: Path, redis_url: str) -> None:
+    assert "weights disk" not in found(model, redis_url)
+    in_a_folder = f"weights.store=file:{model.parent / 'to be made'}"
+    assert found(model, redis_url, in_a_folder)["weights disk"].level == "ok"
+    write_tensors(model, rows=10**9)
+    told = found(model, redis_url, in_a_folder)["weights disk"]
+    assert (told.level, f"about {size(6.1e12)} for the weights" in told.evidence) == ("error", True), told
+
+
 def test_of_adapters_redis_holds_these_alone(model: Path, redis_url: str) -> None:
     write_tensors(model, rows=7_616_000)
     lora = "model.lora.targets=[w]"
@@ -273,9 +282,10 @@ def test_a_driver_that_is_broken_is_found(model: Path, redis_url: str, on_gpus: 
 
 
 def test_the_estimate_grows_with_the_reference_and_shrinks_with_ranks(model: Path, redis_url: str) -> None:
-    plain = load(model, redis_url, "algorithm.kl.placement=none").config
     with_reference = load(model, redis_url).config
-    assert machine.learner_bytes(plain, 1000) == 18_000
+    for without in ("kl.placement=none", "kl.coefficient=0", "name=rejection_sampling", "advantages=none"):
+        plain = load(model, redis_url, f"algorithm.{without}").config
+        assert machine.learner_bytes(plain, 1000) == 18_000, without
     assert machine.learner_bytes(with_reference, 1000) == 20_000
     assert machine.learner_bytes(load(model, redis_url, "learner.processes=4").config, 1000) == 5_000
 
@@ -302,6 +312,15 @@ def test_each_machine_is_asked_for_what_its_own_part_needs(model: Path, redis_ur
     learner = seen("learner", "rewards.exact.target=nowhere.py:score")
     assert {"learner memory", "disk", "files"} <= set(learner)
     assert not {"worker memory", "rewards", "shared memory"} & set(learner)
+
+
+def test_a_layout_is_checked_where_the_number_of_ranks_is_known(model: Path, redis_url: str) -> None:
+    def wrong(part: Part) -> set[str]:
+        loaded = load(model, redis_url, "learner.layout.context=4", "learner.processes=2")
+        return {one.name for _, one in look(loaded, part) if one.level == "error" and "context = 4" in one.evidence}
+
+    assert wrong("all") == {"layout"}
+    assert wrong("learner") == wrong("worker") == set(), "with more machines"
 
 
 def test_a_worker_on_vllm_without_gpus_cannot_tell_routes(model: Path, redis_url: str) -> None:

@@ -14,7 +14,9 @@ from streamrl.ops.monitor.history import History
 from streamrl.ops.monitor.runs import list_runs
 from streamrl.protocol.transport.keys import LONGEST_RECENT, LONGEST_THINNED, NUM_LEVELS, Keys, history_streams
 from streamrl.protocol.transport.learner import LearnerStream
-from tests.redis.conftest import MakeLearner
+from streamrl.protocol.weights.file_store import FileStore
+from streamrl.terminal import size
+from tests.redis.conftest import UID, MakeLearner
 
 REWARD = "train_rollouts/rewards"
 
@@ -173,6 +175,49 @@ def test_a_live_run_is_not_removed_by_mistake(
     learner.release("stopped")
     assert main(["runs", "rm", "--redis", redis_url, "--run", keys.name]) == 0
     assert list_runs(client).runs == ()
+
+
+def ended_run(make_learner: MakeLearner, store: str) -> None:
+    """A run of term 1 whose weights are in this store."""
+    learner = make_learner(claim=False)
+    learner.claim(config_json=json.dumps({"weights": {"store": store}}), fingerprint="model", wait_s=0.0)
+    learner.release("finished")
+
+
+def test_removing_a_run_removes_its_weights_from_a_shared_folder_and_no_others(
+    make_learner: MakeLearner, redis_url: str, keys: Keys, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    store = FileStore(tmp_path)
+    of_a_newer_term = f"{UID}/000002/7-0-cc"  # the run goes on with another Redis
+    for name in (f"{UID}/000001/0-0-aa", f"{UID}/000001/1-0-bb", of_a_newer_term, "other/000001/0-0-aa"):
+        store.put(name, b"x" * 1000)
+    ended_run(make_learner, f"file:{tmp_path}")
+    assert main(["runs", "rm", "--redis", redis_url, "--run", keys.name]) == 0
+    assert sorted(store.list()) == sorted([of_a_newer_term, "other/000001/0-0-aa"])
+    assert f"removed, and {size(2000)} of weights in file:{tmp_path}/{UID}/" in capsys.readouterr().out
+
+
+def test_a_run_whose_weights_cannot_be_removed_stays_unless_they_may_stay(
+    make_learner: MakeLearner, redis_url: str, keys: Keys, client: redis.Redis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended_run(make_learner, "nosuch://bucket")
+    target = ["runs", "rm", "--redis", redis_url, "--run", keys.name]
+    assert main(target) == 2
+    told = capsys.readouterr().err
+    assert f"its weights in nosuch://bucket/{UID}/ cannot be deleted" in told
+    assert "--keep-weights" in told
+    assert [run.name for run in list_runs(client).runs] == [keys.name]
+    assert main([*target, "--keep-weights"]) == 0
+    assert f"its weights stay in nosuch://bucket/{UID}/" in capsys.readouterr().out
+    assert list_runs(client).runs == ()
+
+
+def test_weights_that_are_not_seen_from_here_are_named_when_their_run_is_removed(
+    make_learner: MakeLearner, redis_url: str, keys: Keys, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ended_run(make_learner, f"file:{tmp_path / 'not mounted'}")
+    assert main(["runs", "rm", "--redis", redis_url, "--run", keys.name]) == 0
+    assert f"this machine sees no weights of it in file:{tmp_path / 'not mounted'}/{UID}/" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("pattern", ["*", "{}*", "{}?", "[a-zA-Z]*", ""])

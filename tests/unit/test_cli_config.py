@@ -62,6 +62,15 @@ def test_settings_can_be_checked_where_the_files_are_not(config: str, capsys: py
     assert capsys.readouterr().out == "x.yaml: good (files not checked)\n"
 
 
+def test_a_layout_that_the_ranks_of_the_only_machine_do_not_fit_is_refused(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = ["learner.layout.context=4", "learner.processes=2"]
+    assert main(["config", "check", config, "--no-files", *layout]) == 2
+    assert "learner.layout.context = 4 does not divide the learner's ranks, 2" in capsys.readouterr().err
+    assert main(["config", "check", config, "--no-files", *layout, "redis.url=redis://host:6379"]) == 0, "of several"
+
+
 def test_show_prints_every_setting_and_where_it_was_written(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "show", config, "seed=3"]) == 0
 

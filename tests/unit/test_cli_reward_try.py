@@ -37,6 +37,9 @@ def of_all(completions, rewards, **kwargs):
     assert len(completions) == 2
     return [of["right"] + of["judged"] for of in rewards]
 
+def a_token(prompt, completion, token_ids, fields):
+    return [0.5 for _ in token_ids]
+
 def echoes(prompt, completion, token_ids, fields):
     raise ValueError(prompt)
 """
@@ -74,6 +77,22 @@ def test_a_configuration_tells_which_rows_and_which_of_their_columns(capsys: pyt
     (row,) = tried(capsys, "mine.py:near", "--field", "answer", data="run.yaml")
 
     assert (row["prompt"], row["completion"], row["score"]) == ("2+2=", "4", 1.0)
+
+
+def test_a_function_that_scores_each_token_has_their_sum(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tried(capsys, "mine.py:a_token", "--per-token", "--completion", "four")
+    assert [(row["score"], row["error"]) for row in rows] == [(2.0, None)] * 3
+    (row,) = tried(capsys, "mine.py:a_token", "--completion", "four", "--num", "1", expect=1)
+    assert "not a number" in row["error"]
+
+
+@pytest.mark.parametrize("target", ["sandbox", "r"])
+def test_what_has_its_settings_elsewhere_refuses_per_token(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text(
+        "model: {path: a/b}\nrewards: {r: {type: function, target: numeric_match}}\ndata: {train: rows.jsonl}\n"
+    )
+    assert main(["reward", "try", target, "--data", "run.yaml", "--completion", "4", "--per-token"]) == 2
+    assert "--per-token: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["[1]", "a: b", ""])

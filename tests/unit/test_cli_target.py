@@ -10,6 +10,7 @@ import pytest
 from streamrl.ops.cli.main import main
 from streamrl.ops.monitor.runs import find_target
 from streamrl.protocol.transport.operator import operator
+from streamrl.workers.main import main as worker
 
 
 @pytest.mark.parametrize("command", ["status", "pause", "audit", "weights ls", "groups tail"])
@@ -45,6 +46,9 @@ def test_the_server_may_be_named_by_the_environment(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("STREAMRL_REDIS", "redis://there:1")
 
     assert find_target(None, None, "big").server() == "redis://there:1"
+    assert worker.make_context("worker", ["--run", "big"]).params["redis_url"] == "redis://there:1"
+    here = worker.make_context("worker", ["--run", "big", "--redis", "redis://here:1"])
+    assert here.params["redis_url"] == "redis://here:1"
 
 
 def test_an_operator_without_a_name_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,14 +55,11 @@ def test_the_prompts_column_may_be_a_field_too(tmp_path: Path, row: dict[str, st
     assert (found.text, found.fields) == ("a", {"asked": "a"})
 
 
-@pytest.mark.parametrize("settings", [{}, {"fields": {"messages": "messages", "answer": "answer"}}])
-def test_a_column_of_messages_beside_a_text_prompt_makes_no_chat_of_it(
-    tmp_path: Path, settings: dict[str, Any]
-) -> None:
+def test_a_column_of_messages_beside_a_text_prompt_makes_no_chat_of_it(tmp_path: Path) -> None:
     solved = [{"role": "user", "content": "2+3="}, {"role": "assistant", "content": "It is 5"}]
     path = write(tmp_path, json.dumps({"problem": "2+3=", "answer": "5", "messages": solved}))
 
-    [row] = read_prompts(Dataset(path=str(path), prompt="problem", **settings), malformed="error").rows
+    [row] = read_prompts(Dataset(path=str(path), prompt="problem"), malformed="error").rows
 
     assert (row.text, row.fields) == ("2+3=", {"answer": "5"})
     tokens = np.zeros(1, dtype=np.int32)

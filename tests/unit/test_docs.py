@@ -71,6 +71,31 @@ def test_the_commands_are_found() -> None:
         parse(["streamrl", "learn", "x.yaml", "--no-such-option"])
 
 
+def test_a_command_that_is_shown_names_each_file_that_its_shipped_configuration_leaves_to_you() -> None:
+    shown = [" ".join(words) for page in PAGES for words in commands(page)]
+    for path in [*(ROOT / "streamrl/ops/cli").glob("*.py"), *(ROOT / "conf").glob("*.yaml")]:
+        text = re.sub(r" \\+\n#? +", " ", path.read_text())
+        shown += re.findall(r"^(?:#  )? +(streamrl .*)$", text, re.MULTILINE)
+    started = [re.match(r"streamrl (?:up|learn|doctor|config check) (conf/[\w.]+\.yaml)", words) for words in shown]
+    configs = [(found.string, ROOT / found[1]) for found in started if found]
+    wanted = [(words, files_of_yours(load_config(path).config)) for words, path in configs if path.exists()]
+    missing = [(words, key) for words, keys in wanted for key in keys if f" {key}=" not in words]
+    assert missing == []
+    assert sum(bool(keys) for _, keys in wanted) >= 5
+
+
+def files_of_yours(config: Config) -> set[str]:
+    """Settings that name a file which neither a hub nor a demonstration provides."""
+    server, data = config.reward_server, config.data
+    named = {
+        "model.path": config.model.path,
+        "data.train": data.train,
+        "data.validation": data.validation,
+        "reward_server.model": None if server is None else server.model,
+    }
+    return {key for key, value in named.items() if isinstance(value, str) and re.match(r"\./|[^/]+\.jsonl$", value)}
+
+
 def _first_column(table: re.Match[str]) -> str:
     return "\n".join(line.split(" | ")[0] for line in table[0].splitlines())
 
@@ -116,7 +141,7 @@ def test_the_settings_that_scripts_override_exist(tmp_path: Path) -> None:
     assert loaded.config.rewards["model"].type == "http"
 
 
-def run_ssh_script(folder: Path, *, streamrl: str, learners: str) -> None:
+def run_ssh_script(folder: Path, *, streamrl: str, learners: str, **more: str) -> None:
     """With an ssh that runs everything here, this program for streamrl and python, and no pauses."""
     tools = folder / "tools"
     tools.mkdir()
@@ -135,6 +160,7 @@ def run_ssh_script(folder: Path, *, streamrl: str, learners: str) -> None:
         "MODEL": "/models/a policy",
         "REWARD_MODEL": "/models/reward",
         "STREAMRL_REDIS": "redis://worker@host:6379",
+        **more,
     }
     script = ROOT / "docs" / "hosts" / "ssh.sh"
     subprocess.run(
@@ -159,24 +185,27 @@ def test_the_ssh_script_starts_each_part_where_it_belongs(tmp_path: Path) -> Non
     assert set(started) == {"a", "b", "c", "e"}
     assert started["e"][:3] == ["streamrl", "reward", "serve"]
     assert started["a"] == started["b"]
-    assert started["a"][:4] == ["streamrl", "learn", "run.yaml", "name=big"]
+    assert started["a"][:5] == ["streamrl", "learn", "run.yaml", "name=big", "dir=runs"]
     assert started["a"][-4:] == ["--nodes", "1:2", "--rendezvous", "a:29400"]
     assert started["c"][started["c"].index("--model") + 1] == "/models/a policy"
     for words in started.values():
         parse(words)
 
 
-# The first learner dies of something; the second finds what no restart would mend.
+# The first learner dies of something; the second finds what no restart would mend, and says so where it is told to.
 _LEARNER = """#!/bin/bash
 [ "$1" = learn ] || exit 0
 echo started >> starts
-if [ "$(wc -l < starts)" = 2 ]; then echo {} > runs/big/learner.error; fi
+folder=.
+for word; do case $word in dir=*) folder=${word#dir=}/big ;; esac; done
+if [ "$(wc -l < starts)" = 2 ]; then echo {} > "$folder/learner.error"; fi
 exit 1
 """
 
 
-def test_the_ssh_script_starts_a_learner_again_until_no_restart_would_help(tmp_path: Path) -> None:
-    run_ssh_script(tmp_path, streamrl=_LEARNER, learners="a")
+@pytest.mark.parametrize("shared", [None, "shared runs"])
+def test_the_ssh_script_starts_a_learner_again_until_no_restart_would_help(tmp_path: Path, shared: str | None) -> None:
+    run_ssh_script(tmp_path, streamrl=_LEARNER, learners="a", **({} if shared is None else {"DIR": shared}))
 
     def has_ended() -> bool:
         return not any(cwd == tmp_path for cwd in map(folder_of, Path("/proc").glob("[0-9]*")))

@@ -31,6 +31,7 @@ class FakeLibrary:
     def __init__(self) -> None:
         self.scalars: list[tuple[str, float, int]] = []
         self.logged: list[Mapping[str, float]] = []
+        self.defined: list[tuple[str, str | None]] = []  # metrics, and what their curves are drawn against
         self.folder, self.flushed, self.begun = "", 0, {}
         self.ended: list[str | int] = []
         self.trouble: Exception | None = None  # of whoever begins
@@ -60,6 +61,9 @@ class FakeLibrary:
         self._begin()
         self.begun = arguments
         return self
+
+    def define_metric(self, name: str, *, step_metric: str | None = None) -> None:
+        self.defined.append((name, step_metric))
 
     def log(self, metrics: Mapping[str, float]) -> None:
         self.logged.append(metrics)
@@ -97,6 +101,12 @@ def test_wandb_goes_on_with_the_run_of_this_uid(tmp_path: Path) -> None:
     expected = {"project": "mine", "mode": "offline", "id": "uid", "resume": "allow", "name": "run"}
     assert expected.items() <= library.begun.items()
     assert library.logged == [{"train_optim/loss": 0.5, "step": 3}]
+
+
+def test_wandb_draws_all_curves_against_the_step_and_not_the_number_of_reports(tmp_path: Path) -> None:
+    library = FakeLibrary()
+    open_exporters(config_with(tmp_path, wandb=schema.Wandb()), run_uid="uid", load=lambda _: library)
+    assert library.defined == [("step", None), ("*", "step")]
 
 
 @pytest.mark.parametrize(("key", "settings"), [("tensorboard", True), ("wandb", schema.Wandb())])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from streamrl.errors import ConfigError
@@ -15,6 +16,7 @@ from streamrl.protocol.transport.types import Entry
 from streamrl.protocol.wire.branches import Branch
 from streamrl.protocol.wire.group import Group
 from streamrl.protocol.wire.sample import Span
+from streamrl.protocol.wire.turns import told_of
 from streamrl.versions import make_version
 from tests.helpers import make_group, make_sample, make_ticket
 
@@ -76,6 +78,31 @@ def test_what_was_given_between_two_turns_is_told_from_what_was_said() -> None:
         *("turn 1 by 1.4, 2 tokens", "ab", "given, 2 tokens", "cd"),
         *("turn 2 by 1.4, 1 token", "e", "given, 1 token", "f"),
     ]
+
+
+class Pieces:
+    """Tokens below 256 are bytes, others words after a space, which is dropped at the start as sentencepiece does."""
+
+    def decode(self, token_ids: Any) -> str:
+        data = b"".join(bytes([token]) if token < 256 else f" w{token}".encode() for token in map(int, token_ids))
+        return data.decode(errors="replace").removeprefix(" ")
+
+
+@pytest.mark.parametrize("size", [3, 100])
+def test_a_part_keeps_its_first_space_and_its_characters_however_long_the_text_before_it(size: int) -> None:
+    character = list("漢".encode())
+    said, given = [*range(300, 300 + size), *character], [*range(500, 500 + size), *character[:1]]
+    token_ids = np.array([*said, *given, *character[1:], *said], dtype=np.int32)
+    first = Span(version=make_version(1, 4), step=4, start=0, end=len(said))
+    again = first._replace(start=len(said) + len(given), end=len(token_ids))
+    sample = make_sample(num_tokens=len(token_ids), token_ids=token_ids, spans=(first, again))
+
+    parts = [part["text"] for part in told_of(sample, Pieces().decode)]
+
+    words = "".join(f" w{word}" for word in range(300, 300 + size))
+    begun = "".join(f" w{word}" for word in range(500, 500 + size))
+    assert parts[:2] == [f"{words.removeprefix(' ')}漢", f"{begun}\ufffd"]
+    assert parts[2] == f"\ufffd\ufffd{words}漢"  # as its tokens alone are decoded: its first bytes end a character
 
 
 def test_a_rollout_is_shown_as_a_conversation_with_its_rows_versions_and_calls() -> None:

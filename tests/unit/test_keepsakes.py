@@ -14,6 +14,8 @@ from structlog.testing import capture_logs
 from streamrl.learner.metrics.keepsakes import RolloutKeeper, append_line, note_state
 from streamrl.ops.monitor.history import read_lines
 from streamrl.ops.record.kept import KeptGroups
+from streamrl.protocol.wire.sample import Span
+from streamrl.versions import make_version
 from tests.helpers import make_group, make_sample, make_ticket
 from tests.unit.test_record import files_up_to
 
@@ -106,6 +108,30 @@ def test_a_long_text_is_cut_and_a_large_group_is_sampled(tmp_path: Path) -> None
     [kept] = KeptGroups(tmp_path).latest(1)
     assert len(kept["samples"]) == 8
     assert (tmp_path / "rollouts.jsonl").stat().st_size < 100_000
+
+
+class Counting(Words):
+    def __init__(self) -> None:
+        self.num_tokens = 0
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = True) -> str:
+        self.num_tokens += len(token_ids)
+        return super().decode(token_ids)
+
+
+def test_a_rollout_of_many_turns_is_decoded_little_more_than_once(tmp_path: Path) -> None:
+    num_tokens, size = 20_000, 250
+    spans = tuple(
+        Span(version=make_version(1, 0), step=0, start=start, end=start + size)
+        for start in range(0, num_tokens, 2 * size)
+    )
+    sample, decoder = make_sample(num_tokens=num_tokens, spans=spans), Counting()
+    RolloutKeeper(tmp_path, decoder, term=1).keep(1, [make_group(make_ticket(1), samples=(sample,))])
+    [kept] = KeptGroups(tmp_path).latest(1)
+    turns = kept["samples"][0]["turns"]
+    assert [(turn["by"], turn["start"]) for turn in turns[:3]] == [("model", 0), ("given", 250), ("model", 500)]
+    assert len(turns) == 32  # of 80
+    assert decoder.num_tokens < 2 * num_tokens
 
 
 def test_a_full_disk_costs_the_rollouts_and_nothing_else(tmp_path: Path) -> None:

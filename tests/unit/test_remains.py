@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from streamrl.config.load import load_config
 from streamrl.ops.cli.main import main
-from streamrl.ops.launch.finished import nothing_left_of
+from streamrl.ops.monitor.comparison import compare
 from streamrl.process import started_at
 from tests.run_folders import NUM_STEPS, make_folder
 
@@ -221,61 +217,6 @@ def test_groups_whose_reader_has_gone_end_as_any_command_does(tmp_path: Path, wo
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_a_finished_run_is_not_started_again_for_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: Callable[[str, str], None]
-) -> None:
-    folder = make_folder(tmp_path, "big", "finished")
-    before = sorted(folder.rglob("*"))
-    began = time.monotonic()
-    assert main(["up", str(folder / "config.yaml")]) == 0
-    record_property("figure", f"streamrl up on a finished run: {time.monotonic() - began:.2f} s")
-    told = capsys.readouterr().out
-    assert "run big has finished: 12 steps" in told
-    for way in ("training.max_steps=24", "name=big-2", f"--fork {folder}@12"):
-        assert way in told
-    assert sorted(folder.rglob("*")) == before
-    assert main(["up", str(folder / "config.yaml"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["trained"] == 48
-
-
-def test_the_ways_to_go_on_after_a_finished_run_keep_what_was_overridden(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = make_folder(tmp_path / "my runs", "big", "finished")
-    overrides = [f"dir={folder.parent}", "name=big", "training.max_steps=12"]
-    assert main(["up", "conf/reinforce.yaml", *overrides]) == 0
-    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if "streamrl up" in line]
-    ways = [words[words.index("streamrl") :] for words in lines]
-    place, more, other = f"dir={folder.parent}", "training.max_steps=24", "name=big-2"
-    begin = ["streamrl", "up", "conf/reinforce.yaml", place]
-    assert ways == [
-        [*begin, "name=big", more],
-        [*begin, "training.max_steps=12", other],
-        [*begin, other, more, "--fork", f"{folder}@12"],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("state", "before", "asked", "is_done"),
-    [
-        ("finished", {"training.max_steps": 12}, ["training.max_steps=12"], True),
-        ("finished", {"training.max_steps": 12}, ["training.max_steps=5"], True),
-        ("finished", {"training.max_steps": 12}, ["training.max_steps=13"], False),
-        ("finished", {"training.max_steps": 12}, ["training.max_steps=-1"], False),
-        ("finished", {"training.max_steps": -1}, ["training.max_steps=-1"], True),
-        ("finished", {"training.max_steps": -1}, ["training.max_steps=-1", "training.max_epochs=2"], False),
-        ("stopped", {"training.max_steps": 12}, ["training.max_steps=12"], False),
-        ("running", {"training.max_steps": 12}, ["training.max_steps=12"], False),
-    ],
-)
-def test_a_run_goes_on_where_its_settings_give_it_more_to_do(
-    tmp_path: Path, state: str, before: dict[str, Any], asked: list[str], is_done: bool
-) -> None:
-    folder = make_folder(tmp_path, "big", state, **before)
-    config = load_config(folder / "config.yaml", asked).config
-    assert (nothing_left_of(config) is not None) == is_done
-
-
 def test_folders_are_listed_with_how_they_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_folder(tmp_path, "big", "finished")
     make_folder(tmp_path, "small", "running")
@@ -339,6 +280,16 @@ def test_runs_are_compared_by_their_folders(tmp_path: Path, capsys: pytest.Captu
         "1.500",
     ]
     assert main(["runs", "compare", str(tmp_path)]) == 2
+
+
+def test_the_best_of_a_run_is_of_a_validation_that_ranks_its_checkpoint(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, "a", "stopped")
+    lines = [
+        {"step": step, "term": 1, "at": 1.0, "val_rollouts/rewards": mean, "val_rollouts/ranks": ranks}
+        for step, mean, ranks in ((6, 0.6, 1.0), (8, 0.9, 0.0))  # 0: of a validation that timed out, the quick answers
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [row.best_held_out for row in compare([folder])] == [0.6]
 
 
 def test_curves_of_several_runs_are_one_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

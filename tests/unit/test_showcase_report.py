@@ -24,6 +24,7 @@ from streamrl.demos.report import (
     report_lines,
     terminal_plot,
 )
+from streamrl.errors import ResourceError
 from streamrl.ops.monitor.charts import running_mean
 from tests.pages import ROOT, blocks
 from tests.unit.test_summary import make_summary, step, validation, write
@@ -67,6 +68,13 @@ def test_the_report_says_before_and_after_and_shows_completions_that_changed_fir
     assert [one.prompt for one in report.completions] == ["31>", "21<", "12<"]
     assert any(line.split() == ["31>", "31", "13", "✗", "31", "✓"] for line in lines)
     assert any(line.startswith("lost, twice") for line in lines)
+
+
+def test_a_demonstration_whose_validations_all_timed_out_says_what_to_raise(tmp_path: Path) -> None:
+    write(write_run(tmp_path), *(validation(at, 0.9, **{"val_rollouts/ranks": 0.0}) for at in (0, 2)))
+
+    with pytest.raises(ResourceError, match=r"raise validation\.timeout_s = "):
+        report_of(tmp_path)
 
 
 @pytest.mark.parametrize("case", [QUICKSTART, DEMO], ids=lambda case: case.name)

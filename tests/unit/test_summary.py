@@ -28,8 +28,9 @@ def step(number: int, **changes: float) -> dict[str, float]:
     }
 
 
-def validation(number: int, exact: float) -> dict[str, float]:
-    return {"step": number, "term": 1, "at": 0.0, "val_rollouts/rewards": exact, "val_rollouts/rewards/exact": exact}
+def validation(number: int, exact: float, **changes: float) -> dict[str, float]:
+    means = {"val_rollouts/rewards": exact, "val_rollouts/rewards/exact": exact}
+    return {"step": number, "term": 1, "at": 0.0, **means, **changes}
 
 
 def write(folder: Path, *records: dict[str, float], torn: str = "") -> Path:
@@ -83,6 +84,27 @@ def test_of_a_step_that_was_made_again_the_later_record_counts(tmp_path: Path) -
 
     assert lag_of(history.steps.records) == Lag(mean=1.0, max=2)
     assert held_out_of(history) == {"exact": (0.4, 0.4)}
+
+
+def test_a_validation_that_ranks_no_checkpoint_is_neither_before_nor_after(tmp_path: Path) -> None:
+    cut_short, whole = {"val_rollouts/ranks": 0.0}, {"val_rollouts/ranks": 1.0}
+    history = History.read(
+        write(
+            tmp_path,
+            validation(0, 0.1, **cut_short),
+            validation(1, 0.3),  # of a version that did not say
+            validation(2, 0.6, **whole),
+            validation(3, 0.9, **cut_short),
+        )
+    )
+
+    assert held_out_of(history) == {"exact": (0.3, 0.6)}
+
+
+def test_a_run_whose_validations_all_rank_nothing_has_no_before_and_after(tmp_path: Path) -> None:
+    history = History.read(write(tmp_path, validation(0, 0.9, **{"val_rollouts/ranks": 0.0})))
+
+    assert held_out_of(history) == {}
 
 
 def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:

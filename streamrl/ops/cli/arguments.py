@@ -24,7 +24,8 @@ from click.core import ParameterSource
 
 from streamrl.errors import ConfigError, ResourceError, TransportError
 from streamrl.ops.monitor.remains import Remains
-from streamrl.ops.monitor.runs import URL_VARIABLE, Target, find_target, remains_or_raise
+from streamrl.ops.monitor.runs import Target, find_target, remains_or_raise
+from streamrl.protocol.transport.address import URL_VARIABLE
 from streamrl.protocol.transport.clients import server_name
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.keys import Keys
@@ -124,6 +125,7 @@ class OpenRun:
     client: redis.Redis
     keys: Keys
     info: RunInfo
+    step: int
     reports: tuple[Report, ...]  # of its processes
 
     @property
@@ -163,7 +165,7 @@ def open_run(target: Target, *, remedy: str) -> Iterator[OpenRun]:
     `monitor.runs.opened`.
 
     ResourceError when the server does not answer, or has no such run; for a run that has ended and whose Redis is gone,
-    the error ends with `remedy`, in which {folder} is the run's folder.
+    the error ends with `remedy`, in which {folder} is the run's folder and {up} the command that resumes it.
     """
     with open_run_or_remains(target) as opened:
         if isinstance(opened, Remains):
@@ -177,7 +179,7 @@ def redis_gone_error(remains: Remains, *, remedy: str) -> ResourceError:
         return ResourceError(
             f"run {remains.name!r} {remains.description}; `streamrl up {remains.folder}/config.yaml` starts it"
         )
-    remedy = remedy.format(folder=remains.folder)
+    remedy = remedy.format(folder=remains.folder, up=remains.up)
     return ResourceError(f"run {remains.name!r} {remains.description}, and its Redis is gone: {remedy}")
 
 
@@ -199,4 +201,4 @@ def _find_run(client: redis.Redis, target: Target) -> OpenRun:
     state = snapshot(client, keys)
     if state.run is None:
         raise ResourceError(f"Redis at {server_name(client)} holds no run {target.run!r}")
-    return OpenRun(client=client, keys=keys, info=state.run, reports=state.reports)
+    return OpenRun(client=client, keys=keys, info=state.run, step=state.step, reports=state.reports)

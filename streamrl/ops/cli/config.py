@@ -14,7 +14,9 @@ import click
 
 from streamrl.config.check import check_config
 from streamrl.config.files import check_files
+from streamrl.config.layout import refuse_layout
 from streamrl.config.load import dump_config, load_config
+from streamrl.config.places import EMBEDDED_REDIS
 from streamrl.config.shipped import shipped_config
 from streamrl.config.source import parse
 from streamrl.errors import ConfigError
@@ -101,16 +103,20 @@ def check(file: str, overrides: tuple[str, ...], no_files: bool) -> None:
 
     These are the checks that `up` makes before it starts. Those without a model take less than a second. Then each
     reward function scores a row of the data, with the limits that workers apply, and prompts are read with the model's
-    tokenizer, which takes some seconds.
+    tokenizer, which takes some seconds. With a redis.url that other machines reach, learner.layout may be meant for the
+    ranks of several machines, and only `up` and `learn` check it.
     """
     loaded = load_config(file, overrides)
-    check_config(loaded.config, loaded.origin)
+    config = loaded.config
+    check_config(config, loaded.origin)
+    if config.redis.url == EMBEDDED_REDIS:  # which only this machine reaches
+        refuse_layout(config.learner.layout, config.learner.processes)
     if not no_files:
-        check_files(loaded.config)
+        check_files(config)
         if is_installed("torch", "transformers"):  # otherwise the learner, and what it needs, is on another machine
             from streamrl.ops.monitor.doctor.requirements import check_learning
 
-            check_learning(loaded.config)
+            check_learning(config)
         run_trials(loaded)
     click.echo(f"{file}: good" + (" (files not checked)" if no_files else ""))
 
@@ -144,7 +150,7 @@ def doctor(file: str, overrides: tuple[str, ...], part: Part, as_json: bool, ask
 
     \b
         streamrl doctor conf/quickstart.yaml
-        streamrl doctor conf/reinforce.yaml model.path=./sft data.train=prompts.jsonl redis.url=redis://host:6379
+        streamrl doctor run.yaml redis.url=redis://host:6379
         streamrl doctor run.yaml --for learner       where `streamrl learn` or torchrun is started, without vLLM
         streamrl doctor run.yaml --for worker        where `streamrl worker` is, without prompts and run folder
         streamrl doctor run.yaml --gpus 32 --gpu-memory 80       which layout a learner should have there, and why
@@ -153,8 +159,8 @@ def doctor(file: str, overrides: tuple[str, ...], part: Part, as_json: bool, ask
     Settings and files; Redis: version, policy, memory, durability, latency; model, tokenizer and vocabulary;
     reward services and a teacher's servers; packages, GPUs and drivers; memory of learner and worker (estimated),
     shared memory, disk, limits.
-    Finally, within seconds: each reward function on a row of the data; your losses; all prompts with the model's
-    tokenizer; the model without its weights, and its LoRA targets.
+    Finally, within seconds: each reward function on a row of the data; your losses; the prompts with the model's
+    tokenizer, for ten seconds per dataset at most; the model without its weights, and its LoRA targets.
 
     \b
     Exits with 0 when nothing is wrong, 2 with an error, 3 with warnings only.

@@ -22,6 +22,7 @@ from streamrl.ops.cli.arguments import (
     takes_run,
     takes_timeout,
 )
+from streamrl.ops.monitor.bounds import longer
 from streamrl.ops.monitor.remains import Remains
 from streamrl.ops.monitor.runs import Target
 from streamrl.protocol.transport import operator as orders
@@ -34,8 +35,8 @@ from streamrl.protocol.transport.types import Control
 from streamrl.terminal import plural
 
 _ENDS_A_RUN = ("drain", "stop")
-_RESUME = "no process is running that could obey; resume the run with `streamrl up CONFIG`"
-_RESTORE_LETTERS = "resume the run with `streamrl up CONFIG` to restore its dead letters"
+_RESUME = "no process is running that could obey; resume the run with `{up}`"
+_RESTORE_LETTERS = "resume the run with `{up}` to restore its dead letters"
 _LOOK_EVERY_S = 0.2
 _SHOWN_CHARS = 110  # of an error: the cause in a user's function comes after some 50 other characters
 
@@ -96,7 +97,7 @@ def _send_control(target: Target, mode: Control, *, timeout_s: float, as_json: b
         state = opened.info.state
         running = state == "running"
         if not running and mode not in _ENDS_A_RUN:
-            raise ResourceError(f"run {opened.info.name!r} has ended ({state}); `streamrl up` resumes it")
+            raise ResourceError(f"run {opened.info.name!r} has ended ({state}); `{_up(opened)}` resumes it")
         changed = orders.set_control(opened.client, opened.keys, mode, by=operator())
         obedience = orders.await_obedience(opened.client, opened.keys, mode, timeout_s=timeout_s)
     result = {"run": target.run, "mode": mode, "changed": changed, "state": obedience.state}
@@ -107,6 +108,17 @@ def _send_control(target: Target, mode: Control, *, timeout_s: float, as_json: b
     }
     print_result(result, [_obedience_line(target.run, mode, changed, obedience)], as_json=as_json)
     return 0 if obedience.complete else 1
+
+
+def _up(opened: OpenRun) -> str:
+    """Return the command that starts a learner of a run that has ended."""
+    if opened.info.state != "finished":
+        return "streamrl up CONFIG"
+    try:
+        training = opened.config.training.model_dump()
+    except ConfigError:  # of another version of streamrl
+        return "streamrl up CONFIG"
+    return f"streamrl up CONFIG {longer(training, step=opened.step)}"
 
 
 def _obedience_line(run: str, mode: Control, changed: bool, obedience: Obedience) -> str:
@@ -179,7 +191,9 @@ def retry(target: Target, numbers: tuple[int, ...], everything: bool, as_json: b
             time.sleep(_LOOK_EVERY_S)
         issued = orders.read_retried(opened.client, opened.keys)
     new_numbers = {n: max(issued[n]) if n in issued else None for n in sorted({*wanted, *numbers})}
-    lines = (f"{old} -> {'not yet: the request remains' if new is None else new}" for old, new in new_numbers.items())
+    lines = [f"{old} -> {'not yet: the request remains' if new is None else new}" for old, new in new_numbers.items()]
+    if None in new_numbers.values() and opened.info.state != "running":
+        lines.append(f"the run has ended ({opened.info.state}); `{_up(opened)}` resumes it")
     print_result({"requested": requested, "issued": new_numbers}, lines, as_json=as_json)
     return 1 if None in new_numbers.values() else 0
 

@@ -19,11 +19,11 @@ from streamrl.config import schema
 from streamrl.config.load import load_config
 from streamrl.config.places import SANDBOX, granted
 from streamrl.config.source import parse_argument
-from streamrl.data.lines import UNREADABLE, Malformed, parse_line, read_lines
 from streamrl.data.prompts import PromptRow, read_prompts
 from streamrl.errors import ConfigError, DataError, RewardError
 from streamrl.extras import need
 from streamrl.ops.cli.arguments import MovingLine, print_result, refuse, takes_json
+from streamrl.ops.cli.completions import completions_of
 from streamrl.terminal import plural
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class _Tried:
     default=_DEFAULTS["memory_mb"].default,
     help="Memory limit of the process.",
 )
+@click.option("--per-token", is_flag=True, help="It returns a number for each token, as with `per_token: true`.")
 @click.option("--network", is_flag=True, help="Allow connections, as `network: true` does.")
 @click.option("--env", "environment", multiple=True, metavar="NAME", help="Pass this variable, as `environment` does.")
 @takes_json
@@ -93,6 +94,7 @@ def try_reward(
         streamrl reward try my_rewards.py:near --data prompts.jsonl --field answer
         streamrl reward try my_rewards.py:near --data prompts.jsonl --completion 7 --option scale=5
         streamrl reward try my_rewards.py:near --data prompts.jsonl --completions answers.jsonl
+        streamrl reward try my_rewards.py:by_token --data prompts.jsonl --completion 7 --per-token
         streamrl reward try numeric_match --data run.yaml --field answer --num 100
         streamrl reward try sandbox --data problems.jsonl --field solution --option time_s=2
         streamrl reward try helpful --data run.yaml --completions answers.jsonl
@@ -107,10 +109,10 @@ def try_reward(
 
     Exits with 1 when a row has an error in place of a score.
     """
-    limits = {name: chosen.pop(name) for name in ("timeout_s", "memory_mb", "network", "environment")}
+    settings = {name: chosen.pop(name) for name in ("per_token", "timeout_s", "memory_mb", "network", "environment")}
     rows = read_prompts(_dataset(data), malformed="error", key="--data").rows[:num_rows]
-    pairs = list(zip(rows, _completions(rows, data, **chosen), strict=False))
-    tried = asyncio.run(_try(_reward(target, data, options, limits), pairs, _encoder(model) if model else _as_text))
+    pairs = list(zip(rows, completions_of(rows, data, **chosen), strict=False))
+    tried = asyncio.run(_try(_reward(target, data, options, settings), pairs, _encoder(model) if model else _as_text))
     num_failed = sum(one.error is not None for one in tried)
     result = {"target": target, "num_failed": num_failed, "rows": list(map(_to_json, tried))}
     print_result(result, _lines(tried), as_json=as_json)
@@ -124,23 +126,23 @@ def _dataset(data: Path) -> schema.Dataset:
     return load_config(data).config.data.train_sets()[0].dataset
 
 
-def _reward(target: str, data: Path, options: Sequence[str], limits: Mapping[str, Any]) -> Reward | GroupReward:
+def _reward(target: str, data: Path, options: Sequence[str], settings: Mapping[str, Any]) -> Reward | GroupReward:
     """Build the reward, without starting it."""
     from streamrl.workers.rewards.functions import FunctionReward, check_target
     from streamrl.workers.rewards.mixing import build_reward
 
     config = load_config(data).config if data.suffix in _CONFIGURATIONS else None
     if config is not None and target in config.rewards:
-        refuse("options", *limits, because=f"{target} takes its settings from {data}: change them there")
+        refuse("options", *settings, because=f"{target} takes its settings from {data}: change them there")
         source = config.rewards[target]
         if isinstance(source, schema.FunctionReward) and source.of_group:
             return _group_trial(target, config)
         return build_reward(target, source, granted(config), None)
     chosen = dict(map(as_option, options))
     if target == SANDBOX:
-        refuse(*limits, because=f"not with {SANDBOX}, whose limits are --option time_s=... and memory_mb=...")
+        refuse(*settings, because=f"not with {SANDBOX}, whose limits are --option time_s=... and memory_mb=...")
         return _sandbox(chosen)
-    source = schema.FunctionReward(type="function", target=target, options=chosen, **limits)
+    source = schema.FunctionReward(type="function", target=target, options=chosen, **settings)
     check_target(target, key="FILE:FUNCTION")
     return FunctionReward(source, key=target)
 
@@ -164,43 +166,6 @@ def _sandbox(options: dict[str, Any]) -> CodeReward:
         mistakes = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         raise ConfigError(f"--option: {mistakes}; its options are {', '.join(schema.Tests.model_fields)}") from None
     return CodeReward(source, key=SANDBOX)
-
-
-def _completions(
-    rows: Sequence[PromptRow], data: Path, *, completion: str | None, completions: Path | None, field: str | None
-) -> list[list[str]]:
-    """Return one or several completions per row; for fewer rows if the file has fewer."""
-    if sum(given is not None for given in (completion, completions, field)) != 1:
-        raise ConfigError("exactly one of --completion, --completions and --field is needed, for the texts to score")
-    if completion is not None:
-        return [[completion]] * len(rows)
-    if completions is not None:
-        return list(_read_completions(completions))
-    assert field is not None, "one of the three is given"
-    for row in rows:
-        if field not in row.fields:
-            has = ", ".join(sorted(row.fields)) or "none"
-            raise DataError(f"--field: {data}:{row.line} has no field {field!r}; it has: {has}")
-    return [[str(row.fields[field])] for row in rows]
-
-
-def _read_completions(path: Path) -> Iterator[list[str]]:
-    try:
-        lines = list(read_lines(path))
-    except UNREADABLE as error:
-        raise DataError(f"--completions: {path} cannot be read: {error}") from None
-    for number, line in lines:
-        try:
-            value, why = parse_line(line), ""
-        except Malformed as error:
-            value, why = None, f": {error}"
-        text = value.get("completion") if isinstance(value, dict) else value
-        texts: list[Any] = text if isinstance(text, list) else [text]
-        if not texts or not all(isinstance(text, str) for text in texts):
-            raise DataError(
-                f'--completions: {path}:{number} must be a JSON string, or {{"completion": text}}, or a list{why}'
-            )
-        yield texts
 
 
 def as_option(text: str) -> tuple[str, Any]:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
+from redis import Redis
 
-from streamrl.errors import ConfigError, ResourceError, TransportError
+from streamrl.errors import ConfigError, ResourceError, StreamrlError, TransportError
 from streamrl.ops.cli.arguments import print_result, takes_json
-from streamrl.ops.monitor.runs import URL_VARIABLE, Listing, list_runs, open_server, with_folders
+from streamrl.ops.monitor.runs import Listing, list_runs, open_server, with_folders
 from streamrl.protocol.transport.acl import ANY_RUN, ROLES, SERVERS, WEAKER_BEFORE_7, Role, rules
+from streamrl.protocol.transport.address import URL_VARIABLE
+from streamrl.protocol.transport.entries import to_run_info
 from streamrl.protocol.transport.keys import RUN_NAME, Keys
 from streamrl.protocol.transport.operator import remove_run
 from streamrl.protocol.transport.secret_files import read_passwords
-from streamrl.terminal import age, plural, printable
+from streamrl.protocol.transport.types import RunInfo
+from streamrl.terminal import age, plural, printable, size
 
 _takes_url = click.option("--redis", "url", metavar="URL", help=f"The server; by default {URL_VARIABLE}.")
 
@@ -70,8 +76,10 @@ def compare(folders: tuple[Path, ...], as_json: bool) -> None:
     \b
         streamrl runs compare runs/a runs/b
 
-    REWARD is the last step's, BEST the best on held-out prompts, TIME the sum over all steps, LAG the mean over all
-    trained tokens. --json prints [{name folder state reward best_held_out steps tokens seconds lag}].
+    REWARD is the last step's, BEST the best on held-out prompts in a validation that ranks checkpoints, TIME the sum
+    over all steps, LAG the mean over all trained tokens.
+
+    --json prints [{name folder state reward best_held_out steps tokens seconds lag}].
     """
     from streamrl.ops.monitor.comparison import compare as compare_runs
     from streamrl.ops.monitor.comparison import table
@@ -83,9 +91,19 @@ def compare(folders: tuple[Path, ...], as_json: bool) -> None:
 @runs.command()
 @_takes_url
 @click.option("--run", metavar="NAME", required=True, help="The run's name.")
-@click.option("--live", "remove_live", is_flag=True, help="Remove it even if a learner holds it.")
-def rm(url: str | None, run: str, remove_live: bool) -> None:
-    """Remove a run from Redis: streams, weights, metrics. Its folder stays; its workers and learner exit."""
+@click.option(
+    "--live",
+    "remove_live",
+    is_flag=True,
+    help="Remove it even if a learner holds it; what that publishes meanwhile stays in weights.store.",
+)
+@click.option("--keep-weights", is_flag=True, help="Leave what is in weights.store outside Redis.")
+def rm(url: str | None, run: str, remove_live: bool, keep_weights: bool) -> None:
+    """Remove a run from Redis (streams, metrics), and its published weights, wherever weights.store is.
+
+    The run's folder stays; its workers and learner exit. A shared folder with the weights must be mounted here; an
+    object store needs its credentials here.
+    """
     if not re.fullmatch(RUN_NAME, run):
         raise ConfigError(
             f"--run {run!r}: names one run, no pattern: at most 64 letters, digits, '.', '_' and '-', starting with a "
@@ -95,8 +113,36 @@ def rm(url: str | None, run: str, remove_live: bool) -> None:
     with open_server(_server(url)) as client:
         if client.exists(keys.lease) and not remove_live:
             raise ResourceError(f"run {run!r} is live: `streamrl stop` ends it, --live removes it anyway")
+        meta: Any = client.hgetall(keys.meta)
+        info = to_run_info(run, meta)
+        weights = _remove_weights(info, client, keys, keep=keep_weights) if info is not None else ""
         existed = remove_run(client, keys)
-    click.echo(printable(f"run {run}: {'removed' if existed else 'not in this Redis'}"))
+    click.echo(printable(f"run {run}: {f'removed{weights}' if existed else 'not in this Redis'}"))
+
+
+def _remove_weights(info: RunInfo, client: Redis, keys: Keys, *, keep: bool) -> str:
+    """Delete what the run has stored outside Redis, which only the run in Redis tells; return what became of it."""
+    from streamrl.protocol.weights.stores import REDIS_URL, delete_run, open_store
+
+    try:
+        store = str(json.loads(info.config_json)["weights"]["store"])
+    except (ValueError, KeyError, TypeError):  # no learner has written it
+        return ""
+    if store == REDIS_URL:
+        return ""
+    place = f"{store.rstrip('/')}/{info.uid}/"
+    if keep:
+        return f"; its weights stay in {place}"
+    try:
+        num_bytes = delete_run(open_store(store, client, keys), run_uid=info.uid, term=info.term)
+    except StreamrlError as error:
+        raise ResourceError(
+            f"run {info.name!r} is not removed: its weights in {place} cannot be deleted: {error}. Try again where the "
+            "store can be reached, or give --keep-weights and delete them there by hand"
+        ) from error
+    if not num_bytes:
+        return f"; this machine sees no weights of it in {place}"
+    return f", and {size(num_bytes)} of weights in {place}"
 
 
 def _lines(found: Listing) -> Iterator[str]:

@@ -64,11 +64,11 @@ def sft(threads: int | None, as_json: bool, **options: Any) -> None:
 
     \b
         streamrl sft --model HuggingFaceTB/SmolLM2-135M-Instruct --data answers.jsonl --output ./sft
-        streamrl up conf/pretrained.yaml model.path=./sft data.train=prompts.jsonl
+        streamrl up conf/pretrained.yaml model.path=./sft data.train=prompts.jsonl data.validation=held-out.jsonl
 
     Only the answers and their end tokens have a loss; in a dialogue all answers do. Rows are packed as the learner
     packs them, without padding. If it is interrupted, the same command resumes and reaches the same weights. The
-    model's folder appears at the end, complete, in the dtype of the model it started from.
+    model's folder appears at the end, complete: in bfloat16 if it started from a model in bfloat16, else in float32.
     """
     check_learner()
     from streamrl.learner.sft.training import Settings, prepare_process, train

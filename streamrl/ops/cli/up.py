@@ -54,7 +54,8 @@ def up(file: str, overrides: tuple[str, ...], takeover: bool, source: str | None
     outcome = start_or_resume(loaded, Display(console), takeover=takeover, is_fork=source is not None)
     if isinstance(outcome, Remains):
         result = outcome.summary or {"name": outcome.name, "state": outcome.state, "steps": outcome.step}
-        print_result(result, finished_lines(outcome, file, overrides), as_json=as_json, indent=None)
+        lines = finished_lines(outcome, loaded.config.training, file, overrides)
+        print_result(result, lines, as_json=as_json, indent=None)
         return 0
     if outcome.summary is not None:
         for name, value in summary_lines(outcome.summary):

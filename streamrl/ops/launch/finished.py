@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError
+from streamrl.ops.monitor.bounds import MAX_STEPS, bound_of, longer
 from streamrl.ops.monitor.remains import Remains, read_remains
 from streamrl.ops.monitor.text import summary_words
 from streamrl.terminal import age
@@ -30,25 +31,33 @@ def nothing_left_of(config: schema.Config) -> Remains | None:
 
 def _extends(requested: schema.Training, remains: Remains) -> bool:
     """Return whether the bound that ended it is raised: its steps, or its passes over the data."""
-    if 0 <= requested.max_steps <= remains.step:
+    if bound_of(requested.max_steps, step=remains.step) == MAX_STEPS:
         return False
     before = remains.config.get("training", {})
-    if 0 <= before.get("max_steps", -1) <= remains.step:
+    if bound_of(before.get("max_steps"), step=remains.step) == MAX_STEPS:
         return True
     return requested.max_epochs > int(before.get("max_epochs", requested.max_epochs))
 
 
-def finished_lines(remains: Remains, file: str, overrides: Sequence[str]) -> Iterator[str]:
-    """Describe it for people; `file` and `overrides` are the configuration that was given."""
+def finished_lines(remains: Remains, requested: schema.Training, file: str, overrides: Sequence[str]) -> Iterator[str]:
+    """Describe it for people; `file` and `overrides` are the configuration that was given, `requested` a part of it."""
     name, step, folder = remains.name, remains.step, shlex.quote(str(remains.folder))
-    given, longer, other = (file, *overrides), f"training.max_steps={2 * step}", f"name={name}-2"
+    given, more, other = (file, *overrides), _more(requested, remains), f"name={name}-2"
     yield f"run {name} has finished: {step} steps, {age(time.time() - remains.at)} ago; nothing is left to do"
     if summary := summary_words(remains.summary):
         yield f"  result          {summary}"
     yield f"  look at it      streamrl status {folder}; streamrl dashboard {folder}"
-    yield f"  more steps      {_up(given, longer)}"
+    yield f"  more steps      {_up(given, *more)}"
     yield f"  another run     {_up(given, other)}"
-    yield f"  a fork of it    {_up(given, other, longer)} --fork {folder}@{step}"
+    yield f"  a fork of it    {_up(given, other, *more)} --fork {folder}@{step}"
+
+
+def _more(requested: schema.Training, remains: Remains) -> tuple[str, ...]:
+    """Return the settings that give it more to do: the bound that ended it, and requested steps that it has made."""
+    found = [remains.longer]
+    if bound_of(requested.max_steps, step=remains.step) == MAX_STEPS:
+        found.append(longer(requested.model_dump(), step=remains.step))
+    return tuple(dict.fromkeys(found))
 
 
 def _up(given: Sequence[str], *settings: str) -> str:

@@ -45,7 +45,7 @@ class Summary:
     versions_published: int
     loads: Loads
     lag: Lag | None  # None before the first step
-    held_out: Mapping[str, tuple[float, float]]  # by reward source: in the first and in the last validation
+    held_out: Mapping[str, tuple[float, float]]  # by reward source: in the first and the last validation that ranks
     restarts: Mapping[str, int]  # by part
     export: str | None  # the trained model, for plain transformers
 
@@ -81,8 +81,8 @@ def num_versions(steps: list[Record], *, latest: str | None = None) -> int:
 
 def held_out_of(history: History) -> dict[str, tuple[float, float]]:
     names = sorted({name for record in history.validations.records for name in record.values})
-    curves = {name: history.curve(name)[1] for name in names if name.startswith(f"{HELD_OUT}/")}
-    return {name.removeprefix(f"{HELD_OUT}/"): (curve[0], curve[-1]) for name, curve in curves.items()}
+    means = {name: history.ranked(name) for name in names if name.startswith(f"{HELD_OUT}/")}
+    return {name.removeprefix(f"{HELD_OUT}/"): (found[0], found[-1]) for name, found in means.items() if found}
 
 
 def summarise(

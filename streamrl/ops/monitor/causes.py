@@ -13,6 +13,7 @@ from functools import partial
 
 from streamrl.ops.monitor import flow_causes as flow
 from streamrl.ops.monitor import part_causes as parts
+from streamrl.ops.monitor.bounds import bound_of
 from streamrl.ops.monitor.evidence import is_running, is_taken_up
 from streamrl.ops.monitor.view import Cause, Level, Verdict, View, attention, blocking, info
 from streamrl.terminal import age, size
@@ -97,7 +98,8 @@ def finished(view: View) -> Iterator[Cause]:
             title="the run has finished",
             evidence=f"it made {view.run.step} steps",
             remedy="nothing to fix; `streamrl plot` draws its curves, `streamrl groups tail` shows rollouts, "
-            "`streamrl audit` accounts for its tickets; raise training.max_steps to continue it",
+            f"`streamrl audit` accounts for its tickets; raise {bound_of(view.run.max_steps, step=view.run.step)} to "
+            "continue it",
         )
 
 

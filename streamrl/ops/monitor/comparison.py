@@ -31,7 +31,7 @@ class Row:
     folder: str
     state: str
     reward: float | None  # of the last step
-    best_held_out: float | None
+    best_held_out: float | None  # of the validations that rank checkpoints
     steps: int
     tokens: float  # trained response tokens
     seconds: float  # all steps together
@@ -53,7 +53,7 @@ def _row(folder: Path) -> Row:
         folder=str(folder),
         state=remains.state,
         reward=rewards[-1] if rewards else None,
-        best_held_out=max(history.curve(HELD_OUT)[1], default=None),
+        best_held_out=max(history.ranked(HELD_OUT), default=None),
         steps=remains.step,
         tokens=sum(tokens),
         seconds=sum(record.values.get("timers/step", 0.0) for record in steps),

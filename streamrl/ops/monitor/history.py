@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 METRICS = "metrics.jsonl"  # file in the run's folder
 HELD_OUT = "val_rollouts/rewards"
+_RANKS = "val_rollouts/ranks"
 _MAX_NEW_RECORDS = 500
 _POINTS = 400  # more than a phone or a terminal has columns
 _EVERY_RECORD = 1_000_000  # a folder's records are all kept
@@ -76,6 +77,12 @@ class History:
         curve = self.validations if is_validation([metric]) else self.steps
         having = [record for record in curve.records if metric in record.values]
         return [record.step for record in having], [record.values[metric] for record in having]
+
+    def ranked(self, metric: str) -> list[float]:
+        """Return its values in the validations that rank checkpoints. A validation that does not, lacks many answers,
+        usually the long ones; its means are of an easier set."""
+        having = (record.values for record in self.validations.records if metric in record.values)
+        return [values[metric] for values in having if values.get(_RANKS, 1.0)]
 
     def _reset(self) -> None:
         self.steps, self.validations = Curve(), Curve()

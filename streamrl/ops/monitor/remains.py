@@ -12,6 +12,7 @@ if its process is gone, it has crashed. Only reads, and imports little: no schem
 from __future__ import annotations
 
 import json
+import shlex
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from streamrl.errors import ConfigError, TransportError
+from streamrl.ops.monitor.bounds import longer
 from streamrl.ops.monitor.build import build_view, with_verdict
 from streamrl.ops.monitor.history import History
 from streamrl.ops.monitor.view import View
@@ -92,6 +94,17 @@ class Remains:
             "failed": f"failed at step {self.step}: {self.error}",
             "crashed": f"crashed at step {self.step}",
         }[self.state]
+
+    @property
+    def longer(self) -> str:
+        """The setting that gives the finished run more to do."""
+        return longer(self.config.get("training", {}), step=self.step)
+
+    @property
+    def up(self) -> str:
+        """The command that starts a learner of the run, which has ended."""
+        more = (self.longer,) if self.state == "finished" else ()
+        return shlex.join(["streamrl", "up", f"{self.folder}/config.yaml", *more])
 
     @property
     def where(self) -> str:

@@ -21,12 +21,12 @@ import redis
 
 from streamrl.errors import ConfigError, ResourceError, TransportError
 from streamrl.ops.monitor.remains import Remains, read_config, read_remains
+from streamrl.protocol.transport.address import URL_VARIABLE
 from streamrl.protocol.transport.clients import server_name
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.snapshot import snapshot
 
-URL_VARIABLE = "STREAMRL_REDIS"
 _EMBEDDED = "embedded"
 
 

@@ -19,6 +19,7 @@ from streamrl.protocol.weights.file_store import FileStore
 from streamrl.protocol.weights.format import check_blob_name
 from streamrl.protocol.weights.object_store import ObjectStore
 from streamrl.protocol.weights.redis_store import RedisStore
+from streamrl.protocol.weights.retention import collectable
 
 if TYPE_CHECKING:
     import redis
@@ -54,11 +55,9 @@ def open_store(url: str, client: redis.Redis, keys: Keys) -> BlobStore:
     """Open the store that `weights.store` names, without any I/O."""
     if url == REDIS_URL:
         return RedisStore(client, keys)
-    if url.startswith("file:"):
-        folder = url.removeprefix("file:").removeprefix("//")
-        if folder:
-            return FileStore(Path(folder))
-    elif is_object_store(url):
+    if (folder := folder_of(url)) is not None:
+        return FileStore(folder)
+    if is_object_store(url):
         return ObjectStore.open(url)
     raise ConfigError(
         f"weights.store: {url!r} is not a store; must be redis:, file:/path/to/a/shared/directory, or the URL of an "
@@ -66,18 +65,38 @@ def open_store(url: str, client: redis.Redis, keys: Keys) -> BlobStore:
     )
 
 
+def folder_of(url: str) -> Path | None:
+    """Return the shared folder that `weights.store` names, if it names one."""
+    folder = url.removeprefix("file:").removeprefix("//")
+    return Path(folder) if url.startswith("file:") and folder else None
+
+
+def delete_run(store: BlobStore, *, run_uid: str, term: int) -> int:
+    """Delete the run's blobs, except those of newer terms: that learner is writing. Return the bytes freed."""
+    sizes = store.list(prefix=f"{run_uid}/")
+    found = collectable(sizes, keep=(), run_uid=run_uid, term=term)
+    for name in found:
+        store.delete(name)
+    return sum(sizes[name] for name in found)
+
+
 def budget_in_redis(settings: schema.Weights) -> int:
     """Return the bytes that blobs may take in Redis; 0: they are stored elsewhere."""
     return settings.max_store_bytes if settings.store == REDIS_URL else 0
 
 
-def refuse_too_large(model_bytes: int, settings: schema.Weights) -> None:
-    """Raise ResourceError if Redis may not hold the weights of this model.
+def needed_bytes(model_bytes: int, settings: schema.Weights) -> int:
+    """Return what a store must hold of this model at once.
 
-    It must hold the newest anchor with its deltas, of which the last may be as large, and the next anchor, which must
-    be complete before the old one is deleted.
+    The newest anchor with its deltas, of which the last may be as large, and the next anchor, which must be complete
+    before the old one is deleted.
     """
-    needed = math.ceil(model_bytes * (3 + settings.anchor_share))
+    return math.ceil(model_bytes * (3 + settings.anchor_share))
+
+
+def refuse_too_large(model_bytes: int, settings: schema.Weights) -> None:
+    """Raise ResourceError if Redis may not hold the weights of this model."""
+    needed = needed_bytes(model_bytes, settings)
     if needed > settings.max_store_bytes:
         raise ResourceError(
             f"weights.max_store_bytes = {settings.max_store_bytes}: this model's weights need {needed} bytes in Redis "

@@ -12,6 +12,7 @@ from streamrl.versions import show
 
 # The form in which most chat templates with tools write a call; calls in other forms appear as text only.
 _CALL = re.compile(r'<tool_call>\s*\{.{0,200}?"name"\s*:\s*"([^"]{1,100})"', re.DOTALL)
+_NUM_TOKENS_BEFORE = 32  # decoded with a part: far more than a cut character or a dropped space needs
 
 
 class Part(NamedTuple):
@@ -44,15 +45,13 @@ def parts_of(sample: Sample) -> list[Part]:
     return found
 
 
-def told_of(sample: Sample, decode: Callable[[Any], str] | None) -> list[dict[str, Any]]:
-    """Return the parts for JSON output, with texts if there is a tokenizer.
-
-    A tokenizer may decode a piece differently than the whole, so each text is what the part adds to those before it.
-    """
+def told_of(
+    sample: Sample, decode: Callable[[Any], str] | None, *, most_parts: int | None = None
+) -> list[dict[str, Any]]:
+    """Return the parts for JSON output, the first `most_parts` or all, with texts if there is a tokenizer."""
     records: list[dict[str, Any]] = []
-    before = ""
     earned = iter(sample.turn_rewards)
-    for part in parts_of(sample):
+    for part in parts_of(sample)[:most_parts]:
         record: dict[str, Any] = {"by": "model" if part.spans else "given", "start": part.start, "end": part.end}
         record |= {"row": part.row, "versions": part.versions}
         if part.spans and sample.turn_rewards:
@@ -60,12 +59,21 @@ def told_of(sample: Sample, decode: Callable[[Any], str] | None) -> list[dict[st
         if part.behind:
             record["behind"] = {"row": part.behind[0], "tokens": part.behind[1]}
         if decode is not None:
-            so_far, alone = decode(sample.token_ids[: part.end]), decode(sample.token_ids[part.start : part.end])
-            record["text"] = so_far[len(before) :] if so_far.startswith(before) else alone
+            record["text"] = _text_of(sample, part, decode)
             record["tool_calls"] = _CALL.findall(record["text"]) if part.spans else []
-            before = so_far
         records.append(record)
     return records
+
+
+def _text_of(sample: Sample, part: Part, decode: Callable[[Any], str]) -> str:
+    """Return what the part adds to the text before it: a tokenizer may decode a piece differently than the whole.
+
+    A few tokens stand for all before it: with all of them, the cost would grow with the square of the turns.
+    """
+    begin = max(0, part.start - _NUM_TOKENS_BEFORE)
+    before = decode(sample.token_ids[begin : part.start]) if part.start else ""
+    so_far = decode(sample.token_ids[begin : part.end])
+    return so_far[len(before) :] if so_far.startswith(before) else decode(sample.token_ids[part.start : part.end])
 
 
 def heading_of(record: dict[str, Any], number: int) -> str:

@@ -46,11 +46,12 @@ CHECKS: Mapping[str, Check] = {
 _NEEDED = {"settings", "packages", "files", "model"}  # by the trials
 
 
-# Checks to skip on a machine with only this part: the learner asks no rewards, and a worker reads no prompts.
+# Checks to skip on a machine with only this part: the learner asks no rewards and may have more machines' ranks, and a
+# worker reads no prompts.
 _SKIPPED: Mapping[Part, Collection[str]] = {
     "all": (),
-    "learner": ("rewards", "reward port", "shared memory"),
-    "worker": ("files", "reward port", "disk"),
+    "learner": ("layout", "rewards", "reward port", "shared memory"),
+    "worker": ("layout", "files", "reward port", "disk"),
 }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from streamrl.config.check import check_config
 from streamrl.config.engines import ENGINES
 from streamrl.config.files import check_files
+from streamrl.config.layout import refuse_layout
 from streamrl.config.load import Loaded
 from streamrl.config.placement import Part, num_workers, place
 from streamrl.config.places import EMBEDDED_REDIS, is_object_store
@@ -75,6 +76,7 @@ def _placement(loaded: Loaded) -> None:
 
 REQUIREMENTS: Mapping[str, Callable[[Loaded], object]] = {
     "settings": lambda loaded: check_config(loaded.config, loaded.origin),
+    "layout": lambda loaded: refuse_layout(loaded.config.learner.layout, loaded.config.learner.processes),
     "packages": lambda loaded: check_packages(loaded.config),
     "weights store": _store,
     "run folder": lambda loaded: check_writable(loaded.config.folder, what=f"dir = {str(loaded.config.dir)!r}"),
