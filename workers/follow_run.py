@@ -25,10 +25,11 @@ log = structlog.get_logger(__name__)
 
 
 class RunSettings:
-    """A run's settings as this worker has read them."""
+    """A run's settings as this worker has read them. `have_differed`: the run has had others since."""
 
     def __init__(self, info: RunInfo) -> None:
         self.config = config_from_json(info.config_json)
+        self.have_differed = False
         self._same = info.config_json  # the latest text known to say the same to a worker
 
     def differ_in(self, info: RunInfo) -> bool:
@@ -37,6 +38,7 @@ class RunSettings:
             return False
         found = changes(self.config, config_from_json(info.config_json))
         if any(is_read_by_workers(change.key) for change in found):
+            self.have_differed = True
             return True
         self._same = info.config_json
         return False
@@ -54,6 +56,9 @@ async def follow_run(
         settings = RunSettings(info)
         await serve(info, settings)
         now = await run.run_info()
-        if stop.is_set() or now is None or now.state != "running" or not settings.differ_in(now):
+        if stop.is_set() or (now is not None and now.state != "running"):
             return
-        log.info("run_has_other_settings", run=name, term=now.term)
+        # It may have been served until its settings differed, and be lost from Redis now until its learner restores it.
+        if not settings.have_differed and (now is None or not settings.differ_in(now)):
+            return
+        log.info("run_has_other_settings", run=name)

@@ -128,8 +128,8 @@ class _Trials:
         try:
             rewards = build_rewards({name: _once(source)}, self._allowed, None)
             await rewards.start()
-        except UserError as mistake:
-            yield error(label, str(mistake), "")
+        except (UserError, RewardError) as failure:  # RewardError: no process could be started just now
+            yield error(label, str(failure), "")
             return
         evidence = ""
         try:
@@ -223,8 +223,8 @@ async def _try_environment(settings: schema.Environment, files: Files, allowed: 
                 f"answers a made-up turn about {path}:{row.line} with {answer.observation!r:.40}, "
                 f"reward {answer.reward:g}"
             )
-    except UserError as mistake:
-        return error("environment", str(mistake), "")
+    except (UserError, RewardError) as failure:
+        return error("environment", str(failure), "")
     finally:
         await environment.close()
     return ok("environment", evidence)

@@ -253,8 +253,11 @@ class Rollout:
         """Set `over` when this worker has nothing left to do. RunGone propagates."""
         while not stop.is_set():
             info = await self._tickets.run_info()
-            if info is not None and (info.state != "running" or self._has_other_settings(info)):
-                log.info("run_ended", state=info.state, term=info.term)
+            if info is not None and info.state != "running":
+                log.info("run_ended", state=info.state)
+                break
+            if info is not None and self._has_other_settings(info):
+                log.info("run_has_other_settings", term=info.term)
                 break
             await unless(stop, asyncio.sleep(_RUN_EVERY_S))
         over.set()

@@ -79,6 +79,11 @@ _READ_BY_WORKERS = (
     "algorithm.routing_replay",
     "validation.sampling.**",
 )
+_NOT_READ_BY_WORKERS = (  # of the sections above
+    *(f"weights.{name}" for name in ("publish_every", "anchor_every", "anchor_share", "max_store_bytes")),
+    *(f"teacher.{name}" for name in ("path", "weight", "place")),
+    "worker.count",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +99,9 @@ class Change:
 
 def changes(before: Config, after: Config, *, working_directory: str = "") -> list[Change]:
     """Return the differences setting by setting; a section that only one of them has differs in all its settings.
-    `working_directory`: where the relative paths of `before` begin; empty: where we work."""
-    folders = (Path(working_directory), *_moved_with_its_folder(before, after))
+    `working_directory`: where the relative paths of `before` begin; where we work, if it is empty or was moved."""
+    began_in = Path(working_directory) if Path(working_directory).is_dir() else Path()
+    folders = (began_in, *_moved_with_its_folder(before, after))
     old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, after))
     keys = [*new, *(key for key in old if key not in new)]
     found = []
@@ -127,7 +133,7 @@ def refusal_of(key: str) -> str | None:
 
 
 def is_read_by_workers(key: str) -> bool:
-    return _matches_any(key, _READ_BY_WORKERS)
+    return _matches_any(key, _READ_BY_WORKERS) and not _matches_any(key, _NOT_READ_BY_WORKERS)
 
 
 def _matches_any(key: str, patterns: tuple[str, ...]) -> bool:

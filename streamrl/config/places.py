@@ -238,7 +238,7 @@ def check_store(config: Config) -> Iterator[Problem]:
     elif masked(store) != store:
         remedy = f"{_NO_PASSWORD}; put the store's credentials in each machine's environment"
         yield Problem(key="weights.store", remedy=remedy)
-    elif "$" in store:
+    elif "$" in store and not is_object_store(store):
         yield _literal("weights.store")
 
 

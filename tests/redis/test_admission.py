@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -220,6 +221,44 @@ def test_a_learner_that_meets_another_one_is_refused_and_told_what_it_may_do(
     server = Server(client=learner_client, keys=keys, holder="another", began=time.monotonic())
     assert not take_lease(hasty, server, standby=True, go_on=lambda: next(goes_on))
     assert not list(goes_on)
+
+
+class Overtaken:
+    """A client; before its first script, which finds Redis away or not, something else happens."""
+
+    def __init__(self, client: redis.Redis, act: Callable[[], object], *, is_away: bool) -> None:
+        self._client, self._is_away = client, is_away
+        self._acts = [act]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def evalsha(self, *args: Any) -> Any:
+        if self._acts:
+            self._acts.pop()()
+            if self._is_away:
+                raise redis.ConnectionError("away")
+        return self._client.evalsha(*args)
+
+
+@pytest.mark.parametrize("is_away", [True, False])
+def test_of_two_that_begin_a_run_at_once_the_later_one_waits_for_the_other(
+    come: Come, config: schema.Config, learner_client: redis.Redis, keys: Keys, is_away: bool
+) -> None:
+    """Its folder gets the run's uid from the other, after it was read."""
+    overtaken: Any = Overtaken(learner_client, lambda: come(holder="the first"), is_away=is_away)
+    server = Server(client=overtaken, keys=keys, holder="another", began=time.monotonic())
+    assert not take_lease(config, server, standby=True, go_on=lambda: False)
+
+
+def test_a_word_said_while_a_learner_waits_for_redis_is_for_it_as_well(
+    come: Come, config: schema.Config, client: redis.Redis, learner_client: redis.Redis, keys: Keys
+) -> None:
+    come().stream.release("stopped")
+    overtaken: Any = Overtaken(learner_client, lambda: set_control(client, keys, "stop", by="the test"), is_away=True)
+    server = Server(client=overtaken, keys=keys, holder="job", began=time.monotonic() - 0.005)
+    with pytest.raises(Ended):
+        take_lease(config, server)
 
 
 def test_a_learner_that_was_replaced_is_told_apart_from_one_whose_own_ranks_were_started_again(come: Come) -> None:

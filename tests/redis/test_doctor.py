@@ -179,6 +179,11 @@ def test_a_shared_folder_without_room_for_the_weights_is_found_before_the_run(mo
     write_tensors(model, rows=10**9)
     told = found(model, redis_url, in_a_folder)["weights disk"]
     assert (told.level, f"about {size(6.1e12)} for the weights" in told.evidence) == ("error", True), told
+    folder = load(model, redis_url).config.folder
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text("{}")
+    told = found(model, redis_url, in_a_folder)["weights disk"]
+    assert (told.level, "which the run may have in part" in told.evidence) == ("warning", True), told
 
 
 def test_of_adapters_redis_holds_these_alone(model: Path, redis_url: str) -> None:

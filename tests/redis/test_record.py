@@ -132,6 +132,27 @@ def test_a_session_of_a_run_that_is_removed_ends_and_says_so(
     assert tap.run_state() is None, "its learner will claim it again"
 
 
+async def test_a_recorder_of_a_run_that_is_removed_prints_what_it_has_recorded(
+    world: RunWorld, tmp_path: Path, client: redis.Redis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await world.answer_all()
+    removing = threading.Thread(target=remove_once_recorded, args=(client, world.keys, tmp_path / "recording"))
+    removing.start()
+    where = ["--redis", world.url, "--run", world.keys.name, "--output", str(tmp_path / "recording")]
+    exit_code = main(["record", *where, "--json"])
+    removing.join()
+
+    told = capsys.readouterr()
+    assert exit_code == 1
+    assert json.loads(told.out)["groups"] == 6
+    assert "was removed from Redis" in told.err
+
+
+def remove_once_recorded(client: redis.Redis, keys: Keys, folder: Path) -> None:
+    wait_until(lambda: folder.exists() and num_groups(folder) == 6, description="all are recorded")
+    remove_run(client, keys)
+
+
 class Interrupted:
     """A client whose calls in one trip leave time for something else after the first."""
 

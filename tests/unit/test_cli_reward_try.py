@@ -201,6 +201,9 @@ def test_a_model_lends_its_template_and_its_tokens(capsys: pytest.CaptureFixture
     assert row["score"] == 3.0  # a character is a token
     assert main(["reward", "try", "mine.py:of_trl", *words, "--data", "rows.jsonl"]) == 2
     assert "--model model: its tokenizer has no chat template, and line 2 is a chat" in capsys.readouterr().err
+    (Path("model") / "chat_template.jinja").write_text("{{ messages[0].missing | tojson }}")
+    assert main(["reward", "try", "mine.py:of_trl", *words, "--data", "rows.jsonl"]) == 2
+    assert "--model model: the chat template rejects line 2: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -251,6 +251,9 @@ def test_relative_paths_of_a_run_in_an_absolute_folder_begin_where_it_worked(
 
     assert keys_refused("../first/a.py:near", "../first/sft") == []
     assert keys_refused("./a.py:near", "./sft") == ["model.path", "rewards.near.target"]
+    (tmp_path / "first").rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path / "moved")
+    assert keys_refused(f"{tmp_path}/moved/a.py:near", f"{tmp_path}/moved/sft") == []
 
 
 def test_a_notebooks_functions_move_with_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

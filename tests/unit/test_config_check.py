@@ -295,6 +295,7 @@ def test_penalties_that_are_sums_over_what_a_mask_leaves_are_refused(good: Path)
         ["redis.url=redis+sentinel://user@a:1,b:2/service/0"],
         ["weights.store=file:/shared"],
         ["weights.store=s3://bucket/folder"],
+        ["weights.store=abfs://$web@account.dfs.core.windows.net/weights"],
         ["training.max_time=01:02:03:04"],
     ],
 )

@@ -97,6 +97,10 @@ class Slow:
         self.wait("close")
         Slow.closed.append(self)
 
+class Meets(Waits):
+    together = threading.Barrier(128)
+    def __init__(self): self.together.wait()
+
 class Mute:
     def reset(self, row): pass
 
@@ -111,10 +115,11 @@ def start(tmp_path: Path) -> Start:
     (tmp_path / "mine.py").write_text(CODE)
 
     @asynccontextmanager
-    async def start(name: str, **settings: Any) -> AsyncIterator[OwnEnvironment]:
+    async def start(name: str, longest_wait_s: float | None = None, **settings: Any) -> AsyncIterator[OwnEnvironment]:
         target = f"{tmp_path / 'mine.py'}:{name}"
         made = schema.Environment(target=target, **{"timeout_s": 60.0, **settings})
-        environment = OwnEnvironment(build_children(made, Permissions(reward_code=(target,))))
+        permissions = Permissions(reward_code=(target,))
+        environment = OwnEnvironment(build_children(made, permissions, longest_wait_s=longest_wait_s))
         await environment.start()
         try:
             yield environment
@@ -184,6 +189,19 @@ async def test_a_call_that_waits_for_a_thread_is_not_late(start: Start, method: 
 
         processes = await wait_until_async(all_closed, description="all are closed")
         assert {one.observation.split()[0] for one in told} == set(processes), "in the same process"
+
+
+async def test_instances_of_an_asynchronous_class_are_made_side_by_side(start: Start) -> None:
+    async with start("Meets", timeout_s=20.0) as environment:
+        assert len(await asyncio.gather(*(environment.begin({}) for _ in range(128)))) == 128
+
+
+async def test_a_call_that_finds_no_thread_in_time_is_not_made(start: Start) -> None:
+    async with start("Slow", longest_wait_s=0.01, options={"slow": "reset"}) as environment:
+        begun = await asyncio.gather(*(environment.begin({}) for _ in range(THREADS + 1)), return_exceptions=True)
+        refused = [str(one) for one in begun if isinstance(one, Exception)]
+        assert refused == ["no thread was free within 0.01 s"]
+        assert await environment.begin({}), "they are free again"
 
 
 async def test_threads_that_hang_are_not_among_those_that_a_call_waits_for(start: Start) -> None:

@@ -16,6 +16,7 @@ from streamrl.ops.cli.environment import serve
 from streamrl.process import address_of, bind
 from streamrl.web import serving
 from streamrl.workers.environments.base import Answer, EnvironmentDouble, Episode
+from streamrl.workers.environments.own import Busy
 from streamrl.workers.environments.server import EnvironmentApp
 from tests.http_reward_world import until
 
@@ -89,6 +90,37 @@ async def test_a_turn_that_failed_when_its_caller_had_given_up_is_not_played_aga
             told = await client.post("/step", json={**turn, "turn": number})
             assert (told.status_code, told.json()) == (422, {"error": "KeyError: 'what'"})
         assert environment.num_turns == 1
+
+
+class BusyAtFirst(EnvironmentDouble):
+    """Finds no thread for its first call of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__(echo)
+        self.found_none: set[str] = set()
+
+    def _call(self, name: str) -> None:
+        if name not in self.found_none:
+            self.found_none.add(name)
+            raise Busy("no thread was free within 1 s")
+
+    async def begin(self, row: Mapping[str, Any]) -> Episode:
+        self._call("reset")
+        return self
+
+    async def step(self, completion: str) -> Answer:
+        self._call("step")
+        return Answer(observation=completion)
+
+
+async def test_what_finds_no_thread_is_not_played_and_is_asked_for_again() -> None:
+    app = EnvironmentApp(BusyAtFirst())
+    busy = 429, {"error": "busy: no thread was free within 1 s"}
+    assert await ask(app, "/reset", {"row": {}}) == busy
+    _, begun = await ask(app, "/reset", {"row": {}})
+    turn = {"id": begun["id"], "turn": 1, "completion": "a"}
+    assert await ask(app, "/step", turn) == busy
+    assert await ask(app, "/step", turn) == (200, {"observation": "a", "reward": None, "done": False})
 
 
 def test_a_server_gives_up_before_workers_do() -> None:

@@ -21,7 +21,13 @@ from tests.pages import ROOT
 from tests.worker_world import WorkerWorld, worker_config
 
 OTHERS = {"validation": {"sampling": {"greedy": True, "max_tokens": 8}}}
-ONLY_A_LEARNERS = {"optimizer": {"lr": 1e-3}, "training": {"max_steps": 9}, "validation": {"every_steps": 7}}
+ONLY_A_LEARNERS = {
+    "optimizer": {"lr": 1e-3},
+    "training": {"max_steps": 9},
+    "validation": {"every_steps": 7},
+    "weights": {"publish_every": 3, "anchor_share": 0.5},
+    "worker": {"count": 5},
+}
 
 
 def taken_up(before: RunInfo, *, state: str = "running", **sections: Any) -> RunInfo:
@@ -68,14 +74,18 @@ class Run:
         return None
 
 
-async def served(run: Run, *, each: Callable[[asyncio.Event], None] = lambda stop: None) -> list[int]:
-    """The terms whose settings the worker has served, until it ended."""
+async def served(
+    run: Run, *, each: Callable[[asyncio.Event], None] = lambda stop: None, seen: RunInfo | None = None
+) -> list[int]:
+    """The terms whose settings the worker has served, until it ended. `seen`: at its last look while it served."""
     terms, stop = [], asyncio.Event()
 
     async def serve(info: RunInfo, settings: RunSettings) -> None:
         assert settings.config.model_dump_json() == info.config_json
         terms.append(info.term)
         each(stop)
+        if seen is not None:
+            settings.differ_in(seen)
 
     progress = Progress(part="worker/0", role="worker")
     await asyncio.wait_for(follow_run(run, name="run", stop=stop, progress=progress, serve=serve), 60)
@@ -102,6 +112,21 @@ async def test_it_begins_anew_with_the_settings_of_the_learner_that_has_the_run(
     found: list[RunInfo | None], terms: list[int]
 ) -> None:
     assert await served(Run(*found)) == terms
+
+
+@pytest.mark.parametrize(
+    ("found", "terms"),
+    [
+        ([None, None, replace(SECOND, term=3)], [1, 3]),  # Redis lost its data while the engine stopped
+        ([replace(FIRST, term=3)], [1, 3]),  # the next learner has the first one's settings again
+        ([replace(SECOND, state="finished")], [1]),
+    ],
+)
+async def test_one_that_left_because_of_other_settings_begins_anew_whatever_it_finds_but_the_end(
+    found: list[RunInfo | None], terms: list[int]
+) -> None:
+    finished = replace(SECOND, state="finished")
+    assert await served(Run(FIRST, *found, found[-1], finished), seen=SECOND) == terms
 
 
 async def test_one_that_is_told_to_stop_does_not_begin_anew() -> None:

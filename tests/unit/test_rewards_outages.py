@@ -13,7 +13,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from streamrl.errors import RewardError, RewardOutage
+from streamrl.workers.rewards import http_request
 from streamrl.workers.rewards.http_client import HttpReward
+from streamrl.workers.rewards.http_request import TryAgain, post
 from tests.http_reward_world import connect, lengths, until
 from tests.tiny_rewards import make_item
 
@@ -97,6 +99,28 @@ async def test_a_wrong_address_or_token_is_an_outage_that_names_itself_and_costs
     wrong = False
     assert await asyncio.wait_for(asyncio.gather(*scores), 10) == list(range(100))
     await reward.close()
+
+
+@pytest.mark.parametrize("rest", [b"", None], ids=["cut short", "hanging"])
+async def test_an_errors_page_that_does_not_arrive_whole_leaves_the_status_as_it_is(
+    rest: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_request, "_PAGE_S", 0.1)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 429 Busy\r\nretry-after: 30\r\ncontent-length: 100\r\n\r\nnot now")
+        if rest is None:
+            await asyncio.Event().wait()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with httpx.AsyncClient(trust_env=False, timeout=20.0) as client:
+        with pytest.raises(TryAgain, match="answered 429: not now") as found:
+            await post(client, url, {}, timeout_s=20.0, max_bytes=100)
+    assert found.value.rest_s == 30.0
+    server.close()
 
 
 def picky(bad: httpx.Response) -> Callable[[httpx.Request], httpx.Response]:

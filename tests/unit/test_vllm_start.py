@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from streamrl.workers.engines.vllm_start import (
     _network_environment,
     _platform_environment,
     _several_hosts,
+    _take_back_environment,
     engine_args,
+    vllm_config,
 )
 from tests.tiny_models import make_model
 from tests.worker_world import worker_config
@@ -128,6 +131,42 @@ def test_ranks_on_cpus_share_the_threads_and_are_bound_to_no_node(
         {"enforce_eager": False, "tensor_parallel_size": 2}, worker_config().worker, on_cpu=True
     )
     assert found == {THREADS: str(max(1, cores // 2)), BIND: "nobind"}
+
+
+TOLD = ("TORCHDYNAMO_DISABLE", THREADS, BIND, PROCESSES, "VLLM_HOST_IP")
+
+
+@pytest.fixture
+def of_the_user(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """The environment of this process, without what engines are told; afterwards it is as before."""
+    _take_back_environment()
+    environment = {name: value for name, value in os.environ.items() if name not in TOLD}
+    monkeypatch.setattr(os, "environ", environment)
+    yield environment
+    _take_back_environment()
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")  # torch, which imports its compiler
+@pytest.mark.parametrize("given", [{}, {THREADS: "3", BIND: "all", "TORCHDYNAMO_DISABLE": "0", "VLLM_HOST_IP": "::1"}])
+def test_an_engine_starts_in_the_user_s_environment_whatever_an_earlier_one_was_told(
+    given: dict[str, str], of_the_user: dict[str, str], tmp_path: Path
+) -> None:
+    """A worker begins anew in its own process when the run comes back with other settings."""
+    of_the_user.update(given)
+    facts = read_model(str(make_model(tmp_path / "model")), trust_remote_code=False)
+
+    def told(meeting: Meeting | None = None, **worker: Any) -> dict[str, str]:
+        settings = EngineSettings(model=facts, config=worker_config(engine="vllm", **worker), seed=1)
+        vllm_config(settings, tmp_path, meeting)
+        return {name: of_the_user[name] for name in TOLD if name in of_the_user}
+
+    eager = {**given, "TORCHDYNAMO_DISABLE": "1", PROCESSES: "0"}
+    for own in ("127.0.0.2", "127.0.0.3"):
+        place = Meeting(address="127.0.0.1", port=1234, own=own, node=0)
+        assert told(place) == {"VLLM_HOST_IP": own, **eager}
+    assert told(threads=2) == {BIND: "nobind", **eager, THREADS: "2"}
+    assert told(engine_args={"enforce_eager": False}) == {**given, PROCESSES: "0"}
+    assert told() == eager
 
 
 def test_over_hosts_vllm_is_told_which_one_this_is_and_by_which_address_the_others_reach_it(

@@ -98,4 +98,7 @@ def test_arguments_that_correctness_hangs_on_are_not_the_users(model: Path) -> N
 def test_arguments_of_the_user_replace_defaults(model: Path) -> None:
     arguments = engine_args(settings(model, worker_config(engine_args={"max_num_seqs": 7})), on_cpu=True)
     assert arguments["max_num_seqs"] == 7 + 1  # a canary's seat
+    tokens = {"max_num_seqs": 256, "max_num_batched_tokens": 256}
+    arguments = engine_args(settings(model, worker_config(engine_args=tokens)), on_cpu=True)
+    assert arguments["max_num_batched_tokens"] == 257  # a token of each in a step, as vLLM asks for
     assert arguments["max_model_len"] == 65  # samples are shorter, but the proof of a load is not

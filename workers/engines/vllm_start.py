@@ -53,6 +53,8 @@ FRONT_END = "vllm.v1.engine.async_llm"
 _MODELS = "vllm.model_executor.models.registry"
 # vLLM inspects a model's class in a subprocess. Started by this command, it too skips the incompatible packages.
 LOOK_AT_MODEL = [sys.executable, "-c", f"import runpy, streamrl; runpy.run_module('{_MODELS}', run_name='__main__')"]
+# This process's variables before an engine set them; None: not set. A global, since the environment is one as well.
+_BEFORE: dict[str, str | None] = {}
 
 
 def check_installed(
@@ -112,7 +114,8 @@ def build_llm(settings: EngineSettings, scratch: Path, meeting: Meeting | None =
 
 def vllm_config(settings: EngineSettings, scratch: Path, meeting: Meeting | None) -> VllmConfig:
     """Import vLLM and build its configuration; also sets the environment that its processes inherit."""
-    os.environ.update(_environment(settings.config.worker, scratch))
+    _take_back_environment()
+    _set_environment(_environment(settings.config.worker, scratch))
     try:
         import vllm.v1.engine.async_llm  # noqa: F401
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -125,14 +128,31 @@ def vllm_config(settings: EngineSettings, scratch: Path, meeting: Meeting | None
         registry._SUBPROCESS_COMMAND = LOOK_AT_MODEL
     arguments = engine_args(settings, on_cpu=current_platform.is_cpu())
     refuse_unknown(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
-    os.environ.update(_platform_environment(arguments, settings.config.worker, on_cpu=current_platform.is_cpu()))
+    _set_environment(_platform_environment(arguments, settings.config.worker, on_cpu=current_platform.is_cpu()))
     if meeting is not None:
-        os.environ.update(_network_environment(meeting))
+        _set_environment(_network_environment(meeting))
         arguments |= _several_hosts(settings.config.worker, meeting)
     config = engine_config(AsyncEngineArgs, arguments)
     if wants_routes(settings.config):
         refuse_large(settings.config, shape_of_vllm(config.model_config))
     return config
+
+
+def _set_environment(wanted: Mapping[str, str]) -> None:
+    for name in wanted:
+        _BEFORE.setdefault(name, os.environ.get(name))
+    os.environ.update(wanted)
+
+
+def _take_back_environment() -> None:
+    """Restore the variables that an earlier engine of this process set: it may have had other settings, and what it set
+    would count as the user's."""
+    for name, value in _BEFORE.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _BEFORE.clear()
 
 
 def _several_hosts(worker: schema.Worker, meeting: Meeting) -> dict[str, Any]:
@@ -260,9 +280,13 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
 
 
 def _with_canary(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Add a seat for a canary to the number of samples that the user set."""
+    """Add a seat for a canary to the number of samples that the user set; each of its tokens has to fit a step."""
     seats = {name: arguments.get(name) for name in ("max_num_seqs", "max_num_active_seqs")}
-    return {**arguments, **{name: given + 1 for name, given in seats.items() if isinstance(given, int)}}
+    raised = {name: given + 1 for name, given in seats.items() if isinstance(given, int)}
+    batched = arguments.get("max_num_batched_tokens")
+    if isinstance(batched, int) and batched == arguments.get("max_num_seqs"):
+        raised["max_num_batched_tokens"] = batched + 1
+    return {**arguments, **raised}
 
 
 def samples_at_once(config: VllmConfig) -> int:

@@ -41,13 +41,20 @@ from streamrl.workers.rewards.functions import may_run
 _CHILD = "streamrl.workers.environments.own_child"
 
 
-def build_children(settings: schema.Environment, permissions: Permissions) -> Children:
-    """Check this worker's permission for the target; starts nothing yet."""
+def build_children(
+    settings: schema.Environment, permissions: Permissions, *, longest_wait_s: float | None = None
+) -> Children:
+    """Check this worker's permission for the target; starts nothing yet. `longest_wait_s`: of a call for a thread, then
+    Busy; None: as long as it takes."""
     assert settings.target is not None, "a remote environment has no child processes"
     if settings.target in ENVIRONMENTS:  # a built-in needs no permission to run, but needs one for network access
         permissions = replace(permissions, reward_code=(settings.target,))
     may_run(settings, permissions, section="environment")
-    return Children(settings)
+    return Children(settings, longest_wait_s=longest_wait_s)
+
+
+class Busy(CallFailed):
+    """No thread was free in time: nothing was called."""
 
 
 class Children:
@@ -56,11 +63,11 @@ class Children:
     Environments are assigned in turn, since their calls are short. A rollout of an agent is one call, and holds a slot.
     """
 
-    def __init__(self, settings: schema.Environment) -> None:
+    def __init__(self, settings: schema.Environment, *, longest_wait_s: float | None = None) -> None:
         self.has_agent = self.is_async = False
         self.target = settings.target
         self._settings = settings
-        self._places = [Place(settings) for _ in range(settings.processes)]
+        self._places = [Place(settings, longest_wait_s=longest_wait_s) for _ in range(settings.processes)]
         self._in_turn = itertools.cycle(self._places)
         self._slots = asyncio.Semaphore(0)  # of all places together; `start` sets how many
 
@@ -104,11 +111,11 @@ class Children:
 class Place:
     """One child process, and its successor when it is lost."""
 
-    def __init__(self, settings: schema.Environment) -> None:
+    def __init__(self, settings: schema.Environment, *, longest_wait_s: float | None) -> None:
         self.num_taken = 0  # slots
-        self._settings = settings
+        self._settings, self._longest_wait_s = settings, longest_wait_s
         self._numbers = itertools.count()
-        self._child: Child | None = None
+        self._child: OwnChild | None = None
         self._door: Door | None = None
         self._endpoint: tuple[str, int] | None = None
         self._start_lock = asyncio.Lock()
@@ -132,6 +139,7 @@ class Place:
                 except BaseException:
                     self._door.close()
                     raise
+                self._child.longest_wait_s = self._longest_wait_s
                 self._door.theirs.close()
             return self._child
 
@@ -152,13 +160,18 @@ class OwnChild(Child):
 
     def __init__(self, process: Process, *, description: dict[str, Any], timeout_s: float) -> None:
         super().__init__(process, description=description, timeout_s=timeout_s)
+        self.longest_wait_s: float | None = None
         self._free_threads = asyncio.Semaphore(THREADS)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def call(self, arguments: tuple[Any, ...], *, timeout_s: float | None = None) -> Any:
         if not self._needs_thread(arguments):
             return await super().call(arguments, timeout_s=timeout_s)
-        await self._free_threads.acquire()
+        try:
+            async with asyncio.timeout(self.longest_wait_s):
+                await self._free_threads.acquire()
+        except TimeoutError:
+            raise Busy(f"no thread was free within {self.longest_wait_s:g} s") from None
         call = self._in_background(super().call(arguments, timeout_s=timeout_s), arguments)
         call.add_done_callback(lambda _: self._free_threads.release())
         return await asyncio.shield(call)
@@ -207,9 +220,13 @@ class OwnEnvironment:
             child, number = await self._children.next()
             try:
                 opening = read_text(await child.call(("reset", number, dict(row))))
+            except Busy:
+                raise
             except BaseException:  # the caller has no episode to close, and the child's instance would leak
                 child.notify(("close", number, None))
                 raise
+        except Busy:
+            raise
         except (CallFailed, ValueError) as error:
             raise SampleError(f"the environment failed in reset: {error}") from None
         return _OwnEpisode(child, number, opening=opening)
@@ -230,6 +247,8 @@ class _OwnEpisode:
         try:
             observation, reward, done = await self._child.call(("step", self._number, completion))
             return read_answer(observation, reward, done)
+        except Busy:
+            raise
         except (CallFailed, ValueError, TypeError) as error:  # user code can write anything to the pipe
             raise SampleError(f"the environment failed in step: {error}") from None
 

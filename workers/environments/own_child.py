@@ -27,6 +27,7 @@ from streamrl.workers.environments.base import MAX_GIVEN_CHARS
 
 THREADS = 64  # for environments that block on something outside, and for agents that are plain functions
 _MAX_HANGING = THREADS // 2  # beyond that, the process is replaced
+_MOST_MADE_AT_ONCE = 1024
 _MAX_REWARDS, _MAX_NAME_CHARS = 8, 64  # named rewards per rollout
 
 
@@ -49,6 +50,8 @@ class Games:
         self.in_threads = [name for name, method in methods.items() if method and not is_async(method)]
         self._rollouts: dict[int, Any] = {}
         self._threads = ThreadPoolExecutor(THREADS + _MAX_HANGING)
+        # Instances of a class whose `reset` is async are made beside its calls, whose number nobody limits.
+        self._makers = self._threads if "reset" in self.in_threads else ThreadPoolExecutor(_MOST_MADE_AT_ONCE)
         self._given_up: list[Future[Any]] = []  # cancelled calls whose threads may still run: nothing can stop them
 
     async def answer(self, command: str, rollout: int, argument: Any) -> Any:
@@ -58,7 +61,7 @@ class Games:
                 await self._call(instance.close)
             return None
         if command == "reset":
-            instance = self._rollouts[rollout] = await self._call(self._make)
+            instance = self._rollouts[rollout] = await self._in_thread(self._makers, self._make)
             return _text(await self._call(instance.reset, argument), "reset()")
         returned = await self._call(self._rollouts[rollout].step, argument)
         if not isinstance(returned, tuple) or len(returned) != 3:
@@ -74,7 +77,10 @@ class Games:
     async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         if inspect.iscoroutinefunction(method):
             return await method(*arguments)
-        call = self._threads.submit(method, *arguments)
+        return await self._in_thread(self._threads, method, *arguments)
+
+    async def _in_thread(self, threads: ThreadPoolExecutor, method: Callable[..., Any], *arguments: Any) -> Any:
+        call = threads.submit(method, *arguments)
         try:
             return await asyncio.wrap_future(call)
         except asyncio.CancelledError:

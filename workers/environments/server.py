@@ -1,7 +1,8 @@
 """The server side of `remote`: serves a user's environment class over HTTP, in processes with the limits of a worker.
 
 The outcome of each turn is kept until the next: a caller whose reply was lost repeats the turn and gets the same answer
-or error, and nothing is played twice. A rollout that failed plays no further turn. Rollouts idle for `idle_s` are
+or error, and nothing is played twice. A call for which no thread is free soon is refused with 429, before its caller
+gives it up: it would be played for nobody. A rollout that failed plays no further turn. Rollouts idle for `idle_s` are
 closed. Status 422: the fault of the user's code or the request; 410: no such rollout here, because it was closed or the
 service restarted.
 """
@@ -28,6 +29,7 @@ from starlette.routing import Route
 from streamrl.errors import SampleError
 from streamrl.web import KEEP_ALIVE_S, Server
 from streamrl.workers.environments.base import Answer, Environment, Episode
+from streamrl.workers.environments.own import Busy
 from streamrl.workers.reward_server.server import check_caller, http_error, internal_error, read_body
 
 MAX_ROLLOUTS = 4096
@@ -94,6 +96,9 @@ class EnvironmentApp:
                 reply = await call(body)
             except SampleError as error:
                 raise HTTPException(422, str(error)) from None
+            except Busy as error:
+                # 429, and not 503: callers wait for as long, and it does not count as a failure of this replica.
+                raise HTTPException(429, f"busy: {error}", {"retry-after": "1"}) from None
             if call == self._reset and await request.is_disconnected():
                 await self._close(reply)  # the caller is gone and will never know this rollout
             return JSONResponse(reply)
@@ -108,8 +113,7 @@ class EnvironmentApp:
             raise HTTPException(422, "`row` must be an object: the prompt's row without its prompt")
         await self._forget_idle()
         if len(self._rollouts) >= MAX_ROLLOUTS:
-            # 429, and not 503: callers wait for as long, and it does not count as a failure of this replica.
-            raise HTTPException(429, f"busy: {MAX_ROLLOUTS} rollouts are in progress", {"retry-after": "1"})
+            raise Busy(f"{MAX_ROLLOUTS} rollouts are in progress")
         episode, number = await self._environment.begin(row), secrets.token_hex(8)
         self._rollouts[number] = _Rollout(episode=episode, last_used=self._clock())
         return {"id": number, "observation": episode.opening or None}
@@ -124,11 +128,15 @@ class EnvironmentApp:
         rollout.last_used = self._clock()
         async with rollout.turns:
             if turn == rollout.turn + 1 and isinstance(rollout.outcome, Answer):
+                before = rollout.outcome
                 rollout.turn, rollout.outcome = turn, SampleError("the turn was not played to its end")
                 try:
                     rollout.outcome = await rollout.episode.step(completion)
                 except SampleError as error:
                     rollout.outcome = error
+                except Busy:  # it was not played at all
+                    rollout.turn, rollout.outcome = turn - 1, before
+                    raise
             answer = rollout.outcome
             if isinstance(answer, SampleError):
                 raise HTTPException(422, str(answer))

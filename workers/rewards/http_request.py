@@ -33,6 +33,7 @@ from streamrl.workers.rewards.forms import FORMS, Form
 _CONNECT_TIMEOUT_S = 5.0
 _MAX_ANSWER_BYTES = 4096  # in addition to what the form allows per row
 _MAX_REASON_CHARS = 200
+_PAGE_S = 1.0  # for the rest of an error's page
 _MAX_PAGE_BYTES = 1 << 16  # read of an error's page; far more than is shown, so that no token is cut in half
 _GONE = 410
 _REFUSALS = (400, 413, 422, _GONE)  # the service has read the request; a retry would get the same answer
@@ -194,14 +195,16 @@ async def _read(response: httpx.Response, max_bytes: int) -> bytes:
 
 
 async def _read_page(response: httpx.Response) -> bytes:
-    """Read the beginning of an error's page. Whatever its size and coding, the status counts."""
+    """Read the beginning of an error's page. Whatever its size and coding, also if it ends early, the status counts."""
     if "content-encoding" in response.headers:
         return b"a compressed body"
     page = bytearray()
-    async for part in response.aiter_bytes():
-        page += part
-        if len(page) > _MAX_PAGE_BYTES:
-            break
+    with contextlib.suppress(httpx.HTTPError, TimeoutError):
+        async with asyncio.timeout(_PAGE_S):
+            async for part in response.aiter_bytes():
+                page += part
+                if len(page) > _MAX_PAGE_BYTES:
+                    break
     return bytes(page)
 
 

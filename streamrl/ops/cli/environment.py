@@ -18,6 +18,7 @@ from streamrl.process import address_of, bind
 from streamrl.recipe import tasksets
 
 _DEFAULTS = schema.Environment.model_fields
+_WAIT = 1 / 8  # of the time for an answer: for a free thread, before callers are told to come again
 
 
 @click.group()
@@ -104,4 +105,5 @@ def serve(
                 write_durably(url_file, url.encode())
             click.echo(f"environment server: {target} at {url}")
 
-        run(EnvironmentApp(OwnEnvironment(build_children(settings, permissions)), token=token), bound, ready)
+        children = build_children(settings, permissions, longest_wait_s=settings.timeout_s * _WAIT)
+        run(EnvironmentApp(OwnEnvironment(children), token=token), bound, ready)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, RunGone
 from streamrl.extras import need
 from streamrl.ops.cli.arguments import MovingLine, OutputFile, open_run, print_result, takes_json, takes_run
 from streamrl.ops.launch.processes import Interrupts
@@ -94,12 +94,18 @@ def live(target: Target, output: Path, file_bytes: int, max_bytes: int, once: bo
             continued = f", continuing after {writer.last_id}" if writer.num_files else ""
             click.echo(printable(f"recording run {info.name} into {output}{continued}; Ctrl-C ends it"), err=True)
             show = _Progress(writer)
-            run_session(tap, writer, stopped=lambda: interrupts.count > 0, follow=not once, show=show)
+            gone: RunGone | None = None  # raised once the result is printed
+            try:
+                run_session(tap, writer, stopped=lambda: interrupts.count > 0, follow=not once, show=show)
+            except RunGone as error:
+                gone = error
             show.end()
     result = {"run": info.name, "output": str(output), "missed": tap.num_missed}
     result |= {name.removeprefix("num_"): value for name, value in asdict(writer.written).items()}
     result |= {"files": writer.num_files, "files_bytes": writer.num_bytes}
     print_result(result, [_line(writer.written, tap.num_missed, output)], as_json=as_json, indent=None)
+    if gone is not None:
+        raise gone
 
 
 class _Progress:

@@ -185,6 +185,7 @@ def _as_text(row: PromptRow, completion: str) -> tuple[str, list[int], str]:
 
 def _encoder(model: str) -> _Encode:
     need("--model", "transformers", extra="learner")
+    from streamrl.chat_templates import TEMPLATE_ERRORS
     from streamrl.learner.groups.prompts import Tokenizer
     from streamrl.workers.engines.model import read_model
     from streamrl.workers.rewards.chats import after_an_answer
@@ -198,8 +199,11 @@ def _encoder(model: str) -> _Encode:
             raise DataError(f"--model {model}: its tokenizer has no chat template, and line {row.line} is a chat")
         prompt = row.plain
         if row.messages is not None:
-            prompt = str(tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True))
-        return prompt, tokenizer([completion], add_special_tokens=False)["input_ids"][0], end
+            try:
+                prompt = tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True)
+            except TEMPLATE_ERRORS as error:
+                raise DataError(f"--model {model}: the chat template rejects line {row.line}: {error}") from None
+        return str(prompt), tokenizer([completion], add_special_tokens=False)["input_ids"][0], end
 
     return encode
 

@@ -50,12 +50,17 @@ def await_lease(
     then.
     """
 
-    def try_once() -> str | None:
+    def ask() -> tuple[str, list[Any]]:  # anew after each failure: age and uid change while Redis is away
         age_ms = 0 if began is None else int(1000 * (time.monotonic() - began))
-        args = (run_uid(), holder, int(lease_s * 1000), int(takeover), age_ms)
-        call = Call(scripts.TAKE_LEASE, (keys.lease, keys.meta, keys.control), args)
-        reply = repeat(client, "take the run's lease", partial(run, client, call), give_up_after_s=give_up_after_s)
+        uid = run_uid()
+        args = (uid, holder, int(lease_s * 1000), int(takeover), age_ms)
+        return uid, run(client, Call(scripts.TAKE_LEASE, (keys.lease, keys.meta, keys.control), args))
+
+    def try_once() -> str | None:
+        uid, reply = repeat(client, "take the run's lease", ask, give_up_after_s=give_up_after_s)
         if reply[0] == b"TAKEN":
+            if uid != run_uid():  # the learner that has claimed it gave the folder its uid meanwhile
+                return try_once()
             raise _name_taken(client, keys, reply)
         if reply[0] == b"ENDED":
             raise Ended(

@@ -169,17 +169,23 @@ def check_disk(loaded: Loaded) -> Iterator[Finding]:
     keep = config.checkpoint.keep_last + config.checkpoint.keep_best + 1  # one is being written
     needed = keep * trained_parameters(config) * _CHECKPOINT_BYTES
     remedy = "make room, choose another `dir`, or lower checkpoint.keep_last and keep_best"
-    yield _has_room("disk", folder, needed, what=f"{keep} checkpoints", remedy=remedy)
+    begun = (config.folder / "run.json").exists()  # it has some of that already, and needs less
+    yield _has_room("disk", folder, needed, what=f"{keep} checkpoints", remedy=remedy, may_have_some=begun)
     if (store := folder_of(config.weights.store)) is not None:
         needed = needed_bytes(published_bytes(config), config.weights)
         remedy = "make room, or choose another weights.store"
-        yield _has_room("weights disk", first_there(store), needed, what="the weights", remedy=remedy)
+        found = first_there(store)
+        yield _has_room("weights disk", found, needed, what="the weights", remedy=remedy, may_have_some=begun)
 
 
-def _has_room(name: str, folder: Path, needed: int, *, what: str, remedy: str) -> Finding:
+def _has_room(name: str, folder: Path, needed: int, *, what: str, remedy: str, may_have_some: bool = False) -> Finding:
     free = shutil.disk_usage(folder).free
     seen = f"{size(free)} free at {folder}, about {size(needed)} for {what}"
-    return error(name, seen, remedy) if needed > free else ok(name, seen)
+    if needed <= free:
+        return ok(name, seen)
+    return (
+        warning(name, f"{seen}, which the run may have in part", remedy) if may_have_some else error(name, seen, remedy)
+    )
 
 
 def check_limits(loaded: Loaded) -> Iterator[Finding]:

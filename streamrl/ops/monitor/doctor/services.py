@@ -6,6 +6,7 @@ Its reward services and teacher servers: reachable, at the addresses that worker
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import ssl
 import time
@@ -193,12 +194,11 @@ def _service(label: str, address: str, asked_at: Callable[[str], str]) -> Findin
 
 def _opener() -> urllib.request.OpenerDirector:
     """Return what asks as a worker does: without proxies and redirects, and trusting what its HTTP client trusts."""
-    try:
+    context = ssl.create_default_context()  # with the machine's authorities, and SSL_CERT_FILE's
+    with contextlib.suppress(ImportError):
         import certifi  # comes with the workers' HTTP client
 
-        context = ssl.create_default_context(cafile=certifi.where())
-    except ImportError:
-        context = ssl.create_default_context()
+        context.load_verify_locations(certifi.where())
     https = urllib.request.HTTPSHandler(context=context)
     return urllib.request.build_opener(urllib.request.ProxyHandler({}), https, _NoRedirects)
 
