@@ -7,6 +7,7 @@ start. A fork starts from weights alone, and may change everything.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -100,7 +101,7 @@ class Change:
 def changes(before: Config, after: Config, *, working_directory: str = "") -> list[Change]:
     """Return the differences setting by setting; a section that only one of them has differs in all its settings.
     `working_directory`: where the relative paths of `before` begin; where we work, if it is empty or was moved."""
-    began_in = Path(working_directory) if Path(working_directory).is_dir() else Path()
+    began_in = Path(working_directory if os.path.isdir(working_directory) else "")  # False also where we may not look
     folders = (began_in, *_moved_with_its_folder(before, after))
     old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, after))
     keys = [*new, *(key for key in old if key not in new)]

@@ -204,6 +204,21 @@ async def test_a_call_that_finds_no_thread_in_time_is_not_made(start: Start) -> 
         assert await environment.begin({}), "they are free again"
 
 
+async def test_a_rollout_is_closed_however_long_that_waits_for_a_thread(start: Start) -> None:
+    async with start("Slow", longest_wait_s=0.01, options={"slow": "step"}) as environment:
+        busy = [await environment.begin({}) for _ in range(THREADS)]
+        over = await environment.begin({})
+        steps = [asyncio.create_task(one.step("")) for one in busy]
+        await asyncio.sleep(0)
+        await over.close()
+        await asyncio.gather(*steps)
+
+        async def num_closed() -> bool:
+            return (await busy[0].step("")).observation.split()[1] == "1"
+
+        await wait_until_async(num_closed, description="it is closed")
+
+
 async def test_threads_that_hang_are_not_among_those_that_a_call_waits_for(start: Start) -> None:
     async with start("Slow", options={"slow": ""}, timeout_s=5.0) as environment:
         rollouts = [await environment.begin({}) for _ in range(THREADS)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from streamrl.cpu_vllm import is_cpu_build
 from streamrl.errors import ConfigError
 from streamrl.workers.engines.base import EngineSettings, Meeting
 from streamrl.workers.engines.model import read_model
@@ -146,6 +147,7 @@ def of_the_user(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     _take_back_environment()
 
 
+@pytest.mark.skipif(not is_cpu_build(), reason="a GPU's vLLM is told other things")
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")  # torch, which imports its compiler
 @pytest.mark.parametrize("given", [{}, {THREADS: "3", BIND: "all", "TORCHDYNAMO_DISABLE": "0", "VLLM_HOST_IP": "::1"}])
 def test_an_engine_starts_in_the_user_s_environment_whatever_an_earlier_one_was_told(

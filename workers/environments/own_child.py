@@ -27,7 +27,7 @@ from streamrl.workers.environments.base import MAX_GIVEN_CHARS
 
 THREADS = 64  # for environments that block on something outside, and for agents that are plain functions
 _MAX_HANGING = THREADS // 2  # beyond that, the process is replaced
-_MOST_MADE_AT_ONCE = 1024
+_MB_PER_MAKER = 32  # of the memory limit: the stack of a thread counts, and is 8 MB by default
 _MAX_REWARDS, _MAX_NAME_CHARS = 8, 64  # named rewards per rollout
 
 
@@ -43,7 +43,7 @@ class Session:
 class Games:
     """Rollouts of a class with `step`."""
 
-    def __init__(self, make: partial[Any]) -> None:
+    def __init__(self, make: partial[Any], *, memory_mb: int) -> None:
         self._make = make
         methods = {name: getattr(make.func, name, None) for name in ("reset", "step", "close")}
         is_async = inspect.iscoroutinefunction
@@ -51,7 +51,8 @@ class Games:
         self._rollouts: dict[int, Any] = {}
         self._threads = ThreadPoolExecutor(THREADS + _MAX_HANGING)
         # Instances of a class whose `reset` is async are made beside its calls, whose number nobody limits.
-        self._makers = self._threads if "reset" in self.in_threads else ThreadPoolExecutor(_MOST_MADE_AT_ONCE)
+        makers = max(THREADS, memory_mb // _MB_PER_MAKER)
+        self._makers = self._threads if "reset" in self.in_threads else ThreadPoolExecutor(makers)
         self._given_up: list[Future[Any]] = []  # cancelled calls whose threads may still run: nothing can stop them
 
     async def answer(self, command: str, rollout: int, argument: Any) -> Any:
@@ -145,7 +146,8 @@ def main() -> None:
                 )
             handler = Agents(_agent(found, setup["options"]), is_async=is_async)
         else:
-            handler = Games(_checked(bind(found, setup["options"]), setup["target"]))
+            make = _checked(bind(found, setup["options"]), setup["target"])
+            handler = Games(make, memory_mb=setup["memory_mb"])
     except BaseException as error:  # noqa: BLE001 - user code may raise anything while it is imported
         write_answer(answers, {"error": describe(error)})
         return

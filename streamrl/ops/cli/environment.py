@@ -60,7 +60,7 @@ def tasks(taskset: str, *, python: str, options: tuple[str, ...], first: int, co
     "--timeout-s",
     type=click.FloatRange(min=0, min_open=True),
     default=0.8 * _DEFAULTS["timeout_s"].default,
-    help="Per answer; less than the workers' environment.timeout_s, so that they get its failure.",
+    help="Per answer. Nine eighths of it must be less than the workers' environment.timeout_s: they get its failure.",
 )
 @click.option(
     "--memory-mb", type=click.IntRange(min=1), default=_DEFAULTS["memory_mb"].default, help="Memory limit per process."
