@@ -120,7 +120,7 @@ async def test_what_finds_no_thread_is_not_played_and_is_asked_for_again() -> No
     _, begun = await ask(app, "/reset", {"row": {}})
     turn = {"id": begun["id"], "turn": 1, "completion": "a"}
     assert await ask(app, "/step", turn) == busy
-    assert await ask(app, "/step", turn) == (200, {"observation": "a", "reward": None, "done": False})
+    assert await ask(app, "/step", turn) == (200, {"observation": "a", "reward": 0.0, "done": False})
 
 
 def test_a_server_gives_up_before_workers_do() -> None:

@@ -107,12 +107,16 @@ async def test_an_errors_page_that_does_not_arrive_whole_leaves_the_status_as_it
 ) -> None:
     monkeypatch.setattr(http_request, "_PAGE_S", 0.1)
 
+    answered = asyncio.Event()
+
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 429 Busy\r\nretry-after: 30\r\ncontent-length: 100\r\n\r\nnot now")
         if rest is None:
-            await asyncio.Event().wait()
+            await reader.read()  # until the client has given up
         writer.close()
+        await writer.wait_closed()
+        answered.set()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -120,7 +124,9 @@ async def test_an_errors_page_that_does_not_arrive_whole_leaves_the_status_as_it
         with pytest.raises(TryAgain, match="answered 429: not now") as found:
             await post(client, url, {}, timeout_s=20.0, max_bytes=100)
     assert found.value.rest_s == 30.0
+    await answered.wait()
     server.close()
+    await server.wait_closed()
 
 
 def picky(bad: httpx.Response) -> Callable[[httpx.Request], httpx.Response]:
