@@ -14,9 +14,6 @@ import redis
 
 from streamrl.config import schema
 from streamrl.config.load import load_config
-from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState
-from streamrl.learner.checkpoints.terms import CheckpointName, claim_run
-from streamrl.learner.groups.ledger import FeedState
 from streamrl.ops.cli.main import main
 from streamrl.ops.monitor.runs import find_target
 from streamrl.protocol.transport.acl import Role
@@ -24,6 +21,7 @@ from streamrl.protocol.transport.address import split_password
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.keys import Keys
+from tests.made_checkpoint import make_checkpoint
 from tests.tiny_models import make_model
 
 
@@ -225,22 +223,6 @@ def test_the_run_of_a_learner_is_found_in_its_folder_also_where_the_server_was_a
     folder = tmp_path / "runs" / "mine"
     assert "of-learner" not in (folder / "config.yaml").read_text()
     assert find_target(folder, None, None).server() == split_password(role_urls["learner"])[0]
-
-
-def make_checkpoint(config: schema.Config) -> None:
-    root = CheckpointRoot(config.folder)
-    uid = claim_run(config.folder)
-    root.claim_term(uid)
-    name = CheckpointName(1, 5)
-    (root.new_folder(name) / "weights").write_bytes(b"w")
-    state = CheckpointState(
-        run_uid=uid,
-        step=5,
-        stream=FeedState(),
-        data_fingerprint="",
-        extra={"config": config.model_dump(mode="json")},
-    )
-    root.commit(name, state)
 
 
 def test_a_run_that_may_not_resume_is_refused_when_it_is_started_and_may_be_joined(

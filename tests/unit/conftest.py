@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+from tests.config_world import GOOD
 
 
 @pytest.fixture
@@ -16,3 +19,11 @@ def quiet_transformers() -> Iterator[None]:
     transformers.logging.set_verbosity_error()
     yield
     transformers.logging.set_verbosity(before)
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    """A configuration without a mistake."""
+    path = tmp_path / "good.yaml"
+    path.write_text(GOOD)
+    return path

@@ -11,10 +11,8 @@ from streamrl.config import schema
 from streamrl.config.changes import changes, check_changes, refusal_of
 from streamrl.config.explain import known_keys
 from streamrl.errors import ConfigError
-from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState
-from streamrl.learner.checkpoints.resume import changed_since_checkpoint, settings_to_compare
-from streamrl.learner.checkpoints.terms import CheckpointName, claim_run
-from streamrl.learner.groups.ledger import FeedState
+from streamrl.learner.checkpoints.resume import changed_since_checkpoint
+from tests.made_checkpoint import make_checkpoint
 
 
 def make_config(**sections: Any) -> schema.Config:
@@ -172,20 +170,6 @@ def test_a_reward_that_came_or_went_is_refused() -> None:
 
 def scored_by(target: str, **sections: Any) -> schema.Config:
     return make_config(rewards={"near": {"type": "function", "target": target}}, **sections)
-
-
-def make_checkpoint(config: schema.Config) -> None:
-    root = CheckpointRoot(config.folder)
-    uid = claim_run(config.folder)
-    root.claim_term(uid)
-    name = CheckpointName(1, 5)
-    (root.new_folder(name) / "weights").write_bytes(b"w")
-    root.commit(
-        name,
-        CheckpointState(
-            run_uid=uid, step=5, stream=FeedState(), data_fingerprint="", extra=settings_to_compare(config)
-        ),
-    )
 
 
 def refusals(before: schema.Config, after: schema.Config) -> list[str]:

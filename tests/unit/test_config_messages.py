@@ -10,15 +10,8 @@ import pytest
 from streamrl.protocol.wire.codec import MAX_MESSAGE_BYTES
 from streamrl.protocol.wire.group import decode_body, decode_header, encode_group
 from streamrl.protocol.wire.sample import Sample, Span
-from tests.config_world import GOOD, problems
+from tests.config_world import problems
 from tests.helpers import make_group, make_sample, make_ticket
-
-
-@pytest.fixture
-def good(tmp_path: Path) -> Path:
-    path = tmp_path / "good.yaml"
-    path.write_text(GOOD)
-    return path
 
 
 def test_a_group_that_would_be_too_large_for_a_message_is_refused_before_anybody_makes_it(good: Path) -> None:

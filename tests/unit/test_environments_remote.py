@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -15,77 +13,10 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardOutage, SampleError
 from streamrl.permissions import Permissions
 from streamrl.workers.environments.base import MAX_GIVEN_CHARS, Answer, EnvironmentDouble, Episode
-from streamrl.workers.environments.remote import ATTEMPTS, CLOSE_S, RemoteEnvironment, build_remote
-from streamrl.workers.environments.server import EnvironmentApp
+from streamrl.workers.environments.remote import ATTEMPTS, CLOSE_S, build_remote
 from tests.helpers import wait_until_async
 from tests.http_reward_world import until
-
-ONE, TWO = "http://one:1", "http://two:2"
-Reply = httpx.Response | Exception
-
-
-def echo(row: Mapping[str, Any], said: list[str]) -> Answer:
-    return Answer(observation=f"{row['name']}: {said[-1]}", reward=len(said) / 2, done=said[-1] == "bye")
-
-
-class Services:
-    """Hosts with a server each, and what their networks do: `meddle` may answer, or lose an answer, in its stead."""
-
-    def __init__(self, *hosts: str, token: str | None = None) -> None:
-        self.token = token
-        self.environments = {host: EnvironmentDouble(echo, opening="hi") for host in hosts}
-        self.asked: list[tuple[str, str]] = []
-        self.down: set[str] = set()
-        self.meddle: Callable[[str, str, httpx.Response], Reply] = lambda host, path, answer: answer
-        for host in hosts:
-            self.begin_anew(host)
-
-    def begin_anew(self, host: str) -> None:
-        self.apps = {**getattr(self, "apps", {}), host: EnvironmentApp(self.environments[host], token=self.token)}
-
-    def num_open(self) -> list[int]:
-        return [environment.num_open for environment in self.environments.values()]
-
-    async def __call__(self, request: httpx.Request) -> httpx.Response:
-        host, path = request.url.host, request.url.path
-        self.asked.append((host, path))
-        if host in self.down:
-            raise httpx.ConnectError("refused")
-        transport = httpx.ASGITransport(self.apps[host].asgi())
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            headers = {name: value for name, value in request.headers.items() if name == "authorization"}
-            answer = await client.post(path, content=request.content, headers=headers)
-        meddled = self.meddle(host, path, httpx.Response(answer.status_code, content=answer.content))
-        if isinstance(meddled, Exception):
-            raise meddled
-        return meddled
-
-
-class HangsAtTheEnd(Services):
-    """Does not answer when a rollout is closed."""
-
-    num_cancelled = 0
-
-    async def __call__(self, request: httpx.Request) -> httpx.Response:
-        if request.url.path != "/close":
-            return await super().__call__(request)
-        try:
-            return await asyncio.get_running_loop().create_future()
-        except asyncio.CancelledError:
-            self.num_cancelled += 1
-            raise
-
-
-@asynccontextmanager
-async def played_by(services: Services, *urls: str, **settings: Any) -> AsyncIterator[RemoteEnvironment]:
-    chosen = schema.Environment(urls=urls, **{"timeout_s": 5.0, "outage_s": 60.0, **settings})
-    remote = build_remote(
-        chosen, Permissions(hosts=("one", "two")), transport=httpx.MockTransport(services), first_pause_s=0.001
-    )
-    try:
-        yield remote
-    finally:
-        await remote.close()
+from tests.remote_environment_world import ONE, TWO, HangsAtTheEnd, Reply, Services, played_by
 
 
 async def test_a_rollout_stays_with_the_replica_that_began_it_and_is_closed_there() -> None:
@@ -159,130 +90,6 @@ async def test_a_replica_that_rests_for_longer_than_an_outage_may_last_loses_its
         rollout = await remote.begin({"name": "a"})
         with pytest.raises(SampleError, match=r"lost with its replica: .*answered 429: later"):
             await rollout.step("x")
-
-
-async def test_while_no_replica_is_there_rollouts_wait_and_none_fails() -> None:
-    services = Services("one", "two")
-    services.down = {"one", "two"}
-    async with played_by(services, ONE, TWO) as remote:
-        waiting = [asyncio.create_task(remote.begin({"name": str(i)})) for i in range(20)]
-
-        async def is_out() -> bool:
-            return remote.outage() is not None
-
-        await wait_until_async(is_out, description="the outage shows")
-        assert not any(task.done() for task in waiting)
-        services.down = {"two"}
-        rollouts = await asyncio.gather(*waiting)
-        assert [(await one.step("x")).observation for one in rollouts] == [f"{i}: x" for i in range(20)]
-        assert remote.outage() is None
-
-
-async def test_an_outage_that_lasts_gives_tickets_back() -> None:
-    services = Services("one")
-    services.down = {"one"}
-    async with played_by(services, ONE, outage_s=0.2) as remote:
-        with pytest.raises(RewardOutage, match=r"answered for 0.2 s: http://one:1: ConnectError: refused"):
-            await remote.begin({"name": "a"})
-
-
-@pytest.mark.parametrize("num_before", [0, 1])
-async def test_restarts_of_a_service_that_plays_in_between_fail_nothing(num_before: int) -> None:
-    """However long it is since the first one, and even if all rollouts are cut off: no answer was `done`."""
-    services, loop = Services("one"), asyncio.get_running_loop()
-    async with played_by(services, ONE, outage_s=0.3) as remote:
-        for _ in range(2):
-            lost = await remote.begin({"name": "a"})
-            for _ in range(num_before):
-                await lost.step("x")
-            services.begin_anew("one")
-            with pytest.raises(RewardOutage, match="answered 410"):
-                await lost.step("x")
-            await lost.close()
-            cut_off = await remote.begin({"name": "a"})
-            assert not (await cut_off.step("x")).done
-            await cut_off.close()
-            until_s = loop.time() + 0.3
-            await until(lambda until_s=until_s: loop.time() > until_s, "longer ago than an outage may last")
-
-
-@pytest.mark.parametrize("status", [502, 503, 504])
-async def test_a_gateway_before_a_service_that_is_away_is_an_outage_too(status: int) -> None:
-    services, away = Services("one", "two"), [True]
-    services.meddle = lambda host, path, answer: httpx.Response(status) if away[0] else answer
-    async with played_by(services, ONE, TWO) as remote:
-        waiting = [asyncio.create_task(remote.begin({"name": str(i)})) for i in range(2)]
-
-        async def is_asked_often() -> bool:
-            return len(services.asked) > 2 * ATTEMPTS
-
-        await wait_until_async(is_asked_often, description="more questions than all rollouts have attempts")
-        assert not any(task.done() for task in waiting)
-        away[0] = False
-        rollouts = await asyncio.gather(*waiting)
-        assert [(await one.step("x")).observation for one in rollouts] == [f"{i}: x" for i in range(2)]
-
-
-async def test_a_gateway_before_a_service_that_stays_away_gives_tickets_back() -> None:
-    services = Services("one")
-    services.meddle = lambda host, path, answer: httpx.Response(503, text="no backend")
-    async with played_by(services, ONE, outage_s=0.5) as remote:
-        with pytest.raises(RewardOutage, match=r"answered for 0.5 s: http://one:1: answered 503: no backend"):
-            await remote.begin({"name": "a"})
-
-
-async def test_a_replica_that_dies_costs_its_own_rollouts_alone() -> None:
-    services = Services("one", "two")
-    async with played_by(services, ONE, TWO) as remote:
-        rollouts = [await remote.begin({"name": str(i)}) for i in range(8)]
-        services.down = {"one"}
-        told = await asyncio.gather(*(one.step("x") for one in rollouts), return_exceptions=True)
-        num_of_one = sum(isinstance(one, SampleError) for one in told)
-        assert num_of_one == services.environments["one"].num_open
-        assert sum(isinstance(one, Answer) for one in told) == 8 - num_of_one > 0
-        assert (await (await remote.begin({"name": "new"})).step("x")).observation == "new: x"
-        services.down = set()
-
-        async def is_asked_again() -> bool:
-            await remote.begin({"name": "new"})
-            return services.environments["one"].num_open > num_of_one
-
-        await wait_until_async(is_asked_again, description="the first one has rollouts again")
-
-
-@pytest.mark.parametrize("comes_back", [True, False])
-async def test_where_the_only_replica_is_lost_the_ticket_goes_back(comes_back: bool) -> None:
-    services = Services("one")
-    async with played_by(services, ONE) as remote:
-        rollout = await remote.begin({"name": "a"})
-        services.begin_anew("one")
-        if not comes_back:
-            services.down = {"one"}
-        with pytest.raises(RewardOutage, match="lost with its replica: http://one:1"):
-            await rollout.step("x")
-
-
-@pytest.mark.parametrize("num_before", [0, 1])
-async def test_a_service_that_keeps_losing_rollouts_fails_them_in_the_end(num_before: int) -> None:
-    services = Services("one")
-
-    async def play(remote: RemoteEnvironment) -> type[Exception]:
-        rollout = await remote.begin({"name": "a"})
-        for _ in range(num_before):
-            await rollout.step("x")
-        services.begin_anew("one")
-        with pytest.raises((RewardOutage, SampleError)) as raised:
-            await rollout.step("x")
-        await rollout.close()
-        return raised.type
-
-    async with played_by(services, ONE, outage_s=0.3) as remote:
-        assert await play(remote) is RewardOutage
-
-        async def fails() -> bool:
-            return await play(remote) is SampleError
-
-        await wait_until_async(fails, description="nothing has come to an end for so long that samples fail")
 
 
 async def test_what_the_environment_refuses_fails_this_sample_and_is_asked_once() -> None:
