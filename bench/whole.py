@@ -9,8 +9,10 @@
     (generated tokens x bare vLLM + trained tokens x bare passes) / core-seconds of the run, and the same for TRL
 
 One thread per process, on two cores. Tokens that are generated but not trained (dropped groups, samples in flight at
-the end) count as generated: the run pays for them, and so does bare vLLM. Core-seconds are valid on a machine with
-other load, except for shared caches. Takes about 25 minutes, six of them for TRL's two steps at 25M; --quick omits TRL.
+the end) count as generated: the run pays for them, and so does bare vLLM. What a core does in a second changes on a
+shared machine within minutes, so the minimum is measured between two runs whose tokens and core-seconds are added: a
+steady change cancels, and what a token costs in the second run over the first is told. Takes about 35 minutes, six of
+them for TRL's two steps at 25M; --quick omits TRL.
 """
 
 from __future__ import annotations
@@ -96,10 +98,11 @@ def _measure(case: Case, folder: Path, python: Path | None, *, say: Say) -> list
     write_model(case.name, folder / "model", folder / "prompts.jsonl")
     settings = _settings(case, folder)
     say(f"{case.name}: a run of {case.steps} steps")
-    ran = _run(settings, folder, say)
-    say(f"{case.name}: {ran.made:,} tokens made and {ran.trained:,.0f} trained in {ran.seconds:.0f} s; now bare")
-    least = bare(schema.Config.model_validate(settings), case.name, answer=ran.answer)
-    lines = list(lines_of(case, ran, least))
+    first = _run(settings, folder / "first", say)
+    say(f"{case.name}: {first.made:,} tokens made and {first.trained:,.0f} trained in {first.seconds:.0f} s; now bare")
+    least = bare(schema.Config.model_validate(settings), case.name, answer=first.answer)
+    say(f"{case.name}: a second run of {case.steps} steps")
+    lines = list(lines_of(case, first, _run(settings, folder / "second", say), least))
     if python is not None:
         say(f"{case.name}: {case.trl_steps} steps of TRL")
         lines += trl_lines(case, _run_trl(case, folder, python), least)
@@ -108,7 +111,9 @@ def _measure(case: Case, folder: Path, python: Path | None, *, say: Say) -> list
     return lines
 
 
-def lines_of(case: Case, ran: Ran, least: Bare) -> Iterator[Line]:
+def lines_of(case: Case, first: Ran, second: Ran, least: Bare) -> Iterator[Line]:
+    """`least` was measured between the two runs."""
+    ran = together(first, second)
     name, total = case.name, sum(ran.spent.values())
     made_s, trained_s = ran.made * least.made.cpu_s, ran.trained * least.trained.cpu_s
     yield Bar(name=f"{name}: bare / run", value=(made_s + trained_s) / total, unit="x", goal=case.goal, better="higher")
@@ -117,11 +122,31 @@ def lines_of(case: Case, ran: Ran, least: Bare) -> Iterator[Line]:
         name=f"{name}: wall time, bare and perfectly overlapped / run", value=overlapped_s / ran.seconds, unit="x"
     )
     yield Fact(name=f"{name}: tokens made that were not trained", value=1 - ran.used / ran.made, unit="x")
+    yield Fact(
+        name=f"{name}: core-seconds of a token, second run / first", value=_price(second) / _price(first), unit="x"
+    )
     yield Fact(name=f"{name}: before the first sample", value=ran.start_s, unit="s")
     yield Fact(name=f"{name}: bare vLLM", value=made_s, unit="core-s")
     yield Fact(name=f"{name}: bare passes", value=trained_s, unit="core-s")
     for part, seconds in ran.spent.most_common():
         yield Fact(name=f"{name}: {part}", value=seconds, unit="core-s")
+
+
+def together(first: Ran, second: Ran) -> Ran:
+    """Both runs as if they were one; `start_s` and `answer` are means."""
+    return Ran(
+        start_s=(first.start_s + second.start_s) / 2,
+        seconds=first.seconds + second.seconds,
+        spent=first.spent + second.spent,
+        made=first.made + second.made,
+        used=first.used + second.used,
+        trained=first.trained + second.trained,
+        answer=(first.answer + second.answer) / 2,
+    )
+
+
+def _price(ran: Ran) -> float:
+    return sum(ran.spent.values()) / (ran.made + ran.trained)
 
 
 def trl_lines(case: Case, trl: TrlRan, least: Bare) -> Iterator[Line]:
@@ -156,7 +181,6 @@ def _run_trl(case: Case, folder: Path, python: Path) -> TrlRan:
 def _settings(case: Case, folder: Path) -> dict[str, Any]:
     return {
         "name": _NAME,
-        "dir": str(folder),
         "model": {"path": str(folder / "model"), "dtype": case.dtype},
         "data": {"train": str(folder / "prompts.jsonl"), "max_prompt_tokens": 16},
         "sampling": {"num_samples": 8, "max_tokens": case.longest},
@@ -177,8 +201,9 @@ def _settings(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def _run(settings: dict[str, Any], folder: Path, say: Say) -> Ran:
+    folder.mkdir()
     file = folder / "whole.yaml"
-    file.write_text(yaml.safe_dump(settings))
+    file.write_text(yaml.safe_dump(settings | {"dir": str(folder)}))
     port = bind("127.0.0.1", 0, what="the worker's figures")
     http = f"127.0.0.1:{port.getsockname()[1]}"
     port.close()

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,22 +55,38 @@ def test_a_process_that_has_ended_keeps_its_part_until_somebody_has_waited_for_i
         assert spent.look()["warm-up"] > 0.3
 
 
-def test_the_bar_is_what_bare_parts_need_over_what_the_run_took() -> None:
-    ran = whole.Ran(
-        start_s=5.0,
-        seconds=10.0,
-        spent=Counter({"learner": 8.0, "engine": 12.0}),
-        made=1000,
-        used=750.0,
-        trained=2000.0,
-        answer=9.0,
-    )
-    bar, *facts = whole.lines_of(CASE, ran, LEAST)
+RAN = whole.Ran(
+    start_s=5.0,
+    seconds=10.0,
+    spent=Counter({"learner": 8.0, "engine": 12.0}),
+    made=1000,
+    used=750.0,
+    trained=2000.0,
+    answer=9.0,
+)
+
+
+def test_the_bar_is_what_bare_parts_need_over_what_the_runs_took() -> None:
+    slower = replace(RAN, seconds=20.0, spent=Counter({"learner": 16.0, "engine": 24.0, "Redis": 1.0}), made=3000)
+    bar, *facts = whole.lines_of(CASE, RAN, slower, LEAST)
     assert isinstance(bar, Bar)
-    assert bar.value == pytest.approx((1000 * 0.01 + 2000 * 0.001) / 20)
+    assert bar.value == pytest.approx((4000 * 0.01 + 4000 * 0.001) / 61)
     told = {fact.name.removeprefix("tiny: "): fact.value for fact in facts}
-    assert told["wall time, bare and perfectly overlapped / run"] == pytest.approx(0.8)
-    assert told["tokens made that were not trained"] == 0.25
+    assert told["wall time, bare and perfectly overlapped / run"] == pytest.approx(4000 * 0.008 / 30)
+    assert told["tokens made that were not trained"] == 1 - 1500 / 4000
+    assert told["core-seconds of a token, second run / first"] == pytest.approx((41 / 5000) / (20 / 3000))
+    assert (told["learner"], told["engine"], told["Redis"]) == (24.0, 36.0, 1.0)
+
+
+def test_two_runs_whose_cores_slow_down_give_what_the_minimum_between_them_says() -> None:
+    def at(slowness: float) -> whole.Ran:
+        return replace(RAN, spent=Counter({part: seconds * slowness for part, seconds in RAN.spent.items()}))
+
+    def bar(slowness: float) -> float:
+        least = Bare(made=Cost(0.01 * slowness, 0.008), trained=Cost(0.001 * slowness, 0.001))
+        return next(whole.lines_of(CASE, at(slowness - 0.3), at(slowness + 0.3), least)).value
+
+    assert bar(1.5) == pytest.approx(bar(1.0))
 
 
 def test_trl_is_measured_by_the_same_bare_parts() -> None:
