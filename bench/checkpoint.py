@@ -19,8 +19,9 @@ from bench.measure import Rounds, Say, seconds
 from bench.report import Bar, Fact, Line
 from bench.training import make_model, train_once
 from streamrl.held_folders import scratch_folder
-from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState, Files
+from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState
 from streamrl.learner.checkpoints.save import Saver
+from streamrl.learner.checkpoints.sealed import Files
 from streamrl.learner.checkpoints.shard import Shard
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry
 from streamrl.learner.groups.ledger import FeedState

@@ -68,6 +68,7 @@ class LearnerSide:
             announcer=announcer,
             canary_ids=tuple(range(3, 3 + _CANARY_TOKENS)),
             background=background,
+            sweeping=BackgroundThreadDouble(),
         )
 
     def train(self) -> None:

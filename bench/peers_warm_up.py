@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
+from streamrl.data.settings import DATE
 from streamrl.learner.packing.micro_batches import Piece
 from streamrl.learner.sft.rows import read_rows
 
@@ -23,7 +24,7 @@ def warm_up(base: Path, demonstrations: Path, output: Path, *, batch_tokens: int
     torch.manual_seed(seed)
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).train()
-    rows = read_rows(demonstrations, tokenizer, [tokenizer.eos_token_id], max_tokens=batch_tokens)
+    rows = read_rows(demonstrations, tokenizer, [tokenizer.eos_token_id], max_tokens=batch_tokens, date=DATE)
     batches = list(_batches(rows.pieces, batch_tokens))
     random.Random(seed).shuffle(batches)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)

@@ -17,7 +17,7 @@ from streamrl.learner.conductor import Conductor, Follower
 from streamrl.learner.groups.backlog import largest_group
 from streamrl.learner.groups.curriculum import open_order
 from streamrl.learner.groups.feed import Feed
-from streamrl.learner.groups.prompts import Prompt, PromptSet, tokenise
+from streamrl.learner.groups.prompts import Prompt, PromptSet
 from streamrl.learner.groups.quarantine import Quarantine
 from streamrl.learner.metrics.keepsakes import note_state
 from streamrl.learner.model.policy import Policy
@@ -34,6 +34,7 @@ from streamrl.learner.rank_context import (
     load_model_together,
     make_context,
     rank_progress,
+    read_held_out_prompts,
     read_train_prompts,
     standby_progress,
 )
@@ -135,7 +136,7 @@ def _follow(context: RankContext, server: Server, report_as_learner: Callable[[]
 
 def _lead(context: RankContext, server: Server, report_as_learner: Callable[[], None]) -> RunState:
     """Rank 0: become the run's learner, train, and record how the run ended."""
-    config, prompts, held_out = context.config, read_train_prompts(context), _read_held_out(context)
+    config, prompts, held_out = context.config, read_train_prompts(context), read_held_out_prompts(context)
     policy = load_model_together(context)
     check_server(
         server.client,
@@ -153,12 +154,6 @@ def _lead(context: RankContext, server: Server, report_as_learner: Callable[[], 
         )
         make_conductor = partial(_make_conductor, context, admitted, keeper, prompts, held_out, policy.routes_wanted)
         return _work_and_record(context, server, policy, admitted, make_conductor, exports)
-
-
-def _read_held_out(context: RankContext) -> Sequence[Prompt]:
-    config, tokenizer = context.config, context.tokenizer_info.tokenizer
-    sets, max_prompts = config.data.validation_sets(), config.validation.max_prompts
-    return [prompt for named in sets for prompt in tokenise(named, tokenizer, config.data)[:max_prompts]]
 
 
 def _await_lease(context: RankContext, server: Server) -> bool:
@@ -223,6 +218,7 @@ def _make_publisher(
         announcer=stream,
         canary_ids=start.canary_ids,
         background=BackgroundThread("publisher"),
+        sweeping=BackgroundThread("sweeper"),
     )
 
 

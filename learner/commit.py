@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 from streamrl.config import schema
-from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState, Files
+from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
+from streamrl.learner.checkpoints.sealed import Files
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry
 from streamrl.learner.process.lease import redis_may_be_away
 from streamrl.learner.validation.schedule import ValidationSchedule

@@ -94,7 +94,7 @@ class Conductor:
             validation=validation, checkpoints=self._checkpoints, recorder=self._recorder
         )
         self._rejections = Rejections(stream.reports, give_up_after_s=config.weights.give_up_after_s, clock=clock)
-        self._data_fingerprint, self._num_prompts = prompts.fingerprint(), prompts.num_tickets(1)
+        self._data_fingerprint, self._places_a_pass = prompts.fingerprint(), prompts.num_places(1)
         self._clock = clock
         self._data_epochs = 0.0  # passes over the prompts
         self._control: Control = "run"  # the operator's last known order
@@ -247,7 +247,8 @@ class Conductor:
         sound = [entry.ticket for entry, ok in zip(plan.entries, verdicts, strict=True) if ok == GroupCheck.SOUND]
         if sound and not trained:
             self._stream.event("step_skipped", step=plan.step, tickets=" ".join(map(str, sound)))
-        self._data_epochs = (max(entry.ticket for entry in plan.entries) + 1) / self._num_prompts
+        end = max(entry.ticket for entry in plan.entries) + 1
+        self._data_epochs = self._feed.num_places(end) / self._places_a_pass
 
     def note_published(self, published: Published) -> None:
         self._feed.note_version(published.version, published.step)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import structlog
 import torch
 
-from streamrl.errors import TrainingError
+from streamrl.errors import NotPublished, TrainingError
 from streamrl.learner.checkpoints.export import export
 from streamrl.learner.checkpoints.save import Saver
 from streamrl.learner.conductor import Conducting
@@ -83,7 +83,11 @@ class Loop:
 
     def run(self) -> RunState:
         """Train until the data, steps or time run out, or the operator stops the run."""
-        finished = self._begin() and self._train() and self._close()
+        try:
+            finished = self._begin() and self._train() and self._close()
+        except NotPublished:  # all ranks raise it together, between two steps
+            self._save_last()
+            raise
         if not self._save_last():
             raise TrainingError(f"the last checkpoint could not be written to {self._config.folder}; the log says why")
         if not finished:

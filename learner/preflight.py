@@ -2,7 +2,8 @@
 
     own loss and advantages ─► tokenizer ─► prompts, by the run's own reader ─► the model on `meta`, its LoRA targets
                                                          ─► a teacher's tokenizer
-                                                         ─► GPU memory of a rank; `--elsewhere`: without workers
+                                                         ─► GPU memory of a rank; `--elsewhere`: without workers,
+                                                            `--hosts FEWEST MOST`: on so many hosts like this one
                                                          ─► the best layout for those GPUs
 
     python -m streamrl.learner.preflight --gpus 8 --memory BYTES --per-host 8     only the layout, for GPUs elsewhere
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,17 +24,18 @@ from typing import TYPE_CHECKING
 from streamrl.config import schema
 from streamrl.config.load import config_from_json
 from streamrl.config.of_model import longest_sequence, refuse_unseen_stops
-from streamrl.config.placement import LEARNER, Part, place
+from streamrl.config.placement import LEARNER, Part, Share, place
 from streamrl.config.routers import find_routers
 from streamrl.errors import DataError, ResourceError, UserError
 from streamrl.finding import Finding, error, ok, take_stdout, warning
 from streamrl.gpus import gpus_here
-from streamrl.terminal import size
+from streamrl.terminal import plural, size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from streamrl.learner.loading.tokenizer import TokenizerInfo
+    from streamrl.learner.planning.memory import Plan
 
 _READ_S = 10.0  # time limit for tokenising a dataset's prompts; the learner reads the rest
 
@@ -43,7 +45,8 @@ def main() -> int:
     try:
         arguments, config = _parse_arguments(), config_from_json(sys.stdin.read())
         part: Part = "learner" if arguments.elsewhere else "all"
-        for finding in examine(config, part) if arguments.gpus is None else plan_for(config, arguments):
+        hosts = None if arguments.hosts is None else range(arguments.hosts[0], arguments.hosts[1] + 1)
+        for finding in examine(config, part, hosts) if arguments.gpus is None else plan_for(config, arguments):
             write(finding)
     except UserError as mistake:
         write(error("learner", str(mistake), ""))
@@ -53,6 +56,7 @@ def main() -> int:
 def _parse_arguments() -> Namespace:
     parser = ArgumentParser()
     parser.add_argument("--elsewhere", action="store_true")
+    parser.add_argument("--hosts", type=int, nargs=2)
     for name in ("--gpus", "--memory", "--per-host"):
         parser.add_argument(name, type=int)
     return parser.parse_args()
@@ -76,8 +80,8 @@ def plan_for(config: schema.Config, arguments: Namespace) -> Iterator[Finding]:
     yield from suggest_layout(Task.of(Sizes.of(outline(config)), config, teacher=teacher_sizes(config)), machine)
 
 
-def examine(config: schema.Config, part: Part = "all") -> Iterator[Finding]:
-    """Yield findings; raises UserError for what would stop any learner."""
+def examine(config: schema.Config, part: Part = "all", hosts: range | None = None) -> Iterator[Finding]:
+    """Yield findings; raises UserError for what would stop any learner. `hosts`: the learner's; None: not known."""
     from streamrl.learner.objective.trial import try_out  # imports only torch: half the import time of transformers
 
     try_out(config)
@@ -106,7 +110,7 @@ def examine(config: schema.Config, part: Part = "all") -> Iterator[Finding]:
         find_routers(model, config)
         yield ok("routers", "their choice of experts can be replayed")
     yield from _teacher(config, info)
-    yield from _memory(config, model, part)
+    yield from _memory(config, model, part, range(1, 2) if part == "all" else hosts)
 
 
 def _teacher(config: schema.Config, info: TokenizerInfo) -> Iterator[Finding]:
@@ -122,15 +126,14 @@ def _teacher(config: schema.Config, info: TokenizerInfo) -> Iterator[Finding]:
     yield ok("teacher", "its tokens match the policy's")
 
 
-def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterator[Finding]:
-    """Compare a rank's memory need with its GPU; if the learner spans hosts, their number is unknown here."""
+def _memory(config: schema.Config, model: PreTrainedModel, part: Part, hosts: range | None) -> Iterator[Finding]:
+    """Compare a rank's memory need with its GPU, on the fewest hosts that may be all there are."""
     import torch
 
     from streamrl.learner.loading.load import teacher_sizes
     from streamrl.learner.model.compiled import compiles, with_layers
     from streamrl.learner.planning.advice import suggest_layout
     from streamrl.learner.planning.layouts import Machine, Task
-    from streamrl.learner.planning.memory import REMEDY
     from streamrl.learner.planning.recomputing import expected
     from streamrl.learner.planning.sizes import Sizes
     from streamrl.learner.process.ranks import World
@@ -145,20 +148,36 @@ def _memory(config: schema.Config, model: PreTrainedModel, part: Part) -> Iterat
     sizes, teacher = Sizes.of(model), teacher_sizes(config) if is_here else None
     gpu = World(rank=0, size=1, device=torch.device("cuda", 0))
     decided = with_layers(config, compiled=compiles(config, model, gpu))
-    planned = expected(sizes, decided, room=share.limit, teacher=teacher)
-    evidence = f"{size(planned.needed)} peak per rank (calculated), {size(share.memory)} available on {share.words}"
-    if planned.needed <= share.memory:
-        yield ok("learner on GPU", evidence)
-    elif planned.peak > share.limit and part == "all":
-        yield error("learner on GPU", f"{evidence}; {REMEDY}", "")
-    else:
-        yield warning(
-            "learner on GPU", evidence if part == "all" else f"{evidence}, if this host is the only one", REMEDY
-        )
+    ranks, room = config.learner.processes, share.limit
+
+    def on(num_hosts: int) -> Plan:
+        return expected(sizes, decided, ranks=num_hosts * ranks, room=room, teacher=teacher)
+
+    yield _fits(on, share, hosts)
     if part == "all":
-        ranks = config.learner.processes
         machine = Machine(gpus=ranks, memory=share.memory, per_host=ranks)
         yield from suggest_layout(Task.of(sizes, config, teacher=teacher), machine, configured=config.learner.layout)
+
+
+def _fits(on: Callable[[int], Plan], share: Share, hosts: range | None) -> Finding:
+    """Compare a rank's plan, by the number of hosts, with its share of a GPU. No restart can fix a refusal, so the
+    fewest hosts that a learner may be left with must do."""
+    from streamrl.learner.planning.memory import REMEDY
+
+    name, planned = "learner on GPU", on(hosts[0] if hosts else 1)
+    evidence = f"{size(planned.needed)} peak per rank (calculated), {size(share.memory)} available on {share.words}"
+    if planned.needed <= share.memory:
+        return ok(name, evidence)
+    if hosts is None:
+        return warning(name, f"{evidence}, if this host is the only one", REMEDY)
+    if planned.peak <= share.limit:
+        return warning(name, evidence, REMEDY)
+    enough = next((num for num in hosts if on(num).peak <= share.limit), None)
+    if enough is None:
+        return error(name, f"{evidence}; {REMEDY}", "")
+    nodes = f"{enough}" if enough == hosts[-1] else f"{enough}:{hosts[-1]}"
+    problem = f"--nodes {hosts[0]}:{hosts[-1]}: with {plural(hosts[0], 'host')} {evidence}"
+    return error(name, f"{problem}; start with --nodes {nodes}", "")
 
 
 def _is_here(path: str) -> bool:
@@ -173,14 +192,13 @@ def _is_here(path: str) -> bool:
 
 
 def _prompts(config: schema.Config, info: TokenizerInfo, *, at_most_s: float = _READ_S) -> Iterator[Finding]:
-    from streamrl.learner.groups.prompts import PromptSet, ReadLimit, tokenise
+    from streamrl.learner.groups.prompts import PromptSet, ReadLimit, num_shared, tokenise
 
     data, training, limit = config.data, config.training, ReadLimit(at_most_s=at_most_s)
     prompts = PromptSet.load(tokenizer=info.tokenizer, data=data, seed=config.seed, limit=limit)
     is_number_known = limit.num_read == limit.num_rows
-    rows = list(prompts.rows)
-    for held_out in data.validation_sets():
-        rows += tokenise(held_out, info.tokenizer, data, limit=limit)
+    held_out = [row for named in data.validation_sets() for row in tokenise(named, info.tokenizer, data, limit=limit)]
+    rows = [*prompts.rows, *held_out]
     longest = max(rows, key=lambda row: len(row.token_ids))
     highest = max(int(row.token_ids.max()) for row in rows)
     if highest >= info.vocabulary:
@@ -190,9 +208,12 @@ def _prompts(config: schema.Config, info: TokenizerInfo, *, at_most_s: float = _
     if limit.num_read < limit.num_rows:
         told = f"{limit.num_read} of {limit.num_rows} tokenised ({at_most_s:g} s per dataset; the learner reads all)"
     yield ok("prompts", f"{told}, {len(longest.token_ids)} tokens at most")
-    num_tickets, wanted = prompts.num_tickets(training.max_epochs), training.groups_per_step
-    if is_number_known and num_tickets < wanted:
-        problem = f"data.train gives {num_tickets} prompts in training.max_epochs = {training.max_epochs}"
+    if shared := num_shared(held_out, prompts.rows):
+        problem = f"{shared} of {len(held_out)} prompts of data.validation are in data.train, too"
+        yield warning("held-out prompts", problem, "validate on rows of their own: another file, or another `split`")
+    num_places, wanted = prompts.num_places(training.max_epochs), training.groups_per_step
+    if is_number_known and num_places < wanted:
+        problem = f"data.train gives {num_places} prompts in training.max_epochs = {training.max_epochs}"
         problem += f", fewer than training.groups_per_step = {wanted}: the run is a single, smaller step"
         yield warning("number of prompts", problem, "lower training.groups_per_step, or raise training.max_epochs")
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import structlog
 import torch
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError
-from streamrl.learner.groups.prompts import PromptSet
+from streamrl.learner.groups.prompts import Prompt, PromptSet, read_held_out
 from streamrl.learner.loading.load import load_policy
 from streamrl.learner.loading.tokenizer import TokenizerInfo, read_tokenizer_info
 from streamrl.learner.metrics.exporters import check_exporters
@@ -28,6 +29,8 @@ from streamrl.learner.process.job import job_began
 from streamrl.learner.process.ranks import World
 from streamrl.learner.process.watchdog import Watchdog
 from streamrl.telemetry.progress import Progress
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +98,10 @@ def at_disk_s(config: schema.Config) -> float:
 def read_train_prompts(context: RankContext) -> PromptSet:
     config = context.config
     return PromptSet.load(tokenizer=context.tokenizer_info.tokenizer, data=config.data, seed=config.seed)
+
+
+def read_held_out_prompts(context: RankContext) -> Sequence[Prompt]:
+    return read_held_out(context.config, context.tokenizer_info.tokenizer, notice=log.info)
 
 
 def refuse_other_dtypes(config: schema.Config, world: World) -> None:

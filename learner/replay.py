@@ -93,7 +93,7 @@ def _begin(
     start = make_start(config, claimed, prompts, lineage=lineage, canary_ids=())
     goes_on_from = str(start.checkpoint)
     log.info("replay started", recording=str(recording.folder), groups=len(recording.places), goes_on_from=goes_on_from)
-    num_of_data = prompts.num_tickets(config.training.max_epochs)
+    num_of_data = prompts.num_places(config.training.max_epochs)
     feed = Feed(
         stream=stream,
         prompts=prompts,

@@ -254,7 +254,7 @@ def make_start(
     checkpoint = claimed.checkpoint
     extra = checkpoint.state.extra if checkpoint else {}
     first_step = extra.get("first_step", 0)
-    steps_of_data = -(-prompts.num_tickets(config.training.max_epochs) // config.training.groups_per_step)
+    steps_of_data = -(-prompts.num_places(config.training.max_epochs) // config.training.groups_per_step)
     return Start(
         run_uid=claimed.term.run_uid,
         term=claimed.term.number,

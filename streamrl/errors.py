@@ -21,7 +21,8 @@ StreamrlError
 ├── RewardError          a sample could not be scored; never a number
 │   └── RewardOutage     nothing can be scored now, which is not the sample's fault
 ├── PartError            a part started by the launcher ended, and restarting it would not help
-└── TrainingError        training cannot go on: non-finite steps in a row, publishing stuck
+└── TrainingError        training cannot go on: non-finite steps in a row, for example
+    └── NotPublished     no weights could be published for too long; what was trained is sound
 """
 
 from __future__ import annotations
@@ -114,4 +115,8 @@ class PartError(StreamrlError):
 
 
 class TrainingError(StreamrlError):
+    pass
+
+
+class NotPublished(TrainingError):
     pass

@@ -13,11 +13,13 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from streamrl.errors import ResourceError
 from streamrl.misfits import version
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_DEVICES = Path("/dev")
 _MIB = 1 << 20
 _TIMEOUT_S = 15.0
 _FIELDS = "index,uuid,name,memory.total,memory.free,driver_version,mig.mode.current,compute_cap"
@@ -44,9 +46,11 @@ def visible_to(names: tuple[str, ...]) -> Mapping[str, str]:
     return {VISIBLE: ",".join(names), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
-def gpus_here(environment: Mapping[str, str] = os.environ, *, torch: str | None = None) -> tuple[Gpu, ...]:
-    """Return the visible GPUs; none if torch is a CPU build. ResourceError if nvidia-smi fails. `torch`: its version,
-    by default the installed one."""
+def gpus_here(
+    environment: Mapping[str, str] = os.environ, *, torch: str | None = None, devices: Path = _DEVICES
+) -> tuple[Gpu, ...]:
+    """Return the visible GPUs; none if torch is a CPU build. ResourceError if nvidia-smi fails, or if only the driver
+    (`devices`) says that there are GPUs. `torch`: its version, by default the installed one."""
     if "+cpu" in (torch or version("torch") or ""):
         return ()
     wanted = environment.get(VISIBLE)
@@ -54,9 +58,21 @@ def gpus_here(environment: Mapping[str, str] = os.environ, *, torch: str | None 
         return ()
     program = shutil.which("nvidia-smi", path=environment.get("PATH"))
     if program is None:
-        return () if wanted is None else tuple(_named(wanted, {}))
+        if wanted is not None:
+            return tuple(_named(wanted, {}))
+        _refuse_unknown(devices)
+        return ()
     there = dict(_all_of(program, environment))
     return tuple(gpu for gpu in there.values()) if wanted is None else tuple(_named(wanted, there))
+
+
+def _refuse_unknown(devices: Path) -> None:
+    """Raise ResourceError if there are GPUs that nothing here can divide: every process would take the first."""
+    if any(devices.glob("nvidia[0-9]*")):
+        raise ResourceError(
+            "there are GPUs here, but no nvidia-smi to say which: start the container with "
+            f"NVIDIA_DRIVER_CAPABILITIES=compute,utility, or name the GPUs in {VISIBLE} (empty: use none)"
+        )
 
 
 def _all_of(program: str, environment: Mapping[str, str]) -> Iterator[tuple[str, Gpu]]:

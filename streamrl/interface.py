@@ -1,7 +1,9 @@
 """Chooses the network interface by which this host's ranks reach those of other hosts.
 
 gloo uses the interface of the host's own name, which on hosts with several is often a different one, or the loopback.
-The route to the rendezvous endpoint is one that leads to the others. NCCL finds its own.
+The route to the rendezvous endpoint is one that leads to the others. On the host of that endpoint there is none if its
+/etc/hosts maps its own name to the loopback (Debian: 127.0.1.1); there the way out to any other network is taken. NCCL
+finds its own.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 GLOO = "GLOO_SOCKET_IFNAME"
+_FAR = ("192.0.2.1", 9)  # on no network (RFC 5737), so by the default route
 _SIOCGIFADDR = 0x8915
 _NAME_BYTES = 256
 _INET6 = Path("/proc/net/if_inet6")
@@ -25,8 +28,11 @@ def gloo_towards(endpoint: str, environment: Mapping[str, str] = os.environ) -> 
     if GLOO in environment:
         return {}
     host, _, port = endpoint.rpartition(":")
+    host = host.strip("[]")
     try:
-        own_address = _address_towards(host.strip("[]"), int(port))
+        own_address = _address_towards(host, int(port))
+        if own_address.is_loopback and not _is_the_loopback(host):
+            own_address = _address_towards(*_FAR)
     except OSError:  # no such host, or no route, which the learner reports itself
         return {}
     return gloo_from(str(own_address), environment)
@@ -53,6 +59,14 @@ def interface_of(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str 
             if answer[20:24] == address.packed:
                 return name
     return None
+
+
+def _is_the_loopback(host: str) -> bool:
+    """Return whether this means the loopback on every host: all ranks are here."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _address_towards(host: str, port: int) -> ipaddress.IPv4Address | ipaddress.IPv6Address:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SPARKS = "▁▂▃▄▅▆▇█"
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -12,6 +16,12 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 def printable(text: str) -> str:
     """Replace control characters, which a terminal would obey: names and errors may come from other machines."""
     return _CONTROL.sub(" ", text)
+
+
+def can_redraw(console: Console) -> bool:
+    """Whether shown text can be replaced: not in a file, even if FORCE_COLOR calls it a terminal, nor on a terminal
+    that only prints, such as an editor's (TERM=dumb)."""
+    return console.is_interactive and console.file.isatty()
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from streamrl.errors import ResourceError
@@ -53,6 +54,24 @@ class Connection(H11Protocol):
             self._deadline = None
 
 
+class AgingConnection(Connection):
+    """Closes with an answer once it is old. A balancer in front of several servers distributes connections, not
+    requests: a client that always has something to ask would never ask a server that was added."""
+
+    max_age_s = 30.0
+    _made_at = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._made_at = self.loop.time()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        is_old = self.loop.time() - self._made_at > self.max_age_s
+        if is_old and self.cycle is not None and CLOSE_HEADER not in self.cycle.default_headers:
+            self.cycle.default_headers = [*self.cycle.default_headers, CLOSE_HEADER]
+
+
 class Server(uvicorn.Server):
     """`settings` are passed to uvicorn.Config."""
 
@@ -81,14 +100,15 @@ class Server(uvicorn.Server):
 
 
 KEEP_ALIVE_S = 60  # longer than clients keep an idle connection (httpx: 5 s): else it may close just as they send
+_STOP_S = 1
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Starlette, bound: socket.socket, *, stop_s: int = 1) -> AsyncIterator[None]:
+async def serving(app: Starlette, bound: socket.socket) -> AsyncIterator[None]:
     """Serve on the caller's event loop for the lifetime of the context. ResourceError if it cannot listen: several
     sockets may be bound to one port, but only one can listen."""
     listens = asyncio.Event()
-    server = _Beside(app, on_ready=listens.set, timeout_graceful_shutdown=stop_s, timeout_keep_alive=KEEP_ALIVE_S)
+    server = _Beside(app, on_ready=listens.set, timeout_graceful_shutdown=_STOP_S, timeout_keep_alive=KEEP_ALIVE_S)
 
     async def serve() -> None:
         try:

@@ -12,11 +12,12 @@ import numpy.typing as npt
 import torch
 
 from streamrl.config import schema
-from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, Files
+from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
+from streamrl.learner.checkpoints.sealed import Files
 from streamrl.learner.checkpoints.terms import CheckpointName
 from streamrl.learner.conductor import Conductor
 from streamrl.learner.groups.ledger import FeedState
-from streamrl.learner.groups.plan import Kind, Plan
+from streamrl.learner.groups.plan import GroupCheck, Kind, Plan
 from streamrl.learner.groups.prompts import Prompt
 from streamrl.learner.loading.tokenizer import TokenizerInfo
 from streamrl.learner.metrics.record import Timers, ValidationResult
@@ -70,6 +71,11 @@ class FakeFeed:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def settle(self, plan: Plan, verdicts: Sequence[GroupCheck], *, trained: bool) -> None: ...
+
+    def num_places(self, end: int) -> int:
+        return end
 
     def metrics(self) -> dict[str, float]:
         return {"stream/issued": 7.0}
@@ -203,6 +209,7 @@ class Scene:
         self,
         folder: Path,
         *answers: Plan | Exception | None,
+        feed: Any = None,  # None: one with these answers
         validation: Any = None,
         checkpoint: schema.Checkpoint | None = None,
         world: Any = ALONE,
@@ -213,7 +220,7 @@ class Scene:
         )
         config.folder.mkdir()
         self.folder, self.clock = config.folder, Clock()
-        self.stream, self.feed = FakeStream(), FakeFeed(*answers)
+        self.stream, self.feed = FakeStream(), feed or FakeFeed(*answers)
         self.validation = validation or FakeValidation()
         self.checkpoints = CheckpointRoot(config.folder)
         around = surroundings(config, world=world, job_began=self.clock() - 100.0)

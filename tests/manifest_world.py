@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,36 +95,35 @@ class Rendered:
 
 @functools.cache
 def render(overlay: str, *components: str) -> Rendered:
-    """Render an overlay; `components` are added as in an overlay of one's own. Without kubectl the test is skipped,
-    except in CI."""
+    """Render an overlay; `components` are added as in an overlay of one's own."""
+    if not components:
+        return _rendered(K8S / "overlays" / overlay)
+    told = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "namespace": "streamrl"}
+    laid = {"resources": [f"../{overlay}"], "components": [f"../../components/{name}" for name in components]}
+    return render_own({**told, **laid})
+
+
+def render_own(told: Object) -> Rendered:
+    """Render an overlay of one's own, with paths as from a folder beside the shipped ones."""
+    with tempfile.TemporaryDirectory() as made:
+        folder, beside = Path(made).resolve(), K8S / "overlays" / "own"
+        named = {key: told.get(key, ()) for key in ("resources", "components")}
+        paths = {key: [os.path.relpath(beside / path, folder) for path in found] for key, found in named.items()}
+        (folder / "kustomization.yaml").write_text(yaml.safe_dump({**told, **paths}))
+        return _rendered(folder)
+
+
+def _rendered(folder: Path) -> Rendered:
+    """Without kubectl the test is skipped, except in CI."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         assert not os.environ.get("CI"), "install kubectl: the manifests are rendered by `kubectl kustomize`"
         pytest.skip("kubectl is not installed; it renders the manifests")
-    with _laid_over(overlay, components) as folder:
-        words = [kubectl, "kustomize", str(folder)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+    words = [kubectl, "kustomize", str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     objects = [one for one in yaml.safe_load_all(done.stdout) if one]
     return Rendered([*objects, *_made_by_trainer(objects)])
-
-
-@contextlib.contextmanager
-def _laid_over(overlay: str, components: Sequence[str]) -> Iterator[Path]:
-    if not components:
-        yield K8S / "overlays" / overlay
-        return
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made).resolve()
-        told = {
-            "apiVersion": "kustomize.config.k8s.io/v1beta1",
-            "kind": "Kustomization",
-            "namespace": "streamrl",
-            "resources": [os.path.relpath(K8S / "overlays" / overlay, folder)],
-            "components": [os.path.relpath(K8S / "components" / name, folder) for name in components],
-        }
-        (folder / "kustomization.yaml").write_text(yaml.safe_dump(told))
-        yield folder
 
 
 def _made_by_trainer(objects: list[Object]) -> Iterator[Object]:

@@ -86,6 +86,7 @@ class Scene:
         *,
         store: MemoryStore | None = None,
         background: BackgroundThread | BackgroundThreadDouble | None = None,
+        sweeping: BackgroundThread | BackgroundThreadDouble | None = None,
         term: int = 3,
         lora: schema.Lora | None = None,
         copier: Copier | None = None,
@@ -110,6 +111,7 @@ class Scene:
             announcer=self.stream,
             canary_ids=(3, 4, 5),
             background=self.background,
+            sweeping=sweeping or BackgroundThreadDouble(),
             copier=copier,
             clock=self.clock,
         )

@@ -37,6 +37,13 @@ def check_store(store: BlobStore) -> None:
         store.part("u/000001/0-0-aa", slice(0, 1))
     assert list(store.list("u/")) == ["u/000001/1-0-bb"]
 
+    more = [f"u/000001/{n}-0-dd" for n in range(2, 6)]
+    for name in more:
+        store.put(name, large)
+    store.delete(*more[:2], "u/000001/9-0-ee", *more[2:])
+    store.delete()
+    assert list(store.list()) == ["u/000001/1-0-bb", "v/000001/0-0-cc"]
+
 
 def check_names(store: BlobStore) -> None:
     for name in ("../x", "/x", "x/../../y", ".x", "X", ""):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 ,.:;=+->?"
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
@@ -40,6 +40,21 @@ def begin_all_with(tokenizer: transformers.PreTrainedTokenizerFast, token: str) 
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{token} $A", special_tokens=[(token, tokenizer.convert_tokens_to_ids(token))]
     )
+
+
+def end_all_with(tokenizer: transformers.PreTrainedTokenizerFast, token: str) -> None:
+    """Make the tokenizer put this token, which it has, behind every text, as one saved with `add_eos_token` does."""
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {token}", special_tokens=[(token, tokenizer.convert_tokens_to_ids(token))]
+    )
+
+
+def sentencepiece_like() -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer that puts a space in front of every text, as those of Llama 2 and Mistral do."""
+    tokens = [PAD, EOS, UNKNOWN, "▁", "\n", *"0123456789+=[]"]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=[], unk_token=UNKNOWN))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, unk_token=UNKNOWN)
 
 
 def _byte_level(character: str) -> str:

@@ -25,9 +25,14 @@ class Workers:
         self.temporary = tempfile.mkdtemp(prefix="workers-", dir="/tmp")  # a short path, for sockets
 
     def start(
-        self, *arguments: str, number: int = 0, program: Sequence[str] = ("-m", "workers"), **variables: str
+        self,
+        *arguments: str,
+        number: int = 0,
+        program: Sequence[str] = ("-m", "workers"),
+        leads_group: bool = False,
+        **variables: str,
     ) -> subprocess.Popen[bytes]:
-        """`program`: what Python runs; `variables`: of its environment."""
+        """`program`: what Python runs; `variables`: of its environment; `leads_group`: of processes, its own."""
         worker_id = f"{self.name}-{number}"
         environment = {
             **os.environ,
@@ -39,7 +44,9 @@ class Workers:
         command = [sys.executable, *program, "--redis", self._url, "--run", self._run]
         command += ["--worker-id", worker_id, "--log-file", str(self._folder / f"worker-{number}.log"), *arguments]
         with self.stderr(number).open("ab") as stderr:
-            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stderr, stderr=stderr)
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=stderr, stderr=stderr, start_new_session=leads_group
+            )
         self._processes.append(process)
         return process
 
@@ -84,6 +91,13 @@ def alive(pids: set[int]) -> set[int]:
 def _state(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     except OSError:
         return ""
 

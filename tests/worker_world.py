@@ -22,7 +22,7 @@ from streamrl.workers.follow_run import RunSettings
 from streamrl.workers.rewards.base import GroupReward, Reward, RewardDouble, ScoreItem
 from streamrl.workers.rewards.mixing import Rewards, Weighted
 from streamrl.workers.rewards.teaching import Teaches
-from streamrl.workers.roles import TicketsDouble, WeightsDouble
+from streamrl.workers.roles import TicketsDouble, Weights, WeightsDouble
 from streamrl.workers.rollout import Rollout
 from tests.helpers import make_ticket, wait_until_async
 
@@ -62,6 +62,7 @@ class WorkerWorld:
         source: Reward | GroupReward | None = None,
         player: Plays | None = None,
         teacher: Teaches | None = None,
+        weights: Weights | None = None,
         **worker: Any,
     ) -> None:
         config = worker_config(**worker)
@@ -80,7 +81,7 @@ class WorkerWorld:
         self.progress = Progress(part="worker/0", role="worker")
         self.rollout = Rollout(
             tickets=self.tickets,
-            weights=self.weights,
+            weights=weights or self.weights,
             answerer=Answerer(
                 rewards=Rewards({"made_up": Weighted(reward=source or self.reward, weight=2.0)}),
                 config=config,

@@ -33,20 +33,21 @@ class Parts:
 
 
 class Health:
-    def __init__(self, progress: Progress, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, progress: Progress, *, timer: Callable[[], float] = time.monotonic) -> None:
         self.progress = progress
         self.parts: Parts | None = None
-        self._clock = clock
+        self._timer = timer
         self._num_made = 0  # tokens and scores
-        self._made_at = clock()  # when the count last changed
+        self._made_at = timer()  # when the count last changed
 
     def progress_age_s(self) -> float:
         """Seconds since the worker last made progress: a group, a version, an activity, a token, or a score. Loading
         and returning weights is progress too: the engine bounds it."""
         if (num_made := self._count()) != self._num_made or self._engine_is_busy():
-            self._num_made, self._made_at = num_made, self._clock()
+            self._num_made, self._made_at = num_made, self._timer()
         report = self.progress.report()
-        return max(0.0, self._clock() - max(report.last_progress, report.since, self._made_at))
+        age_s = report.at - max(report.last_progress, report.since)
+        return max(0.0, min(age_s, self._timer() - self._made_at))
 
     def against_alive(self) -> list[str]:
         age_s = self.progress_age_s()
@@ -80,7 +81,8 @@ class Health:
         if report.state in ("starting", "stopping"):
             reasons.append(f"{report.state}: {report.doing}")
         if self.parts.work.engine_stats is None:
-            reasons.append(f"no engine is running: {report.doing}")
+            if report.state != "starting":  # or it has been said
+                reasons.append(f"no engine is running: {report.doing}")
         elif not self.parts.weights.proved_version:
             reasons.append(f"no version of the weights is proved yet: {report.detail.get('rejected') or report.doing}")
         elif self.progress_age_s() > self.parts.stall_s and self.parts.work.engine_stats.in_flight:

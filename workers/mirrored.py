@@ -42,7 +42,7 @@ async def open_mirror(
 ) -> AsyncIterator[Mirrored]:
     pretrained = None
     if config.model.lora is not None:
-        progress.working("find the pretrained model")
+        progress.starting("find the pretrained model")
         find = partial(PretrainedModel, model.path, trust_remote_code=model.trust_remote_code)
         pretrained = await asyncio.to_thread(find)
     # In a thread, since Redis may be away again: signals and probes are answered meanwhile.

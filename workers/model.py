@@ -17,7 +17,7 @@ async def find_model(
 ) -> ModelFacts:
     """Read the model's facts. `override`: folder or hub name that replaces the run's. ConfigError if they differ."""
     path = allowed_model(config.model.path, override=override, permissions=permissions)
-    progress.working("load the tokenizer")
+    progress.starting("load the tokenizer")
     model = await asyncio.to_thread(read_model, path, trust_remote_code=permissions.trust_remote_code)
     if model.fingerprint != info.fingerprint:
         raise ConfigError(

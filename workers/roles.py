@@ -111,7 +111,7 @@ class Weights(Protocol):
 
 
 class FurtherMirrors(Protocol):
-    """Of the other hosts on which the engine has ranks (`workers.hosts.first.Hosts`)."""
+    """The mirrors on the engine's other hosts (`workers.hosts.first.Hosts`)."""
 
     async def bring(
         self, version: int, *, refetch: bool = False, bytes_arrived: Callable[[], None] = lambda: None

@@ -130,7 +130,7 @@ async def _serve(options: Options, stop: asyncio.Event, grace: _Grace) -> None:
             async def serve_run(info: RunInfo, settings: RunSettings) -> None:
                 grace.seconds = settings.config.worker.grace_s
                 if not importing.done():
-                    progress.working("import vLLM")
+                    progress.starting("import vLLM")
                     await unless(stop, importing)
                 if stop.is_set():
                     return

@@ -85,7 +85,7 @@ class Supervisor:
         """Return whether the rollout is over; otherwise another engine is needed."""
         delivered = self._rollout.counts.groups_delivered
         try:
-            self._progress.working("start the engine")
+            self._progress.starting("start the engine")
             await unless(stop, engine.start())
             while not stop.is_set():
                 proved = self._weights.num_proved

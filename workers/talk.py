@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import torch
 import transformers
 from transformers.initialization import no_init_weights
 
-from streamrl.chat_templates import TEMPLATE_ERRORS
+from streamrl.chat_templates import TEMPLATE_ERRORS, render
 from streamrl.config import schema
+from streamrl.encoding import encode, encode_prompts
 from streamrl.errors import DataError
 from streamrl.protocol.wire.sample import FinishReason
 from streamrl.workers.engines.hf_model import RowState, build_model, choose, load_weights, processed_logprobs
@@ -67,17 +69,16 @@ class Speaker:
         return bool(self._facts.tokenizer.chat_template)
 
     def read(self, prompt: str | Sequence[Message]) -> list[int]:
-        """Tokenize a prompt as in training: text as it is, messages through the chat template."""
+        """Tokenize a prompt as in training: text as it is, messages through the chat template. Only its date, if it
+        writes one, is today's, as for whoever uses the model."""
         tokenizer: Any = self._facts.tokenizer
         if isinstance(prompt, str):
-            ids: list[int] = tokenizer(prompt)["input_ids"]
-            return ids
+            return encode_prompts(tokenizer, [prompt])[0]
         try:
-            text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+            text = render(tokenizer, prompt, date=date.today().isoformat())
         except TEMPLATE_ERRORS as error:
             raise DataError(f"the tokenizer's chat template rejects the messages: {error}") from error
-        templated: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template added them
-        return templated
+        return encode(tokenizer, [text])[0]  # the template added the special tokens
 
     def speak(self, prompt_ids: Sequence[int], sampling: schema.Sampling, answer: Answer) -> Iterator[str]:
         """Yield the pieces of the answer's text and append to `answer`. DataError if the prompt leaves no room."""

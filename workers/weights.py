@@ -147,8 +147,8 @@ class WeightFollower:
             except (WeightsError, TransportError) as error:  # data lost or damaged, or the store is unavailable
                 now = time.monotonic()
                 deadline = now + self._patience.give_up_after_s if deadline is None else deadline
-                if now > deadline:
-                    raise
+                if now > deadline:  # a TransportError would mean that Redis is away
+                    raise WeightsError(str(error)) from error
                 log.warning("version_not_fetched", version=show(announcement.version), error=str(error))
             else:
                 self._progress.note(weights_fetch_s=round(time.monotonic() - began, 3))

@@ -14,7 +14,7 @@ from bench.measure import Say, seconds
 from bench.serving import bench_serving
 from bench.stepping import Stepping
 from streamrl.held_folders import scratch_folder
-from streamrl.learner.process.background import BackgroundThread
+from streamrl.learner.process.background import BackgroundThread, BackgroundThreadDouble
 from streamrl.learner.process.ranks import World
 from streamrl.learner.publishing.publish import Publisher
 from streamrl.protocol.transport.types import Announcement
@@ -47,6 +47,7 @@ def publish(scale: Scale) -> Iterator[Row]:
             announcer=_Heard(),
             canary_ids=(3, 4, 5),
             background=background,
+            sweeping=BackgroundThreadDouble(),
         )
         waits, ways = [], []
         for step in range(_ROUNDS):

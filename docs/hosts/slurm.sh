@@ -5,6 +5,8 @@
 #
 #   RUN_CONFIG=run.yaml RUN_NAME=big MODEL=/models/policy REWARD_MODEL=/models/reward sbatch docs/hosts/slurm.sh
 #
+# LEAST_LEARNERS=2: a model that has no room on the GPUs of one host learns on no fewer (default: 1).
+#
 #SBATCH --job-name=streamrl
 #SBATCH --time=12:00:00
 #SBATCH --signal=B:TERM@600
@@ -38,10 +40,15 @@ if [ -z "${STREAMRL_REDIS:-}" ]; then
   srun --het-group=0 --nodes=1 --ntasks=1 --nodelist="$head" --overlap redis-server "$private/redis.conf" &
 fi
 
-srun --het-group=2 \
+# What has died is started again; a mistake (2) is not, for it would only be made again.
+# shellcheck disable=SC2016
+again=(bash -c 'trap exit TERM; for _ in $(seq 100); do code=0; "$@" || code=$?; '\
+'case $code in 0 | 2) exit $code ;; esac; sleep 5; done; exit $code' again)
+
+srun --het-group=2 "${again[@]}" \
   streamrl reward serve --model "$REWARD_MODEL" --host 0.0.0.0 --port 5555 --token-file "$REWARD_TOKEN_FILE" &
 
-srun --het-group=1 --kill-on-bad-exit=0 \
+srun --het-group=1 --kill-on-bad-exit=0 "${again[@]}" \
   streamrl worker --redis "$STREAMRL_REDIS" --run "$RUN_NAME" --model "$MODEL" --allow-host "$judge:5555" &
 
 # Before the time limit Slurm sends TERM to this script: the learner writes a checkpoint, and the job ends.
@@ -49,7 +56,8 @@ trap 'streamrl stop --redis "$STREAMRL_REDIS" --run "$RUN_NAME" --timeout-s 300 
 
 srun --het-group=0 --ntasks-per-node=1 --overlap \
   streamrl learn "$RUN_CONFIG" name="$RUN_NAME" rewards.model.url="http://$judge:5555" \
-  rewards.model.token_file="$REWARD_TOKEN_FILE" --redis "$STREAMRL_REDIS" --nodes "1:$nodes" --rendezvous "$head:29400" &
+  rewards.model.token_file="$REWARD_TOKEN_FILE" --redis "$STREAMRL_REDIS" \
+  --nodes "${LEAST_LEARNERS:-1}:$nodes" --rendezvous "$head:29400" &
 learner=$!
 status=0
 # A signal that was trapped ends `wait` early, and the learner is still there.

@@ -7,6 +7,7 @@
 #
 # GPUS=8 GPUS_A_WORKER=1: of each host in WORKERS, which then starts a worker for each (worker.gpus is the same number, or
 # auto); without GPUS it starts one, which takes what it finds. A learner takes the first learner.processes of its host.
+# LEAST_LEARNERS=2: a model that has no room on the GPUs of one host learns on no fewer (default: 1).
 #
 # The reward server's token is the file reward-token in this folder: openssl rand -hex 32 > reward-token
 #
@@ -27,11 +28,16 @@ read -ra workers <<< "$WORKERS"
 dir=${DIR:-runs}
 logs=$(printf %q "$dir/$RUN_NAME/logs")
 
-# start HOST NAME WORDS...: in the background there, with its output in a file.
+# start HOST NAME WORDS...: in the background there, with its output in a file. What has died is started again; a mistake
+# (2) is not, for it would only be made again, nor is anything once a learner has found what no restart would mend ($0 is
+# the file of such errors).
 start() {
-  local host=$1 name=$2 line
+  local host=$1 name=$2 line again
   shift 2
-  printf -v line '%q ' "$@"
+  # shellcheck disable=SC2016
+  again='for _ in $(seq 100); do code=0; "$@" || code=$?; case $code in 0 | 2) exit $code ;; esac
+      [ ! -e "$0" ] || exit $code; sleep 5; done; exit $code'
+  printf -v line '%q ' bash -c "$again" "$dir/$RUN_NAME/learner.error" "$@"
   ssh -n "$host" "cd $(printf %q "$PWD") && mkdir -p $logs && export PATH=\$PWD/.venv/bin:\$PATH" \
     "STREAMRL_REDIS_PASSWORD_FILE=$(printf %q "${STREAMRL_REDIS_PASSWORD_FILE:-}")" \
     "&& (setsid nohup bash -c $(printf %q "$line") > $logs/$name.out 2>&1 < /dev/null &)"
@@ -42,15 +48,10 @@ start "$REWARD" reward \
   streamrl reward serve --model "$REWARD_MODEL" --host 0.0.0.0 --port 5555 --token-file "$PWD/reward-token"
 
 for host in "${learners[@]}"; do
-  # An agent that has died is started again; a mistake (2) is not, for it would only be made again, nor is what another
-  # host's learner has found that no restart would mend ($0 is the file of such errors).
-  # shellcheck disable=SC2016
-  start "$host" "learner-$host" bash -c \
-    'for _ in $(seq 100); do code=0; "$@" || code=$?; case $code in 0 | 2) exit $code ;; esac
-      [ ! -e "$0" ] || exit $code; sleep 5; done' "$dir/$RUN_NAME/learner.error" \
+  start "$host" "learner-$host" \
     streamrl learn "$config" name="$RUN_NAME" dir="$dir" training.max_time=null \
     rewards.model.url="http://$REWARD:5555" rewards.model.token_file="$PWD/reward-token" --redis "$STREAMRL_REDIS" \
-    --nodes "1:${#learners[@]}" --rendezvous "${learners[0]}:29400"
+    --nodes "${LEAST_LEARNERS:-1}:${#learners[@]}" --rendezvous "${learners[0]}:29400"
 done
 
 worker=(streamrl worker --redis "$STREAMRL_REDIS" --run "$RUN_NAME" --model "$MODEL" --allow-host "$REWARD:5555")

@@ -20,23 +20,10 @@ replaced learner stays. Torch-free; blocks on the disk, for as long as reading o
 
 A checkpoint is damaged if one of its files is missing, or is not what was sealed. If the file system cannot tell, as a
 network's now and then, its error is raised: resuming from an older checkpoint would abandon the newest for good.
-
-`validation.json` holds the result of the validation that was requested at the checkpoint's step:
-
-    run folder/
-      checkpoints/
-        e000006-s00000120/
-          manifest.json        sealed while the validation still ran
-          validation.json      added when its answers were in; missing: not validated
-
-Validation runs beside training, on the first published version with the checkpoint's weights or newer ones, and workers
-may be further ahead: `val_rollouts/min_version_step` and `max_version_step` say which steps answered. The file is
-removed with its checkpoint.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -44,13 +31,14 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-import xxhash
 from pydantic import TypeAdapter
 
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import DataError, Fenced
-from streamrl.files import MISSING, fsync_folder, fsync_tree, naming, write_durably
+from streamrl.files import MISSING, fsync_folder, fsync_tree, write_durably
 from streamrl.learner.checkpoints.journal import write_journal
+from streamrl.learner.checkpoints.scores import BEST_METRIC, read_score
+from streamrl.learner.checkpoints.sealed import MANIFEST, Files, describe, digest_of, files_in, seal, size_of, unseal
 from streamrl.learner.checkpoints.terms import (
     CheckpointName,
     Lineage,
@@ -60,13 +48,6 @@ from streamrl.learner.checkpoints.terms import (
     parents_named_after,
 )
 from streamrl.learner.groups.ledger import FeedState
-
-MANIFEST = "manifest.json"
-Files = Mapping[str, tuple[int, str]]  # path within the checkpoint's folder -> (size, digest)
-_SCHEMA = 4
-_CHUNK_BYTES = 1 << 22
-
-BEST_METRIC = "val_rollouts/rewards"  # the default; higher is better
 
 log = structlog.get_logger(__name__)
 
@@ -145,9 +126,9 @@ class CheckpointRoot:
         folder, final = self.temp_folder(name), self.folder_of(name)
         is_resealed = final.exists()
         if is_resealed:
-            files = _unseal(final / MANIFEST)["files"]
+            files = unseal(final / MANIFEST)["files"]
         elif files is None:
-            files = {path: describe(folder / path) for path in _files(folder)}
+            files = {path: describe(folder / path) for path in files_in(folder)}
             fsync_tree(folder)
         else:
             fsync_folder(folder)
@@ -156,7 +137,7 @@ class CheckpointRoot:
         journal = write_journal(self.root, str(name), stream.uncommitted, after=stream.journal, run_uid=state.run_uid)
         crashpoint("journal.written")
         state = replace(state, stream=stream.committed(journal))
-        sealed = _seal({"schema": _SCHEMA, "files": files, "state": state.to_json()})
+        sealed = seal(files=files, state=state.to_json())
         if is_resealed:
             self._refuse_replaced(name)
             write_durably(final / MANIFEST, sealed)
@@ -211,12 +192,12 @@ class CheckpointRoot:
         """Open this checkpoint; DataError says what is wrong with it. Checking digests reads every file. OSError if its
         files cannot be read now, which says nothing about them."""
         folder = self.folder_of(name)
-        content = _unseal(folder / MANIFEST)
+        content = unseal(folder / MANIFEST)
         for path, (size, digest) in content["files"].items():
             file = folder / path
-            if _size(file) != size:
+            if size_of(file) != size:
                 raise DataError(f"{file}: missing, or not of {size} bytes")
-            if digests and _digest(file) != digest:
+            if digests and digest_of(file) != digest:
                 raise DataError(f"{file}: contents do not match their digest")
         return Checkpoint(name=name, folder=folder, state=CheckpointState.from_json(content["state"]))
 
@@ -269,80 +250,6 @@ class CheckpointRoot:
             unfinished_removal = kind == ".trash" and name and name not in needed
             if unfinished_write or unfinished_removal:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-def describe(path: Path) -> tuple[int, str]:
-    """Size and digest of the file; reads all of it."""
-    return path.stat().st_size, _digest(path)
-
-
-def _size(path: Path) -> int | None:
-    """None: there is no such file. (`is_file` of newer Pythons says so too of one that cannot be read now.)"""
-    try:
-        return path.stat().st_size
-    except MISSING:
-        return None
-
-
-def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with naming(path), path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _seal(content: Mapping[str, Any]) -> bytes:
-    return json.dumps({"content": content, "digest": _digest_of(content)}, allow_nan=False).encode()
-
-
-def _unseal(path: Path) -> dict[str, Any]:
-    try:
-        with naming(path):
-            sealed = json.loads(path.read_bytes())
-        content: dict[str, Any] = sealed["content"]
-        intact = sealed["digest"] == _digest_of(content)
-    except (*MISSING, ValueError, KeyError, TypeError):
-        raise DataError(f"{path}: missing or truncated") from None
-    if not intact:
-        raise DataError(f"{path}: contents do not match their digest")
-    if content["schema"] != _SCHEMA:
-        raise DataError(f"{path}: schema {content['schema']}; this program reads schema {_SCHEMA}")
-    return content
-
-
-def _digest_of(content: Mapping[str, Any]) -> str:
-    # Round-trip through JSON, so that it is the same before writing and after reading (tuples, integer keys).
-    plain = json.loads(json.dumps(content))
-    return xxhash.xxh3_128_hexdigest(json.dumps(plain, sort_keys=True).encode())
-
-
-SCORE = "validation.json"
-
-
-def write_score(folder: Path, metrics: Mapping[str, float]) -> None:
-    """Add validation metrics to a checkpoint, if it exists (still)."""
-    if folder.is_dir():
-        write_durably(folder / SCORE, json.dumps(dict(metrics), allow_nan=False).encode())
-
-
-def read_score(folder: Path, metric: str = BEST_METRIC) -> float | None:
-    """The metric's value; None if it was not validated, or without answers. OSError if that cannot be known now: the
-    best checkpoint would be removed as one without a score."""
-    path = folder / SCORE
-    try:
-        with naming(path):
-            score = json.loads(path.read_bytes()).get(metric)
-        return None if score is None else float(score)
-    except MISSING:
-        return None
-    except (ValueError, AttributeError, TypeError) as error:
-        log.warning("checkpoint score ignored", path=str(path), error=str(error))
-        return None
 
 
 def best_first(checkpoints: Iterable[Checkpoint], metric: str = BEST_METRIC) -> list[Checkpoint]:

@@ -30,15 +30,9 @@ from streamrl.config.changes import Change, changes, check_changes
 from streamrl.config.load import config_from_json
 from streamrl.errors import ConfigError, DataError
 from streamrl.files import fsync_folder
-from streamrl.learner.checkpoints.checkpoint import (
-    BEST_METRIC,
-    MANIFEST,
-    SCORE,
-    Checkpoint,
-    CheckpointRoot,
-    CheckpointState,
-    best_first,
-)
+from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState, best_first
+from streamrl.learner.checkpoints.scores import BEST_METRIC, SCORE
+from streamrl.learner.checkpoints.sealed import MANIFEST
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry, claim_run
 from streamrl.learner.groups.ledger import DROPPED, Ending, FeedState, Ledger
 

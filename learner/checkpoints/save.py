@@ -35,7 +35,8 @@ import xxhash
 
 from streamrl.crashpoints import crashpoint
 from streamrl.files import naming
-from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, Files
+from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
+from streamrl.learner.checkpoints.sealed import Files
 from streamrl.learner.checkpoints.terms import CheckpointName
 from streamrl.learner.metrics.record import Timers
 from streamrl.learner.process.background import Jobs

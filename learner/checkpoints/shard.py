@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from streamrl.errors import DataError
-from streamrl.learner.checkpoints.checkpoint import Files
 from streamrl.learner.checkpoints.save import write_parts
+from streamrl.learner.checkpoints.sealed import Files
 from streamrl.learner.parallel.dtensors import LocalRows, held, reported
 from streamrl.learner.process.ranks import World
 from streamrl.pinning import Pinned

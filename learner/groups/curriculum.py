@@ -146,7 +146,7 @@ class Curriculum:
         self._num_refused = 0
         crashpoint("draws.written")
         self._take(draws)
-        self._census = self._pool.census(self._num_visited // self._prompts.num_tickets(1))
+        self._census = self._pool.census(self._num_visited // self._prompts.num_places(1))
 
     def knows(self, place: int) -> bool:
         return place in self._places
@@ -174,13 +174,13 @@ class Curriculum:
     def metrics(self) -> dict[str, float]:
         """The pool's census as of the latest draws."""
         found = {f"curriculum/prompts/{kind}": float(count) for kind, count in self._census.items()}
-        passes = self._num_visited / self._prompts.num_tickets(1)
+        passes = self._num_visited / self._prompts.num_places(1)
         return {**found, "curriculum/passes": passes, "curriculum/refused": float(self._num_refused)}
 
     def _choose(self, count: int) -> Draws:
         chosen: list[tuple[int, int]] = []
         chances: list[float] = []
-        visited, of_a_pass = self._num_visited, self._prompts.num_tickets(1)
+        visited, of_a_pass = self._num_visited, self._prompts.num_places(1)
         while len(chosen) < count:
             data_epoch, first = divmod(visited, of_a_pass)
             rows, uniforms = self._prompts.candidates(data_epoch)
@@ -206,7 +206,7 @@ def open_order(
     state: FeedState | None = None,
 ) -> PromptOrder:
     """The order that the settings ask for."""
-    num_places = prompts.num_tickets(config.training.max_epochs)
+    num_places = prompts.num_places(config.training.max_epochs)
     if not config.data.curriculum:
         return DataOrder(prompts, num_places=num_places)
     restored = state or FeedState()

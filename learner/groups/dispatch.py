@@ -70,7 +70,7 @@ class Dispatch:
         self._num_samples, self._algorithm = config.sampling.num_samples, config.algorithm
         self._max_attempts = config.worker.max_attempts
         self._groups_per_step = config.training.groups_per_step
-        self._num_of_data = prompts.num_tickets(config.training.max_epochs)
+        self._num_of_data = prompts.num_places(config.training.max_epochs)
         self._widest_window = (config.lag.max_steps + 1) * self._groups_per_step
         self.retry_requests: list[int] = []  # dead tickets that the operator wants retried, as of the last orders
         self.refused: list[int] = []  # by a full server: issued in the ledger, written to Redis once there is room

@@ -51,8 +51,10 @@ class DrawLog:
         found: dict[int, tuple[tuple[int, int], float, int]] = {}
         for term in sorted(self._terms()):
             for line in _lines(self._folder / f"{term:06d}.jsonl"):
-                pairs = zip(line["asked"], line["chances"], strict=True)
-                for place, (asked, chance) in enumerate(pairs, line["first"]):
+                begin = max(first, line["first"])  # a learner of weeks has drawn for millions of places before
+                skipped = begin - line["first"]
+                pairs = zip(line["asked"][skipped:], line["chances"][skipped:], strict=True)
+                for place, (asked, chance) in enumerate(pairs, begin):
                     found[place] = ((int(asked[0]), int(asked[1])), float(chance), int(line["num_visited"]))
         end = first
         while end in found:
@@ -95,11 +97,13 @@ class DrawLog:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The complete lines of the file."""
-    for line in path.read_bytes().splitlines(keepends=True)[1:]:
-        if not line.endswith(b"\n"):
-            return
-        try:
-            yield json.loads(line)
-        except ValueError:
-            return
+    """The complete lines of the file, after its first."""
+    with path.open("rb") as file:
+        next(file, b"")
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError:
+                return

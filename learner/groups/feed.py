@@ -191,6 +191,10 @@ class Feed:
         """Whether to commit just for the room it frees in Redis; also starts the pause before the next such commit."""
         return self._backlog.freeable(self._ready_groups.all_ids()) > 0 and self._wait_timers.may_request_commit()
 
+    def num_places(self, end: int) -> int:
+        """How many places of the data the tickets below `end` stand for."""
+        return self._ledger.retries.num_places(end)
+
     def metrics(self) -> dict[str, float]:
         dropped = {f"stream/dropped/{reason}": float(count) for reason, count in self._ledger.dropped()}
         ignored = {f"stream/ignored/{reason}": float(count) for reason, count in self._ledger.ignored.items()}
@@ -251,6 +255,8 @@ class Feed:
             self._sleep(wait_s)
         elif self._receive(step, wait_s):
             return
+        elif not self._dispatch.num_on_the_way:
+            self._wait_timers.no_group_expected()
         else:
             self._wait_timers.check(num_outstanding=self._ledger.outstanding)
             if self._wait_timers.tickets_may_be_lost:

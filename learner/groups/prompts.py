@@ -1,8 +1,9 @@
-"""The run's prompts, tokenised once, and the function from ticket numbers to prompts.
+"""The run's prompts, tokenised once, and the data's order: which prompt each place stands for.
 
-Ticket t asks for place `t % n` of pass `t // n` over the data, whose n places follow from the seed, the datasets and
-their weights alone (`mixture`), so any ticket can be reissued at any time. The fingerprint identifies that function; a
-checkpoint stores it, and a run whose fingerprint has changed must not resume.
+Place p is place `p % n` of pass `p // n` over the data, whose n places follow from the seed, the datasets and their
+weights alone (`mixture`); which place a ticket's number stands for: `groups.ledger`. So any ticket can be reissued at
+any time. The fingerprint identifies the order; a checkpoint stores it, and a run whose fingerprint has changed must not
+resume.
 
 The tokenizer is passed in as `transformers` loaded it, so nothing here imports torch. Blocks on reading and tokenising
 the files, at the start only.
@@ -14,7 +15,7 @@ import gc
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,9 +25,11 @@ import numpy.typing as npt
 import structlog
 import xxhash
 
-from streamrl.chat_templates import TEMPLATE_ERRORS
+from streamrl.chat_templates import TEMPLATE_ERRORS, render, renders_tools
 from streamrl.config import schema
+from streamrl.data.messages import read_tools
 from streamrl.data.prompts import PromptRow, read_prompts
+from streamrl.encoding import encode, encode_prompts
 from streamrl.errors import DataError
 from streamrl.learner.groups.mixture import MixedDataset, Mixture
 from streamrl.protocol.wire.codec import MAX_TEXT_CHARS
@@ -45,7 +48,7 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: list[int], /) -> str | list[str]: ...
 
-    def apply_chat_template(self, conversation: list[Any], *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
+    def apply_chat_template(self, conversation: list[Any], **how: Any) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +61,7 @@ class Prompt:
 
 
 class PromptSet:
-    """All usable prompts in the order of their files, and the tickets' order over them."""
+    """All usable prompts in the order of their files, and the data's order over them."""
 
     def __init__(
         self,
@@ -88,7 +91,7 @@ class PromptSet:
         return cls([row for rows in found for row in rows], seed=seed, shuffle=data.shuffle, parts=parts)
 
     def fingerprint(self) -> str:
-        """A digest of what ticket numbers mean: the rows, their mixture, and the seed of their order."""
+        """A digest of what places mean: the rows, their mixture, and the seed of their order."""
         digest = xxhash.xxh3_128(f"{self._seed} {self._shuffle}".encode())
         if self._mixture.num_places != len(self.rows) or len(self._mixture.parts) > 1:
             digest.update("".join(f" {part.num_places}/{part.num_rows}" for part in self._mixture.parts).encode())
@@ -99,12 +102,12 @@ class PromptSet:
             digest.update(fields)
         return digest.hexdigest()
 
-    def num_tickets(self, max_epochs: int) -> int:
+    def num_places(self, max_epochs: int) -> int:
         return self._mixture.num_places * max_epochs
 
-    def locate(self, ticket: int) -> tuple[int, int]:
+    def locate(self, place: int) -> tuple[int, int]:
         """(passes over the data before it, index of its row)"""
-        return self._mixture.locate(ticket)
+        return self._mixture.locate(place)
 
     def candidates(self, data_epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """The rows of a pass in order, and for each a random number in [0, 1) (`groups.curriculum`)."""
@@ -151,6 +154,29 @@ def tokenise(
     return rows
 
 
+def read_held_out(config: schema.Config, tokenizer: Tokenizer, *, notice: Callable[[str], None]) -> Sequence[Prompt]:
+    """Read the first `validation.max_prompts` of each held-out dataset; `notice` is told which have more."""
+    found: list[Prompt] = []
+    limit = config.validation.max_prompts
+    for named in config.data.validation_sets():
+        rows = tokenise(named, tokenizer, config.data)
+        if len(rows) > limit:
+            which = f"the first {limit:,} of {len(rows):,} prompts are used (validation.max_prompts)"
+            notice(f"{named.dataset.place}: {which}")
+        found += rows[:limit]
+    return found
+
+
+def num_shared(held_out: Sequence[Prompt], trained: Sequence[Prompt]) -> int:
+    """Count the held-out prompts that are trained on, too: same tokens and same fields."""
+    known = {_identity(row) for row in trained}
+    return sum(_identity(row) in known for row in held_out)
+
+
+def _identity(row: Prompt) -> bytes:
+    return xxhash.xxh3_128_digest(row.token_ids.tobytes() + json.dumps(dict(row.fields), sort_keys=True).encode())
+
+
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """Turn garbage collection off while prompts are read.
@@ -184,21 +210,18 @@ class _Reader:
             read = rows[start : start + _BATCH]
             self.num_read += len(read)
             batch = [(row, text) for row in read if (text := self._text(row)) is not None]
+            plain = iter(encode_prompts(self._tokenizer, [text for row, text in batch if row.messages is None]))
             # The chat template has already added special tokens.
-            plain = self._encode([text for row, text in batch if row.messages is None], add_special_tokens=True)
-            chats = self._encode([text for row, text in batch if row.messages is not None], add_special_tokens=False)
+            chats = iter(encode(self._tokenizer, [text for row, text in batch if row.messages is not None]))
             for row, text in batch:
                 token_ids = next(plain if row.messages is None else chats)
                 if len(token_ids) > self._data.max_prompt_tokens and self._data.overlong == "truncate":
                     self.num_truncated += 1
-                    token_ids = list(token_ids[-self._data.max_prompt_tokens :])
+                    token_ids = token_ids[-self._data.max_prompt_tokens :]
                     text = str(self._tokenizer.decode(token_ids))
                 if self._fits(row, text, token_ids):
                     ids = np.asarray(token_ids, dtype=np.int32)
                     yield Prompt(line=row.line, text=text, token_ids=ids, fields=row.fields, dataset=self._dataset)
-
-    def _encode(self, texts: list[str], *, add_special_tokens: bool) -> Iterator[Sequence[int]]:
-        return iter(self._tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"] if texts else [])
 
     def _text(self, row: PromptRow) -> str | None:
         if row.text is not None:
@@ -209,12 +232,15 @@ class _Reader:
                 f"{self._place}:{row.line}: 'messages' need a chat template, and the model's tokenizer has none; "
                 "use 'text'"
             )
+        tools = read_tools(row.fields.get("tools"))
+        if tools and not renders_tools(self._tokenizer):
+            self._malformed(row, "the tokenizer's chat template does not render 'tools': describe them in a message")
+            return None
         try:
-            text = self._tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True)
+            return render(self._tokenizer, row.messages, date=self._data.date, tools=tools)
         except TEMPLATE_ERRORS as error:
             self._malformed(row, f"the tokenizer's chat template refuses the messages: {error}")
             return None
-        return str(text)
 
     def _fits(self, row: PromptRow, text: str, token_ids: Sequence[int]) -> bool:
         limit = self._data.max_prompt_tokens

@@ -1,7 +1,7 @@
 """The feed's wait timers: how long it has waited, for what, and whether to reconcile, go on without, or give up.
 
-A new group, an optimizer step and an operator's pause each restart the timer. `waits_for` names the current wait for
-the monitor.
+A new group, an optimizer step and an operator's pause each restart the timer, and it does not run while no ticket is
+out, since workers are not at fault then. `waits_for` names the current wait for the monitor.
 """
 
 from __future__ import annotations
@@ -47,8 +47,12 @@ class WaitTimers:
 
     def paused(self) -> None:
         self.waits_for = Wait.RESUME
-        self._since = self._clock()  # no groups are expected
+        self.no_group_expected()
         self._full_since = None
+
+    def no_group_expected(self) -> None:
+        """Restart the timer: the run is paused, or no ticket is out as a disk, Redis or the byte budget is full."""
+        self._since = self._clock()
 
     def batch_is_not_full(self) -> None:
         self.waits_for = Wait.GROUPS

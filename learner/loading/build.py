@@ -37,15 +37,17 @@ log = structlog.get_logger(__name__)
 
 
 def begin_model(path: str, *, attention: str, world: World) -> tuple[transformers.PreTrainedModel, Sources]:
-    """The model on `meta` with the sources of its weights; or whole on the device, with no sources."""
+    """The model on `meta` with the sources of its weights; or whole on the host, with no sources.
+
+    FSDP moves a layer to the device when it shards it, so the device never holds the whole; `load.fill` moves a model
+    that stays whole. Read in torch's sources: no GPU has run this.
+    """
     model = build_model(path, attention)
     try:
         sources, buffers = sources_of(model, path)
     except (OSError, SafetensorError, Unlike) as reason:
         refuse_whole(model, path, reason, ranks_here=world.local_size, room=available_memory())
-        model = load_model(path, attention=attention)
-        nn.Module.to(model, world.device)
-        return model, {}
+        model, sources, buffers = load_model(path, attention=attention), {}, {}
     with Files() as files:
         for name, source in buffers.items():
             read_rows(source, model.get_buffer(name), files)

@@ -19,6 +19,7 @@ import torch
 import transformers
 from torch import nn
 
+from streamrl.encoding import FROM_FILES
 from streamrl.errors import DataError, UserError
 
 
@@ -26,7 +27,7 @@ def convert(file: Path, output: Path, report: Callable[[str], None]) -> None:
     if not file.is_file():
         raise DataError(f"{file}: no such file")
     report("step 1 of 3, the tokenizer")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, **FROM_FILES)
     report("step 2 of 3, the weights")
     read = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     model = plain(read)

@@ -22,7 +22,7 @@ from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.learner.loading.build import begin_model, build_model
 from streamrl.learner.loading.sources import Files, Source, Sources, read_rows
-from streamrl.learner.model.compiled import compile_layers, compiles, refuse_compiling, with_layers
+from streamrl.learner.model.compiled import all_compile, compile_layers, compiles, refuse_compiling, with_layers
 from streamrl.learner.model.logits import Head
 from streamrl.learner.model.lora import base_name, inject_adapters, place_adapters
 from streamrl.learner.model.policy import Policy
@@ -77,7 +77,7 @@ def load_policy(
     on_host = config.model.masters == "cpu"
     policy = settled(model, sources, config, world, end_ids, on_host=on_host, wait_for_readers=wait_for_readers)
     # What ranks decide together comes after they have waited for each other's downloads.
-    config = with_layers(config, compiled=world.all_agree(config.model.compile is True))
+    config = with_layers(config, compiled=all_compile(config, world))
     if config.model.compile:
         compile_layers(policy.model, or_go_on=may_fail)
     if config.model.gradient_checkpointing == "auto" and recomputes(config, sizes, world, teacher=teacher):
@@ -174,11 +174,12 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def fill(policy: Policy, sources: Sources, device: torch.device, *, files: Files | None = None) -> Policy:
-    """Allocate what this rank holds, and read its values."""
+    """Allocate what this rank holds, and read its values; move those of a model that was loaded whole, and is not
+    sharded."""
     for parameter in policy.parameters():
-        if parameter.is_meta:
-            empty = empty_like(parameter, device)
-            swap_tensors(parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+        if parameter.is_meta or parameter.device != device:
+            held = empty_like(parameter, device) if parameter.is_meta else parameter.detach().to(device)
+            swap_tensors(parameter, nn.Parameter(held, requires_grad=parameter.requires_grad))
     with files or Files() as opened:
         read_weights(policy.model, sources, opened)
     return policy

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import transformers
 
+from streamrl.encoding import FROM_FILES, refuse_lone_tekken
 from streamrl.errors import DataError
 from streamrl.learner.loading.build import read_config, usable
 from streamrl.protocol.wire.fingerprint import fingerprint, stop_ids
@@ -28,7 +29,8 @@ def read_tokenizer_info(path: str) -> TokenizerInfo:
     """Read tokenizer and configuration, no weights."""
     config = read_config(path)
     with usable(path, "give a tokenizer", (OSError, ValueError, KeyError)):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **FROM_FILES)
+    refuse_lone_tekken(tokenizer, path)
     try:
         generation_eos = transformers.GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:  # optional

@@ -109,8 +109,8 @@ class WeightsAndBiases:
 class Guarded:
     """An exporter whose failures never stop training.
 
-    One that fails to start is retried at growing intervals; only a ConfigError on the first try reaches the user. One
-    that does not close in time is left to itself.
+    One that fails, to start or later, is started again at growing intervals; only a ConfigError on the first try
+    reaches the user. One that does not close in time is left to itself.
     """
 
     def __init__(
@@ -133,15 +133,16 @@ class Guarded:
             if self._exporter is not None:
                 self._exporter.step(step, metrics)
         except Exception:
-            log.warning("metrics not exported", exporter=self._key, exc_info=True)
+            log.warning("metrics not exported, starting again later", exporter=self._key, exc_info=True)
+            # TensorBoard's writer, for one, only raises an error again that it has once had.
+            self._close_beside(failed=True)
+            self._exporter = None
+            self._postpone()
 
     def close(self, *, failed: bool) -> None:
-        if self._exporter is None:
+        thread = self._close_beside(failed=failed)
+        if thread is None:
             return
-        thread = threading.Thread(
-            target=partial(self._close, self._exporter, failed=failed), name=f"close {self._key}", daemon=True
-        )
-        thread.start()
         thread.join(self._close_timeout_s)
         if thread.is_alive():
             log.warning(
@@ -149,6 +150,14 @@ class Guarded:
                 exporter=self._key,
                 timeout_s=self._close_timeout_s,
             )
+
+    def _close_beside(self, *, failed: bool) -> threading.Thread | None:
+        if self._exporter is None:
+            return None
+        close = partial(self._close, self._exporter, failed=failed)
+        thread = threading.Thread(target=close, name=f"close {self._key}", daemon=True)
+        thread.start()
+        return thread
 
     def _close(self, exporter: Exporter, *, failed: bool) -> None:
         try:
@@ -159,14 +168,17 @@ class Guarded:
     def _try_to_begin(self) -> None:
         if self._exporter is not None or self._clock() < self._again_at:
             return
-        self._again_at = self._clock() + self._pause_s * random.uniform(0.5, 1.0)
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         try:
             self._exporter = self._begin()
         except ConfigError:
             raise
         except Exception:
             log.warning("exporter not started, retrying later", exporter=self._key, exc_info=True)
+            self._postpone()
+
+    def _postpone(self) -> None:
+        self._again_at = self._clock() + self._pause_s * random.uniform(0.5, 1.0)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
 
 def check_exporters(settings: schema.Config, *, load: Importer = import_module) -> None:

@@ -34,6 +34,7 @@ from streamrl.learner.process.ranks import World
 
 KEY = "model.compile"
 _COMPILERS = ("g++", "clang++")  # torch takes the first of them
+_NOT_COMPILED = "layers are not compiled"
 _KINDS_OF_ROWS = 32  # that a layer is compiled for: with and without gradients, shared prompts, a single cell, ...
 
 log = structlog.get_logger(__name__)
@@ -49,10 +50,19 @@ def compiles(config: schema.Config, model: transformers.PreTrainedModel, world: 
     if any(True for _ in layers_apart(config)):
         return False
     if (obstacle := _obstacle(model)) is not None:
-        if world.is_main:
-            log.info("layers are not compiled", setting=f"{KEY}: auto", reason=obstacle)
+        if world.rank % world.local_size == 0:  # on each host: a compiler may be missing on some only
+            log.info(_NOT_COMPILED, setting=f"{KEY}: auto", reason=obstacle)
         return False
     return True
+
+
+def all_compile(config: schema.Config, world: World) -> bool:
+    """Whether all ranks would compile, by what each has found (`compiles`). A collective."""
+    would = config.model.compile is True
+    do = world.all_agree(would)
+    if would and not do and world.is_main:
+        log.info(_NOT_COMPILED, setting=f"{KEY}: auto", reason="a rank on another host cannot; its log says why")
+    return do
 
 
 def with_layers(config: schema.Config, *, compiled: bool) -> schema.Config:

@@ -33,7 +33,7 @@ from streamrl.protocol.wire.routes import Routes, is_missing
 
 NO_ROUTE, NO_TOKEN = -1, -2  # in place of an expert: a token without a route, a cell without a token
 _ROW_MULTIPLES = (1, 2, 4, 8)
-_PASS = 1024  # tokens that could be computed in the time that a micro-batch takes besides: weights cast, kernels begun
+_PASS = 1024  # fixed cost of a micro-batch (casting weights, launching kernels), in tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

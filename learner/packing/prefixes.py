@@ -31,8 +31,8 @@ _AT_ONCE = 1024  # an H100 with sequences of 5,000 cells and prompts of 256 spen
 class Prefixes(NamedTuple):
     """The cells of responses that attend to a prompt laid before them.
 
-    Those of one prompt are divided, and it is repeated: a kernel's backward pass has as many parts at a time as keys,
-    heads and sequences, and goes through the queries of each one after another.
+    A prompt with many responses is listed several times, with a share of them each: flash attention's backward pass
+    runs keys, heads and sequences in parallel, but loops over a sequence's queries.
     """
 
     responses: torch.Tensor  # [r] cells
@@ -63,7 +63,9 @@ class Spans:
 
 
 class Kernel(Protocol):
-    """Attention of concatenated sequences, [tokens, heads, head_dim], that tells and takes L: [heads, tokens] fp32."""
+    """Attention of concatenated sequences, [tokens, heads, head_dim]; its forward returns L, [heads, tokens] fp32, and
+    its backward takes it.
+    """
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: Spans, scale: float | None
@@ -247,7 +249,8 @@ def each_with_its_prompt(
 
 
 def prefixes_of(starts: Cells, positions: Cells, *, at_least: int = _AT_ONCE) -> Prefixes | None:
-    """Those of a row. A stretch that does not begin at position 0 goes on where the one before it, that does, ends.
+    """Build the prefixes of one row. A stretch that begins at position 0 is a prompt or a whole sequence; any other
+    continues the last such stretch before it.
 
     `starts`: of the stretches, then the row's end. `at_least`: cells of a sequence of responses, unless it is all there
     is for its prompt, or the prompt is longer. None: each stretch is a whole sequence.

@@ -62,7 +62,7 @@ def at_work(sizes: Sizes, part: Part) -> int:
     """
     of_mlp: float = 4 * sizes.mlp + 2 * sizes.width
     if (experts := sizes.experts) is not None:
-        widths = (6 if part.experts == 1 else 11) * sizes.width + (3 * experts.width if experts.bends else 0)
+        widths = (6 if part.experts == 1 else 11) * sizes.width + (3 * experts.width if experts.has_bias else 0)
         of_mlp += experts.chosen * widths
     of_attention = _scores(sizes, part) - 8 * sizes.mlp - _experts(sizes)
     return int(part.tokens * max(of_mlp, of_attention))
@@ -99,4 +99,4 @@ def _scores(sizes: Sizes, part: Part) -> int:
 def _experts(sizes: Sizes) -> float:
     if (experts := sizes.experts) is None:
         return 0
-    return experts.chosen * ((14 if experts.bends else 8) * experts.width + 4 * sizes.width) + 8 * experts.num
+    return experts.chosen * ((14 if experts.has_bias else 8) * experts.width + 4 * sizes.width) + 8 * experts.num

@@ -1,6 +1,7 @@
 """A rank's peak GPU memory in a step: a closed form, in bytes, before any weights are loaded.
 
-    always     per trained weight masters 4, gradients 4 and moments 8; a frozen base 2, a reference 2: all sharded
+    always     per trained weight masters 4, gradients 4 and moments 8; a frozen base 2, a reference 2: all sharded.
+               Of masters on the host: nothing, but with replicas the gradients, which wait for the last micro-batch
     kept       by all layers for the backward pass: only inputs, with checkpointing; of two layers, if they are
                offloaded to the host
 
@@ -39,7 +40,7 @@ REMEDY = (
     "lower training.micro_batch_tokens, and sampling.max_tokens if a single sample may be longer than that, keep "
     "model.gradient_checkpointing at auto, set model.reference, model.masters, model.activations or teacher.place to "
     "cpu, train adapters (model.lora), keep fewer copies (learner.layout.replicas), share samples, layers or a "
-    "mixture's experts among more ranks (learner.layout), or take more GPUs (learner.processes)"
+    "mixture's experts among more ranks (learner.layout), or take more GPUs (learner.processes, `learn --nodes`)"
 )
 # Headroom: guesses. An H200 was compared with the tensors alone.
 _CONTEXT = 700_000_000  # the CUDA context, with loaded kernels
@@ -104,8 +105,7 @@ def plan(
     longest = longest or config.data.max_prompt_tokens + config.max_response_tokens
     part = Part.of(layout, tokens=tokens or max(longest, config.training.micro_batch_tokens), longest=longest)
     is_lora = config.model.lora is not None
-    weights = 0 if config.model.masters == "cpu" else 16 * sizes.trained + 2 * sizes.frozen
-    weights += 2 * (sizes.trained + sizes.frozen) if keeps_reference(config) else 0
+    weights = _of_masters(sizes, config) + (2 * (sizes.trained + sizes.frozen) if keeps_reference(config) else 0)
     if teacher is not None and config.teacher is not None and config.teacher.place == "device":
         weights += 2 * (teacher.trained + teacher.frozen)
     own = sizes.divided(layout.tensor)
@@ -123,6 +123,17 @@ def plan(
         teaching=0 if teacher is None else _of_a_teacher(teacher, part, ranks),
         uneven=int(_UNEVEN * activations.of_experts(own, part)),
     )
+
+
+def _of_masters(sizes: Sizes, config: schema.Config) -> int:
+    """Bytes of masters, gradients, moments and a frozen base, over all ranks that share a model.
+
+    FSDP offloads a gradient once replicas have added it up, at the last micro-batch; until then it is on the device in
+    fp32. Read in torch's sources: no GPU has run this.
+    """
+    if config.model.masters == "device":
+        return 16 * sizes.trained + 2 * sizes.frozen
+    return 4 * sizes.trained if config.learner.layout.replicas > 1 else 0
 
 
 def computes_again(config: schema.Config) -> bool:

@@ -61,17 +61,16 @@ def room_on(device: torch.device) -> int:
     return int(total * torch.cuda.get_per_process_memory_fraction(device))
 
 
-def expected(sizes: Sizes, config: schema.Config, *, room: int, teacher: Sizes | None) -> Plan:
-    """The plan by which ranks on one host, with this room on each GPU, will decide."""
-    keeping = _to_keep_all(sizes, config, teacher=teacher) if config.model.gradient_checkpointing == "auto" else None
-    if keeping is not None and keeping.needed <= _MOST * room:
-        return keeping
-    return plan(sizes, config, teacher=teacher)
+def expected(sizes: Sizes, config: schema.Config, *, ranks: int, room: int, teacher: Sizes | None) -> Plan:
+    """The plan by which so many ranks, with this room on each GPU, will decide."""
+    if config.model.gradient_checkpointing == "auto":
+        keeping = _to_keep_all(sizes, config, ranks=ranks, teacher=teacher)
+        if keeping is not None and keeping.needed <= _MOST * room:
+            return keeping
+    return plan(sizes, config, ranks=ranks, teacher=teacher)
 
 
-def _to_keep_all(
-    sizes: Sizes, config: schema.Config, *, ranks: int | None = None, teacher: Sizes | None
-) -> Plan | None:
+def _to_keep_all(sizes: Sizes, config: schema.Config, *, ranks: int, teacher: Sizes | None) -> Plan | None:
     """The plan in which no layer is computed again; None if it cannot be told."""
     if _uncounted(sizes, config) is not None:
         return None

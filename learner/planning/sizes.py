@@ -26,7 +26,7 @@ class Experts:
     total: int  # in all layers
     trained: int  # of these
     width: int  # between an expert's two products
-    bends: bool  # more happens between them than multiplying an activation with a gate
+    has_bias: bool  # experts also clamp and scale their gates (gpt-oss), which takes more temporaries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,6 @@ class Sizes:
     layer: int  # weights of the largest layer, experts included
     head: int  # V x H
     outermost: int  # weights outside layers
-    is_tied: bool
     layers: int
     width: int
     mlp: int  # width of the MLP that all tokens go through
@@ -69,7 +68,6 @@ class Sizes:
             layer=max(each, default=0),
             head=config.vocab_size * config.hidden_size,
             outermost=total - sum(each),
-            is_tied=bool(config.tie_word_embeddings),
             layers=len(each),
             width=config.hidden_size,
             mlp=_mlp(config, some_are_dense=len(mixtures) < len(layers)),
@@ -121,7 +119,7 @@ def _experts(config: transformers.PretrainedConfig, mixtures: Sequence[Any]) -> 
         total=sum(_weights(module) for module in mixtures),
         trained=sum(p.numel() for module in mixtures for p in module.parameters() if p.requires_grad),
         width=down.shape[1] if largest.is_transposed else down.shape[2],
-        bends=largest.has_bias,
+        has_bias=largest.has_bias,
     )
 
 

@@ -6,10 +6,11 @@
                                     └──► rank 1     after a death: all of them again
 
 A rank started as a new program spends seconds on imports, all ranks of a machine at once; after a death that is most of
-the run's downtime. torchrun's options, rendezvous, restarts and exit codes are unchanged, except for three. On a signal
+the run's downtime. torchrun's options, rendezvous, restarts and exit codes are unchanged, except for four. On a signal
 the agent shuts down cleanly at any moment (`ending`), with exit code 0, or with 76 if it leaves the run to other
 machines (`--elastic`) and is to come back. If a rank reports that no restart would help, the agent exits with that
-rank's code (`job`). A machine that joins or leaves takes neither the step in progress nor a restart (`elastic_agent`).
+rank's code (`job`). A machine that joins or leaves takes neither the step in progress nor a restart, and an hour
+without a failure gives all restarts back (`elastic_agent`).
 
 torchrun and multiprocessing leave files and sockets in the temporary folder. So the agent has its own
 (`streamrl.files`), removed when it ends. Its ranks use the common one. It also removes its ranks' configuration, if

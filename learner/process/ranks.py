@@ -39,6 +39,8 @@ class World:
     context_group: dist.ProcessGroup | None = None  # ranks that hold parts of the same samples; None: samples are whole
     timeout: timedelta | None = None  # of groups made from it; None: torch's default
     local_size: int = 1  # ranks on this machine
+    # Of groups of some of the ranks, by dimensions: models share them, since each group has memory and connections
+    meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def alone(cls) -> World:
@@ -110,9 +112,7 @@ class World:
         replicas = self.layout.replicas
         if replicas == 1:
             return init_device_mesh(self.device.type, (self.size,))
-        return init_device_mesh(
-            self.device.type, (replicas, self.size // replicas), mesh_dim_names=("replicas", "shards")
-        )
+        return self._mesh({"replicas": replicas, "shards": self.size // replicas})
 
     def expert_meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
         """(ranks that hold the same experts, to shard them over; consecutive ranks, to divide experts among)"""
@@ -127,8 +127,15 @@ class World:
         dimensions = {"holders": self.size // replicas // parts, name: parts}
         if replicas > 1:
             dimensions = {"replicas": replicas, **dimensions}
-        mesh = init_device_mesh(self.device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+        mesh = self._mesh(dimensions)
         return mesh["holders"] if replicas == 1 else mesh["replicas", "holders"], mesh[name]
+
+    def _mesh(self, dimensions: Mapping[str, int]) -> DeviceMesh:
+        key = tuple(dimensions.items())
+        if key not in self.meshes:
+            names, sizes = tuple(dimensions), tuple(dimensions.values())
+            self.meshes[key] = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        return self.meshes[key]
 
     def barrier(self) -> None:
         self.total(np.zeros(1))

@@ -16,16 +16,16 @@ anchors that fail, or while one is being stored.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from streamrl.config import schema
-from streamrl.errors import TrainingError
+from streamrl.errors import NotPublished
 from streamrl.learner.model.lora import published_parameters
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.process.background import Jobs
@@ -80,7 +80,8 @@ class Publishing(Protocol):
     def settle(self, *, wait_s: float = 0.0) -> Published | None:
         """Settle the version in flight and return it once published.
 
-        None: not yet (`announcing`), failed (`failing`), or settled before. Settles its anchor too.
+        None: not yet (`announcing`), failed (`failing`), or settled before. Settles its anchor too. Raises
+        NotPublished, on all ranks alike, when this has taken too long.
         """
         ...
 
@@ -100,12 +101,13 @@ class Publisher:
         announcer: Announcer,
         canary_ids: tuple[int, ...],  # token IDs with which workers test their engine
         background: Jobs,
+        sweeping: Jobs,  # deletes old blobs, however long the store takes for that
         copier: Copier | None = None,  # None: the device's default
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy, self._settings, self._world = policy, config.weights, world
         self._run_uid, self._term, self._canary_ids = run_uid, term, canary_ids
-        self._background, self._clock = background, clock
+        self._background, self._sweeping, self._clock = background, sweeping, clock
         self._adapter_digests = AdapterDigests(policy.model, config.weights.dtype)
         published = metas_of(published_parameters(policy.model), config.weights.dtype)
         self._buffers = PublishedBuffers(policy.model, publishes=world.is_main)
@@ -116,7 +118,9 @@ class Publisher:
         self._shipper = Shipper(
             world=world.with_own_group(timeout_s=config.weights.give_up_after_s + _SPARE_S),
             store=store,
-            sweeper=Sweeper(store=store, run_uid=run_uid, term=term, max_bytes=max_bytes, clock=clock),
+            sweeper=Sweeper(
+                store=store, run_uid=run_uid, term=term, max_bytes=max_bytes, background=sweeping, clock=clock
+            ),
             announcer=announcer,
         )
         self._copier = copier or copier_for(world.device)
@@ -131,8 +135,11 @@ class Publisher:
         self._anchor_begun: float | None = None  # when the anchor in flight could begin: its version was done
         self.latest: Published | None = None
 
-    def working(self) -> AbstractContextManager[None]:
-        return self._background.working(join_s=_FINISH_S)
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        # What a sweep leaves, the next one deletes.
+        with self._background.working(join_s=_FINISH_S), self._sweeping.working(join_s=0.0):
+            yield
 
     @property
     def busy(self) -> bool:
@@ -244,7 +251,7 @@ class Publisher:
         assert trying_since is not None, "an attempt has started"
         trying_s = float(self._world.largest(np.array([self._clock() - trying_since]))[0])
         if trying_s > self._settings.give_up_after_s:
-            raise TrainingError(
+            raise NotPublished(
                 f"no {what} could be published for {trying_s:.0f} s (weights.give_up_after_s = "
                 f"{self._settings.give_up_after_s:.0f}); check that weights.store "
                 f"{self._settings.store!r} is reachable and has room"

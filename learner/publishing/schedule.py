@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from streamrl.errors import NotPublished
 from streamrl.learner.metrics.record import Timers
 from streamrl.learner.publishing.publish import Publishing
 from streamrl.learner.publishing.shipping import Published
@@ -46,13 +47,16 @@ class PublishSchedule:
     ) -> None:
         self._publisher, self._max_ahead, self._conductor = publisher, max_ahead, conductor
         self._progress, self._timers = progress, timers
+        self._not_published: NotPublished | None = None
 
     @property
     def latest(self) -> Published | None:
         return self._publisher.latest
 
     def settle(self, *, wait_s: float = 0.0) -> None:
-        """Record what was published since the last call."""
+        """Record what was published since the last call. Raises NotPublished if that has failed for too long."""
+        if self._not_published is not None:
+            raise self._not_published
         published = self._publisher.settle(wait_s=wait_s)
         if published is not None:
             self._conductor.note_published(published)
@@ -77,16 +81,23 @@ class PublishSchedule:
         """Publish while training continues, unless that would take it more than lag.max_steps ahead of the workers'
         weights.
 
-        A version still in flight is not waited for either: the next step's weights are published instead.
+        A version still in flight is not waited for either: the next step's weights are published instead. If that
+        has failed for too long, the next `settle` says so, after this step is recorded.
         """
-        with self._publishing():
-            self.settle()
-            if self._publisher.busy and self._is_far_ahead(step):
-                self.wait()
-            if not self._publisher.busy:
-                self._publisher.begin(step)
-            if self._is_far_ahead(step):
-                self._wait_while(lambda: self._publisher.announcing)
+        try:
+            with self._publishing():
+                self._send_unless_busy(step)
+        except NotPublished as error:
+            self._not_published = error
+
+    def _send_unless_busy(self, step: int) -> None:
+        self.settle()
+        if self._publisher.busy and self._is_far_ahead(step):
+            self.wait()
+        if not self._publisher.busy:
+            self._publisher.begin(step)
+        if self._is_far_ahead(step):
+            self._wait_while(lambda: self._publisher.announcing)
 
     def keeps_up(self, step: int) -> bool:
         """Whether the next step may be made, once the version in flight is published.

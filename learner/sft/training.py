@@ -25,6 +25,7 @@ import transformers
 import xxhash
 
 from streamrl.config import schema
+from streamrl.data.settings import DATE
 from streamrl.errors import ConfigError, DataError, TrainingError
 from streamrl.files import locked, put_back, replace_folder, write_durably
 from streamrl.learner.checkpoints.export import export
@@ -36,7 +37,7 @@ from streamrl.learner.model.policy import Policy, evaluating
 from streamrl.learner.objective.optimizer import learning_rate, make_optimizer, update
 from streamrl.learner.packing.micro_batches import Piece, pack
 from streamrl.learner.process.ranks import World
-from streamrl.learner.sft.rows import read_rows
+from streamrl.learner.sft.rows import Rows, read_rows
 from streamrl.terminal import age
 
 _REPORTS = 20  # progress lines over the whole training
@@ -64,6 +65,7 @@ class Settings:
     dtype: str = "float32"  # of forward and backward passes
     held_out: float = 0.0  # share of rows used only for measuring
     chat: bool = False
+    date: str = DATE  # what the chat template takes for today
     save_every: int = 100  # steps
     seed: int = 1234
 
@@ -97,10 +99,17 @@ def train(settings: Settings, report: Callable[[str], None]) -> Outcome:
     if settings.output.exists() and (not settings.output.is_dir() or any(settings.output.iterdir())):
         raise ConfigError(f"--output: {str(settings.output)!r} is not empty; nothing is overwritten")
     info = read_tokenizer_info(settings.model)
-    rows = read_rows(settings.data, info.tokenizer, info.end_ids, max_tokens=settings.max_tokens, chat=settings.chat)
+    rows = read_rows(
+        settings.data,
+        info.tokenizer,
+        info.end_ids,
+        max_tokens=settings.max_tokens,
+        date=settings.date,
+        chat=settings.chat,
+    )
     if rows.num_overlong:
         report(f"{rows.num_overlong} rows are longer than {settings.max_tokens} tokens and are skipped")
-    learned, measured = _split(rows.pieces, settings)
+    learned, measured = _split(rows, settings)
     settings.partial.mkdir(parents=True, exist_ok=True)
     with locked(settings.partial, taken=f"another process is training into {settings.output}"):
         training = _Training(settings, learned, info.end_ids, report)
@@ -121,16 +130,18 @@ def train(settings: Settings, report: Callable[[str], None]) -> Outcome:
     )
 
 
-def _split(pieces: Sequence[Piece], settings: Settings) -> tuple[list[Piece], list[Piece]]:
-    """(rows to train on, rows to measure with)"""
-    count = int(settings.held_out * len(pieces) + 0.5)
-    if count == len(pieces):
-        raise ConfigError(f"--held-out: {settings.held_out} of {len(pieces)} rows leaves none to train on")
-    order = np.random.default_rng([settings.seed, 0]).permutation(len(pieces))
+def _split(rows: Rows, settings: Settings) -> tuple[list[Piece], list[Piece]]:
+    """(pieces to train on, pieces to measure with); those of one row stay together"""
+    num_rows = rows.row_of[-1] + 1
+    count = int(settings.held_out * num_rows + 0.5)
+    if count == num_rows:
+        raise ConfigError(f"--held-out: {settings.held_out} of {num_rows} rows leaves none to train on")
+    order = np.random.default_rng([settings.seed, 0]).permutation(num_rows)
     measured = set(order[:count].tolist())
+    pieces = list(zip(rows.pieces, rows.row_of, strict=True))
     return (
-        [piece for at, piece in enumerate(pieces) if at not in measured],
-        [piece for at, piece in enumerate(pieces) if at in measured],
+        [piece for piece, row in pieces if row not in measured],
+        [piece for piece, row in pieces if row in measured],
     )
 
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, write_score
+from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
+from streamrl.learner.checkpoints.scores import write_score
 from streamrl.learner.checkpoints.terms import CheckpointName
 from streamrl.learner.process.lease import redis_may_be_away
 from streamrl.versions import term_of

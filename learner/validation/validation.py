@@ -28,7 +28,7 @@ import structlog
 
 from streamrl.config import schema
 from streamrl.errors import WireError
-from streamrl.learner.checkpoints.checkpoint import BEST_METRIC
+from streamrl.learner.checkpoints.scores import BEST_METRIC
 from streamrl.learner.groups.prompts import Prompt
 from streamrl.learner.metrics.record import ValidationResult
 from streamrl.protocol.transport.types import START, Entry, GroupStream

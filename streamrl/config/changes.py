@@ -49,7 +49,7 @@ RULES: tuple[tuple[str, str | None], ...] = (
     ("model.lora.**", _WEIGHTS),
     *((f"model.{name}", None) for name in ("dtype", "attention", "gradient_checkpointing")),
     *((f"model.{name}", None) for name in ("activations", "compile", "reference", "masters")),
-    ("data.shuffle", _TICKETS),
+    *((f"data.{name}", _TICKETS) for name in ("shuffle", "date")),
     *((pattern, _TICKETS) for pattern in _WEIGHTS_OF_DATA),
     ("data.**", None),  # the files' contents are compared separately
     ("sampling.accept_mismatch", None),
@@ -75,7 +75,7 @@ _READ_BY_WORKERS = (
     "seed",
     "model.path",
     "model.lora.**",
-    "data.max_prompt_tokens",
+    *(f"data.{name}" for name in ("max_prompt_tokens", "date")),
     *(f"{section}.**" for section in ("sampling", "rewards", "environment", "teacher", "weights", "worker")),
     "algorithm.routing_replay",
     "validation.sampling.**",

@@ -25,7 +25,7 @@ from streamrl.recipe.held_out import numbers_of_samples
 from streamrl.recipe.own import is_own
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
-_LOWEST_TEMPERATURE = 0.01  # vLLM raises lower values to this, and only its log says so
+_LOWEST_TEMPERATURE = 0.01  # vLLM raises lower values to this; only its log mentions it
 _HIGHEST_TEMPERATURE = 2.0  # vLLM refuses higher values with each sample
 _OF_SOURCE = "val_rollouts/rewards/"
 _MAX_TIME = re.compile(r"(\d+):([01]\d|2[0-3]):([0-5]\d):([0-5]\d)\Z")

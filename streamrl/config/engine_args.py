@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from streamrl.config.explain import Problem
 from streamrl.config.schema import Config, Worker
+from streamrl.protocol.transport.address import HIDDEN
 
 # Dimensions over which an engine's processes split the model.
 _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
@@ -36,6 +37,9 @@ def quantized_as(worker: Worker) -> Form | None:
 
 def check_engine_args(config: Config) -> Iterator[Problem]:
     worker, arguments = config.worker, config.worker.engine_args
+    if isinstance(arguments.get("hf_token"), str):
+        remedy = "the run's folder and Redis would hold it: remove it, and set HF_TOKEN in each worker's environment"
+        yield Problem(key="worker.engine_args.hf_token", value=HIDDEN, remedy=remedy)
     if worker.engine != "vllm":
         if worker.hosts > 1:
             remedy = f"worker.engine = {worker.engine} runs on one host only: must be 1, or set worker.engine=vllm"

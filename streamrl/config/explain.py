@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import reduce
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from streamrl.config.precision import AUTO, MAY_BE_AUTO
 from streamrl.config.schema import Config, Reward
+from streamrl.config.shipped import find_shipped
 from streamrl.config.source import Node
 from streamrl.protocol.transport.address import masked
 
@@ -102,7 +104,9 @@ _RIGHT = {  # replaces pydantic's wording where it does not help a reader of YAM
     "string_pattern_mismatch": "must be at most 64 letters, digits, '.', '_' and '-', starting with a letter or digit",
 }
 DURATION = "must be a duration DD:HH:MM:SS, such as 00:03:50:00"
-_RIGHT_OF = {"training.max_time": DURATION}  # by setting, whatever is wrong with it
+_DATASETS = "must be a file, {path: FILE}, or several by name: {one: {path: FILE}, other: {path: FILE}}"
+# By setting, whatever is wrong with it.
+_RIGHT_OF = {"training.max_time": DURATION, **dict.fromkeys(("data.train", "data.validation"), _DATASETS)}
 _SOURCE_TYPES = " or ".join(repr(get_args(s.model_fields["type"].annotation)[0]) for s in sections_in(Reward))
 
 
@@ -113,9 +117,11 @@ def explain(error: ValidationError, tree: Node) -> str:
         kind, loc = finding["type"], finding["loc"]
         if kind.startswith("union_tag"):
             loc = (*loc, "type")
-        path, node = _locate(loc, tree, missing=kind in ("missing", "union_tag_not_found"))
+        is_key = isinstance(loc[-1], str)  # else a place in a list that is too short
+        path, node = _locate(loc, tree, missing=is_key and kind in ("missing", "union_tag_not_found"))
         wrong, right = _describe(finding, path, node)
-        lines.setdefault(f"{node.origin}: {wrong}", []).append(right)
+        rights = lines.setdefault(f"{node.origin}: {wrong}", [])
+        rights += [right] if right not in rights else []
     return "\n".join(wrong + right + "".join(_also(r) for r in rights) for wrong, (right, *rights) in lines.items())
 
 
@@ -152,11 +158,24 @@ def _list_keys(path: Sequence[str]) -> str:
     return f"; {'.'.join(path[:-1]) or 'a configuration'} has {', '.join(keys)}"
 
 
+def _instead(path: list[str]) -> str:
+    """Return what to write instead of an unknown key."""
+    *parents, written = path
+    names = written.split(".")
+    whole = [*parents, *names]
+    if len(names) > 1 and any(_same_place(whole, known.split(".")) for known in known_keys()):
+        nested = reduce(lambda inner, name: f"{{{name}: {inner}}}", reversed(names), "...")
+        return f"; dots are for command lines: write {nested[1:-1]}"
+    nearest = nearest_key(path)
+    return f"; did you mean {nearest!r}?" if nearest else _list_keys(path)
+
+
 def _describe(finding: Any, path: list[str], node: Node) -> tuple[str, str]:
     key, kind, message = ".".join(path), finding["type"], finding["msg"]
     if kind == "extra_forbidden":
-        nearest = nearest_key(path)
-        return f"unknown key {key!r}", f"; did you mean {nearest!r}?" if nearest else _list_keys(path)
+        return f"unknown key {key!r}", _instead(path)
+    if kind == "missing" and isinstance(node.value, list):
+        return f"{key} = {show(node.plain())}: ", "must be a longer list; conf/reinforce.yaml shows it"
     if kind == "missing":
         keys = required_keys(path)
         return f"{' and '.join(keys)} is not set", f"; set it in the file, or with the override {keys[0]}=VALUE"
@@ -168,6 +187,8 @@ def _describe(finding: Any, path: list[str], node: Node) -> tuple[str, str]:
         right = right.replace("must be ", f"must be {AUTO!r}, ")
     if kind.startswith("int_") and path[-1].endswith("_bytes"):
         right = "must be a number of bytes, such as 4000000000"
+    if key == "algorithm.name" and find_shipped(recipe := f"recipes/{node.plain()}.yaml".lower()):
+        right += f"; the recipe of this name is extends={recipe}"
     return (f"{key} = {show(node.plain())}: " if key else ""), right
 
 

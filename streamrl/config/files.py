@@ -4,6 +4,7 @@ a run starts anything, so that a wrong path costs a second and not a minute.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from streamrl.data.prompts import read_prompts
 from streamrl.errors import DataError
 from streamrl.recipe.own import FILES
 
+_IN_LATEX = re.compile(r"(\\[a-zA-Z]{2,})\{(\w+)\}")  # \boxed{answer} in a template over columns
 _LFS_POINTER = b"version https://git-lfs"
 # A folder with one of these has a tokenizer.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -51,6 +53,11 @@ def check_datasets(config: Config) -> Iterator[Problem]:
             if dataset.source not in sources and getattr(dataset, name) != Dataset().model_dump()[name]:
                 remedy = f"applies only to a dataset with {' or '.join(sources)}; this one has {dataset.source}"
                 yield Problem(key=f"{key}.{name}", remedy=remedy)
+        if found := _IN_LATEX.search(dataset.prompt or ""):
+            word, column = found[1], found[2]
+            remedy = f"`{found[0]}` may be meant either way: write {word}{{{{{column}}}}} for these very characters, "
+            remedy += f"{word}{{{{{{{column}}}}}}} for the column {column!r} in braces"
+            yield Problem(key=f"{key}.prompt", remedy=remedy)
         column = (dataset.fields or {}).get("messages")
         if column not in (None, dataset.prompt or "messages"):
             remedy = f"a field of this name holds the prompt of a chat; pass `{column}` under another name"

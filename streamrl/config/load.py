@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from streamrl.config.explain import explain, show
 from streamrl.config.precision import resolve_dtypes
 from streamrl.config.schema import Config
-from streamrl.config.shipped import find_shipped, list_shipped
+from streamrl.config.shipped import find_shipped, hint_at_shipped
 from streamrl.config.source import Node, parse, parse_argument
 from streamrl.errors import ConfigError
 from streamrl.protocol.transport.address import masked
@@ -128,7 +128,8 @@ def _base(name: Node, path: Path, chain: tuple[Path, ...]) -> Path:
         return base
     shipped = find_shipped(name.value)
     if shipped is None:
-        raise ConfigError(f"{name.origin}: extends = {name.value!r}: there is no file {base}; {list_shipped()}")
+        hint = _hint(base, written=name.value, but=seen)
+        raise ConfigError(f"{name.origin}: extends = {name.value!r}: there is no file {base}; {hint}")
     return shipped
 
 
@@ -148,15 +149,19 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        folder = path.parent
-        names = [file.name for file in folder.glob("*.yaml")] if folder.is_dir() else []
-        near = get_close_matches(path.name, names, n=1)
-        hint = f"did you mean {folder / near[0]}?" if near else list_shipped()
-        raise ConfigError(f"there is no configuration file {path}; {hint}") from None
+        raise ConfigError(f"there is no configuration file {path}; {_hint(path, written=path)}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
+
+
+def _hint(missing: Path, *, written: str | Path, but: Sequence[Path] = ()) -> str:
+    """Return the file beside the missing one that it probably means, except for some, or else a shipped one."""
+    folder = missing.parent
+    names = [file.name for file in folder.glob("*.yaml") if file not in but] if folder.is_dir() else []
+    near = get_close_matches(missing.name, names, n=1)
+    return f"did you mean {folder / near[0]}?" if near else hint_at_shipped(written)
 
 
 def _override(text: str) -> Node:

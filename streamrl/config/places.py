@@ -251,8 +251,8 @@ def check_dir(config: Config) -> Iterator[Problem]:
 def _literal(key: str) -> Problem:
     """Of a folder that would be created under a name that only a shell replaces."""
     remedy = (
-        f"~ and $ are taken literally: write the path out, or pass {key}=... on the command line, "
-        "where the shell expands it"
+        f"~ and $ are taken literally: write the path out, or give {key} on the command line with $HOME in double "
+        "quotes, which the shell replaces"
     )
     return Problem(key=key, remedy=remedy)
 

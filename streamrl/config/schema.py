@@ -65,7 +65,8 @@ class Model(Section):
     attention: Literal["auto", "masked", "varlen"] = "auto"  # for packed sequences; auto: varlen for bfloat16 on a GPU
     gradient_checkpointing: Literal["auto"] | bool = "auto"  # auto: on GPUs without room for all activations
     # Where checkpointed layer inputs wait for the backward pass: on the device | in host memory, for samples so long
-    # that they fill the device: 2 bytes x width per token and layer, copied there and back.
+    # that they fill the device: 2 bytes x width per token, for each layer rounded up to a power of two; copied there
+    # and back.
     activations: Literal["device", "cpu"] = "device"
     # Compile decoder layers with torch.compile, which delays the first step. auto: on GPUs, if they can be
     compile: Literal["auto"] | bool = "auto"
@@ -180,7 +181,7 @@ class Weights(Section):
     anchor_share: PositiveFloat = 0.05  # ... the deltas since the last one exceed this share of its size
     max_store_bytes: Positive = 16_000_000_000  # of blobs in Redis; other stores have no limit here
     share_bytes: NonNegative = 16_000_000_000  # of blobs in a host's shared memory, for all its workers; 0: off
-    give_up_after_s: PositiveFloat = 300.0  # no version gets out, or (3/5 of it) all workers reject it: the run ends
+    give_up_after_s: PositiveFloat = 300.0  # a run ends: none was published for so long, or 3/5 of it all rejected one
     # KV cache of older versions when a worker loads a new one: kept for samples in flight only | recomputed for these
     # too | kept, and reused by later samples with the same prompt
     kv_cache: Literal["salt", "clear", "keep"] = "salt"
@@ -233,7 +234,7 @@ Gpus = Literal["auto"] | NonNegative
 
 class Worker(Section):
     count: NonNegative = 1  # workers that `streamrl up` starts
-    gpus: Gpus = "auto"  # per worker and host: exactly as many, not shared; auto: as engine_args require, shared if few
+    gpus: Gpus = "auto"  # per worker on each host: so many of its own; auto: what engine_args need, shared if too few
     hosts: Positive = 1  # hosts that an engine of vLLM spans; all but the first run `streamrl worker --join`
     engine: Annotated[str, AfterValidator(_known_engine)] = "vllm"  # one of `config.engines`
     max_groups_in_flight: Positive = 32  # counted in samples: finished samples free their slots for other groups
@@ -263,10 +264,10 @@ class Learner(Section):
     processes: Positive = 1  # ranks that `streamrl up` starts on this machine
     layout: Layout = Layout()  # how they divide the model
     gpus: Gpus = "auto"  # one per rank, shared with no worker; auto: one each if there are any; 0: none
-    max_restarts: NonNegative = 20
-    threads: NonNegative = 0  # CPU threads of each rank; 0: torch's choice
+    max_restarts: NonNegative = 20  # of all ranks; an hour without a failure gives all of them back
+    threads: NonNegative = 0  # CPU threads of each rank; 0: OMP_NUM_THREADS, else its share of the cores
     lease_s: PositiveFloat = 30.0  # a learner that does not renew its lease for this long may be replaced
-    idle_timeout_s: PositiveFloat = 1800.0  # without a group for this long, the run ends with an error
+    idle_timeout_s: PositiveFloat = 1800.0  # without a group for this long while tickets are out, the run ends
 
 
 class Config(Section):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
+
+_CLOSE = 0.8  # all names have the suffix in common
 
 
 def shipped_config(name: str) -> Path:
@@ -15,9 +18,10 @@ def find_shipped(path: str | Path) -> Path | None:
     return shipped_config(name) if name in _names() else None
 
 
-def list_shipped() -> str:
-    """List them, for an error about an unknown name."""
-    return f"streamrl ships {', '.join(_names())}"
+def hint_at_shipped(path: str | Path) -> str:
+    """Return the one that an unknown name probably means, else a list of them, for an error."""
+    near = get_close_matches(Path(path).as_posix().removeprefix("conf/"), _names(), n=1, cutoff=_CLOSE)
+    return f"did you mean {near[0]}?" if near else f"streamrl ships {', '.join(_names())}"
 
 
 def _names() -> list[str]:

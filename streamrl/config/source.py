@@ -98,10 +98,23 @@ def parse(text: str, *, name: str, numbered: bool) -> Node:
     return _node(root, place) if root is not None else Node(value=None, origin=name)
 
 
+_MARKS = ("-", "?")  # by themselves a list and a map of nothing, which no setting is
+_QUOTES = "if it is meant as text, it needs quotes inside those of the shell: KEY='\"...\"'"
+
+
 def parse_argument(text: str, *, name: str) -> Node:
     """Parse a value of a command line. It has no comments: what YAML would cut, such as `#### 7` or `---`, is text as
-    it was written, and so is all text without quotes."""
-    node, written = parse(text, name=name, numbered=False), text.strip()
+    it was written, and so is all text without quotes. Text that YAML takes for something else needs quotes: the error
+    says so."""
+    written = text.strip()
+    if written in _MARKS:
+        return Node(value=written, origin=name)
+    try:
+        node = parse(text, name=name, numbered=False)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {_QUOTES}") from None
+    if isinstance(node.value, dict) and node.value and ":" not in written:
+        raise ConfigError(f"{name}: {written} is a map without values; {_QUOTES}")
     is_cut = json.dumps(node.plain()).count("#") < written.count("#")
     is_lost = node.value is None and not re.match(_NULLS, written)
     is_bare = isinstance(node.value, str) and written[0] not in "'\""

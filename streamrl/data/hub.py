@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from streamrl.data.dataset import Dataset, named_in
+from streamrl.data.dataset import Dataset, named_in, no_column
 from streamrl.errors import DataError
 from streamrl.extras import need
 
@@ -60,9 +60,14 @@ def _cache_of(folder: Path, cache: Path) -> Path:
     its files have changed."""
     if not folder.is_dir():
         return cache
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(folder)))
     states = [(str(file.relative_to(folder)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return cache / "folders" / xxhash.xxh3_64_hexdigest(repr(states).encode())
+
+
+def _is_hidden(file: Path) -> bool:
+    """Whether the library ignores it too: .git, .cache."""
+    return any(part.startswith(".") for part in file.parts)
 
 
 def _first_line(error: Exception) -> str:
@@ -76,7 +81,7 @@ def _columns(dataset: Dataset, there: Sequence[str], key: str) -> list[str]:
     wanted = [] if dataset.prompt is None else named_in(dataset.prompt)
     missing = [name for name in (*wanted, *(dataset.fields or {}).values()) if name not in there]
     if missing:
-        raise DataError(f"{key}: {dataset.place} has no column {missing[0]!r}; it has: {', '.join(there)}")
+        raise DataError(f"{key}: {dataset.place} has {no_column(missing[0], there, prompt=dataset.prompt)}")
     return [name for name in there if dataset.columns is None or name in dataset.columns]
 
 

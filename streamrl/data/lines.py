@@ -35,7 +35,7 @@ def parse_line(data: bytes, **hooks: Any) -> Any:
         if b"\\u" in data:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError:
-        raise Malformed(_why_not_text(data)) from None
+        raise Malformed(why_not_text(data)) from None
     except UnicodeEncodeError as error:
         raise Malformed(f"not text: \\u{ord(error.object[error.start]):x} is half of a surrogate pair") from None
     except (ValueError, RecursionError) as error:
@@ -44,7 +44,8 @@ def parse_line(data: bytes, **hooks: Any) -> Any:
     return value
 
 
-def _why_not_text(data: bytes) -> str:
+def why_not_text(data: bytes) -> str:
+    """Return why a line that is not UTF-8 cannot be read, and what to do."""
     if data.startswith(_GZIP):
         return "compressed by gzip, which is read from a file whose name ends in .gz: rename it, or unpack it (gunzip)"
     return "not UTF-8; save the file in that encoding (`iconv -t UTF-8`)"

@@ -4,9 +4,9 @@
     {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "answer": "5"}
 
 `prompt` is a synonym for `text`. All other fields are passed to the rewards unchanged, and so are the `messages` of a
-chat. For files with other columns, and for datasets of a hub or a library, the configuration maps the columns
-(`Dataset`). A malformed line is an error with file and line, or is skipped and counted if the configuration says so;
-empty lines are ignored.
+chat, with calls and `tools` in the form of chat templates (`data.messages`). For files with other columns, and for
+datasets of a hub or a library, the configuration maps the columns (`Dataset`). A malformed line is an error with file
+and line, or is skipped and counted if the configuration says so; empty lines are ignored.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from streamrl.data.dataset import MADE, Dataset, named_in, written
+from streamrl.data.dataset import MADE, Dataset, named_in, no_column, written
 from streamrl.data.hub import hub_lines
 from streamrl.data.lines import UNREADABLE, Malformed, parse_line, read_lines
 from streamrl.data.made import made_file
+from streamrl.data.messages import for_templates, read_tools
 from streamrl.errors import DataError, WireError
 from streamrl.protocol.wire.codec import MAX_TEXT_CHARS
 from streamrl.protocol.wire.ticket import encode_row
@@ -106,11 +107,14 @@ def _parse(line: int, data: bytes, dataset: Dataset) -> PromptRow:
     is_chat = kind == "messages" or isinstance(value, list)
     # This field says that the prompt is a chat: a column of that name beside a text must not.
     fields.pop("messages", None)
-    if is_chat:
-        fields["messages"] = value
+    messages = _read_messages(value) if is_chat else None
+    if messages is not None:
+        fields["messages"] = list(messages)
+        if (tools := read_tools(fields.get("tools", row.get("tools")))) is not None:
+            fields["tools"] = tools
     _check_fields(fields, line_bytes=len(data))
-    if is_chat:
-        return PromptRow(line=line, text=None, messages=_check_messages(value), fields=fields)
+    if messages is not None:
+        return PromptRow(line=line, text=None, messages=messages, fields=fields)
     if not isinstance(value, str) or not value:
         raise Malformed(f"{kind!r} must be non-empty text")
     return PromptRow(line=line, text=value, messages=None, fields=fields)
@@ -120,7 +124,7 @@ def _prompt(row: Mapping[str, Any], dataset: Dataset) -> tuple[str, Any]:
     """Return (its column, or a text with columns in it; a text or messages)."""
     if dataset.prompt is not None:
         for name in named_in(dataset.prompt):
-            if _column(row, name) is None:
+            if _column(row, name, prompt=dataset.prompt) is None:
                 raise Malformed(f"column {name!r} is empty")
         return dataset.prompt, written(dataset.prompt, row)
     kinds = [kind for kind in _KINDS if kind in row]
@@ -131,9 +135,9 @@ def _prompt(row: Mapping[str, Any], dataset: Dataset) -> tuple[str, Any]:
     return kinds[0], row[kinds[0]]
 
 
-def _column(row: Mapping[str, Any], name: str) -> Any:
+def _column(row: Mapping[str, Any], name: str, *, prompt: str | None = None) -> Any:
     if name not in row:
-        raise Malformed(f"no column {name!r}; it has: {', '.join(row) or 'none'}")
+        raise Malformed(no_column(name, row, prompt=prompt))
     return row[name]
 
 
@@ -155,14 +159,20 @@ def _check_fields(row: Mapping[str, Any], *, line_bytes: int) -> None:
         raise Malformed(str(error)) from None
 
 
-def _check_messages(value: object) -> tuple[Mapping[str, Any], ...]:
+def _read_messages(value: object) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list) or not value:
         raise Malformed("'messages' must be a list with at least one message")
-    for message in value:
+    messages = tuple(for_templates(message) if isinstance(message, dict) else message for message in value)
+    for message in messages:
         texts = [message.get("role"), message.get("content")] if isinstance(message, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
             raise Malformed("each message must be an object with the texts 'role' and 'content'")
-    return tuple(value)
+    if messages[-1]["role"] == "assistant":
+        raise Malformed(
+            "'messages' ends with an assistant's message, so the model would be asked to go on after an answer; leave "
+            "it out, or give it to the rewards in a field of its own"
+        )
+    return messages
 
 
 def _finite(text: str) -> float:

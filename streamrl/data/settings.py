@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import date as calendar_date
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from streamrl.data.dataset import SOURCES, Dataset
 from streamrl.settings import Positive, Section
+
+DATE = "2026-01-01"  # any day is as good: what counts is that it stays
 
 
 def _form_of(value: object) -> str:
@@ -25,6 +29,13 @@ Datasets = Annotated[
     | Annotated[dict[str, Dataset], Field(min_length=1), Tag("a map")],
     Discriminator(_form_of),
 ]
+
+
+def _calendar_date(text: str) -> str:
+    try:
+        return calendar_date.fromisoformat(text).isoformat()
+    except ValueError:
+        raise PydanticCustomError("calendar_date", "must be a date such as 2026-01-01") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +58,8 @@ class Data(Section):
     malformed: Literal["error", "skip"] = "error"  # a line that is not a prompt; skipped ones are counted
     shuffle: bool = True
     curriculum: bool = False  # prompts whose samples all get the same reward are drawn less often (docs/data.md)
+    # What chat templates that write today's date take for today: by the clock, prompts would change from day to day
+    date: Annotated[str, AfterValidator(_calendar_date)] = DATE
 
     def train_sets(self) -> tuple[NamedDataset, ...]:
         if isinstance(self.train, dict):

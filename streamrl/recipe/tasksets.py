@@ -82,7 +82,7 @@ def tasks(python: str, taskset: Mapping[str, Any], *, first: int, count: int) ->
         while (row := _read(maker)) is not None:
             if "error" in row:
                 raise ValueError(row["error"])
-            yield json.dumps(row, ensure_ascii=False)
+            yield json.dumps(row)
     if maker.returncode:
         raise ValueError(f"{python} ended with status {maker.returncode} while it made the tasks")
 

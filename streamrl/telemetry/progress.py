@@ -56,15 +56,26 @@ class Report:
 
 
 class Progress:
-    """The current state of one part; safe to use from several threads."""
+    """The current state of one part; safe to use from several threads.
 
-    def __init__(self, *, part: str, role: Role, clock: Callable[[], float] = time.time) -> None:
+    It measures with `timer`, since a machine's clock may be set at any moment; `clock` tells only when a report is
+    made, and the report's other times follow from it.
+    """
+
+    def __init__(
+        self,
+        *,
+        part: str,
+        role: Role,
+        clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.part = part
-        self._clock = clock
+        self._clock, self._timer = clock, timer
         self._lock = threading.Lock()
         self._waited: dict[Wait, float] = {}
-        now = clock()
-        self._now = Report(
+        now = timer()
+        self._now = Report(  # with the timer's times
             part=part,
             role=role,
             host=socket.gethostname(),
@@ -80,13 +91,17 @@ class Progress:
         """Set the current activity; a new activity counts as progress."""
         self._enter("working", doing)
 
+    def starting(self, doing: str) -> None:
+        """Set an activity before the part can do its work, which counts as progress too."""
+        self._enter("starting", doing)
+
     def stopping(self) -> None:
         self._enter("stopping", "stop")
 
     def advanced(self, **detail: int | float | str) -> None:
         """Record progress within the activity: a step was done, a group delivered."""
         with self._lock:
-            self._now = replace(self._now, last_progress=self._clock(), detail={**self._now.detail, **detail})
+            self._now = replace(self._now, last_progress=self._timer(), detail={**self._now.detail, **detail})
 
     def note(self, **detail: int | float | str) -> None:
         """Record facts to show that are not progress."""
@@ -97,15 +112,15 @@ class Progress:
     def waiting(self, wait: Wait) -> Iterator[None]:
         """Show a wait inside the context, and the previous activity after it. The caller bounds the wait."""
         with self._lock:
-            before, began = self._now, self._clock()
+            before, began = self._now, self._timer()
             self._now = replace(before, state="waiting", doing=str(wait), since=began)
         try:
             yield
         finally:
             with self._lock:
-                now = self._clock()
+                now = self._timer()
                 self._now = replace(self._now, state=before.state, doing=before.doing, since=now)
-                self._waited[wait] = self._waited.get(wait, 0.0) + max(0.0, now - began)
+                self._waited[wait] = self._waited.get(wait, 0.0) + now - began
 
     def take_waits(self) -> dict[Wait, float]:
         """Return the seconds spent in each wait since the last call."""
@@ -115,11 +130,13 @@ class Progress:
 
     def report(self) -> Report:
         with self._lock:
-            return replace(self._now, at=self._clock())
+            now, at = self._now, self._clock()
+            passed = at - self._timer()
+            return replace(now, at=at, since=now.since + passed, last_progress=now.last_progress + passed)
 
     def _enter(self, state: State, doing: str) -> None:
         with self._lock:
-            now = self._clock()
+            now = self._timer()
             if (state, doing) != (self._now.state, self._now.doing):
                 self._now = replace(self._now, state=state, doing=doing, since=now)
             self._now = replace(self._now, last_progress=now)

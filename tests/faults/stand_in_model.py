@@ -13,8 +13,8 @@ _FIRST = 1  # token of byte 0; token 0 ends an answer
 class _Bytes:
     chat_template = "role:content"
 
-    def __call__(self, text: str, **how: Any) -> dict[str, list[int]]:
-        return {"input_ids": [_FIRST + byte for byte in text.encode()]}
+    def __call__(self, text: list[str], **how: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[_FIRST + byte for byte in one.encode()] for one in text]}
 
     def decode(self, token_ids: Sequence[int], **how: Any) -> str:
         return bytes(i - _FIRST for i in token_ids if _FIRST <= i <= 256).decode(errors="replace") or "<end>"

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from streamrl.config import schema
+from streamrl.data.settings import DATE
 from streamrl.learner.loading.build import load_model
 from streamrl.learner.model.logits import Head
 from streamrl.learner.model.policy import Policy
@@ -141,7 +142,7 @@ async def _play(
 ) -> Episode:
     num_turns = rng.randint(1, 6)
     environment = EnvironmentDouble(lambda row, said: Answer(observation=_words(rng), done=len(said) == num_turns))
-    player = Player(environment, tail=Tail(served.facts.tokenizer), settings=_SETTINGS)
+    player = Player(environment, tail=Tail(served.facts.tokenizer, date=DATE), settings=_SETTINGS)
     request = replace(served.request(episode.prompt), sampling=SAMPLING)
     watched: Any = Watched(served.engine, episode, versions)
     episode.sample = (await player.play(make_ticket(at, fields=fields), watched, request)).sample
@@ -174,7 +175,7 @@ async def _calls(served: Served, rng: random.Random, at: int, versions: list[int
     watched: Any = Watched(served.engine, episode, versions)
     with ThreadPoolExecutor(1) as thread:
         facts = replace(served.facts, tokenizer=tokenizer)
-        model = Model(facts=facts, parse=_parse, settings=_OF_AGENTS, max_length=380, thread=thread)
+        model = Model(facts=facts, parse=_parse, settings=_OF_AGENTS, date=DATE, max_length=380, thread=thread)
         session = Session(model, watched, replace(served.request(episode.prompt), sampling=SAMPLING))
         has_grown = False
         for _ in range(rng.randint(1, 6)):

@@ -32,7 +32,7 @@ from streamrl.learner.objective.optimizer import make_optimizer, update
 from streamrl.learner.objective.reference import Reference, frozen_logprobs, make_reference
 from streamrl.learner.packing.micro_batches import pack
 from streamrl.learner.parallel.dtensors import whole
-from streamrl.learner.process.background import BackgroundThread
+from streamrl.learner.process.background import BackgroundThread, BackgroundThreadDouble
 from streamrl.learner.process.ranks import World, join_world
 from streamrl.learner.publishing.publish import Publisher
 from streamrl.protocol.transport.types import Announcement
@@ -163,6 +163,7 @@ def publisher(rank: Rank, folder: Path, background: BackgroundThread) -> Publish
         announcer=KeptAnnouncements(folder),
         canary_ids=(3, 9, 4),
         background=background,
+        sweeping=BackgroundThreadDouble(),
     )
 
 

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from streamrl.config import schema
+from streamrl.data.settings import DATE
 from streamrl.demos.pretrained import converter, find_gguf, make_model
 from streamrl.versions import make_version
 from streamrl.workers.engines.base import EngineSettings, KvCache, Load, SampleRequest, make_engine
@@ -153,7 +154,8 @@ async def _episode(engine: Any, tokenizer: Any, at: int, version: int) -> Episod
     )
     watched: Any = Watched(engine, episode, [version])
     ticket = make_ticket(at, fields={"messages": messages})
-    played = await Player(environment, tail=Tail(tokenizer), settings=_SETTINGS).play(ticket, watched, request)
+    player = Player(environment, tail=Tail(tokenizer, date=DATE), settings=_SETTINGS)
+    played = await player.play(ticket, watched, request)
     episode.sample = played.sample
     for turn in episode.turns[1:]:
         said = [*messages]

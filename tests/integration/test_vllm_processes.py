@@ -14,7 +14,7 @@ import pytest
 from tests.helpers import wait_until
 from tests.integration.lone_engine import START_METHOD
 from tests.tiny_models import make_model
-from tests.worker_processes import ROOT, alive, descendants, shared_by
+from tests.worker_processes import ROOT, alive, command_of, descendants, shared_by
 
 
 # Where nobody says how, ours are spawned: with that said it is the same again.
@@ -42,10 +42,12 @@ def leave_none(tmp_path: Path, method: str | None, engine_args: dict[str, Any]) 
         assert b"ready\n" in worker.stdout, (tmp_path / "said").read_text()[-2000:]  # reads on until that line
         started = descendants(worker.pid)
         shared = shared_by(started)
+        groups = {os.getpgid(pid) for pid in started if "EngineCore" in command_of(pid)}
     finally:
         worker.kill()
         worker.communicate()
-    assert started
+    assert groups
+    assert os.getpgid(0) not in groups, "Ctrl-C here would end it before its samples"
     assert shared or not engine_args
     try:
         wait_until(lambda: not alive(started), description="its engine has ended")

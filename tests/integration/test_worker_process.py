@@ -29,7 +29,7 @@ from streamrl.protocol.wire.group import Group
 from tests.helpers import wait_until
 from tests.made_up_learner import MadeUpLearner
 from tests.tiny_models import make_model, response_logprobs
-from tests.worker_processes import Workers, alive, descendants
+from tests.worker_processes import Workers, alive, command_of, descendants
 
 TOLERANCE = 1e-4
 _GRACE_S, _TRIES = 0.5, 3
@@ -227,6 +227,36 @@ def _stop_in_mid_work(process: subprocess.Popen[bytes], learner: MadeUpLearner, 
     return gone_s
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("words", "number"), [((), signal.SIGTERM), (("--import-vllm",), signal.SIGINT)], ids=["spawned", "forked"]
+)
+def test_a_signal_to_the_whole_group_leaves_the_worker_its_vllm_which_finishes_all_samples(
+    words: tuple[str, ...],
+    number: signal.Signals,
+    make_learner: MakeLearner,
+    workers: Workers,
+    models: list[Path],
+    tmp_path: Path,
+) -> None:
+    """Ctrl-C in a terminal is such a signal."""
+    learner = make_learner(grace_s=30.0, engine="vllm", engine_args={"kv_cache_memory_bytes": 64 << 20})
+    learner.publish(models[0])
+    learner.issue(*(PROMPTS * 100), num_samples=3)
+    process = workers.start("--model", str(models[0]), *words, leads_group=True)
+    learner.groups(1)
+
+    os.killpg(process.pid, number)
+    assert process.wait(60) == 0
+    num_left = len(learner.stream.present_tickets("train"))
+    assert num_left > 0
+    groups = learner.groups(400 - 1 - num_left)
+    assert not any(group.header.failed or group.header.num_failed_samples for group in groups)
+    log = (tmp_path / "worker-0.log").read_text()
+    assert "engine_failed" not in log
+    assert "tickets_handed_back" not in log
+
+
 def test_a_worker_that_is_told_to_stop_does_not_wait_for_a_redis_that_hangs(
     tmp_path: Path, models: list[Path], redis_settings: schema.Redis
 ) -> None:
@@ -332,7 +362,7 @@ def test_a_vllm_that_dies_is_replaced_and_dies_with_its_worker_of_which_nothing_
     assert_true_to(models[1], learner.groups(1, timeout_s=240)[0], version=version)
 
     learner.issue(*(PROMPTS * 20), first=100, num_samples=3)
-    engines = [pid for pid in descendants(process.pid) if "EngineCore" in _command(pid)]
+    engines = [pid for pid in descendants(process.pid) if "EngineCore" in command_of(pid)]
     assert engines, "vLLM's engine runs in a process of its own"
     os.kill(engines[0], signal.SIGKILL)
     groups = learner.groups(80, timeout_s=240)
@@ -347,10 +377,3 @@ def test_a_vllm_that_dies_is_replaced_and_dies_with_its_worker_of_which_nothing_
     monkeypatch.setattr(tempfile, "tempdir", workers.temporary)
     remove_those_of_the_dead()
     assert not workers.left_behind()
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return ""

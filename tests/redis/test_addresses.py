@@ -185,6 +185,24 @@ def test_a_url_is_taken_apart_and_masked() -> None:
     assert split_password("redis://:p@h:1") == ("redis://h:1", "p")
     assert split_password("redis://u@h") == ("redis://u@h", None)
     assert masked("see redis://u:p@q@h:1 and redis://h:1") == "see redis://u:***@h:1 and redis://h:1"
+    assert masked(f"worker.engine_args={{hf_token: hf_{'a1B2' * 8}}}") == "worker.engine_args={hf_token: hf_***}"
+
+
+@pytest.mark.parametrize("scheme", ["redis", "redis+sentinel"])
+@pytest.mark.parametrize("environment", [{}, {f"{PASSWORD}_FILE": "/secret"}])
+def test_an_address_with_an_open_bracket_is_a_mistake_in_a_line(scheme: str, environment: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"'redis.*://\[::1:6379/x' is not a server address; must be redis://"):
+        open_client(f"{scheme}://u:p@[::1:6379/x", environment=environment)
+
+
+def test_commands_tell_of_an_open_bracket_too(capsys: pytest.CaptureFixture[str]) -> None:
+    url, data = "redis://u:hunter2@[::1:6379", ["model.path=x", "data.train=x", "data.validation=x"]
+    for command in (["learn", "conf/reinforce.yaml", *data, "--redis", url], ["status", "--redis", url, "--run", "x"]):
+        assert main(command) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("error: ")
+        assert "must be redis://host:port/0" in told
+        assert "hunter2" not in told
 
 
 # TLS. The server that comes with the tests is built without it: a proxy in front of it speaks TLS instead.

@@ -91,6 +91,21 @@ async def test_letters_are_listed_with_their_errors_and_prompts(
     assert json.loads(capsys.readouterr().out) == told[1]
 
 
+def test_a_shown_letter_cannot_command_the_terminal(
+    learner: LearnerStream, keys: Keys, redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = "no answer: \x9b2J\x7f Ж"
+    learner.letters.put([(make_ticket(5), Letter(error, 1.0))])
+    capsys.readouterr()
+
+    assert dead("show", "--ticket", "5", keys=keys, url=redis_url) == 0
+
+    shown = capsys.readouterr().out
+    assert shown.replace("\n", "").isprintable()
+    assert shown.isascii()
+    assert json.loads(shown)["error"] == error
+
+
 def test_a_listed_letter_tells_what_failed_and_what_its_prompt_asks() -> None:
     error = (
         "3 of 4 samples failed: reward 'right': the function failed: ValueError: no number in 'so'" + " (x.py:1)" * 20

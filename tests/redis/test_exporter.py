@@ -72,6 +72,21 @@ async def test_the_text_has_the_run_in_prometheus_words(run: Watched) -> None:
     assert found["streamrl_groups_trained_total", f'run="{name}"'] == 3
 
 
+def test_a_worker_that_was_killed_has_no_speed_and_one_without_weights_no_lag(run: Watched) -> None:
+    told = {"tokens_per_s": 80, "step": 1, "rewards/exact/failed": 2}
+    run.worker(name="killed", ago_s=60, detail=told)
+    run.worker(name="starts", detail={"rewards/exact/failed": 1})
+    seen = run.view()
+    assert "exact" in [source.name for source in seen.rewards]
+    found = parse(prometheus_text(seen, "x", is_up=True))
+    of_workers = {(name, labels) for name, labels in found if 'worker="' in labels}
+    assert of_workers == {
+        ("streamrl_worker_tokens_per_second", 'run="x",worker="worker/starts"'),
+        ("streamrl_reward_errors_total", 'run="x",source="exact",worker="worker/starts"'),
+    }
+    assert found["streamrl_workers", 'run="x",state="silent"'] == 1
+
+
 def test_counters_fall_only_with_the_process_or_the_run_that_they_are_of(run: Watched) -> None:
     run.worker()
     seen = run.view()
@@ -129,6 +144,19 @@ def test_nobody_is_woken_for_a_pause(run: Watched, name: str) -> None:
     assert told["streamrl_learner_progress_age_seconds", 'run="x"'] > 900
     assert told["streamrl_cause", 'cause="paused",level="blocking",run="x"'] == 1
     assert alerts()[name].endswith('unless on(run) streamrl_cause{cause="paused"} == 1')
+
+
+def test_nobody_is_woken_for_a_redis_that_ended_with_its_run_but_for_a_run_that_crashed(tmp_path: Path) -> None:
+    def told(state: str) -> dict[tuple[str, str], float]:
+        folder = make_folder(tmp_path, state, state, **{"redis.url": "embedded"})
+        with ConnectingWatcher(find_target(folder, None, None)) as watcher:
+            return parse(prometheus_text(watcher.look(), "x", is_up=False))
+
+    finished, crashed = told("finished"), told("running")
+    assert finished["streamrl_up", 'run="x"'] == finished["streamrl_running", 'run="x"'] == 0
+    assert alerts()["StreamrlRedisGone"] == "streamrl_up == 0 unless on(run) streamrl_running == 0"
+    assert crashed["streamrl_cause", 'cause="crashed",level="blocking",run="x"'] == 1
+    assert alerts()["StreamrlFailed"] == 'streamrl_cause{cause=~"failed|crashed"} == 1'
 
 
 def test_every_panel_is_of_the_run_that_was_chosen() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,9 @@ from streamrl.protocol.transport.address import split_password
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.keys import Keys
+from tests.gpus_world import machine_with
 from tests.made_checkpoint import make_checkpoint
+from tests.stand_ins import make_stand_in
 from tests.tiny_models import make_model
 
 
@@ -117,8 +121,33 @@ def test_a_dry_run_needs_no_redis_and_says_that_none_was_asked(file: Path, capsy
         words = shlex.split(told.out)
         assert words[words.index("--redis") + 1] == nowhere
         assert told.err.startswith("Redis was not checked (--dry-run): Redis at 127.0.0.1:1")
+        assert "not to be run as it is: `streamrl learn` first writes the file" in told.err
+        assert not Path(words[words.index("--config") + 1]).exists()
     assert learn(file, "--dry-run") == 0
     assert "that server is part of `streamrl up`" in capsys.readouterr().err
+
+
+def test_a_learner_that_starts_before_its_redis_waits_for_it(file: Path, tmp_path: Path) -> None:
+    with EmbeddedRedis.start(tmp_path / "redis") as server:
+        url = server.url
+    waits = "waiting for Redis: Redis at "
+
+    with ExitStack() as servers, agent_faked(file, "--redis", url) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith(waits)
+        assert servers.enter_context(EmbeddedRedis.start(tmp_path / "redis")).url == url
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == 7, errors
+        assert waits not in errors, "it says so once"
+
+
+def test_a_redis_that_stays_away_is_no_mistake_of_the_users(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With 2 nobody would start the learner again."""
+    away = ["redis.give_up_after_s=0.1", "redis.connect_timeout_s=0.1"]
+    assert learn(file, "--redis", "redis://127.0.0.1:1/0", *away) == 1
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("waiting for Redis: Redis at 127.0.0.1:1")
+    assert last.startswith("error: ")
 
 
 def test_torchruns_own_words_for_machines_and_ranks_are_understood(
@@ -172,27 +201,40 @@ def test_a_fork_of_a_run_that_is_not_there_is_told(
     assert "there is no nowhere/checkpoints; name the folder of a run" in capsys.readouterr().err
 
 
-def learn_with_a_fake_agent(file: Path, *arguments: str) -> list[str]:
-    """The lines of `learn` whose agent, in this very process's place, only says what it was given: its pid, the command
-    it shows, and the agent's pid and words."""
+# The parts that ask take the installed torch for one that uses GPUs.
+_TORCH_FOR_GPUS = """
+from streamrl import misfits
+installed = misfits.version
+misfits.version = lambda name: "2.13.0+cu130" if name == "torch" else installed(name)
+"""
+
+
+def agent_faked(file: Path, *arguments: str, gpus: int = 0) -> subprocess.Popen[str]:
+    """`learn` whose agent, in this very process's place, only says what it was given. `gpus`: of its machine."""
     fake = file.parent / "fake"
     fake.mkdir(exist_ok=True)
     (fake / "sitecustomize.py").write_text(  # which Python imports before anything else
         "import os, sys\n"
         "if 'streamrl.learner.process.agent' in sys.orig_argv:\n"
         "    print(os.getpid(), *sys.orig_argv[3:], flush=True)\n"
-        "    os._exit(7)\n"
+        "    os._exit(7)\n" + (_TORCH_FOR_GPUS if gpus else "")
     )
+    environment = {**os.environ, "PYTHONPATH": f"{fake}:{os.environ.get('PYTHONPATH', '')}"}
+    environment |= machine_with(fake, gpus) if gpus else {}
     code = (
         "import os, sys; print(os.getpid()); "
-        f"os.environ['PYTHONPATH'] = {str(fake)!r} + ':' + os.environ.get('PYTHONPATH', ''); "
-        f"from streamrl.ops.cli.main import main; main({['learn', str(file), *arguments]})"
+        f"from streamrl.ops.cli.main import main; sys.exit(main({['learn', str(file), *arguments]}))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=file.parent, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert result.returncode == 7, result.stderr
-    return result.stdout.splitlines()
+    command, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    return subprocess.Popen(command, cwd=file.parent, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def learn_with_a_fake_agent(file: Path, *arguments: str) -> list[str]:
+    """Its lines: its pid, the command it shows, and the agent's pid and words."""
+    with agent_faked(file, *arguments) as process:
+        said, errors = process.communicate(timeout=240)
+    assert process.returncode == 7, errors
+    return said.splitlines()
 
 
 def test_what_is_shown_is_what_runs(file: Path, tmp_path: Path) -> None:
@@ -200,6 +242,22 @@ def test_what_is_shown_is_what_runs(file: Path, tmp_path: Path) -> None:
     assert ran.split()[0] == before
     assert shlex.split(shown)[4:] == ran.split()[1:]
     assert (tmp_path / "runs" / "mine" / "config.yaml").is_file()
+
+
+def test_a_model_without_room_on_the_fewest_machines_is_refused_with_how_many_it_needs(
+    file: Path, tmp_path: Path
+) -> None:
+    model = make_stand_in(tmp_path / "large", "32B")
+    (tmp_path / "prompts.jsonl").write_text('{"messages": [{"role": "user", "content": "3 + 4 ="}], "answer": "7"}\n')
+    asked = [f"model.path={model}", "training.micro_batch_tokens=4096", "learner.processes=8", "--replay", "recording"]
+
+    with agent_faked(file, *asked, "--nodes", "1:2", "--rendezvous", "trainer-0:29400", gpus=8) as process:
+        said, errors = process.communicate(timeout=240)
+
+    assert process.returncode == 2, said + errors
+    assert "--nodes 1:2: with 1 host " in errors
+    assert "; start with --nodes 2\n" in errors
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_second_learner_changes_nothing_of_what_the_firsts_ranks_start_with_again(file: Path, tmp_path: Path) -> None:

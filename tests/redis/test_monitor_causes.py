@@ -216,12 +216,31 @@ def test_a_worker_that_was_killed_is_no_worker(run: Watched) -> None:
     assert "workers_silent" in run.causes()
 
 
+def test_a_death_is_news_for_a_while_and_then_told_without_spoiling_the_health(run: Watched) -> None:
+    run.learner("train", state="working")
+    run.worker()
+    run.worker(name="a", ago_s=7400)
+    assert run.first() == ("workers_silent", "healthy")
+    run.worker(name="b", ago_s=60)
+    assert run.first() == ("workers_silent", "degraded")
+    [cause] = run.view().causes
+    assert cause.evidence == "2 of 3 no longer report: worker/b (60s), worker/a (2h)"
+
+
 def test_engines_that_start_are_waited_for(run: Watched) -> None:
     run.learner()
-    run.worker("start the engine", for_s=30)
+    run.worker("start the engine", state="starting", for_s=30)
     assert run.first() == ("workers_starting", "healthy")
-    run.worker("start the engine", for_s=600)
+    run.worker("start the engine", state="starting", for_s=600)
     assert run.first() == ("workers_starting", "stalled")
+
+
+@pytest.mark.parametrize("doing", ["import vLLM", "find the pretrained model"])
+def test_workers_that_start_are_not_taken_for_slow_ones(run: Watched, doing: str) -> None:
+    run.learner("groups", for_s=200)
+    run.worker(doing, state="starting", for_s=30)
+    assert "workers_starting" in run.causes()
+    assert "generation_is_slow" not in run.causes()
 
 
 def test_workers_without_any_weights_say_so(run: Watched) -> None:
@@ -260,7 +279,7 @@ def test_weights_that_all_workers_reject_are_the_cause_and_not_that_they_wait_fo
 
 def test_a_lone_worker_that_rejects_the_weights_is_all_of_them(run: Watched) -> None:
     run.learner("groups")
-    run.worker("start the engine", detail=REJECTS)
+    run.worker("start the engine", state="starting", detail=REJECTS)
     assert run.first() == ("all_workers_reject", "stalled")
     assert run.view().causes[0].evidence.startswith("the only one: worker/w on here rejects version 1.5: ")
 
@@ -279,7 +298,7 @@ def test_one_worker_that_rejects_what_others_serve_is_at_fault_itself(run: Watch
 def test_before_the_others_serve_nobody_knows_whose_fault_a_rejection_is(run: Watched) -> None:
     run.learner("groups")
     run.worker("weights", name="a", state="waiting", detail=REJECTS)
-    run.worker("start the engine", name="b")
+    run.worker("start the engine", state="starting", name="b")
     assert "some_workers_reject" in run.causes()
     [cause] = [cause for cause in run.view().causes if cause.name == "some_workers_reject"]
     assert "have not loaded it yet" in cause.remedy

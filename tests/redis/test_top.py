@@ -196,3 +196,9 @@ def test_without_a_terminal_it_says_what_to_use(run: Watched) -> None:
     command = [sys.executable, "-m", "streamrl.ops.cli.main", "top", "--redis", run.world.url, "--run", "x"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL)
     assert (done.returncode, "streamrl status" in done.stderr) == (2, True)
+
+
+def test_on_a_terminal_that_cannot_redraw_it_says_what_to_use(run: Watched) -> None:
+    with top(run, TERM="dumb") as program:
+        program.shows("TERM=dumb", "streamrl status")
+        assert program.process.wait(60) == 2

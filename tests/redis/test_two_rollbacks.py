@@ -75,7 +75,7 @@ class Trained:
         """Tickets that were trained twice, or by an answer to another prompt than the one that they stand for."""
         retries = world.learner.feed.state().ledger.retries
         places: dict[int, int] = {}
-        for number in range(world.prompts.num_tickets(world.config.training.max_epochs) + len(retries)):
+        for number in range(world.prompts.num_places(world.config.training.max_epochs) + len(retries)):
             places[number] = places[retries[number]] if number in retries else number - sum(r < number for r in retries)
         drawn = rows_drawn(world.config.folder) if world.config.data.curriculum else {}
         prompts = {n: world.prompts.rows[drawn.get(p, world.prompts.locate(p)[1])] for n, p in places.items()}

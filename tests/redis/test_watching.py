@@ -91,19 +91,32 @@ def test_more_than_a_thousand_parts_are_all_shown(client: redis.Redis, keys: Key
         assert {report.part for report in snapshot(client, keys).reports} == set(parts)
 
 
-def test_where_parts_are_many_a_new_one_clears_away_those_that_have_long_been_silent(
-    client: redis.Redis, keys: Keys
+@pytest.mark.parametrize("num_silent", [2, 1000])
+def test_a_part_that_was_killed_is_seen_for_half_a_day_or_an_hour_if_another_comes(
+    client: redis.Redis, keys: Keys, num_silent: int
 ) -> None:
-    silent = [f"worker/{n}" for n in range(1000)]
+    silent = [f"worker/{n}" for n in range(num_silent)]
     living = ["worker/living", "worker/new"]
-    for part in (living[0], *silent):
-        tell(client, keys, part)
-    long_ago = client.time()[0] - 3601
-    client.zadd(keys.reported, dict.fromkeys((living[0], *silent), long_ago))
+
+    def were_silent_for(silent_s: float) -> None:
+        for part in silent:
+            tell(client, keys, part)
+        client.zadd(keys.reported, dict.fromkeys(silent, client.time()[0] - silent_s))
+
     tell(client, keys, living[0])
-    assert client.hlen(keys.progress) == 1001, "who was killed stays to be seen while nobody comes"
+    were_silent_for(42_000)
+    tell(client, keys, living[0])
+    assert client.hlen(keys.progress) == num_silent + 1, "an operator sees in the morning who died in the night"
+    were_silent_for(3500)
     tell(client, keys, living[1])
-    assert [report.part for report in snapshot(client, keys).reports] == living
+    assert client.hlen(keys.progress) == num_silent + 2
+    run(client, for_reports.withdraw(keys, living[1]))
+    were_silent_for(3601)
+    tell(client, keys, living[1])
+    assert {report.part for report in snapshot(client, keys).reports} == set(living)
+    were_silent_for(43_201)
+    tell(client, keys, living[0])
+    assert {report.part for report in snapshot(client, keys).reports} == set(living)
     run(client, for_reports.withdraw(keys, living[0]))
     assert client.hkeys(keys.progress) == client.zrange(keys.reported, 0, -1) == [living[1].encode()]
 

@@ -9,15 +9,9 @@ from typing import Any
 import pytest
 
 from streamrl.errors import DataError, Fenced
-from streamrl.learner.checkpoints.checkpoint import (
-    BEST_METRIC,
-    MANIFEST,
-    SCORE,
-    Checkpoint,
-    CheckpointRoot,
-    CheckpointState,
-    write_score,
-)
+from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
+from streamrl.learner.checkpoints.scores import BEST_METRIC, SCORE, write_score
+from streamrl.learner.checkpoints.sealed import MANIFEST
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry
 from streamrl.learner.groups.ledger import Ending, FeedState, Ledger
 from tests.helpers import make_unreadable
@@ -309,7 +303,7 @@ def test_a_checkpoint_of_another_schema_is_refused_with_its_number(
     root: CheckpointRoot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as older:
-        older.setattr("streamrl.learner.checkpoints.checkpoint._SCHEMA", 1)
+        older.setattr("streamrl.learner.checkpoints.sealed._SCHEMA", 1)
         save(root, 1, 10)
     with pytest.raises(
         DataError, match=r"none of the run.s checkpoints is complete; the newest: .*schema 1; this program"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import pty
 from pathlib import Path
 
+import click
 import pytest
 
+from streamrl.ops.cli.arguments import MovingLine
 from streamrl.ops.cli.main import main
+from streamrl.ops.cli.record import _num_bytes
 from tests.run_folders import make_folder
 
 
@@ -76,6 +81,40 @@ def test_an_option_that_would_be_ignored_is_refused(
     assert capsys.readouterr().err.startswith(f"error: {told}")
 
 
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("7", 7), ("7B", 7), ("500MB", 500_000_000), ("2g", 2_000_000_000), ("2GiB", 2 << 30), ("1.5 kib", 1536)],
+)
+def test_a_size_is_of_thousands_or_with_an_i_of_1024(text: str, num_bytes: int) -> None:
+    assert _num_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["7i", "7iB", "GB", "1e9"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="is not a size; write a number of bytes, or for example"):
+        _num_bytes(text)
+
+
 def test_options_of_vllm_come_after_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--max-model-len", "4096", "./sft"]) == 2
     assert "error: --max-model-len: an option of vLLM's comes after the model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("term", "shown"), [("xterm", "\r\x1b[Kloading /a/long…\r\n"), ("dumb", "")])
+def test_a_line_that_moves_is_never_wrapped_and_only_shown_where_it_can_be_overwritten(
+    term: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("COLUMNS", "17")
+    reader, writer = pty.openpty()
+    seen = b""
+    with os.fdopen(writer, "w", encoding="utf-8") as screen:
+        monkeypatch.setattr("sys.stderr", screen)
+        line = MovingLine()
+        line.show("loading /a/long/path")
+        line.end()
+        print("!", end="", file=screen, flush=True)
+        while not seen.endswith(b"!"):
+            seen += os.read(reader, 1 << 16)
+    os.close(reader)
+    assert seen.decode() == f"{shown}!"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
 import shutil
 import signal
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,11 @@ def answered(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[s
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+def give(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    """Put this on stdin."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="ascii"))
+
+
 def greedy(folder: Path, prompt: str, *, max_tokens: int) -> list[int]:
     """What transformers itself says."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
@@ -95,10 +102,37 @@ def test_a_seed_gives_the_same_answer_and_another_one_another(model: Path, capsy
 def test_each_line_of_stdin_is_answered_by_itself(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("say a:\n\nsay b:\nsay a:\n"))
+    give(monkeypatch, b"say a:\n\nsay b:\nsay a:\n")
     told = answered(capsys, str(model), "--temperature", "0", "--max-tokens", "5")
     assert [one["prompt"] for one in told] == ["say a:", "say b:", "say a:"]
     assert told[0]["answer"] == told[2]["answer"]
+
+
+def test_a_file_that_an_editor_of_another_system_wrote_has_the_same_prompts(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give(monkeypatch, "\ufeffsay a:\r\n\r\n say é: \r\n".encode())
+    told = answered(capsys, str(model), "--max-tokens", "5")
+    assert [one["prompt"] for one in told] == ["say a:", " say é: "]
+
+
+def test_a_line_in_another_encoding_is_a_mistake_in_a_line(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give(monkeypatch, b"say a:\nsay \xe9:\n")
+    assert main(["chat", str(model), "--json", "--max-tokens", "5"]) == 2
+    assert "error: stdin: line 2 is not UTF-8; save the file in that encoding" in capsys.readouterr().err
+
+
+def test_json_says_exactly_what_was_said_in_any_locale(model: Path) -> None:
+    prompt = "say a:\x85\x7f\x9bЖ"
+    out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    with contextlib.redirect_stdout(out):
+        assert main(["chat", str(model), "--prompt", prompt, "--json", "--max-tokens", "5"]) == 0
+    out.flush()
+    written = out.buffer.getvalue()  # type: ignore[attr-defined]
+    assert json.loads(written)["prompt"] == prompt
+    assert written.rstrip(b"\n").decode("ascii").isprintable()
 
 
 def test_a_run_is_its_export_and_then_its_newest_checkpoint(
@@ -115,7 +149,7 @@ def test_a_run_is_its_export_and_then_its_newest_checkpoint(
 
     def told(subject: object) -> tuple[set[str], list[str]]:
         """The models that answered, and the answers."""
-        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{letter}:\n" for letter in "abcdefgh")))
+        give(monkeypatch, "".join(f"{letter}:\n" for letter in "abcdefgh").encode())
         found = answered(capsys, str(subject), "--seed", "1", "--max-tokens", "40")
         return {one["model"] for one in found}, [one["answer"] for one in found]
 
@@ -245,6 +279,17 @@ def test_a_template_that_refuses_is_a_line(model: Path, tmp_path: Path, template
     (folder / "chat_template.jinja").write_text(template)
     with pytest.raises(DataError, match=f"rejects the messages: .*{told}"):
         load_speaker(str(folder), seed=0).read([{"role": "system", "content": "x"}])
+
+
+def test_whoever_chats_does_so_today_though_training_had_another_date(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%Y %m %d') }}")
+    speaker = load_speaker(str(folder), seed=0)
+    days = [date.today()]
+    read = speaker._facts.decode(speaker.read([{"role": "user", "content": "x"}]))
+    days.append(date.today())  # it may be midnight
+    assert read in [day.strftime("%Y %m %d") for day in days]
 
 
 class HalfCharacters:

@@ -172,6 +172,24 @@ def test_what_init_is_not_told_it_asks(config: str, monkeypatch: pytest.MonkeyPa
     assert load_config("asked.yaml").config.rewards["right"].target == "exact_match"  # type: ignore[union-attr]
 
 
+def test_init_asks_nothing_where_the_file_exists_or_the_reward_is_unknown(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.yaml").touch()
+    for words, told in (([], "run.yaml already exists"), (["y.yaml", "--reward", "exact"], "write FILE.py:FUNCTION")):
+        monkeypatch.setattr("sys.stdin", io.StringIO("./model\ntrain.jsonl\nexact_match\n"))
+        assert main(["config", "init", *words]) == 2
+        shown = capsys.readouterr()
+        assert told in shown.err
+        assert shown.out == ""
+
+
+def test_init_asks_again_for_a_reward_that_it_does_not_know(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("./model\ntrain.jsonl\nexact\nexact_match\n"))
+    assert main(["config", "init", "asked.yaml"]) == 0
+    assert load_config("asked.yaml").config.rewards["right"].target == "exact_match"  # type: ignore[union-attr]
+
+
 def test_init_says_what_to_do_where_nobody_answers(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

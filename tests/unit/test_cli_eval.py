@@ -165,9 +165,10 @@ def config_file(config: schema.Config) -> str:
 def test_a_table_for_people(run: schema.Config, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["eval", str(run.folder), "--prompts", run.data.train, "--max-prompts", "3"]) == 0
-    shown = capsys.readouterr().out
+    shown, notices = capsys.readouterr()
     assert "(step 4)" in shown
     assert "prompts answered  3 of 3" in shown
+    assert f"{run.data.train}: the first 3 of 10 prompts are used (validation.max_prompts)" in notices
     assert "  favourite" in shown
 
 

@@ -85,6 +85,20 @@ def test_a_mistyped_command_is_told_with_the_nearest(capsys: pytest.CaptureFixtu
     assert "no command 'confg'; did you mean 'config'?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("line", ["streamrl conf", "streamrl confg "])
+def test_the_shell_completes_commands_and_a_mistyped_one_prints_no_error_into_its_line(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_STREAMRL_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))
+    with pytest.raises(SystemExit):
+        main.main([])
+    shown = capsys.readouterr()
+    assert "plain,config\n" in shown.out
+    assert shown.err == ""
+
+
 def test_an_unknown_option_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["--frobnicate"]) == 2
     assert "--frobnicate" in capsys.readouterr().err

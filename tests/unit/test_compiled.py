@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch.compilers import nop
@@ -18,7 +19,7 @@ from streamrl.errors import ConfigError
 from streamrl.learner.loading import load
 from streamrl.learner.loading.build import build_model
 from streamrl.learner.loading.load import load_policy
-from streamrl.learner.model.compiled import compile_layers, compiles, refuse_compiling
+from streamrl.learner.model.compiled import all_compile, compile_layers, compiles, refuse_compiling, with_layers
 from streamrl.learner.model.logits import Chunk, Functions, Head, InPlace, OrInPlace, Reduced
 from streamrl.learner.model.policy import Policy, evaluating
 from streamrl.learner.packing.attention import MASKED
@@ -30,6 +31,7 @@ from tests.tiny_families import make_family
 from tests.unit.test_packing import piece
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+CUDA = torch.device("cuda")
 PIECES = [piece(i, 2 + i // 4, 1 + (5 * i) % 11, group=i // 4) for i in range(12)]
 
 
@@ -108,6 +110,31 @@ def test_layers_are_compiled_on_gpus_if_they_are_whole_unless_it_is_said_otherwi
     divided = config.learner.model_copy(update={"layout": schema.Layout.model_validate(layout)})
     config = config.model_copy(update={"learner": divided})
     assert compiles(config, dense, World(rank=0, size=1, device=torch.device(device))) == are_compiled
+
+
+def test_each_host_without_a_compiler_says_so_once_and_the_first_rank_that_another_one_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Against(World):
+        def all_agree(self, agrees: bool) -> bool:
+            return False
+
+    dense = build_model(str(make_family(tmp_path, "llama")), MASKED)
+    config = learner_config(tmp_path, model=schema.Model(path="m", dtype="bfloat16"))
+    with capture_logs() as logs:
+        for rank in (0, 8):  # both can
+            assert not all_compile(with_layers(config, compiled=True), Against(rank=rank, size=16, device=CUDA))
+    assert [line["event"] for line in logs] == ["layers are not compiled"]
+    assert "another host" in logs[0]["reason"]
+
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with capture_logs() as logs:
+        for rank in range(8, 16):
+            world = Against(rank=rank, size=16, local_size=8, device=CUDA)
+            assert not compiles(config, dense, world)
+            assert not all_compile(with_layers(config, compiled=False), world)
+    assert [line["event"] for line in logs] == ["layers are not compiled"]
+    assert "no-such-compiler" in logs[0]["reason"]
 
 
 def test_if_another_rank_has_no_compiler_none_compiles_or_counts_on_it(

@@ -94,6 +94,14 @@ def test_whoever_depends_on_another_waits_until_it_is_well() -> None:
             assert how["condition"] == ("service_healthy" if is_checked else "service_completed_successfully")
 
 
+def test_what_docker_does_not_start_after_it_was_restarted_is_started_by_a_line_of_the_page() -> None:
+    """At its end it tells all to end, and these two then end without an error."""
+    policies = {name: service.get("restart") for name, service in services().items()}
+    assert {name for name, policy in policies.items() if policy == "on-failure"} == {"learner", "worker"}
+    page = " ".join((ROOT / "docs" / "plain-hosts.md").read_text().split())
+    assert "After the machine or Docker was restarted, run the same `docker compose up` again" in page
+
+
 def test_nothing_but_pages_for_people_is_reached_from_outside() -> None:
     """And that on this machine alone."""
     file = yaml.safe_load(interpolated(FILE.read_text(), GIVEN))

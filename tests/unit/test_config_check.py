@@ -151,8 +151,12 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
         ("weights.store=http://x", "weights.store = 'http://x': ", "file:/a/path"),
         ("weights.store=s3:bucket", "weights.store = 's3:bucket': ", "s3://bucket/folder"),
         ("weights.store=file:~/w", "weights.store = 'file:~/w': ", "file:/a/path"),
-        ("weights.store='file:/shared/$USER/w'", "weights.store = 'file:/shared/$USER/w': ", "pass weights.store=..."),
-        ("dir=~/runs", "dir = '~/runs': ", "write the path out, or pass dir=... on the command line"),
+        (
+            "weights.store='file:/shared/$USER/w'",
+            "weights.store = 'file:/shared/$USER/w': ",
+            "give weights.store on the command line",
+        ),
+        ("dir=~/runs", "dir = '~/runs': ", "or give dir on the command line with $HOME in double quotes"),
         ("dir='${SCRATCH}/runs'", "dir = '${SCRATCH}/runs': ", "write the path out"),
     ],
 )

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.config.check import check_config
 from streamrl.config.files import check_files
 from streamrl.config.load import load_config
-from streamrl.errors import DataError
+from streamrl.errors import ConfigError, DataError
 from streamrl.ops.cli.main import main
 
 CONFIG = """\
@@ -65,6 +66,16 @@ def test_malformed_lines_may_be_skipped_where_the_configuration_says_so(config: 
     Path("train.jsonl").write_text('{"text": "a"}\n{"text": \n')
 
     assert problems(config, "data.malformed=skip") == []
+
+
+def test_a_template_whose_braces_may_be_latex_or_a_column_is_refused(config: Path) -> None:
+    written = r"data.train={path: train.jsonl, prompt: '{text} in \boxed%s'}"
+
+    with pytest.raises(ConfigError) as refused:
+        check_config(load_config(config, [written % "{answer}"]).config)
+
+    assert r"write \boxed{{answer}} for these very characters, \boxed{{{answer}}} for the column" in str(refused.value)
+    assert problems(config, written % "{{answer}}") == problems(config, written % "{{{answer}}}") == []
 
 
 def test_an_empty_dataset_is_refused(config: Path) -> None:

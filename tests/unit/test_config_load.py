@@ -93,6 +93,12 @@ def test_a_missing_base_is_named_with_the_line_that_asks_for_it(folder: Path) ->
     assert error_of("a.yaml") == f"a.yaml:2: extends = 'nowhere.yaml': there is no file nowhere.yaml; {SHIPPED}"
 
 
+def test_a_file_is_not_told_to_extend_itself(folder: Path) -> None:
+    (folder / "case.yaml").write_text("extends: ./ase.yaml\n")
+
+    assert error_of("case.yaml").endswith("there is no file ase.yaml; did you mean base.yaml?")
+
+
 def test_a_list_of_files_is_laid_one_on_another(folder: Path) -> None:
     (folder / "a.yaml").write_text("seed: 1\nlag: {max_steps: 1}\n")
     (folder / "b.yaml").write_text("seed: 2\n")
@@ -193,7 +199,8 @@ def test_a_folder_an_empty_file_and_a_list_are_no_configuration(folder: Path) ->
             "unknown key 'sampling.n'; sampling has num_samples, max_tokens, min_tokens, greedy, temperature, top_k, "
             "top_p, repetition_penalty, stop, accept_mismatch",
         ),
-        ("extends=bse.yaml", f"extends = 'bse.yaml': there is no file bse.yaml; {SHIPPED}"),
+        ("extends=bse.yaml", "extends = 'bse.yaml': there is no file bse.yaml; did you mean base.yaml?"),
+        ("extends=nowhere.yaml", f"extends = 'nowhere.yaml': there is no file nowhere.yaml; {SHIPPED}"),
         ("optimizer.lr=fast", "optimizer.lr = 'fast': must be a valid number"),
         ("optimizer.lr='1e-6'", "optimizer.lr = '1e-6': must be a valid number"),
         ("optimizer.lr=1e-6 # slow", "optimizer.lr = '1e-6 # slow': must be a valid number"),
@@ -220,6 +227,18 @@ def test_a_folder_an_empty_file_and_a_list_are_no_configuration(folder: Path) ->
         ("optimizer=3", "optimizer = 3: must be a map of settings"),
         ("optimizer.betas=0.9", "optimizer.betas = 0.9: must be a list"),
         ("optimizer.betas=[0.9, x]", "optimizer.betas[1] = 'x': must be a valid number"),
+        ("optimizer.betas=[0.9]", "optimizer.betas = [0.9]: must be a longer list; conf/reinforce.yaml shows it"),
+        ("optimizer.betas=[]", "optimizer.betas = []: must be a longer list; conf/reinforce.yaml shows it"),
+        (
+            "algorithm.name=GRPO",
+            "algorithm.name = 'GRPO': must be 'reinforce' or 'rejection_sampling'; "
+            "the recipe of this name is extends=recipes/grpo.yaml",
+        ),
+        ("algorithm.name=adam", "algorithm.name = 'adam': must be 'reinforce' or 'rejection_sampling'"),
+        (
+            "extends=recipes/grp.yaml",
+            "extends = 'recipes/grp.yaml': there is no file recipes/grp.yaml; did you mean recipes/grpo.yaml?",
+        ),
         ("seed.x=1", "seed = a map: must be a valid integer"),
         ("rewards.exact.type=htp", "rewards.exact.type = 'htp': must be 'function' or 'http' or 'judge' or 'code'"),
         ("rewards.other.url=http", "rewards.other.type = nothing: must be 'function' or 'http' or 'judge' or 'code'"),
@@ -263,6 +282,8 @@ def test_arguments_of_the_engine_are_maps_and_lists_too_and_merge_by_key(folder:
         ("--- a", "--- a"),
         ("|", "|"),
         (">", ">"),
+        ("-", "-"),
+        ("?", "?"),
         ("one\n  two", "one\n  two"),
         (" a ", "a"),
         ("'#1'", "#1"),
@@ -278,6 +299,28 @@ def test_a_value_on_the_command_line_is_not_cut(folder: Path, written: str, valu
 
     assert isinstance(config.rewards["exact"], FunctionReward)
     assert config.rewards["exact"].options == {"x": value}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[0-9]+", "not valid YAML: expected '<document start>'"),
+        ("{question} Think.", "not valid YAML: expected '<document start>'"),
+        ("{question}", "{question} is a map without values"),
+        ("@x", "not valid YAML: while scanning for the next token"),
+        ("`x`", "not valid YAML: while scanning for the next token"),
+        ('"Q: {q}" Think.', "not valid YAML: expected '<document start>'"),
+        ("*.jsonl", "not valid YAML: while scanning an alias"),
+        ("!important", "the tag '!important' is not supported"),
+    ],
+)
+def test_text_that_yaml_takes_for_something_else_is_told_to_need_quotes(folder: Path, text: str, why: str) -> None:
+    override = f"validation.answer={text}"
+    message = error_of("base.yaml", override)
+    assert message.startswith(f"override {override!r}: {why}")
+    assert message.endswith("; if it is meant as text, it needs quotes inside those of the shell: KEY='\"...\"'")
+    quoted = f"validation.answer={json.dumps(text)}"
+    assert load_config("base.yaml", [quoted]).config.validation.answer == text
 
 
 @pytest.mark.parametrize("nothing", ["", "~", "null", "Null", "NULL", " null "])
@@ -312,11 +355,14 @@ def test_a_key_named_like_the_type_of_its_source_confuses_nobody(folder: Path) -
     ]
 
 
+DATASETS = "must be a file, {path: FILE}, or several by name: {one: {path: FILE}, other: {path: FILE}}"
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("{}", "data.train = a map: Dictionary should have at least 1 item after validation, not 0"),
-        ("[a.jsonl]", "data.train = ['a.jsonl']: must be text (quote it if it is meant as text)"),
+        ("{}", f"data.train = a map: {DATASETS}"),
+        ("[a.jsonl]", f"data.train = ['a.jsonl']: {DATASETS}"),
         ("{math: {path: a, weight: 0}}", "data.train.math.weight = 0: must be greater than 0"),
         ("{math: {path: a, wight: 1}}", "unknown key 'data.train.math.wight'; did you mean 'data.train.math.weight'?"),
         ("{math: a.jsonl}", "data.train.math = 'a.jsonl': must be a map of settings"),
@@ -346,6 +392,24 @@ def test_a_mistake_in_a_file_is_told_with_its_line(folder: Path) -> None:
     assert error_of("mine.yaml") == (
         "mine.yaml:5: unknown key 'sampling.temprature'; did you mean 'sampling.temperature'?"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("optimizer.lr: 1e-5", "unknown key 'optimizer.lr'; dots are for command lines: write optimizer: {lr: ...}"),
+        (
+            "validation: {sampling.max_tokens: 9}",
+            "unknown key 'validation.sampling.max_tokens'; "
+            "dots are for command lines: write sampling: {max_tokens: ...}",
+        ),
+        ("optimizer.lrr: 1e-5", "unknown key 'optimizer.lrr'; did you mean 'optimizer'?"),
+    ],
+)
+def test_a_dotted_key_in_a_file_is_told_how_files_write_it(folder: Path, text: str, told: str) -> None:
+    (folder / "mine.yaml").write_text(f"extends: base.yaml\n{text}\n")
+
+    assert error_of("mine.yaml") == f"mine.yaml:2: {told}"
 
 
 def test_all_mistakes_are_told_at_once_a_line_each(folder: Path) -> None:

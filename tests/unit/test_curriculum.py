@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -233,6 +234,27 @@ def test_a_line_that_was_cut_short_was_never_acted_on(tmp_path: Path) -> None:
     assert found == Draws(first=0, num_visited=3, asked=((0, 0), (0, 9)), chances=(1.0, 0.5))
 
 
+def test_of_a_long_log_only_the_wanted_places_are_kept_in_memory(tmp_path: Path) -> None:
+    log, num_lines, asked = DrawLog(tmp_path, term=1), 2000, tuple((0, row) for row in range(50))
+    chances = (1.0,) * len(asked)
+    assert log.write(Draws(first=0, num_visited=50, asked=asked, chances=chances))
+    path = tmp_path / "curriculum" / "000001.jsonl"
+    head, line = path.read_text().splitlines()
+    lines = ({**json.loads(line), "first": 50 * at, "num_visited": 50 * (at + 1)} for at in range(num_lines))
+    path.write_text("".join(f"{line}\n" for line in (head, *map(json.dumps, lines))))
+    first = 50 * num_lines - 60
+    tracemalloc.start()
+    try:
+        found = DrawLog(tmp_path, term=2).earlier(first)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found == Draws(first=first, num_visited=50 * num_lines, asked=(*asked[-10:], *asked), chances=(1.0,) * 60), (
+        "a line that begins before the first wanted place counts from there on"
+    )
+    assert peak < 1_000_000, "bytes; 100,000 places take tens of millions"
+
+
 def test_of_two_terms_that_have_drawn_for_a_place_the_younger_counts(tmp_path: Path) -> None:
     for term, row in ((2, 5), (1, 4), (3, 6)):
         DrawLog(tmp_path, term=term).write(Draws(first=0, num_visited=1, asked=((0, row),), chances=(1.0,)))
@@ -250,7 +272,7 @@ def test_on_a_full_disk_no_ticket_goes_out_and_afterwards_they_do(
     with monkeypatch.context() as patch:
         patch.setattr("streamrl.learner.groups.draws.os.fsync", full)
         world = make_world(tmp_path)
-        world.plan()
+        world.plan(timeout_s=700.0)  # longer than groups are awaited
         assert world.tickets() == {}
         assert world.feed.metrics()["curriculum/refused"] > 0
     world.plan()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from structlog.testing import capture_logs
 
 from streamrl.config import schema
 from streamrl.errors import DataError
-from streamrl.learner.groups.prompts import PromptSet
+from streamrl.learner.groups.prompts import PromptSet, Tokenizer, num_shared, read_held_out
+from tests.session_world import ADD, chat_tokenizer
+from tests.tiny_models import EOS, end_all_with, make_tokenizer
 
 
 class CharTokenizer:
@@ -26,8 +29,8 @@ class CharTokenizer:
     def decode(self, token_ids: list[int]) -> str:
         return "".join(map(chr, token_ids))
 
-    def apply_chat_template(self, conversation: list[Any], *, tokenize: bool, add_generation_prompt: bool) -> str:
-        assert not tokenize
+    def apply_chat_template(self, conversation: list[Any], *, add_generation_prompt: bool, **how: Any) -> str:
+        assert not how["tokenize"]
         if conversation[0]["role"] != "user":
             raise TemplateError("a user must begin")
         return "".join(f"<{m['role']}>{m['content']}" for m in conversation) + "<assistant>" * add_generation_prompt
@@ -45,9 +48,24 @@ def write(folder: Path, *lines: str) -> Path:
     return path
 
 
-def load(path: Path, *, seed: int = 1, tokenizer: CharTokenizer | None = None, **settings: Any) -> PromptSet:
+def load(path: Path, *, seed: int = 1, tokenizer: Tokenizer | None = None, **settings: Any) -> PromptSet:
     data = schema.Data(train=str(path), **settings)
     return PromptSet.load(tokenizer=tokenizer or CharTokenizer(), data=data, seed=seed)
+
+
+def held_out(train: Path, *sets: Path, max_prompts: int) -> tuple[list[str], list[str]]:
+    """(the texts of held-out prompts, what was told)"""
+    notices: list[str] = []
+    validation = {f"set{number}": {"path": str(path)} for number, path in enumerate(sets)}
+    config = schema.Config.model_validate(
+        {
+            "model": {"path": "model"},
+            "data": {"train": str(train), "validation": validation},
+            "validation": {"max_prompts": max_prompts},
+        }
+    )
+    rows = read_held_out(config, CharTokenizer(), notice=notices.append)
+    return [row.text for row in rows], notices
 
 
 def numbered(folder: Path, count: int) -> Path:
@@ -116,20 +134,69 @@ def test_messages_that_the_template_refuses_are_malformed(tmp_path: Path) -> Non
 
 def test_messages_that_lack_what_the_template_writes_are_malformed(tmp_path: Path) -> None:
     class Calling(CharTokenizer):
-        def apply_chat_template(self, conversation: list[Any], *, tokenize: bool, add_generation_prompt: bool) -> str:
+        def apply_chat_template(self, conversation: list[Any], **how: Any) -> str:
             calls = "{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
             template = Template("{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}")
             return template.render(messages=conversation)
 
     asked = '{"role": "user", "content": "What time is it?"}'
     called = '{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now"}}]}'
-    path = write(tmp_path, f'{{"messages": [{asked}, {called}]}}', '{"text": "a"}')
+    told_it = '{"role": "tool", "content": "noon"}'
+    path = write(tmp_path, f'{{"messages": [{asked}, {called}, {told_it}]}}', '{"text": "a"}')
     with pytest.raises(DataError, match=r"train\.jsonl:1: the tokenizer's chat template refuses .*Undefined"):
         load(path, tokenizer=Calling())
     with capture_logs() as logs:
         prompts = load(path, tokenizer=Calling(), malformed="skip")
     assert [row.text for row in prompts.rows] == ["a"]
     assert told(logs) == [(1, 0, 0)]
+
+
+def test_of_each_held_out_set_the_first_prompts_are_used_and_that_there_are_more_is_told(tmp_path: Path) -> None:
+    for name, count in (("few", 3), ("many", 1_319)):
+        (tmp_path / name).mkdir()
+        numbered(tmp_path / name, count)
+    few, many = tmp_path / "few" / "train.jsonl", tmp_path / "many" / "train.jsonl"
+    texts, notices = held_out(few, few, many, max_prompts=4)
+    assert texts == ["p0", "p1", "p2", "p0", "p1", "p2", "p3"]
+    assert notices == [f"{many}: the first 4 of 1,319 prompts are used (validation.max_prompts)"]
+
+
+def test_held_out_prompts_that_are_trained_on_are_counted_by_tokens_and_fields(tmp_path: Path) -> None:
+    trained = load(numbered(tmp_path, 10)).rows
+    other = write(tmp_path, '{"text": "p3", "answer": 3}', '{"text": "p4", "answer": 5}', '{"text": "x", "answer": 4}')
+    assert num_shared(load(other).rows, trained) == 1
+    assert num_shared(trained, trained) == 10
+
+
+def test_a_template_writes_the_date_of_the_settings_whatever_day_it_is(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}"
+    path = write(tmp_path, '{"messages": [{"role": "user", "content": "x"}]}')
+    prompts, later = (load(path, tokenizer=tokenizer, **date) for date in ({}, {"date": "2027-02-03"}))
+    assert [prompts.rows[0].text, later.rows[0].text] == ["01 Jan 2026: x", "03 Feb 2027: x"]
+    assert prompts.fingerprint() != later.fingerprint()
+
+
+def test_tools_are_rendered_with_their_messages(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}], "tools": [ADD]}
+    path = write(tmp_path, json.dumps(chat), '{"text": "a"}')
+    rows = load(path, tokenizer=chat_tokenizer()).rows
+    assert '"description": "adds two numbers"' in rows[0].text
+    assert rows[0].fields["tools"] == [ADD]
+    with pytest.raises(DataError, match=r"train\.jsonl:1: the tokenizer's chat template does not render 'tools'"):
+        load(path)
+    with capture_logs() as logs:
+        load(path, malformed="skip")
+    assert told(logs) == [(1, 0, 0)]
+
+
+def test_no_end_token_stands_behind_a_text_that_is_to_be_continued(tmp_path: Path) -> None:
+    """As of a tokenizer saved with `add_eos_token`."""
+    tokenizer = make_tokenizer()
+    end_all_with(tokenizer, EOS)
+    assert tokenizer("ab")["input_ids"][-1] == tokenizer.eos_token_id
+    [row] = load(write(tmp_path, '{"text": "ab"}'), tokenizer=tokenizer).rows
+    assert tokenizer.convert_ids_to_tokens(row.token_ids.tolist()) == ["a", "b"]
 
 
 def test_a_prompt_without_tokens_is_malformed(tmp_path: Path) -> None:
@@ -147,7 +214,7 @@ def test_messages_that_the_template_makes_too_long_for_a_ticket_are_malformed(tm
     path = write(tmp_path, '{"text": "a"}', '{"messages": [' + ", ".join([message] * 30_000) + "]}")
 
     class Wordy(CharTokenizer):
-        def apply_chat_template(self, conversation: list[Any], *, tokenize: bool, add_generation_prompt: bool) -> str:
+        def apply_chat_template(self, conversation: list[Any], **how: Any) -> str:
             return "".join("<a turn of the user, who says: >" + "." * 10 for _ in conversation)
 
     with pytest.raises(DataError, match=r"train\.jsonl:2: .*1260000 characters; a ticket carries 1048576"):
@@ -159,23 +226,23 @@ def test_messages_that_the_template_makes_too_long_for_a_ticket_are_malformed(tm
 
 def test_each_pass_over_the_data_asks_for_each_prompt_once_in_an_order_of_its_own(tmp_path: Path) -> None:
     prompts = load(numbered(tmp_path, 50))
-    located = [prompts.locate(ticket) for ticket in range(prompts.num_tickets(3))]
+    located = [prompts.locate(place) for place in range(prompts.num_places(3))]
     passes = [[index for data_epoch, index in located if data_epoch == e] for e in range(3)]
     assert all(sorted(order) == list(range(50)) for order in passes)
     assert passes[0] != passes[1] != passes[2] != list(range(50))
 
 
-def test_a_ticket_asks_for_the_same_prompt_whenever_it_is_asked(tmp_path: Path) -> None:
+def test_a_place_has_the_same_prompt_whenever_it_is_asked(tmp_path: Path) -> None:
     path = numbered(tmp_path, 20)
     forwards, backwards = load(path), load(path)
-    tickets = range(20 * 5)
-    expected = {ticket: forwards.locate(ticket) for ticket in tickets}
-    assert {ticket: backwards.locate(ticket) for ticket in reversed(tickets)} == expected
+    places = range(20 * 5)
+    expected = {place: forwards.locate(place) for place in places}
+    assert {place: backwards.locate(place) for place in reversed(places)} == expected
 
 
 def test_the_order_is_pinned_since_running_jobs_depend_on_it(tmp_path: Path) -> None:
     prompts = load(numbered(tmp_path, 8), seed=1234)
-    assert [prompts.locate(ticket)[1] for ticket in range(8)] == [7, 3, 0, 1, 4, 2, 5, 6]
+    assert [prompts.locate(place)[1] for place in range(8)] == [7, 3, 0, 1, 4, 2, 5, 6]
 
 
 def mixed(folder: Path, *weights: float, seed: int = 1, counts: tuple[int, ...] = (4, 6), **settings: Any) -> PromptSet:
@@ -195,8 +262,8 @@ def test_prompts_of_several_datasets_are_asked_for_by_weight_and_know_where_they
         *(("a", f"a{i}") for i in range(4)),
         *(("b", f"b{i}") for i in range(6)),
     ]
-    assert prompts.num_tickets(3) == 3 * (8 + 3)
-    asked = [prompts.rows[prompts.locate(ticket)[1]].dataset for ticket in range(11)]
+    assert prompts.num_places(3) == 3 * (8 + 3)
+    asked = [prompts.rows[prompts.locate(place)[1]].dataset for place in range(11)]
     assert (asked.count("a"), asked.count("b")) == (8, 3)
 
 
@@ -205,7 +272,7 @@ def test_one_path_and_a_single_dataset_of_weight_one_are_the_same(tmp_path: Path
     data = schema.Data(train=str(tmp_path / "a.jsonl"))
     plain = PromptSet.load(tokenizer=CharTokenizer(), data=data, seed=1)
     assert plain.fingerprint() == single.fingerprint()
-    assert [plain.locate(ticket) for ticket in range(9)] == [single.locate(ticket) for ticket in range(9)]
+    assert [plain.locate(place) for place in range(9)] == [single.locate(place) for place in range(9)]
     assert {row.dataset for row in plain.rows} == {""}
 
 
@@ -236,10 +303,10 @@ def test_what_was_left_out_is_told_of_each_dataset(tmp_path: Path) -> None:
 
 def test_without_shuffling_the_order_is_that_of_the_file(tmp_path: Path) -> None:
     prompts = load(numbered(tmp_path, 5), shuffle=False)
-    assert [prompts.locate(ticket) for ticket in range(7)] == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0), (1, 1)]
+    assert [prompts.locate(place) for place in range(7)] == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0), (1, 1)]
 
 
-def test_the_fingerprint_changes_with_whatever_changes_what_a_ticket_means(tmp_path: Path) -> None:
+def test_the_fingerprint_changes_with_whatever_changes_what_a_place_means(tmp_path: Path) -> None:
     path = numbered(tmp_path, 5)
     same = load(path).fingerprint()
     assert load(path).fingerprint() == same

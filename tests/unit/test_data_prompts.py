@@ -55,6 +55,27 @@ def test_the_prompts_column_may_be_a_field_too(tmp_path: Path, row: dict[str, st
     assert (found.text, found.fields) == ("a", {"asked": "a"})
 
 
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ("{problem} In JSON: {{answer}}", "2+3= In JSON: {answer}"),
+        (r"{problem} \boxed{{{answer}}}", r"2+3= \boxed{5}"),
+        ("{problem}}} and {{", "2+3=} and {"),
+    ],
+)
+def test_braces_written_twice_in_a_template_are_braces(tmp_path: Path, prompt: str, text: str) -> None:
+    path = write(tmp_path, json.dumps({"problem": "2+3=", "answer": "5"}))
+    assert read_prompts(Dataset(path=str(path), prompt=prompt), malformed="error").rows[0].text == text
+
+
+def test_braces_in_a_template_that_name_no_column_are_told_with_how_to_write_braces(tmp_path: Path) -> None:
+    path = write(tmp_path, json.dumps({"problem": "2+3="}))
+    with pytest.raises(DataError, match=r"no column 'answer'; it has: problem; .* are written \{\{ and \}\}"):
+        read_prompts(Dataset(path=str(path), prompt="{problem} {answer}"), malformed="error")
+    with pytest.raises(DataError, match=r"no column 'answer'; it has: problem$"):
+        read_prompts(Dataset(path=str(path), prompt="answer"), malformed="error")
+
+
 def test_a_column_of_messages_beside_a_text_prompt_makes_no_chat_of_it(tmp_path: Path) -> None:
     solved = [{"role": "user", "content": "2+3="}, {"role": "assistant", "content": "It is 5"}]
     path = write(tmp_path, json.dumps({"problem": "2+3=", "answer": "5", "messages": solved}))
@@ -65,6 +86,40 @@ def test_a_column_of_messages_beside_a_text_prompt_makes_no_chat_of_it(tmp_path:
     tokens = np.zeros(1, dtype=np.int32)
     item = ScoreItem(prompt="2+3=", completion="5", token_ids=tokens, fields=row.fields, end="<end>")
     assert item.text == "2+3=5", "what a reward model reads: no chat, so no end of one"
+
+
+def test_calls_are_read_in_the_form_of_chat_templates(tmp_path: Path) -> None:
+    """APIs write the arguments as JSON, and no content where there are only calls."""
+    function = {"name": "add", "arguments": '{"a": 2}'}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    asked, told = {"role": "user", "content": "2 + 3"}, {"role": "tool", "tool_call_id": "1", "content": "5"}
+    [row] = read_prompts(write(tmp_path, json.dumps({"messages": [asked, call, told]})), malformed="error").rows
+    assert row.messages is not None
+    assert row.messages[1]["content"] == ""
+    assert row.messages[1]["tool_calls"] == [{**call["tool_calls"][0], "function": {**function, "arguments": {"a": 2}}}]
+    assert row.fields["messages"] == list(row.messages)
+    assert row.plain == "2 + 3\n\n5"
+
+
+@pytest.mark.parametrize(
+    "arguments", ["add", '{"a": NaN}', '"\\ud83d"', {"a": 2}, None], ids=["text", "NaN", "half", "map", "null"]
+)
+def test_arguments_that_are_no_json_stay_as_they_are(tmp_path: Path, arguments: Any) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
+    lines = json.dumps({"messages": [call, {"role": "tool", "content": "5"}]})
+    [row] = read_prompts(write(tmp_path, lines), malformed="error").rows
+    assert row.messages is not None
+    assert row.messages[0] == call
+
+
+def test_the_tools_of_a_chat_go_on_with_it_and_may_be_json(tmp_path: Path) -> None:
+    tool, chat = {"type": "function", "function": {"name": "add"}}, [{"role": "user", "content": "hi"}]
+    rows = [{"messages": chat, "tools": tools} for tools in ([tool], json.dumps([tool]), ["add"], [])]
+    path = write(tmp_path, *map(json.dumps, rows))
+    fields = [row.fields["tools"] for row in read_prompts(path, malformed="error").rows]
+    assert fields == [[tool], [tool], ["add"], []]
+    chosen = Dataset(path=str(path), fields={"asked": "messages"})
+    assert "tools" in read_prompts(chosen, malformed="error").rows[0].fields
 
 
 def test_a_file_that_gzip_has_written_is_read_by_its_name(tmp_path: Path) -> None:
@@ -102,6 +157,10 @@ def test_empty_lines_and_a_byte_order_mark_are_nothing(tmp_path: Path) -> None:
         ('{"messages": []}', "at least one message"),
         ('{"messages": ["hi"]}', "'role' and 'content'"),
         ('{"messages": [{"role": "user"}]}', "'role' and 'content'"),
+        (
+            '{"messages": [{"role": "user", "content": "2+3="}, {"role": "assistant", "content": "5"}]}',
+            "'messages' ends with an assistant's message",
+        ),
         ('{"text": "a", "score": NaN}', "NaN is not a JSON value"),
         ('{"text": "a", "score": 1e999}', "1e999 is too large for a number"),
         (b'{"text": "\xff"}', "not UTF-8; save the file in that encoding"),

@@ -177,15 +177,58 @@ def test_without_a_terminal_news_are_told_soon_and_the_same_thing_seldom() -> No
     assert out.getvalue().split("\n")[:-1] == ["starting", "starting", "step 42", "step 47"]
 
 
-def test_a_word_of_the_launcher_stays_above_the_live_panel() -> None:
-    out = io.StringIO()
-    display = Display(Console(file=out, width=80, force_terminal=True))
+def shown_on_terminal(use: Callable[[Display], None]) -> str:
+    """What a display writes to a terminal."""
+    reader, writer = pty.openpty()
+    seen = b""
+    with os.fdopen(writer, "w", encoding="utf-8") as out:
+        with Display(Console(file=out, width=80)) as display:
+            use(display)
+        print("the end", file=out, flush=True)
+        while b"the end" not in seen:
+            seen += os.read(reader, 1 << 16)
+    os.close(reader)
+    return seen.decode()
 
-    with display:
+
+def test_a_word_of_the_launcher_stays_above_the_live_panel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+
+    def use(display: Display) -> None:
         display.show(make_frame(busy_view()))
         display.notify("worker/0 was ended by signal 9; restarting it")
 
-    assert "worker/0 was ended by signal 9" in out.getvalue()
+    shown = shown_on_terminal(use)
+
+    assert "worker/0 was ended by signal 9" in shown
+    assert "╭─" in shown
+
+
+def tell_all(display: Display) -> None:
+    with display.checking() as say:
+        say("trying rewards ...")
+    display.show(make_frame(None, phase="starting the parts"))
+    display.notify("worker/0 was ended by signal 9; restarting it")
+
+
+LINES = ["trying rewards ...", "starting the parts", "worker/0 was ended by signal 9; restarting it"]
+
+
+@pytest.mark.parametrize("term", ["dumb", "unknown"])
+def test_a_terminal_that_cannot_redraw_gets_the_lines_of_a_log(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", term)
+
+    assert shown_on_terminal(tell_all).splitlines() == [*LINES, "the end"]
+
+
+def test_a_log_is_no_terminal_even_where_colours_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    out = io.StringIO()
+
+    with Display(Console(file=out, width=80)) as display:
+        tell_all(display)
+
+    assert out.getvalue().splitlines() == LINES
 
 
 @pytest.mark.parametrize("make", [pty.openpty, os.pipe], ids=["terminal", "pipe"])

@@ -168,13 +168,13 @@ def run_ssh_script(folder: Path, *, streamrl: str, learners: str, **more: str) -
     )
 
 
-def started_by_ssh(tmp_path: Path) -> dict[str, list[str]]:
+def started_by_ssh(tmp_path: Path, **variables: str) -> dict[str, list[str]]:
     """What the script starts, by host: by programs that write down their words."""
     told = tmp_path / "told"
     # One write each: four of them append to the file at once.
     line = 'line=$(printf "%s\\t" "$STUB_HOST" "$(basename "$0")" "$@"; echo .)'
     said = f'#!/bin/bash\n{line}\necho "${{line%.}}" >> {told}\n'
-    run_ssh_script(tmp_path, streamrl=said, learners="a b")
+    run_ssh_script(tmp_path, streamrl=said, learners="a b", **variables)
     wait_until(lambda: told.exists() and told.read_text().count("\n") == 4, description="all four have started")
     lines = [line.split("\t")[:-1] for line in told.read_text().splitlines()]
     return {line[0]: line[1:] for line in lines}
@@ -190,6 +190,10 @@ def test_the_ssh_script_starts_each_part_where_it_belongs(tmp_path: Path) -> Non
     assert started["c"][started["c"].index("--model") + 1] == "/models/a policy"
     for words in started.values():
         parse(words)
+
+
+def test_the_ssh_script_starts_learners_that_need_each_other(tmp_path: Path) -> None:
+    assert started_by_ssh(tmp_path, LEAST_LEARNERS="2")["b"][-4:-2] == ["--nodes", "2:2"]
 
 
 # The first learner dies of something; the second finds what no restart would mend, and says so where it is told to.
@@ -246,3 +250,9 @@ def test_the_ways_through_the_code_name_what_is_there() -> None:
         if not re.search(rf"^\s*(?:async def|def|class) {part}\b", file.read_text(), re.MULTILINE)
     ]
     assert missing == []
+
+
+def test_each_module_outside_of_a_room_is_in_the_map() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    modules = [path.name for path in sorted((ROOT / "streamrl").glob("*.py")) if path.name != "__init__.py"]
+    assert [name for name in modules if not re.search(rf"[`/]{re.escape(name)}`", page)] == []

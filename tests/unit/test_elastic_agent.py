@@ -1,10 +1,11 @@
-"""What torchrun's agent does as machines join and leave: ranks have time to save, and no restart is used up."""
+"""What torchrun's agent does as machines join and leave and ranks fail: they have time to save, and restarts last."""
 
 from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import count
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
@@ -23,16 +24,17 @@ _FORK = multiprocessing.get_context("fork")
 
 
 class Rank:
-    """In the place of torch's context of processes: a rank that has ended, or one at work."""
+    """In the place of torch's context of processes: a rank that ends with this code after so many looks, or never."""
 
-    def __init__(self, pid: int, *, exit_code: int | None = None) -> None:
-        self._pid, self._exit_code = pid, exit_code
+    def __init__(self, pid: int, *, exit_code: int | None = None, num_looks: int = 0) -> None:
+        self._pid, self._exit_code, self._num_looks = pid, exit_code, num_looks
 
     def pids(self) -> dict[int, int]:
         return {0: self._pid}
 
     def wait(self, _timeout: float) -> RunProcsResult | None:
-        if self._exit_code is None:
+        self._num_looks -= 1
+        if self._exit_code is None or self._num_looks >= 0:
             return None
         failure = ProcessFailure(local_rank=0, pid=self._pid, exitcode=self._exit_code, error_file="")
         return RunProcsResult(failures={0: failure})
@@ -42,18 +44,22 @@ class Rank:
 
 
 class Machine(ElasticAgent):
-    """Its rank ends with these codes, one at each start."""
+    """Its rank ends with these codes, one at each start, after so many minutes."""
 
-    def __init__(self, *codes: int, may_leave: bool = True, grace_s: float = 30.0) -> None:
-        meeting: Any = SimpleNamespace(get_run_id=lambda: "run", get_backend=lambda: "none")
+    def __init__(self, *codes: int, minutes: Sequence[int] = (), may_leave: bool = True, grace_s: float = 30.0) -> None:
+        meeting: Any = SimpleNamespace(
+            get_run_id=lambda: "run", get_backend=lambda: "none", num_nodes_waiting=lambda: 0
+        )
         spec = WorkerSpec("rank", 1, meeting, entrypoint=print, max_restarts=1, monitor_interval=0.001)
-        super().__init__(spec, DefaultLogsSpecs(), grace_s=grace_s, may_leave=may_leave)
-        self.codes = list(codes)
+        clock = count(step=60.0)  # read once at each look
+        super().__init__(spec, DefaultLogsSpecs(), grace_s=grace_s, may_leave=may_leave, clock=lambda: next(clock))
+        self.codes, self._minutes = list(codes), list(minutes)
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         worker_group.workers[0].id, worker_group.workers[0].global_rank = -1, 0
         worker_group.state = WorkerState.HEALTHY
-        self._pcontext = Rank(-1, exit_code=self.codes.pop(0))  # type: ignore[assignment]
+        minutes = self._minutes.pop(0) if self._minutes else 0
+        self._pcontext = Rank(-1, exit_code=self.codes.pop(0), num_looks=minutes)  # type: ignore[assignment]
 
     def live(self) -> WorkerState:
         return self._invoke_run().state
@@ -75,6 +81,13 @@ def test_where_no_machine_may_leave_a_rank_that_was_told_to_end_has_failed() -> 
     machine = Machine(EXIT_ON_SIGNAL, EXIT_ON_SIGNAL, may_leave=False)
     assert machine.live() is WorkerState.FAILED
     assert machine.codes == []
+
+
+@pytest.mark.parametrize(("minutes", "left"), [((0, 50, 0), [1]), ((0, 70, 0), []), ((70, 10, 0), [1])])
+def test_an_hour_without_a_failure_gives_all_restarts_back(minutes: Sequence[int], left: list[int]) -> None:
+    machine = Machine(1, 1, 1, minutes=minutes)
+    assert machine.live() is WorkerState.FAILED
+    assert machine.codes == left
 
 
 def _work(ready: Connection, heeds: bool) -> None:

@@ -116,6 +116,14 @@ def test_a_model_is_quantised_of_bfloat16_alone(form: str) -> None:
     assert quantized_as(worker_config(engine="transformers", engine_args={"quantization": form}).worker) is None
 
 
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_a_token_of_the_hub_is_refused_and_not_shown(engine: str) -> None:
+    [found] = told(engine=engine, hf_token="secret")
+    assert found.startswith("worker.engine_args.hf_token = ***: the run's folder and Redis would hold it")
+    assert "set HF_TOKEN in each worker's environment" in found
+    assert told(hf_token=True) == [], "the one that the machine has"
+
+
 def test_a_runs_configuration_is_checked_for_it() -> None:
     config = worker_config(engine="vllm", engine_args={"nnodes": 2})
     with pytest.raises(ConfigError, match=r"worker\.engine_args\.nnodes = 2: "):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from streamrl.data.settings import DATE
 from streamrl.errors import ConfigError, SampleError
 from streamrl.workers.sessions.conversation import Context, Conversation, answer_of, read_messages
 from streamrl.workers.sessions.tool_calls import Reply, ToolCall, make_parser, parse_hermes
@@ -28,7 +29,7 @@ class Talk:
         if template is not None:
             self.tokenizer.chat_template = template
         self.tools = tools
-        self.conversation = Conversation(self.tokenizer, [self.tokenizer.eos_token_id])
+        self.conversation = Conversation(self.tokenizer, [self.tokenizer.eos_token_id], date=DATE)
 
     def ask(self, *messages: Any) -> Context:
         return self.conversation.context(read_messages(messages), self.tools)
@@ -105,6 +106,13 @@ def test_a_call_with_half_a_character_is_words(where: str) -> None:
     call = call if where == "name" else {**call, "arguments": {"t": "\ud83d"}}
     text = f"<tool_call>{json.dumps(call)}</tool_call>"
     assert parse_hermes(text, []) == Reply(content=text)
+
+
+def test_a_template_writes_the_run_s_date_on_every_day() -> None:
+    talk = Talk("{{ strftime_now('%d %b %Y') }}" + THINKING)
+    answer, so_far = talk.say("five", USER)
+    assert talk.tokenizer.decode(so_far).startswith("01 Jan 2026<|im_start|>user")
+    talk.behind(so_far, talk.ask(USER, answer, MORE))
 
 
 def test_of_several_conversations_each_goes_on_by_itself() -> None:

@@ -11,6 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from streamrl.config import schema
+from streamrl.data.settings import DATE
 from streamrl.errors import SampleError
 from streamrl.learner.groups.fetch import mask_before
 from streamrl.protocol.wire.branches import rows_of
@@ -28,7 +29,8 @@ from streamrl.workers.rewards.base import RewardDouble
 from streamrl.workers.rewards.mixing import Rewards, Weighted
 from tests.brute_force import check_by_brute_force
 from tests.helpers import make_group, make_ticket
-from tests.tiny_models import CHARACTERS, make_tokenizer
+from tests.session_world import ADD, chat_tokenizer
+from tests.tiny_models import CHARACTERS, make_tokenizer, sentencepiece_like
 from tests.worker_world import worker_config
 
 CHATML = (
@@ -113,7 +115,8 @@ async def test_in_500_random_episodes_what_was_sampled_is_trained_once_and_nothi
         request = SampleRequest(
             request_id="r", prompt_ids=ticket.token_ids, sampling=schema.Sampling(max_tokens=rng.randint(1, 8))
         )
-        played = await Player(environment, tail=Tail(tokenizer), settings=settings).play(ticket, engine, request)
+        player = Player(environment, tail=Tail(tokenizer, date=DATE), settings=settings)
+        played = await player.play(ticket, engine, request)
 
         sample = played.sample
         check_by_brute_force(ticket.token_ids.tolist(), sample, engine.said)
@@ -138,7 +141,7 @@ async def test_in_500_random_episodes_what_was_sampled_is_trained_once_and_nothi
 async def test_a_chat_goes_on_as_its_template_would_have_written_it(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = CHATML
     end = tokenizer.eos_token_id
-    tail = Tail(tokenizer)
+    tail = Tail(tokenizer, date=DATE)
     whole = tail.of_text("<eos>user:abc<eos>assistant:")
     said = [
         {"role": "user", "content": "a"},
@@ -159,12 +162,13 @@ async def test_a_template_that_drops_what_was_thought_starts_a_branch(tokenizer:
     engine = Spoken(tokenizer, ["1+1=2", "3", "4"])
     request = SampleRequest(
         request_id="r",
-        prompt_ids=np.asarray(Tail(tokenizer).of_text("user:abc<eos>assistant:"), np.int32),
+        prompt_ids=np.asarray(Tail(tokenizer, date=DATE).of_text("user:abc<eos>assistant:"), np.int32),
         sampling=schema.Sampling(),
     )
     ticket = make_ticket(1, fields={"messages": [{"role": "user", "content": "abc"}]})
     settings = schema.Environment(target="m:f")
-    sample = (await Player(environment, tail=Tail(tokenizer), settings=settings).play(ticket, engine, request)).sample
+    player = Player(environment, tail=Tail(tokenizer, date=DATE), settings=settings)
+    sample = (await player.play(ticket, engine, request)).sample
 
     asked = [tokenizer.decode(context) for context in engine.asked]
     assert asked[1] == "user:abc<eos>assistant:2<eos>user:no<eos>assistant:"
@@ -176,9 +180,40 @@ async def test_a_template_that_drops_what_was_thought_starts_a_branch(tokenizer:
     assert sample.branches[0].keep == len(request.prompt_ids)
 
 
+async def test_what_an_environment_says_has_no_space_that_a_tokenizer_puts_before_every_text() -> None:
+    """As those of sentencepiece do, Llama 2's and Mistral's: within a text there is none."""
+    spaced = sentencepiece_like()
+    environment = EnvironmentDouble(lambda row, said: Answer(observation="\n3+3=", done=len(said) == 2), opening="2+2=")
+    engine = Spoken(spaced, ["4", "6"])
+    prompt_ids = np.asarray(spaced("0\n")["input_ids"], np.int32)
+    request = SampleRequest(request_id="r", prompt_ids=prompt_ids, sampling=schema.Sampling())
+    player = Player(environment, tail=Tail(spaced, date=DATE), settings=schema.Environment(target="m:f"))
+
+    await player.play(make_ticket(1), engine, request)
+
+    asked = ["".join(spaced.convert_ids_to_tokens(ids)) for ids in engine.asked]
+    assert asked == ["▁0\n2+2=", "▁0\n2+2=▁4<eos>\n3+3="]
+
+
+async def test_a_conversation_that_is_written_anew_has_its_date_and_its_tools() -> None:
+    chatting = chat_tokenizer()
+    written = "{{ (tools or ['none'])[0].function.name }} {{ strftime_now('%Y') }};"
+    chatting.chat_template = written + DROPS.replace("<eos>", "<|im_end|>")
+    environment = EnvironmentDouble(lambda row, said: Answer(observation="no", done=len(said) == 2))
+    engine = Spoken(chatting, ["1+1=2", "3"])
+    request = SampleRequest(request_id="r", prompt_ids=np.arange(4, 7, dtype=np.int32), sampling=schema.Sampling())
+    ticket = make_ticket(1, fields={"messages": [{"role": "user", "content": "abc"}], "tools": [ADD]})
+    player = Player(environment, tail=Tail(chatting, date=DATE), settings=schema.Environment(target="m:f"))
+
+    await player.play(ticket, engine, request)
+
+    whole = "add 2026;user:abc<|im_end|>assistant:2<|im_end|>user:no<|im_end|>assistant:"
+    assert chatting.decode(engine.asked[1]) == whole
+
+
 async def test_who_is_not_done_must_say_something(tokenizer: PreTrainedTokenizerFast) -> None:
     environment = EnvironmentDouble(lambda row, said: Answer())
-    player = Player(environment, tail=Tail(tokenizer), settings=schema.Environment(target="m:f"))
+    player = Player(environment, tail=Tail(tokenizer, date=DATE), settings=schema.Environment(target="m:f"))
     request = SampleRequest(request_id="r", prompt_ids=np.arange(3, dtype=np.int32), sampling=schema.Sampling())
     with pytest.raises(SampleError, match="returned no observation"):
         await player.play(make_ticket(1), Recorded(1, tokenizer), request)
@@ -188,7 +223,7 @@ async def test_who_is_not_done_must_say_something(tokenizer: PreTrainedTokenizer
 async def test_behind_the_last_turn_that_there_may_be_nothing_need_be_said(tokenizer: PreTrainedTokenizerFast) -> None:
     environment = EnvironmentDouble(lambda row, said: Answer(reward=0.5))
     settings = schema.Environment(target="m:f", max_turns=1)
-    player = Player(environment, tail=Tail(tokenizer), settings=settings)
+    player = Player(environment, tail=Tail(tokenizer, date=DATE), settings=settings)
     request = SampleRequest(request_id="r", prompt_ids=np.arange(3, dtype=np.int32), sampling=schema.Sampling())
     played = await player.play(make_ticket(1), Recorded(1, tokenizer), request)
     assert (played.reward, played.sample.finish_reason) == (0.5, "length")
@@ -203,7 +238,7 @@ async def test_rewards_of_turns_are_delivered_with_their_weight_and_add_up(token
         config=config,
         worker="w",
         fingerprint="model",
-        player=Player(environment, tail=Tail(tokenizer), settings=config.environment),
+        player=Player(environment, tail=Tail(tokenizer, date=DATE), settings=config.environment),
     )
 
     group = await answerer.answer(make_ticket(1, num_samples=2), Recorded(0, tokenizer))
@@ -226,7 +261,7 @@ async def test_where_no_source_applies_the_environment_s_reward_is_the_sample_s(
         config=config,
         worker="w",
         fingerprint="model",
-        player=Player(environment, tail=Tail(tokenizer), settings=config.environment),
+        player=Player(environment, tail=Tail(tokenizer, date=DATE), settings=config.environment),
     )
 
     group = await answerer.answer(make_ticket(1, num_samples=2), Recorded(0, tokenizer))
@@ -263,7 +298,7 @@ async def test_rewards_beyond_all_numbers_fail_their_sample_and_no_worker(
         update={"environment": schema.Environment(target="m:f", weight=weight), "rewards": {}}
     )
     assert config.environment is not None
-    player = Player(environment, tail=Tail(tokenizer), settings=config.environment)
+    player = Player(environment, tail=Tail(tokenizer, date=DATE), settings=config.environment)
     answerer = Answerer(rewards=Rewards({}), config=config, worker="w", fingerprint="model", player=player)
     groups = [await answerer.answer(make_ticket(n, num_samples=1), Recorded(0, tokenizer)) for n in range(3)]
     for group in groups:
@@ -281,9 +316,8 @@ async def test_a_turn_without_a_token_is_no_turn(tokenizer: PreTrainedTokenizerF
                 token_ids=nothing, logprobs=nothing.astype(np.float32), text="", finish_reason="stop", spans=()
             )
 
-    player = Player(
-        EnvironmentDouble(lambda *_: Answer()), tail=Tail(tokenizer), settings=schema.Environment(target="m:f")
-    )
+    environment, tail = EnvironmentDouble(lambda *_: Answer()), Tail(tokenizer, date=DATE)
+    player = Player(environment, tail=tail, settings=schema.Environment(target="m:f"))
     request = SampleRequest(request_id="r", prompt_ids=np.array([5], np.int32), sampling=schema.Sampling(max_tokens=4))
     with pytest.raises(SampleError, match="no token"):
         await player.play(make_ticket(1), Silent(), request)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.session_world import chat_facts
-from tests.tiny_models import begin_all_with
+from tests.tiny_models import begin_all_with, end_all_with
 from tests.unit.test_environments_sessions import FACTS, HELLO, world
 
 
@@ -84,6 +84,14 @@ async def test_a_completions_prompt_gets_special_tokens_unless_the_agent_says_ot
             assert got.status_code == 200, got.text
         read = [facts.tokenizer.decode(asked.prompt_ids) for asked in here.engine.requests]
         assert read == ["<s><s>2 + 3", "<s><s>2 + 3", "<s>2 + 3"]
+
+
+async def test_no_end_token_stands_behind_a_completions_prompt() -> None:
+    facts = chat_facts()
+    end_all_with(facts.tokenizer, "<|im_end|>")
+    async with world(facts=facts) as here, here.opened() as session:
+        assert (await here.post(session, "v1/completions", {"prompt": "2 + 3"})).status_code == 200
+        assert facts.tokenizer.decode(here.engine.requests[0].prompt_ids) == "2 + 3"
 
 
 async def test_what_is_said_of_the_template_and_is_so_anyway_is_accepted() -> None:

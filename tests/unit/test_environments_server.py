@@ -15,6 +15,7 @@ from streamrl.errors import SampleError
 from streamrl.ops.cli.environment import serve
 from streamrl.process import address_of, bind
 from streamrl.web import serving
+from streamrl.web_requests import MAX_BODY_BYTES
 from streamrl.workers.environments.base import Answer, EnvironmentDouble, Episode
 from streamrl.workers.environments.own import Busy
 from streamrl.workers.environments.server import EnvironmentApp
@@ -169,6 +170,17 @@ async def test_a_full_server_asks_callers_to_wait(monkeypatch: pytest.MonkeyPatc
 )
 async def test_a_question_of_another_form_is_refused(path: str, body: object, status: int) -> None:
     assert (await ask(EnvironmentApp(EnvironmentDouble(echo)), path, body))[0] == status
+
+
+async def test_what_is_told_of_a_wrong_path_or_a_long_body_is_of_this_service() -> None:
+    app = EnvironmentApp(EnvironmentDouble(echo))
+    status, told = await ask(app, "/nope", {})
+    assert (status, told["error"]) == (
+        404,
+        "no such path: /nope; there are POST /reset, /step and /close, and GET /health",
+    )
+    status, told = await ask(app, "/reset", {"row": {"text": "x" * MAX_BODY_BYTES}})
+    assert (status, "a row or a completion cannot be that long" in told["error"]) == (413, True)
 
 
 async def test_a_turn_that_does_not_follow_is_refused() -> None:

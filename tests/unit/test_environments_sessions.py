@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from streamrl.config import schema
+from streamrl.data.settings import DATE
 from streamrl.errors import EngineError
 from streamrl.versions import make_version
 from streamrl.workers.engines.base import SampleRequest
@@ -65,6 +66,7 @@ async def world(
             facts=facts,
             parse=make_parser("hermes", facts.tokenizer),
             settings=environment,
+            date=DATE,
             max_length=2000,
             thread=thread,
         )
@@ -323,4 +325,4 @@ async def test_a_template_without_tools_is_told_of() -> None:
 
 
 def _fields(model: Model) -> dict[str, Any]:
-    return {name: getattr(model, name) for name in ("facts", "parse", "settings", "max_length", "thread")}
+    return {name: getattr(model, name) for name in ("facts", "parse", "settings", "date", "max_length", "thread")}

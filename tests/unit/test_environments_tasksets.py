@@ -51,7 +51,7 @@ def resolve_env_config(env):
 def load_taskset(taskset):
     for number in range(taskset.size):
         print("a taskset prints")
-        yield Space(data=Model(idx=number, name=None, system_prompt="Add.", prompt=f"{number} + 1"))
+        yield Space(data=Model(idx=number, name=None, system_prompt="Add, \\u0416.", prompt=f"{number} + 1"))
 
 class EnvServer:
     def __init__(self, config, address):
@@ -219,9 +219,11 @@ async def test_an_interpreter_without_verifiers_is_told_how_to_get_it(
 def test_tasks_are_made_into_prompts(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["environment", "tasks", "doubled", "--python", sys.executable, "--option", "size=5", "--first", "3"]
     assert main(words) == 0
-    rows = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    told = capfd.readouterr().out
+    assert told.isascii(), "the same in any locale"
+    rows = [json.loads(line) for line in told.splitlines()]
     assert [row["verifiers"]["idx"] for row in rows] == [3, 4]
-    assert rows[0]["messages"] == [{"role": "system", "content": "Add."}, {"role": "user", "content": "3 + 1"}]
+    assert rows[0]["messages"] == [{"role": "system", "content": "Add, Ж."}, {"role": "user", "content": "3 + 1"}]
 
     assert main(["environment", "tasks", "other", "--python", sys.executable]) != 0
     assert "taskset other: ModuleNotFoundError: taskset 'other' not found" in capfd.readouterr().err

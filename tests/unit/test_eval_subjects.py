@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError
-from streamrl.ops.cli.eval_subjects import EvalSubject, refuse_other_scoring
+from streamrl.ops.cli.eval_subjects import EvalSubject, find_subjects, refuse_other_scoring
 
 
 @pytest.mark.parametrize(
@@ -54,3 +55,18 @@ def test_runs_of_other_reward_models_are_compared_by_one_server() -> None:
     refuse_other_scoring(one, other, local_reward_url="http://rm:5555")
     with pytest.raises(ConfigError, match=r"reward_server\.model"):
         refuse_other_scoring(one, other)
+
+
+def test_settings_with_a_dash_in_a_name_are_no_models(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: {path: m}\ndata: {train: t.jsonl, validation: {gsm-8k: {path: a.jsonl}}}\n"
+        "rewards: {my-judge: {type: function, target: exact_match}}\n"
+    )
+    settings = ["rewards.my-judge.weight=0.5", "data.validation.gsm-8k.path=data/b.jsonl"]
+
+    [subject] = find_subjects(["owner/model", *settings], file, [], local_reward_url=None)
+
+    assert subject.name == "owner/model"
+    assert subject.config.rewards["my-judge"].weight == 0.5
+    assert [one.dataset.path for one in subject.config.data.validation_sets()] == ["data/b.jsonl"]

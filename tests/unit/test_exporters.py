@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ from streamrl.learner.metrics.exporters import ExporterDouble, Guarded, check_ex
 from streamrl.learner.metrics.record import Recorder
 from tests.conductor_world import FakeStream, FakeTokenizer
 from tests.feed_world import Clock
+from tests.helpers import wait_until
 from tests.learner_cases import learner_config
 
 
@@ -122,18 +123,55 @@ def test_nothing_is_imported_that_nobody_asked_for(tmp_path: Path) -> None:
     assert open_exporters(config, run_uid="uid", load=missing) == []
 
 
-def test_an_exporter_that_fails_stops_nothing() -> None:
-    class Failing(ExporterDouble):
-        def step(self, step: int, metrics: Mapping[str, float]) -> None:
-            raise OSError("no space left on device")
+class Failing(ExporterDouble):
+    """Takes one step, and fails from then on, as TensorBoard's writer does once its disk was full."""
 
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.steps:
+            raise OSError("no space left on device")
+        super().step(step, metrics)
+
+
+def keeping(begun: list[Failing]) -> Callable[[], Failing]:
+    def begin() -> Failing:
+        begun.append(Failing())
+        return begun[-1]
+
+    return begin
+
+
+def test_an_exporter_that_fails_stops_nothing_and_a_new_one_takes_its_place_after_a_pause() -> None:
+    exporters, clock = list[Failing](), Clock()
+    exporter = Guarded("tensorboard", keeping(exporters), clock=clock)
+    for step in range(10):
+        exporter.step(step, {})
+        clock.advance(10.0)
+    assert [list(each.steps) for each in exporters] == [[0]], "none begins before the pause is over"
+    wait_until(lambda: exporters[0].ends == [True], description="the failed exporter is closed")
+
+    clock.advance(300.0)
+    exporter.step(10, {})
+    assert [list(each.steps) for each in exporters] == [[0], [10]]
+    exporter.close(failed=False)
+    assert exporters[1].ends == [False]
+
+
+def test_one_that_fails_again_and_again_is_begun_ever_more_rarely() -> None:
+    begun, clock = list[Failing](), Clock()
+    exporter = Guarded("tensorboard", keeping(begun), clock=clock)
+    for step in range(1000):
+        clock.advance(10.0)
+        exporter.step(step, {})
+    assert 5 <= len(begun) <= 10
+
+
+def test_one_that_fails_to_close_stops_nothing() -> None:
+    class NotClosing(ExporterDouble):
         def close(self, *, failed: bool) -> None:
             raise OSError("no space left on device")
 
-    exporter = Guarded("tensorboard", Failing)
-    exporter.step(1, {})
     with capture_logs() as logs:
-        exporter.close(failed=False)
+        Guarded("tensorboard", NotClosing).close(failed=False)
     assert [line["event"] for line in logs] == ["exporter not closed"]
 
 

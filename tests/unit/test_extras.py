@@ -125,6 +125,13 @@ def test_an_extra_is_installed_from_where_streamrl_came(origin: dict[str, object
     assert installs(json.dumps(origin) if origin else None, "s3") == f"pip install {command}"
 
 
+def test_no_other_place_names_the_command_for_an_extra() -> None:
+    """It would name a package of an index, where streamrl is not."""
+    sources = [path for part in ("streamrl", "workers", "learner") for path in (ROOT / part).rglob("*.py")]
+    naming = {path.name for path in sources if re.search(r"install[^\n]*streamrl\[", path.read_text())}
+    assert naming == {"extras.py"}
+
+
 def test_the_doctor_and_the_configuration_need_nothing_more(folder: Path) -> None:
     assert core_alone(_MAIN, "config", "check", "run.yaml", folder=folder).returncode == 0
     examined = core_alone(_MAIN, "doctor", "run.yaml", folder=folder)

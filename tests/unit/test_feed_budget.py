@@ -5,6 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import pytest
+
+from streamrl.errors import TrainingError
 from streamrl.learner.groups.plan import Kind
 from streamrl.protocol.transport.types import entry_order
 from streamrl.telemetry.metrics import is_metric
@@ -131,6 +134,22 @@ def test_a_commit_that_failed_is_asked_for_again_after_a_while_and_memory_stays_
     world.commit()
     world.plan()
     assert len(world.tickets()) >= GROUPS_PER_STEP, "room was made, and is used"
+
+
+def test_a_run_whose_budget_is_used_up_waits_for_a_commit_for_hours_and_from_then_on_for_its_groups() -> None:
+    world = budget(6)
+    until = world.clock.now + 7200.0
+    while world.clock.now < until:
+        plan = world.plan(timeout_s=5.0)
+        if plan is not None and plan.kind is not Kind.COMMIT:  # the disk is full
+            world.train(plan)
+        world.answer_all()
+    assert world.tickets() == {}, "nothing is under way"
+    world.commit()
+    assert world.plan(timeout_s=500.0) is None, "what was waited before does not count"
+    assert len(world.tickets()) >= GROUPS_PER_STEP
+    with pytest.raises(TrainingError, match="no group arrived for 600 s"):
+        world.plan(timeout_s=200.0)
 
 
 def test_after_a_restart_what_redis_holds_still_counts() -> None:

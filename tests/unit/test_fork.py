@@ -11,15 +11,10 @@ import pytest
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError
-from streamrl.learner.checkpoints.checkpoint import (
-    BEST_METRIC,
-    MANIFEST,
-    Checkpoint,
-    CheckpointRoot,
-    CheckpointState,
-    write_score,
-)
+from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
 from streamrl.learner.checkpoints.resume import ANY_DATA, check_steps, find_checkpoint, fork
+from streamrl.learner.checkpoints.scores import BEST_METRIC, write_score
+from streamrl.learner.checkpoints.sealed import MANIFEST
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry, claim_run
 from streamrl.learner.groups.ledger import CurriculumState, Ending, FeedState, Ledger
 from streamrl.ops.audit import audit_folder

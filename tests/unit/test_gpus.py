@@ -54,8 +54,21 @@ def test_to_a_torch_for_cpus_there_are_none(tmp_path: Path) -> None:
 
 
 def test_where_nobody_tells_the_variable_is_believed(tmp_path: Path) -> None:
-    assert names({"PATH": str(tmp_path)}) == []
+    assert gpus_here({"PATH": str(tmp_path)}, torch=CUDA, devices=tmp_path) == ()
     assert names({"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0,1"}) == ["0", "1"]
+
+
+def test_gpus_of_which_only_the_driver_tells_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "nvidiactl").touch()
+    environment = {"PATH": str(tmp_path)}
+    assert gpus_here(environment, torch=CUDA, devices=tmp_path) == ()
+    (tmp_path / "nvidia3").touch()  # a container's only one
+    with pytest.raises(ResourceError, match=r"no nvidia-smi.*NVIDIA_DRIVER_CAPABILITIES=.*CUDA_VISIBLE_DEVICES"):
+        gpus_here(environment, torch=CUDA, devices=tmp_path)
+    assert gpus_here(environment, torch="2.13.0+cpu", devices=tmp_path) == ()
+    for visible, number in (("", 0), ("3", 1)):
+        named = gpus_here({**environment, "CUDA_VISIBLE_DEVICES": visible}, torch=CUDA, devices=tmp_path)
+        assert len(named) == number
 
 
 def test_a_driver_that_is_broken_is_told(tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import socket
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +71,7 @@ def test_slurm_gives_each_part_gpus_of_its_own(tmp_path: Path) -> None:
     told, script = tmp_path / "told", HOSTS / "slurm.sh"
     path = tools(tmp_path / "tools", srun=f'echo "$*" >> {told}', scontrol='echo "${3}-0"')
     nodes = {f"SLURM_JOB_NODELIST_HET_GROUP_{n}": f"group{n}" for n in range(3)}
+    nodes |= {"SLURM_JOB_NUM_NODES_HET_GROUP_0": "3", "LEAST_LEARNERS": "2"}
     environment = {**NAMES, **nodes, "PATH": path, "STREAMRL_REDIS": "redis://host:6379"}
     subprocess.run(["bash", script], env=environment, cwd=tmp_path, check=True, timeout=240)
     wait_until(lambda: told.exists() and told.read_text().count("\n") == 3, description="all three have started")
@@ -82,6 +85,7 @@ def test_slurm_gives_each_part_gpus_of_its_own(tmp_path: Path) -> None:
     assert_apart(started)
     assert any("rewards.model.url=http://group2-0:5555" in line for line in lines)
     assert any("--allow-host group2-0:5555" in line for line in lines)
+    assert any("--nodes 2:3 --rendezvous group0-0:29400" in line for line in lines)
 
 
 def by_ssh(tmp_path: Path, count: int, **variables: str) -> list[Started]:
@@ -129,3 +133,17 @@ def test_gloo_takes_the_interface_that_leads_to_the_rendezvous() -> None:
 def test_gloo_is_told_the_interface_of_the_way_out() -> None:
     found = gloo_towards("203.0.113.9:29400", {})
     assert set(found.values()) <= set(os.listdir("/sys/class/net")) - {"lo"}
+
+
+def test_where_a_hosts_own_name_is_the_loopback_gloo_takes_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve, asked = socket.getaddrinfo, []
+
+    def by_etc_hosts(host: str, port: int, **kind: int) -> Any:
+        asked.append(host)
+        return resolve("127.0.1.1" if host in ("trainer-0", "localhost") else host, port, **kind)
+
+    monkeypatch.setattr(socket, "getaddrinfo", by_etc_hosts)
+    found = gloo_towards("trainer-0:29400", {})
+    assert found == gloo_towards("192.0.2.1:9", {}), "of the default route, if there is one"
+    assert asked == ["trainer-0", "192.0.2.1", "192.0.2.1"]
+    assert gloo_towards("localhost:29400", {}) == {}

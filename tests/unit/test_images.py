@@ -111,6 +111,14 @@ def test_what_an_image_runs_exists(target: str) -> None:
     command_of([word for word in words if word != "--help"] if words[1] != "--help" else ["streamrl", "status"])
 
 
+def test_a_worker_alone_is_told_to_end() -> None:
+    """dumb-init's default tells all processes of its child's group. A learner expects that, but `streamrl up` in a
+    terminal would get each Ctrl-C twice without."""
+    found = {target: re.findall(r"^ENTRYPOINT (.*)$", stage(target), re.MULTILINE) for target in (*TARGETS, "base")}
+    assert found.pop("worker-cpu") == found.pop("worker-gpu") == ['["dumb-init", "--single-child", "--"]']
+    assert found == {"base": ['["dumb-init", "--"]'], "monitor": [], "learner": []}
+
+
 def test_every_path_that_is_copied_is_there_and_passes_the_ignore_file() -> None:
     ignored = (ROOT / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
     for line in re.findall(r"^COPY (?!--from)(.*)$", TEXT, re.MULTILINE):

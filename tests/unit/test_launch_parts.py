@@ -10,6 +10,7 @@ import pytest
 
 from streamrl.config import schema
 from streamrl.config.load import Loaded, load_config
+from streamrl.config.placement import place
 from streamrl.errors import ConfigError, PartError, ResourceError
 from streamrl.ops.cli.reward import serve
 from streamrl.ops.launch.parts import (
@@ -22,6 +23,7 @@ from streamrl.ops.launch.parts import (
 from streamrl.ops.launch.processes import Command
 from streamrl.ops.launch.redis_part import RedisPart
 from streamrl.ops.monitor.doctor.requirements import REQUIREMENTS
+from tests.gpus_world import made_up
 
 FOLDER = RunFolder(Path("runs/run"))
 
@@ -115,6 +117,31 @@ def test_the_learner_runs_under_torchrun_with_its_ranks_and_restarts() -> None:
     [holder] = [word.removeprefix("--rdzv-id=") for word in command.arguments if word.startswith("--rdzv-id=")]
     assert values(command, "--config") == [f"runs/run/asked-{holder}.yaml"]
     assert command.environment == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "3"}
+
+
+@pytest.mark.parametrize(
+    ("learner", "gpus", "variable", "threads"),
+    [
+        ({"processes": 8}, 8, None, "12"),
+        ({"processes": 8, "threads": 3}, 8, None, "3"),
+        ({"processes": 8}, 8, "5", None),  # which they inherit
+        ({"processes": 8}, 0, None, None),
+        ({"processes": 8, "gpus": 0}, 8, None, None),
+        ({"processes": 1}, 8, None, None),
+    ],
+    ids=["shared", "set", "inherited", "no GPUs", "none of the GPUs", "one rank"],
+)
+def test_ranks_that_have_gpus_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, learner: dict[str, int], gpus: int, variable: str | None, threads: str | None
+) -> None:
+    monkeypatch.setattr("streamrl.ops.launch.parts.usable_cores", lambda: 96)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    config = make_config(learner=learner)
+    placement = place(config, made_up(gpus), "learner")
+    command = learner_command(config, FOLDER, redis_url="x", placement=placement)
+    assert command.environment.get("OMP_NUM_THREADS") == threads
 
 
 @pytest.mark.parametrize(("nodes", "elastic"), [("4", False), ("4:4", False), ("1:4", True)])

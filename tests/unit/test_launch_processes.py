@@ -296,3 +296,20 @@ def test_who_was_started_by_nohup_is_not_asked_to_end_when_the_terminal_goes() -
             assert interrupts.count == 1
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_closed_terminal_of_which_shell_and_kernel_tell_is_one_request_and_no_second_one() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with Interrupts() as interrupts:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert (interrupts.count, interrupts.exit_code) == (1, 129)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert (interrupts.count, interrupts.exit_code) == (2, 129)
+        with Interrupts() as interrupts:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert (interrupts.count, interrupts.exit_code) == (1, 130)
+    finally:
+        signal.signal(signal.SIGHUP, before)

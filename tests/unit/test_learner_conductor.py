@@ -9,9 +9,10 @@ import pytest
 
 from streamrl.errors import Fenced, TransportError
 from streamrl.learner.conductor import Conducting, Follower
-from streamrl.learner.groups.plan import Kind, Outcome, Plan, PlanEntry
+from streamrl.learner.groups.plan import GroupCheck, Kind, Outcome, Plan, PlanEntry
 from streamrl.versions import make_version
 from tests.conductor_world import FakeValidation, Scene, Wire, published, surroundings
+from tests.feed_world import FeedWorld, make_config, planned
 from tests.learner_cases import learner_config
 
 
@@ -126,6 +127,26 @@ def test_a_record_names_known_metrics_only(tmp_path: Path) -> None:
     assert "policy/ess" not in json.loads(line)
     with pytest.raises(AssertionError, match="made/up"):
         scene.conductor.record(1, {"made/up": 1.0})
+
+
+def test_a_pass_over_the_data_is_one_epoch_though_dead_tickets_were_retried_under_new_numbers(tmp_path: Path) -> None:
+    world = FeedWorld(make_config(worker={"max_attempts": 1}), num_prompts=3)
+    scene = Scene(tmp_path, feed=world.feed)
+    world.plan()
+    world.fail(1)
+    world.plan()
+    world.server.ask_for_retry(1)
+    for numbers in ([0, 2], [3]):
+        for number in numbers:
+            world.answer(number)
+        plan = world.plan()
+        assert planned(plan) == numbers
+        assert plan is not None
+        scene.conductor.settle(plan, [GroupCheck.SOUND] * len(numbers), trained=True)
+        world.step += 1
+        world.publish()
+        scene.conductor.record(world.step, {})
+    assert [metrics["train_rollouts/epoch"] for _, metrics in scene.stream.records] == [1.0, 1.0]
 
 
 def test_a_record_that_cannot_be_written_does_not_stop_training(tmp_path: Path) -> None:

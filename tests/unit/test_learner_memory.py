@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -111,6 +112,20 @@ def test_masters_on_the_host_leave_the_gpu_to_activations() -> None:
     assert on_host.peak == plan(sizes, config).peak - 16 * sizes.trained // 4
 
 
+def test_gradients_wait_on_the_gpu_for_replicas_to_add_them_up_wherever_masters_are() -> None:
+    case = CASES["7B full, 4 GPUs"]
+    sizes, config = sizes_of(case), case.config
+    model = config.model.model_copy(update={"masters": "cpu"})
+    learner = config.learner.model_copy(update={"layout": schema.Layout(replicas=2)})
+    alone = config.model_copy(update={"model": model})
+    doubled = alone.model_copy(update={"learner": learner})
+    found = plan(sizes, doubled, ranks=8)
+    assert found.always == plan(sizes, alone, ranks=4).always + 4 * sizes.trained // 4
+    assert plan(sizes, config.model_copy(update={"learner": learner}), ranks=8) == plan(sizes, config, ranks=4)
+    machine = Machine(gpus=8, memory=80 * 10**9, per_host=4)
+    assert found == layouts.planned(learner.layout, Task.of(sizes, doubled), machine), "doctor says one thing"
+
+
 @pytest.mark.parametrize(
     ("algorithm", "is_kept"),
     [
@@ -171,6 +186,42 @@ def test_a_learner_that_does_not_fit_is_refused_before_its_weights_are_loaded(
     assert told in found.evidence
     assert findings["layout"].level == level
     assert ("as configured" if level == "ok" else "none of 1 GPU fits") in findings["layout"].evidence
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The settings of a run of 32B whose files are here."""
+    folder = tmp_path_factory.mktemp("large")
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text('{"messages": [{"role": "user", "content": "3 + 4 ="}], "answer": "7"}\n' * 64)
+    model = make_stand_in(folder / "model", "32B")
+    return [f"model.path={model}", f"data.train={prompts}", f"data.validation={prompts}"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "level", "told"),
+    [
+        (range(1, 3), "error", r"--nodes 1:2: with 1 host .* peak per rank .*; start with --nodes 2$"),
+        (range(1, 5), "error", r"--nodes 1:4: with 1 host .* peak per rank .*; start with --nodes 2:4$"),
+        (range(1, 2), "error", r"peak per rank .* available on GPU 0.*; lower training\.micro_batch_tokens"),
+        (range(2, 3), "ok", r"peak per rank"),
+        (None, "warning", r"if this host is the only one$"),
+    ],
+    ids=["of two", "of four", "alone", "both", "of nobody knows how many"],
+)
+def test_hosts_that_a_learner_may_be_left_with_must_have_room_for_it(
+    large: list[str],
+    hosts: range | None,
+    level: str,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("streamrl.gpus.version", lambda _name: "2.13.0+cu130")
+    monkeypatch.setenv("PATH", machine_with(tmp_path, 8)["PATH"])
+    config = load_config(CONF / "gpu_qwen_32b.yaml", large).config
+    [found] = [one for one in examine(config, "learner", hosts) if one.name == "learner on GPU"]
+    assert (found.level, bool(re.search(told, found.evidence))) == (level, True), found.evidence
 
 
 def test_a_teacher_beside_the_policy_is_counted_and_one_on_the_host_less() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from streamrl.errors import Fenced, ResourceError, TrainingError, TransportError
+from streamrl.learner.process.background import BackgroundThreadDouble
 from streamrl.learner.process.ranks import World as Ranks
 from streamrl.learner.publishing.sweep import Sweeper
 from streamrl.protocol.weights.stores import MemoryStore
@@ -60,7 +61,14 @@ def test_a_budget_without_room_takes_the_older_anchor_with_its_deltas() -> None:
     world = World(MemoryStore())
     rng = np.random.default_rng(0)
     states = [random_state(rng) for _ in range(4)]
-    sweeper = Sweeper(store=world.store, run_uid=RUN_UID, term=1, max_bytes=4 * 8_358 + 500, clock=FakeClock())
+    sweeper = Sweeper(
+        store=world.store,
+        run_uid=RUN_UID,
+        term=1,
+        max_bytes=4 * 8_358 + 500,
+        background=BackgroundThreadDouble(),
+        clock=FakeClock(),
+    )
     world.store.put(f"{RUN_UID}/000001/9-0-abc", bytes(1000))
     for state, anchor in zip(states[:3], (True, False, True), strict=True):
         sweeper.announced(world.publish(state, anchor=anchor))
@@ -204,7 +212,7 @@ def test_the_last_two_anchors_are_kept_and_the_rest_goes_after_a_grace(tmp_path:
 
 
 def test_what_is_not_needed_stays_for_the_grace(scene: Scene) -> None:
-    sweeper = Sweeper(store=scene.store, run_uid="run", term=3, clock=scene.clock)
+    sweeper = Sweeper(store=scene.store, run_uid="run", term=3, background=BackgroundThreadDouble(), clock=scene.clock)
     scene.store.put("run/000002/7-0-abc", b"of a dead term")
     publish(scene.publisher, 0)
     sweeper.announced(scene.stream.manifests[0])

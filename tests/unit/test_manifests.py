@@ -12,7 +12,8 @@ import yaml
 
 from streamrl.ops.monitor.alerts import alert_rules
 from streamrl.protocol.transport.acl import ROLES, SERVERS
-from tests.manifest_world import COMPONENT, K8S, OVERLAYS, ROOT, Container, Rendered, render
+from tests.manifest_world import COMPONENT, K8S, OVERLAYS, ROOT, Container, Rendered, render, render_own
+from tests.pages import blocks
 
 KUBERNETES = "1.33"
 NO_RIGHTS = {
@@ -188,6 +189,27 @@ def test_everything_that_is_named_is_there(rendered: Rendered) -> None:
 # What follows the run
 
 
+def test_the_run_is_over_when_the_pod_where_all_meet_has_ended_with_it(rendered: Rendered) -> None:
+    """Another one that is missing then would be made again and again, and find nobody to meet."""
+    job = rendered.named("Job", "learner")["spec"]
+    assert job["completionMode"] == "Indexed"
+    assert job["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    assert re.search(r"--rendezvous=\S+-0\.learner:", " ".join(rendered.container("learner").words))
+
+
+def test_a_learner_is_deleted_until_its_pods_have_ended() -> None:
+    """A new one would have their names, and take the run while they save."""
+    readme = (K8S / "README.md").read_text()
+    assert readme.count("delete job learner") == readme.count("delete job learner --cascade=foreground") > 0
+
+
+def test_applying_the_manifests_again_leaves_the_number_of_pods_to_their_scaler(rendered: Rendered) -> None:
+    scalers = rendered.of_kind("ScaledObject", "HorizontalPodAutoscaler")
+    scaled = [one["spec"]["scaleTargetRef"] for one in scalers]
+    assert {one["name"] for one in scaled} == {"worker", "reward"}
+    assert not any("replicas" in rendered.named(one["kind"], one["name"])["spec"] for one in scaled)
+
+
 def test_the_scaler_asks_the_monitor_where_it_listens(rendered: Rendered) -> None:
     """What it makes of the answers: `tests/redis/test_autoscaling.py`."""
     (service,) = [one for one in rendered.of_kind("Service") if one["metadata"]["name"] == "monitor"]
@@ -196,6 +218,13 @@ def test_the_scaler_asks_the_monitor_where_it_listens(rendered: Rendered) -> Non
         assert {trigger["metadata"]["url"] for trigger in scaler["spec"]["triggers"]} == {f"{where}/metrics"}
         (policy,) = [one for one in rendered.of_kind("NetworkPolicy") if one["metadata"]["name"] == "keda-to-monitor"]
         assert policy["spec"]["podSelector"]["matchLabels"] == service["spec"]["selector"]
+
+
+def test_the_scaler_of_a_run_in_a_namespace_of_its_own_asks_that_runs_monitor() -> None:
+    [page] = blocks(K8S / "README.md", "yaml")
+    second = render_own(yaml.safe_load(page.text))
+    assert {one["metadata"].get("namespace", "run-b") for one in second.objects} == {"run-b"}
+    test_the_scaler_asks_the_monitor_where_it_listens(second)
 
 
 def test_workers_of_a_run_that_has_ended_and_are_not_scaled_by_keda_end_by_a_line_of_the_page() -> None:

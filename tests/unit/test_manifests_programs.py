@@ -152,6 +152,22 @@ def test_every_part_has_the_time_that_it_takes_to_end(config: Config, rendered: 
     assert grace["worker"] > config.worker.grace_s + 30
 
 
+def test_a_program_on_cpus_starts_no_more_threads_than_it_may_use_cores(config: Config, rendered: Rendered) -> None:
+    """By themselves torch and vLLM count those of the node."""
+    [of_reward] = re.findall(r"--threads=(\d+)", " ".join(rendered.container("reward").words))
+    told = {"reward": int(of_reward), "worker": config.worker.threads, "learner": config.learner.threads}
+    limits = {name: rendered.container(name).spec["resources"]["limits"] for name in told}
+    on_cpus = {name: int(limit["cpu"]) for name, limit in limits.items() if "nvidia.com/gpu" not in limit}
+    assert "reward" in on_cpus
+    assert {name for name, cpus in on_cpus.items() if not 0 < told[name] <= cpus} == set()
+
+
+def test_how_many_pods_a_learner_may_have_is_said_by_the_place(rendered: Rendered) -> None:
+    fewest, most = map(int, rendered.place["LEARNERS"].split(":"))
+    assert f"--nodes={fewest}:{most}" in rendered.container("learner").words
+    assert fewest <= rendered.named("Job", "learner")["spec"]["parallelism"] <= most
+
+
 def test_the_ranks_of_a_pod_are_as_many_as_its_gpus(config: Config, rendered: Rendered) -> None:
     gpus = rendered.container("learner").spec["resources"]["limits"].get("nvidia.com/gpu", 1)
     assert int(gpus) == config.learner.processes

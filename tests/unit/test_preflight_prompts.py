@@ -27,8 +27,8 @@ def info(model: Path) -> TokenizerInfo:
 
 
 def config_of(folder: Path, model: Path, *, num_prompts: int, groups_per_step: int = 16) -> Config:
-    for name, num in (("train", num_prompts), ("held-out", 3)):
-        (folder / f"{name}.jsonl").write_text('{"prompt": "3 + 4 =", "answer": "7"}\n' * num)
+    for name, sum_of, num in (("train", "3 + 4", num_prompts), ("held-out", "4 + 3", 3)):
+        (folder / f"{name}.jsonl").write_text(f'{{"prompt": "{sum_of} =", "answer": "7"}}\n' * num)
     settings = {
         "model": {"path": str(model)},
         "data": {"train": str(folder / "train.jsonl"), "validation": str(folder / "held-out.jsonl")},
@@ -61,3 +61,12 @@ def test_data_with_too_few_prompts_for_a_step_are_a_warning(tmp_path: Path, mode
         "ok prompts",
         "warning number of prompts",
     ]
+
+
+def test_held_out_prompts_that_are_trained_on_are_a_warning(tmp_path: Path, model: Path, info: TokenizerInfo) -> None:
+    config = config_of(tmp_path, model, num_prompts=50)
+    with (tmp_path / "held-out.jsonl").open("a") as file:
+        file.write('{"prompt": "3 + 4 =", "answer": "7"}\n')
+    _, finding = found(config, info, at_most_s=600.0)
+    assert (finding.level, finding.name) == ("warning", "held-out prompts")
+    assert finding.evidence == "1 of 4 prompts of data.validation are in data.train, too"

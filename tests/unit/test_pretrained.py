@@ -14,7 +14,7 @@ from torch import nn
 from streamrl.config import schema
 from streamrl.learner.checkpoints.export import export
 from streamrl.learner.loading.build import begin_model, load_model
-from streamrl.learner.loading.load import load_policy, load_reference
+from streamrl.learner.loading.load import fill, load_policy, load_reference, make_policy
 from streamrl.learner.process.ranks import World
 from tests.learner_cases import learner_config
 from tests.tiny_models import make_model, make_tokenizer
@@ -100,6 +100,24 @@ def test_what_transformers_would_convert_is_left_to_transformers(
     assert not weights
     expected, found = tensors(load_model(str(folder))), tensors(model)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_loaded_whole_gets_to_the_device_only_once_it_is_known_whether_it_is_sharded(
+    tmp_path: Path, tied: bool
+) -> None:
+    """FSDP moves a layer at a time. This device holds nothing: no GPU has run this."""
+    folder = make_model(tmp_path, tied=tied)
+    torch.save(load_model(str(folder)).state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    elsewhere = World(rank=0, size=1, device=torch.device("meta"))
+    model, weights = begin_model(str(folder), attention="sdpa", world=elsewhere)
+    assert not weights
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
+    fill(make_policy(model, learner_config(folder), (1,), elsewhere), weights, elsewhere.device)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
 
 
 def test_adapters_begin_alike_whichever_way_their_base_is_loaded(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from streamrl.config import schema
@@ -57,6 +58,25 @@ def test_a_rank_that_writes_nothing_gathers_no_more_than_so_much_ahead_of_who_wr
         exporting.export(policy, NoTokenizer(), config, second)
     num_waits = second.said.count("barrier") - 1  # one is at the end
     assert whole // (whole // parts + largest) <= num_waits <= parts
+
+
+@pytest.mark.parametrize("layout", [schema.Layout(replicas=2, tensor=2), schema.Layout(experts=4)])
+def test_models_of_the_same_ranks_share_their_groups(layout: schema.Layout) -> None:
+    """Each has memory of NCCL's, and a connection to each of its ranks."""
+
+    def num_groups() -> int:
+        return len(dist.distributed_c10d._world.pg_map)
+
+    def divide_a_model() -> None:
+        for among in (world.mesh, world.expert_meshes, world.tensor_meshes):
+            among()
+
+    with nowhere(8) as ranks:
+        world = ranks.under(layout)
+        divide_a_model()
+        before = num_groups()
+        divide_a_model()
+        assert num_groups() == before > 1
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
 
+from streamrl.errors import ConfigError
 from streamrl.ops.cli.main import main
 from streamrl.ops.monitor.comparison import compare
+from streamrl.ops.monitor.remains import read_config
+from streamrl.ops.monitor.runs import Listing, with_folders
+from streamrl.ops.python.run import attach
 from streamrl.process import started_at
 from tests.run_folders import NUM_STEPS, make_folder
 
@@ -245,6 +250,54 @@ def test_folders_are_listed_where_the_redis_of_the_environment_is_down(
     assert (listed["complete"], [run["name"] for run in listed["runs"]]) == (False, ["big"])
     assert told.err.startswith("warning: STREAMRL_REDIS: ")
     assert main(["runs", "ls", "--dir", str(tmp_path), "--redis", gone]) == 2
+
+
+@pytest.mark.parametrize("server", ["", "host:6379"])
+def test_folders_are_listed_where_the_environment_names_no_server(
+    tmp_path: Path, server: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_folder(tmp_path, "big", "finished")
+    monkeypatch.setenv("STREAMRL_REDIS", server)
+    assert main(["runs", "ls", "--dir", str(tmp_path), "--json"]) == 0
+    told = capsys.readouterr()
+    listed = json.loads(told.out)
+    assert (listed["complete"], [run["name"] for run in listed["runs"]]) == (not server, ["big"])
+    assert ("is not a server address" in told.err) == bool(server)
+
+
+class Guarded(PosixPath):
+    """As for a user who may not look into `theirs`; root, who may run the tests, may look anywhere."""
+
+    def is_file(self, **changes: Any) -> bool:
+        if "theirs" in self.parts:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return super().is_file(**changes)
+
+
+def test_a_folder_that_may_not_be_read_hides_no_other(tmp_path: Path) -> None:
+    for name in ("big", "broken", "theirs"):
+        folder = make_folder(tmp_path, name, "finished")
+        if name == "broken":
+            (folder / "metrics.jsonl").unlink()
+            (folder / "metrics.jsonl").mkdir()
+    listing = with_folders(Listing(runs=(), is_complete=True), Guarded(tmp_path))
+    assert [run.name for run in listing.runs] == ["big"]
+    with pytest.raises(ConfigError, match=r"theirs/config.yaml cannot be read: Permission denied$"):
+        read_config(Guarded(tmp_path / "theirs"))
+
+
+def test_the_end_of_a_long_run_is_known_without_reading_all_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path, "big", "finished")
+    path = folder / "metrics.jsonl"
+    lines = path.read_bytes().splitlines()[:-1]  # the last one is torn
+    nothing_of_ours = b'{"step": 999}\n' * 100_000  # whoever reads it fails
+    path.write_bytes(nothing_of_ours + b"x" * 2_000_000 + b"\n" + b"\n".join(lines))
+    run = attach(folder)
+    assert (run.wait().steps, run.wait().reward) == (NUM_STEPS, 1.0)
+    assert main(["runs", "ls", "--dir", str(tmp_path), "--json"]) == 0
+    assert [one["step"] for one in json.loads(capsys.readouterr().out)["runs"]] == [NUM_STEPS]
 
 
 def test_what_holds_a_run_back_is_wrapped_to_a_narrow_terminal(

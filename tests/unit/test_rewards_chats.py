@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from streamrl.config import schema
 from streamrl.data.prompts import read_prompts
+from streamrl.data.settings import DATE
 from streamrl.ops.cli.reward_try import _encoder, _try
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.versions import make_version
@@ -185,7 +186,7 @@ async def test_a_trial_with_the_policys_model_is_given_the_same_text(tmp_path: P
     [row] = read_prompts(tmp_path / "rows.jsonl", malformed="error").rows
     reward = RewardDouble()
 
-    await _try(reward, [(row, ["5"])], _encoder(str(tmp_path / "model")))
+    await _try(reward, [(row, ["5"])], _encoder(str(tmp_path / "model"), DATE))
 
     whole = [*ASKED, {"role": "assistant", "content": "5"}]
     assert reward.items[0].text == chat_tokenizer().apply_chat_template(whole, tokenize=False)

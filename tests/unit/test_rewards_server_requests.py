@@ -13,8 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
+from streamrl.web_requests import MAX_BODY_BYTES
 from streamrl.workers.reward_server.batcher import Batcher, Row, ScoringModelDouble
-from streamrl.workers.reward_server.server import MAX_BODY_BYTES, MAX_PENDING_ROWS, MAX_ROWS, RewardApp
+from streamrl.workers.reward_server.server import MAX_PENDING_ROWS, MAX_ROWS, RewardApp
 from tests.helpers import wait_until, wait_until_async
 from tests.made_pages import for_prometheus, told_for_prometheus
 

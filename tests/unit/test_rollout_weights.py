@@ -19,7 +19,7 @@ from streamrl.workers.roles import AnnouncementsDouble
 from tests.follow_world import PATIENCE, Follower
 from tests.helpers import wait_until_async
 from tests.weights_world import assert_holds
-from tests.worker_world import a_sample_request
+from tests.worker_world import WorkerWorld, a_sample_request
 
 
 class SlowStore(MemoryStore):
@@ -225,6 +225,25 @@ async def test_a_version_that_stays_out_of_reach_ends_the_worker(follower: Follo
         with pytest.raises(WeightsError, match="is not there"):
             await asyncio.wait_for(task, 10)
     assert not follower.engine.loads
+
+
+async def test_a_store_that_stays_away_ends_the_worker_which_hands_back_its_tickets(tmp_path: Path) -> None:
+    """Redis is not away, so nobody has to wait until the leases end."""
+    store = AwayStore()
+    follower = Follower(tmp_path, store)
+    follower.publish()
+    world = WorkerWorld(engine=EngineDouble(hold=True), weights=follower.weights)
+    for number in range(3):
+        world.put(number)
+    task = world.start()
+    await world.until(lambda: len(world.engine.requests) == 6, "all samples are in flight")
+
+    store.num_refusals = 1 << 30
+    follower.publish()
+    with pytest.raises(WeightsError, match="no route to the store"):
+        await asyncio.wait_for(task, 10)
+    assert sorted(world.tickets.handed_back) == [0, 1, 2]
+    follower.weights.close()
 
 
 async def test_a_learner_that_announces_nothing_ends_the_worker(follower: Follower) -> None:

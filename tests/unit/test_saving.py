@@ -21,8 +21,9 @@ import torch
 from streamrl.config import schema
 from streamrl.crashpoints import Point, armed
 from streamrl.errors import Fenced
-from streamrl.learner.checkpoints.checkpoint import MANIFEST, Checkpoint, describe
+from streamrl.learner.checkpoints.checkpoint import Checkpoint
 from streamrl.learner.checkpoints.save import RankStateDouble, Saver
+from streamrl.learner.checkpoints.sealed import MANIFEST, describe
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry
 from streamrl.learner.groups.ledger import FeedState
 from streamrl.learner.loading.load import load_policy

@@ -10,16 +10,10 @@ import pytest
 
 from streamrl.config import schema
 from streamrl.errors import DataError, RunGone, TransportError
-from streamrl.learner.checkpoints.checkpoint import (
-    BEST_METRIC,
-    SCORE,
-    CheckpointRoot,
-    best_first,
-    describe,
-    read_score,
-    write_score,
-)
+from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, best_first
 from streamrl.learner.checkpoints.resume import find_checkpoint, fork
+from streamrl.learner.checkpoints.scores import BEST_METRIC, SCORE, read_score, write_score
+from streamrl.learner.checkpoints.sealed import describe
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry
 from streamrl.learner.metrics.record import ValidationResult
 from streamrl.learner.publishing.shipping import Published

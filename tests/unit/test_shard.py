@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from streamrl.learner.checkpoints.checkpoint import describe
+from streamrl.learner.checkpoints.sealed import describe
 from streamrl.learner.checkpoints.shard import Shard, load_state, load_weights
 from streamrl.pinning import CudaRuntimeDouble, Pinned
 from tests.conductor_world import ALONE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import httpx
@@ -15,7 +16,7 @@ from streamrl.process import address_of, bind
 from streamrl.protocol.transport.peers import HAVE, bitmap_of
 from streamrl.workers.sharing.door import open_door
 from streamrl.workers.sharing.host import HostShare, open_share
-from streamrl.workers.sharing.neighbours import Neighbours
+from streamrl.workers.sharing.neighbours import MAX_IDLE, Neighbour, Neighbours
 from tests.sharing_world import RECORD, ill_peer
 
 
@@ -71,3 +72,24 @@ def test_a_late_answer_about_a_complete_blob_is_not_remembered() -> None:
         assert neighbour.rest_s < 1, "it answered in order"
         assert neighbour.have == {}
         neighbours.close()
+
+
+def test_of_many_peers_that_were_asked_the_connections_to_the_last_ones_are_kept() -> None:
+    """Hosts come and go for weeks, and a worker that stays may have few files open."""
+
+    def answer(client: socket.socket) -> None:
+        client.sendall(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+
+    asked: list[Neighbour] = []
+    with ExitStack() as stack, closing(Neighbours(run_uid="run", own="127.0.0.2:1")) as neighbours:
+        for _ in range(MAX_IDLE + 9):
+            peer = stack.enter_context(ill_peer(answer))
+            neighbours.update(RECORD, {peer.address: bitmap_of([0], RECORD.num_pieces)})
+            chosen = neighbours.choose(RECORD, [0])
+            assert chosen is not None
+            assert neighbours.ask(chosen[1], RECORD, 0) is None
+            neighbours.forget(RECORD)
+            asked.append(chosen[1])
+        assert [one.address for one in asked if one.connection is not None] == [
+            one.address for one in asked[-MAX_IDLE - 1 :]
+        ]

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from bench.memory import sizes_of
+from bench.memory_cases import CASES
 from streamrl.config.load import load_config
 from streamrl.config.schema import HttpReward
+from streamrl.learner.planning.memory import refuse_too_large
 from tests.manifest_world import ROOT
 from tests.unit.test_manifests_programs import command_of
 
@@ -81,6 +84,17 @@ def test_its_settings_exist_and_its_learners_take_all_gpus_of_a_machine() -> Non
     assert TASK["resources"]["accelerators"].endswith(f":{config.learner.processes}")
     assert TASK["envs"]["GPUS_OF_A_WORKER"] == str(config.worker.gpus)
     assert TASK["envs"]["RUNS"] in TASK["volumes"], "every machine sees the weights there"
+
+
+def test_its_model_has_room_on_the_fewest_machines_with_which_it_learns(tmp_path: Path) -> None:
+    [learns, *_] = called(tmp_path, 0)
+    words = learns.split()
+    fewest, most = map(int, words[words.index("--nodes") + 1].split(":"))
+    config = load_config(ROOT / TASK["envs"]["RUN_CONFIG"]).config
+    assert config.model.path == "Qwen/Qwen2.5-32B-Instruct"
+    sizes, of_an_h100 = sizes_of(CASES["32B full, 16 GPUs"]), 81_559 << 20
+    refuse_too_large(sizes, config, ranks=fewest * config.learner.processes, room=of_an_h100)
+    assert most == int(TASK["envs"]["LEARNERS"])
 
 
 @pytest.mark.parametrize("part", ["setup", "run"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import pytest
 
 from streamrl.ops.audit import Audit
 from streamrl.ops.launch.summary import Lag, Loads, Summary, held_out_of, lag_of, num_versions, summarise, summary_lines
+from streamrl.ops.monitor.comparison import compare
 from streamrl.ops.monitor.history import History
 from streamrl.versions import make_version
+from tests.run_folders import make_folder
 
 
 def step(number: int, **changes: float) -> dict[str, float]:
@@ -105,6 +109,36 @@ def test_a_run_whose_validations_all_rank_nothing_has_no_before_and_after(tmp_pa
     history = History.read(write(tmp_path, validation(0, 0.9, **{"val_rollouts/ranks": 0.0})))
 
     assert held_out_of(history) == {}
+
+
+def test_of_steps_only_the_metrics_that_are_needed_are_kept(tmp_path: Path) -> None:
+    write(tmp_path, step(1, **{"train_optim/loss": 0.5}), step(2), validation(2, 0.4))
+
+    history = History.read(tmp_path, of_steps=("lag/mean", "train_optim/loss"))
+
+    assert [record.values for record in history.steps.records] == [
+        {"lag/mean": 1.0, "train_optim/loss": 0.5},
+        {"lag/mean": 1.0},
+    ]
+    assert held_out_of(history) == {"exact": (0.4, 0.4)}
+
+
+def test_a_run_is_summed_up_and_compared_in_little_memory(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, "mine", "finished")
+    others = {f"train_rollouts/made_up/{number}": float(number) for number in range(200)}
+    write(folder, *(step(number, **others) for number in range(500)))
+
+    def peak_bytes(read: Callable[[], object]) -> int:
+        tracemalloc.start()
+        try:
+            read()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    whole = peak_bytes(lambda: History.read(folder))
+    assert peak_bytes(lambda: make_summary(folder)) < whole / 5
+    assert peak_bytes(lambda: compare([folder])) < whole / 2  # with all metrics of the end, which is one megabyte
 
 
 def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:

@@ -79,6 +79,75 @@ class TroubledFiles(MemoryFileSystem):
         return super().cat_file(path, start, end, **kwargs)
 
 
+class CountingFiles(MemoryFileSystem):
+    """Notes what is listed and deleted, and refuses some of it."""
+
+    cachable = False
+    deletes_in_bulk = True
+
+    def __init__(self):
+        super().__init__()
+        self.listed, self.deleted, self.deleted_in_bulk = [], [], []
+        self.refusal: Exception | None = None
+
+    def find(self, path, maxdepth=None, withdirs=False, detail=False, **kwargs):
+        self.listed.append(path)
+        return super().find(path, maxdepth, withdirs, detail, **kwargs)
+
+    def rm_file(self, path):
+        self.deleted.append(path)
+        if self.refusal is not None:
+            raise self.refusal
+        super().rm_file(path)
+
+    def rm(self, path, recursive=False, maxdepth=None):
+        self.deleted_in_bulk.append(path)
+        if not self.deletes_in_bulk:
+            raise OSError("NotImplemented: a header you provided implies functionality that is not implemented")
+        for each in path if self.refusal is None else ():  # like s3fs, which does not tell of a refusal
+            super().rm_file(each)
+
+
+NAMES = [f"u/000001/{n}-0-aa" for n in range(5)]
+
+
+@pytest.fixture
+def files() -> CountingFiles:
+    return CountingFiles()
+
+
+@pytest.fixture
+def counted(files: CountingFiles, tmp_path: Path) -> ObjectStore:
+    """A store with blobs of two runs."""
+    store = ObjectStore("s3://bucket", file_system=files, root=f"/{tmp_path.name}", pause_s=0.001)
+    for name in (*NAMES, "v/000001/0-0-aa"):
+        store.put(name, b"x")
+    return store
+
+
+def test_many_blobs_are_deleted_with_two_requests(counted: ObjectStore, files: CountingFiles):
+    counted.delete(*NAMES)
+    assert (len(files.deleted), len(files.deleted_in_bulk)) == (1, 1)
+    assert list(counted.list()) == ["v/000001/0-0-aa"]
+
+
+def test_a_refusal_to_delete_is_told_though_bulk_requests_hide_it(counted: ObjectStore, files: CountingFiles):
+    files.refusal = PermissionError("Access Denied")
+    with pytest.raises(TransportError, match=r"could not delete u/000001/0-0-aa: Access Denied"):
+        counted.delete(*NAMES)
+
+
+def test_a_store_without_bulk_requests_deletes_one_by_one(counted: ObjectStore, files: CountingFiles):
+    files.deletes_in_bulk = False
+    counted.delete(*NAMES)
+    assert list(counted.list()) == ["v/000001/0-0-aa"]
+
+
+def test_only_the_folder_of_what_is_asked_for_is_listed(counted: ObjectStore, files: CountingFiles, tmp_path: Path):
+    assert list(counted.list("u/")) == NAMES
+    assert files.listed == [f"/{tmp_path.name}/u"]
+
+
 def troubled(num_failures: int, error: Exception) -> ObjectStore:
     files = TroubledFiles()
     store = ObjectStore("s3://bucket", file_system=files, root="/troubled", pause_s=0.001)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PosixPath
+from typing import Any, ClassVar
 from unittest.mock import sentinel
 
 import pytest
@@ -38,6 +39,25 @@ def test_what_a_crash_left_half_written_is_never_given_out_but_listed_and_collec
     assert list(store.list()) == ["u/000001/0-0-aa", "u/000001/1-0-bb.part"]
     store.delete("u/000001/1-0-bb.part")
     assert list(store.list()) == ["u/000001/0-0-aa"]
+
+
+class Watched(PosixPath):
+    """Notes which folders are listed."""
+
+    listed: ClassVar[list[str]] = []
+
+    def rglob(self, pattern: str, **options: Any) -> Any:
+        self.listed.append(self.as_posix())
+        return super().rglob(pattern, **options)
+
+
+def test_only_the_folder_of_what_is_asked_for_is_listed(tmp_path: Path):
+    store = FileStore(Watched(tmp_path))
+    for name in ("u/000001/0-0-aa", "v/000001/0-0-bb"):
+        store.put(name, b"x")
+    assert list(store.list("u/")) == ["u/000001/0-0-aa"]
+    assert list(store.list("w/")) == []
+    assert Watched.listed == [f"{tmp_path}/u", f"{tmp_path}/w"]
 
 
 def test_a_blob_may_not_be_named_like_an_unfinished_one(tmp_path: Path):

@@ -30,9 +30,9 @@ class World:
     """A worker at work, whose parts say what a test tells them to."""
 
     def __init__(self, judge: Callable[[ScoreItem], float] = lambda item: 1.0, *, patience_s: float = 0.0) -> None:
-        self.now = 1000.0
-        self.progress = Progress(part="worker/0", role="worker", clock=lambda: self.now)
-        self.health = Health(self.progress, clock=lambda: self.now)
+        self.now, self.clock_is_off_by_s = 1000.0, 0.0
+        self.progress = Progress(part="worker/0", role="worker", clock=self.clock, timer=lambda: self.now)
+        self.health = Health(self.progress, timer=lambda: self.now)
         self.work, self.weights = WorkDouble(), WeightsDouble()
         self.work.engine_stats = stats()
         self.work.counts.groups_delivered = 7
@@ -40,6 +40,9 @@ class World:
         self.source = RewardDouble(judge)
         weighted = Weighted(reward=self.source, weight=1.0, patience_s=patience_s)
         self.rewards = Rewards({"made_up": weighted}, clock=lambda: self.now)
+
+    def clock(self) -> float:
+        return self.now + self.clock_is_off_by_s
 
     def found_its_run(self) -> None:
         self.health.parts = Parts(work=self.work, weights=self.weights, rewards=self.rewards, stall_s=120.0)
@@ -95,6 +98,15 @@ async def test_an_engine_that_makes_no_token_is_first_not_ready_and_then_not_ali
     world.work.engine_stats = stats(num_made=1)
     assert (await world.get("/livez")).status_code == 200
     assert (await world.get("/readyz")).status_code == 200
+
+
+async def test_a_clock_that_is_set_ends_no_worker(world: World) -> None:
+    world.now += 130.0
+    world.clock_is_off_by_s = 3600.0
+    assert (await world.get("/livez")).status_code == 200
+    world.now += 300.0
+    world.clock_is_off_by_s = -3600.0
+    assert "no progress for 430 s" in (await world.get("/livez")).json()["reasons"][0]
 
 
 async def test_an_engine_that_loads_or_returns_weights_is_alive_however_long_it_makes_no_token(world: World) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from streamrl.config import schema
+from streamrl.config.of_model import special_tokens
 from streamrl.errors import ConfigError, DataError, ResourceError
+from streamrl.learner.loading.tokenizer import read_tokenizer_info
 from streamrl.workers.engines.base import EngineSettings
 from streamrl.workers.engines.model import read_model
 from streamrl.workers.engines.vllm_start import check_installed, engine_args, refuse_unknown
+from streamrl.workers.reward_server.model import _load_tokenizer
+from tests.tiny_families import make_family
 from tests.tiny_models import make_model, make_tokenizer
 from tests.worker_world import worker_config
 
@@ -40,6 +47,55 @@ def test_end_tokens_of_the_generation_configuration_count_too(model: Path) -> No
     facts = read_model(str(model), trust_remote_code=False)
     assert facts.stop_ids == (1, 5)
     assert facts.fingerprint != plain.fingerprint
+
+
+@pytest.mark.parametrize("named", [{}, {"tokenizer_class": "PreTrainedTokenizerFast"}])
+def test_a_folder_with_a_tokenizer_of_mistral_s_too_is_read_as_in_a_learner_without_vllm(
+    tmp_path: Path, named: dict[str, str]
+) -> None:
+    """vLLM installs mistral-common, with which transformers would read tekken.json."""
+    folder = make_family(tmp_path / "model", "mistral")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("tokenizer_class", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | named))
+    plain = read_model(str(folder), trust_remote_code=False).fingerprint
+    (folder / "tekken.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+
+    facts = read_model(str(folder), trust_remote_code=False)
+    learner = read_tokenizer_info(str(folder))
+    scorer = _load_tokenizer(str(folder), {})
+
+    assert facts.fingerprint == learner.fingerprint == plain
+    for tokenizer in (facts.tokenizer, learner.tokenizer, scorer):
+        assert tokenizer.chat_template == "{{ messages[0].content }}"
+        assert special_tokens(tokenizer)
+
+
+def test_a_tokenizer_in_mistral_s_form_alone_is_refused_with_how_to_convert_it(tmp_path: Path) -> None:
+    """transformers would make one of it without beginning and end."""
+    folder = make_family(tmp_path / "model", "mistral")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    letters = [{"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode(), "token_str": None} for i in range(256)]
+    special = [{"rank": i, "token_str": token} for i, token in enumerate(["<unk>", "<s>", "</s>"])]
+    config = {"pattern": ".", "default_vocab_size": 259, "default_num_special_tokens": 3}
+    whole = {"config": config, "vocab": letters, "special_tokens": special}
+    (folder / "tekken.json").write_text(json.dumps(whole))
+    path = str(folder)
+    readers: list[Callable[[], object]] = [
+        partial(read_model, path, trust_remote_code=False),
+        partial(read_tokenizer_info, path),
+        partial(_load_tokenizer, path, {}),
+    ]
+    for read in readers:
+        with pytest.raises(DataError, match=r"only as tekken.json; .*read\('tekken.json'\)"):
+            read()
+
+
+def test_vllm_reads_the_files_that_the_learner_reads(model: Path) -> None:
+    arguments = engine_args(settings(model, worker_config()), on_cpu=True)
+    assert (arguments["config_format"], arguments["tokenizer_mode"]) == ("hf", "hf")
 
 
 def test_a_folder_without_a_model_is_the_users_mistake(tmp_path: Path) -> None:

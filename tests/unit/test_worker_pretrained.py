@@ -71,6 +71,7 @@ def test_a_model_that_transformers_converts_is_served_with_its_adapters(tmp_path
         announcer=stream,
         canary_ids=(3, 4),
         background=BackgroundThreadDouble(),
+        sweeping=BackgroundThreadDouble(),
     )
     publish(publisher, 0)
     mirror = Mirror(tmp_path / "mirror", pretrained=pretrained(folder))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from streamrl.config.of_model import special_tokens
+from streamrl.encoding import FROM_FILES, refuse_lone_tekken
 from streamrl.errors import DataError
 from streamrl.protocol.wire.fingerprint import fingerprint, stop_ids
 
@@ -48,9 +49,10 @@ def read_model(path: str, *, trust_remote_code: bool) -> ModelFacts:
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **FROM_FILES)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"model {path!r} cannot be used: {str(error).splitlines()[0]}") from error
+    refuse_lone_tekken(tokenizer, path)
     try:
         generation_eos = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:  # a generation config is optional

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers.initialization import no_init_weights
 
-from streamrl.errors import DataError, EngineError, ResourceError, SampleError
+from streamrl.errors import DataError, EngineError, SampleError
 from streamrl.tasks import cancel_all
 from streamrl.workers.engines.base import (
     Engine,
@@ -59,7 +59,7 @@ class TransformersEngine(Engine):
         try:
             self._decoder = await asyncio.wait_for(self._in_thread(partial(_build, self._settings)), timeout_s)
         except TimeoutError:
-            raise ResourceError(f"the model did not load within worker.start_timeout_s={timeout_s:g}") from None
+            raise EngineError(f"the model did not load within worker.start_timeout_s={timeout_s:g}; raise it") from None
         self._decoding = asyncio.create_task(self._decode(self._decoder), name="decode")
 
     async def load(self, load: Load) -> None:

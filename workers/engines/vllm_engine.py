@@ -38,7 +38,7 @@ import numpy.typing as npt
 
 from streamrl.config import schema
 from streamrl.config.routers import wants_routes
-from streamrl.errors import ConfigError, EngineError, ResourceError, SampleError
+from streamrl.errors import ConfigError, EngineError, SampleError
 from streamrl.held_folders import scratch_folder
 from streamrl.protocol.wire.routes import Routes
 from streamrl.tasks import cancel_all
@@ -118,8 +118,9 @@ class VllmEngine(Engine):
         try:
             await asyncio.wait_for(building, timeout_s)
         except TimeoutError:
-            raise ResourceError(
-                f"vLLM did not start within worker.start_timeout_s={timeout_s:g}; see vLLM's own log"
+            _kill_engine_core()  # or the next engine would start beside it; the thread that waits for it then gives up
+            raise EngineError(
+                f"vLLM did not start within worker.start_timeout_s={timeout_s:g}; raise it, or see vLLM's own log"
             ) from None
         except EngineError as error:
             raise self._with_cause(error) from error
@@ -137,9 +138,7 @@ class VllmEngine(Engine):
     async def _end_with_hosts(self, hosts: FurtherHosts) -> None:
         """Kill EngineCore once a host is lost, so that all calls fail; vLLM itself could wait for it forever."""
         self._lost = await hosts.lost()
-        for child in multiprocessing.active_children():
-            if child.name.startswith("EngineCore"):
-                child.kill()
+        _kill_engine_core()
 
     def _with_cause(self, error: EngineError) -> EngineError:
         return EngineError(self._lost) if self._lost else error
@@ -317,6 +316,8 @@ class VllmEngine(Engine):
             raise self._with_cause(EngineError(f"vLLM failed: {type(error).__name__}: {error}")) from error
         if not final or not final[-1].finished:
             raise EngineError("vLLM ended a request without its output")
+        if final[-1].outputs[0].finish_reason == "abort":  # we never abort one that we still wait for
+            raise EngineError("vLLM is ending, and has aborted its requests")
         return final[-1]
 
     def sampling_params(self, sampling: schema.Sampling) -> SamplingParams:
@@ -339,6 +340,12 @@ class VllmEngine(Engine):
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
+
+
+def _kill_engine_core() -> None:
+    for child in multiprocessing.active_children():
+        if child.name.startswith("EngineCore"):
+            child.kill()
 
 
 async def _stop_reading(llm: AsyncLLM) -> None:

@@ -250,6 +250,9 @@ def engine_args(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
         "max_model_len": max(settings.max_length, min(PROOF_LENGTH, settings.model.max_positions or PROOF_LENGTH)),
         "max_num_seqs": min(seats, _MAX_SEQUENCES),
         "enforce_eager": on_cpu,
+        # The files that the learner reads, where a folder of Mistral's also has those of another form.
+        "config_format": "hf",
+        "tokenizer_mode": "hf",
         "worker_extension_cls": WORKER_EXTENSION,  # a user's own class must derive from it, since proofs call it
     }
     route_args = vllm_args(config, on_cpu=on_cpu)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.config import schema
+from streamrl.data.messages import read_tools
 from streamrl.errors import SampleError
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.workers.engines.base import Engine, SampleRequest
@@ -51,6 +52,7 @@ class Player:
         trace, given = Trace(request.prompt_ids, num_samples=ticket.num_samples), episode.opening
         context_ids = _appended(request.prompt_ids, self._tail.of_text(given) if given else [])
         messages = list(ticket.fields["messages"]) if is_chat else []
+        tools = read_tools(ticket.fields.get("tools"))
         rewards: list[float] = []
         for turn in range(self._settings.max_turns):
             left = self._settings.max_tokens - trace.num_tokens - trace.num_given(context_ids)
@@ -71,7 +73,7 @@ class Player:
             given, so_far = answer.observation, _appended(context_ids, generated.token_ids)
             if is_chat:
                 messages += [{"role": "assistant", "content": generated.text}, {"role": "user", "content": given}]
-                context_ids = _appended(*self._tail.of_chat(messages, so_far))
+                context_ids = _appended(*self._tail.of_chat(messages, so_far, tools=tools))
                 continue
             check_given(given_ids := self._tail.of_text(given))
             context_ids = _appended(so_far, given_ids)

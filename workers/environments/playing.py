@@ -40,12 +40,13 @@ async def playing(
     if settings is None:
         yield None
         return
+    tail = Tail(model.tokenizer, date=config.data.date)
     if settings.target is None:
         from streamrl.workers.environments.remote import build_remote  # lazy: imports httpx
 
         remote = build_remote(settings, permissions)
         try:
-            yield Player(remote, tail=Tail(model.tokenizer), settings=settings)
+            yield Player(remote, tail=tail, settings=settings)
         finally:
             await remote.close()
         return
@@ -53,7 +54,7 @@ async def playing(
     try:
         await children.start()
         if not children.has_agent:
-            yield Player(OwnEnvironment(children), tail=Tail(model.tokenizer), settings=settings)
+            yield Player(OwnEnvironment(children), tail=tail, settings=settings)
             return
         if not settings.network and ":" in address[0] and address[0] != "::":
             raise ConfigError(
@@ -71,6 +72,7 @@ async def playing(
                     facts=model,
                     parse=make_parser(settings.tool_parser, model.tokenizer),
                     settings=settings,
+                    date=config.data.date,
                     max_length=min(config.data.max_prompt_tokens + settings.max_tokens, model.max_positions or 1 << 30),
                     thread=thread,
                 )

@@ -28,13 +28,14 @@ from starlette.routing import Route
 
 from streamrl.errors import SampleError
 from streamrl.web import KEEP_ALIVE_S, Server
+from streamrl.web_requests import check_caller, http_error, internal_error, read_body
 from streamrl.workers.environments.base import Answer, Environment, Episode
 from streamrl.workers.environments.own import Busy
-from streamrl.workers.reward_server.server import check_caller, http_error, internal_error, read_body
 
 MAX_ROLLOUTS = 4096
 IDLE_S = 3600.0
 _STOP_TIMEOUT_S = 10
+_PATHS = "there are POST /reset, /step and /close, and GET /health"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,7 +70,7 @@ class EnvironmentApp:
                 *(Route(f"/{name}", self._call(call), methods=["POST"]) for name, call in calls.items()),
                 Route("/health", self._health),
             ],
-            exception_handlers={HTTPException: http_error, Exception: internal_error},
+            exception_handlers={HTTPException: http_error(_PATHS), Exception: internal_error},
         )
 
     @contextlib.asynccontextmanager
@@ -87,7 +88,7 @@ class EnvironmentApp:
         async def answer(request: Request) -> Response:
             check_caller(request, self._token)
             try:
-                body = json.loads(await read_body(request))
+                body = json.loads(await read_body(request, remedy="a row or a completion cannot be that long"))
             except (ValueError, RecursionError):
                 raise HTTPException(422, "the body is not JSON") from None
             if not isinstance(body, dict):

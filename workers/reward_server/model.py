@@ -20,6 +20,7 @@ import transformers
 from safetensors import SafetensorError
 
 from streamrl.config import schema
+from streamrl.encoding import FROM_FILES, refuse_lone_tekken
 from streamrl.errors import DataError
 from streamrl.process import keep_freed_memory
 
@@ -138,12 +139,15 @@ def _load_tokenizer(path: str, common: dict[str, Any]) -> transformers.PreTraine
     if path.startswith(("/", ".", "~")) and not is_folder:  # no hub name starts like this
         raise DataError(f"no such model folder: {path!r}")
     try:
-        tokenizer: transformers.PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(path, **common)
+        tokenizer: transformers.PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
+            path, **common, **FROM_FILES
+        )
     except (OSError, ValueError) as error:
         problem = f"no tokenizer in the model {path!r}"
         if not is_folder:
             problem = f"{path!r} is not a folder, and the hub has no tokenizer for it"
         raise DataError(f"{problem}: {_first_line(error)}") from None
+    refuse_lone_tekken(tokenizer, path)
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         # For some model types, transformers builds this from a folder without a tokenizer.
         raise DataError(f"no tokenizer in the model {path!r}")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -25,23 +24,22 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from streamrl.config import schema
 from streamrl.tasks import run_beside
-from streamrl.web import KEEP_ALIVE_S, Server
+from streamrl.web import KEEP_ALIVE_S, AgingConnection, Server
+from streamrl.web_requests import check_caller, http_error, internal_error, read_body
 from streamrl.workers.reward_server.batcher import Batcher, ScoringFailed, ScoringModel
 from streamrl.workers.reward_server.openapi import ServiceMetrics, document
 
 if TYPE_CHECKING:
     from streamrl.workers.reward_server.model import Dtype
 
-MAX_BODY_BYTES = 8 << 20
 MAX_ROWS = 4096  # per request
 MAX_PENDING_ROWS = 16384  # over all requests read and not answered; above that the server answers 429
-BODY_TIMEOUT_S = 30.0
 HEALTH_TIMEOUT_S = 5.0  # a model without a score for this long must score a test row
 STOP_TIMEOUT_S = 10
 _LEAVE_TIMEOUT_S = 5  # for callers to read their answers
@@ -95,7 +93,7 @@ class RewardApp:
                 Route("/metrics", self.metrics),
                 Route("/openapi.json", self.openapi),
             ],
-            exception_handlers={HTTPException: http_error, Exception: internal_error},
+            exception_handlers={HTTPException: http_error("see /openapi.json"), Exception: internal_error},
             lifespan=self._lifespan,
         )
 
@@ -147,7 +145,7 @@ class RewardApp:
             try:
                 check_caller(request, self._token)
                 self._check_room(1)  # before reading a body that would not be scored
-                body = _parse(await read_body(request), form)
+                body = _parse(await read_body(request, remedy="send fewer rows at once"), form)
                 rewards = await self._rewards(request, body)
                 status = 200
             except HTTPException as error:
@@ -204,34 +202,9 @@ class RewardApp:
                 raise HTTPException(422, f"row {index} has a token outside of [0, {self._model.vocab_size})")
 
 
-def check_caller(request: Request, token: str | None) -> None:
-    if "origin" in request.headers:  # added by browsers, for whichever page is open on this machine
-        raise HTTPException(403, "requests from browser pages are refused")
-    if token is None:
-        return
-    authorization = request.headers.get("authorization", "").encode()
-    if not hmac.compare_digest(authorization, f"Bearer {token}".encode()):
-        raise HTTPException(401, "missing or wrong bearer token", {"www-authenticate": "Bearer"})
-
-
 async def _wait_for_hang_up(request: Request) -> None:
     await request.receive()  # the body has been read, so only a disconnect can follow
     raise HTTPException(499, "the caller hung up")
-
-
-async def read_body(request: Request) -> bytes:
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for part in request.stream():
-                body += part
-                if len(body) > MAX_BODY_BYTES:
-                    raise HTTPException(413, f"the body exceeds {MAX_BODY_BYTES} bytes: send fewer rows at once")
-    except TimeoutError:
-        raise HTTPException(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
-    except ClientDisconnect:
-        raise HTTPException(400, "the body ended early") from None
-    return bytes(body)
 
 
 def _parse(body: bytes, form: type[ScoreRequest | OpenRlhfRequest]) -> ScoreRequest | OpenRlhfRequest:
@@ -244,16 +217,6 @@ def _parse(body: bytes, form: type[ScoreRequest | OpenRlhfRequest]) -> ScoreRequ
         if first["type"] == "extra_forbidden":
             reason = f"no such key; a request takes {' or '.join(form.model_fields)}"
         raise HTTPException(422, f"{place}: {reason}" if place else reason) from None
-
-
-async def http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    reason = f"no such path: {request.scope['path']}; see /openapi.json" if error.status_code == 404 else error.detail
-    return JSONResponse({"error": reason}, error.status_code, error.headers)
-
-
-async def internal_error(request: Request, error: Exception) -> Response:
-    return JSONResponse({"error": "internal error; see the server's log"}, 500)
 
 
 def build_app(
@@ -275,6 +238,7 @@ class _Server(Server):
         super().__init__(
             app.asgi(),
             on_ready=on_ready,
+            connection=AgingConnection,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=STOP_TIMEOUT_S + _LEAVE_TIMEOUT_S,
         )

@@ -13,7 +13,6 @@ everything is rendered and tokenized again.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.data.messages import parsed
+from streamrl.encoding import Continuations, encode
 from streamrl.errors import SampleError
 from streamrl.workers.sessions.tool_calls import Reply, Tools
 
@@ -51,14 +52,18 @@ class _Turn:
 
 
 class Conversation:
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], *, date: str) -> None:
         self._tokenizer: Any = tokenizer
+        self._date = date
+        self._behind = Continuations(tokenizer)
         self._ends = [str(tokenizer.decode([stop_id])) for stop_id in stop_ids]
         self._turns: list[_Turn] = []
 
     @property
     def knows_tools(self) -> bool:
-        return "tools" in str(self._tokenizer.chat_template)
+        from streamrl.chat_templates import renders_tools  # needs transformers, checked for at start
+
+        return renders_tools(self._tokenizer)
 
     def context(self, messages: Sequence[Message], tools: Tools) -> Context:
         """Build the prompt. SampleError if the template refuses the messages."""
@@ -69,14 +74,15 @@ class Conversation:
                 continue
             tail = self._tail(messages, num_messages, tools, after_prompt=full_text[len(turn.prompt_text) :])
             if tail is not None:
-                ids = _without_end(self._tokens_of(tail), turn.token_ids)
+                [tail_ids] = self._behind.encode([tail])
+                ids = _without_end(tail_ids, turn.token_ids)
                 return Context(
                     token_ids=np.concatenate([turn.token_ids, np.asarray(ids, dtype=np.int32)]),
                     given=_contents(messages[num_messages:]),
                     rendered=full_text,
                 )
-        token_ids = np.asarray(self._tokens_of(full_text), dtype=np.int32)
-        return Context(token_ids=token_ids, given=_contents(messages), rendered=full_text)
+        [ids] = encode(self._tokenizer, [full_text])  # the template added the special tokens
+        return Context(token_ids=np.asarray(ids, dtype=np.int32), given=_contents(messages), rendered=full_text)
 
     def record_turn(
         self,
@@ -116,20 +122,12 @@ class Conversation:
         return None if answer.get("tool_calls") else rest
 
     def _render(self, messages: Sequence[Message], tools: Tools, *, generation_prompt: bool) -> str:
-        from streamrl.chat_templates import TEMPLATE_ERRORS  # needs transformers, checked for at start
+        from streamrl.chat_templates import TEMPLATE_ERRORS, render  # needs transformers, checked for at start
 
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generation_prompt
-                )
-            )
+            return render(self._tokenizer, messages, date=self._date, tools=tools, generation_prompt=generation_prompt)
         except TEMPLATE_ERRORS as error:
             raise SampleError(f"the model's chat template rejects the messages: {error}") from None
-
-    def _tokens_of(self, text: str) -> list[int]:
-        token_ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template added them
-        return token_ids
 
 
 def answer_of(reply: Reply) -> Message:
@@ -166,11 +164,8 @@ def _normalised(index: int, message: Any) -> Message:
 def _call(name: str, arguments: Any, call_id: Any) -> dict[str, Any]:
     """Parse the arguments: templates want a map, APIs send JSON in a string. Some templates find a tool's name by its
     call's id, or write the id."""
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # not JSON: leave it to the template as it is
-            arguments = json.loads(arguments)
     named = {"id": call_id} if isinstance(call_id, str) and call_id else {}
-    return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {**named, "type": "function", "function": {"name": name, "arguments": parsed(arguments)}}
 
 
 def _text(content: Any, index: int) -> str:

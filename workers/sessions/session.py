@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from streamrl.config import schema
 from streamrl.config.of_model import NAME_AN_END, unseen_in
+from streamrl.encoding import encode, encode_prompts
 from streamrl.errors import EngineError, SampleError, StreamrlError
 from streamrl.tasks import cancel_all
 from streamrl.workers.engines.base import Engine, Generated, SampleRequest
@@ -54,6 +55,7 @@ class Model:
     facts: ModelFacts
     parse: Parse  # for tool calls
     settings: schema.Environment
+    date: str  # what its chat template takes for today
     max_length: int  # tokens of a prompt and its answer
     thread: Executor  # tokenizes conversations, which takes time for long ones
 
@@ -73,7 +75,7 @@ class Session:
         self.num_tool_calls = 0
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # an error ends the rollout
         self._engine, self._request = engine, request
-        self._conversation = Conversation(model.facts.tokenizer, model.facts.stop_ids)
+        self._conversation = Conversation(model.facts.tokenizer, model.facts.stop_ids, date=model.date)
         self._generating: set[asyncio.Task[Generated]] = set()
         self._reserved = 0  # tokens that the requests in flight may add
         self._turn_done = asyncio.Event()  # replaced each time
@@ -147,8 +149,7 @@ class Session:
     async def complete(self, request: CompletionRequest) -> Turn:
         given, ids = ("", request.prompt) if isinstance(request.prompt, list) else (request.prompt, [])
         if given:
-            add = request.add_special_tokens
-            ids = await self._in_thread(lambda: self.model.facts.tokenizer(given, add_special_tokens=add)["input_ids"])
+            ids = await self._in_thread(partial(self._encode, given, request.add_special_tokens))
         context = Context(token_ids=self._checked_prompt(ids), given=given)
         generated = await self._sample(context, request, token_limit=request.token_limit)
         reply = Reply(content=generated.text)
@@ -159,6 +160,11 @@ class Session:
         params = request.sampling_params
         generated = await self._sample(context, params, token_limit=params.token_limit)
         return self._turn(context, generated, Reply(content=generated.text), wants_pieces=False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        tokenizer = self.model.facts.tokenizer
+        [ids] = encode_prompts(tokenizer, [text]) if add_special_tokens else encode(tokenizer, [text])
+        return ids
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.model.thread, work)

@@ -2,7 +2,8 @@
 
 One request at a time goes to each peer. A peer that is slow, gone or full rests, longer each time. A peer whose bytes
 do not match the manifest has lied, and this process never asks it again. An answer is read up to its expected length
-and no further, within `PIECE_S`. Blocks for as long.
+and no further, within `PIECE_S`. Blocks for as long. Of the idle connections only those used last are kept: a peer that
+has left is never asked again, and its connection would stay for ever.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ PIECE_S = 10.0
 _FIRST_REST_S, _LONGEST_REST_S, _FULL_REST_S = 0.5, 60.0, 0.1
 _MAX_CHOSEN_FROM = 16
 _MAX_KNOWN = 1024  # peers remembered
+MAX_IDLE = 32  # connections
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +54,7 @@ class Neighbours:
     def __init__(self, *, run_uid: str, own: str, on_lie: Callable[[str], None] = lambda address: None) -> None:
         self.secret = b""
         self._run_uid, self._own, self._on_lie = run_uid, own, on_lie
-        self._known: dict[str, Neighbour] = {}
+        self._known: dict[str, Neighbour] = {}  # met or asked longest ago first
         self._lock = threading.Lock()
 
     def update(self, record: ShardRecord, bitmaps: Mapping[str, bytes]) -> None:
@@ -89,6 +91,8 @@ class Neighbours:
             piece = random.choice(rarest)
             chosen = random.choice(holders[piece])
             chosen.is_asked = True
+            self._known[chosen.address] = self._known.pop(chosen.address)
+            self._close_idle()
         return piece, chosen
 
     def ask(self, neighbour: Neighbour, record: ShardRecord, number: int) -> bytearray | None:
@@ -117,6 +121,11 @@ class Neighbours:
         with self._lock:
             for neighbour in self._known.values():
                 _disconnect(neighbour)
+
+    def _close_idle(self) -> None:
+        idle = [one for one in self._known.values() if one.connection is not None and not one.is_asked]
+        for neighbour in idle[: max(0, len(idle) - MAX_IDLE)]:
+            _disconnect(neighbour)
 
     def _meet(self, address: str) -> Neighbour | None:
         place = address_of_peer(address, own=self._own)

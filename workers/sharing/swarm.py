@@ -5,8 +5,8 @@
              └── repeated, less often the more hosts there are
 
 Each piece leaves the store about once: one host is assigned to fetch it, and the others get it from there. Peers are
-best effort. If none has provided anything for `alone_after_s`, pieces that nobody is fetching come from the store;
-after `desperate_after_s` any piece does, in random order, so that hosts in the same situation fetch different ones.
+best effort. If none has provided anything for `_ALONE_AFTER_S`, pieces that nobody is fetching come from the store;
+after `_DESPERATE_AFTER_S` any piece does, in random order, so that hosts in the same situation fetch different ones.
 Every piece is checked against the manifest before it is put. Blocks on the store and on peers, each within its own
 bounds; errors of the store propagate.
 """
@@ -42,23 +42,16 @@ _NUM_ASSIGNED = 4  # pieces that we accept at a time
 _MIN_REPORT_S = 0.05
 _REPORT_S_PER_PEER = 0.001  # limits Redis to a thousand reports a second, however many hosts there are
 _TICK_S = 0.01
+_ALONE_AFTER_S = 1.0
+_DESPERATE_AFTER_S = 2 * CLAIM_S
 _NUM_TRIES = 2  # per piece from the store: a bit flip in transit does not repeat
 
 
 class Swarm:
     """One per worker."""
 
-    def __init__(
-        self,
-        peers: Peers,
-        door: Door,
-        neighbours: Neighbours,
-        *,
-        alone_after_s: float = 1.0,
-        desperate_after_s: float = 2 * CLAIM_S,
-    ) -> None:
+    def __init__(self, peers: Peers, door: Door, neighbours: Neighbours) -> None:
         self.peers, self.door, self.neighbours = peers, door, neighbours
-        self.alone_after_s, self.desperate_after_s = alone_after_s, desperate_after_s
 
     def fill(self, shared: SharedBlob, store: BlobStore, counts: Counts) -> None:
         """Put every missing piece."""
@@ -129,7 +122,7 @@ class _Filling:
         except TransportError:
             if not self._in_flight:  # no peer can help either
                 raise
-            self._store_rests_until = time.monotonic() + self._swarm.alone_after_s
+            self._store_rests_until = time.monotonic() + _ALONE_AFTER_S
             return
         if data is None:
             return
@@ -164,9 +157,9 @@ class _Filling:
 
     def _overdue(self) -> frozenset[int]:
         alone_s = time.monotonic() - self._helped_at
-        if alone_s > self._swarm.desperate_after_s:
+        if alone_s > _DESPERATE_AFTER_S:
             return frozenset(self._missing)
-        return frozenset(self._missing.difference(self._busy) if alone_s > self._swarm.alone_after_s else ())
+        return frozenset(self._missing.difference(self._busy) if alone_s > _ALONE_AFTER_S else ())
 
     def _from_the_store(self, piece: int) -> Piece:
         record = self._record
@@ -191,7 +184,7 @@ class _Filling:
     def _report(self, *, most: int | None = None) -> None:
         reply = self._exchange(_NUM_ASSIGNED - len(self._assigned) if most is None else most)
         if reply is None:
-            self._report_at = time.monotonic() + self._swarm.alone_after_s
+            self._report_at = time.monotonic() + _ALONE_AFTER_S
             return
         pause_s = max(_MIN_REPORT_S, _REPORT_S_PER_PEER * reply.num_peers)
         self._report_at = time.monotonic() + pause_s * random.uniform(0.75, 1.25)

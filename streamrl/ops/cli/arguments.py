@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.snapshot import snapshot
 from streamrl.protocol.transport.types import RunInfo
 from streamrl.telemetry.progress import Report
-from streamrl.terminal import printable
+from streamrl.terminal import can_redraw, printable
 
 if TYPE_CHECKING:
     from streamrl.config.load import Loaded
@@ -71,15 +70,22 @@ def refuse(*names: str, because: str) -> None:
 
 
 class MovingLine:
-    """A line on stderr that is overwritten repeatedly; prints nothing if stderr is not a terminal."""
+    """A line on stderr that is overwritten repeatedly; prints nothing if stderr is not a terminal that can do so."""
 
     def __init__(self) -> None:
+        from rich.console import Console
+
+        self._console = Console(stderr=True)
         self._is_shown = False
 
     def show(self, text: str) -> None:
-        if sys.stderr.isatty():
+        from rich.text import Text
+
+        if can_redraw(self._console):
             self._is_shown = True
-            click.echo(f"\r\x1b[K{printable(text)}", nl=False, err=True)
+            line = Text(printable(text))
+            line.truncate(self._console.width - 1, overflow="ellipsis")  # a wrapped line cannot be overwritten
+            click.echo(f"\r\x1b[K{line}", nl=False, err=True)
 
     def end(self) -> None:
         if self._is_shown:
@@ -87,8 +93,9 @@ class MovingLine:
             self._is_shown = False
 
 
-def run_trials(loaded: Loaded, *, workers_are_here: bool = True) -> None:
-    """Run the trials: UserError for anything that would fail in the run; doubts are printed to stderr."""
+def run_trials(loaded: Loaded, *, workers_are_here: bool = True, hosts: range | None = None) -> None:
+    """Run the trials: UserError for anything that would fail in the run; doubts are printed to stderr. `hosts`: numbers
+    of hosts that the learner may have; None: not known."""
     from streamrl.ops.monitor.doctor import trials
 
     line = MovingLine()
@@ -98,6 +105,7 @@ def run_trials(loaded: Loaded, *, workers_are_here: bool = True) -> None:
             report=line.show,
             warn=lambda text: click.echo(f"warning: {printable(text)}", err=True),
             workers_are_here=workers_are_here,
+            hosts=hosts,
         )
     finally:
         line.end()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from streamrl.config.schema import Sampling
+from streamrl.data.lines import why_not_text
 from streamrl.errors import ConfigError, DataError
 from streamrl.extras import need
 from streamrl.held_folders import scratch_folder
@@ -55,7 +56,7 @@ def chat(
         streamrl chat runs/mine@120      runs/mine@best  another checkpoint
         streamrl chat ./sft                              any model folder or hub name
         streamrl chat runs/mine --prompt 'What is 2 + 3?' --temperature 0
-        streamrl chat runs/mine --json < questions.txt   one prompt per line, each by itself
+        streamrl chat runs/mine --json < questions.txt   one prompt per line, UTF-8
 
     With a chat template your input is a message in a conversation; /new starts a new one. Without a template, or with
     --plain, the model continues each line by itself. Ctrl-C stops an answer and, between answers, ends the chat, as
@@ -154,7 +155,10 @@ def _answer_once(conversation: Conversation, text: str, *, name: str, as_json: b
         "num_tokens": len(answer.token_ids),
         "finish_reason": answer.finish_reason,
     }
-    _write(json.dumps(result, ensure_ascii=False) + "\n" if as_json else "\n")
+    if as_json:
+        click.echo(json.dumps(result))  # in ASCII: it holds no control characters, and any locale can write it
+    else:
+        _write("\n")
 
 
 def _load(subject: Subject, seed: int) -> Speaker:
@@ -183,7 +187,14 @@ def _help_line(conversation: Conversation) -> str:
 
 
 def _lines() -> Iterator[str]:
-    yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
+    """Yield the prompts on stdin, which is UTF-8 as all files are, whatever the locale."""
+    for number, data in enumerate(sys.stdin.buffer, start=1):
+        try:
+            text = data.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError:
+            raise DataError(f"stdin: line {number} is {why_not_text(data)}") from None
+        if text.strip():
+            yield text.rstrip("\r\n")
 
 
 def _read_input() -> str:

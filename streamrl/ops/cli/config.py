@@ -39,14 +39,28 @@ def config() -> None:
 _ANSWERS = ("exact_match", "numeric_match", "math_equal")  # rewards that compare with the field `answer`
 
 
+# Checked before any question is asked; a wrong answer is asked for again.
+def _new_file(context: click.Context, parameter: click.Parameter, file: Path) -> Path:
+    if file.exists():
+        raise ConfigError(f"{file} already exists: name another file, or remove it")
+    return file
+
+
+def _reward(context: click.Context, parameter: click.Parameter, reward: str) -> str:
+    if ":" not in reward and reward not in _ANSWERS:
+        raise click.BadParameter(f"{reward}: write FILE.py:FUNCTION, or one of {', '.join(_ANSWERS)}")
+    return reward
+
+
 @config.command()
-@click.argument("file", type=OutputFile(suffix=".yaml"), default="run.yaml")
+@click.argument("file", type=OutputFile(suffix=".yaml"), default="run.yaml", callback=_new_file)
 @click.option("--model", prompt="Model: a folder, or OWNER/NAME on a hub", help="A folder, or OWNER/NAME on a hub.")
 @click.option("--data", prompt="Prompts: a file of JSON Lines", help="Prompts to train on, as JSON Lines.")
 @click.option("--validation", metavar="FILE", help="Held-out prompts for validation.")
 @click.option(
     "--reward",
     metavar="FILE:FUNCTION|NAME",
+    callback=_reward,
     prompt=f"Reward: FILE.py:FUNCTION, or {', '.join(_ANSWERS)}",
     help=f"A function of yours, or one of {', '.join(_ANSWERS)}.",
 )
@@ -63,10 +77,6 @@ def init(file: Path, model: str, data: str, validation: str | None, reward: str,
         streamrl config init big.yaml --model Qwen/Qwen2.5-1.5B-Instruct --data train.jsonl \\
             --validation test.jsonl --reward rewards.py:score --gpus 4
     """
-    if file.exists():
-        raise ConfigError(f"{file} already exists: name another file, or remove it")
-    if ":" not in reward and reward not in _ANSWERS:
-        raise ConfigError(f"--reward {reward}: write FILE.py:FUNCTION, or one of {', '.join(_ANSWERS)}")
     chat = is_chat_model(model) if chat is None else chat
     case = Case(
         file=file,

@@ -18,7 +18,7 @@ from streamrl.process import address_of, bind
 from streamrl.recipe import tasksets
 
 _DEFAULTS = schema.Environment.model_fields
-_WAIT = 1 / 8  # of the time for an answer: for a free thread, before callers are told to come again
+_WAIT = 1 / 8  # share of the time limit that a call waits for a free thread before it gets a 429
 
 
 @click.group()

@@ -175,7 +175,7 @@ def _evaluate(
         build = partial(build_rewards, config.rewards, granted(config), url)
         _try_rewards(config, build(), patience_s, line)
         line.show("load the model")
-        model, prompts, weights = _load(subject, config, stack.enter_context(scratch_folder()))
+        model, prompts, weights = _load(subject, config, stack.enter_context(scratch_folder()), line.notice)
         rewards = build()
         line.show("start the engine")
         work = run_evaluation(
@@ -249,21 +249,22 @@ async def _supervise(server: RewardPart) -> None:
         await asyncio.sleep(_LOOK_EVERY_S)
 
 
-def _load(subject: EvalSubject, config: schema.Config, folder: Path) -> tuple[ModelFacts, list[EvalPrompt], Path]:
+def _load(
+    subject: EvalSubject, config: schema.Config, folder: Path, notice: Callable[[str], None]
+) -> tuple[ModelFacts, list[EvalPrompt], Path]:
     from streamrl.learner.checkpoints.export import write_weights
     from streamrl.workers.engines.model import read_model
 
     model = read_model(config.model.path, trust_remote_code=False)
-    prompts = _read_prompts(config, model.tokenizer)
+    prompts = _read_prompts(config, model.tokenizer, notice)
     weights = folder / "weights.safetensors"
     write_weights(config, weights, checkpoint=subject.checkpoint)
     return model, prompts, weights
 
 
-def _read_prompts(config: schema.Config, tokenizer: Any) -> list[EvalPrompt]:
-    from streamrl.learner.groups.prompts import tokenise
+def _read_prompts(config: schema.Config, tokenizer: Any, notice: Callable[[str], None]) -> list[EvalPrompt]:
+    from streamrl.learner.groups.prompts import read_held_out
     from streamrl.workers.evaluate import EvalPrompt
 
-    limit = config.validation.max_prompts
-    rows = [row for named in config.data.validation_sets() for row in tokenise(named, tokenizer, config.data)[:limit]]
+    rows = read_held_out(config, tokenizer, notice=notice)
     return [EvalPrompt(text=row.text, token_ids=row.token_ids, fields=row.fields, dataset=row.dataset) for row in rows]

@@ -26,7 +26,7 @@ from streamrl.ops.monitor.doctor.requirements import check_packages
 if TYPE_CHECKING:
     from streamrl.learner.checkpoints.checkpoint import Checkpoint
 
-_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
+_OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=")
 # What each result depends on besides the weights; of the second, what a resume refuses to change, unlike addresses.
 _SCORED_BY: tuple[str, ...] = ("data.validation", "data.max_prompt_tokens", "data.overlong", "data.malformed")
 _SCORED_BY += ("validation.sampling", "validation.max_prompts", "validation.pass_by", "validation.pass_score")

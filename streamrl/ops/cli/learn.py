@@ -89,6 +89,7 @@ def learn(
 
     With --nodes MIN:MAX machines may leave and join; each time the ranks restart from the newest checkpoint. On SIGTERM
     a machine leaves cleanly, after a checkpoint; `streamrl stop` ends the run. The machine of --rendezvous must stay.
+    The model must have room on the GPUs of MIN machines, with which a learner may begin or be left.
 
     A run has one learner. A second one waits for two lease times and exits if the first still holds the run; with
     --standby it keeps waiting and takes over when the first is gone. `streamrl stop` ends both. A learner that was
@@ -104,8 +105,9 @@ def learn(
     # A second learner on this machine must wait or be refused; machines of one cluster are one learner.
     holder = cluster_holder(config, cluster) if cluster else f"learn-{uuid.uuid4().hex[:16]}"
     check_config(config, loaded.origin)
-    for machines in cluster.sizes if cluster else (1,):
-        refuse_layout(config.learner.layout, machines * config.learner.processes)
+    hosts = cluster.sizes if cluster else range(1, 2)
+    for num_hosts in hosts:
+        refuse_layout(config.learner.layout, num_hosts * config.learner.processes)
     url = None if replay is not None else redis_url or config.redis.url
     server = None if url is None else _reach(url, config, dry_run=dry_run)
     placement = Placement(shares={}) if dry_run else place(config, gpus_here(), "learner")
@@ -117,8 +119,9 @@ def learn(
         _show_changes(config)
     if dry_run:
         click.echo(_shown(command))
+        click.echo("not to be run as it is: `streamrl learn` first writes the file that its --config names", err=True)
     else:
-        _exec(loaded, holder, command)
+        _exec(loaded, holder, command, hosts=hosts)
 
 
 def _load(file: str, overrides: Sequence[str], nproc_per_node: int | None, redis_url: str | None) -> Loaded:
@@ -129,9 +132,9 @@ def _load(file: str, overrides: Sequence[str], nproc_per_node: int | None, redis
     return load_config(file, [*overrides, *as_overrides(given)])
 
 
-def _exec(loaded: Loaded, holder: str, command: Command) -> NoReturn:
+def _exec(loaded: Loaded, holder: str, command: Command, *, hosts: range) -> NoReturn:
     """Replace this process by torchrun's agent."""
-    run_trials(loaded, workers_are_here=False)
+    run_trials(loaded, workers_are_here=False, hosts=hosts)
     _prepare(loaded.config, holder)
     click.echo(_shown(command))
     sys.stdout.flush()
@@ -169,7 +172,10 @@ def _reach(url: str, config: Config, *, dry_run: bool) -> str | None:
     """Return the URL of the run's Redis, after checking it; None if a dry run cannot reach it."""
     try:
         server = _serving(config) if url == EMBEDDED_REDIS else url
-        connect(server, config.redis).close()
+        if dry_run:
+            connect(server, config.redis).close()
+        else:
+            _await_server(server, config)
     except ResourceError as error:
         if not dry_run:
             raise
@@ -177,6 +183,20 @@ def _reach(url: str, config: Config, *, dry_run: bool) -> str | None:
         return None
     check_redis(server, config)
     return server
+
+
+def _await_server(server: str, config: Config) -> None:
+    """Wait for Redis, which may be down or start after its learner. Exiting with code 2, after which nobody restarts a
+    learner, would be wrong."""
+    num_failures = 0
+
+    def note(why: str) -> None:
+        nonlocal num_failures
+        if num_failures == 0:
+            click.echo(printable(f"waiting for Redis: {why}"), err=True)
+        num_failures += 1
+
+    connect(server, config.redis, patience_s=config.redis.give_up_after_s, on_trouble=note).close()
 
 
 def _build(

@@ -60,7 +60,8 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in self._entries and not args[0].startswith("-"):
+        is_named = args[0] in self._entries or args[0].startswith("-")
+        if not is_named and not ctx.resilient_parsing:  # else a shell completes a line, and nobody reads the error
             nearest = get_close_matches(args[0], self._entries, n=1, cutoff=0.6)
             ctx.fail(f"no command {args[0]!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else ""))
         return super().resolve_command(ctx, args)

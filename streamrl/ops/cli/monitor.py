@@ -274,7 +274,7 @@ def prometheus(target: Target, host: str, port: int) -> None:
     """Serve GET /metrics of one run, until Ctrl-C.
 
     It serves numbers and names of parts only, no text of rollouts, and listens on loopback unless you set --host. While
-    Redis is down, streamrl_up is 0 and there are no other metrics.
+    Redis is down, streamrl_up is 0, and the other metrics are from the last time that it answered.
     `streamrl dashboard` serves the same at its own /metrics.
     """
     need("the exporter", "prometheus_client", extra="monitor")

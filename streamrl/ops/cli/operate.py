@@ -4,7 +4,6 @@ purge` for tickets that failed too often.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -158,7 +157,7 @@ def show(target: Target, number: int) -> None:
     """Print everything known about one dead ticket, as JSON."""
     with open_run(target, remedy=_RESTORE_LETTERS) as opened:
         [letter] = _select(_letters(opened), [number])
-    click.echo(json.dumps(_to_json(letter), indent=2, ensure_ascii=False))
+    print_result(_to_json(letter), (), as_json=True)
 
 
 def _takes_tickets(command: Callable[..., Any]) -> Callable[..., Any]:

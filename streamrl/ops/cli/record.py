@@ -23,8 +23,8 @@ from streamrl.ops.record.write import RecordingWriter, Written
 from streamrl.protocol.recording import Origin, Recording, is_intact
 from streamrl.terminal import printable, size
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)i?B?", re.IGNORECASE)
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kMGT])(i?))?B?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _REMEDY = "there is nothing to record; `streamrl groups tail {folder}` shows the groups that its folder keeps"
 _LIVE = "live"  # the hidden command behind `streamrl record RUN_FOLDER`
 
@@ -32,8 +32,9 @@ _LIVE = "live"  # the hidden command behind `streamrl record RUN_FOLDER`
 def _num_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise click.BadParameter(f"{text!r} is not a size; write a number of bytes, or for example 500MB or 2GB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+        raise click.BadParameter(f"{text!r} is not a size; write a number of bytes, or for example 500MB or 2GiB")
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** _POWERS[(match[2] or "").lower()])
 
 
 class _Record(click.Group):

@@ -20,6 +20,7 @@ from streamrl.config.load import load_config
 from streamrl.config.places import SANDBOX, granted
 from streamrl.config.source import parse_argument
 from streamrl.data.prompts import PromptRow, read_prompts
+from streamrl.data.settings import DATE
 from streamrl.errors import ConfigError, DataError, RewardError
 from streamrl.extras import need
 from streamrl.ops.cli.arguments import MovingLine, print_result, refuse, takes_json
@@ -110,20 +111,23 @@ def try_reward(
     Exits with 1 when a row has an error in place of a score.
     """
     settings = {name: chosen.pop(name) for name in ("per_token", "timeout_s", "memory_mb", "network", "environment")}
-    rows = read_prompts(_dataset(data), malformed="error", key="--data").rows[:num_rows]
+    dataset, date = _dataset(data)
+    rows = read_prompts(dataset, malformed="error", key="--data").rows[:num_rows]
     pairs = list(zip(rows, completions_of(rows, data, **chosen), strict=False))
-    tried = asyncio.run(_try(_reward(target, data, options, settings), pairs, _encoder(model) if model else _as_text))
+    encode = _encoder(model, date) if model else _as_text
+    tried = asyncio.run(_try(_reward(target, data, options, settings), pairs, encode))
     num_failed = sum(one.error is not None for one in tried)
     result = {"target": target, "num_failed": num_failed, "rows": list(map(_to_json, tried))}
     print_result(result, _lines(tried), as_json=as_json)
     return 1 if num_failed else 0
 
 
-def _dataset(data: Path) -> schema.Dataset:
-    """Return the dataset; for a configuration, the first that it trains on."""
+def _dataset(data: Path) -> tuple[schema.Dataset, str]:
+    """Return the dataset, of a configuration the first that it trains on, and what chat templates take for today."""
     if data.suffix not in _CONFIGURATIONS:
-        return schema.Dataset(path=str(data))
-    return load_config(data).config.data.train_sets()[0].dataset
+        return schema.Dataset(path=str(data)), DATE
+    settings = load_config(data).config.data
+    return settings.train_sets()[0].dataset, settings.date
 
 
 def _reward(target: str, data: Path, options: Sequence[str], settings: Mapping[str, Any]) -> Reward | GroupReward:
@@ -183,9 +187,10 @@ def _as_text(row: PromptRow, completion: str) -> tuple[str, list[int], str]:
     return row.plain, list(completion.encode()), ""
 
 
-def _encoder(model: str) -> _Encode:
+def _encoder(model: str, date: str) -> _Encode:
     need("--model", "transformers", extra="learner")
-    from streamrl.chat_templates import TEMPLATE_ERRORS
+    from streamrl.chat_templates import TEMPLATE_ERRORS, render
+    from streamrl.data.messages import read_tools
     from streamrl.learner.groups.prompts import Tokenizer
     from streamrl.workers.engines.model import read_model
     from streamrl.workers.rewards.chats import after_an_answer
@@ -200,10 +205,10 @@ def _encoder(model: str) -> _Encode:
         prompt = row.plain
         if row.messages is not None:
             try:
-                prompt = tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True)
+                prompt = render(tokenizer, row.messages, date=date, tools=read_tools(row.fields.get("tools")))
             except TEMPLATE_ERRORS as error:
                 raise DataError(f"--model {model}: the chat template rejects line {row.line}: {error}") from None
-        return str(prompt), tokenizer([completion], add_special_tokens=False)["input_ids"][0], end
+        return prompt, tokenizer([completion], add_special_tokens=False)["input_ids"][0], end
 
     return encode
 

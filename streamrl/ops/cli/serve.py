@@ -29,11 +29,12 @@ def serve(
     \b
         streamrl serve runs/mine                           its export or, before it has finished, its newest checkpoint
         streamrl serve runs/mine@120      runs/mine@best   another checkpoint
-        streamrl serve ./sft --port 8001 --max-model-len 4096 --api-key secret
+        streamrl serve ./sft --port 8001 --max-model-len 4096
 
     Other options are passed on to vLLM. Unlike `vllm serve` it starts with any build of vLLM, ignores packages built
     for another torch, ignores the sampling defaults of the model's generation_config.json, and uses 1 GiB for the KV
-    cache on a CPU. It listens on this machine only, and requires no key unless you set --api-key.
+    cache on a CPU. It listens on this machine only, and requires no key unless the variable VLLM_API_KEY holds one;
+    everybody who may list processes sees what --api-key holds.
     """
     if subject.startswith("-"):  # click takes an option that it does not know as the first argument
         raise ConfigError(f"{subject}: an option of vLLM's comes after the model: streamrl serve MODEL {subject} ...")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from redis import Redis
 
 from streamrl.errors import ConfigError, ResourceError, StreamrlError, TransportError
 from streamrl.ops.cli.arguments import print_result, takes_json
-from streamrl.ops.monitor.runs import Listing, list_runs, open_server, with_folders
+from streamrl.ops.monitor.runs import Listing, list_runs, open_server, url_of_environment, with_folders
 from streamrl.protocol.transport.acl import ANY_RUN, ROLES, SERVERS, WEAKER_BEFORE_7, Role, rules
 from streamrl.protocol.transport.address import URL_VARIABLE
 from streamrl.protocol.transport.entries import to_run_info
@@ -47,17 +46,18 @@ def ls(url: str | None, folder: Path | None, as_json: bool) -> None:
         streamrl runs ls --dir /shared/runs --redis redis://host:6379
 
     It scans the keys of Redis for 10 seconds at most, and says so if that was not enough, or if the Redis of
-    STREAMRL_REDIS does not answer. A run that is in both is listed once, with its state in Redis. --json prints
-    {complete, runs [{name state is_live term step parts created_at ended_at folder uid}]}.
+    STREAMRL_REDIS does not answer. A run that is in both is listed once, with its state in Redis; folders that you may
+    not read are left out. --json prints {complete, runs [{name state is_live term step parts created_at ended_at folder
+    uid}]}.
     """
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--dir {folder}: no such folder")
     listing = Listing(runs=(), is_complete=True)
-    if (server := url or os.environ.get(URL_VARIABLE)) is not None:
+    if (server := url or url_of_environment()) is not None:
         try:
             with open_server(server) as client:
                 listing = list_runs(client)
-        except (ResourceError, TransportError) as error:
+        except (ConfigError, ResourceError, TransportError) as error:
             if url is not None:
                 raise
             click.echo(printable(f"warning: {URL_VARIABLE}: {error}; only runs with folders here are listed"), err=True)
@@ -157,7 +157,7 @@ def _lines(found: Listing) -> Iterator[str]:
 
 
 def _server(url: str | None) -> str:
-    url = url or os.environ.get(URL_VARIABLE)
+    url = url or url_of_environment()
     if url is None:
         raise ConfigError(f"give --redis URL, or set {URL_VARIABLE}")
     return url

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import click
 
+from streamrl.data.settings import DATE
 from streamrl.extras import check_learner
 from streamrl.ops.cli.arguments import takes_json
 
@@ -25,6 +27,12 @@ _POSITIVE, _ABOVE_0 = click.IntRange(min=1), click.FloatRange(min=0, min_open=Tr
 )
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Folder for the trained model.")
 @click.option("--chat", is_flag=True, help="Render prompt and completion with the chat template.")
+@click.option(
+    "--date",
+    type=click.DateTime(["%Y-%m-%d"]),
+    default=DATE,
+    help="What a chat template that writes today's date takes for today, as `data.date` of a run.",
+)
 @click.option("--epochs", type=_POSITIVE, default=1, help="Epochs.")
 @click.option("--batch-size", type=_POSITIVE, default=32, help="Rows per step.")
 @click.option("--lr", type=_ABOVE_0, default=1e-5, help="Peak learning rate of AdamW.")
@@ -59,7 +67,7 @@ _POSITIVE, _ABOVE_0 = click.IntRange(min=1), click.FloatRange(min=0, min_open=Tr
 )
 @click.option("--threads", type=_POSITIVE, help="CPU threads; default: torch's choice.")
 @takes_json
-def sft(threads: int | None, as_json: bool, **options: Any) -> None:
+def sft(threads: int | None, as_json: bool, date: datetime, **options: Any) -> None:
     """Fine-tune a model on prompts with answers, as the starting point of a run.
 
     \b
@@ -74,7 +82,8 @@ def sft(threads: int | None, as_json: bool, **options: Any) -> None:
     from streamrl.learner.sft.training import Settings, prepare_process, train
 
     prepare_process(threads)
-    outcome = train(Settings(**options), lambda line: click.echo(line, err=as_json))
+    settings = Settings(**options, date=date.date().isoformat())
+    outcome = train(settings, lambda line: click.echo(line, err=as_json))
     if as_json:
         click.echo(json.dumps({"output": str(options["output"]), **asdict(outcome)}))
         return

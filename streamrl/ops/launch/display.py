@@ -1,4 +1,5 @@
-"""Displays a run to the user who started it: one live panel on a terminal, otherwise a line now and then.
+"""Displays a run to the user who started it: one live panel on a terminal that can redraw it, otherwise a line now and
+then.
 
 It shows the monitor's `View`; the launcher's own messages (what it waits for while Redis is empty) are passed in.
 Drawing happens in the thread that calls `show`, and writes only to the terminal; if that is closed, nothing ends.
@@ -25,7 +26,7 @@ from rich.text import Text
 from streamrl.ops.monitor import text as view_text
 from streamrl.ops.monitor.top.draw import draw_rows, draw_workers
 from streamrl.ops.monitor.view import View
-from streamrl.terminal import age, number, printable
+from streamrl.terminal import age, can_redraw, number, printable
 
 _MAX_WIDTH, _MAX_HEIGHT = 100, 24
 _BORDER = 4  # columns and lines: border and blank on either side, and lines for the phase and for hidden workers
@@ -103,7 +104,7 @@ class Display:
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         console.file = cast("IO[str]", _LastingFile(console.file))
         self._console, self._clock = console, clock
-        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._live = Live(console=console, auto_refresh=False, transient=True) if can_redraw(console) else None
         self._last_phase = ""
         self._last_line, self._last_trouble = clock(), ""
 
@@ -141,8 +142,9 @@ class Display:
 
 @contextmanager
 def spinner(console: Console, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows the latest text; without a terminal, prints a line now and then, repeats rarely."""
-    if console.is_terminal:
+    """Yield a function that shows the latest text; where nothing can be redrawn it prints a line now and then, and
+    repeats rarely."""
+    if can_redraw(console):
         with console.status("") as status:
             yield lambda text: status.update(Text(printable(text)))
         return

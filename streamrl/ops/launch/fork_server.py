@@ -41,7 +41,7 @@ def _import(modules: Sequence[str]) -> None:
     for module in modules:
         try:
             import_module(module)
-        except Exception:  # noqa: BLE001 - others may be running: the program that needs it says so
+        except Exception:  # noqa: BLE001 - the program that imports it will report it, and others need none of it
             traceback.print_exc()
     gc.collect()
     gc.freeze()  # otherwise the first garbage collection in a program would copy every shared page

@@ -25,6 +25,7 @@ from streamrl.config.places import granted
 from streamrl.errors import PartError
 from streamrl.files import write_durably
 from streamrl.held_folders import scratch_folder
+from streamrl.host import usable_cores
 from streamrl.interface import gloo_towards
 from streamrl.ops.launch.processes import Command, Process, SupervisedProcess, end_all, part_error
 from streamrl.process import LOOPBACK
@@ -32,6 +33,7 @@ from streamrl.protocol.transport.connection import check_server, connect
 from streamrl.protocol.weights.stores import budget_in_redis
 from streamrl.telemetry.progress import Progress
 
+_THREADS = "OMP_NUM_THREADS"
 _HOSTS_PORT = 9600  # of the first worker; that of each further one is one more
 _LOOK_EVERY_S = 0.2
 _END_S = 10.0
@@ -184,14 +186,27 @@ def learner_command(
     # A store shared between rounds makes ranks read addresses of dead peers, and wait for them for ever.
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **placement.environment(LEARNER)}
     environment |= gloo_towards(cluster.endpoint) if cluster else {}
-    if learner.threads:
-        environment["OMP_NUM_THREADS"] = str(learner.threads)
+    if threads := learner.threads or _threads(learner, placement):
+        environment[_THREADS] = str(threads)
     return Command(
         name=LEARNER,
         arguments=(sys.executable, "-m", "streamrl.learner.process.agent", *agent, "--", *program),
         log=folder.logs / "learner.out",
         environment=environment,
     )
+
+
+def _threads(learner: schema.Learner, placement: Placement) -> int:
+    """Return the CPU threads of each of several ranks that have GPUs; 0: torchrun's choice.
+
+    That is one for each of several ranks. Without GPUs their passes and the workers share the cores; with GPUs a step's
+    work on the host would have one core a rank: AdamW and sums of gradients with `model.masters: cpu`, and what is cast
+    in order to be published. No GPU has run this.
+    """
+    share = placement.shares.get(LEARNER)
+    if learner.processes == 1 or share is None or not share.gpus or _THREADS in os.environ:
+        return 0
+    return max(1, usable_cores() // learner.processes)
 
 
 def cluster_holder(config: schema.Config, cluster: Cluster) -> str:

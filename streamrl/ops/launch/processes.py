@@ -216,7 +216,7 @@ def part_error(process: Process) -> UserError | PartError:
 
 
 class Interrupts:
-    """Inside the context Ctrl-C and similar signals raise nothing; `count` is how many have come."""
+    """Inside the context Ctrl-C and similar signals raise nothing; `count` is how often an end was requested."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -233,6 +233,8 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and self.count:
+            return  # of one closed terminal both the shell and the kernel tell: that is no second request
         self.count += 1
         self._first = self._first or number
 

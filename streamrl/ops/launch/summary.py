@@ -17,6 +17,8 @@ from streamrl.protocol.transport.types import Record
 from streamrl.versions import number_of, parse, term_of
 
 _AUDIT_KEYS = ("issued", "trained", "dropped", "dead", "outstanding", "lost", "twice", "clean")
+_LENGTHS, _SIZE = "train_rollouts/response_lengths", "train_rollouts/rollout_size"
+_OF_STEPS = ("lag/mean", "lag/max", _LENGTHS, _SIZE, "weights/version")  # all that a summary needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,7 @@ class Summary:
 
 def lag_of(steps: list[Record]) -> Lag | None:
     measured = [record.values for record in steps if "lag/mean" in record.values]
-    tokens = [values["train_rollouts/response_lengths"] * values["train_rollouts/rollout_size"] for values in measured]
+    tokens = [values[_LENGTHS] * values[_SIZE] for values in measured]
     if not sum(tokens):
         return None
     total = sum(values["lag/mean"] * weight for values, weight in zip(measured, tokens, strict=True))
@@ -95,7 +97,7 @@ def summarise(
     loads: Loads,
     restarts: Mapping[str, int],
 ) -> Summary:
-    history = History.read(folder)
+    history = History.read(folder, of_steps=_OF_STEPS)
     export = folder / "export"
     return Summary(
         name=audit.run,

@@ -20,7 +20,6 @@ from streamrl.versions import show
 
 _RECENT = 400  # steps that count as recent
 _FRESH_STEPS = 20  # window for comparing engine and learner
-_STARTS = ("load the tokenizer", "start the engine")  # a worker's activities before it can work
 WELL = "well"  # the state that workers report for a healthy reward source
 
 
@@ -164,7 +163,7 @@ def _part(report: Report, *, age_s: float, silent_s: float) -> view.Part:
         role=report.role,
         host=report.host,
         pid=report.pid,
-        state="silent" if age_s > silent_s else "starting" if report.doing in _STARTS else report.state,
+        state="silent" if age_s > silent_s else report.state,
         doing=report.doing,
         doing_s=doing_s,
         progress_s=progress_s,

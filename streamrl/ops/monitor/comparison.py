@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _WIDTH, _SHAPE = 10.4, 0.52  # total width in inches; height of a chart relative to its width
 _LINES = ("-", "--", ":", "-.")  # one per series of a chart; colours distinguish runs
+_REWARD, _LAG, _TIME = "train_rollouts/rewards", "lag/mean", "timers/step"
+_LENGTHS, _SIZE = "train_rollouts/response_lengths", "train_rollouts/rollout_size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +46,11 @@ def compare(folders: Sequence[Path]) -> list[Row]:
 
 def _row(folder: Path) -> Row:
     remains = read_remains(folder)
-    steps, history = remains.history.steps.records, remains.history
+    history = History.read(folder, of_steps=(_REWARD, _LAG, _TIME, _LENGTHS, _SIZE))
+    steps = history.steps.records
     tokens = [_tokens(record) for record in steps]
-    lags = [record.values.get("lag/mean", 0.0) * count for record, count in zip(steps, tokens, strict=True)]
-    rewards = history.curve("train_rollouts/rewards")[1]
+    lags = [record.values.get(_LAG, 0.0) * count for record, count in zip(steps, tokens, strict=True)]
+    rewards = history.curve(_REWARD)[1]
     return Row(
         name=remains.name,
         folder=str(folder),
@@ -56,14 +59,13 @@ def _row(folder: Path) -> Row:
         best_held_out=max(history.ranked(HELD_OUT), default=None),
         steps=remains.step,
         tokens=sum(tokens),
-        seconds=sum(record.values.get("timers/step", 0.0) for record in steps),
+        seconds=sum(record.values.get(_TIME, 0.0) for record in steps),
         lag=sum(lags) / sum(tokens) if sum(tokens) else None,
     )
 
 
 def _tokens(record: Record) -> float:
-    values = record.values
-    return values.get("train_rollouts/response_lengths", 0.0) * values.get("train_rollouts/rollout_size", 0.0)
+    return record.values.get(_LENGTHS, 0.0) * record.values.get(_SIZE, 0.0)
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:

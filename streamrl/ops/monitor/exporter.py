@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry, MetricsHandler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from streamrl.ops.monitor.evidence import alive
 from streamrl.ops.monitor.poller import ConnectingWatcher, Poller, Seen
 from streamrl.ops.monitor.runs import Target
 from streamrl.ops.monitor.view import EXIT_CODES, View
@@ -50,7 +51,7 @@ class _RunFigures(Collector):
             yield from self._flow(seen.view)
 
     def _parts(self, view: View) -> Iterator[Metric]:
-        run, lead, workers = view.run, view.learner.lead, view.workers
+        run, lead, workers = view.run, view.learner.lead, alive(view)
         health = EXIT_CODES[view.verdict]
         yield self._one("streamrl_health", "0 healthy, 3 degraded, 4 stalled, 5 ended: the exit code of status", health)
         causes: dict[tuple[str, ...], float] = {(cause.name, cause.level): 1.0 for cause in view.causes}
@@ -65,11 +66,11 @@ class _RunFigures(Collector):
         yield self._one(
             "streamrl_learner_progress_age_seconds", "seconds since the learner last made progress", progress_s
         )
-        doing = Counter(worker.part.state for worker in workers)
+        doing = Counter(worker.part.state for worker in view.workers)
         yield self._by("streamrl_workers", "workers by state", "state", doing)
         speeds = {worker.part.name: worker.tokens_per_s or 0.0 for worker in workers}
         yield self._by("streamrl_worker_tokens_per_second", "tokens generated per second", "worker", speeds)
-        lags = {worker.part.name: worker.lag or 0 for worker in workers}
+        lags = {worker.part.name: worker.lag for worker in workers}
         yield self._by("streamrl_worker_lag_steps", "how many steps its weights are behind the newest", "worker", lags)
         yield self._one("streamrl_workers_behind", "workers that serve old weights", view.weights.behind)
         errors: dict[tuple[str, ...], float] = {

@@ -3,13 +3,17 @@ folder.
 
 Steps repeated after a crash count as the later term made them; what the earlier term made beyond is dropped. Blocks on
 the caller's Redis client.
+
+A month of training leaves hundreds of megabytes in the folder, and takes gigabytes as records: whoever needs a few
+metrics, or only the end, reads no more.
 """
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +34,7 @@ _RANKS = "val_rollouts/ranks"
 _MAX_NEW_RECORDS = 500
 _POINTS = 400  # more than a phone or a terminal has columns
 _EVERY_RECORD = 1_000_000  # a folder's records are all kept
+_END_BYTES = 1_000_000  # over a hundred lines
 
 
 class Curve:
@@ -68,9 +73,15 @@ class History:
         return history
 
     @classmethod
-    def read(cls, folder: Path) -> History:
-        """Read the metrics.jsonl of a run's folder."""
-        return cls.of(map(to_record, read_lines(folder / METRICS)))
+    def read(cls, folder: Path, *, of_steps: Collection[str] | None = None) -> History:
+        """Read the metrics.jsonl of a run's folder; of its steps only these metrics."""
+        records = map(to_record, read_lines(folder / METRICS))
+        return cls.of(records if of_steps is None else (_only(record, of_steps) for record in records))
+
+    @classmethod
+    def read_end(cls, folder: Path) -> History:
+        """Read only the last records of the file, which is quick however long the run was."""
+        return cls.of(map(to_record, read_lines(folder / METRICS, last_bytes=_END_BYTES)))
 
     def curve(self, metric: str) -> tuple[list[int], list[float]]:
         """Return (steps, values) of the records with this metric, from training or validation."""
@@ -139,11 +150,22 @@ def to_record(line: dict[str, Any]) -> Record:
     return Record(id=START, step=line.pop("step"), term=line.pop("term"), at=line.pop("at"), values=line)
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Read JSON lines; a crash may have truncated some, even inside a character."""
+def _only(record: Record, of_steps: Collection[str]) -> Record:
+    if is_validation(record.values):
+        return record
+    return replace(record, values={name: record.values[name] for name in of_steps if name in record.values})
+
+
+def read_lines(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """Read JSON lines, of the whole file or in its last bytes; a crash may have truncated some, even inside a
+    character."""
     if not path.exists():
         return
-    yield from parse_lines(path.read_text(encoding="utf-8", errors="replace").split("\n"))
+    with path.open("rb") as file:
+        if last_bytes is not None and (skipped := path.stat().st_size - last_bytes) > 0:
+            file.seek(skipped)
+            file.readline()  # the rest of a line
+        yield from parse_lines(file)
 
 
 def parse_lines(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:

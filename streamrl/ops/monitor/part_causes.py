@@ -23,6 +23,9 @@ _STUCK_S = 120.0  # in one activity without progress
 _STORING_S = 30.0  # storing a version; some seconds are normal, above all for the first
 _MAX_NAMED = 3
 _STUCK_STEPS = 10.0  # or for so many usual steps, where those take long
+# A death degrades the run for so long: who looks every few minutes sees it, and a replacement can load its model. After
+# that it is only mentioned, as long as its report is kept: one that was replaced must not hide what is wrong now.
+_NEWS_S = 900.0
 _WHILE_IT_LOADS = "wait while it loads the model and checkpoint; if this takes long, look at the end of its log"
 _JOIN = "start one, on any machine: streamrl worker --redis URL --run NAME"
 
@@ -262,10 +265,11 @@ def weights_behind(view: View) -> Iterator[Cause]:
 
 
 def workers_silent(view: View) -> Iterator[Cause]:
-    silent = [worker.part for worker in view.workers if not worker.part.alive]
+    silent = sorted((worker.part for worker in view.workers if not worker.part.alive), key=lambda part: part.report_s)
     if silent and alive(view) and is_running(view):
-        names = ", ".join(f"{part.name} ({age(part.report_s)})" for part in silent[:3])
-        yield attention(
+        names = ", ".join(f"{part.name} ({age(part.report_s)})" for part in silent[:_MAX_NAMED])
+        yield Cause(
+            level="attention" if silent[0].report_s < _NEWS_S else "info",
             title="some workers have died or cannot reach Redis",
             evidence=f"{len(silent)} of {len(view.workers)} no longer report: {names}",
             remedy="start replacements if the others are too slow; tickets of the lost ones go to others when their "

@@ -29,7 +29,7 @@ from streamrl.ops.monitor.history import History
 from streamrl.ops.monitor.view import View
 from streamrl.process import started_at
 from streamrl.protocol.transport.snapshot import Snapshot, StreamCounts
-from streamrl.protocol.transport.types import RUN_STATES, RunInfo
+from streamrl.protocol.transport.types import RUN_STATES, Record, RunInfo
 from streamrl.protocol.wire.ticket import PURPOSES
 
 State = Literal["absent", "running", "finished", "stopped", "failed", "crashed"]  # absent: no learner has taken the run
@@ -51,8 +51,14 @@ class Remains:
         return History.read(self.folder)
 
     @cached_property
+    def _last(self) -> tuple[Record, ...]:
+        """Of steps and of validations, the last record, if there is one; read without the rest of the curves."""
+        end = History.read_end(self.folder)
+        return tuple(curve.records[-1] for curve in (end.steps, end.validations) if curve.records)
+
+    @property
     def step(self) -> int:
-        return max((curve.records[-1].step for curve in self._curves if curve.records), default=0)
+        return max((record.step for record in self._last), default=0)
 
     @property
     def uid(self) -> str | None:
@@ -62,10 +68,10 @@ class Remains:
     def term(self) -> int:
         return int(self.recorded.get("term", 0))
 
-    @cached_property
+    @property
     def at(self) -> float:
         """When it ended; for a crash, the last sign of life."""
-        last_metric_at = max((curve.records[-1].at for curve in self._curves if curve.records), default=0.0)
+        last_metric_at = max((record.at for record in self._last), default=0.0)
         recorded_at: float = self.recorded.get("at", 0.0)
         if self.state in ("crashed", "running"):
             return max(last_metric_at, recorded_at)
@@ -110,10 +116,6 @@ class Remains:
     def where(self) -> str:
         return str(self.folder)
 
-    @property
-    def _curves(self) -> tuple[Any, Any]:
-        return self.history.steps, self.history.validations
-
 
 def read_remains(folder: Path) -> Remains:
     """Read a run's folder. ConfigError if it is none."""
@@ -131,9 +133,9 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     import yaml
 
     path = folder / "config.yaml"
-    if not path.is_file():
-        raise no_run(folder)
     try:
+        if not path.is_file():
+            raise no_run(folder)
         config: Any = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         str(config["name"]), str(config["redis"]["url"])
     except OSError as error:

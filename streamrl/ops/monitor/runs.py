@@ -78,7 +78,7 @@ class Opened:
 def find_target(folder: Path | None, url: str | None, run: str | None) -> Target:
     """Find the run named on a command line: by its folder, or by server and name."""
     if folder is None:
-        url = url or os.environ.get(URL_VARIABLE)
+        url = url or url_of_environment()
         if url is not None and run is None:
             raise ConfigError("name the run in that Redis with --run NAME; `streamrl runs ls --redis URL` lists them")
         if url is None or run is None:
@@ -87,6 +87,11 @@ def find_target(folder: Path | None, url: str | None, run: str | None) -> Target
     config = read_config(folder)
     url = url or _serving(folder, str(config["redis"]["url"]))
     return Target(url=url, run=run or str(config["name"]), folder=folder)
+
+
+def url_of_environment() -> str | None:
+    """Return what stands in for --redis. An empty variable is none, as compose files set it."""
+    return os.environ.get(URL_VARIABLE) or None
 
 
 @contextmanager
@@ -217,13 +222,14 @@ def _joined(live: ListedRun, recorded: ListedRun) -> ListedRun:
 
 
 def _read_folder(folder: Path) -> ListedRun | None:
-    """Read a run's folder; None if it is none. A run whose embedded Redis is running is asked there."""
+    """Read a run's folder; None if it is none, or somebody else's that may not be read. A run whose embedded Redis is
+    running is asked there."""
     try:
         target = find_target(folder, None, None)
         remains = read_remains(folder)
-    except ConfigError:
+        recorded = _listed(remains)
+    except (ConfigError, OSError):
         return None
-    recorded = _listed(remains)
     if remains.url == _EMBEDDED and target.url is not None:
         with suppress(ResourceError, TransportError), open_server(target.url) as client:
             return _joined(_read(client, target.run), recorded)

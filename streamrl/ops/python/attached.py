@@ -13,7 +13,7 @@ from streamrl.errors import ResourceError, TransportError
 from streamrl.ops.monitor.poller import look_once
 from streamrl.ops.monitor.remains import Remains
 from streamrl.ops.monitor.runs import find_target, opened
-from streamrl.ops.monitor.view import View
+from streamrl.ops.monitor.view import Run, View
 from streamrl.ops.python.launcher import Ended
 from streamrl.protocol.transport import operator as orders
 
@@ -27,25 +27,31 @@ def look_at(folder: Path) -> View:
         return look_once(opened_run)
 
 
+def _find(folder: Path) -> Run | Remains:
+    """Return the run as its Redis shows it, or what its folder records: without a view, which takes all its curves."""
+    with opened(find_target(folder, None, None)) as source:
+        return source if isinstance(source, Remains) else look_once(source).run
+
+
 class Attached:
     phase = ""
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = folder, clock
         self._away_since: float | None = None  # over all waits, since short ones may follow each other
-        run = look_at(folder).run
+        run = _find(folder)
         if run.state == "absent":
             raise ResourceError(f"the run in {folder} has not started; streamrl.start starts it")
         self.name = run.name
 
     @property
     def ended(self) -> Ended | None:
-        view = look_at(self._folder)
-        run = view.run
+        run = _find(self._folder)
         match run.state:
             case "finished" | "stopped" | "failed":
                 error = run.error or f"run {run.name!r} failed at step {run.step}"
-                return Ended(state=run.state, steps=run.step, summary=view.summary, error=error)
+                summary = run.summary if isinstance(run, Remains) else None
+                return Ended(state=run.state, steps=run.step, summary=summary, error=error)
             case "crashed":
                 error = f"run {run.name!r} crashed at step {run.step}; streamrl.start resumes it"
                 return Ended(state="failed", error=error)

@@ -182,7 +182,7 @@ class Run:
     def _result(self, ended: Ended) -> Result:
         ended.check()
         assert ended.state != "failed"
-        steps = History.read(self.folder).steps.records
+        steps = History.read_end(self.folder).steps.records
         export = self.folder / "export"
         return Result(
             name=self.name,

@@ -38,7 +38,7 @@ class RecordedGroups:
         for place in places:
             try:
                 yield next(self._recording.entries([place]))
-            except DataError:  # damaged: an entry that is no group is told and passed over, and so is this one
+            except DataError:  # damaged: reported and skipped, like an entry that is not a group
                 yield Entry(id=place.entry_id, number=place.number, run_uid="", header=b"", body=b"")
 
     def find(self, wanted: str) -> Entry:

@@ -30,7 +30,6 @@ class Written:
     num_bytes: int = 0
     num_too_large: int = 0  # entries larger than any group may be
     num_dropped: int = 0  # groups deleted with old files
-    num_dropped_bytes: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,7 +130,6 @@ class RecordingWriter:
             oldest = self._files.pop(0)
             oldest.path.unlink(missing_ok=True)
             self.written.num_dropped += oldest.num_groups
-            self.written.num_dropped_bytes += oldest.num_bytes
 
     def _survey(self) -> list[_File]:
         """Index the existing files; sets `last_id`."""

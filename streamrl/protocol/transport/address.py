@@ -25,13 +25,19 @@ FORMS = (
     "with a user: redis://user@host:port"
 )
 
+HIDDEN = "***"  # shown in place of a secret
+
 _OF_URLS = re.compile(r"""(//[^/@:\s]*):[^\s'"]*@""")  # a password may contain any of / : @
 _OF_QUERIES = re.compile(r"""([?&](?:\w*(?:password|secret|token)\w*|sig|api_?key)=)[^&\s'"]*""", re.IGNORECASE)
+_OF_HUB = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
 
 
 def split_password(url: str) -> tuple[str, str | None]:
-    """Split a URL into the URL without its password, and the password."""
-    parts = urlsplit(url)
+    """Split a URL into the URL without its password, and the password; of what is no URL nothing is a password."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # an unclosed bracket
+        return url, None
     userinfo, _, place = parts.netloc.rpartition("@")
     user, colon, password = userinfo.partition(":")
     if not colon:
@@ -48,5 +54,6 @@ def has_secret(url: str) -> bool:
 
 
 def masked(text: str) -> str:
-    """Replace every password in URLs in the text with stars, in query strings too."""
-    return _OF_QUERIES.sub(r"\1***", _OF_URLS.sub(r"\1:***@", text))
+    """Replace every password in URLs in the text with stars, in query strings too, and every token of the hub."""
+    shown = _OF_QUERIES.sub(rf"\1{HIDDEN}", _OF_URLS.sub(rf"\1:{HIDDEN}@", text))
+    return _OF_HUB.sub(f"hf_{HIDDEN}", shown)

@@ -123,10 +123,14 @@ def _checked(url: str) -> str:
         if not url.startswith("unix:") and not _DATABASE.fullmatch(urlsplit(url).path):
             raise ValueError("its path is not a database number")
     except ValueError:
-        # Remove anything that may be a password, wherever the URL is wrong.
-        shown = re.sub("//.*@", "//", url.partition("?")[0])
-        raise ConfigError(f"{GIVEN_BY}: {shown!r} is not a server address; must be {FORMS}") from None
+        raise _not_an_address(url) from None
     return url
+
+
+def _not_an_address(url: str) -> ConfigError:
+    # Remove anything that may be a password, wherever the URL is wrong.
+    shown = re.sub("//.*@", "//", url.partition("?")[0])
+    return ConfigError(f"{GIVEN_BY}: {shown!r} is not a server address; must be {FORMS}")
 
 
 def _by_sentinel(url: str) -> bool:
@@ -139,10 +143,14 @@ def _with_tls(url: str) -> bool:
 
 def _secret(url: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """Return options for the password; none for a Unix socket without a user: the embedded server has no password."""
-    if (url.startswith("unix:") and "@" not in urlsplit(url).netloc) or split_password(url)[1] is not None:
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # an unclosed bracket
+        raise _not_an_address(url) from None
+    if (parts.scheme == "unix" and "@" not in parts.netloc) or split_password(url)[1] is not None:
         return {}
     if file := environment.get(f"{PASSWORD}_FILE"):
-        user = urlsplit(url).username
+        user = parts.username
         provider = PasswordFile(user and unquote(user), Path(file), key=f"{PASSWORD}_FILE = {file!r}")
         return {"credential_provider": provider}
     password = _from_environment(PASSWORD, environment)

@@ -105,23 +105,25 @@ return #removed
 )
 
 
-# Processes come and go under new names, and one that was killed remains visible. When there are many, a new one deletes
-# those that have long been silent, a batch at a time: Lua's stack is limited to some thousands of arguments. The report
-# is written first: Redis users may lack the permissions for the rest.
+# Processes come and go under new names. One that was killed remains visible for half a day, so that an operator sees in
+# the morning what died in the night; or for an hour if a new one has come since, which may replace it: machines that
+# are lost and replaced all day must not fill the lists. Reports are deleted a batch at a time, since Lua's stack is
+# limited to some thousands of arguments. The new one is written first: Redis users may lack permissions for the rest.
 _REPORT = Script("""
 local progress, reported = unpack(KEYS)
 local part, packed = unpack(ARGV)
-local many, silent_s, at_once = 1000, 3600, 1000
+local many, at_once = 1000, 1000
 local is_new = redis.pcall('HDEL', progress, part) == 0
 redis.call('HSET', progress, part, packed)
 local now = redis.call('TIME')[1]
 redis.call('ZADD', reported, now, part)
-if not is_new or redis.call('HLEN', progress) <= many then return end
+local silent_s = is_new and 3600 or 43200
 local silent = redis.call('ZRANGEBYSCORE', reported, '-inf', now - silent_s, 'LIMIT', 0, at_once)
 if #silent > 0 then
   redis.call('HDEL', progress, unpack(silent))
   redis.call('ZREM', reported, unpack(silent))
 end
+if not is_new or redis.call('HLEN', progress) <= many then return end
 if redis.call('HLEN', progress) > redis.call('ZCARD', reported) then
   redis.call('DEL', progress)  -- some are of no known time; the living write again within a second
   redis.call('HSET', progress, part, packed)

@@ -54,15 +54,17 @@ class FileStore:
             except FileNotFoundError:
                 raise WeightsError(f"blob {name} is not in {self._root}") from None
 
-    def delete(self, name: str) -> None:
-        path = self._path(name)
-        with self._bounded(f"delete {name}"):
-            path.unlink(missing_ok=True)
-        crashpoint("blob.deleted")
+    def delete(self, *names: str) -> None:
+        for name in names:
+            path = self._path(name)
+            with self._bounded(f"delete {name}"):
+                path.unlink(missing_ok=True)
+            crashpoint("blob.deleted")
 
     def list(self, prefix: str = "") -> dict[str, int]:
+        folder = self._root / prefix.rpartition("/")[0]  # other runs may have as many blobs
         with self._bounded("be listed"):
-            sizes = {path.relative_to(self._root).as_posix(): _size(path) for path in self._root.rglob("*")}
+            sizes = {path.relative_to(self._root).as_posix(): _size(path) for path in folder.rglob("*")}
         return {name: size for name, size in sorted(sizes.items()) if size is not None and name.startswith(prefix)}
 
     def _path(self, name: str) -> Path:

@@ -84,14 +84,27 @@ class ObjectStore:
             raise WeightsError(f"blob {name} is not in {self._url}") from None
         return data
 
-    def delete(self, name: str) -> None:
+    def delete(self, *names: str) -> None:
+        first, others = names[:1], names[1:]
+        for name in first:  # alone, since s3fs does not tell of what S3 refuses to delete in bulk
+            self._delete(name)
+        paths = [self._path(name) for name in others]
+        try:
+            if paths:
+                self._repeat("delete blobs", lambda: self._files.rm(paths))
+        except (FileNotFoundError, TransportError):  # one is missing, or the store does not delete in bulk
+            for name in others:
+                self._delete(name)
+
+    def _delete(self, name: str) -> None:
         path = self._path(name)
         with suppress(FileNotFoundError):
             self._repeat(f"delete {name}", lambda: self._files.rm_file(path))
 
     def list(self, prefix: str = "") -> dict[str, int]:
+        folder = f"{self._root}/{prefix.rpartition('/')[0]}".rstrip("/")  # other runs may have as many blobs
         try:
-            found = self._repeat("be listed", lambda: self._files.find(self._root, detail=True))
+            found = self._repeat("be listed", lambda: self._files.find(folder, detail=True))
         except FileNotFoundError:
             return {}
         sizes = {str(path)[len(self._root) :].lstrip("/"): int(info["size"] or 0) for path, info in found.items()}

@@ -96,7 +96,11 @@ class RedisStore:
             start += end - begin
         return b"".join(found)
 
-    def delete(self, name: str) -> None:
+    def delete(self, *names: str) -> None:
+        for name in names:
+            self._delete(name)
+
+    def _delete(self, name: str) -> None:
         check_blob_name(name)
         index = self._index(name)
         if index is None:

@@ -44,8 +44,8 @@ class BlobStore(Blobs, Protocol):
         """Return the bytes from `place.start` to `place.stop`, or fewer at the blob's end."""
         ...
 
-    def delete(self, name: str) -> None:
-        """Delete a blob; a missing one is no error."""
+    def delete(self, *names: str) -> None:
+        """Delete blobs, in bulk where the store can; a missing one is no error."""
 
     def list(self, prefix: str = "") -> dict[str, int]:
         """Return names with this prefix, sorted, with their sizes; includes unfinished writes."""
@@ -75,8 +75,7 @@ def delete_run(store: BlobStore, *, run_uid: str, term: int) -> int:
     """Delete the run's blobs, except those of newer terms: that learner is writing. Return the bytes freed."""
     sizes = store.list(prefix=f"{run_uid}/")
     found = collectable(sizes, keep=(), run_uid=run_uid, term=term)
-    for name in found:
-        store.delete(name)
+    store.delete(*found)
     return sum(sizes[name] for name in found)
 
 
@@ -125,9 +124,10 @@ class MemoryStore:
     def part(self, name: str, place: slice) -> bytes:
         return self.get(name)[place]
 
-    def delete(self, name: str) -> None:
-        check_blob_name(name)
-        self.blobs.pop(name, None)
+    def delete(self, *names: str) -> None:
+        for name in names:
+            check_blob_name(name)
+            self.blobs.pop(name, None)
 
     def list(self, prefix: str = "") -> dict[str, int]:
         return {name: len(data) for name, data in sorted(self.blobs.items()) if name.startswith(prefix)}

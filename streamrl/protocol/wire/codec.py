@@ -266,10 +266,10 @@ class Fields:
     def array(self, name: str, dtype: npt.DTypeLike, *, count: int) -> npt.NDArray[Any]:
         return to_array(name, self.blob(name), dtype, count=count)
 
-    def list(self, name: str, kind: type[T], *, max_items: int = _MAX_CONTAINER) -> list[T]:
+    def list(self, name: str, kind: type[T]) -> list[T]:
         value = self._take(name)
-        if not isinstance(value, list) or len(value) > max_items or any(type(item) is not kind for item in value):
-            raise WireError(f"field {name!r} must be a list of at most {max_items} items of type {kind.__name__}")
+        if not isinstance(value, list) or len(value) > _MAX_CONTAINER or any(type(item) is not kind for item in value):
+            raise WireError(f"field {name!r} must be a list of at most {_MAX_CONTAINER} items of type {kind.__name__}")
         return value
 
     def done(self) -> None:

@@ -21,7 +21,6 @@ from streamrl.protocol.wire.routes import Routes
 from streamrl.protocol.wire.teacher_logprobs import TeacherLogprobs
 
 FinishReason = Literal["stop", "length"]
-FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 
 
 class Span(NamedTuple):

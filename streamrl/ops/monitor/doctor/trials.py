@@ -53,8 +53,10 @@ def try_rewards(loaded: Loaded, *, ask_services: bool = False) -> Iterator[Findi
     return _run("rewards", "streamrl.workers.preflight", *options, loaded=loaded, limit_s=limit_s)
 
 
-def try_learner(loaded: Loaded, *, workers_are_here: bool = True) -> Iterator[Finding]:
+def try_learner(loaded: Loaded, *, workers_are_here: bool = True, hosts: range | None = None) -> Iterator[Finding]:
+    """Try model and prompts. `hosts`: numbers of hosts that the learner may have; None: not known."""
     options = [] if workers_are_here else ["--elsewhere"]
+    options += [] if hosts is None else ["--hosts", str(hosts[0]), str(hosts[-1])]
     return _ask_learner(*options, loaded=loaded, what="model and prompts were not tried")
 
 
@@ -79,7 +81,7 @@ def plan_layout(loaded: Loaded, planned: Planned) -> Iterator[Finding]:
 
 def _ask_learner(*words: str, loaded: Loaded, what: str) -> Iterator[Finding]:
     if not is_installed("torch", "transformers"):
-        remedy = "run this again where the learner runs, or `pip install 'streamrl[learner]'`"
+        remedy = f"run this again where the learner runs, or `{install('learner')}`"
         return iter([warning("learner", f"torch and transformers are not installed: {what}", remedy)])
     return _run("learner", "streamrl.learner.preflight", *words, loaded=loaded, limit_s=_LEARNER_S)
 
@@ -97,13 +99,14 @@ def run_trials(
     report: Callable[[str], None],
     warn: Callable[[str], None],
     workers_are_here: bool = True,
+    hosts: range | None = None,
     trials: Mapping[str, Trial] = TRIALS,
 ) -> None:
     """Run the trials; UserError with the findings of the first that fails. If workers are elsewhere, findings about
-    rewards here are only warnings."""
+    rewards here are only warnings. `hosts`: see `try_learner`."""
     for name, trial in trials.items():
         report(f"trying {name} ...")
-        bound = partial(trial, workers_are_here=workers_are_here) if trial is try_learner else trial
+        bound = partial(try_learner, workers_are_here=workers_are_here, hosts=hosts) if trial is try_learner else trial
         findings = list(bound(loaded))
         lines = [one_line(finding) for finding in findings if finding.level == "error"]
         if lines and (workers_are_here or trial is not try_rewards):

@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.text import Text
 
 from streamrl.errors import ConfigError
+from streamrl.terminal import can_redraw
 
 _MAX_READ_BYTES = 64  # read at once from a burst of keys
 _DEFAULT_SIZE = 80, 24  # if the terminal reports no size: a serial line, or a container's
@@ -44,6 +45,11 @@ class Terminal:
         if not (os.isatty(self._input) and self._output.isatty()):
             raise ConfigError("streamrl top needs a terminal; `streamrl status` prints one screen anywhere")
         self._console = Console(file=self._output, highlight=False)
+        if not can_redraw(self._console):
+            term = os.environ.get("TERM", "")
+            raise ConfigError(
+                f"streamrl top cannot draw on this terminal (TERM={term}); `streamrl status` prints one screen anywhere"
+            )
         self._live = Live(console=self._console, screen=True, auto_refresh=False)
         self._shown: tuple[tuple[int, int], list[Text]] | None = None
         self._pending = ""

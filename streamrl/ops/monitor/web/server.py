@@ -170,6 +170,7 @@ class Trace:
     def __init__(self) -> None:
         self._doing: list[tuple[float, Counter[str]]] = []
         self._versions: dict[str, list[tuple[float, str]]] = {}
+        self._living: set[str] = set()  # workers, at the last look
         self._every, self._skipped = 1, 0
         self._lock = threading.Lock()
 
@@ -182,23 +183,34 @@ class Trace:
                 if len(self._doing) > _MAX_SAMPLES:
                     del self._doing[::2]
                     self._every *= 2
+            self._living = {worker.part.name for worker in view.workers if worker.part.alive}
             for worker in view.workers:
-                has_room = worker.part.name in self._versions or len(self._versions) < _MAX_WORKERS
-                if worker.version is not None and has_room:
+                if worker.part.alive and worker.version is not None and self._make_room(worker.part.name):
                     changes = self._versions.setdefault(worker.part.name, [])
                     if not changes or changes[-1][1] != worker.version:
                         changes.append((view.at, worker.version))
                         del changes[:-_MAX_CHANGES]
 
+    def _make_room(self, worker: str) -> bool:
+        """Return whether its versions can be kept, if need be in place of those of a worker that is gone."""
+        if worker not in self._versions and len(self._versions) >= _MAX_WORKERS:
+            gone = next((name for name in self._versions if name not in self._living), None)
+            if gone is None:
+                return False
+            del self._versions[gone]
+        return True
+
     def to_json(self) -> dict[str, Any]:
+        """Return the versions of living workers first: the page draws only some."""
         with self._lock:
+            served = sorted(self._versions.items(), key=lambda item: (item[0] not in self._living, item[0]))
             causes = sorted({cause for _, counts in self._doing for cause in counts})
             return {
                 "idle": {
                     "at": [at for at, _ in self._doing],
                     "series": {cause: [counts[cause] for _, counts in self._doing] for cause in causes},
                 },
-                "versions": {name: list(changes) for name, changes in sorted(self._versions.items())},
+                "versions": {name: list(changes) for name, changes in served},
             }
 
 
