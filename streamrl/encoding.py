@@ -50,6 +50,8 @@ def encode_prompts(tokenizer: Encodes, texts: list[str]) -> list[list[int]]:
 def _num_behind(tokenizer: Encodes) -> int:
     """Return how many special tokens the tokenizer puts behind a text."""
     [bare], [whole] = encode(tokenizer, ["a"]), encode(tokenizer, ["a"], add_special_tokens=True)
+    if not bare:  # its vocabulary has no "a"
+        return 0
     ends = (at + len(bare) for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
     return len(whole) - next(ends, len(whole))
 

@@ -234,7 +234,8 @@ class _Reader:
             )
         tools = read_tools(row.fields.get("tools"))
         if tools and not renders_tools(self._tokenizer):
-            self._malformed(row, "the tokenizer's chat template does not render 'tools': describe them in a message")
+            remedy = "describe them in a message, or leave them out of the dataset's `fields`"
+            self._malformed(row, f"the tokenizer's chat template does not render 'tools': {remedy}")
             return None
         try:
             return render(self._tokenizer, row.messages, date=self._data.date, tools=tools)

@@ -108,7 +108,7 @@ def train(settings: Settings, report: Callable[[str], None]) -> Outcome:
         chat=settings.chat,
     )
     if rows.num_overlong:
-        report(f"{rows.num_overlong} rows are longer than {settings.max_tokens} tokens and are skipped")
+        report(f"{rows.num_overlong} rows or turns are longer than {settings.max_tokens} tokens and are skipped")
     learned, measured = _split(rows, settings)
     settings.partial.mkdir(parents=True, exist_ok=True)
     with locked(settings.partial, taken=f"another process is training into {settings.output}"):
@@ -241,8 +241,9 @@ class _Training:
         return step
 
     def _identity(self) -> dict[str, str]:
-        """What determines the weights."""
-        settings = {key: str(value) for key, value in asdict(self._settings).items() if key != "save_every"}
+        """What determines the weights. The date does so by the data alone."""
+        unfelt = ("save_every", "date")
+        settings = {key: str(value) for key, value in asdict(self._settings).items() if key not in unfelt}
         digest = xxhash.xxh3_64()
         for piece in self._pieces:
             digest.update(piece.prompt_ids.tobytes() + piece.token_ids.tobytes() + piece.mask.tobytes())

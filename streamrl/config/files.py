@@ -19,7 +19,7 @@ from streamrl.config.schema import (
     Reward,
     Teacher,
 )
-from streamrl.data.dataset import MADE, SOURCES
+from streamrl.data.dataset import MADE, SOURCES, has_odd_braces
 from streamrl.data.prompts import read_prompts
 from streamrl.errors import DataError
 from streamrl.recipe.own import FILES
@@ -53,10 +53,7 @@ def check_datasets(config: Config) -> Iterator[Problem]:
             if dataset.source not in sources and getattr(dataset, name) != Dataset().model_dump()[name]:
                 remedy = f"applies only to a dataset with {' or '.join(sources)}; this one has {dataset.source}"
                 yield Problem(key=f"{key}.{name}", remedy=remedy)
-        if found := _IN_LATEX.search(dataset.prompt or ""):
-            word, column = found[1], found[2]
-            remedy = f"`{found[0]}` may be meant either way: write {word}{{{{{column}}}}} for these very characters, "
-            remedy += f"{word}{{{{{{{column}}}}}}} for the column {column!r} in braces"
+        if dataset.prompt is not None and (remedy := _remedy_for(dataset.prompt)) is not None:
             yield Problem(key=f"{key}.prompt", remedy=remedy)
         column = (dataset.fields or {}).get("messages")
         if column not in (None, dataset.prompt or "messages"):
@@ -66,6 +63,19 @@ def check_datasets(config: Config) -> Iterator[Problem]:
         if held_out.dataset.weight != 1:
             key = "data.validation.weight" if not held_out.name else f"data.validation.{held_out.name}.weight"
             yield Problem(key=key, remedy="validation uses each prompt once, whatever its weight; remove it")
+
+
+def _remedy_for(template: str) -> str | None:
+    """What to do about braces in a template over columns that may not be meant as they are read."""
+    if found := _IN_LATEX.search(template):
+        word, column = found[1], found[2]
+        return (
+            f"`{found[0]}` may be meant either way: write {word}{{{{{column}}}}} for these very characters, "
+            f"{word}{{{{{{{column}}}}}}} for the column {column!r} in braces"
+        )
+    if has_odd_braces(template):
+        return "{{ and }} are braces in a template over columns, and these are not in pairs: write each brace twice"
+    return None
 
 
 def check_files(config: Config, *, trains: bool = True) -> None:

@@ -79,6 +79,12 @@ def named_in(prompt: str) -> list[str]:
     return [name for name in _IN_TEMPLATE.findall(prompt) if name] or [prompt]
 
 
+def has_odd_braces(prompt: str) -> bool:
+    """Whether a template has {{ and }} unequally often, so that one of them is meant: '{"a": {"b": 1}} {question}'."""
+    found = [match[0] for match in _IN_TEMPLATE.finditer(prompt)]
+    return named_in(prompt) != [prompt] and found.count("{{") != found.count("}}")
+
+
 def no_column(name: str, there: Iterable[str], *, prompt: str | None) -> str:
     """Say that the rows lack a column; `prompt`: the setting of that name, if the column may stand in it."""
     is_in_template = prompt is not None and name != prompt and name in named_in(prompt)

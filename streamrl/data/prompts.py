@@ -110,7 +110,7 @@ def _parse(line: int, data: bytes, dataset: Dataset) -> PromptRow:
     messages = _read_messages(value) if is_chat else None
     if messages is not None:
         fields["messages"] = list(messages)
-        if (tools := read_tools(fields.get("tools", row.get("tools")))) is not None:
+        if (tools := read_tools(fields.get("tools"))) is not None:
             fields["tools"] = tools
     _check_fields(fields, line_bytes=len(data))
     if messages is not None:

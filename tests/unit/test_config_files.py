@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,15 @@ def test_a_template_whose_braces_may_be_latex_or_a_column_is_refused(config: Pat
 
     assert r"write \boxed{{answer}} for these very characters, \boxed{{{answer}}} for the column" in str(refused.value)
     assert problems(config, written % "{{answer}}") == problems(config, written % "{{{answer}}}") == []
+
+
+@pytest.mark.parametrize(
+    "prompt", ['Answer as {"a": {"b": 1}}. {text}', '{"a": {"b": {text}}}', r"\boxed{\text{...}} {text}"]
+)
+def test_a_template_whose_double_braces_are_not_in_pairs_is_refused(config: Path, prompt: str) -> None:
+    loaded = load_config(config, [f"data.train={json.dumps({'path': 'train.jsonl', 'prompt': prompt})}"])
+    with pytest.raises(ConfigError, match="not in pairs: write each brace twice"):
+        check_config(loaded.config)
 
 
 def test_an_empty_dataset_is_refused(config: Path) -> None:

@@ -199,6 +199,16 @@ def test_no_end_token_stands_behind_a_text_that_is_to_be_continued(tmp_path: Pat
     assert tokenizer.convert_ids_to_tokens(row.token_ids.tolist()) == ["a", "b"]
 
 
+def test_a_vocabulary_of_digits_behind_a_begin_token_loses_none_of_a_text(tmp_path: Path) -> None:
+    class Digits(CharTokenizer):
+        def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
+            known = ["".join(c for c in one if c in "0123456789+=") for one in text]
+            return super().__call__(known, add_special_tokens=add_special_tokens)
+
+    [row] = load(write(tmp_path, '{"text": "2+2="}'), tokenizer=Digits()).rows
+    assert row.token_ids.tolist() == [1, *map(ord, "2+2=")]
+
+
 def test_a_prompt_without_tokens_is_malformed(tmp_path: Path) -> None:
     class Bare(CharTokenizer):
         def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:

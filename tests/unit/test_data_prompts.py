@@ -118,8 +118,10 @@ def test_the_tools_of_a_chat_go_on_with_it_and_may_be_json(tmp_path: Path) -> No
     path = write(tmp_path, *map(json.dumps, rows))
     fields = [row.fields["tools"] for row in read_prompts(path, malformed="error").rows]
     assert fields == [[tool], [tool], ["add"], []]
-    chosen = Dataset(path=str(path), fields={"asked": "messages"})
-    assert "tools" in read_prompts(chosen, malformed="error").rows[0].fields
+    chosen = Dataset(path=str(path), fields={"tools": "tools"})
+    assert read_prompts(chosen, malformed="error").rows[0].fields["tools"] == [tool]
+    without = Dataset(path=str(path), fields={"known": "tools"})
+    assert "tools" not in read_prompts(without, malformed="error").rows[0].fields
 
 
 def test_a_file_that_gzip_has_written_is_read_by_its_name(tmp_path: Path) -> None:

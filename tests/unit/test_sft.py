@@ -358,6 +358,13 @@ def test_another_training_does_not_go_on_from_this_ones_state(settings: Settings
         train(settings, lambda _: None)
 
 
+def test_a_date_that_no_template_writes_is_no_other_training(settings: Settings) -> None:
+    settings = replace(settings, save_every=4)
+    with pytest.raises(_Killed):
+        train(settings, killed_at(6))
+    assert train(replace(settings, date="1999-12-31"), lambda _: None).went_on_from == 4
+
+
 def test_nothing_is_overwritten(settings: Settings) -> None:
     settings.output.mkdir()
     (settings.output / "mine").touch()

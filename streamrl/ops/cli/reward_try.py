@@ -189,7 +189,7 @@ def _as_text(row: PromptRow, completion: str) -> tuple[str, list[int], str]:
 
 def _encoder(model: str, date: str) -> _Encode:
     need("--model", "transformers", extra="learner")
-    from streamrl.chat_templates import TEMPLATE_ERRORS, render
+    from streamrl.chat_templates import TEMPLATE_ERRORS, render, renders_tools
     from streamrl.data.messages import read_tools
     from streamrl.learner.groups.prompts import Tokenizer
     from streamrl.workers.engines.model import read_model
@@ -204,8 +204,11 @@ def _encoder(model: str, date: str) -> _Encode:
             raise DataError(f"--model {model}: its tokenizer has no chat template, and line {row.line} is a chat")
         prompt = row.plain
         if row.messages is not None:
+            tools = read_tools(row.fields.get("tools"))
+            if tools and not renders_tools(tokenizer):
+                raise DataError(f"--model {model}: its chat template does not render the 'tools' of line {row.line}")
             try:
-                prompt = render(tokenizer, row.messages, date=date, tools=read_tools(row.fields.get("tools")))
+                prompt = render(tokenizer, row.messages, date=date, tools=tools)
             except TEMPLATE_ERRORS as error:
                 raise DataError(f"--model {model}: the chat template rejects line {row.line}: {error}") from None
         return prompt, tokenizer([completion], add_special_tokens=False)["input_ids"][0], end
