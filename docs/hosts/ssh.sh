@@ -30,13 +30,13 @@ logs=$(printf %q "$dir/$RUN_NAME/logs")
 
 # start HOST NAME WORDS...: in the background there, with its output in a file. What has died is started again; a mistake
 # (2) is not, for it would only be made again, nor is anything once a learner has found what no restart would mend ($0 is
-# the file of such errors).
+# the file of such errors; an older one is of an earlier start).
 start() {
   local host=$1 name=$2 line again
   shift 2
   # shellcheck disable=SC2016
-  again='for _ in $(seq 100); do code=0; "$@" || code=$?; case $code in 0 | 2) exit $code ;; esac
-      [ ! -e "$0" ] || exit $code; sleep 5; done; exit $code'
+  again='began=$(date +%s); for _ in $(seq 100); do code=0; "$@" || code=$?; case $code in 0 | 2) exit $code ;; esac
+      [ "$(stat -c %Y "$0" 2> /dev/null || echo 0)" -lt "$began" ] || exit $code; sleep 5; done; exit $code'
   printf -v line '%q ' bash -c "$again" "$dir/$RUN_NAME/learner.error" "$@"
   ssh -n "$host" "cd $(printf %q "$PWD") && mkdir -p $logs && export PATH=\$PWD/.venv/bin:\$PATH" \
     "STREAMRL_REDIS_PASSWORD_FILE=$(printf %q "${STREAMRL_REDIS_PASSWORD_FILE:-}")" \

@@ -143,7 +143,7 @@ def test_nobody_is_woken_for_a_pause(run: Watched, name: str) -> None:
     assert told["streamrl_health", 'run="x"'] == 4
     assert told["streamrl_learner_progress_age_seconds", 'run="x"'] > 900
     assert told["streamrl_cause", 'cause="paused",level="blocking",run="x"'] == 1
-    assert alerts()[name].endswith('unless on(run) streamrl_cause{cause="paused"} == 1')
+    assert alerts()[name].endswith('unless on(namespace, run) streamrl_cause{cause="paused"} == 1')
 
 
 def test_nobody_is_woken_for_a_redis_that_ended_with_its_run_but_for_a_run_that_crashed(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_nobody_is_woken_for_a_redis_that_ended_with_its_run_but_for_a_run_that_
 
     finished, crashed = told("finished"), told("running")
     assert finished["streamrl_up", 'run="x"'] == finished["streamrl_running", 'run="x"'] == 0
-    assert alerts()["StreamrlRedisGone"] == "streamrl_up == 0 unless on(run) streamrl_running == 0"
+    assert alerts()["StreamrlRedisGone"] == "streamrl_up == 0 unless on(namespace, run) streamrl_running == 0"
     assert crashed["streamrl_cause", 'cause="crashed",level="blocking",run="x"'] == 1
     assert alerts()["StreamrlFailed"] == 'streamrl_cause{cause=~"failed|crashed"} == 1'
 

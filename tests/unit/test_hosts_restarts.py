@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -76,11 +78,14 @@ def test_what_has_died_is_started_again_and_what_was_a_mistake_is_not(
     assert starts(start, part, tmp_path, code=code) == number
 
 
+@pytest.mark.parametrize(("age_s", "number"), [(-600, 1), (600, 3)], ids=["of this start", "of an earlier start"])
 @pytest.mark.parametrize("start", [ssh, skypilot])
 def test_nothing_is_started_again_once_a_learner_has_found_what_no_restart_would_mend(
-    start: Start, tmp_path: Path
+    start: Start, age_s: float, number: int, tmp_path: Path
 ) -> None:
     found = tmp_path / "runs" / NAMES["RUN_NAME"] / "learner.error"
     found.parent.mkdir(parents=True)
     found.write_text("{}")
-    assert starts(start, "worker", tmp_path, code=1) == 1
+    written_at = time.time() - age_s
+    os.utime(found, (written_at, written_at))
+    assert starts(start, "worker", tmp_path, code=1) == number

@@ -228,7 +228,9 @@ def test_the_scaler_of_a_run_in_a_namespace_of_its_own_asks_that_runs_monitor() 
 
 
 def test_workers_of_a_run_that_has_ended_and_are_not_scaled_by_keda_end_by_a_line_of_the_page() -> None:
-    assert "scale deployment worker --replicas=0" in (ROOT / "k8s" / "README.md").read_text()
+    told = (ROOT / "k8s" / "README.md").read_text()
+    assert "scale deployment worker --replicas=0" in told
+    assert "`--replicas=1` before the next run" in told
 
 
 def test_the_rules_of_prometheus_are_those_that_streamrl_prints() -> None:

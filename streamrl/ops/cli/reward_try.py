@@ -191,13 +191,14 @@ def _encoder(model: str, date: str) -> _Encode:
     need("--model", "transformers", extra="learner")
     from streamrl.chat_templates import TEMPLATE_ERRORS, render, renders_tools
     from streamrl.data.messages import read_tools
+    from streamrl.encoding import Continuations
     from streamrl.learner.groups.prompts import Tokenizer
     from streamrl.workers.engines.model import read_model
     from streamrl.workers.rewards.chats import after_an_answer
 
     facts = read_model(model, trust_remote_code=False)
     tokenizer: Tokenizer = facts.tokenizer
-    end = after_an_answer(facts.tokenizer)
+    end, continuations = after_an_answer(facts.tokenizer), Continuations(facts.tokenizer)
 
     def encode(row: PromptRow, completion: str) -> tuple[str, list[int], str]:
         if row.messages is not None and not tokenizer.chat_template:
@@ -211,7 +212,8 @@ def _encoder(model: str, date: str) -> _Encode:
                 prompt = render(tokenizer, row.messages, date=date, tools=tools)
             except TEMPLATE_ERRORS as error:
                 raise DataError(f"--model {model}: the chat template rejects line {row.line}: {error}") from None
-        return prompt, tokenizer([completion], add_special_tokens=False)["input_ids"][0], end
+        [token_ids] = continuations.encode([completion])
+        return prompt, token_ids, end
 
     return encode
 
