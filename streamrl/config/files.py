@@ -53,8 +53,8 @@ def check_datasets(config: Config) -> Iterator[Problem]:
             if dataset.source not in sources and getattr(dataset, name) != Dataset().model_dump()[name]:
                 remedy = f"applies only to a dataset with {' or '.join(sources)}; this one has {dataset.source}"
                 yield Problem(key=f"{key}.{name}", remedy=remedy)
-        if dataset.prompt is not None and (remedy := _remedy_for(dataset.prompt)) is not None:
-            yield Problem(key=f"{key}.prompt", remedy=remedy)
+        if dataset.prompt is not None and (paired := _remedy_for(dataset.prompt)) is not None:
+            yield Problem(key=f"{key}.prompt", remedy=paired)
         column = (dataset.fields or {}).get("messages")
         if column not in (None, dataset.prompt or "messages"):
             remedy = f"a field of this name holds the prompt of a chat; pass `{column}` under another name"
