@@ -105,9 +105,7 @@ def learn(
     # A second learner on this machine must wait or be refused; machines of one cluster are one learner.
     holder = cluster_holder(config, cluster) if cluster else f"learn-{uuid.uuid4().hex[:16]}"
     check_config(config, loaded.origin)
-    hosts = cluster.sizes if cluster else range(1, 2)
-    for num_hosts in hosts:
-        refuse_layout(config.learner.layout, num_hosts * config.learner.processes)
+    hosts = _numbers_of_hosts(config, cluster)
     url = None if replay is not None else redis_url or config.redis.url
     server = None if url is None else _reach(url, config, dry_run=dry_run)
     placement = Placement(shares={}) if dry_run else place(config, gpus_here(), "learner")
@@ -122,6 +120,14 @@ def learn(
         click.echo("not to be run as it is: `streamrl learn` first writes the file that its --config names", err=True)
     else:
         _exec(loaded, holder, command, hosts=hosts)
+
+
+def _numbers_of_hosts(config: Config, cluster: Cluster | None) -> range:
+    """How many machines may learn together; ConfigError if the layout does not fit the ranks of some number."""
+    hosts = cluster.sizes if cluster else range(1, 2)
+    for num_hosts in hosts:
+        refuse_layout(config.learner.layout, num_hosts * config.learner.processes)
+    return hosts
 
 
 def _load(file: str, overrides: Sequence[str], nproc_per_node: int | None, redis_url: str | None) -> Loaded:
