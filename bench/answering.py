@@ -31,7 +31,7 @@ VOCABULARY = 32_000
 PLAIN_STREAM = "plain"
 _PLAIN_AHEAD = 1024  # how many groups the plain writer may be ahead of its reader
 _SPREAD = 0.8  # sigma of the log-normal time per group
-_LEASE_BLOCK_MS = 500  # as in workers.rollout
+_LEASE_BLOCK_MS = 500  # as in workers.rollout.leases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +163,7 @@ class _Made:
 
 
 class _Worker:
-    """Takes tickets as workers.rollout does: up to its bound, with one task per ticket."""
+    """Takes tickets as workers.rollout.leases does: up to its bound, with one task per ticket."""
 
     def __init__(self, team: Team, number: int, made: _Made) -> None:
         self._team = team
@@ -206,4 +206,4 @@ async def _hold(team: Team) -> None:
         while True:
             held += await stream.lease(max_tickets=team.max_groups_in_flight, block_ms=1)
             assert not await stream.renew(held), "nobody takes leases that are renewed"
-            await asyncio.sleep(team.lease_s / 4)  # as workers.rollout does
+            await asyncio.sleep(team.lease_s / 4)  # as workers.rollout.leases does

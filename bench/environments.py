@@ -33,7 +33,7 @@ from streamrl.tasks import cancel_all
 from streamrl.versions import make_version
 from streamrl.workers.engines.base import EngineSettings, Generated, Load, SampleRequest
 from streamrl.workers.engines.model import ModelFacts, read_model
-from streamrl.workers.engines.vllm_engine import VllmEngine
+from streamrl.workers.engines.vllm.engine import VllmEngine
 from streamrl.workers.environments.playing import Plays, playing
 
 _AGENT = "bench.environments_agent:talk"

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from bench.measure import seconds
 from bench.proofs_engine import EngineHere
-from streamrl.workers.engines import vllm_linears
-from streamrl.workers.engines.vllm_linears import as_vllm_packs
+from streamrl.workers.engines.vllm.loading import linears
+from streamrl.workers.engines.vllm.loading.linears import as_vllm_packs
 
 
 class TimedEngine(EngineHere):
@@ -30,4 +30,4 @@ class TimedEngine(EngineHere):
 
 def leave_packing_to_vllm() -> None:
     """Make later engines behave as on processors where no kernel has writable packed weights."""
-    vllm_linears.has_fast_packed_kernel = lambda: False
+    linears.has_fast_packed_kernel = lambda: False

@@ -21,6 +21,7 @@ from streamrl.errors import TrainingError
 from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry, claim_run
 from streamrl.learner.groups.feed import Feed
+from streamrl.learner.groups.feed_parts import make_feed_parts
 from streamrl.learner.groups.fetch import fetch_groups
 from streamrl.learner.groups.plan import Kind
 from streamrl.learner.groups.prompts import Prompt, PromptSet
@@ -60,12 +61,14 @@ class Learning:
         self.stream = TimedStream(client, self.keys, run_uid=self._uid, term=term, holder="bench", lease_s=600.0)
         self.stream.claim(config_json="{}", fingerprint=MODEL, wait_s=0.0)
         self._feed = Feed(
-            stream=self.stream,
-            prompts=_make_prompts(),
-            config=_make_config(shape, groups_per_step),
-            run_uid=self._uid,
-            fingerprint=MODEL,
-            drop_reason=lambda header: None,
+            make_feed_parts(
+                stream=self.stream,
+                prompts=_make_prompts(),
+                config=_make_config(shape, groups_per_step),
+                run_uid=self._uid,
+                fingerprint=MODEL,
+                drop_reason=lambda header: None,
+            )
         )
         self._feed.note_version(make_version(1, 0), 0)
         gc.collect()

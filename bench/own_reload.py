@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 
 from bench.measure import seconds
-from streamrl.workers.engines.vllm_linears import as_vllm_packs
+from streamrl.workers.engines.vllm.loading.linears import as_vllm_packs
 from streamrl.workers.proofs.read_back import ReadBackExtension
 
 

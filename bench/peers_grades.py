@@ -105,7 +105,7 @@ def streamrl_snapshots(run: Path) -> Iterator[Snapshot]:
 
     from streamrl.config.load import load_config
     from streamrl.learner.checkpoints.export import write_weights
-    from streamrl.ops.cli.subject import checkpoints_of, find_subject
+    from streamrl.ops.cli.models.subject import checkpoints_of, find_subject
 
     config = load_config(run / "config.yaml", ()).config
     with TemporaryDirectory() as folder:

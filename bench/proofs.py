@@ -28,8 +28,8 @@ _MEASURED = (
     "bench/proofs_engine.py", "bench/proofs_family.py", "bench/proofs_faults.py", "bench/proofs_models.py",
     "bench/proofs_pretrained.py", "bench/learner_side.py", "learner/publishing/host_copy.py",
     "workers/proofs/proving.py", "workers/proofs/read_back.py", "workers/proofs/reference.py",
-    "workers/proofs/rounded.py", "workers/engines/vllm_engine.py", "workers/engines/vllm_quantized.py",
-    "workers/engines/vllm_weights.py",
+    "workers/proofs/rounded.py", "workers/engines/vllm/engine.py", "workers/engines/vllm/loading/quantized.py",
+    "workers/engines/vllm/loading/transfer.py",
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """vLLM in this process behind the worker's engine interface: an engine within seconds, one per process.
 
-It runs the same proofs as a worker: loads, read-back and canary logprobs are those of `vllm_weights` and `read_back` on
+It runs the same proofs as a worker: loads, read-back and canary logprobs are those of `transfer` and `read_back` on
 vLLM's own model; vLLM's front end and processes are left out.
 """
 
@@ -17,8 +17,8 @@ import numpy.typing as npt
 from streamrl.config.engine_args import Form
 from streamrl.protocol.weights.changes import Changed
 from streamrl.workers.engines.base import EngineStats, Generated, Load, ReadBack, SampleRequest
-from streamrl.workers.engines.patches import Place, write_patch
-from streamrl.workers.engines.vllm_plugin import WEIGHT_TRANSFER_BACKEND, WORKER_EXTENSION
+from streamrl.workers.engines.vllm.loading.patches import Place, write_patch
+from streamrl.workers.engines.vllm.plugin import WEIGHT_TRANSFER_BACKEND, WORKER_EXTENSION
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -32,7 +32,7 @@ from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.telemetry.progress import Progress
 from streamrl.workers.engines.base import EngineSettings, Load
 from streamrl.workers.engines.model import ModelFacts, read_model
-from streamrl.workers.engines.vllm_engine import VllmEngine
+from streamrl.workers.engines.vllm.engine import VllmEngine
 from streamrl.workers.proofs.proving import Prover
 
 MODEL = Path("runs/models/SmolLM2-135M-Instruct")

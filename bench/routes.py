@@ -27,7 +27,8 @@ from streamrl.config import schema
 from streamrl.config.routers import find_routers
 from streamrl.learner.loading.load import load_policy
 from streamrl.learner.moe.routing_replay import RoutingReplay
-from streamrl.learner.packing.micro_batches import MicroBatch, Piece, pack
+from streamrl.learner.packing.micro_batches import MicroBatch, Piece
+from streamrl.learner.packing.pack import pack
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.routes import ending, joined, pack_routes
 from streamrl.workers.engines.base import EngineSettings, Generated, Load, SampleRequest

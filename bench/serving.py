@@ -11,7 +11,7 @@ learner's step, so it includes copy and cast. The cost of an update is the token
 with the pause, compared to a second without an update.
 
 The usual way's file goes to the local disk's page cache, not over a network. On a CPU vLLM's own reload leaves a tied
-head with the old embedding (see `vllm_weights`), which saves it work. It packs layers in vLLM's own layout; after it
+head with the old embedding (see `transfer`), which saves it work. It packs layers in vLLM's own layout; after it
 all weights are loaded again, unmeasured, in our writable layout.
 """
 
@@ -51,7 +51,7 @@ from streamrl.tasks import cancel_all
 from streamrl.telemetry.progress import Progress
 from streamrl.workers.engines.base import EngineSettings, KvCache
 from streamrl.workers.engines.model import read_model
-from streamrl.workers.weights import Patience, WeightFollower
+from streamrl.workers.weights.follower import Patience, WeightFollower
 
 _NUM_IN_FLIGHT = 2 * GROUP_SIZE
 _STEP_TOKENS = 32

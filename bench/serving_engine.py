@@ -12,7 +12,7 @@ import numpy as np
 
 from streamrl.config import schema
 from streamrl.workers.engines.base import KvCache, Load, SampleRequest
-from streamrl.workers.engines.vllm_engine import VllmEngine
+from streamrl.workers.engines.vllm.engine import VllmEngine
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs

@@ -35,7 +35,7 @@ from streamrl.errors import ResourceError
 from streamrl.held_folders import scratch_folder
 from streamrl.workers.engines.base import EngineSettings
 from streamrl.workers.engines.model import read_model
-from streamrl.workers.engines.vllm_engine import VllmEngine
+from streamrl.workers.engines.vllm.engine import VllmEngine
 
 _DEFAULT = schema.Algorithm().loss
 _CELLS = ((_DEFAULT, 0), (_DEFAULT, 8), (_DEFAULT, 32), (UNCORRECTED, 32))

@@ -38,10 +38,10 @@ from streamrl.protocol.wire.ticket import Purpose, Ticket
 from streamrl.recipe.algorithms import make_algorithm
 from streamrl.recipe.rewards import regex_format
 from streamrl.versions import make_version
-from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import Engine, Load
 from streamrl.workers.rewards.base import RewardDouble, ScoreItem
 from streamrl.workers.rewards.mixing import Rewards, Weighted
+from streamrl.workers.rollout.answer import Answerer
 
 CORES = 2  # of a trial
 _FORM = r".*\d\.?"

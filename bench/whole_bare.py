@@ -42,13 +42,14 @@ async def _made(config: schema.Config) -> Cost:
     from bench.whole_model import PROMPT_TOKENS
     from streamrl.workers.engines.base import EngineSettings
     from streamrl.workers.engines.model import read_model
-    from streamrl.workers.engines.vllm_engine import VllmEngine
+    from streamrl.workers.engines.vllm.engine import VllmEngine
+    from streamrl.workers.engines.vllm.sampling import sampling_params
 
     facts = read_model(config.model.path, trust_remote_code=False)
     engine = VllmEngine(EngineSettings(model=facts, config=config, seed=1))
     await engine.start()
     try:
-        llm, params = engine.bare(), engine.sampling_params(config.sampling)
+        llm, params = engine.bare(), sampling_params(config.sampling, facts)
         count = config.training.groups_per_step * config.sampling.num_samples
 
         async def one(number: int) -> int:

@@ -41,15 +41,16 @@ from streamrl.protocol.weights.stores import BlobStore, open_store
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.tasks import cancel_all, run_beside
 from streamrl.telemetry.progress import Progress
-from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import EngineSettings
 from streamrl.workers.engines.model import ModelFacts, read_model
-from streamrl.workers.engines.vllm_engine import VllmEngine
+from streamrl.workers.engines.vllm.engine import VllmEngine
+from streamrl.workers.engines.vllm.sampling import sampling_params
 from streamrl.workers.proofs.proving import Prover
 from streamrl.workers.rewards.mixing import build_rewards
-from streamrl.workers.roles import AnnouncementsDouble
-from streamrl.workers.rollout import Rollout
-from streamrl.workers.weights import Patience, WeightFollower
+from streamrl.workers.rollout.answer import Answerer
+from streamrl.workers.rollout.loop import Rollout
+from streamrl.workers.weights.follower import Patience, WeightFollower
+from streamrl.workers.weights.roles import AnnouncementsDouble
 
 if TYPE_CHECKING:
     from bench.worker_model import Size
@@ -136,7 +137,7 @@ async def _opened(folder: Path) -> AsyncIterator[_Scene]:
         stack.push_async_callback(cancel_all, [working])
         async with asyncio.timeout(_DELIVERY_TIMEOUT_S):
             await weights.proved(1)
-        yield _Scene(engine, config.sampling, learner, client, keys, versions)
+        yield _Scene(engine, facts, config.sampling, learner, client, keys, versions)
 
 
 def _follower(versions: Versions, store: BlobStore, folder: Path, facts: ModelFacts) -> WeightFollower:
@@ -202,13 +203,14 @@ class _Scene:
     def __init__(
         self,
         engine: VllmEngine,
+        model: ModelFacts,
         sampling: schema.Sampling,
         learner: LearnerStream,
         client: redis.Redis,
         keys: Keys,
         versions: Versions,
     ) -> None:
-        self._engine, self._sampling = engine, sampling
+        self._engine, self._model, self._sampling = engine, model, sampling
         self._learner, self._client, self._groups = learner, client, keys.groups("train")
         self.versions = versions
         self._num_tickets = 0
@@ -217,7 +219,7 @@ class _Scene:
 
     async def bare(self, num_groups: int) -> float:
         """Return tokens per second of vLLM alone."""
-        llm, params = self._engine.bare(), self._engine.sampling_params(self._sampling)
+        llm, params = self._engine.bare(), sampling_params(self._sampling, self._model)
         prompts = [ticket.token_ids.tolist() for ticket in self._tickets(num_groups) for _ in range(_NUM_SAMPLES)]
 
         async def one(prompt: list[int]) -> int:

@@ -12,11 +12,15 @@ from functools import partial
 
 from streamrl.config import schema
 from streamrl.errors import TrainingError, UserError
+from streamrl.learner.admission.admit import Admitted, admit
+from streamrl.learner.admission.server import Server, holder_name, holding_lease, take_lease, was_restarted
+from streamrl.learner.admission.start import Start
 from streamrl.learner.checkpoints.terms import highest_term
 from streamrl.learner.conductor import Conductor, Follower
 from streamrl.learner.groups.backlog import largest_group
 from streamrl.learner.groups.curriculum import open_order
 from streamrl.learner.groups.feed import Feed
+from streamrl.learner.groups.feed_parts import make_feed_parts
 from streamrl.learner.groups.prompts import Prompt, PromptSet
 from streamrl.learner.groups.quarantine import Quarantine
 from streamrl.learner.metrics.keepsakes import note_state
@@ -38,7 +42,6 @@ from streamrl.learner.rank_context import (
     read_train_prompts,
     standby_progress,
 )
-from streamrl.learner.start import Admitted, Server, Start, admit, holder_name, holding_lease, take_lease, was_restarted
 from streamrl.learner.validation.validation import Validation
 from streamrl.protocol.transport.connection import check_server, connect
 from streamrl.protocol.transport.keys import Keys
@@ -247,16 +250,18 @@ def _make_feed(context: RankContext, admitted: Admitted, prompts: PromptSet, rou
     state = checkpoint.state.stream if checkpoint else None
     since = checkpoint.name.term if checkpoint else 0
     feed = Feed(
-        stream=admitted.stream,
-        prompts=prompts,
-        config=config,
-        run_uid=start.run_uid,
-        fingerprint=context.tokenizer_info.fingerprint,
-        drop_reason=make_algorithm(config.algorithm).drop_reason,
-        quarantine=Quarantine(config.folder, term=start.term),
-        order=open_order(config, prompts, root=config.folder, term=start.term, since=since, state=state),
-        state=state,
-        largest_group_bytes=largest_group(config, routes),
+        make_feed_parts(
+            stream=admitted.stream,
+            prompts=prompts,
+            config=config,
+            run_uid=start.run_uid,
+            fingerprint=context.tokenizer_info.fingerprint,
+            drop_reason=make_algorithm(config.algorithm).drop_reason,
+            quarantine=Quarantine(config.folder, term=start.term),
+            order=open_order(config, prompts, root=config.folder, term=start.term, since=since, state=state),
+            state=state,
+            largest_group_bytes=largest_group(config, routes),
+        )
     )
     if state is not None:
         # Repeated in case the checkpoint's writer died before it updated Redis.

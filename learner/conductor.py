@@ -33,36 +33,31 @@ from streamrl.learner.metrics.exporters import open_exporters
 from streamrl.learner.metrics.record import Recorder
 from streamrl.learner.process.lease import LeaseKeeper, redis_may_be_away
 from streamrl.learner.process.stop_flag import share_signals
-from streamrl.learner.publishing.rejections import Rejections
+from streamrl.learner.publishing.newest import NewestVersion, WeightsStream
 from streamrl.learner.validation.schedule import ValidationSchedule
-from streamrl.telemetry.progress import Report, Wait
+from streamrl.telemetry.progress import Wait
 
 if TYPE_CHECKING:
+    from streamrl.learner.admission.start import Start
     from streamrl.learner.groups.feed import Feed
     from streamrl.learner.groups.prompts import PromptSet
     from streamrl.learner.publishing.shipping import Published
     from streamrl.learner.rank_context import RankContext
-    from streamrl.learner.start import Start
     from streamrl.learner.validation.validation import Validation
     from streamrl.protocol.transport.types import Control
     from streamrl.protocol.wire.group import Group
 
 _SLICE_S = 1.0
-_WEIGHTS_CHECK_EVERY_S = 5.0
 
 log = structlog.get_logger(__name__)
 
 
-class RunStream(Protocol):
+class RunStream(WeightsStream, Protocol):
     """What the conductor needs of the run's stream; the feed handles tickets and groups."""
-
-    def has_manifests(self, versions: Sequence[int]) -> bool: ...
 
     def event(self, kind: str, **detail: str | int | float) -> None: ...
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def reports(self) -> tuple[float, Sequence[Report]]: ...
 
 
 class Conductor:
@@ -93,13 +88,11 @@ class Conductor:
         self._validation_schedule = ValidationSchedule(
             validation=validation, checkpoints=self._checkpoints, recorder=self._recorder
         )
-        self._rejections = Rejections(stream.reports, give_up_after_s=config.weights.give_up_after_s, clock=clock)
+        self._newest = NewestVersion(stream, give_up_after_s=config.weights.give_up_after_s, clock=clock)
         self._data_fingerprint, self._places_a_pass = prompts.fingerprint(), prompts.num_places(1)
         self._clock = clock
         self._data_epochs = 0.0  # passes over the prompts
         self._control: Control = "run"  # the operator's last known order
-        self._newest: Published | None = None
-        self._next_weights_check = 0.0
 
     def exporting(self) -> AbstractContextManager[None]:
         """At the end of the block the metrics' exporters send what is left; takes seconds at most."""
@@ -127,7 +120,7 @@ class Conductor:
         """Poll the running validation and return its outcome."""
         self._lease.check()
         outcome = Outcome.STOPPED
-        if not (self._has_to_stop() or self._operator_stopped()):
+        if not (self._has_to_stop() or self._read_orders() == "stop"):
             with self._context.progress.waiting(Wait.EVALUATION):
                 self._poll_validation(wait_s=_SLICE_S)
             outcome = Outcome.WAITING if self._validation_schedule.running else Outcome.DONE
@@ -153,7 +146,7 @@ class Conductor:
             return Plan(kind=Kind.STOP, step=step)
         if 0 <= self._config.training.max_steps <= step:
             return Plan(kind=Kind.END, step=step)
-        return Plan(kind=Kind.PUBLISH, step=step) if self._weights_are_lost() else None
+        return None if self._newest.check_held() else Plan(kind=Kind.PUBLISH, step=step)
 
     def _next_from_feed(self, step: int) -> Plan:
         plan = None
@@ -174,9 +167,9 @@ class Conductor:
 
         Redis may be full; then a commit would free memory.
         """
-        if self._operator_stopped():
+        if self._read_orders() == "stop":
             return Plan(kind=Kind.STOP, step=step)
-        if self._feed.commit_would_free():
+        if self._feed.request_commit():
             return Plan(kind=Kind.COMMIT, step=step)
         self._pause(_SLICE_S)
         return Plan(kind=Kind.STOP if self._has_to_stop() else Kind.IDLE, step=step)
@@ -195,34 +188,17 @@ class Conductor:
         log.info("time limit of this job reached", max_time=limit)
         return True
 
-    def _weights_are_lost(self) -> bool:
-        """Whether Redis no longer holds the newest version's manifests, or may have lost their blobs just before: it
-        was emptied or lost its latest writes.
-
-        New workers would wait for weights forever, and the learner for their groups. Checked after each version and
-        every `_WEIGHTS_CHECK_EVERY_S`.
-        """
-        needed = self._newest.needs if self._newest is not None else ()
-        if not needed or self._clock() < self._next_weights_check:
-            return False
-        self._next_weights_check = self._clock() + _WEIGHTS_CHECK_EVERY_S
-        with redis_may_be_away("weights not checked"):
-            if not self._stream.has_manifests(needed):
-                log.warning("weights lost in Redis", needed=needed)
-                return True
-        return False
-
     def _check_rejections(self) -> None:
         """Check for workers that reject the weights, unless the operator has paused the run."""
-        if self._newest is not None and self._feed.control != "pause":
-            self._rejections.check(self._newest.version)
+        if self._feed.control != "pause":
+            self._newest.check_rejections()
 
-    def _operator_stopped(self) -> bool:
-        """Whether the operator stopped the run, for rounds without a feed plan (`feed.plan` reads orders itself)."""
+    def _read_orders(self) -> Control:
+        """Read the operator's orders, for rounds without a feed plan (`feed.plan` reads them itself)."""
         with redis_may_be_away("operator's orders not read"):
             self._feed.listen()
         self._show_control()
-        return self._feed.control == "stop"
+        return self._feed.control
 
     def _show_control(self) -> None:
         """Report which of the operator's orders is in effect."""
@@ -252,7 +228,7 @@ class Conductor:
 
     def note_published(self, published: Published) -> None:
         self._feed.note_version(published.version, published.step)
-        self._newest, self._next_weights_check = published, 0.0
+        self._newest.note(published)
         self._validation_schedule.note_published(published)
 
     def record(self, step: int, metrics: dict[str, float]) -> None:

@@ -25,6 +25,7 @@ import structlog
 import torch
 
 from streamrl.errors import NotPublished, TrainingError
+from streamrl.learner.admission.start import Start
 from streamrl.learner.checkpoints.export import export
 from streamrl.learner.checkpoints.save import Saver
 from streamrl.learner.conductor import Conducting
@@ -40,7 +41,6 @@ from streamrl.learner.objective.optimizer import Update, learning_rate, update
 from streamrl.learner.publishing.publish import Publishing
 from streamrl.learner.publishing.schedule import PublishSchedule
 from streamrl.learner.rank_context import RankContext
-from streamrl.learner.start import Start
 from streamrl.protocol.transport.types import GroupStream, RunState
 from streamrl.protocol.wire.group import Group
 

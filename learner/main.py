@@ -25,6 +25,7 @@ import torch
 
 from streamrl.config.load import load_config
 from streamrl.errors import StreamrlError
+from streamrl.learner.admission.server import was_restarted
 from streamrl.learner.assemble import learn
 from streamrl.learner.checkpoints.resume import check_resume
 from streamrl.learner.process.failing import is_permanent, sharing_failures, write_error
@@ -34,7 +35,6 @@ from streamrl.learner.process.ranks import World, die_with_parent, end_if_joined
 from streamrl.learner.process.stop_flag import StopFlag
 from streamrl.learner.rank_context import stall_limit_s
 from streamrl.learner.replay import replay
-from streamrl.learner.start import was_restarted
 from streamrl.process import threads_in
 from streamrl.protocol.transport.types import RunState
 from streamrl.telemetry.logs import configure_logging

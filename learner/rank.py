@@ -13,6 +13,7 @@ import gc
 import numpy as np
 import torch
 
+from streamrl.learner.admission.start import Start
 from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
 from streamrl.learner.checkpoints.save import Saver
 from streamrl.learner.checkpoints.shard import Shard, load_state
@@ -26,7 +27,6 @@ from streamrl.learner.objective.teacher import load_teacher
 from streamrl.learner.process.background import BackgroundThread
 from streamrl.learner.publishing.publish import Publishing
 from streamrl.learner.rank_context import RankContext
-from streamrl.learner.start import Start
 from streamrl.protocol.transport.types import GroupStream, RunState
 from streamrl.recipe.algorithms import make_algorithm
 

@@ -3,11 +3,11 @@
     tokenizer, recording, prompts ─► model ─► lock, term ─► Start to all ─► restore ─► the usual loop ─► export
 
 Group checks, algorithm and checkpoints are those of a live run; only the stream and the publisher differ
-(learner.replayed). Two replays of one recording under one configuration give the same weights, on CPUs bit for bit at a
-fixed number of ranks, even if one of them was killed and resumed. They equal the recorded run's weights if its learner
-was never interrupted and its Redis lost nothing (otherwise the recording holds groups that this learner never saw),
-except for a smaller last step that a drain made of the remaining groups, which a replay leaves out. A replay is a run
-of its own, in its own folder, which notes the recording it belongs to.
+(`groups.replay_stream`, `publishing.unpublished`). Two replays of one recording under one configuration give the same
+weights, on CPUs bit for bit at a fixed number of ranks, even if one of them was killed and resumed. They equal the
+recorded run's weights if its learner was never interrupted and its Redis lost nothing (otherwise the recording holds
+groups that this learner never saw), except for a smaller last step that a drain made of the remaining groups, which a
+replay leaves out. A replay is a run of its own, in its own folder, which notes the recording it belongs to.
 """
 
 from __future__ import annotations
@@ -23,15 +23,20 @@ import structlog
 from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError
 from streamrl.files import create_exclusively, only_one
+from streamrl.learner.admission.claim import REPLAY, claim_folder
+from streamrl.learner.admission.start import Start, make_start
 from streamrl.learner.checkpoints.export import export
 from streamrl.learner.conductor import Conducting, Conductor, Follower
 from streamrl.learner.groups.curriculum import UnknownOrder
 from streamrl.learner.groups.feed import Feed
+from streamrl.learner.groups.feed_parts import make_feed_parts
 from streamrl.learner.groups.prompts import PromptSet
+from streamrl.learner.groups.replay_stream import ReplayStream, first_state, versions_of
 from streamrl.learner.metrics.keepsakes import note_state
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.process.lease import LeaseKeeper
 from streamrl.learner.process.ranks import World
+from streamrl.learner.publishing.unpublished import Unpublished
 from streamrl.learner.rank import work
 from streamrl.learner.rank_context import (
     RankContext,
@@ -40,8 +45,6 @@ from streamrl.learner.rank_context import (
     rank_progress,
     read_train_prompts,
 )
-from streamrl.learner.replayed import ReplayStream, Unpublished, as_replayed, first_state, versions_of
-from streamrl.learner.start import REPLAY, Start, claim_folder, make_start
 from streamrl.protocol.recording import Recording
 from streamrl.protocol.transport.types import RunState
 from streamrl.recipe.algorithms import make_algorithm
@@ -54,12 +57,27 @@ def replay(
     *, config: schema.Config, folder: Path, world: World, stop: threading.Event, environment: Mapping[str, str]
 ) -> RunState:
     """Run one rank that trains from the recording in `folder`, from start to end."""
-    config = as_replayed(config)
+    config = _as_replayed(config)
     context = make_context(config, world, rank_progress(world), stop=stop, environment=environment)
     recording = Recording.open(folder)
     _check(recording, config, context.tokenizer_info.fingerprint)
     with closing(ReplayStream(recording)) as stream:
         return _lead(context, recording, stream) if world.is_main else _follow(context, stream)
+
+
+def _as_replayed(config: schema.Config) -> schema.Config:
+    """Replace the settings that need workers or Redis.
+
+    `lag.stale: wait` chooses groups by when their tickets were issued, which a recording does not hold: groups are
+    taken in order instead, and dropped past the same limit.
+    """
+    return config.model_copy(
+        update={
+            "redis": config.redis.model_copy(update={"max_backlog_bytes": 1 << 62}),
+            "lag": config.lag.model_copy(update={"stale": "drop"}) if config.lag.stale == "wait" else config.lag,
+            "validation": config.validation.model_copy(update={"every_steps": 0, "at_start": False, "at_end": False}),
+        }
+    )
 
 
 def _follow(context: RankContext, stream: ReplayStream) -> RunState:
@@ -95,18 +113,20 @@ def _begin(
     log.info("replay started", recording=str(recording.folder), groups=len(recording.places), goes_on_from=goes_on_from)
     num_of_data = prompts.num_places(config.training.max_epochs)
     feed = Feed(
-        stream=stream,
-        prompts=prompts,
-        config=config,
-        run_uid=recording.origin.run_uid,
-        fingerprint=recording.origin.fingerprint,
-        drop_reason=make_algorithm(config.algorithm).drop_reason,
-        state=claimed.checkpoint.state.stream
-        if claimed.checkpoint
-        else first_state(recording, versions, num_of_data=num_of_data),
-        order=UnknownOrder() if config.data.curriculum else None,
-        clock=lambda: stream.now_s,
-        sleep=lambda seconds: None,
+        make_feed_parts(
+            stream=stream,
+            prompts=prompts,
+            config=config,
+            run_uid=recording.origin.run_uid,
+            fingerprint=recording.origin.fingerprint,
+            drop_reason=make_algorithm(config.algorithm).drop_reason,
+            state=claimed.checkpoint.state.stream
+            if claimed.checkpoint
+            else first_state(recording, versions, num_of_data=num_of_data),
+            order=UnknownOrder() if config.data.curriculum else None,
+            clock=lambda: stream.now_s,
+            sleep=lambda seconds: None,
+        )
     )
     lease = LeaseKeeper(lambda: None, lease_s=config.learner.lease_s)  # the folder's lock replaces the lease
     return start, Conductor(context, start, prompts=prompts, stream=stream, feed=feed, validation=None, lease=lease)

@@ -100,6 +100,8 @@ def _held(folder: Path, *, taken: str) -> Iterator[Path]:
         with _one_at_a_time(folder.parent):
             _remove_those_of_the_dead(folder.parent)
             folder.mkdir(mode=0o700, exist_ok=True)
+            if not _is_ours(folder):
+                raise ResourceError(f"{folder} is another user's, or a link: remove it")
             stack.enter_context(locked(folder / _LOCK, taken=taken))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         yield folder

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.packing.micro_batches import empty_micro_batch
+from streamrl.learner.packing.pack import empty_micro_batch
 from streamrl.learner.packing.ways import decoder_of
 
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from streamrl.config import schema
+from streamrl.learner.admission.start import Start
 from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
 from streamrl.learner.checkpoints.sealed import Files
 from streamrl.learner.checkpoints.terms import CheckpointName
@@ -26,7 +27,6 @@ from streamrl.learner.process.ranks import World
 from streamrl.learner.process.watchdog import Watchdog
 from streamrl.learner.publishing.shipping import Published
 from streamrl.learner.rank_context import RankContext
-from streamrl.learner.start import Start
 from streamrl.telemetry.progress import Progress, Report, Wait
 from streamrl.versions import make_version
 from tests.feed_world import Clock, make_prompts
@@ -61,7 +61,7 @@ class FakeFeed:
 
     def listen(self) -> None: ...
 
-    def commit_would_free(self) -> bool:
+    def request_commit(self) -> bool:
         return self._frees.pop() if self._frees else False
 
     def note_version(self, version: int, step: int) -> None: ...

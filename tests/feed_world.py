@@ -13,7 +13,9 @@ from pydantic import TypeAdapter
 from streamrl.config import schema
 from streamrl.learner.groups.curriculum import open_order
 from streamrl.learner.groups.feed import Feed
-from streamrl.learner.groups.ledger import Ending, FeedState, Retries
+from streamrl.learner.groups.feed_parts import make_feed_parts
+from streamrl.learner.groups.ledger import Ending, FeedState
+from streamrl.learner.groups.numbering import Retries
 from streamrl.learner.groups.plan import Kind, Plan
 from streamrl.learner.groups.prompts import Prompt, PromptSet
 from streamrl.learner.groups.quarantine import Quarantine
@@ -120,17 +122,19 @@ class FeedWorld:
             self.config, self.prompts, root=self.draws, term=self.term, since=self.committed_term, state=self.committed
         )
         self.feed = Feed(
-            stream=self.stream,
-            prompts=self.prompts,
-            order=order,
-            config=self.config,
-            run_uid=RUN,
-            fingerprint=MODEL,
-            drop_reason=make_algorithm(self.config.algorithm).drop_reason,
-            state=self.committed,
-            quarantine=Quarantine(self.folder, term=self.term),
-            clock=self.clock,
-            sleep=self.clock.advance,
+            make_feed_parts(
+                stream=self.stream,
+                prompts=self.prompts,
+                order=order,
+                config=self.config,
+                run_uid=RUN,
+                fingerprint=MODEL,
+                drop_reason=make_algorithm(self.config.algorithm).drop_reason,
+                state=self.committed,
+                quarantine=Quarantine(self.folder, term=self.term),
+                clock=self.clock,
+                sleep=self.clock.advance,
+            )
         )
         self.num_published = 0
         self.publish()

@@ -19,8 +19,8 @@ from streamrl.telemetry.progress import Progress
 from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.engines.model import ModelFacts
 from streamrl.workers.proofs.proving import Prover
-from streamrl.workers.roles import AnnouncementsDouble, FurtherMirrors
-from streamrl.workers.weights import Patience, WeightFollower
+from streamrl.workers.weights.follower import Patience, WeightFollower
+from streamrl.workers.weights.roles import AnnouncementsDouble, FurtherMirrors
 from tests.weights_world import RUN_UID, State, World, nudged, random_state
 
 PATIENCE = Patience(look_again_s=600.0, give_up_after_s=0.5, first_version_s=0.5)

@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from streamrl.ops.audit.folder import Commit
+from streamrl.ops.audit.commit import LastCommit
 from streamrl.ops.audit.streams import Streams
 
 UID = "uid"
@@ -126,7 +126,7 @@ def make_streams(**changes: Any) -> Streams:
     return Streams(**{**fields, **changes})
 
 
-def make_commit(**changes: Any) -> Commit:
+def make_commit(**changes: Any) -> LastCommit:
     fields: dict[str, Any] = {
         "run_uid": UID,
         "term": 1,
@@ -138,4 +138,4 @@ def make_commit(**changes: Any) -> Commit:
         "cursor": (50, 0),
         "carry": frozenset({(40, 1)}),
     }
-    return Commit(**{**fields, **changes})
+    return LastCommit(**{**fields, **changes})

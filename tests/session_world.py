@@ -59,6 +59,11 @@ ADD = {
 CALL = '<tool_call>{"name": "add", "arguments": {"a":2,"b":3}}</tool_call>'  # not formatted like the template's
 Say = Callable[[list[SampleRequest]], str]
 
+
+def well(_: object) -> str:
+    return "well"
+
+
 # Agents without dependencies, good and bad.
 PLAIN = '''
 import asyncio, json, os, socket, time, urllib.error, urllib.request
@@ -232,9 +237,14 @@ class AgentWorld:
         return self.player.sessions.num_open
 
     async def play(self, say: Say, row: Mapping[str, Any] | None = None, **changes: Any) -> tuple[Played, Teller]:
-        engine = Teller(self.facts, say, **changes)
-        engine.loads.append((Path("weights"), make_version(1, 1), 1))
+        engine = self.teller(say, **changes)
         return await self.play_with(engine, row), engine
+
+    def teller(self, say: Say = well, **others: Any) -> Teller:
+        """One that has loaded weights, for `play_with`."""
+        engine = Teller(self.facts, say, **others)
+        engine.loads.append((Path("weights"), make_version(1, 1), 1))
+        return engine
 
     async def play_with(self, engine: EngineDouble, row: Mapping[str, Any] | None = None) -> Played:
         ticket = self.ticket(row or {})

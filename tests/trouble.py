@@ -11,40 +11,40 @@ from streamrl.ops.monitor.view import (
     Cause,
     Dead,
     Drops,
-    Learner,
+    LearnerStatus,
     Limits,
-    Part,
-    Redis,
+    PartStatus,
+    RedisStatus,
     RewardSource,
-    Run,
-    Stream,
+    RunStatus,
+    StreamStatus,
     View,
-    Weights,
-    Worker,
+    WeightsStatus,
+    WorkerStatus,
 )
 from streamrl.telemetry.progress import Wait
 
 _GB = 10**9
 
 
-def _part(name: str, doing: str, state: str = "waiting", for_s: float = 40.0, **changes: Any) -> Part:
+def _part(name: str, doing: str, state: str = "waiting", for_s: float = 40.0, **changes: Any) -> PartStatus:
     role, _, place = name.partition("/")
     host = place.rpartition("-")[0] or "node-1"
     told = {"role": role, "host": host, "pid": 4711, "report_s": 0.4}
-    return Part(
+    return PartStatus(
         **{"name": name, "state": state, "doing": doing, "doing_s": for_s, "progress_s": for_s, **told, **changes}
     )
 
 
-def _worker(doing: str = "generate", state: str = "working", for_s: float = 1.0, **changes: Any) -> Worker:
+def _worker(doing: str = "generate", state: str = "working", for_s: float = 1.0, **changes: Any) -> WorkerStatus:
     told: dict[str, Any] = {"version": "1.120", "step": 120, "lag": 0, "tokens_per_s": 900.0, "leases": 8}
     rest: dict[str, Any] = {"in_flight": 32, "kv_use": 0.4, "delivered": 300, "failed": 0, "loads": 120}
     last: dict[str, Any] = {"loads_in_flight": 110, "rejected": "", "rejected_version": "", "detail": {}}
     part = changes.pop("part", None) or _part("worker/node-2-77", doing, state, for_s)
-    return Worker(**{"part": part, **told, **rest, **last, **changes})
+    return WorkerStatus(**{"part": part, **told, **rest, **last, **changes})
 
 
-_LEARNER = Learner(
+_LEARNER = LearnerStatus(
     lead=_part("learner/0", "train", "working", 1.0),
     ranks=4,
     holder="node-1-4711",
@@ -57,7 +57,7 @@ _LEARNER = Learner(
     fresh_mismatch=(),
     live={},
 )
-_STREAM = Stream(
+_STREAM = StreamStatus(
     purpose="train",
     tickets=12,
     leased=8,
@@ -70,7 +70,7 @@ _STREAM = Stream(
 )
 WELL = View(
     at=1.0,
-    run=Run(
+    run=RunStatus(
         name="big",
         uid="uid",
         state="running",
@@ -90,7 +90,7 @@ WELL = View(
     restarts=0,
     rewards=(),
     streams=(_STREAM, replace(_STREAM, purpose="eval", tickets=40)),
-    weights=Weights(
+    weights=WeightsStatus(
         latest="1.120",
         step=120,
         age_s=9.0,
@@ -104,7 +104,7 @@ WELL = View(
     drops=Drops(trained=1920, dropped=80, by_reason={"zero_variance": 80}, rate_by_length={}, ignored={}),
     drops_lately=Drops(trained=800, dropped=30, by_reason={"zero_variance": 30}, rate_by_length={}, ignored={}),
     dead=Dead(count=0, retry_requests=0, latest=()),
-    redis=Redis(
+    redis=RedisStatus(
         server="redis://host:6379",
         version="7.2",
         used_bytes=_GB,
@@ -120,7 +120,7 @@ def _run(**changes: Any) -> View:
     return replace(WELL, run=replace(WELL.run, **changes))
 
 
-def _learner(doing: str, state: str = "waiting", for_s: float = 40.0, **changes: Any) -> Learner:
+def _learner(doing: str, state: str = "waiting", for_s: float = 40.0, **changes: Any) -> LearnerStatus:
     return replace(_LEARNER, **{"lead": _part("learner/0", doing, state, for_s), **changes})
 
 
@@ -129,11 +129,11 @@ def _waiting(doing: str, **changes: Any) -> View:
     return replace(WELL, learner=_learner(doing), **changes)
 
 
-def _workers(*workers: Worker, **changes: Any) -> View:
+def _workers(*workers: WorkerStatus, **changes: Any) -> View:
     return replace(WELL, workers=workers, **changes)
 
 
-def _stream(**changes: Any) -> tuple[Stream, Stream]:
+def _stream(**changes: Any) -> tuple[StreamStatus, StreamStatus]:
     return replace(_STREAM, **changes), WELL.streams[1]
 
 

@@ -9,13 +9,16 @@ from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from safetensors import deserialize
 
+from streamrl.errors import WeightsError
 from streamrl.protocol.weights.encoder import EncodedShard, ShardEncoder
 from streamrl.protocol.weights.format import BITS, HeldRange, TensorMeta
 from streamrl.protocol.weights.manifest import Manifest, ShardRecord
 from streamrl.protocol.weights.manifest_bytes import decode_manifest, decode_record, encode_manifest, encode_record
-from streamrl.protocol.weights.stores import BlobStore
+from streamrl.protocol.weights.mirror import Mirror
+from streamrl.protocol.weights.stores import BlobStore, MemoryStore
 from streamrl.versions import make_version
 
 Store = TypeVar("Store", bound=BlobStore)
@@ -109,6 +112,21 @@ class World(Generic[Store]):
         return held
 
 
+def make_world(num_versions: int, *, num_ranks: int = 2, store: MemoryStore | None = None) -> World:
+    """Version 0 is an anchor, the others are deltas."""
+    rng = np.random.default_rng(3)
+    world = World(MemoryStore() if store is None else store, num_ranks=num_ranks)
+    state = random_state(rng)
+    for _ in range(num_versions):
+        world.publish(state)
+        state = nudged(rng, state)
+    return world
+
+
+def versions(world: World) -> list[Manifest]:
+    return list(world.manifests.values())
+
+
 def read_safetensors(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
     """Read the file with the library that engines use: dtype, shape, bytes."""
     return {name: (t["dtype"], t["shape"], bytes(t["data"])) for name, t in deserialize(path.read_bytes())}
@@ -117,3 +135,9 @@ def read_safetensors(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
 def assert_holds(path: Path, state: State) -> None:
     contents = {name: data for name, (_, _, data) in read_safetensors(path).items()}
     assert contents == {name: bits.tobytes() for name, bits in state.items()}
+
+
+def refused(mirror: Mirror, manifest: Manifest, store: MemoryStore, *, match: str = "") -> None:
+    with pytest.raises(WeightsError, match=match):
+        mirror.apply(manifest, store)
+    assert mirror.version == 0

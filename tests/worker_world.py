@@ -14,7 +14,6 @@ from streamrl.protocol.wire.group import Group, decode_body, decode_header
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
-from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import SampleRequest
 from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.environments.playing import Plays
@@ -22,8 +21,10 @@ from streamrl.workers.follow_run import RunSettings
 from streamrl.workers.rewards.base import GroupReward, Reward, RewardDouble, ScoreItem
 from streamrl.workers.rewards.mixing import Rewards, Weighted
 from streamrl.workers.rewards.teaching import Teaches
-from streamrl.workers.roles import TicketsDouble, Weights, WeightsDouble
-from streamrl.workers.rollout import Rollout
+from streamrl.workers.rollout.answer import Answerer
+from streamrl.workers.rollout.loop import Rollout
+from streamrl.workers.rollout.roles import TicketsDouble
+from streamrl.workers.weights.roles import Weights, WeightsDouble
 from tests.helpers import make_ticket, wait_until_async
 
 FIRST_VERSION = make_version(1, 0)

@@ -16,14 +16,14 @@ from streamrl.workers.engines.base import EngineSettings, Meeting
 from streamrl.workers.follow_run import RunSettings
 from streamrl.workers.hosts.copy import Copy
 from streamrl.workers.hosts.further import FirstHost, FurtherHost
-from streamrl.workers.mirrored import open_mirror
 from streamrl.workers.model import find_model
+from streamrl.workers.weights.mirrored import open_mirror
 
 if TYPE_CHECKING:
     import asyncio
 
-    from streamrl.workers.engines.vllm_headless import HeadlessRanks
-    from streamrl.workers.service import Options
+    from streamrl.workers.engines.vllm.headless import HeadlessRanks
+    from streamrl.workers.options import Options
 
 
 async def serve_ranks(
@@ -73,7 +73,7 @@ async def serve_ranks(
         with contextlib.closing(copy), scratch_folder() as scratch:
 
             def make_ranks(meeting: Meeting, seed: int) -> HeadlessRanks:
-                from streamrl.workers.engines.vllm_headless import HeadlessRanks  # imports torch and vLLM
+                from streamrl.workers.engines.vllm.headless import HeadlessRanks  # imports torch and vLLM
 
                 of_engine = EngineSettings(model=model, config=config, seed=seed, gpu_memory=options.gpu_memory)
                 return HeadlessRanks(of_engine, meeting, mirror=mirrored.mirror.path, scratch=scratch)

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from streamrl.telemetry.progress import Progress
 from streamrl.workers.rewards.mixing import Rewards
-from streamrl.workers.roles import Weights, Work
+from streamrl.workers.rollout.roles import Work
+from streamrl.workers.weights.roles import Weights
 
 _BOUND_FACTOR = 3.0  # multiple of the parts' own bounds
 

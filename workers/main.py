@@ -13,7 +13,7 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 import structlog
@@ -23,9 +23,7 @@ from streamrl.permissions import Permissions
 from streamrl.process import signals_to_end
 from streamrl.protocol.transport.address import URL_VARIABLE
 from streamrl.telemetry.logs import configure_logging
-
-if TYPE_CHECKING:
-    from streamrl.workers.service import Options
+from streamrl.workers.options import Options
 
 log = structlog.get_logger(__name__)
 
@@ -113,8 +111,6 @@ def main(
     What the run's configuration asks for is used only where these options allow it. SIGTERM hands tickets back and
     ends the worker within `worker.grace_s`.
     """
-    from streamrl.workers.service import Options
-
     options = Options(
         worker=worker_id or f"{socket.gethostname()}-{os.getpid()}",
         permissions=Permissions(
@@ -137,7 +133,7 @@ def _engines_ahead(options: Options) -> AbstractContextManager[None]:
     """Entered before anything else, as they may be forked: from one thread, without a log or a handler of signals."""
     if not options.import_vllm:
         return nullcontext()
-    from streamrl.workers.engines.vllm_start import engines_ahead
+    from streamrl.workers.engines.vllm.start import engines_ahead
 
     return engines_ahead()
 

@@ -30,7 +30,8 @@ from streamrl.errors import EngineError, LoadRejected
 from streamrl.tasks import unless
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.workers.engines.base import Engine
-from streamrl.workers.roles import Weights, Work
+from streamrl.workers.rollout.roles import Work
+from streamrl.workers.weights.roles import Weights
 
 log = structlog.get_logger(__name__)
 

@@ -121,8 +121,14 @@ def load_weights(folder: Path, policy: nn.Module) -> None:
 @contextmanager
 def _opened(folder: Path) -> Iterator[list[_File]]:
     with ExitStack() as stack:
-        paths = sorted(folder.glob(_PATTERN))
-        yield [_File.open(stack.enter_context(safetensors.safe_open(path, framework="pt"))) for path in paths]
+        try:
+            paths = sorted(folder.glob(_PATTERN))
+            files = [_File.open(stack.enter_context(safetensors.safe_open(path, framework="pt"))) for path in paths]
+        except FileNotFoundError:  # between the two
+            files = []
+        if not files:
+            raise DataError(f"{folder} is gone: its run has removed it meanwhile (checkpoint.keep_last)")
+        yield files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

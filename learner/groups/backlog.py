@@ -153,4 +153,4 @@ class Inventory:
 
 
 def _is_wanted(ticket: PresentTicket, ledger: Ledger) -> bool:
-    return ledger.is_open(ticket.number) and ledger.has_identity(ticket.number, ticket.identity)
+    return ledger.is_open(ticket.number) and ledger.confirm_identity(ticket.number, ticket.identity)

@@ -65,7 +65,7 @@ class Gate:
             return "duplicate"
         if not entry.ticket_entry:
             return NOT_LEASED
-        if not self._ledger.has_identity(number, entry.identity):
+        if not self._ledger.confirm_identity(number, entry.identity):
             return NOT_ASKED
         if header is not None and header.failed and self._is_late(entry, header):
             return LATE_FAILURE
@@ -75,7 +75,7 @@ class Gate:
     def still_waits(self, number: int) -> bool:
         """Whether our ticket is still in Redis, undelivered."""
         found = (identity for waiting, identity in self._stream.waiting("train") if waiting == number)
-        return any(self._ledger.has_identity(number, identity) for identity in found)
+        return any(self._ledger.confirm_identity(number, identity) for identity in found)
 
     def _is_late(self, entry: Entry, header: GroupHeader) -> bool:
         """Whether this failure no longer matters.

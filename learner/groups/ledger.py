@@ -5,24 +5,18 @@ is issued and not resolved is outstanding. Resolved ones are kept as ranges, sin
 first range is the low watermark, the others are the exceptions above it, and the cost per ticket stays flat however
 long the run. Endings are kept here until a commit writes them to the journal (learner.checkpoints.journal).
 
-Nearly every number stands for the next place in the data, in the order of issue; some are retries of a dead ticket. A
-retry takes the next number too, and the places continue after it:
-
-    number   0  1  2  3        4  5           places continue after a retry
-    stands   0  1  2  retry 1  3  4           its place is that of the ticket it retries
-
-So a number still identifies its prompt, given the retries so far. Pure bookkeeping: no Redis, no disk, no blocking.
+Which place in the data a number stands for follows from the retries so far (`numbering`). Pure bookkeeping: no Redis,
+no disk, no blocking.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
 from typing import Any, NamedTuple
 
+from streamrl.learner.groups.numbering import NumberSet, Retries
 from streamrl.protocol.transport.types import START, Letter, entry_order
 
 TRAINED = "trained"
@@ -182,8 +176,8 @@ class Ledger:
         self._begins[number] = step
         self._asked[number] = identity
 
-    def has_identity(self, number: int, identity: str) -> bool:
-        """Whether the open ticket has this identity; a recording's ticket takes that of its first answer."""
+    def confirm_identity(self, number: int, identity: str) -> bool:
+        """Compare the open ticket's identity with this one; a recording's ticket takes that of its first answer."""
         assert self.is_open(number), f"ticket {number} has no identity: it is not open"
         return self._asked.setdefault(number, identity) == identity
 
@@ -215,72 +209,3 @@ class Ledger:
             retries=self.retries.known(),
             letters=dict(self.letters) if self.knows_letters else None,
         )
-
-
-class NumberSet:
-    """A set of numbers from 0 on, stored as ordered disjoint ranges."""
-
-    def __init__(self, ranges: tuple[tuple[int, int], ...] = ()) -> None:
-        self._bounds = list(chain.from_iterable(ranges))  # start, end, start, end, ...
-        self._size = sum(end - start for start, end in ranges)
-
-    def __contains__(self, number: int) -> bool:
-        return bisect_right(self._bounds, number) % 2 == 1
-
-    def __len__(self) -> int:
-        return self._size
-
-    def add(self, number: int) -> None:
-        assert number not in self, f"{number} is in the set already"
-        for bound in (number, number + 1):  # toggle a bound: insert it, or remove it and so extend a range
-            at = bisect_left(self._bounds, bound)
-            if at < len(self._bounds) and self._bounds[at] == bound:
-                del self._bounds[at]
-            else:
-                self._bounds.insert(at, bound)
-        self._size += 1
-
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        return tuple(zip(self._bounds[::2], self._bounds[1::2], strict=True))
-
-    def gaps(self, end: int) -> Iterator[int]:
-        """The numbers below `end` that are not in the set, in order."""
-        reached = 0
-        for start, stop in (*self.ranges(), (end, end)):
-            yield from range(reached, min(start, end))
-            reached = stop
-
-
-class Retries:
-    """Which tickets retry a dead one, and how that shifts the places of all tickets."""
-
-    def __init__(self, known: Mapping[int, int] | None = None) -> None:
-        self._dead_of = dict(known or {})  # retry's number -> dead ticket
-        self._numbers = sorted(self._dead_of)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def add(self, number: int, dead: int) -> None:
-        assert number not in self._dead_of, f"ticket {number} is a retry already"
-        assert 0 <= dead < number, f"ticket {number} cannot repeat ticket {dead}, which comes after it"
-        self._dead_of[number] = dead
-        insort(self._numbers, number)
-
-    def dead_of(self, number: int) -> int | None:
-        """The ticket that this one retries, or None."""
-        return self._dead_of.get(number)
-
-    def place(self, number: int) -> int:
-        """The place in the data that this number stands for."""
-        while (dead := self._dead_of.get(number)) is not None:  # a retry may itself have died and been retried
-            number = dead
-        return self.num_places(number)
-
-    def num_places(self, end: int) -> int:
-        """How many places of the data the numbers below `end` stand for."""
-        return end - bisect_left(self._numbers, end)
-
-    def known(self) -> dict[int, int]:
-        """Retry's number -> the ticket it retries."""
-        return dict(self._dead_of)

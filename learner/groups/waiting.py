@@ -58,18 +58,28 @@ class WaitTimers:
         self.waits_for = Wait.GROUPS
         self._full_since = None
 
-    def batch_may_wait(self, num_stragglers: int) -> bool:
-        """Whether a full batch waits for this many stragglers, or goes now: there are none, or it waited too long."""
-        now = self._clock()
-        began = now if self._full_since is None else self._full_since
-        if num_stragglers and now - began < self._longest_wait_s:
-            self._full_since, self.waits_for = began, Wait.STRAGGLERS
-            return True
+    @property
+    def full_batch_may_wait(self) -> bool:
+        """Whether a full batch has not waited for stragglers too long."""
+        return self._full_wait_s < self._longest_wait_s
+
+    def await_stragglers(self) -> None:
+        """Let a full batch wait, from now or since it was full."""
+        self.waits_for = Wait.STRAGGLERS
+        if self._full_since is None:
+            self._full_since = self._clock()
+
+    def full_batch_goes(self, *, num_stragglers: int) -> None:
+        """A full batch is trained, without this many stragglers."""
+        waited_s = self._full_wait_s
         if num_stragglers:
-            log.warning("continued without stragglers", tickets=num_stragglers, waited_s=round(now - began))
-        self.straggler_wait_s += now - began
+            log.warning("continued without stragglers", tickets=num_stragglers, waited_s=round(waited_s))
+        self.straggler_wait_s += waited_s
         self._full_since = None
-        return False
+
+    @property
+    def _full_wait_s(self) -> float:
+        return 0.0 if self._full_since is None else self._clock() - self._full_since
 
     def check(self, *, num_outstanding: int) -> None:
         """Raise TrainingError when groups have been awaited too long."""
@@ -98,13 +108,13 @@ class WaitTimers:
     def reconciled(self) -> None:
         self._reconciled_at = self._clock()
 
+    @property
     def may_request_commit(self) -> bool:
-        """Whether a commit may be requested, not too soon after one that failed; records the request."""
-        now = self._clock()
-        if self._commit_requested_at is not None and now - self._commit_requested_at < _COMMIT_AGAIN_S:
-            return False
-        self._commit_requested_at = now
-        return True
+        """Whether a commit may be requested: not too soon after one that failed."""
+        return self._commit_requested_at is None or self._clock() - self._commit_requested_at >= _COMMIT_AGAIN_S
+
+    def commit_requested(self) -> None:
+        self._commit_requested_at = self._clock()
 
     def committed(self) -> None:
         self._commit_requested_at = None

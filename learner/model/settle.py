@@ -26,7 +26,8 @@ from streamrl.errors import DataError
 from streamrl.learner.model.logits import Head
 from streamrl.learner.model.policy import Policy, Seen, evaluating
 from streamrl.learner.packing.attention import EAGER, MASKED, VARLEN
-from streamrl.learner.packing.micro_batches import Piece, pack
+from streamrl.learner.packing.micro_batches import Piece
+from streamrl.learner.packing.pack import pack
 from streamrl.learner.packing.ways import Way, has_window, layer_types, unpackable
 from streamrl.learner.process.ranks import World
 

@@ -32,7 +32,8 @@ from streamrl.learner.model.policy import Policy
 from streamrl.learner.objective.reference import Reference
 from streamrl.learner.objective.router_losses import RouterTerms
 from streamrl.learner.objective.teacher import Teacher
-from streamrl.learner.packing.micro_batches import MicroBatch, Piece, Shape, empty_micro_batch, pack
+from streamrl.learner.packing.micro_batches import MicroBatch, Piece, Shape
+from streamrl.learner.packing.pack import empty_micro_batch, pack
 from streamrl.learner.parallel.fsdp import let_replicas_add_up
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group

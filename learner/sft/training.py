@@ -35,7 +35,8 @@ from streamrl.learner.loading.load import load_policy
 from streamrl.learner.loading.tokenizer import read_tokenizer_info
 from streamrl.learner.model.policy import Policy, evaluating
 from streamrl.learner.objective.optimizer import learning_rate, make_optimizer, update
-from streamrl.learner.packing.micro_batches import Piece, pack
+from streamrl.learner.packing.micro_batches import Piece
+from streamrl.learner.packing.pack import pack
 from streamrl.learner.process.ranks import World
 from streamrl.learner.sft.rows import Rows, read_rows
 from streamrl.terminal import age

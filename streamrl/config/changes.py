@@ -29,7 +29,9 @@ _SERVED = "running workers were started with it"
 _FREE = ("redis", "optimizer", "training", "lag", "checkpoint", "validation", "metrics", "worker", "learner")
 _OF_A_REQUEST = ("url", "replicas", "timeout_s", "attempts", "outage_s", "max_concurrency", "token_file")
 _OF_A_JUDGE = ("url", "replicas", "token_file", "token_env")
-_OF_JUDGES = ("max_requests_per_s", "token_budget", "cache_size")
+# A limit of the answer's length decides which samples fail, as timeouts do, and no verdict.
+_OF_JUDGES = ("max_requests_per_s", "token_budget", "cache_size", "max_tokens")
+_LIMITS_OF_A_JUDGE = ("max_tokens", "max_completion_tokens")
 _OF_A_PROCESS = ("processes", "memory_mb", "network", "environment")
 # Limits of time decide which rollouts fail, as those of rewards decide which samples do, and none that is trained.
 _OF_AN_ENVIRONMENT = ("urls", "token_file", "outage_s", "timeout_s", "rollout_timeout_s", "key_in_url")
@@ -56,6 +58,7 @@ RULES: tuple[tuple[str, str | None], ...] = (
     ("sampling.**", _SAMPLED),
     *((f"rewards.*.{name}", None) for name in (*_OF_A_REQUEST, *_OF_JUDGES, *_OF_A_PROCESS)),
     *((f"rewards.*.judges.*.{name}", None) for name in _OF_A_JUDGE),
+    *((f"rewards.*.judges.*.options.{name}", None) for name in _LIMITS_OF_A_JUDGE),
     ("rewards.**", _SCORED),
     *((f"environment.{name}", None) for name in (*_OF_A_PROCESS, *_OF_AN_ENVIRONMENT)),
     ("environment.**", _SAMPLED),
@@ -77,8 +80,9 @@ _READ_BY_WORKERS = (
     "model.lora.**",
     *(f"data.{name}" for name in ("max_prompt_tokens", "date")),
     *(f"{section}.**" for section in ("sampling", "rewards", "environment", "teacher", "weights", "worker")),
-    "algorithm.routing_replay",
-    "validation.sampling.**",
+    *(f"algorithm.{name}" for name in ("routing_replay", "advantages")),
+    *(f"validation.{name}" for name in ("sampling.**", "pass_by")),
+    "checkpoint.best_by",
 )
 _NOT_READ_BY_WORKERS = (  # of the sections above
     *(f"weights.{name}" for name in ("publish_every", "anchor_every", "anchor_share", "max_store_bytes")),

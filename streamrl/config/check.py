@@ -16,6 +16,7 @@ from typing import Any
 from streamrl.config import algorithm, engine_args, files, places, routers, trained
 from streamrl.config.explain import DURATION, Problem, show
 from streamrl.config.load import Where
+from streamrl.config.logged import OF_SOURCE
 from streamrl.config.placement import parallel_in
 from streamrl.config.schema import Config, FunctionReward, JudgeReward, Sampling
 from streamrl.errors import ConfigError
@@ -27,7 +28,8 @@ from streamrl.recipe.own import is_own
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 _LOWEST_TEMPERATURE = 0.01  # vLLM raises lower values to this; only its log mentions it
 _HIGHEST_TEMPERATURE = 2.0  # vLLM refuses higher values with each sample
-_OF_SOURCE = "val_rollouts/rewards/"
+_OF_ALL = "val_rollouts/rewards"
+_OF_DATASET = "val_rollouts/rewards_by_dataset/"
 _MAX_TIME = re.compile(r"(\d+):([01]\d|2[0-3]):([0-5]\d):([0-5]\d)\Z")
 
 
@@ -184,13 +186,15 @@ def _check_passing(config: Config) -> Iterator[Problem]:
         if validation.pass_by is None:
             remedy = "set validation.pass_by to the reward source that decides whether the majority's answer passes"
             yield Problem(key="validation.answer", remedy=remedy)
+        import regex  # lazy: slow to import. What searches answers with it is `recipe.held_out`
+
         try:
-            re.compile(validation.answer)
-        except re.error as error:
+            regex.compile(validation.answer)
+        except regex.error as error:
             yield Problem(key="validation.answer", value=validation.answer, remedy=f"not a regular expression: {error}")
     metric = config.checkpoint.best_by
     known = set(_validation_metrics(config))
-    of_source = metric.removeprefix(_OF_SOURCE)
+    of_source = metric.removeprefix(OF_SOURCE)
     is_known = metric in known or (of_source != metric and config.may_have_reward(of_source))
     if config.checkpoint.keep_best and not is_known:
         near = get_close_matches(metric, known, n=1)
@@ -199,13 +203,28 @@ def _check_passing(config: Config) -> Iterator[Problem]:
         yield Problem(key="checkpoint.best_by", value=metric, remedy=remedy)
 
 
+def _ranking(config: Config) -> Iterator[Problem]:
+    """Refuse to rank checkpoints by comparisons within a group: whatever one sample wins, another loses."""
+    metric = config.checkpoint.best_by
+    if not (config.checkpoint.keep_best and config.validation.every_steps):
+        return
+    if metric == _OF_ALL or metric.startswith(_OF_DATASET):
+        ranking = {name for name, weight in config.reward_weights.items() if weight}
+    else:
+        ranking = {metric.removeprefix(OF_SOURCE)}
+    if ranking and ranking <= {name for name, source in _judged(config) if source.of_group}:
+        remedy = f"{', '.join(sorted(ranking))} compares answers within a group, and the mean over a group is 0.5 "
+        remedy += "whatever the model: set `against` to a field with another answer, or best_by to another metric"
+        yield Problem(key="checkpoint.best_by", remedy=remedy)
+
+
 def _validation_metrics(config: Config) -> Iterator[str]:
     """Yield the validation metrics for which more is better."""
     validation = config.validation
     names = [dataset.name for dataset in config.data.validation_sets() if dataset.name]
-    yield from ("val_rollouts/rewards", "val_rollouts/fraction_of_samples_properly_ended")
-    yield from (_OF_SOURCE + source for source in config.reward_sources)
-    yield from (f"val_rollouts/rewards_by_dataset/{name}" for name in names)
+    yield from (_OF_ALL, "val_rollouts/fraction_of_samples_properly_ended")
+    yield from (OF_SOURCE + source for source in config.reward_sources)
+    yield from (_OF_DATASET + name for name in names)
     if validation.pass_by is None:
         return
     count = validation.sampling.num_samples
@@ -259,6 +278,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     algorithm.check_teaching,
     algorithm.check_masked,
     _pace,
+    _ranking,
     _gpus,
     trained.check_activations,
     trained.check_compile,

@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 
-class Entry(NamedTuple):
+class EngineEntry(NamedTuple):
     target: str  # module:class
     package: str | None = None  # required in addition to the worker's own packages
     extra: str = ""  # the extra of streamrl that installs the package
     or_extra: str | None = None  # another extra that does
 
 
-ENGINES: Mapping[str, Entry] = {
-    "vllm": Entry(
-        "streamrl.workers.engines.vllm_engine:VllmEngine", package="vllm", extra="worker-cpu", or_extra="worker-gpu"
+ENGINES: Mapping[str, EngineEntry] = {
+    "vllm": EngineEntry(
+        "streamrl.workers.engines.vllm.engine:VllmEngine", package="vllm", extra="worker-cpu", or_extra="worker-gpu"
     ),
-    "transformers": Entry("streamrl.workers.engines.transformers_engine:TransformersEngine"),
+    "transformers": EngineEntry("streamrl.workers.engines.transformers_engine:TransformersEngine"),
 }

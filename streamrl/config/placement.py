@@ -28,7 +28,7 @@ from streamrl.errors import ResourceError
 from streamrl.gpus import Gpu, visible_to
 from streamrl.terminal import plural
 
-Part = Literal["all", "learner", "worker"]  # the part of the run on this machine; all is what `up` starts
+StartedPart = Literal["all", "learner", "worker"]  # the part of the run on this machine; all is what `up` starts
 LEARNER, REWARD = "learner", "reward/0"
 USABLE = 0.9  # share of a GPU's memory
 _LEARNER_SHARE, _REWARD_SHARE, _LEAST = 0.5, 0.1, 0.05
@@ -36,7 +36,7 @@ _UTILISATION = "gpu_memory_utilization"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class GpuShare:
     """The GPUs of one process and its children."""
 
     gpus: tuple[Gpu, ...]
@@ -69,7 +69,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    shares: Mapping[str, Share]  # by part: learner, worker/0, reward/0; empty without GPUs
+    shares: Mapping[str, GpuShare]  # by part: learner, worker/0, reward/0; empty without GPUs
     idle: tuple[Gpu, ...] = ()
 
     def environment(self, part: str) -> Mapping[str, str]:
@@ -79,12 +79,12 @@ class Placement:
         return self.shares[part].fraction if part in self.shares else None
 
 
-def num_workers(config: Config, part: Part) -> int:
+def num_workers(config: Config, part: StartedPart) -> int:
     """Return the number of workers on this machine."""
     return {"all": config.worker.count, "learner": 0, "worker": 1}[part]
 
 
-def num_ranks(config: Config, part: Part) -> int:
+def num_ranks(config: Config, part: StartedPart) -> int:
     return 0 if part == "worker" else config.learner.processes
 
 
@@ -98,7 +98,7 @@ def gpus_of_worker(worker: Worker) -> int:
     return max(1, parallel_in(worker) // worker.hosts) if worker.gpus == "auto" else worker.gpus
 
 
-def place(config: Config, gpus: Sequence[Gpu], part: Part = "all") -> Placement:
+def place(config: Config, gpus: Sequence[Gpu], part: StartedPart = "all") -> Placement:
     """Place all parts. ResourceError, with what exists and what is required, if that is impossible."""
     if not gpus:
         _refuse_without(config, part)
@@ -120,7 +120,7 @@ def place(config: Config, gpus: Sequence[Gpu], part: Part = "all") -> Placement:
     )
 
 
-def _refuse_without(config: Config, part: Part) -> None:
+def _refuse_without(config: Config, part: StartedPart) -> None:
     learner, worker = config.learner.gpus, config.worker.gpus
     if learner != "auto" and learner and num_ranks(config, part):
         raise ResourceError(f"learner.gpus = {learner}: torch finds no usable GPU here; set it to auto or 0")
@@ -128,7 +128,7 @@ def _refuse_without(config: Config, part: Part) -> None:
         raise ResourceError(f"worker.gpus = {worker}: torch finds no usable GPU here; set it to auto or 0")
 
 
-def _ranks(config: Config, gpus: Sequence[Gpu], part: Part) -> Sequence[Gpu]:
+def _ranks(config: Config, gpus: Sequence[Gpu], part: StartedPart) -> Sequence[Gpu]:
     wanted = num_ranks(config, part)
     if not wanted or config.learner.gpus == 0:
         return ()
@@ -166,7 +166,7 @@ def _refuse_slices(gpus: Sequence[Gpu], wanted: str) -> None:
         raise ResourceError(f"{wanted}: a process sees only one slice of a GPU (MIG); set it to 1, or use whole GPUs")
 
 
-def _shares(config: Config, placed: Mapping[str, Sequence[Gpu]], gpus: Sequence[Gpu]) -> Mapping[str, Share]:
+def _shares(config: Config, placed: Mapping[str, Sequence[Gpu]], gpus: Sequence[Gpu]) -> Mapping[str, GpuShare]:
     """Return each part's share; a part on several GPUs gets the smallest of its fractions."""
     found: dict[str, list[float]] = {part: [] for part in placed}
     for gpu in gpus:
@@ -174,7 +174,7 @@ def _shares(config: Config, placed: Mapping[str, Sequence[Gpu]], gpus: Sequence[
         if len(on_it) > 1:
             for part, fraction in _fractions(config, on_it, gpu).items():
                 found[part].append(fraction)
-    return {part: Share(gpus=tuple(own), fraction=min(found[part], default=None)) for part, own in placed.items()}
+    return {part: GpuShare(gpus=tuple(own), fraction=min(found[part], default=None)) for part, own in placed.items()}
 
 
 def _fractions(config: Config, parts: Sequence[str], gpu: Gpu) -> Mapping[str, float]:

@@ -72,6 +72,11 @@ def judge_base(url: str) -> str:
     return base if urlsplit(base).path else f"{base}/v1"
 
 
+def teacher_base(url: str) -> str:
+    """Return the root of a teacher's server, which may be given as OpenAI's clients want it, with /v1."""
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 def is_object_store(url: str) -> bool:
     """Return whether it is a URL that fsspec may know as a writable store."""
     match = _OBJECT_STORE.match(url)

@@ -83,12 +83,12 @@ def keep_biases(model: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Routers:
+class FoundRouters:
     by_layer: Mapping[int, Any]  # modules; layers without experts are missing
     shape: RouteShape
 
 
-def find_routers(model: Any, config: schema.Config) -> Routers:
+def find_routers(model: Any, config: schema.Config) -> FoundRouters:
     """Find a transformers model's routers. DataError if it has none, or unknown ones; ConfigError if a group's routes
     might not fit into its message."""
     subject = (
@@ -117,7 +117,7 @@ def find_routers(model: Any, config: schema.Config) -> Routers:
     shape = RouteShape(settings.num_hidden_layers, num_chosen, num_experts)
     if wants_routes(config):
         refuse_large(config, shape)
-    return Routers(by_layer=found, shape=shape)
+    return FoundRouters(by_layer=found, shape=shape)
 
 
 def refuse_large(config: schema.Config, shape: RouteShape) -> None:

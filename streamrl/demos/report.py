@@ -15,7 +15,7 @@ from streamrl.config.schema import Config, Dataset
 from streamrl.data.prompts import read_prompts
 from streamrl.errors import ResourceError
 from streamrl.ops.launch.forking import PartsAhead
-from streamrl.ops.launch.summary import Summary, summary_lines
+from streamrl.ops.launch.summary import RunSummary, summary_lines
 from streamrl.ops.monitor.charts import Chart, running_mean, save_report
 from streamrl.ops.monitor.history import History, read_lines
 from streamrl.terminal import printable
@@ -65,7 +65,7 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    summary: Summary
+    summary: RunSummary
     before: float  # share of right answers on the held-out prompts
     after: float
     train: Points
@@ -91,7 +91,7 @@ class Report:
         }
 
 
-def make_report(config: Config, case: Showcase, summary: Summary, *, prepare_s: float, total_s: float) -> Report:
+def make_report(config: Config, case: Showcase, summary: RunSummary, *, prepare_s: float, total_s: float) -> Report:
     """Report on a finished run; draws the PNG. ResourceError if no validation had enough answers."""
     if case.source not in summary.held_out:
         raise ResourceError(

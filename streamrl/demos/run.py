@@ -27,13 +27,13 @@ from streamrl.config.load import Loaded, load_config
 from streamrl.config.shipped import shipped_config
 from streamrl.demos.report import Showcase, make_report, report_lines
 from streamrl.errors import ConfigError, PartError
-from streamrl.extras import need
+from streamrl.extras import Need
 from streamrl.files import LOCK, only_one
 from streamrl.ops.launch.display import Display, spinner
 from streamrl.ops.launch.forking import PartsAhead
 from streamrl.ops.launch.processes import Command, Process, end_all, part_error
 from streamrl.ops.launch.up import up
-from streamrl.ops.monitor.doctor.requirements import check_packages
+from streamrl.ops.monitor.doctor.requirements import check_packages, needs_of_redis
 from streamrl.ops.monitor.doctor.trials import REWARD_TRIALS, run_trials
 from streamrl.terminal import printable
 
@@ -72,8 +72,8 @@ def _prepare(case: Showcase, overrides: Sequence[str], console: Console, ahead: 
     file = shipped_config(f"{case.name}.yaml")
     loaded = load_config(file, overrides)
     check_config(loaded.config, loaded.origin)
-    check_packages(loaded.config)
-    need(f"the {case.name}'s plot", "matplotlib", extra="monitor")
+    plot = Need(what=f"the {case.name}'s plot", packages=("matplotlib",), extra="monitor")
+    check_packages(loaded.config, also=[*needs_of_redis(loaded.config), plot])
     config = loaded.config
     case.check(config)
     with only_one(config.folder, config.name):

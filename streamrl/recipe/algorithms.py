@@ -54,7 +54,7 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class GroupAdvantages:
     """A group's advantages."""
 
     values: PerToken  # n times [T_i]
@@ -99,10 +99,10 @@ class Reinforce:
         difference = self._estimate_kl(behaviour_logprobs, reference_logprobs)
         return self._settings.kl.coefficient * (difference.abs() if self._settings.kl.absolute else difference)
 
-    def advantages(self, group: Group, penalties: npt.NDArray[np.float64]) -> Judged:
+    def advantages(self, group: Group, penalties: npt.NDArray[np.float64]) -> GroupAdvantages:
         header, samples = group.header, group.samples
         may_teach = usable(header, self._settings)
-        by_source = _BySource(samples, self._weights)
+        by_source = _RewardsBySource(samples, self._weights)
         rewards = np.asarray(header.sample_rewards, dtype=np.float64)
         if self._settings.normalize_sources:
             rewards = standardized(by_source, self._weights, may_teach)
@@ -120,7 +120,7 @@ class Reinforce:
         )
         return self.judge(scored)
 
-    def judge(self, group: ScoredGroup) -> Judged:
+    def judge(self, group: ScoredGroup) -> GroupAdvantages:
         given_back = self._advantages(group)
         values = per_token(given_back, group.lengths)
         if values is None:
@@ -132,7 +132,7 @@ class Reinforce:
                 f"{returned:.200}"
             )
         means = np.array([_mean(value, mask) for value, mask in zip(given_back, group.masks, strict=True)])
-        return Judged(
+        return GroupAdvantages(
             values=scaled_by_std(values, group) if self._settings.scale_by_std else values,
             baselines=group.rewards - means,
         )
@@ -153,7 +153,7 @@ class Reinforce:
         return values + self._settings.kl.coefficient * weight * kl, metrics
 
 
-class _BySource(dict[str, npt.NDArray[np.float64]]):
+class _RewardsBySource(dict[str, npt.NDArray[np.float64]]):
     """The rewards of a group's samples by source: NaN where one does not apply, perhaps to any of them."""
 
     def __init__(self, samples: Sequence[Sample], weights: Mapping[str, float]) -> None:
@@ -197,9 +197,9 @@ class RejectionSampling:
     def penalty(self, behaviour_logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:  # [T]
         return behaviour_logprobs.new_zeros(behaviour_logprobs.shape)
 
-    def advantages(self, group: Group, penalties: npt.NDArray[np.float64]) -> Judged:
+    def advantages(self, group: Group, penalties: npt.NDArray[np.float64]) -> GroupAdvantages:
         values = tuple(np.ones(length) for length in group.header.sample_lengths)
-        return Judged(values=values, baselines=np.zeros_like(penalties))
+        return GroupAdvantages(values=values, baselines=np.zeros_like(penalties))
 
     def loss(self, batch: TokenBatch) -> Losses:
         return uncorrected(batch)

@@ -12,7 +12,7 @@ interval    Wilson's score interval of 95 % over prompts, since samples of one p
 from __future__ import annotations
 
 import math
-import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +25,15 @@ if TYPE_CHECKING:
 
 HALF_CHARACTER = "\ufffd"  # what tokenizers decode a character to whose last bytes are in the next token
 _Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
+_SEARCH_S = 1.0  # for the answer in one text; of the process's CPU time
+_TOO_SLOW = (
+    f"validation.answer: searching one text took more than {_SEARCH_S:g} s, which counts as no answer; "
+    "does the pattern nest repetitions, such as (x+)*?"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class JudgedSample:
     """The verdict on one sample."""
 
     passed: bool
@@ -48,7 +53,7 @@ def pass_at(k: int, *, num_samples: int, num_passed: int) -> float:
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
 
-def passes(prompts: Sequence[Sequence[Judged]], *, num_samples: int) -> dict[int, Passing]:
+def passes(prompts: Sequence[Sequence[JudgedSample]], *, num_samples: int) -> dict[int, Passing]:
     """Return pass@k for k = 1, 2, 4, ... up to `num_samples`, which were asked for, that number included; without the k
     for which no prompt has enough samples."""
     counts = [(len(samples), sum(one.passed for one in samples)) for samples in prompts]
@@ -66,12 +71,12 @@ def numbers_of_samples(most: int) -> list[int]:
     return sorted(k for k in {*powers, most} if 1 <= k <= most)
 
 
-def majority(prompts: Sequence[Sequence[Judged]]) -> float | None:
+def majority(prompts: Sequence[Sequence[JudgedSample]]) -> float | None:
     """Return the share of prompts whose majority answer passes; None without prompts."""
     return fmean(map(_majority_of, prompts)) if prompts else None
 
 
-def _majority_of(samples: Sequence[Judged]) -> float:
+def _majority_of(samples: Sequence[JudgedSample]) -> float:
     votes = Counter(one.answer for one in samples if one.answer is not None)
     if not votes:
         return 0.0
@@ -125,10 +130,10 @@ def judge_samples(
     answer: str | None,
     stop: Sequence[str],
     decode: Callable[[list[int]], str],
-) -> list[Judged]:
+) -> list[JudgedSample]:
     """Judge one prompt's samples. A sample to which the source does not apply does not pass."""
     return [
-        Judged(
+        JudgedSample(
             passed=one.rewards.get(by, -math.inf) >= at_least,
             answer=None if answer is None else answer_in(completion_of(one.token_ids.tolist(), stop, decode), answer),
         )
@@ -148,8 +153,15 @@ def completion_of(token_ids: list[int], stop: Sequence[str], decode: Callable[[l
 
 
 def answer_in(text: str, pattern: str) -> str | None:
-    """Return the pattern's last match in the text, or its first group if it has one."""
-    found = list(re.finditer(pattern, text))
+    """Return the pattern's last match in the text, or its first group if it has one; None if it has none, or if the
+    search takes too long: patterns with nested repetitions may take years on texts that a model wrote."""
+    import regex  # lazy: slow to import, and most readers of this module search nothing. `re` has no time limit
+
+    try:
+        found = list(regex.finditer(pattern, text, timeout=_SEARCH_S, concurrent=True))
+    except TimeoutError:
+        warnings.warn(_TOO_SLOW, RuntimeWarning, stacklevel=1)  # Python shows it once in a process
+        return None
     if not found:
         return None
     held = found[-1][1] if found[-1].re.groups else found[-1][0]

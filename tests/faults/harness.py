@@ -27,7 +27,8 @@ from streamrl.errors import Fenced, TransportError
 from streamrl.learner.checkpoints.terms import CheckpointName
 from streamrl.learner.groups.ledger import Ending
 from streamrl.ops.audit import Audit, audit_folder
-from streamrl.ops.audit.folder import read_chain, read_commit
+from streamrl.ops.audit.commit import read_commit
+from streamrl.ops.audit.journal import read_chain
 from streamrl.protocol.transport.address import PASSWORD
 from streamrl.protocol.transport.keys import WORKERS, Keys
 from tests.faults.place import Place

@@ -21,11 +21,14 @@ import redis
 
 from streamrl.config import schema
 from streamrl.errors import Fenced, TransportError
+from streamrl.learner.admission.admit import Admitted, admit
+from streamrl.learner.admission.server import Server, holding_lease, take_lease
 from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
 from streamrl.learner.checkpoints.save import RankStateDouble, Saver
 from streamrl.learner.conductor import Conductor
 from streamrl.learner.groups.curriculum import open_order
 from streamrl.learner.groups.feed import Feed
+from streamrl.learner.groups.feed_parts import make_feed_parts
 from streamrl.learner.groups.fetch import fetch_groups
 from streamrl.learner.groups.plan import GroupCheck, Kind, Plan
 from streamrl.learner.groups.prompts import PromptSet
@@ -34,7 +37,6 @@ from streamrl.learner.metrics.keepsakes import append_line
 from streamrl.learner.metrics.record import Timers
 from streamrl.learner.process.background import BackgroundThread
 from streamrl.learner.process.lease import LeaseKeeper
-from streamrl.learner.start import Admitted, Server, admit, holding_lease, take_lease
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
@@ -137,22 +139,24 @@ class _Loop:
         self._step = start.step
         self._publisher = _Publisher(admitted.stream, store, run_uid=start.run_uid, term=start.term)
         feed = Feed(
-            stream=admitted.stream,
-            prompts=prompts,
-            config=config,
-            run_uid=start.run_uid,
-            fingerprint=MODEL,
-            drop_reason=drop_reason,
-            quarantine=Quarantine(config.folder, term=start.term),
-            order=open_order(
-                config,
-                prompts,
-                root=config.folder,
-                term=start.term,
-                since=start.checkpoint.term if start.checkpoint else 0,
+            make_feed_parts(
+                stream=admitted.stream,
+                prompts=prompts,
+                config=config,
+                run_uid=start.run_uid,
+                fingerprint=MODEL,
+                drop_reason=drop_reason,
+                quarantine=Quarantine(config.folder, term=start.term),
+                order=open_order(
+                    config,
+                    prompts,
+                    root=config.folder,
+                    term=start.term,
+                    since=start.checkpoint.term if start.checkpoint else 0,
+                    state=state,
+                ),
                 state=state,
-            ),
-            state=state,
+            )
         )
         if state is not None:
             feed.committed(state, step=start.step)

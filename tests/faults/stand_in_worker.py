@@ -27,14 +27,14 @@ from streamrl.protocol.transport.types import Leased
 from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.protocol.wire.group import decode_header
 from streamrl.telemetry.progress import Progress
-from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import Engine, Generated, SampleRequest
 from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.environments.playing import playing
 from streamrl.workers.rewards.base import RewardDouble, ScoreItem
 from streamrl.workers.rewards.mixing import Rewards, Weighted
-from streamrl.workers.roles import WeightsDouble
-from streamrl.workers.rollout import Rollout
+from streamrl.workers.rollout.answer import Answerer
+from streamrl.workers.rollout.loop import Rollout
+from streamrl.workers.weights.roles import WeightsDouble
 from tests.faults.place import FAILING_TICKET, Place
 from tests.faults.stand_in_learner import open_store_of, weights_of
 from tests.faults.stand_in_model import stand_in_model

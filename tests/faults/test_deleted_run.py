@@ -17,12 +17,12 @@ from streamrl.protocol.transport.operator import remove_run
 from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
-from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.rewards.base import RewardDouble
 from streamrl.workers.rewards.mixing import Rewards, Weighted
-from streamrl.workers.roles import WeightsDouble
-from streamrl.workers.rollout import Rollout
+from streamrl.workers.rollout.answer import Answerer
+from streamrl.workers.rollout.loop import Rollout
+from streamrl.workers.weights.roles import WeightsDouble
 from tests.faults.report import report
 from tests.feed_world import MODEL, encode_answer
 from tests.helpers import make_ticket, wait_until_async

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from streamrl.config import schema
-from streamrl.config.engines import ENGINES, Entry
+from streamrl.config.engines import ENGINES, EngineEntry
 from streamrl.errors import ConfigError
 from streamrl.permissions import Permissions
 from streamrl.protocol.transport.keys import Keys
@@ -31,7 +31,8 @@ from streamrl.protocol.transport.snapshot import snapshot
 from streamrl.versions import make_version
 from streamrl.workers.engines.base import Load
 from streamrl.workers.engines.transformers_engine import TransformersEngine
-from streamrl.workers.service import Options, serve
+from streamrl.workers.options import Options
+from streamrl.workers.service import serve
 from tests.faults.harness import FaultWorld
 from tests.faults.place import Place
 from tests.faults.report import Row, note, report
@@ -136,8 +137,8 @@ async def test_no_group_of_spoilt_weights_leaves_a_worker_and_the_next_ones_serv
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if how == "permuted":
-        entry = Entry(f"{__name__}:{PermutingEngine.__name__}")
-        monkeypatch.setitem(cast(dict[str, Entry], ENGINES), "transformers", entry)
+        entry = EngineEntry(f"{__name__}:{PermutingEngine.__name__}")
+        monkeypatch.setitem(cast(dict[str, EngineEntry], ENGINES), "transformers", entry)
     learner.issue(*_PROMPTS, num_samples=2, fields={"answer": "4"})
     learner.publish(rounded(model, tmp_path / "spoilt") if how == "dtype" else model)
 

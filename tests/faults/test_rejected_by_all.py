@@ -1,8 +1,8 @@
-"""Workers whose engines compute another model than the learner does: all of them, and the run ends and says why; or one
-of two, and the run goes on with the other.
+"""Workers whose engines compute something else than a plain forward pass of the same weights does: all of them, and the
+run ends and says why; or one of two, and the run goes on with the other.
 
-Learner and workers are the real ones. The workers' model folder names another activation than the learner's: the same
-tokenizer, the same tensors, whose digests agree, and other log-probs.
+Learner and workers are the real ones. The engines hold the right tensors, whose digests agree, and give log-probs that
+are half as large.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import redis
 
@@ -25,7 +27,9 @@ from streamrl.ops.monitor.view import Cause
 from streamrl.permissions import Permissions
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.snapshot import snapshot
-from streamrl.workers.service import Options, serve
+from streamrl.workers.engines.transformers_engine import TransformersEngine
+from streamrl.workers.options import Options
+from streamrl.workers.service import serve
 from tests.helpers import wait_until_async
 from tests.integration.learner_world import make_run, output, running_learner
 
@@ -39,7 +43,7 @@ def make_config(folder: Path, name: str, *, give_up_after_s: float) -> schema.Co
         folder,
         name=name,
         data=schema.Data(train=str(folder / "prompts.jsonl"), max_prompt_tokens=32),
-        rewards={"exact": schema.FunctionReward(type="function", target="exact_match")},
+        rewards={"form": schema.FunctionReward(type="function", target="regex_format", options={"pattern": "a"})},
         algorithm=schema.Algorithm(drop_zero_variance=False, mask_unfinished=False),
         training=schema.Training(groups_per_step=4, max_steps=3),
         weights=schema.Weights(dtype="float32", give_up_after_s=give_up_after_s),
@@ -47,11 +51,17 @@ def make_config(folder: Path, name: str, *, give_up_after_s: float) -> schema.Co
     )
 
 
-def another_model(model: str, folder: Path) -> str:
-    shutil.copytree(model, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "relu"}))
-    return str(folder)
+@pytest.fixture
+def wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for a copy of the model: engines that run what is there are wrong."""
+    folder, right = tmp_path / "wrong", TransformersEngine.logprobs
+
+    async def logprobs(self: TransformersEngine, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+        found = await right(self, token_ids)
+        return found / 2 if self._settings.model.path == str(folder) else found
+
+    monkeypatch.setattr(TransformersEngine, "logprobs", logprobs)
+    return folder
 
 
 @asynccontextmanager
@@ -81,17 +91,17 @@ def causes(client: redis.Redis, keys: Keys) -> dict[str, Cause]:
 
 
 async def test_a_run_whose_workers_all_reject_the_weights_ends_within_its_patience_and_says_why(
-    tmp_path: Path, redis_url: str, client: redis.Redis, keys: Keys
+    tmp_path: Path, wrong: Path, redis_url: str, client: redis.Redis, keys: Keys
 ) -> None:
     config = make_config(tmp_path, keys.name, give_up_after_s=_SOON_S)
-    foreign = another_model(config.model.path, tmp_path / "foreign")
+    shutil.copytree(config.model.path, wrong)
 
     async def is_told() -> Cause | None:
         assert not any(worker.done() for worker in workers), workers
         return causes(client, keys).get("all_workers_reject")
 
     with running_learner(config, redis_url) as learner:
-        async with working(redis_url, keys.name, a=foreign, b=foreign) as workers:
+        async with working(redis_url, keys.name, a=str(wrong), b=str(wrong)) as workers:
             cause = await wait_until_async(is_told, description="`why` names the rejection", timeout_s=240)
             began = time.monotonic()
             assert await asyncio.to_thread(learner.wait, 60) == 1, output(config)
@@ -114,17 +124,17 @@ async def test_a_run_whose_workers_all_reject_the_weights_ends_within_its_patien
 
 
 async def test_a_run_of_which_one_worker_rejects_the_weights_goes_on_with_the_other(
-    tmp_path: Path, redis_url: str, client: redis.Redis, keys: Keys
+    tmp_path: Path, wrong: Path, redis_url: str, client: redis.Redis, keys: Keys
 ) -> None:
     config = make_config(tmp_path, keys.name, give_up_after_s=_LATE_S)
-    foreign = another_model(config.model.path, tmp_path / "foreign")
+    shutil.copytree(config.model.path, wrong)
 
     async def is_told() -> Cause | None:
         found = causes(client, keys)
         return found.get("all_workers_reject") or found.get("some_workers_reject")
 
     with running_learner(config, redis_url) as learner:
-        async with working(redis_url, keys.name, bad=foreign):
+        async with working(redis_url, keys.name, bad=str(wrong)):
             await wait_until_async(is_told, description="`why` names the rejection", timeout_s=240)
             async with working(redis_url, keys.name, good=config.model.path):
                 assert await asyncio.to_thread(learner.wait, 60) == 0, output(config)

@@ -28,7 +28,8 @@ from streamrl.data.settings import DATE
 from streamrl.learner.loading.build import load_model
 from streamrl.learner.model.logits import Head
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.packing.micro_batches import Piece, pack
+from streamrl.learner.packing.micro_batches import Piece
+from streamrl.learner.packing.pack import pack
 from streamrl.protocol.wire.group import decode_body, decode_header, encode_group
 from streamrl.protocol.wire.sample import Sample
 from streamrl.workers.engines.base import Engine, Generated, KvCache, SampleRequest

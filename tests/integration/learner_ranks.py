@@ -30,7 +30,7 @@ from streamrl.learner.model.policy import Policy
 from streamrl.learner.objective.gradients import Gradients
 from streamrl.learner.objective.optimizer import make_optimizer, update
 from streamrl.learner.objective.reference import Reference, frozen_logprobs, make_reference
-from streamrl.learner.packing.micro_batches import pack
+from streamrl.learner.packing.pack import pack
 from streamrl.learner.parallel.dtensors import whole
 from streamrl.learner.process.background import BackgroundThread, BackgroundThreadDouble
 from streamrl.learner.process.ranks import World, join_world

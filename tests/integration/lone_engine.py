@@ -14,7 +14,7 @@ from typing import Any
 
 from streamrl.workers.engines.base import EngineSettings
 from streamrl.workers.engines.model import read_model
-from streamrl.workers.engines.vllm_engine import VllmEngine
+from streamrl.workers.engines.vllm.engine import VllmEngine
 from tests.worker_world import worker_config
 
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"

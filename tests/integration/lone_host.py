@@ -17,9 +17,9 @@ from streamrl.process import parse_address
 from streamrl.telemetry.logs import configure_logging
 from streamrl.telemetry.progress import Progress
 from streamrl.workers.engines.base import EngineSettings, Meeting
-from streamrl.workers.engines.host_mirror import tag_of
 from streamrl.workers.engines.model import read_model
-from streamrl.workers.engines.vllm_headless import HeadlessRanks
+from streamrl.workers.engines.vllm.headless import HeadlessRanks
+from streamrl.workers.engines.vllm.loading.host_mirror import tag_of
 from streamrl.workers.hosts.further import FirstHost, FurtherHost
 from tests.hosts_world import RUN_UID, SECRET
 

@@ -19,8 +19,9 @@ from streamrl.protocol.wire.routes import RouteShape
 from streamrl.workers.engines.base import EngineSettings
 from streamrl.workers.engines.model import read_model
 from streamrl.workers.engines.routes import routes_of_vllm, shape_of_vllm
-from streamrl.workers.engines.vllm_failure import cache_remedy
-from streamrl.workers.engines.vllm_start import engine_args, engine_config, refuse_unknown
+from streamrl.workers.engines.vllm.arguments import engine_args, refuse_unknown
+from streamrl.workers.engines.vllm.failure import cache_remedy
+from streamrl.workers.engines.vllm.start import engine_config
 from tests.tiny_families import make_family
 from tests.tiny_models import make_model
 from tests.worker_world import worker_config

@@ -26,7 +26,7 @@ def bare(kind: type, **attributes: Any) -> Any:
 def test_kernels_of_quantised_experts_outlive_a_reload_where_graphs_point_into_them(device: str) -> None:
     from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 
-    from streamrl.workers.engines.vllm_experts import keeping_kernels
+    from streamrl.workers.engines.vllm.loading.experts import keeping_kernels
 
     method = bare(OnlineMoEMethodBase, moe_kernel="captured", moe_quant_config="of the parameters")
     experts = nn.Module()
@@ -47,7 +47,7 @@ def test_a_kernel_that_only_casts_its_sinks_derives_nothing_without_them(
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.attention.backend import AttentionImplBase
 
-    from streamrl.workers.engines.vllm_places import NoPlace, _refuse_derived_weights
+    from streamrl.workers.engines.vllm.loading.places import NoPlace, _refuse_derived_weights
 
     kind = type(name, (AttentionImplBase,), {"process_weights_after_loading": lambda self, act_dtype: None})
     attention: Any = Attention.__new__(Attention)

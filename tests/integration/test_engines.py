@@ -20,7 +20,7 @@ from streamrl.errors import SampleError
 from streamrl.protocol.wire.sample import Span
 from streamrl.versions import make_version
 from streamrl.workers.engines.base import Generated, KvCache, Load
-from streamrl.workers.engines.vllm_engine import VllmEngine
+from streamrl.workers.engines.vllm.engine import VllmEngine
 from tests.integration.engine_world import (
     CASES,
     MAX_PROMPT,

@@ -10,7 +10,7 @@ import pytest
 from streamrl.config import schema
 from streamrl.errors import UserError
 from streamrl.ops.cli.main import main
-from streamrl.ops.launch.parts import reward_server
+from streamrl.ops.launch.reward_part import reward_server
 from tests.helpers import wait_until
 from tests.integration.learner_world import make_run
 from tests.tiny_rewards import make_reward_model

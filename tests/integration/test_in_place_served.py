@@ -16,8 +16,8 @@ from streamrl.errors import EngineError
 from streamrl.protocol.weights.changes import Changed, Elements
 from streamrl.workers.engines.base import EngineSettings, Generated, Load, SampleRequest
 from streamrl.workers.engines.model import read_model
-from streamrl.workers.engines.vllm_engine import VllmEngine
-from streamrl.workers.engines.vllm_in_place import InPlace
+from streamrl.workers.engines.vllm.engine import VllmEngine
+from streamrl.workers.engines.vllm.in_place import InPlace
 from tests.helpers import wait_until_async
 from tests.integration.in_place import IDS, Chain
 from tests.tiny_models import make_model

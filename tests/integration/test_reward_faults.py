@@ -12,7 +12,7 @@ from streamrl.config import schema
 from streamrl.permissions import Permissions
 from streamrl.process import free_port
 from streamrl.tasks import cancel_all, close_server
-from streamrl.workers.rewards.base import Health, ScoreItem
+from streamrl.workers.rewards.base import ScoreItem, SourceHealth
 from streamrl.workers.rewards.http_client import HttpReward, build_http_reward
 from tests.faults.report import Row, note
 from tests.worker_world import WorkerWorld
@@ -38,7 +38,7 @@ class Witness:
         self.given.append((item, value))
         return value
 
-    def health(self) -> Health:
+    def health(self) -> SourceHealth:
         return self.client.health()
 
     async def close(self) -> None:

@@ -1,4 +1,6 @@
-"""The reward model of `docs/rewards.md`, step by step: trained, served by hand, and served by an evaluation."""
+"""The reward model of `docs/reward-services.md`, step by step: trained, served by hand, and served by the evaluation of
+`docs/rewards.md`.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,10 @@ from streamrl.ops.cli.main import main
 from tests.helpers import wait_until
 from tests.pages import ROOT, blocks
 from tests.tiny_models import make_model
-from tests.unit.test_rewards_page import CONFIGURATIONS, PAGE, PLAIN
+from tests.unit.test_rewards_page import CONFIGURATIONS, PAGE, PLAIN, SERVICES
 
-OF_A_MODEL = [block.text for block in blocks(PAGE, "sh") if block.note == str(Path(__file__).relative_to(ROOT))]
+SHELL = [block for page in (SERVICES, PAGE) for block in blocks(page, "sh")]
+OF_A_MODEL = [block.text for block in SHELL if block.note == str(Path(__file__).relative_to(ROOT))]
 TRAIN, SERVE, EVAL = [shlex.split(line) for text in OF_A_MODEL for line in text.splitlines()]
 
 

@@ -11,7 +11,7 @@ import transformers
 from streamrl.config.schema import Teacher as Settings
 from streamrl.errors import ConfigError
 from streamrl.permissions import Permissions
-from streamrl.workers.rewards.teacher import Teacher, build_teacher
+from streamrl.workers.rewards.teacher import ServedTeacher, build_teacher
 from tests.served import Served
 from tests.tiny_models import make_model, response_logprobs
 
@@ -25,7 +25,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield server
 
 
-def connect(served: Served, tokenizer: transformers.PreTrainedTokenizerBase) -> Teacher:
+def connect(served: Served, tokenizer: transformers.PreTrainedTokenizerBase) -> ServedTeacher:
     settings = Settings(urls=(served.url,))
     return build_teacher(settings, Permissions(hosts=("127.0.0.1",)), tokenizer, model="./policy", longest=100)
 

@@ -17,7 +17,7 @@ from streamrl.telemetry.progress import Progress
 from streamrl.versions import make_version
 from streamrl.workers.engines.base import EngineSettings, Load
 from streamrl.workers.engines.model import read_model
-from streamrl.workers.engines.vllm_engine import VllmEngine
+from streamrl.workers.engines.vllm.engine import VllmEngine
 from streamrl.workers.proofs.proving import Prover
 from tests.tiny_models import make_model
 from tests.worker_world import worker_config
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 def without_the_repair(folder: Path) -> Path:
     """Our code for vLLM's own processes, which import it anew; this process has the whole one already."""
     shutil.copytree(Path(streamrl.__file__).parent, folder / "streamrl")  # what links lead to is copied, too
-    source = folder / "streamrl" / "workers" / "engines" / "vllm_weights.py"
+    source = folder / "streamrl" / "workers" / "engines" / "vllm" / "loading" / "transfer.py"
     whole = source.read_text()
     assert whole.count(REPAIR) == 1
     source.write_text(whole.replace(REPAIR, "pass"))

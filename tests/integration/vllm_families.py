@@ -102,8 +102,8 @@ def work(word: str, sender: Connection) -> None:
     family, _, harm = word.partition(":")
     if harm == "kept":
         importlib.import_module("streamrl.workers.proofs.read_back")  # it packs aside all the same
-        vllm_weights = importlib.import_module("streamrl.workers.engines.vllm_weights")
-        vars(vllm_weights)["packed_once"] = lambda model: []
+        transfer = importlib.import_module("streamrl.workers.engines.vllm.loading.transfer")
+        vars(transfer)["packed_once"] = lambda model: []
     with tempfile.TemporaryDirectory() as folder:
         try:
             row = {**asyncio.run(serve(family, Path(folder))), "family": word}

@@ -17,9 +17,11 @@ from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.worker import WorkerStream
+from tests.helpers import wait_until
 from tests.proxy import Proxy
 from tests.redis.monitor_world import Watched
 from tests.redis.run_world import RunWorld
+from tests.redis.server_program import SECRET, Guarded, answers, serve
 
 UID = "uid"
 LEASE_S = 0.3  # of those whose leases are to run out; no test that wants them kept may take less than a minute
@@ -125,3 +127,14 @@ def make_world(
 def run(make_world: MakeWorld) -> Watched:
     """That run, as monitors see it."""
     return Watched(make_world())
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    """A server that wants a password."""
+    tmp_path = tmp_path_factory.mktemp("guarded")
+    users = tmp_path / "users.acl"
+    users.write_text(f"user part on >{SECRET} ~* +@all\nuser default off\n")
+    with serve(tmp_path, config=f"aclfile {users}\n") as server:
+        wait_until(lambda: answers(server.port), description="the guarded server answers")
+        yield server

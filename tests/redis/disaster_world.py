@@ -18,7 +18,7 @@ from streamrl.crashpoints import SimulatedCrash
 from streamrl.errors import Fenced, ResourceError
 from streamrl.learner.groups.fetch import fetch_groups
 from streamrl.learner.groups.lag import oldest_trained_step
-from streamrl.learner.groups.ledger import Retries
+from streamrl.learner.groups.numbering import Retries
 from streamrl.learner.groups.plan import GroupCheck, Kind
 from streamrl.learner.metrics.record import ValidationResult
 from streamrl.ops.audit import Audit, audit_folder

@@ -16,6 +16,7 @@ from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, 
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry, claim_run, known_run
 from streamrl.learner.groups.curriculum import open_order
 from streamrl.learner.groups.feed import Feed
+from streamrl.learner.groups.feed_parts import make_feed_parts
 from streamrl.learner.groups.ledger import FeedState
 from streamrl.learner.groups.plan import Kind, Plan
 from streamrl.learner.groups.prompts import PromptSet
@@ -78,15 +79,17 @@ class Learner:
         state = self.parent.state.stream if self.parent else None
         since = self.parent.name.term if self.parent else 0
         self.feed = Feed(
-            stream=self.stream,
-            prompts=place.prompts,
-            order=open_order(config, place.prompts, root=config.folder, term=self.term, since=since, state=state),
-            config=config,
-            run_uid=uid,
-            fingerprint=MODEL,
-            drop_reason=drop_reason,
-            state=state,
-            clock=clock,
+            make_feed_parts(
+                stream=self.stream,
+                prompts=place.prompts,
+                order=open_order(config, place.prompts, root=config.folder, term=self.term, since=since, state=state),
+                config=config,
+                run_uid=uid,
+                fingerprint=MODEL,
+                drop_reason=drop_reason,
+                state=state,
+                clock=clock,
+            )
         )
         self._num_versions = 0
         self.copied: tuple[int, FeedState] | None = None  # of a checkpoint under way: its step, and what it says

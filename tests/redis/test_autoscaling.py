@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from streamrl.ops.monitor.exporter import make_registry
-from streamrl.ops.monitor.poller import Seen
+from streamrl.ops.monitor.poller import LatestView
 from tests.manifest_world import render
 from tests.redis.monitor_world import Watched
 from tests.scaling_world import SYNC_S, Autoscaler, Keda, metric
@@ -37,7 +37,7 @@ class Load:
     def has(self, tickets: int) -> str:
         if tickets != self._count:
             self._fill(tickets)
-            seen = Seen(view=self._run.view())
+            seen = LatestView(view=self._run.view())
             self._text = generate_latest(make_registry(self._run.world.keys.name, lambda: seen)).decode()
             self._count = tickets
         return self._text
@@ -126,7 +126,7 @@ def test_a_day_of_load_turns_no_more_often_than_the_load_does(
 
 
 def test_where_the_exporter_has_not_seen_redis_nothing_is_scaled(load: Load) -> None:
-    blind = generate_latest(make_registry("x", lambda: Seen(error="it is gone"))).decode()
+    blind = generate_latest(make_registry("x", lambda: LatestView(error="it is gone"))).decode()
     assert keda().value(blind) is None
     assert {count for _, count in scale(keda(), lambda now: blind, until_s=3600, replicas=3)} == {3}
 

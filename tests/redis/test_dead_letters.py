@@ -11,8 +11,9 @@ import redis
 import redis.asyncio
 
 from streamrl.learner.groups.feed import Feed
+from streamrl.learner.groups.feed_parts import make_feed_parts
 from streamrl.ops.cli.main import main
-from streamrl.ops.cli.operate import letter_lines
+from streamrl.ops.cli.operating.operate import letter_lines
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.transport.operator import (
@@ -34,13 +35,15 @@ from tests.redis.run_world import NUM_PROMPTS, RunWorld
 
 def make_feed(stream: LearnerStream, **changes: Any) -> Feed:
     return Feed(
-        stream=stream,
-        prompts=make_prompts(12),
-        config=make_config(training={"groups_per_step": 3}, worker={"max_attempts": 1}),
-        run_uid=UID,
-        fingerprint=MODEL,
-        drop_reason=drop_reason,
-        **changes,
+        make_feed_parts(
+            stream=stream,
+            prompts=make_prompts(12),
+            config=make_config(training={"groups_per_step": 3}, worker={"max_attempts": 1}),
+            run_uid=UID,
+            fingerprint=MODEL,
+            drop_reason=drop_reason,
+            **changes,
+        )
     )
 
 

@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from streamrl.config.load import Loaded, load_config
-from streamrl.config.placement import Part
+from streamrl.config.placement import StartedPart
 from streamrl.errors import ConfigError, ResourceError
 from streamrl.finding import Finding
 from streamrl.ops.cli.main import main
@@ -307,7 +307,7 @@ def test_where_files_are_wrong_nothing_is_tried_with_them(
 
 
 def test_each_machine_is_asked_for_what_its_own_part_needs(model: Path, redis_url: str) -> None:
-    def seen(part: Part, *overrides: str) -> dict[str, Finding]:
+    def seen(part: StartedPart, *overrides: str) -> dict[str, Finding]:
         return {one.name: one for _, one in look(load(model, redis_url, *overrides), part)}
 
     no_data = seen("worker", "data.train=nowhere.jsonl", "worker.count=0")
@@ -320,7 +320,7 @@ def test_each_machine_is_asked_for_what_its_own_part_needs(model: Path, redis_ur
 
 
 def test_a_layout_is_checked_where_the_number_of_ranks_is_known(model: Path, redis_url: str) -> None:
-    def wrong(part: Part) -> set[str]:
+    def wrong(part: StartedPart) -> set[str]:
         loaded = load(model, redis_url, "learner.layout.context=4", "learner.processes=2")
         return {one.name for _, one in look(loaded, part) if one.level == "error" and "context = 4" in one.evidence}
 

@@ -15,7 +15,7 @@ from streamrl.finding import Finding
 from streamrl.ops.monitor.doctor.services import check_redis, fitness
 from streamrl.protocol.transport.acl import rules
 from tests.helpers import wait_until
-from tests.redis.test_addresses import Guarded, answers, serve
+from tests.redis.server_program import Guarded, answers, serve
 
 POLICIES = (
     "allkeys-lru",

@@ -51,7 +51,11 @@ def test_the_server_is_private_durable_and_never_evicts(tmp_path: Path) -> None:
         check_server(client)
         wanted = {"port": "0", "appendonly": "yes", "appendfsync": "everysec", "maxmemory-policy": "noeviction"}
         assert {name: client.config_get(name)[name] for name in wanted} == wanted
+        client.set("secret", "of the hosts")
         assert (tmp_path / "redis.sock").stat().st_mode & 0o777 == 0o700
+        written = [path for path in (tmp_path / "appendonlydir").rglob("*") if path.is_file()]
+        assert written
+        assert {path.stat().st_mode & 0o077 for path in [*written, tmp_path / "appendonlydir"]} == {0}
 
 
 def test_a_deep_folder_gets_a_short_socket_path_that_is_removed(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from prometheus_client import generate_latest
 from streamrl.ops.cli.main import main
 from streamrl.ops.monitor.alerts import alert_rules, grafana_dashboard
 from streamrl.ops.monitor.exporter import make_registry, make_server
-from streamrl.ops.monitor.poller import ConnectingWatcher, Poller, Seen, Watcher
+from streamrl.ops.monitor.poller import ConnectingWatcher, LatestView, Poller, Watcher
 from streamrl.ops.monitor.runs import Target, find_target, opened
 from streamrl.ops.monitor.view import View
 from streamrl.process import address_of, bind, started_at
@@ -37,7 +37,7 @@ _NAME = re.compile(r"streamrl_[a-z_]+")
 
 
 def prometheus_text(view: View | None, run: str, *, is_up: bool) -> bytes:
-    seen = Seen(view=view, error="" if is_up else "it is gone")
+    seen = LatestView(view=view, error="" if is_up else "it is gone")
     return generate_latest(make_registry(run, lambda: seen))
 
 
@@ -101,7 +101,7 @@ def test_counters_fall_only_with_the_process_or_the_run_that_they_are_of(run: Wa
         return parse(generate_latest(registry))
 
     now = seen
-    registry = make_registry("x", lambda: Seen(view=now))
+    registry = make_registry("x", lambda: LatestView(view=now))
 
     told(100, ("worker/a", 7), ("worker/b", 1))
     after_a_crash = told(90, ("worker/b", 1))

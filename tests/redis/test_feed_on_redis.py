@@ -11,6 +11,7 @@ import redis
 from streamrl.config import schema
 from streamrl.errors import Fenced
 from streamrl.learner.groups.feed import Feed
+from streamrl.learner.groups.feed_parts import make_feed_parts
 from streamrl.learner.groups.fetch import fetch_groups
 from streamrl.learner.groups.ledger import FeedState
 from streamrl.learner.groups.plan import GroupCheck, Kind, Plan
@@ -36,13 +37,15 @@ def make_feed(
     **sections: Any,
 ) -> Feed:
     feed = Feed(
-        stream=stream,
-        prompts=make_prompts(num_prompts),
-        config=make_config(training={"groups_per_step": 3}, **sections),
-        run_uid=UID,
-        fingerprint=MODEL,
-        drop_reason=drop_reason,
-        state=state,
+        make_feed_parts(
+            stream=stream,
+            prompts=make_prompts(num_prompts),
+            config=make_config(training={"groups_per_step": 3}, **sections),
+            run_uid=UID,
+            fingerprint=MODEL,
+            drop_reason=drop_reason,
+            state=state,
+        )
     )
     feed.note_version(make_version(term, 0), 0)
     return feed

@@ -112,7 +112,7 @@ async def test_no_other_role_puts_a_group_into_the_stream(
 async def test_a_worker_may_take_a_lease_by_force_and_answers_its_ticket_then(
     world: RunWorld, leased: list[Leased], keys: Keys, role_urls: Mapping[Role, str]
 ) -> None:
-    """What no rule can prevent, for leases that ran out are taken over in just this way: docs/operations.md."""
+    """What no rule can prevent, for leases that ran out are taken over in just this way: docs/architecture.md."""
     first = leased[0]
     with connect(role_urls["worker"], schema.Redis()) as forger:
         forger.xclaim(keys.tickets("train"), WORKERS, "other", 0, [first.entry_id])

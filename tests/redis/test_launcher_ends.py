@@ -24,7 +24,7 @@ from streamrl.errors import PartError, UserError
 from streamrl.ops.launch.display import Display
 from streamrl.ops.launch.parts import DRAIN_S
 from streamrl.ops.launch.processes import Command, Interrupts, Process
-from streamrl.ops.launch.supervisor import Supervisor
+from streamrl.ops.launch.supervisor import RunSupervisor
 from streamrl.ops.monitor.remains import read_remains
 from streamrl.protocol.transport.keys import Keys
 from tests.helpers import wait_until
@@ -43,7 +43,7 @@ def until_told(last: str) -> str:
 STAYS = until_told("exit 0")
 IS_KILLED_AS_IT_SAVES = until_told("kill -KILL $$")
 
-Launch = Callable[..., tuple[Supervisor, Interrupts]]
+Launch = Callable[..., tuple[RunSupervisor, Interrupts]]
 
 
 @pytest.fixture
@@ -64,12 +64,12 @@ def launch(world: RunWorld) -> Launch:
 
     def make(
         scripts: Mapping[str, str], display: Display | None = None, *, drain_s: float = DRAIN_S, **sections: object
-    ) -> tuple[Supervisor, Interrupts]:
+    ) -> tuple[RunSupervisor, Interrupts]:
         def start(command: Command) -> Process:
             return Process(replace(command, arguments=("/bin/sh", "-c", scripts[command.name])))
 
         interrupts = Interrupts()
-        supervisor = Supervisor(
+        supervisor = RunSupervisor(
             config=world.config.model_copy(update=sections),
             redis_url=world.url,
             embedded=None,

@@ -14,7 +14,7 @@ from streamrl.config.placement import Placement
 from streamrl.ops.launch.display import Display
 from streamrl.ops.launch.processes import Interrupts
 from streamrl.ops.launch.summary import Loads
-from streamrl.ops.launch.supervisor import Supervisor
+from streamrl.ops.launch.supervisor import RunSupervisor
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.operator import remove_run
 from tests.redis.monitor_world import Watched, healthy_run
@@ -28,10 +28,10 @@ async def run(
     return await healthy_run(RunWorld(tmp_path, client=client, async_client=async_client, keys=keys, url=redis_url))
 
 
-def make_supervisor(run: Watched, out: io.StringIO) -> Supervisor:
+def make_supervisor(run: Watched, out: io.StringIO) -> RunSupervisor:
     config = run.world.config.model_copy(update={"name": run.world.keys.name})
     now = iter(range(0, 4000, 40))  # so that each look is worth a line
-    return Supervisor(
+    return RunSupervisor(
         config=config,
         redis_url=run.world.url,
         embedded=None,

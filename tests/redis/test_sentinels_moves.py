@@ -13,13 +13,10 @@ from pathlib import Path
 import pytest
 import redis
 
-from streamrl.config import schema
 from streamrl.protocol.transport.connection import connect, connect_async
 from streamrl.protocol.transport.entries import PagedReader
 from tests.helpers import wait_until, wait_until_async
-from tests.redis.test_addresses import answers, serve
-
-SETTINGS = schema.Redis(connect_timeout_s=2.0, reply_timeout_s=5.0)
+from tests.redis.server_program import SETTINGS, answers, serve
 
 
 class SentinelDouble(socketserver.ThreadingTCPServer):

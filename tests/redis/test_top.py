@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.config import schema
-from streamrl.ops.cli.monitor import top as top_command
+from streamrl.ops.cli.watching.status import top as top_command
 from streamrl.ops.monitor.poller import SILENT_S
 from streamrl.protocol.transport.connection import connect, connect_async
 from streamrl.protocol.transport.embedded import EmbeddedRedis

@@ -5,34 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 
-import pytest
 import redis
 
-from streamrl.errors import ResourceError, RunGone
 from streamrl.protocol.transport.keys import WORKERS, Keys
 from streamrl.protocol.transport.learner import LearnerStream
-from streamrl.protocol.transport.operator import remove_run
 from streamrl.protocol.transport.snapshot import snapshot
 from streamrl.protocol.transport.types import Leased
 from streamrl.protocol.transport.worker import WorkerStream
 from tests.helpers import make_ticket, wait_until_async
-from tests.redis.conftest import LEASE_S, MakeLearner, MakeWorker
-
-
-def numbers(leased: list[Leased]) -> list[int]:
-    return [one.ticket.number for one in leased]
-
-
-async def all_of(worker: WorkerStream, count: int, *, block_ms: int = 50) -> list[Leased]:
-    """Lease until so many tickets came."""
-    got: list[Leased] = []
-
-    async def enough() -> bool:
-        got.extend(await worker.lease(max_tickets=count - len(got), block_ms=block_ms))
-        return len(got) >= count
-
-    await wait_until_async(enough, description=f"{count} tickets leased")
-    return got
+from tests.redis.conftest import LEASE_S, MakeWorker
+from tests.redis.leasing import all_of, numbers
 
 
 def delivery_counts(client: redis.Redis, keys: Keys) -> list[int]:
@@ -232,87 +214,6 @@ async def test_an_unreadable_ticket_is_left_for_others_and_the_rest_arrives(
     learner.issue([make_ticket(2)])
     assert numbers(await worker.lease(max_tickets=4, block_ms=0)) == [2]
     assert client.xlen(stream) == 3
-
-
-async def test_a_worker_before_its_run_waits_and_then_serves_it(
-    worker: WorkerStream, make_learner: MakeLearner
-) -> None:
-    assert await worker.run_info() is None
-    assert await worker.lease(max_tickets=1, block_ms=10) == []
-    assert await worker.announcements.latest() is None
-    make_learner().issue([make_ticket(0)])
-    info = await worker.run_info()
-    assert info is not None
-    assert (info.uid, info.term, info.config_json, info.fingerprint) == ("uid", 1, '{"name": "x"}', "model")
-    assert numbers(await worker.lease(max_tickets=1, block_ms=0)) == [0]
-
-
-async def test_a_worker_of_another_wire_schema_than_its_learners_ends_and_leases_nothing(
-    learner: LearnerStream, worker: WorkerStream, make_worker: MakeWorker, client: redis.Redis, keys: Keys
-) -> None:
-    learner.issue([make_ticket(0)])
-    assert await worker.run_info() is not None
-    client.hset(keys.meta, "schema", 99)
-    for call in (worker.run_info(), make_worker("new").lease(max_tickets=1, block_ms=0)):
-        with pytest.raises(ResourceError, match=r"messages of schema 99, and this worker reads schema \d+: install"):
-            await call
-    assert client.xpending(keys.tickets("train"), WORKERS)["pending"] == 0
-
-
-async def test_a_run_of_another_wire_schema_that_has_ended_has_ended(
-    learner: LearnerStream, worker: WorkerStream, client: redis.Redis, keys: Keys
-) -> None:
-    """Which schema the learner writes that resumes it is known once it does."""
-    learner.release("stopped")
-    client.hset(keys.meta, "schema", 99)
-    info = await worker.run_info()
-    assert info is not None
-    assert info.state == "stopped"
-
-
-async def test_a_removed_run_tells_its_workers_that_it_is_gone(
-    learner: LearnerStream, worker: WorkerStream, client: redis.Redis, keys: Keys
-) -> None:
-    learner.issue([make_ticket(0)])
-    leased = await worker.lease(max_tickets=1, block_ms=0)
-    assert remove_run(client, keys)
-    for call in (
-        worker.run_info(),
-        worker.lease(max_tickets=1, block_ms=0),
-        worker.renew(leased),
-        worker.deliver(leased[0], b"h", b"b"),
-        worker.announcements.latest(),
-    ):
-        with pytest.raises(RunGone):
-            await call
-    assert client.exists(keys.groups("train")) == 0
-
-
-async def test_a_run_of_the_same_name_is_not_the_workers_run(
-    worker: WorkerStream, make_worker: MakeWorker, make_learner: MakeLearner, client: redis.Redis, keys: Keys
-) -> None:
-    make_learner().issue([make_ticket(0)])
-    [leased] = await worker.lease(max_tickets=1, block_ms=0)
-    remove_run(client, keys)
-    make_learner(uid="another").issue([make_ticket(0, run_uid="another")])
-    with pytest.raises(RunGone):
-        await worker.deliver(leased, b"h", b"b")
-    with pytest.raises(RunGone):
-        await worker.lease(max_tickets=1, block_ms=0)
-    assert numbers(await make_worker("new").lease(max_tickets=1, block_ms=0)) == [0]
-
-
-async def test_an_emptied_server_is_waited_for(
-    learner: LearnerStream, worker: WorkerStream, client: redis.Redis
-) -> None:
-    learner.issue([make_ticket(0)])
-    leased = await worker.lease(max_tickets=1, block_ms=0)
-    client.flushall()
-    assert await worker.run_info() is None
-    assert await worker.renew(leased) == leased
-    assert not await worker.deliver(leased[0], b"h", b"b")
-    learner.issue([make_ticket(0)])
-    assert numbers(await worker.lease(max_tickets=1, block_ms=0)) == [0]
 
 
 async def test_a_waiting_worker_takes_no_more_than_it_asked_for_and_evaluation_first(

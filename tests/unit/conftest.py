@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.config_world import GOOD
+from tests.config_world import BASE, GOOD
 
 
 @pytest.fixture
@@ -27,3 +27,11 @@ def good(tmp_path: Path) -> Path:
     path = tmp_path / "good.yaml"
     path.write_text(GOOD)
     return path
+
+
+@pytest.fixture
+def config_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a `base.yaml` without a mistake."""
+    monkeypatch.chdir(tmp_path)  # so that errors show short paths
+    (tmp_path / "base.yaml").write_text(BASE)
+    return tmp_path

@@ -34,7 +34,7 @@ own = {"torchrun": stand_in_ranks.torchrun} if sys.argv[2] == "stand-in" else {}
 agent.main(sys.argv[3:], **own)
 """
 _STAND_IN = ("tests.stand_in_ranks", "stand-in")
-_REAL = ("streamrl.learner.process.fork_server,tests.stand_in_ranks", "torch")
+REAL = ("streamrl.learner.process.fork_server,tests.stand_in_ranks", "torch")
 
 
 @contextmanager
@@ -151,7 +151,7 @@ def test_torchs_own_torchrun_ends_ten_times_of_ten_at_any_moment(tmp_path: Path,
     for attempt in range(10):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        with agent(folder, moment, which=_REAL, options=words.get(moment, [])) as process:
+        with agent(folder, moment, which=REAL, options=words.get(moment, [])) as process:
             await_moment(process, folder, seen_as.get(moment, moment))
             time.sleep(attempt * _SPREAD_S.get(moment, 0.0))
             for _ in range(1 + attempt % 2):

@@ -9,7 +9,7 @@ import torch
 
 from streamrl.config import schema
 from streamrl.recipe.advantages import ScoredGroup, leave_one_out
-from streamrl.recipe.algorithms import Judged, make_algorithm
+from streamrl.recipe.algorithms import GroupAdvantages, make_algorithm
 from streamrl.recipe.losses import Losses, TokenBatch
 from streamrl.recipe.teaching import with_teacher_term
 from tests.learner_cases import group_of
@@ -26,7 +26,7 @@ def scored(rewards: npt.NDArray[np.float64], may_teach: npt.NDArray[np.bool_]) -
     )
 
 
-def first_tokens(judged: Judged) -> list[float]:
+def first_tokens(judged: GroupAdvantages) -> list[float]:
     """Of responses whose tokens are all worth the same."""
     assert all((values == values[0]).all() for values in judged.values)
     return [values[0] for values in judged.values]

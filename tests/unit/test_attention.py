@@ -15,7 +15,8 @@ from streamrl.errors import ConfigError
 from streamrl.learner.loading.load import load_policy
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.packing.attention import MASKED, VARLEN, attend, choose, each_by_itself
-from streamrl.learner.packing.micro_batches import Shape, pack
+from streamrl.learner.packing.micro_batches import Shape
+from streamrl.learner.packing.pack import pack
 from streamrl.learner.packing.prefixes import Spans, attend_twice, each_with_its_prompt, prefixes_of
 from streamrl.learner.process.ranks import World
 from tests.learner_cases import learner_config

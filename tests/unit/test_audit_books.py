@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.ops.audit.books import Books, Mask
-from streamrl.ops.audit.folder import Chain, Commit, Line
+from streamrl.ops.audit.books import AuditBooks, Mask
+from streamrl.ops.audit.commit import LastCommit
+from streamrl.ops.audit.journal import Chain, Line
 from streamrl.ops.audit.streams import Streams
 from tests.run_folder import make_commit, make_streams
 
@@ -21,8 +22,8 @@ TRAINED = Chain(
 )
 
 
-def books(commit: Commit | None = None, chain: Chain = TRAINED, **streams: Any) -> Books:
-    return Books(commit or make_commit(), chain, make_streams(**streams))
+def books(commit: LastCommit | None = None, chain: Chain = TRAINED, **streams: Any) -> AuditBooks:
+    return AuditBooks(commit or make_commit(), chain, make_streams(**streams))
 
 
 def numbers(mask: Mask) -> list[int]:
@@ -156,7 +157,7 @@ def test_what_asks_for_something_else_under_a_number_of_ours_is_not_that_ticket_
 
 
 def test_without_a_look_at_the_streams_open_tickets_are_taken_to_be_there() -> None:
-    found = Books(make_commit(), TRAINED, Streams())
+    found = AuditBooks(make_commit(), TRAINED, Streams())
     assert (numbers(found.outstanding), numbers(found.lost), numbers(found.waiting)) == ([4, 5], [], [])
 
 

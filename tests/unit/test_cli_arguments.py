@@ -11,7 +11,7 @@ import pytest
 
 from streamrl.ops.cli.arguments import MovingLine
 from streamrl.ops.cli.main import main
-from streamrl.ops.cli.record import _num_bytes
+from streamrl.ops.cli.watching.record import _num_bytes
 from tests.run_folders import make_folder
 
 

@@ -21,8 +21,8 @@ from streamrl.config import schema
 from streamrl.errors import DataError
 from streamrl.learner.groups.prompts import tokenise
 from streamrl.learner.metrics.keepsakes import note_state
-from streamrl.ops.cli.chat import Conversation, converse
 from streamrl.ops.cli.main import main
+from streamrl.ops.cli.models.chat import Dialogue, converse
 from streamrl.workers.talk import Answer, Speaker, load_speaker
 from tests.helpers import wait_until
 from tests.replay_world import make_entries, make_recording, make_replay_run, run_replay
@@ -216,7 +216,7 @@ SAMPLING = schema.Sampling(max_tokens=6)
 
 def test_a_conversation_is_kept_until_it_begins_anew(chat_model: Path) -> None:
     speaker, said = Noting(chat_model), []
-    conversation = Conversation(speaker, SAMPLING, first=[{"role": "system", "content": "be kind"}])
+    conversation = Dialogue(speaker, SAMPLING, first=[{"role": "system", "content": "be kind"}])
 
     converse(conversation, read=typed("one", "", "two", "/new", "three"), write=said.append)
 
@@ -228,7 +228,7 @@ def test_a_conversation_is_kept_until_it_begins_anew(chat_model: Path) -> None:
 
 def test_without_a_template_each_line_is_a_text_of_its_own(model: Path) -> None:
     speaker = Noting(model)
-    converse(Conversation(speaker, SAMPLING, first=None), read=typed("one", "two"), write=lambda text: None)
+    converse(Dialogue(speaker, SAMPLING, first=None), read=typed("one", "two"), write=lambda text: None)
     assert speaker.given == ["one", "two"]
 
 
@@ -240,7 +240,7 @@ def test_an_answer_that_is_broken_off_was_said_all_the_same(chat_model: Path) ->
         if len(said) == 3:
             raise KeyboardInterrupt
 
-    converse(Conversation(speaker, SAMPLING, first=[]), read=typed("one", "two"), write=say)
+    converse(Dialogue(speaker, SAMPLING, first=[]), read=typed("one", "two"), write=say)
 
     assert said[3:5] == [" ...", "\n"]
     assert speaker.given[1][1]["content"] == "".join(said[:3])  # type: ignore[index]
@@ -248,7 +248,7 @@ def test_an_answer_that_is_broken_off_was_said_all_the_same(chat_model: Path) ->
 
 def test_what_the_model_cannot_read_is_told_and_leaves_nothing_said(chat_model: Path) -> None:
     speaker, said = Noting(chat_model), []
-    converse(Conversation(speaker, SAMPLING, first=[]), read=typed("a" * 600, "two"), write=said.append)
+    converse(Dialogue(speaker, SAMPLING, first=[]), read=typed("a" * 600, "two"), write=said.append)
     assert "leave no room for an answer" in said[0]
     assert len(speaker.given[1]) == 1  # type: ignore[arg-type]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.config.load import load_config
-from streamrl.ops.cli.init import is_chat_model
+from streamrl.ops.cli.configs.starter import is_chat_model
 from streamrl.ops.cli.main import main
 
 CONFIG = """\

@@ -130,8 +130,8 @@ def choosing() -> int:
 
 
 DOUBLES = {
-    "failing": commands.Entry(f"{__name__}:failing", "Fails as it is told."),
-    "choosing": commands.Entry(f"{__name__}:choosing", "Chooses its exit code."),
+    "failing": commands.CommandEntry(f"{__name__}:failing", "Fails as it is told."),
+    "choosing": commands.CommandEntry(f"{__name__}:choosing", "Chooses its exit code."),
 }
 
 
@@ -179,7 +179,7 @@ def say_what_is_not_ascii() -> None:
 
 def test_a_terminal_that_knows_few_characters_gets_question_marks_and_no_error() -> None:
     screen = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
-    entry = commands.Entry(target=f"{__name__}:say_what_is_not_ascii", help="")
+    entry = commands.CommandEntry(target=f"{__name__}:say_what_is_not_ascii", help="")
     with contextlib.redirect_stdout(screen):
         assert main.main(["say"], commands={"say": entry}) == 0
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from streamrl.ops.cli.main import main
-from streamrl.ops.cli.reward_try import as_option
+from streamrl.ops.cli.rewards.options import as_option
 from tests.tiny_models import make_model
 
 CODE = """
@@ -248,3 +248,18 @@ def test_an_option_that_no_sandbox_has_is_named(capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().err
     assert "--option: time:" in said
     assert "its options are field, partial, time_s, memory_mb" in said
+
+
+def test_a_service_that_is_out_is_waited_for_once_and_for_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not for its `outage_s`, ten minutes, at each row."""
+    model = {"path": "./none"}
+    judged = {"type": "http", "url": "http://127.0.0.1:9/score"}
+    config = {"model": model, "data": {"train": "rows.jsonl"}, "rewards": {"judged": judged}}
+    Path("run.yaml").write_text(json.dumps(config))
+
+    status = main(["reward", "try", "judged", "--data", "run.yaml", "--completion", "7", "--json"])
+
+    told = json.loads(capsys.readouterr().out)
+    assert (status, told["num_failed"]) == (1, 3)
+    assert [row["seconds"] > 0 for row in told["rows"]] == [False] * 3
+    assert {row["error"].split(":")[0] for row in told["rows"]} == {"no replica answered for 10 s"}

@@ -13,7 +13,7 @@ import pytest
 
 from streamrl.errors import DataError, ResourceError
 from streamrl.files import only_one
-from streamrl.ops.cli.up_child import orphan_in, run, steps_saved
+from streamrl.ops.cli.training.up_child import orphan_in, run, steps_saved
 from streamrl.ops.python.request import Request
 from tests.helpers import make_unreadable
 from tests.run_folder import RunFolder
@@ -68,7 +68,7 @@ def test_a_run_that_goes_on_elsewhere_keeps_its_function(place: Path) -> None:
 @contextmanager
 def launcher(place: Path, *, of: int) -> Iterator[int]:
     """A process that calls itself one, of this program, and has the folder."""
-    words = ["-c", "import signal; print(flush=True); signal.pause()", "streamrl.ops.cli.up_child", str(of)]
+    words = ["-c", "import signal; print(flush=True); signal.pause()", "streamrl.ops.cli.training.up_child", str(of)]
     with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()

@@ -23,7 +23,7 @@ from streamrl.learner.model.compiled import all_compile, compile_layers, compile
 from streamrl.learner.model.logits import Chunk, Functions, Head, InPlace, OrInPlace, Reduced
 from streamrl.learner.model.policy import Policy, evaluating
 from streamrl.learner.packing.attention import MASKED
-from streamrl.learner.packing.micro_batches import pack
+from streamrl.learner.packing.pack import pack
 from streamrl.learner.parallel.dtensors import whole
 from streamrl.learner.process.ranks import World
 from tests.learner_cases import learner_config

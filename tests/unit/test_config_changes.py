@@ -299,3 +299,29 @@ def test_a_refusal_names_every_setting_and_the_way_out() -> None:
     assert "seed: 1234 -> 5: it decides which prompts this run's ticket numbers refer to" in told
     assert "sampling.temperature: 1.0 -> 0.7: this run's groups were sampled with it" in told
     assert "--fork runs/run" in told
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_judge", "keys"),
+    [
+        ({"max_tokens": 2000, "attempts": 9, "token_budget": 5}, {}, []),
+        ({}, {"options": {"max_tokens": None, "max_completion_tokens": 9}}, []),
+        ({"temperature": 1.0}, {}, ["rewards.j.temperature"]),
+        (
+            {},
+            {"options": {"max_tokens": None, "max_completion_tokens": 5, "seed": 1}},
+            ["rewards.j.judges.a.options.seed"],
+        ),
+    ],
+)
+def test_what_limits_a_judge_may_change_and_what_decides_its_verdict_may_not(
+    settings: dict[str, Any], of_judge: dict[str, Any], keys: list[str]
+) -> None:
+    def judged(settings: dict[str, Any], of_judge: dict[str, Any]) -> schema.Config:
+        options = {"max_tokens": None, "max_completion_tokens": 5}
+        judge = {"url": "http://j:1", "model": "m", "options": options, **of_judge}
+        return make_config(rewards={"j": {"type": "judge", "judges": {"a": judge}, "rubric": "good", **settings}})
+
+    found = changes(judged({}, {}), judged(settings, of_judge))
+    assert [change.key for change in found if change.refusal] == keys
+    assert found

@@ -310,6 +310,32 @@ def test_a_reward_that_an_agent_names_may_decide_what_passes_and_which_checkpoin
     assert "must be one of the reward sources: exact, environment, environment.NAME" in refused
 
 
+PAIRWISE = "{type: judge, form: pairwise, rubric: good, judges: {a: {url: 'http://j:1', model: m}}"
+
+
+def test_checkpoints_are_not_ranked_by_comparisons_within_a_group(good: Path) -> None:
+    alone = ("rewards.exact=null", f"rewards.j={PAIRWISE}}}")
+    beside = ("rewards.exact.weight=0", f"rewards.j={PAIRWISE}}}")
+    both = f"rewards.j={PAIRWISE}}}"
+    of_judge = "checkpoint.best_by=val_rollouts/rewards/j"
+    for refused in (alone, beside, (both, of_judge)):
+        [problem] = problems(good, *refused)
+        assert problem.startswith("checkpoint.best_by = 'val_rollouts/rewards")
+        assert "the mean over a group is 0.5 whatever the model" in problem
+        assert "`against`" in problem
+    accepted = [
+        (*alone, "checkpoint.keep_best=0"),
+        (*alone, "validation.every_steps=0"),
+        (*alone, "checkpoint.best_by=val_rollouts/fraction_of_samples_properly_ended"),
+        (*alone, "environment={target: game.py:Game}"),
+        ("rewards.exact=null", f"rewards.j={PAIRWISE}, against: answer}}"),
+        (both,),
+        (*beside, "checkpoint.best_by=val_rollouts/rewards/exact"),
+    ]
+    for overrides in accepted:
+        assert problems(good, *overrides) == [], overrides
+
+
 def test_problems_name_the_place_where_the_value_was_written_and_all_are_told_at_once(good: Path) -> None:
     good.write_text(GOOD + "sampling:\n  num_samples: 1\n")
     loaded = load_config(good, ["optimizer.min_lr=1"])

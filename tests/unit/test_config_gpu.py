@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from streamrl.config.load import Loaded, load_config
-from streamrl.config.placement import Part, Share, place
+from streamrl.config.placement import GpuShare, StartedPart, place
 from streamrl.errors import ResourceError
-from streamrl.learner.preflight import examine
+from streamrl.learner.preflight.examine import examine
 from streamrl.ops.monitor.doctor import gpus, look
 from tests.gpus_world import machine_with, made_up
 from tests.stand_ins import make_stand_in
@@ -30,7 +30,7 @@ class Case:
     size: str
     gpus: int
     gigabytes: int = 80
-    part: Part = "all"
+    part: StartedPart = "all"
     placed: tuple[str, ...]  # GPUs of each process, in the order of the parts
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ def test_it_starts(
 def test_no_two_processes_of_a_shipped_configuration_share_a_gpu_where_there_are_enough(path: Path, count: int) -> None:
     config, gpus = load_config(path).config, made_up(count)
     wanted = config.learner.processes + config.worker.count + (config.reward_server is not None)
-    shares: Mapping[str, Share] = {}
+    shares: Mapping[str, GpuShare] = {}
     try:
         shares = place(config, gpus).shares
     except ResourceError as refused:
@@ -106,5 +106,5 @@ def test_an_engine_has_the_memory_of_all_its_hosts(monkeypatch: pytest.MonkeyPat
     """405B parameters in bfloat16, on eight GPUs of 80 GB a host."""
     monkeypatch.setattr(gpus, "served_bytes", lambda _: 810 * 10**9)
     settings = {"model": {"path": "m"}, "data": {"train": "x"}, "worker": {"hosts": hosts, "gpus": 8}}
-    [found] = gpus._workers(load_config(settings).config, [Share(gpus=made_up(8))])
+    [found] = gpus._workers(load_config(settings).config, [GpuShare(gpus=made_up(8))])
     assert found.level == level

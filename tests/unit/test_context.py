@@ -19,7 +19,8 @@ from streamrl.learner.groups.fetch import Fetched
 from streamrl.learner.groups.plan import GroupCheck
 from streamrl.learner.loading.build import build_model
 from streamrl.learner.packing.attention import MASKED
-from streamrl.learner.packing.micro_batches import MicroBatch, Shape, empty_micro_batch, pack
+from streamrl.learner.packing.micro_batches import MicroBatch, Shape
+from streamrl.learner.packing.pack import empty_micro_batch, pack
 from streamrl.learner.packing.ways import ways_of
 from streamrl.learner.parallel.context import Parts, idle, refuse_heads, repeats, share
 from streamrl.learner.process.ranks import World

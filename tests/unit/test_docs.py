@@ -24,7 +24,9 @@ SOURCES = "".join(
 # What recipes have their reader make.
 MADE = [edit for recipe in recipes() for edit in edits(recipe)]
 MADE_FILES = {edit.file for edit in MADE if edit.name is None}
-MADE_COMMANDS = {name for edit in MADE if edit.name == "COMMANDS" for name in re.findall(r'"(\w+)": Entry', edit.text)}
+MADE_COMMANDS = {
+    name for edit in MADE if edit.name == "COMMANDS" for name in re.findall(r'"(\w+)": CommandEntry', edit.text)
+}
 COMMAND = re.compile(
     r"(?:^|[\s(=\"'])(?<!-n )(?<!namespace )((?:streamrl|streamrl worker)(?: [^\n|;&>`]*)?)", re.MULTILINE
 )
@@ -73,7 +75,7 @@ def test_the_commands_are_found() -> None:
 
 def test_a_command_that_is_shown_names_each_file_that_its_shipped_configuration_leaves_to_you() -> None:
     shown = [" ".join(words) for page in PAGES for words in commands(page)]
-    for path in [*(ROOT / "streamrl/ops/cli").glob("*.py"), *(ROOT / "conf").glob("*.yaml")]:
+    for path in [*(ROOT / "streamrl/ops/cli").rglob("*.py"), *(ROOT / "conf").glob("*.yaml")]:
         text = re.sub(r" \\+\n#? +", " ", path.read_text())
         shown += re.findall(r"^(?:#  )? +(streamrl .*)$", text, re.MULTILINE)
     started = [re.match(r"streamrl (?:up|learn|doctor|config check) (conf/[\w.]+\.yaml)", words) for words in shown]

@@ -15,7 +15,7 @@ import pytest
 
 from streamrl.config.load import load_config
 from streamrl.finding import Finding
-from streamrl.ops.monitor.doctor.services import check_rewards
+from streamrl.ops.monitor.doctor.services import check_rewards, check_teacher
 
 LOOPBACK = ("127.0.0.1", 0)
 # A path without GET is answered with 405 by most servers, and with 501 by Python's own.
@@ -104,6 +104,27 @@ def test_a_proxy_of_the_environment_is_not_used(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", not_http)
     assert ask(reward(here)).level == "ok"
+
+
+@pytest.mark.parametrize(("variable", "named"), [("https_proxy", True), ("no_proxy", False)])
+def test_who_has_a_proxy_is_told_that_workers_use_none(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch, variable: str, named: bool
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv(variable, "proxy:3128")
+    finding = ask(reward("http://127.0.0.1:9"))
+    assert finding.level == "error"
+    assert ("https_proxy is set, but workers use no proxy" in finding.remedy) is named
+
+
+def test_a_teacher_is_asked_at_the_root_of_its_server(tmp_path: Path, here: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {path: .}\ndata: {train: train.jsonl}\n")
+    for path in ("", "/v1"):
+        (finding,) = check_teacher(load_config(str(file), [f"teacher.urls=['{here}{path}']"]))
+        assert finding.level == "ok", finding
 
 
 def test_a_redirect_is_not_followed(ask: Ask, here: str) -> None:

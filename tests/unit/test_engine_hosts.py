@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from streamrl.errors import ConfigError, EngineError, ResourceError, WeightsError
 from streamrl.process import parse_address
 from streamrl.versions import make_version
-from streamrl.workers.engines.host_mirror import MIRROR_VARIABLE, mirror_here, tag_of
+from streamrl.workers.engines.vllm.loading.host_mirror import MIRROR_VARIABLE, mirror_here, tag_of
 from streamrl.workers.hosts.first import open_hosts
 from streamrl.workers.hosts.link import LONGEST_LINE, Link
 from tests.helpers import wait_until_async
@@ -76,9 +76,19 @@ async def test_whoever_does_not_know_the_runs_secret_has_no_place_and_learns_not
 
 
 @pytest.mark.parametrize(
-    "said", [b"\xff\xfe\n", b"[1]\n", b"x" * (LONGEST_LINE + 2), b'{"number": "1"}\n{"proof": 1}\n']
+    "said",
+    [
+        b"\xff\xfe\n",
+        b"[1]\n",
+        b"x" * (LONGEST_LINE + 2),
+        b"[" * 60_000 + b"\n",
+        b'{"number": "1"}\n{"proof": 1}\n',
+        b'{"number": "\\ud800"}\n{"proof": "\\ud800"}\n',
+    ],
 )
-async def test_what_is_no_message_of_ours_ends_the_connection_and_nothing_else(said: bytes) -> None:
+async def test_what_is_no_message_of_ours_ends_the_connection_and_nothing_else(
+    said: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     async with HostsWorld().open() as world:
         host, _, port = world.hosts.address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -88,6 +98,7 @@ async def test_what_is_no_message_of_ours_ends_the_connection_and_nothing_else(s
                 pass
         writer.close()
         await world.further("a").does("wait for an engine to start")
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
 
 
 async def test_a_version_is_brought_when_every_host_has_it_and_whoever_lacks_it_is_named() -> None:

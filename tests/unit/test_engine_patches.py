@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from streamrl.protocol.weights.changes import Changed, Elements
-from streamrl.workers.engines.patches import TILE_COLUMNS, TILE_ROWS, Kind, Place, read_patch, write_patch
-from streamrl.workers.engines.vllm_in_place import MAX_KEPT_BYTES, InPlace
+from streamrl.workers.engines.vllm.in_place import MAX_KEPT_BYTES, InPlace
+from streamrl.workers.engines.vllm.loading.patches import TILE_COLUMNS, TILE_ROWS, Kind, Place, read_patch, write_patch
 
 Matrix = np.ndarray
 

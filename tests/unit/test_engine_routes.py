@@ -23,7 +23,7 @@ from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.engines.model import read_model
 from streamrl.workers.engines.routes import routes_of_vllm, shape_of_vllm
 from streamrl.workers.engines.transformers_engine import TransformersEngine
-from streamrl.workers.engines.vllm_start import engine_args
+from streamrl.workers.engines.vllm.arguments import engine_args
 from streamrl.workers.sessions.trace import Trace
 from tests.helpers import wait_until_async
 from tests.tiny_families import make_family

@@ -13,10 +13,11 @@ import pytest
 from streamrl.protocol.transport.types import RunInfo
 from streamrl.protocol.wire.group import decode_header
 from streamrl.telemetry.progress import Progress
-from streamrl.workers.answer import Answerer
 from streamrl.workers.rewards.mixing import Rewards
-from streamrl.workers.roles import TicketsDouble, WeightsDouble
-from streamrl.workers.rollout import Rollout
+from streamrl.workers.rollout.answer import Answerer
+from streamrl.workers.rollout.loop import Rollout
+from streamrl.workers.rollout.roles import TicketsDouble
+from streamrl.workers.weights.roles import WeightsDouble
 from tests.helpers import make_ticket, wait_until_async
 from tests.session_world import PLAIN, Teller, agent_world
 from tests.worker_world import FIRST_VERSION

@@ -1,44 +1,25 @@
-"""Agents in their child processes: what they ask is their rollout, whatever becomes of them, and nothing of them
-outlives it."""
+"""Agents in their child processes: what they ask is their rollout, what it is worth, and what they can reach."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 from pathlib import Path
 
 import pytest
 
-from streamrl.errors import ConfigError, EngineError, SampleError
+from streamrl.errors import ConfigError, SampleError
 from streamrl.permissions import Permissions
-from streamrl.versions import make_version
 from streamrl.workers.environments.agents import AgentPlayer
-from streamrl.workers.environments.own_child import THREADS
 from streamrl.workers.environments.playing import playing
-from streamrl.workers.sessions.trace import Played
-from tests.helpers import wait_until_async
-from tests.session_world import CALL, PLAIN, AgentWorld, Teller, agent_world
+from tests.session_world import CALL, PLAIN, AgentWorld, agent_world, well
 
-# Plays until a file appears.
-DIES = """
-def dies(session, row):
-    try:
-        for _ in range(100): ask(session)
-    except urllib.error.HTTPError:
-        os._exit(3)
-"""
-WAITS = """
-def waits(session, row):
-    ask(session)
-    while not os.path.exists(row["until"]): time.sleep(0.1)
-    return 1.0
-"""
 NAMES = """
 async def names(session, row):
     for _ in range(row["turns"]): await asyncio.to_thread(ask, session)
     return {"right": 1.0, "short": 0.5}
 """
+
 
 OF_OPENAI = '''
 import json
@@ -76,10 +57,6 @@ def streamed(session, row):
     assert usage.total_tokens > 0
     return {"right": float(said == row["answer"]), "polite": 0.5}
 '''
-
-
-def well(_: object) -> str:
-    return "well"
 
 
 async def test_an_agent_of_the_openai_package_with_tools_is_a_rollout(tmp_path: Path) -> None:
@@ -136,111 +113,11 @@ async def test_an_agent_may_be_a_class_and_rollouts_of_a_process_share_what_it_h
             pass
 
 
-@pytest.mark.parametrize(
-    ("what", "why"),
-    [
-        ("raise", r"KeyError: 'what' \(agent.py:\d+"),
-        ("text", "must return a finite number as reward, not 'good'"),
-        ("nothing", "must return a finite number as reward, not None"),
-        ("nan", "must return a finite number as reward, not nan"),
-        ("names", "rewards must be at most 8, named by"),
-        ("eat", "MemoryError"),
-    ],
-)
-async def test_what_fails_a_rollout_fails_no_other(tmp_path: Path, what: str, why: str) -> None:
-    async with agent_world(tmp_path, PLAIN, "bad", memory_mb=1024) as world:
-        good = asyncio.create_task(world.play(well))
-        with pytest.raises(SampleError, match=f"the agent failed: .*{why}"):
-            await world.play(well, {"what": what})
-        assert (await good)[0].reward == 1.0
-        assert world.num_open == 0
-
-
-@pytest.mark.parametrize(
-    ("what", "why"),
-    [("exit", "ended with status 3"), ("kill", "ended with status -9"), ("hang", "sent no request for 1 s")],
-)
-async def test_an_agent_that_is_lost_ends_its_rollout_and_the_next_one_plays(
-    tmp_path: Path, what: str, why: str
-) -> None:
-    async with agent_world(tmp_path, PLAIN, "bad", timeout_s=1.0 if what == "hang" else 60.0) as world:
-        with pytest.raises(SampleError, match=why):
-            await world.play(well, {"what": what})
-        assert world.num_open == 0
-        for _ in range(2):
-            played, _ = await world.play(well)
-            assert played.reward == 1.0
-
-
-@pytest.mark.parametrize(("name", "is_async"), [("bad", True), ("plain", False)])
-async def test_one_that_blocks_its_process_is_killed_and_the_next_one_plays(
-    tmp_path: Path, name: str, is_async: bool
-) -> None:
-    async with agent_world(tmp_path, PLAIN, name, timeout_s=1.0) as world:
-        with pytest.raises(SampleError, match="sent no request for 1 s"):
-            await world.play(well, {"what": "block"})
-
-        async def plays() -> bool:
-            try:
-                return (await world.play(well))[0].reward == 1.0
-            except SampleError:  # it began in the process that is about to be killed
-                return False
-
-        await wait_until_async(plays, description="another process plays")
-        assert world.num_open == 0
-
-
-async def test_a_rollout_has_its_time(tmp_path: Path) -> None:
-    async with agent_world(tmp_path, PLAIN, "bad", rollout_timeout_s=1.0) as world:
-        with pytest.raises(SampleError, match=r"did not end within 1 s \(environment\.rollout_timeout_s\)"):
-            await world.play(well, {"what": "hang"})
-        assert (await world.play(well))[0].reward == 1.0
-
-
-async def test_a_late_plain_rollout_ends_without_its_process(tmp_path: Path) -> None:
-    """It stands for up to 63 healthy ones there."""
-    async with agent_world(
-        tmp_path, PLAIN, "talks", rollout_timeout_s=1.0, max_turns=1000, max_tokens=100_000
-    ) as world:
-        engine = teller(world, sample_s=0.05)  # the agent would take 5 s
-        [place] = world.player._children._places
-        child = await place.child()
-        with pytest.raises(SampleError, match=r"environment\.rollout_timeout_s"):
-            await world.play_with(engine)
-
-        async def has_ended() -> bool:
-            return not world.player.num_ending
-
-        await wait_until_async(has_ended, description="its thread was refused")
-        assert not child.lost
-        assert await place.child() is child
-
-
-async def test_one_whose_process_is_lost_gets_no_reward_of_0(tmp_path: Path) -> None:
-    async with agent_world(tmp_path, PLAIN + DIES, "dies", max_turns=3) as world:
-        with pytest.raises(SampleError, match="ended with status 3"):
-            await world.play(well)
-
-
-async def test_a_request_of_a_gigabyte_is_refused_and_the_agent_goes_on(tmp_path: Path) -> None:
-    async with agent_world(tmp_path, PLAIN, "bad") as world:
-        played, engine = await world.play(well, {"what": "huge"})
-        assert (played.reward, len(engine.said)) == (7.0, 1)
-
-
 async def test_no_key_opens_anothers_session_and_none_opens_one_that_is_over(tmp_path: Path) -> None:
     async with agent_world(tmp_path, PLAIN, "afterwards") as world:
         for _ in range(2):
             played, _ = await world.play(well, {"place": str(tmp_path / "place")})
             assert played.reward == 1.0
-
-
-@pytest.mark.parametrize("key_in_url", [False, True])
-async def test_no_error_tells_a_key(tmp_path: Path, key_in_url: bool) -> None:
-    async with agent_world(tmp_path, PLAIN, "bad", key_in_url=key_in_url) as world:
-        with pytest.raises(SampleError) as failed:
-            await world.play(well, {"what": "tell"})
-        assert str(failed.value).count("[key]") == 1 + key_in_url
 
 
 async def test_a_rollout_that_reaches_a_bound_is_unfinished_and_counts(tmp_path: Path) -> None:
@@ -288,97 +165,7 @@ async def test_an_agent_may_have_a_network_where_its_worker_allows_it(tmp_path: 
         assert (await world.play(well))[0].reward == 1.0
 
 
-async def test_an_engine_that_dies_is_not_the_agents_fault(tmp_path: Path) -> None:
-    async with agent_world(tmp_path, PLAIN, "plain") as world:
-        engine = teller(world, trouble=lambda request: EngineError("it died"))
-        with pytest.raises(EngineError, match="it died"):
-            await world.play_with(engine)
-        assert world.num_open == 0
-
-
-async def test_a_rollout_that_nobody_waits_for_ends_in_the_child_too(tmp_path: Path) -> None:
-    async with agent_world(tmp_path, PLAIN, "talks", max_turns=1000, max_tokens=100_000) as world:
-        engine = teller(world, sample_s=0.01)
-        playing = asyncio.create_task(world.play_with(engine))
-
-        async def has_asked() -> bool:
-            return len(engine.said) > 2
-
-        await wait_until_async(has_asked, description="the agent asks")
-        playing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await playing
-        assert world.num_open == 0
-        assert engine.stats().in_flight == 0
-        asked = len(engine.requests)
-
-        async def has_ended() -> bool:
-            return not world.player.num_ending
-
-        await wait_until_async(has_ended, description="the child has ended it")
-        assert len(engine.requests) == asked
-
-
-async def test_a_process_gets_no_more_plain_rollouts_than_it_has_threads(tmp_path: Path) -> None:
-    """Of two full processes one is emptied. It gets all new rollouts: in the other one they would wait for a thread,
-    send no request and fail."""
-    full, emptied, later = (tmp_path / name for name in ("full", "emptied", "later"))
-    async with agent_world(tmp_path, PLAIN + WAITS, "waits", processes=2) as world:
-        engine = teller(world)
-
-        def play(until: Path) -> asyncio.Task[Played]:
-            return asyncio.create_task(world.play_with(engine, {"until": str(until)}))
-
-        first = [play(until) for _ in range(THREADS) for until in (full, emptied)]
-        await has_told(engine, 2 * THREADS)
-        emptied.touch()
-        await asyncio.gather(*first[1::2])
-        second = [play(later) for _ in range(THREADS)]
-        await has_told(engine, 3 * THREADS)
-        third = play(later)
-        await everything_that_can_go_on()
-        assert world.num_open == 2 * THREADS, "it waits before its session, and its timeouts"
-        for until in (full, later):
-            until.touch()
-        assert {played.reward for played in await asyncio.gather(*first[::2], *second, third)} == {1.0}
-
-
-async def test_a_plain_rollout_that_nobody_waits_for_keeps_its_thread_until_it_has_ended(tmp_path: Path) -> None:
-    ends = [tmp_path / str(i) for i in range(THREADS)]
-    async with agent_world(tmp_path, PLAIN + WAITS, "waits") as world:
-        engine = teller(world)
-        playing = [asyncio.create_task(world.play_with(engine, {"until": str(end)})) for end in ends]
-        await has_told(engine, THREADS)
-        waiting = asyncio.create_task(world.play_with(engine, {"until": str(ends[0])}))
-        playing[0].cancel()
-        await asyncio.wait(playing[:1])
-        await everything_that_can_go_on()
-        assert (world.player.num_ending, world.num_open) == (1, THREADS - 1)
-        for end in ends:
-            end.touch()
-        assert {played.reward for played in await asyncio.gather(*playing[1:], waiting)} == {1.0}
-        assert world.player.num_ending == 0
-
-
 async def test_a_function_that_takes_no_session_is_an_error_at_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"environment\.target: .*ask\(session, row.*cannot be called"):
         async with agent_world(tmp_path, "def ask(session): pass", "ask"):
             pass
-
-
-async def has_told(engine: Teller, count: int) -> None:
-    async def has() -> bool:
-        return len(engine.said) == count
-
-    await wait_until_async(has, description=f"the engine has told {count} answers")
-
-
-async def everything_that_can_go_on() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
-def teller(world: AgentWorld, **others: object) -> Teller:
-    engine = Teller(world.facts, well, **others)
-    engine.loads.append((Path("weights"), make_version(1, 1), 1))
-    return engine

@@ -100,6 +100,13 @@ def test_each_call_of_a_rollout_has_an_id_that_every_template_accepts() -> None:
     assert kept.with_ids(3) == kept, "a parser knows what its model's template wants"
 
 
+@pytest.mark.parametrize("arguments", ['"{}"', "[1, 2]", "null", "7"])
+def test_a_call_whose_arguments_have_no_names_is_words(arguments: str) -> None:
+    """Templates write them by name, and would raise at what the agent rightly sends back."""
+    text = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+    assert parse_hermes(text, [ADD]) == Reply(content=text)
+
+
 @pytest.mark.parametrize("where", ["name", "arguments"])
 def test_a_call_with_half_a_character_is_words(where: str) -> None:
     call = {"name": "say", "arguments": {"t": "x"}} | ({"name": "s\ud83d"} if where == "name" else {})

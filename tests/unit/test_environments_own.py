@@ -97,6 +97,16 @@ class Slow:
         self.wait("close")
         Slow.closed.append(self)
 
+class Late:
+    stepping, met = False, []
+    def reset(self, row): pass
+    def step(self, completion):
+        if completion == "met": return str(Late.met), 0.0, False
+        Late.stepping = True
+        time.sleep(3.0)
+        Late.stepping = False
+    def close(self): Late.met.append(Late.stepping)
+
 class Meets(Waits):
     together = threading.Barrier(128)
     def __init__(self): self.together.wait()
@@ -217,6 +227,19 @@ async def test_a_rollout_is_closed_however_long_that_waits_for_a_thread(start: S
             return (await busy[0].step("")).observation.split()[1] == "1"
 
         await wait_until_async(num_closed, description="it is closed")
+
+
+async def test_a_rollout_is_closed_when_its_late_call_has_ended_and_not_before(start: Start) -> None:
+    async with start("Late", timeout_s=2.0) as environment:
+        late, watching = await environment.begin({}), await environment.begin({})
+        with pytest.raises(SampleError, match="no answer within 2 s"):
+            await late.step("")
+        await late.close()
+
+        async def closed() -> str:
+            return (await watching.step("met")).observation.strip("[]")
+
+        assert await wait_until_async(closed, description="it is closed") == "False", "nobody is in its `step`"
 
 
 async def test_threads_that_hang_are_not_among_those_that_a_call_waits_for(start: Start) -> None:

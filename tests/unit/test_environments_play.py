@@ -19,7 +19,6 @@ from streamrl.protocol.wire.group import decode_body, decode_header, encode_grou
 from streamrl.protocol.wire.sample import Span
 from streamrl.protocol.wire.ticket import Purpose
 from streamrl.versions import make_version
-from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.base import Generated, SampleRequest
 from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.environments.base import Answer, EnvironmentDouble
@@ -27,6 +26,7 @@ from streamrl.workers.environments.play import Player
 from streamrl.workers.environments.tail import Tail
 from streamrl.workers.rewards.base import RewardDouble
 from streamrl.workers.rewards.mixing import Rewards, Weighted
+from streamrl.workers.rollout.answer import Answerer
 from tests.brute_force import check_by_brute_force
 from tests.helpers import make_group, make_ticket
 from tests.session_world import ADD, chat_tokenizer
@@ -218,6 +218,15 @@ async def test_who_is_not_done_must_say_something(tokenizer: PreTrainedTokenizer
     with pytest.raises(SampleError, match="returned no observation"):
         await player.play(make_ticket(1), Recorded(1, tokenizer), request)
     assert environment.num_open == 0
+
+
+async def test_an_opening_that_leaves_no_room_is_an_error_and_no_reward(tokenizer: PreTrainedTokenizerFast) -> None:
+    environment = EnvironmentDouble(lambda row, said: Answer(done=True), opening="x" * 20)
+    settings = schema.Environment(target="m:f", max_tokens=20)
+    player = Player(environment, tail=Tail(tokenizer, date=DATE), settings=settings)
+    request = SampleRequest(request_id="r", prompt_ids=np.arange(3, dtype=np.int32), sampling=schema.Sampling())
+    with pytest.raises(SampleError, match=r"the opening has 20 tokens: environment\.max_tokens = 20 leaves no room"):
+        await player.play(make_ticket(1), Recorded(1, tokenizer), request)
 
 
 async def test_behind_the_last_turn_that_there_may_be_nothing_need_be_said(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from streamrl.config import schema
 from streamrl.errors import SampleError
-from streamrl.ops.cli.environment import serve
+from streamrl.ops.cli.rewards.environment import serve
 from streamrl.process import address_of, bind
 from streamrl.web import serving
 from streamrl.web_requests import MAX_BODY_BYTES

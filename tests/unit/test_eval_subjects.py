@@ -10,7 +10,7 @@ import pytest
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError
-from streamrl.ops.cli.eval_subjects import EvalSubject, find_subjects, refuse_other_scoring
+from streamrl.ops.cli.models.eval_subjects import EvalSubject, find_subjects, refuse_other_scoring
 
 
 @pytest.mark.parametrize(

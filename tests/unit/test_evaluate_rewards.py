@@ -10,7 +10,7 @@ import pytest
 
 from streamrl.errors import RewardError, RewardOutage
 from streamrl.workers.evaluate import try_rewards
-from streamrl.workers.rewards.base import GroupReward, Health, Reward, RewardDouble, ScoreItem
+from streamrl.workers.rewards.base import GroupReward, Reward, RewardDouble, ScoreItem, SourceHealth
 from streamrl.workers.rewards.mixing import Rewards, Weighted
 from tests.http_reward_world import connect
 from tests.tiny_rewards import make_item
@@ -28,8 +28,8 @@ class OfGroups:
         self.asked.append(len(items))
         return [0.5] * len(items)
 
-    def health(self) -> Health:
-        return Health()
+    def health(self) -> SourceHealth:
+        return SourceHealth()
 
     async def close(self) -> None: ...
 
@@ -71,6 +71,18 @@ async def test_a_source_that_says_nothing_is_named_when_its_time_is_over() -> No
         )
     assert slow.closed
     assert set(shown) <= {"waiting for a first score of 'slow': 0 s"}
+
+
+async def test_a_service_that_refuses_for_now_is_named_with_its_words() -> None:
+    """As one whose quota is spent: it is not out, and asking it again proves nothing yet."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(429, json={"error": "You exceeded your quota"}, headers={"retry-after": "60"})
+
+    paid, shown = connect(answer), list[str]()
+    with pytest.raises(RewardOutage, match=r"reward 'paid' \(rate-limited for \d+ s more: .*429.*exceeded your quota"):
+        await try_rewards(mix(paid=paid), make_item(), num_samples=1, patience_s=60, limit_s=0.5, show=shown.append)
+    assert "rate-limited" in shown[-1]
 
 
 async def test_a_service_that_comes_back_within_the_patience_is_waited_for() -> None:

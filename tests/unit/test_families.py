@@ -19,7 +19,7 @@ from streamrl.learner.model.lora import merged_parameters
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.model.settle import settle
 from streamrl.learner.packing.attention import VARLEN
-from streamrl.learner.packing.micro_batches import pack
+from streamrl.learner.packing.pack import pack
 from streamrl.learner.packing.ways import Way
 from streamrl.learner.parallel.dtensors import whole
 from streamrl.learner.parallel.fsdp import shard

@@ -67,19 +67,19 @@ def test_no_commit_is_asked_for_while_a_batch_is_on_its_way_or_nothing_would_be_
     assert world.plan(timeout_s=100.0) is None
 
 
-def test_whether_a_commit_would_free_anything_is_asked_now_and_then() -> None:
+def test_a_commit_that_would_free_something_is_requested_now_and_then() -> None:
     world = FeedWorld(num_prompts=12)
     world.plan()
     world.answer_all()
     first = step_of(world)
-    assert not world.feed.commit_would_free(), "nothing has ended"
+    assert not world.feed.request_commit(), "nothing has ended"
     world.train(first)
-    assert world.feed.commit_would_free()
-    assert not world.feed.commit_would_free(), "it was asked for, and the checkpoint may have failed"
+    assert world.feed.request_commit()
+    assert not world.feed.request_commit(), "it was asked for, and the checkpoint may have failed"
     world.clock.advance(60.0)
-    assert world.feed.commit_would_free()
+    assert world.feed.request_commit()
     world.commit()
-    assert not world.feed.commit_would_free()
+    assert not world.feed.request_commit()
 
 
 def test_a_refused_ticket_stays_one_through_looks_failures_and_crashes() -> None:

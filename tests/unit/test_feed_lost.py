@@ -132,3 +132,40 @@ def test_the_verdicts_of_the_ranks_say_why_a_group_was_dropped() -> None:
     metrics = world.feed.metrics()
     assert (metrics["stream/dropped/stale"], metrics["stream/dropped/malformed"]) == (1, 1)
     assert metrics["stream/dropped_by_length/128"] == 2
+
+
+@pytest.mark.parametrize("point", ["issue:before", "issue:after"])
+def test_a_lost_command_or_reply_leaves_every_ticket_there_once(point: str) -> None:
+    world = FeedWorld()
+
+    def lose(at: str) -> None:
+        if at == point:
+            raise TransportError("the connection was lost")
+
+    world.server.fault = lose
+    with pytest.raises(TransportError):
+        world.plan()
+    world.server.fault = lambda at: None
+    world.plan()
+    assert sorted(ticket.number for ticket in world.server.tickets["train"].values()) == [0, 1, 2, 3]
+
+
+def test_after_the_server_lost_everything_all_is_asked_for_again() -> None:
+    world = FeedWorld(num_prompts=6)
+    world.plan()
+    world.answer(0)
+    world.plan()  # in hand, and its body is about to be lost
+    world.server.flush()
+    world.plan()
+    assert sorted(world.tickets()) == [0, 1, 2, 3]
+    assert sorted(world.run_to_end()) == list(range(6))
+
+
+def test_a_ticket_that_vanished_is_issued_again_after_some_patience() -> None:
+    world = FeedWorld()
+    world.plan()
+    del world.server.tickets["train"][world.ticket_id(1)]
+    assert world.plan(timeout_s=50.0) is None
+    assert sorted(world.tickets()) == [0, 2, 3]
+    assert world.plan(timeout_s=50.0) is None
+    assert sorted(world.tickets()) == [0, 1, 2, 3]

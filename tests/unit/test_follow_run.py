@@ -147,7 +147,7 @@ async def test_a_run_that_is_removed_meanwhile_is_gone() -> None:
 # They say how long a worker waits for others, which those that it has begun with do as well.
 PATIENCE = {"redis", "redis.give_up_after_s", "learner.idle_timeout_s"}
 # Programs of their own, which follow no run; and configurations of vLLM.
-OTHER_CONFIGURATIONS = {"evaluate.py", "preflight.py", "vllm_weights.py"}
+OTHER_CONFIGURATIONS = {"evaluate.py", "eval_result.py", "preflight.py", "transfer.py"}
 
 
 def test_every_setting_that_workers_read_is_one_that_they_follow() -> None:

@@ -46,6 +46,16 @@ def test_folders_are_there_while_their_process_wants_them(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_somebody_else_made_under_its_name_is_refused(tmp_path: Path) -> None:
+    """The name of a mirror can be guessed; what workers serve is read from it."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "streamrl-mirror-run-one").symlink_to(tmp_path / "elsewhere")
+    refused = pytest.raises(ResourceError, match="streamrl-mirror-run-one is another user's, or a link")
+    with refused, mirror_folder("run", "one", root=tmp_path):
+        pass
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_what_a_killed_process_left_goes_when_any_other_makes_a_folder(tmp_path: Path) -> None:
     leave_behind(tmp_path, "dead")
     with mirror_folder("other", "one", root=tmp_path) as folder:

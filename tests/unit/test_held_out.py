@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
+import warnings
 from statistics import fmean
 
 import pytest
 
 from streamrl.recipe.held_out import (
-    Judged,
+    JudgedSample,
     Passing,
     answer_in,
     completion_of,
@@ -22,8 +24,8 @@ from streamrl.recipe.held_out import (
 )
 
 
-def judged(*samples: tuple[str | None, bool]) -> list[Judged]:
-    return [Judged(answer=answer, passed=passed) for answer, passed in samples]
+def judged(*samples: tuple[str | None, bool]) -> list[JudgedSample]:
+    return [JudgedSample(answer=answer, passed=passed) for answer, passed in samples]
 
 
 @pytest.mark.parametrize(("num_samples", "num_passed"), [(1, 0), (1, 1), (5, 2), (6, 6), (8, 1)])
@@ -117,3 +119,26 @@ def test_an_answer_is_the_patterns_last_match() -> None:
     assert answer_in("#### 3 and #### 72 ", r"#### ?(-?\d+)") == "72"
     assert answer_in("3, then 4", r"\d") == "4"
     assert answer_in("none", r"\d") is None
+
+
+BOXED = r"\\boxed\{((?:[^{}]+|\{[^{}]*\})*)\}"
+SLOW = r"(?:x|x)+y"
+
+
+def test_an_answer_in_nested_braces_is_found() -> None:
+    assert answer_in(r"so \boxed{\frac{1}{2}}.", BOXED) == r"\frac{1}{2}"
+
+
+@pytest.mark.filterwarnings("ignore:validation.answer")
+@pytest.mark.parametrize("pattern", [BOXED, BOXED + "!", SLOW])
+@pytest.mark.parametrize("text", ["\\boxed{" + "x" * 60, "\\boxed{" + "x" * 60 + "{}}", "x" * 60 + "!y"])
+def test_no_pattern_searches_a_text_for_longer_than_a_moment(pattern: str, text: str) -> None:
+    began = time.process_time()
+    answer_in(text, pattern)
+    assert time.process_time() - began < 3.0
+
+
+def test_a_search_that_takes_too_long_finds_nothing_and_says_so_once_in_a_process() -> None:
+    with warnings.catch_warnings(record=True, action="default") as shown:
+        assert [answer_in("x" * 60 + "!y", SLOW) for _ in range(2)] == [None, None]
+    assert ["validation.answer" in str(one.message) for one in shown] == [True]

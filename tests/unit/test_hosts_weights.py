@@ -14,7 +14,7 @@ from streamrl.errors import LoadRejected, WeightsError
 from streamrl.protocol.weights.manifest_bytes import encode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import MemoryStore
-from streamrl.workers.engines.host_mirror import tag_of
+from streamrl.workers.engines.vllm.loading.host_mirror import tag_of
 from streamrl.workers.hosts.copy import Copy
 from tests.follow_world import PATIENCE, Follower
 from tests.helpers import wait_until_async

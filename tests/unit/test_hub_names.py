@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from streamrl.workers.engines.hf_model import published
-from streamrl.workers.engines.hub_names import HubNames
+from streamrl.workers.engines.vllm.loading.hub_names import HubNames
 from tests.tiny_families import make_family
 
 FAMILIES = (

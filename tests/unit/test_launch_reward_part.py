@@ -9,8 +9,9 @@ import pytest
 
 from streamrl.config import schema
 from streamrl.errors import PartError
-from streamrl.ops.launch.parts import RewardPart, RunFolder
+from streamrl.ops.launch.parts import RunFolder
 from streamrl.ops.launch.processes import Command, Process
+from streamrl.ops.launch.reward_part import RewardPart
 from tests.helpers import wait_until
 
 

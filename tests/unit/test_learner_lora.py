@@ -18,7 +18,8 @@ from streamrl.learner.loading.tokenizer import read_tokenizer_info
 from streamrl.learner.model.lora import merged_parameters, without_adapters
 from streamrl.learner.model.policy import Policy, evaluating
 from streamrl.learner.objective.optimizer import make_optimizer
-from streamrl.learner.packing.micro_batches import MicroBatch, pack
+from streamrl.learner.packing.micro_batches import MicroBatch
+from streamrl.learner.packing.pack import pack
 from streamrl.learner.process.ranks import World
 from tests.learner_cases import learner_config
 from tests.probing import probe

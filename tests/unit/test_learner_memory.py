@@ -20,7 +20,7 @@ from streamrl.errors import ResourceError
 from streamrl.learner.planning import layouts
 from streamrl.learner.planning.layouts import Machine, Task
 from streamrl.learner.planning.memory import plan, refuse_too_large
-from streamrl.learner.preflight import examine
+from streamrl.learner.preflight.examine import examine
 from streamrl.recipe.losses import Losses, TokenBatch, needs
 from tests.gpus_world import machine_with
 from tests.stand_ins import make_stand_in

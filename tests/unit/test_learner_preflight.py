@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError
-from streamrl.learner.preflight import examine
+from streamrl.learner.preflight.examine import examine
 from tests.tiny_models import make_model
 
 POSITIONS = 512

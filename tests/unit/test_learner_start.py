@@ -13,12 +13,13 @@ import torch
 
 from streamrl.config import schema
 from streamrl.errors import ResourceError, TransportError
+from streamrl.learner.admission.claim import Claimed, once_there_is_room
+from streamrl.learner.admission.start import Start, make_start
 from streamrl.learner.assemble import learn
 from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
 from streamrl.learner.checkpoints.terms import CheckpointName, Term
 from streamrl.learner.groups.ledger import FeedState
 from streamrl.learner.process.ranks import World
-from streamrl.learner.start import Claimed, Start, make_start, once_there_is_room
 from tests.feed_world import Clock, make_config, make_prompts
 from tests.learner_cases import learner_config
 

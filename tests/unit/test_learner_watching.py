@@ -7,11 +7,12 @@ import threading
 import pytest
 
 from streamrl.errors import Fenced
+from streamrl.learner.admission.server import holder_name
+from streamrl.learner.admission.start import Start
 from streamrl.learner.checkpoints.terms import CheckpointName
 from streamrl.learner.metrics.record import Timers
 from streamrl.learner.process.lease import LeaseKeeper
 from streamrl.learner.process.watchdog import Watchdog
-from streamrl.learner.start import Start, holder_name
 from streamrl.versions import make_version
 from tests.feed_world import Clock
 from tests.helpers import wait_until

@@ -1,39 +1,14 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.learner.groups.ledger import DEAD, DROPPED, TRAINED, Ending, FeedState, Ledger, LedgerState, NumberSet
+from streamrl.learner.groups.ledger import DEAD, DROPPED, TRAINED, Ending, FeedState, Ledger, LedgerState
 from streamrl.protocol.transport.types import Letter
 from tests.feed_world import state_of
-
-
-@given(st.permutations(range(40)), st.integers(0, 40))
-def test_a_number_set_behaves_as_a_set_whatever_the_order(order: list[int], count: int) -> None:
-    numbers, expected = NumberSet(), set(order[:count])
-    for number in order[:count]:
-        numbers.add(number)
-    assert len(numbers) == len(expected)
-    assert [n for n in range(42) if n in numbers] == sorted(expected)
-    assert list(numbers.gaps(42)) == [n for n in range(42) if n not in expected]
-    ranges = numbers.ranges()
-    assert {n for start, end in ranges for n in range(start, end)} == expected
-    assert all(end < start for (_, end), (start, _) in pairwise(ranges)), "ranges are merged"
-    assert NumberSet(ranges).ranges() == ranges
-
-
-def test_gaps_below_an_end_inside_the_set_stop_there() -> None:
-    assert list(NumberSet(((2, 10),)).gaps(5)) == [0, 1]
-
-
-def test_a_number_is_added_once() -> None:
-    numbers = NumberSet(((0, 3),))
-    with pytest.raises(AssertionError, match="already"):
-        numbers.add(2)
 
 
 def test_outstanding_is_what_was_issued_and_has_not_ended() -> None:

@@ -12,8 +12,8 @@ from streamrl.learner.groups.plan import Kind, Plan, ReadyGroup
 from streamrl.learner.loading.load import load_policy
 from streamrl.learner.loading.tokenizer import read_tokenizer_info
 from streamrl.learner.publishing.shipping import Published
+from streamrl.learner.publishing.unpublished import Unpublished
 from streamrl.learner.rank import work
-from streamrl.learner.replayed import Unpublished
 from streamrl.protocol.transport.double import LearnerStreamDouble, MemoryServer
 from streamrl.protocol.wire.group import decode_header, encode_group
 from tests.conductor_world import ALONE, Scene, start_of, surroundings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from streamrl.ops.launch.supervisor import describe_lost_work
+from streamrl.ops.launch.why_ended import describe_lost_work
 from tests.helpers import make_unreadable
 from tests.launch_world import make_view, step_record
 from tests.run_folder import RunFolder

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.ops.monitor.web.server import Trace
+from streamrl.ops.monitor.web.server import ActivityTrace
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_what_is_read_while_it_looks_is_of_one_moment() -> None:
     views = [view(at) for at in range(1, 61)]
     lengths = set()
     for _ in range(50):
-        trace = Trace()
+        trace = ActivityTrace()
         looking = threading.Thread(target=lambda trace=trace: [trace.add(one) for one in views], name="look")
         looking.start()
         while looking.is_alive():
@@ -48,7 +48,7 @@ def test_what_is_read_while_it_looks_is_of_one_moment() -> None:
 
 
 def test_workers_that_are_gone_make_room_for_those_that_came_in_their_place() -> None:
-    trace = Trace()
+    trace = ActivityTrace()
     came = [f"worker/{number:03}" for number in range(70)]
     for at, name in enumerate(came):
         gone = [worker(other, alive=False) for other in came[:at]]
@@ -60,7 +60,7 @@ def test_workers_that_are_gone_make_room_for_those_that_came_in_their_place() ->
 
 
 def test_where_more_live_than_can_be_drawn_the_same_ones_are_drawn_on() -> None:
-    trace = Trace()
+    trace = ActivityTrace()
     came = [f"worker/{number:03}" for number in range(100)]
     for at in range(3):
         trace.add(SimpleNamespace(at=float(at), workers=[worker(name, version=f"1.{at}") for name in came]))

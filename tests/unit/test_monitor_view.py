@@ -12,7 +12,7 @@ from streamrl.ops.monitor.text import status_lines, why_lines
 from streamrl.ops.monitor.top.draw import draw
 from streamrl.ops.monitor.top.screen import SORTS, Screen
 from streamrl.ops.monitor.view import View
-from streamrl.ops.monitor.web.server import Trace
+from streamrl.ops.monitor.web.server import ActivityTrace
 from streamrl.protocol.transport.snapshot import OldestLease, Snapshot, StreamCounts
 from streamrl.protocol.transport.types import RunInfo
 from streamrl.telemetry.progress import Liveness
@@ -165,7 +165,7 @@ def test_numbers_are_short(shown: str, expected: str) -> None:
 def test_a_worker_that_starts_is_not_counted_at_work() -> None:
     starts = make_report("worker/w", state="starting", doing="import vLLM")
     seen = view(configured(reports=(starts, make_report("worker/v", doing="generate"))))
-    trace = Trace()
+    trace = ActivityTrace()
     trace.add(seen)
     assert [worker.part.state for worker in seen.workers] == ["starting", "working"]
     assert trace.to_json()["idle"]["series"] == {"starting": [1], "works": [1]}

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.learner.groups.ledger import Retries
+from streamrl.learner.groups.numbering import NumberSet, Retries
 
 
 def test_without_retries_a_number_is_its_place() -> None:
@@ -43,3 +45,27 @@ def test_only_an_earlier_ticket_can_be_repeated() -> None:
         Retries().add(3, 3)
     with pytest.raises(AssertionError, match="retry already"):
         Retries({3: 1}).add(3, 2)
+
+
+@given(st.permutations(range(40)), st.integers(0, 40))
+def test_a_number_set_behaves_as_a_set_whatever_the_order(order: list[int], count: int) -> None:
+    numbers, expected = NumberSet(), set(order[:count])
+    for number in order[:count]:
+        numbers.add(number)
+    assert len(numbers) == len(expected)
+    assert [n for n in range(42) if n in numbers] == sorted(expected)
+    assert list(numbers.gaps(42)) == [n for n in range(42) if n not in expected]
+    ranges = numbers.ranges()
+    assert {n for start, end in ranges for n in range(start, end)} == expected
+    assert all(end < start for (_, end), (start, _) in pairwise(ranges)), "ranges are merged"
+    assert NumberSet(ranges).ranges() == ranges
+
+
+def test_gaps_below_an_end_inside_the_set_stop_there() -> None:
+    assert list(NumberSet(((2, 10),)).gaps(5)) == [0, 1]
+
+
+def test_a_number_is_added_once() -> None:
+    numbers = NumberSet(((0, 3),))
+    with pytest.raises(AssertionError, match="already"):
+        numbers.add(2)

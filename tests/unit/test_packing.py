@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from streamrl.learner.loading.build import load_model
 from streamrl.learner.model.logits import Head
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.packing.micro_batches import MicroBatch, Piece, Shape, empty_micro_batch, pack
+from streamrl.learner.packing.micro_batches import MicroBatch, Piece, Shape
+from streamrl.learner.packing.pack import empty_micro_batch, pack
 from streamrl.protocol.wire.branches import Branch, rows_of
 from tests.tiny_models import Architecture, make_model, response_logprobs
 

@@ -22,7 +22,7 @@ PROGRAM = re.compile(
     r"^ *(?:\$ |sudo |[A-Z_]+=\S+ )*(?:streamrl|make|pip|uv|python3?|kubectl|docker|vllm|curl|hf|redis-cli|git) [\w./-]"
 )
 # Their tests know what else such a configuration needs.
-WITH_TESTS_OF_THEIR_OWN = ("recipes.md", "rewards.md")
+WITH_TESTS_OF_THEIR_OWN = ("recipes.md", "rewards.md", "reward-services.md")
 CONFIGURATIONS = [
     block
     for block in ALL
@@ -113,7 +113,7 @@ def test_the_page_of_algorithms_names_what_is_built_in_with_its_bounds() -> None
 
 
 def test_the_figures_of_lag_are_those_that_were_measured() -> None:
-    text, results = (ROOT / "docs" / "scaling.md").read_text(), (ROOT / "bench" / "RESULTS.md").read_text()
+    text, results = (ROOT / "docs" / "lag.md").read_text(), (ROOT / "bench" / "RESULTS.md").read_text()
     bought, cost, pretrained = (
         table.splitlines()[2:] for table in re.findall(r"^\| lag \|.*?(?=\n\n)", text, re.M | re.DOTALL)
     )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from streamrl.config.check import check_config
-from streamrl.config.placement import Placement, Share, place
+from streamrl.config.placement import GpuShare, Placement, place
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError, ResourceError
 from streamrl.gpus import Gpu
@@ -211,7 +211,7 @@ def test_processes_that_share_are_told_how_much() -> None:
 
 def test_a_gpu_of_its_own_may_be_used_whole_and_should_not_be() -> None:
     """The learner's decision about its layers starts from the limit, so `doctor`'s must."""
-    alone = Share(gpus=(Gpu(name="0", memory=1000),))
+    alone = GpuShare(gpus=(Gpu(name="0", memory=1000),))
     assert (alone.memory, alone.limit) == (900, 1000)
     shared = replace(alone, fraction=0.5)
     assert (shared.memory, shared.limit) == (500, 500)

@@ -14,7 +14,7 @@ from bench.long_tailed import make_config
 from streamrl.config import schema
 from streamrl.learner.loading import load
 from streamrl.learner.loading.load import load_policy
-from streamrl.learner.packing.micro_batches import pack
+from streamrl.learner.packing.pack import pack
 from streamrl.learner.packing.ways import decoder_of
 from streamrl.learner.parallel.dtensors import whole
 from streamrl.learner.parallel.fsdp import layers_of

@@ -10,7 +10,7 @@ from streamrl.config.load import load_config
 from streamrl.config.schema import Config
 from streamrl.finding import Finding
 from streamrl.learner.loading.tokenizer import TokenizerInfo, read_tokenizer_info
-from streamrl.learner.preflight import _prompts
+from streamrl.learner.preflight.prompts import check_prompts
 from tests.tiny_models import make_model
 
 _AT_ONCE = 1024  # prompts that the tokenizer gets in one call, which no time limit cuts short
@@ -39,7 +39,7 @@ def config_of(folder: Path, model: Path, *, num_prompts: int, groups_per_step: i
 
 
 def found(config: Config, info: TokenizerInfo, *, at_most_s: float) -> list[Finding]:
-    return list(_prompts(config, info, at_most_s=at_most_s))
+    return list(check_prompts(config, info, at_most_s=at_most_s))
 
 
 def test_prompts_that_the_time_did_not_suffice_for_are_told(tmp_path: Path, model: Path, info: TokenizerInfo) -> None:

@@ -14,7 +14,7 @@ import pytest
 import streamrl
 from streamrl.config.check import check_config
 from streamrl.config.load import load_config
-from streamrl.ops.python.launcher import Ended
+from streamrl.ops.python.launcher import EndOfRun
 from streamrl.ops.python.request import make_request
 from streamrl.ops.python.run import Run
 from tests.unit.test_python_run import LifeDouble, trained
@@ -48,7 +48,9 @@ class Started:
         return SimpleNamespace(status=lambda: status, wait=self._run(Path(folder).name).wait)
 
     def _run(self, name: str) -> Run:
-        return Run(LifeDouble(ends=Ended(state="finished", steps=2, summary=SUMMARY)), name=name, folder=self._folder)
+        return Run(
+            LifeDouble(ends=EndOfRun(state="finished", steps=2, summary=SUMMARY)), name=name, folder=self._folder
+        )
 
 
 def test_the_pages_programs_run(

@@ -13,20 +13,20 @@ import pytest
 
 from streamrl.errors import ConfigError, PartError, ResourceError
 from streamrl.ops.python.attached import Attached
-from streamrl.ops.python.launcher import Ended
+from streamrl.ops.python.launcher import EndOfRun
 from streamrl.ops.python.picture import InNotebook, html
 from streamrl.ops.python.run import Run, attach
 from tests.unit.test_display import busy_view, make_frame
 
-FINISHED = Ended(state="finished", steps=3, summary={"held_out": {"exact": [0.2, 0.7]}})
+FINISHED = EndOfRun(state="finished", steps=3, summary={"held_out": {"exact": [0.2, 0.7]}})
 
 
 class LifeDouble:
     """Each wait is a moment of a run: what happens then is the test's. It has ended when nothing happens any more."""
 
-    def __init__(self, *moments: Callable[[], object], ends: Ended = FINISHED) -> None:
+    def __init__(self, *moments: Callable[[], object], ends: EndOfRun = FINISHED) -> None:
         self.phase = ""
-        self.ended: Ended | None = None
+        self.ended: EndOfRun | None = None
         self.stops: list[float | None] = []
         self._moments, self._ends = list(moments), ends
 
@@ -39,7 +39,7 @@ class LifeDouble:
 
     def end(self, timeout_s: float | None) -> None:
         self.stops.append(timeout_s)
-        self.ended = Ended(state="stopped", steps=2)
+        self.ended = EndOfRun(state="stopped", steps=2)
 
 
 def line(step: int, *, term: int = 1, **metrics: float) -> str:
@@ -90,7 +90,7 @@ def test_a_line_that_a_crash_has_cut_off_is_no_step(tmp_path: Path) -> None:
 
 def test_a_run_that_fails_gives_its_steps_and_raises_its_error_wherever_it_is_waited_for(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(trained(1, 0.1))
-    failed = Ended(state="failed", error="8 groups in a row have failed", kind=PartError)
+    failed = EndOfRun(state="failed", error="8 groups in a row have failed", kind=PartError)
     run = make_run(tmp_path, LifeDouble(ends=failed))
     steps = []
 

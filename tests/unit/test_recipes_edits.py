@@ -79,7 +79,8 @@ from pathlib import Path
 import numpy as np
 from streamrl.config.load import load_config
 from streamrl.workers.engines.model import ModelFacts
-from streamrl.workers.evaluate import EvalPrompt, evaluate
+from streamrl.workers.eval_result import Answers, EvalPrompt
+from streamrl.workers.evaluate import evaluate
 from streamrl.permissions import Permissions
 from streamrl.workers.rewards.mixing import build_rewards
 
@@ -92,17 +93,20 @@ class Letters:
 config = load_config("run.yaml", ["rewards.model=null"]).config
 facts = dict(path="", tokenizer=Letters(), stop_ids=(3,), vocab_size=4, max_positions=None, fingerprint="")
 prompts = [EvalPrompt(text="a", token_ids=np.array([0], dtype=np.int32), fields={"answer": "b"}) for _ in range(8)]
-result = asyncio.run(
+model = ModelFacts(**facts, trust_remote_code=False)
+answers = Answers(prompts, config=config, model=model)
+asyncio.run(
     evaluate(
-        prompts,
+        answers,
         config=config,
-        model=ModelFacts(**facts, trust_remote_code=False),
+        model=model,
         weights=Path("none"),
         step=3,
         rewards=build_rewards(config.rewards, Permissions(), None),
         permissions=Permissions(),
     )
 )
+result = answers.result()
 assert result.num_answered == 8, result
 for sample in (sample for group in result.groups for sample in group.samples):
     assert 1 <= len(sample.token_ids) <= 12

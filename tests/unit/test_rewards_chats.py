@@ -15,15 +15,15 @@ from transformers import PreTrainedTokenizerFast
 from streamrl.config import schema
 from streamrl.data.prompts import read_prompts
 from streamrl.data.settings import DATE
-from streamrl.ops.cli.reward_try import _encoder, _try
+from streamrl.ops.cli.rewards.scoring import encoder_of, score_pairs
 from streamrl.protocol.wire.ticket import Ticket
 from streamrl.versions import make_version
-from streamrl.workers.answer import Answerer
 from streamrl.workers.engines.model import ModelFacts
 from streamrl.workers.reward_server.model import RewardModel
 from streamrl.workers.rewards.base import RewardDouble
 from streamrl.workers.rewards.chats import ends_of
 from streamrl.workers.rewards.mixing import Rewards, Weighted
+from streamrl.workers.rollout.answer import Answerer
 from tests.helpers import make_ticket
 from tests.http_reward_world import connect, lengths
 from tests.session_world import TEMPLATE, Teller, chat_facts, chat_tokenizer, write_calling_model
@@ -186,7 +186,7 @@ async def test_a_trial_with_the_policys_model_is_given_the_same_text(tmp_path: P
     [row] = read_prompts(tmp_path / "rows.jsonl", malformed="error").rows
     reward = RewardDouble()
 
-    await _try(reward, [(row, ["5"])], _encoder(str(tmp_path / "model"), DATE))
+    await score_pairs(reward, [(row, ["5"])], encoder_of(str(tmp_path / "model"), DATE))
 
     whole = [*ASKED, {"role": "assistant", "content": "5"}]
     assert reward.items[0].text == chat_tokenizer().apply_chat_template(whole, tokenize=False)

@@ -120,7 +120,7 @@ async def test_an_async_function_and_its_files_work_as_before(target: str) -> No
 async def test_a_function_sees_no_variable_but_harmless_ones_and_those_asked_for(
     target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    secrets = ("STREAMRL_REDIS_PASSWORD", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "JUDGE_KEY")
+    secrets = ("STREAMRL_REDIS_PASSWORD", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "JUDGE_KEY", "NVIDIA_API_KEY")
     for name in secrets:
         monkeypatch.setenv(name, "a secret")
     assert [await score(target, "variable", name) for name in secrets] == [0.0] * len(secrets)

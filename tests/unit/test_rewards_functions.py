@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import linecache
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from streamrl.permissions import Permissions
 from streamrl.recipe.own import pickled
 from streamrl.workers.rewards.functions import build_function_reward
 from tests.helpers import wait_until
+from tests.http_reward_world import until
 from tests.tiny_rewards import beginning, make_item
 
 Start = Callable[..., Any]
@@ -46,6 +46,7 @@ def obey(prompt, completion, token_ids, fields):
     if completion == "text": return "1.0"
     if completion == "scribble": scribble()
     if completion == "fork": fork_away()
+    if completion == "detach": detach()
     if completion == "pid": return os.getpid()
     return neighbour.VALUE
 
@@ -68,11 +69,21 @@ def scribble():
         except OSError: pass
 
 def fork_away():
-    if os.fork() == 0:
+    if not (away := os.fork()):
         os.setsid()
-        with open(__file__ + ".pid", "w") as file: file.write(str(os.getpid()))
-        time.sleep(60)
+        time.sleep(600)
+    with open(__file__ + ".pid", "w") as file: file.write(str(away))
     os._exit(3)
+
+async def in_threads(prompt, completion, token_ids, fields):
+    await asyncio.gather(*(asyncio.to_thread(time.sleep, 0.2) for _ in range(8)))
+    return os.getpid()
+
+def detach():
+    import subprocess
+    away = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    with open(__file__ + ".pid", "w") as file: file.write(str(away.pid))
+    time.sleep(600)
 
 def three(prompt, completion, token_ids): return 0.0
 """
@@ -157,14 +168,17 @@ async def test_a_function_that_misbehaves_fails_its_sample_and_no_other(
             raise scores[1]
 
 
-async def test_what_a_function_has_forked_away_holds_its_pipe_and_nobody_up(start: Start, tmp_path: Path) -> None:
-    try:
-        async with start("obey", timeout_s=0.5) as reward:
-            with pytest.raises(RewardError):
-                await reward.score(make_item("fork"))
-            assert await asyncio.wait_for(reward.score(make_item("good")), 10) == 7.0
-    finally:
-        os.kill(int((tmp_path / "rewards.py.pid").read_text()), signal.SIGKILL)
+@pytest.mark.parametrize("completion", ["fork", "detach"])
+async def test_what_a_function_has_forked_away_holds_its_pipe_and_nobody_up_and_ends(
+    start: Start, tmp_path: Path, completion: str
+) -> None:
+    """Also where it has a session of its own, whether its parent ends before it or is killed because it is late."""
+    async with start("obey", timeout_s=2.0) as reward:
+        with pytest.raises(RewardError):
+            await reward.score(make_item(completion))
+        away = int((tmp_path / "rewards.py.pid").read_text())
+        assert await asyncio.wait_for(reward.score(make_item("good")), 30) == 7.0
+        await until(lambda: not Path(f"/proc/{away}").exists(), "it is gone")
 
 
 @pytest.mark.parametrize("line", ["'x' * (1 << 21)", "'[]'", "'{}'", "'[' * 100_000"])
@@ -211,6 +225,13 @@ async def test_calls_of_an_async_function_run_side_by_side(start: Start) -> None
     async with start("obey_async", timeout_s=10) as reward:
         scores = await asyncio.wait_for(asyncio.gather(*(reward.score(make_item("good")) for _ in range(200))), 5)
     assert scores == [7.0] * 200
+
+
+async def test_an_async_function_that_keeps_threads_busy_is_not_late(start: Start) -> None:
+    """Its calls are read meanwhile, and asyncio's own number of threads, 6 on two cores, is not its limit."""
+    async with start("in_threads", timeout_s=4) as reward:
+        scores = await asyncio.gather(*(reward.score(make_item("")) for _ in range(64)))
+    assert len(set(scores)) == 1, "one process, which nobody killed"
 
 
 async def test_an_async_call_that_is_late_costs_nobody_else_a_process(start: Start) -> None:

@@ -184,3 +184,31 @@ async def test_a_service_that_tells_no_usage_that_can_be_is_counted_by_bytes(usa
         counted = reward.health().num_tokens
         await reward.close()
     assert counted == -(-len((server.asked[0].text + '{"score": 3}').encode()) // 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({}, "the source's max_tokens"),
+        ({"max_tokens": 7}, "this judge's options.max_tokens"),
+        ({"max_tokens": None, "max_completion_tokens": 7}, "this judge's options.max_completion_tokens"),
+        ({"max_tokens": None}, "the limit of its service"),
+    ],
+)
+async def test_an_answer_that_was_cut_off_names_the_limit_that_is_in_force(options: dict[str, Any], limit: str) -> None:
+    async with judges_serving(lambda asked: Reply(content='{"sc', ended="length")) as server:
+        judges = {"one": {"url": server.url, "model": "wise", "options": options}}
+        reward = judge_of(judges=judges, attempts=1)
+        with pytest.raises(RewardError, match=f"cut off before a verdict: raise {limit} "):
+            await reward.score(make_item())
+        await reward.close()
+
+
+async def test_an_answer_may_be_as_long_as_the_limit_that_is_in_force_allows() -> None:
+    long = json.dumps({"reasons": "x" * 200_000, "score": 10})
+    async with judges_serving(lambda asked: Reply(content=long)) as server:
+        options = {"max_tokens": None, "max_completion_tokens": 10_000}
+        judges = {"one": {"url": server.url, "model": "wise", "options": options}}
+        reward = judge_of(judges=judges, attempts=1, explain=True)
+        assert await reward.score(make_item()) == 1.0
+        await reward.close()

@@ -53,3 +53,23 @@ async def test_a_comparison_without_a_verdict_fails_its_two_samples_and_no_other
         scores = await reward.score_group(list(map(make_item, ["0", "1", "5", "9"])))
         await reward.close()
     assert [isinstance(score, RewardError) for score in scores] == [True, True, False, False]
+
+
+async def test_an_answer_that_no_judge_takes_fails_alone_and_the_others_are_compared_among_themselves() -> None:
+    def squeamish(asked: Asked) -> Reply:
+        return Reply(status=400, body=b"content filter") if "1" in asked.answers else fair(asked)
+
+    async with judges_serving(squeamish) as server:
+        reward = judge_of_groups(server.url)
+        refused, *scores = await reward.score_group(list(map(make_item, ["1", "0", "5", "9"])))
+        await reward.close()
+    assert "content filter" in str(refused)
+    assert scores == pytest.approx([1.0, 0.0, 0.5])
+
+
+async def test_of_two_answers_that_cannot_be_compared_neither_has_a_score() -> None:
+    async with judges_serving(lambda asked: Reply(status=400)) as server:
+        reward = judge_of_groups(server.url)
+        scores = await reward.score_group(list(map(make_item, ["0", "1"])))
+        await reward.close()
+    assert all(isinstance(score, RewardError) for score in scores)

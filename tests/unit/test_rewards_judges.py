@@ -293,3 +293,36 @@ async def test_an_address_without_a_path_is_asked_below_v1() -> None:
         await reward.score(make_item())
         await reward.close()
     assert server.asked[0].path == "/v1/chat/completions"
+
+
+async def test_an_answer_in_parts_is_read_as_one() -> None:
+    parts = [
+        {"type": "thinking", "thinking": "?"},
+        {"type": "text", "text": '{"score":'},
+        {"type": "text", "text": "10}"},
+    ]
+    async with judges_serving(lambda asked: Reply(content=parts)) as server:
+        reward = judge_of(server.url, attempts=1)
+        assert await reward.score(make_item()) == 1.0
+        await reward.close()
+
+
+@pytest.mark.parametrize("message", [{"content": None}, {"content": ""}, {}, {"content": [{"type": "image"}]}])
+async def test_a_judge_that_says_nothing_is_quoted_with_its_refusal(message: dict[str, Any]) -> None:
+    choice = {"message": message | {"role": "assistant", "refusal": "I will not."}, "finish_reason": "content_filter"}
+    body = json.dumps({"id": "x" * 300, "choices": [choice]}).encode()
+    async with judges_serving(lambda asked: Reply(body=body)) as server:
+        reward = judge_of(server.url, attempts=1)
+        with pytest.raises(
+            RewardError, match=r"no valid verdict: no content; refusal: I will not\.; finish_reason: con"
+        ):
+            await reward.score(make_item())
+        await reward.close()
+
+
+async def test_a_judge_that_says_nothing_at_all_is_quoted_as_it_is() -> None:
+    async with judges_serving(lambda asked: Reply(body=b'{"choices": [{"message": {"content": null}}]}')) as server:
+        reward = judge_of(server.url, attempts=1)
+        with pytest.raises(RewardError, match=r'no valid verdict: \{"choices": \[\{"message": \{"content": null'):
+            await reward.score(make_item())
+        await reward.close()

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError, RewardError, RewardOutage
 from streamrl.permissions import Permissions
-from streamrl.workers.rewards.base import RewardDouble, ScoreItem
+from streamrl.protocol.wire.group import decode_body, decode_header, encode_group
+from streamrl.protocol.wire.ticket import Purpose
+from streamrl.versions import make_version
+from streamrl.workers.engines.double import EngineDouble
+from streamrl.workers.rewards.base import GroupReward, Reward, RewardDouble, ScoreItem
 from streamrl.workers.rewards.mixing import Rewards, Scores, Weighted, build_rewards
+from streamrl.workers.rollout.answer import Answerer
+from tests.helpers import make_ticket
 from tests.tiny_rewards import make_item
+from tests.worker_world import worker_config
 
 
 def rewards_of(**values: float) -> Rewards:
@@ -92,6 +101,81 @@ async def test_an_outage_of_one_source_stays_one_for_the_sample() -> None:
     rewards = Rewards({"model": Weighted(reward=RewardDouble(fail), weight=1.0)})
     with pytest.raises(RewardOutage, match="reward 'model': nobody is there"):
         await rewards.score(make_item())
+
+
+def beside_logged(source: Reward | GroupReward, *needed_for: Purpose) -> Rewards:
+    """A source that gives 1, beside one that is needed for these tickets only."""
+    needed = Weighted(reward=RewardDouble(), weight=1.0)
+    return Rewards({"right": needed, "logged": Weighted(reward=source, weight=0.0, needed_for=needed_for)})
+
+
+def refuse(item: ScoreItem) -> float:
+    raise RewardError("no words for this")
+
+
+class RefusingGroup(RewardDouble):
+    async def score_group(self, items: Sequence[ScoreItem]) -> list[float | RewardError | None]:
+        return [RewardError("not this"), *[0.5] * (len(items) - 1)]
+
+
+async def test_a_source_that_is_only_logged_fails_no_sample_and_its_failures_are_counted() -> None:
+    rewards = beside_logged(RewardDouble(refuse))
+    assert await rewards.score(make_item()) == Scores(rewards={"right": 1.0}, total=1.0)
+    assert rewards.facts()["rewards/logged/failed"] == 1
+    assert rewards.trouble() == ""
+
+
+async def test_of_a_group_that_is_compared_only_for_the_log_who_fails_has_no_score() -> None:
+    rewards, items = beside_logged(RefusingGroup()), [make_item(), make_item()]
+    mixed = await rewards.mix(items, [await rewards.score_sample(item) for item in items])
+    assert mixed == [
+        Scores(rewards={"right": 1.0}, total=1.0),
+        Scores(rewards={"right": 1.0, "logged": 0.5}, total=1.0),
+    ]
+    assert rewards.facts()["rewards/logged/failed"] == 1
+
+
+async def test_nobody_waits_for_a_source_that_is_only_logged_and_out() -> None:
+    source = RewardDouble()
+    source.held = asyncio.Event()
+    rewards = beside_logged(source)
+    scoring = asyncio.create_task(rewards.score(make_item()))
+    await asyncio.wait([scoring], timeout=0.05)
+    assert not scoring.done(), "it is awaited as long as it may answer"
+    source.outage = "refused"
+    assert await asyncio.wait_for(scoring, 30) == Scores(rewards={"right": 1.0}, total=1.0)
+    assert rewards.outage() is None
+    assert rewards.facts()["rewards/logged/state"] == "well"
+    assert rewards.facts()["rewards/logged/failed"] == 1
+
+
+async def test_a_source_of_weight_0_that_a_validation_goes_by_is_needed_for_it() -> None:
+    source = RewardDouble(refuse)
+    rewards = beside_logged(source, "eval")
+    with pytest.raises(RewardError, match="reward 'logged': no words for this"):
+        await rewards.score_sample(make_item(), "eval")
+    source.outage = "refused"
+    assert rewards.outage() == "reward 'logged': refused"
+
+
+async def test_a_sample_that_only_logged_sources_score_fails_where_they_fail() -> None:
+    rewards = Rewards({"logged": Weighted(reward=RewardDouble(refuse), weight=0.0, needed_for=())})
+    with pytest.raises(RewardError, match="logged returned None for it, or failed and are only logged"):
+        await rewards.score(make_item())
+
+
+@pytest.mark.parametrize(("purpose", "fails"), [("train", False), ("eval", True)])
+async def test_a_group_is_delivered_without_the_scores_that_it_does_not_need(purpose: Purpose, fails: bool) -> None:
+    rewards = beside_logged(RewardDouble(refuse), "eval")
+    answerer = Answerer(rewards=rewards, config=worker_config(), worker="w", fingerprint="model")
+    engine = EngineDouble()
+    engine.loads.append((Path("weights"), make_version(1, 1), 1))
+    group = await answerer.answer(make_ticket(1, num_samples=2, purpose=purpose), engine)
+    header, body = encode_group(group)
+    samples = decode_body(decode_header(header), body).samples
+    assert [(dict(sample.rewards), sample.reward) for sample in samples] == (
+        [] if fails else [({"right": 1.0}, 1.0)] * 2
+    )
 
 
 async def test_closing_closes_every_source() -> None:

@@ -6,24 +6,24 @@ import asyncio
 import time
 from itertools import pairwise
 
-from streamrl.workers.rewards.pace import Pace
+from streamrl.workers.rewards.pace import RequestPace
 
 
 async def test_turns_come_one_behind_the_other() -> None:
-    pace, loop = Pace(1000.0), asyncio.get_running_loop()
+    pace, loop = RequestPace(1000.0), asyncio.get_running_loop()
     began = loop.time()
     await asyncio.gather(*(pace.turn(object) for _ in range(50)))
     assert loop.time() - began >= 0.049
 
 
 async def test_a_turn_that_nobody_takes_is_left_to_the_next() -> None:
-    pace, answers = Pace(0.001), iter([None, "taken"])
+    pace, answers = RequestPace(0.001), iter([None, "taken"])
     assert await asyncio.wait_for(pace.turn(lambda: next(answers)), 60) is None
     assert await asyncio.wait_for(pace.turn(lambda: next(answers)), 60) == "taken"
 
 
 async def test_requests_that_waited_for_a_busy_loop_do_not_go_out_together() -> None:
-    pace, begun = Pace(20.0), list[float]()
+    pace, begun = RequestPace(20.0), list[float]()
 
     async def ask() -> None:
         await pace.turn(object)

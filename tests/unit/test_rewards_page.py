@@ -1,4 +1,6 @@
-"""`docs/rewards.md` as a reader follows it: its functions score, its settings load, its service is asked."""
+"""`docs/rewards.md` and `docs/reward-services.md` as a reader follows them: the functions score, the settings load, the
+service is asked.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ from streamrl.workers.rewards.mixing import build_rewards
 from tests.pages import ROOT, blocks, lay_out
 from tests.tiny_rewards import make_item
 
-PAGE = ROOT / "docs" / "rewards.md"
-CONFIGURATIONS = [block.text for block in blocks(PAGE, "yaml")]
+PAGE, SERVICES = ROOT / "docs" / "rewards.md", ROOT / "docs" / "reward-services.md"
+CONFIGURATIONS = [block.text for page in (PAGE, SERVICES) for block in blocks(page, "yaml")]
 PLAIN = """
 model: {path: model}
 data: {train: prompts.jsonl}
@@ -73,11 +75,13 @@ async def test_the_functions_of_the_page_score() -> None:
     assert await scored("of_trl.py:right", "5") == 0.0
 
 
-async def test_the_service_of_the_page_scores() -> None:
+async def test_the_service_of_the_page_scores(tmp_path: Path) -> None:
+    (tmp_path / "service").mkdir()
+    lay_out(tmp_path / "service", SERVICES)
     (block,) = [block for block in CONFIGURATIONS if "polite:" in block]
     source = configured(block).rewards["polite"]
     assert isinstance(source, schema.HttpReward)
-    service = ThreadingHTTPServer(("127.0.0.1", 0), load_function("my_service.py:Service", {}))  # type: ignore[arg-type]
+    service = ThreadingHTTPServer(("127.0.0.1", 0), load_function("service/my_service.py:Service", {}))  # type: ignore[arg-type]
     thread = threading.Thread(target=service.serve_forever, daemon=True)
     thread.start()
     try:
@@ -92,8 +96,8 @@ async def test_the_service_of_the_page_scores() -> None:
     assert scores == [1.0, 0.0]
 
 
-def test_the_page_names_what_is_built_in_and_how_services_are_asked() -> None:
-    text = PAGE.read_text()
+def test_the_pages_name_what_is_built_in_and_how_services_are_asked() -> None:
+    text = PAGE.read_text() + SERVICES.read_text()
     assert all(f"`{name}`" in text for name in (*REWARDS, *FORMS))
     for form in FORMS.values():
         assert f"`POST {form.path}`" in text

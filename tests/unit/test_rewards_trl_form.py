@@ -52,6 +52,9 @@ def all_that_is_given(prompts, completions, completion_ids, **kwargs):
 def without_kwargs(completions, answer, *, scale=1.0, log_extra=None):
     return [scale * (completion == right) for completion, right in zip(completions, answer)]
 
+def of_facts(completions, truncated, **kwargs):
+    return [1.0 if truncated == [False] else 0.0 for _ in completions]
+
 def ours(prompt, completion, token_ids, fields):
     return 0.5
 
@@ -100,6 +103,11 @@ async def test_chats_come_as_messages_and_further_fields_as_lists(start: Start) 
     item = make_item("ho", prompt="<user>hi", messages=[{"role": "user", "content": "hi"}], level={"x": [1, 2]})
     async with start("all_that_is_given") as reward:
         assert await reward.score(item) == 1.0
+
+
+async def test_what_is_known_of_a_sample_is_not_hidden_by_a_column_of_that_name(start: Start) -> None:
+    async with start("of_facts") as reward:
+        assert await reward.score(make_item("ho", truncated="a column")) == 1.0
 
 
 async def test_a_function_without_kwargs_gets_what_it_names_and_options_beside(start: Start) -> None:

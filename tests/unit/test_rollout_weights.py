@@ -15,7 +15,7 @@ from streamrl.protocol.weights.manifest_bytes import encode_manifest
 from streamrl.protocol.weights.stores import MemoryStore
 from streamrl.versions import show, term_of
 from streamrl.workers.engines.double import EngineDouble
-from streamrl.workers.roles import AnnouncementsDouble
+from streamrl.workers.weights.roles import AnnouncementsDouble
 from tests.follow_world import PATIENCE, Follower
 from tests.helpers import wait_until_async
 from tests.weights_world import assert_holds

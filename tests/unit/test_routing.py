@@ -24,7 +24,8 @@ from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.logits import Head
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.moe.routing_replay import RoutingReplay
-from streamrl.learner.packing.micro_batches import NO_ROUTE, NO_TOKEN, MicroBatch, Piece, Shape, pack
+from streamrl.learner.packing.micro_batches import NO_ROUTE, NO_TOKEN, MicroBatch, Piece, Shape
+from streamrl.learner.packing.pack import pack
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.branches import Branch, rows_of
 from streamrl.protocol.wire.routes import Routes, RouteShape, all_missing, is_missing

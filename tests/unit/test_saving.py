@@ -32,9 +32,9 @@ from streamrl.learner.metrics.record import Timers
 from streamrl.learner.process.background import BackgroundThread, BackgroundThreadDouble, Jobs
 from streamrl.learner.process.ranks import World
 from streamrl.learner.process.watchdog import Watchdog
+from streamrl.learner.publishing.unpublished import Unpublished
 from streamrl.learner.rank import work
 from streamrl.learner.rank_context import at_disk_s, stall_limit_s
-from streamrl.learner.replayed import Unpublished
 from streamrl.protocol.transport.double import LearnerStreamDouble, MemoryServer
 from tests.conductor_world import ALONE, Scene, start_of, surroundings
 from tests.feed_world import Clock

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 from streamrl.ops.audit import Audit
-from streamrl.ops.launch.summary import Lag, Loads, Summary, held_out_of, lag_of, num_versions, summarise, summary_lines
+from streamrl.ops.launch.summary import (
+    Loads,
+    RunSummary,
+    TokenLag,
+    held_out_of,
+    lag_of,
+    num_versions,
+    summarise,
+    summary_lines,
+)
 from streamrl.ops.monitor.comparison import compare
 from streamrl.ops.monitor.history import History
 from streamrl.versions import make_version
@@ -63,7 +72,7 @@ def make_audit(**changes: Any) -> Audit:
     return Audit(**{**fields, **changes})
 
 
-def make_summary(folder: Path, **audit: Any) -> Summary:
+def make_summary(folder: Path, **audit: Any) -> RunSummary:
     return summarise(
         folder=folder,
         state="finished",
@@ -78,7 +87,7 @@ def make_summary(folder: Path, **audit: Any) -> Summary:
 def test_the_lag_is_of_tokens_not_of_steps(tmp_path: Path) -> None:
     write(tmp_path, step(1, **{"lag/mean": 0.0}), step(2, **{"lag/mean": 3.0, "train_rollouts/rollout_size": 30.0}))
 
-    assert lag_of(History.read(tmp_path).steps.records) == Lag(mean=pytest.approx(2.25), max=2)
+    assert lag_of(History.read(tmp_path).steps.records) == TokenLag(mean=pytest.approx(2.25), max=2)
 
 
 def test_of_a_step_that_was_made_again_the_later_record_counts(tmp_path: Path) -> None:
@@ -86,7 +95,7 @@ def test_of_a_step_that_was_made_again_the_later_record_counts(tmp_path: Path) -
 
     history = History.read(tmp_path)
 
-    assert lag_of(history.steps.records) == Lag(mean=1.0, max=2)
+    assert lag_of(history.steps.records) == TokenLag(mean=1.0, max=2)
     assert held_out_of(history) == {"exact": (0.4, 0.4)}
 
 

@@ -12,8 +12,9 @@ from streamrl.errors import EngineError, LoadRejected
 from streamrl.telemetry.progress import Progress
 from streamrl.workers.engines.base import Engine
 from streamrl.workers.engines.double import EngineDouble
-from streamrl.workers.roles import WeightsDouble, WorkDouble
+from streamrl.workers.rollout.roles import WorkDouble
 from streamrl.workers.supervise import RestartPatience, Supervisor
+from streamrl.workers.weights.roles import WeightsDouble
 from tests.helpers import wait_until_async
 
 Outcome = Callable[[WeightsDouble], Exception | None]

@@ -16,7 +16,7 @@ from streamrl.errors import ConfigError, RewardError, RewardOutage
 from streamrl.permissions import Permissions
 from streamrl.protocol.wire.branches import Branch
 from streamrl.protocol.wire.sample import Sample, Span
-from streamrl.workers.rewards.teacher import Teacher, build_teacher
+from streamrl.workers.rewards.teacher import ServedTeacher, build_teacher
 from streamrl.workers.rewards.teaching import rows_of
 from tests.http_reward_world import until
 from tests.tiny_models import make_tokenizer
@@ -44,7 +44,7 @@ def vllm(request: httpx.Request) -> httpx.Response:
 
 def connect(
     answer: Callable[[httpx.Request], httpx.Response] = vllm, *, longest: int = 100, **settings: Any
-) -> Teacher:
+) -> ServedTeacher:
     named = {"urls": ("http://teacher:1",), "timeout_s": 5.0, **settings}
     return build_teacher(
         Settings(**named),
@@ -230,3 +230,17 @@ def test_a_rollout_is_asked_about_row_by_row() -> None:
         ([5, 6, 7, 20, 21], [24, 25, 26]),
         ([5, 6, 7, 20, 21, 24], [27, 28]),
     ]
+
+
+@pytest.mark.parametrize("url", ["http://teacher:1/v1", "http://teacher:1/v1/", "http://teacher:1/"])
+async def test_the_base_url_of_openai_clients_is_an_address_too(url: str) -> None:
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        return vllm(request)
+
+    teacher = connect(answer, urls=(url,))
+    await teacher.logprobs(CONTEXT, TOKENS)
+    await teacher.close()
+    assert set(asked) == {"/tokenize", "/detokenize", "/v1/completions"}

@@ -20,11 +20,12 @@ from streamrl.telemetry.progress import Progress
 from streamrl.workers.engines.base import Engine, EngineSettings, Meeting
 from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.engines.model import read_model
-from streamrl.workers.engines.seats import Seats
 from streamrl.workers.engines.transformers_engine import TransformersEngine
-from streamrl.workers.engines.vllm_engine import VllmEngine
-from streamrl.workers.roles import WeightsDouble, WorkDouble
+from streamrl.workers.engines.vllm.engine import VllmEngine
+from streamrl.workers.engines.vllm.seats import Seats
+from streamrl.workers.rollout.roles import WorkDouble
 from streamrl.workers.supervise import RestartPatience, Supervisor
+from streamrl.workers.weights.roles import WeightsDouble
 from tests.tiny_models import make_model
 from tests.worker_world import a_sample_request, worker_config
 

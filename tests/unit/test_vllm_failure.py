@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.workers.engines.vllm_failure import record_failure, take_failure
+from streamrl.workers.engines.vllm.failure import record_failure, take_failure
 
 _LEARNED = RuntimeError("Engine core initialization failed. See root cause above.")
 

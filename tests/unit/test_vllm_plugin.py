@@ -14,7 +14,7 @@ from tests.worker_processes import ROOT, alive
 
 _LEAVES = """
 import os, sys
-from streamrl.workers.engines.vllm_plugin import leave_group_of
+from streamrl.workers.engines.vllm.plugin import leave_group_of
 for _ in range(2):  # a plugin may be loaded twice
     leave_group_of(int(sys.argv[1]))
 print(os.getpgid(0) == os.getsid(0) == os.getpid(), os.getpgid(0))
@@ -23,7 +23,7 @@ print(os.getpgid(0) == os.getsid(0) == os.getpid(), os.getpgid(0))
 _RANK = """
 import multiprocessing, os, sys, time
 from pathlib import Path
-from streamrl.workers.engines.vllm_plugin import _die_with
+from streamrl.workers.engines.vllm.plugin import _die_with
 
 def rank(folder, owner):
     (folder / "rank").write_text(str(os.getpid()))

@@ -12,8 +12,8 @@ import pytest
 from streamrl.errors import SampleError
 from streamrl.workers.engines.base import EngineSettings, Load
 from streamrl.workers.engines.model import read_model
-from streamrl.workers.engines.seats import Seats
-from streamrl.workers.engines.vllm_engine import VllmEngine
+from streamrl.workers.engines.vllm.engine import VllmEngine
+from streamrl.workers.engines.vllm.seats import Seats
 from tests.helpers import wait_until_async
 from tests.tiny_models import make_model
 from tests.worker_world import a_sample_request, worker_config

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from streamrl.workers.engines.seats import Seats
-from streamrl.workers.engines.vllm_start import samples_at_once
+from streamrl.workers.engines.vllm.arguments import samples_at_once
+from streamrl.workers.engines.vllm.seats import Seats
 
 EVALUATION, TRAINING = 1, 2
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.ops.cli.main import main
-from streamrl.workers.engines.vllm_serve import mistake_of, options_of
+from streamrl.workers.engines.vllm.serve import mistake_of, options_of
 from tests.tiny_models import make_model
 
 

@@ -13,15 +13,14 @@ from streamrl.cpu_vllm import is_cpu_build
 from streamrl.errors import ConfigError
 from streamrl.workers.engines.base import EngineSettings, Meeting
 from streamrl.workers.engines.model import read_model
-from streamrl.workers.engines.vllm_engine import VllmEngine, answer_limit_s
-from streamrl.workers.engines.vllm_start import (
-    _environment,
-    _network_environment,
-    _platform_environment,
-    _several_hosts,
-    _take_back_environment,
-    engine_args,
-    vllm_config,
+from streamrl.workers.engines.vllm.arguments import engine_args, several_hosts
+from streamrl.workers.engines.vllm.engine import VllmEngine, answer_limit_s
+from streamrl.workers.engines.vllm.start import vllm_config
+from streamrl.workers.engines.vllm.variables import (
+    network_variables,
+    platform_variables,
+    process_variables,
+    take_back_variables,
 )
 from tests.tiny_models import make_model
 from tests.worker_world import worker_config
@@ -49,7 +48,7 @@ def test_its_processes_are_spawned_whatever_anybody_said(
     assert get_mp_context().get_start_method() == "fork"
     if before is not None:
         monkeypatch.setenv(METHOD, before)
-    monkeypatch.setattr(os, "environ", {**os.environ, **_environment(worker_config().worker, tmp_path)})
+    monkeypatch.setattr(os, "environ", {**os.environ, **process_variables(worker_config().worker, tmp_path)})
 
     assert os.environ[METHOD] == "spawn"
     assert get_mp_context().get_start_method() == "spawn"
@@ -120,17 +119,15 @@ def test_ranks_on_cpus_share_the_threads_and_are_bound_to_no_node(
     monkeypatch.delenv(BIND, raising=False)
     worker = worker_config(threads=threads, engine_args=spread).worker
     arguments: dict[str, Any] = {"enforce_eager": False, **spread}
-    assert _platform_environment(arguments, worker, on_cpu=True) == expected
-    assert _platform_environment(arguments, worker, on_cpu=False) == {}
+    assert platform_variables(arguments, worker, on_cpu=True) == expected
+    assert platform_variables(arguments, worker, on_cpu=False) == {}
     over_hosts = worker_config(threads=4, hosts=2, engine_args=spread).worker
     if spread:
-        found = _platform_environment(arguments, over_hosts, on_cpu=True)
+        found = platform_variables(arguments, over_hosts, on_cpu=True)
         assert found == {THREADS: "4", BIND: "nobind"}  # one rank here, and the other on the other host
     monkeypatch.delenv(THREADS, raising=False)
     cores = len(os.sched_getaffinity(0))
-    found = _platform_environment(
-        {"enforce_eager": False, "tensor_parallel_size": 2}, worker_config().worker, on_cpu=True
-    )
+    found = platform_variables({"enforce_eager": False, "tensor_parallel_size": 2}, worker_config().worker, on_cpu=True)
     assert found == {THREADS: str(max(1, cores // 2)), BIND: "nobind"}
 
 
@@ -140,11 +137,11 @@ TOLD = ("TORCHDYNAMO_DISABLE", THREADS, BIND, PROCESSES, "VLLM_HOST_IP")
 @pytest.fixture
 def of_the_user(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """The environment of this process, without what engines are told; afterwards it is as before."""
-    _take_back_environment()
+    take_back_variables()
     environment = {name: value for name, value in os.environ.items() if name not in TOLD}
     monkeypatch.setattr(os, "environ", environment)
     yield environment
-    _take_back_environment()
+    take_back_variables()
 
 
 @pytest.mark.skipif(not is_cpu_build(), reason="a GPU's vLLM is told other things")
@@ -177,16 +174,16 @@ def test_over_hosts_vllm_is_told_which_one_this_is_and_by_which_address_the_othe
     monkeypatch.delenv("VLLM_HOST_IP", raising=False)
     place = Meeting(address="127.0.0.1", port=1234, own="127.0.0.2", node=1)
     worker = worker_config(hosts=2, engine_args={"tensor_parallel_size": 2}).worker
-    assert _several_hosts(worker, place) == {
+    assert several_hosts(worker, place) == {
         "nnodes": 2,
         "node_rank": 1,
         "master_addr": "127.0.0.1",
         "master_port": 1234,
         "distributed_executor_backend": "mp",
     }
-    assert _network_environment(place) == {"VLLM_HOST_IP": "127.0.0.2"}
+    assert network_variables(place) == {"VLLM_HOST_IP": "127.0.0.2"}
     monkeypatch.setenv("VLLM_HOST_IP", "10.1.1.1")
-    assert _network_environment(place) == {"VLLM_HOST_IP": "10.1.1.1"}
+    assert network_variables(place) == {"VLLM_HOST_IP": "10.1.1.1"}
 
 
 def test_an_engine_over_hosts_is_a_workers_alone(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from streamrl.workers.engines.vllm_steps import StepWatch
+from streamrl.workers.engines.vllm.steps import StepWatch
 
 
 def step(*, drafted: int = 0, accepted: int = 0, speculates: bool = True) -> Any:

@@ -11,7 +11,7 @@ import pytest
 from streamrl.errors import EngineError
 from streamrl.workers.engines.base import EngineSettings
 from streamrl.workers.engines.model import read_model
-from streamrl.workers.engines.vllm_engine import VllmEngine
+from streamrl.workers.engines.vllm.engine import VllmEngine
 from tests.tiny_models import make_model
 from tests.worker_world import worker_config
 

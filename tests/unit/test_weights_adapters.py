@@ -14,7 +14,7 @@ from streamrl.config import schema
 from streamrl.errors import DataError, WeightsError
 from streamrl.learner.loading.build import load_model
 from streamrl.learner.model.lora import merged, merged_parameters
-from streamrl.ops.cli.weights import OtherNames
+from streamrl.ops.cli.models.weights import OtherNames
 from streamrl.protocol.weights.adapters import Adapter, merge
 from streamrl.protocol.weights.format import BITS, Bits, Coding, DType, TensorMeta
 from streamrl.protocol.weights.manifest_bytes import decode_manifest, encode_manifest

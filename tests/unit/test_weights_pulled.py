@@ -14,7 +14,7 @@ from safetensors import deserialize
 from streamrl.config import schema
 from streamrl.errors import DataError
 from streamrl.learner.checkpoints.export import export
-from streamrl.ops.cli.weights import OtherNames
+from streamrl.ops.cli.models.weights import OtherNames
 from streamrl.protocol.weights.published import pull
 from tests.publish_world import ALONE, Scene, publish
 from tests.tiny_families import make_family

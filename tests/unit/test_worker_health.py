@@ -21,7 +21,8 @@ from streamrl.workers.health import Health, Parts
 from streamrl.workers.http import make_app, serving
 from streamrl.workers.rewards.base import RewardDouble, ScoreItem
 from streamrl.workers.rewards.mixing import Rewards, Weighted
-from streamrl.workers.roles import WeightsDouble, WorkDouble
+from streamrl.workers.rollout.roles import WorkDouble
+from streamrl.workers.weights.roles import WeightsDouble
 from tests.made_pages import for_prometheus, told_for_prometheus
 from tests.worker_world import a_score_item
 

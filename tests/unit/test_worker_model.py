@@ -17,7 +17,8 @@ from streamrl.errors import ConfigError, DataError, ResourceError
 from streamrl.learner.loading.tokenizer import read_tokenizer_info
 from streamrl.workers.engines.base import EngineSettings
 from streamrl.workers.engines.model import read_model
-from streamrl.workers.engines.vllm_start import check_installed, engine_args, refuse_unknown
+from streamrl.workers.engines.vllm.arguments import engine_args, refuse_unknown
+from streamrl.workers.engines.vllm.start import check_installed
 from streamrl.workers.reward_server.model import _load_tokenizer
 from tests.tiny_families import make_family
 from tests.tiny_models import make_model, make_tokenizer

@@ -18,7 +18,7 @@ from streamrl.learner.publishing.publish import Publisher
 from streamrl.protocol.weights.format import TensorMeta
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import MemoryStore
-from streamrl.workers.pretrained import PretrainedModel
+from streamrl.workers.weights.pretrained import PretrainedModel
 from tests.learner_cases import learner_config
 from tests.publish_world import ALONE, BackgroundThreadDouble, FakeStream, publish
 from tests.tiny_families import make_family

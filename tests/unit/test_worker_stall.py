@@ -6,7 +6,7 @@ import pytest
 
 from streamrl.errors import EngineError
 from streamrl.workers.engines.base import EngineStats
-from streamrl.workers.rollout import Pace
+from streamrl.workers.rollout.stall import Pace
 
 
 def stats(*, in_flight: int, num_made: int, is_busy: bool = False) -> EngineStats:

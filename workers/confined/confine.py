@@ -28,7 +28,7 @@ MODE_FILTER = 2
 _SET_FILTER, _WITH_LISTENER = 1, 8
 # From <linux/seccomp.h> and <linux/filter.h>.
 ALLOW, ERRNO, _NOTIFY = 0x7FFF0000, 0x00050000, 0x7FC00000
-LOAD, IF_EQUAL, _IF_AT_LEAST, IF_ANY, RETURN, _AND = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
+LOAD, IF_EQUAL, _IF_AT_LEAST, IF_ANY, RETURN, AND = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
 _NUMBER_AT, _MACHINE_AT, ARGUMENTS_AT = 0, 4, 16
 _INET, _STREAM, _KIND_BITS, _TCP = 2, 1, 0xF, 6
 _FAST_OPEN = 0x20000000  # a send that connects
@@ -116,7 +116,7 @@ def _ask_for_tcp(socket: int) -> Iterator[Step]:
     yield LOAD, 0, 0, ARGUMENTS_AT
     yield from _refuse(IF_EQUAL, _INET, NO_NETWORK, unless=True)
     yield LOAD, 0, 0, ARGUMENTS_AT + 8
-    yield _AND, 0, 0, _KIND_BITS
+    yield AND, 0, 0, _KIND_BITS
     yield from _refuse(IF_EQUAL, _STREAM, NO_NETWORK, unless=True)
     yield LOAD, 0, 0, ARGUMENTS_AT + 16
     yield IF_EQUAL, 2, 0, 0

@@ -24,6 +24,8 @@ from streamrl.terminal import plural
 from streamrl.workers.confined import confine as confining
 from streamrl.workers.confined.trl_form import SAMPLE_FACTS, bind_of_trl, is_of_trl, rewards_in
 
+_MIN_THREADS, _MAX_THREADS = 4, 32  # of an `async def`: as many as it may have calls
+_MB_PER_THREAD = 32  # of the memory limit: the stack of a thread counts as memory, and is 8 MB by default
 _NO_NAMES = -3  # EAI_AGAIN: no DNS server can be reached
 _NO_NETWORK_HINT = "; a function has network access only if its source sets `network: true`"
 
@@ -60,7 +62,9 @@ def main() -> None:
     if asynchronous:
         import asyncio  # lazy: as slow to import as everything else at startup
 
-        asyncio.run(_serve_concurrently(function, read, setup["timeout_s"], calls, answers))
+        threads = max(_MIN_THREADS, min(_MAX_THREADS, setup["memory_mb"] // _MB_PER_THREAD))
+        serving = _serve_concurrently(function, read, setup["timeout_s"], calls, answers, threads=threads)
+        asyncio.run(serving)
     else:
         _serve(function, read, calls, answers)
 
@@ -79,9 +83,10 @@ def _serve(function: Callable[..., Any], read: Read, calls: BinaryIO, answers: B
 
 
 async def _serve_concurrently(
-    function: Callable[..., Any], read: Read, timeout_s: float, calls: BinaryIO, answers: BinaryIO
+    function: Callable[..., Any], read: Read, timeout_s: float, calls: BinaryIO, answers: BinaryIO, *, threads: int
 ) -> None:
     import asyncio
+    from concurrent.futures import ThreadPoolExecutor
 
     async def answer(call: dict[str, Any]) -> None:
         result: dict[str, Any]
@@ -94,8 +99,10 @@ async def _serve_concurrently(
         write_answer(answers, {"id": call["id"], **result})
 
     loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(threads))  # for the function's `asyncio.to_thread`
+    reader = ThreadPoolExecutor(1)  # separate: a function that keeps all threads busy must not block the pipe
     tasks: set[asyncio.Task[None]] = set()
-    while line := await loop.run_in_executor(None, calls.readline):
+    while line := await loop.run_in_executor(reader, calls.readline):
         call = json.loads(line)
         task = asyncio.create_task(answer(call), name=f"call {call['id']}")
         tasks.add(task)

@@ -2,14 +2,16 @@
 
     keeper ──fork──► seal ──► program ──► its test, in the same namespace ──► one line to the keeper: how it ended
 
-It holds nothing of value: no files but its input and its two pipes, no variables, no expected outputs. The program can
-forge its result line, so the line claims nothing that a forgery could exploit. That the program was started is reported
-before it runs, by `STARTED`, and cannot be taken back. Never blocks.
+It holds nothing of value: no files but its input and its two pipes, no variables, no expected outputs, no other
+programs (though a fork has what the keeper's freed memory still contains). The program can forge its result line, so
+the line claims nothing that a forgery could exploit. That the program was started is reported before it runs, by
+`STARTED`, and cannot be taken back. Never blocks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -40,13 +42,26 @@ class Run:
     memory_mb: int
 
 
-def run_in_cell(run: Run, *, stdin: int, stdout: int, verdict: int, keeper: int) -> NoReturn:
-    """Run in the child, right after the fork; the descriptors are the keeper's."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forked:
+    """What a cell gets from its keeper: the descriptors are the keeper's."""
+
+    run: Run
+    stdin: int
+    stdout: int
+    verdict: int
+    keeper: int  # its process
+
+
+def run_in_cell(forked: Forked) -> NoReturn:
+    """Run in the child, after the fork, once no frame of the keeper's holds other programs or their outputs."""
+    run = forked.run
     try:
         die_with_parent()
-        if os.getppid() != keeper:
+        if os.getppid() != forked.keeper:
             os._exit(1)
-        _take_files(stdin, stdout, verdict)
+        _take_files(forked.stdin, forked.stdout, forked.verdict)
+        gc.collect()
         os.environ.clear()
         os.environ.update(_ENVIRONMENT)
         os.chdir("/")

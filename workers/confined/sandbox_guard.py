@@ -23,6 +23,7 @@ from collections.abc import Iterator
 
 from streamrl.workers.confined.confine import (
     ALLOW,
+    AND,
     ARGUMENTS_AT,
     CREATE_RULESET,
     ERRNO,
@@ -75,8 +76,6 @@ _FREELY: dict[str, tuple[int | None, int | None]] = {
     "access": (21, None),
     "faccessat": (269, 48),
     "faccessat2": (439, 439),
-    "open": (2, None),
-    "openat": (257, 56),
     "readlink": (89, None),
     "readlinkat": (267, 78),
     "getdents": (78, None),
@@ -161,6 +160,7 @@ _FREELY: dict[str, tuple[int | None, int | None]] = {
 _CLONE, _CLONE3 = (56, 220), (435, 435)
 _PRLIMIT, _SENDTO = (302, 261), (44, 206)
 _FCNTL, _IOCTL = (72, 25), (16, 29)
+_OPENS = {(2, None): 1, (257, 56): 2}  # open and openat: which argument holds the flags; openat2 hides them: refused
 _SIGNALS = {(62, 129): 1, (234, 131): 2}  # kill and tgkill: which argument is the signal
 _MACHINES = ("x86_64", "aarch64")
 
@@ -226,6 +226,9 @@ def _refuse_other_calls(pid: int) -> None:
     steps += _where(_SENDTO[at], 4, _if_null(4))  # only without an address, to the pair's other end
     steps += _where(_FCNTL[at], 1, _if_one_of(_FCNTL_COMMANDS))
     steps += _where(_IOCTL[at], 1, [*_if_one_of(_IOCTLS), (RETURN, 0, 0, ERRNO | errno.ENOTTY)])
+    for numbers, place in _OPENS.items():
+        if (number := numbers[at]) is not None:
+            steps += _where(number, place, _unless_it_only_truncates())
     for numbers, place in _SIGNALS.items():
         steps += _where(numbers[at], 0, _if_its_own(pid, place))
     with compiled([*steps, (RETURN, 0, 0, ERRNO | errno.EPERM)]) as program:
@@ -241,6 +244,13 @@ def _where(number: int, place: int, steps: list[Step]) -> Iterator[Step]:
 
 def _if_one_of(values: tuple[int, ...]) -> list[Step]:
     return [step for value in values for step in ((IF_EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW))]
+
+
+def _unless_it_only_truncates() -> list[Step]:
+    """Landlock refuses to open files for writing, but before its ABI 3 (Linux 6.2) a file that is not opened for
+    writing can still be emptied."""
+    in_no_write_mode = [(AND, 0, 0, os.O_ACCMODE), *_if_one_of((os.O_WRONLY, os.O_RDWR))]
+    return [(IF_ANY, 1, 0, os.O_TRUNC), (RETURN, 0, 0, ALLOW), *in_no_write_mode]
 
 
 def _if_its_own(pid: int, place: int) -> list[Step]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -30,7 +31,7 @@ from typing import Any, BinaryIO
 
 from streamrl.workers.confined import confine
 from streamrl.workers.confined.function_child import take_pipes, write_answer
-from streamrl.workers.confined.sandbox_cell import STARTED, Run, run_in_cell
+from streamrl.workers.confined.sandbox_cell import STARTED, Forked, Run, run_in_cell
 
 MAX_OUTPUT_BYTES = 512 << 10
 _LOOK_EVERY_S = 0.05
@@ -61,8 +62,9 @@ class Keeper:
         self._selector = selectors.DefaultSelector()
         self._cells: dict[int, _Cell] = {}  # by each of their descriptors
 
-    def serve(self, calls: int) -> None:
-        """Serve until the pipe of calls ends."""
+    def serve(self, calls: int) -> Forked | None:
+        """Serve until the pipe of calls ends; in a cell's process, return what it is to run: whatever the keeper knows
+        of other cells goes with this call."""
         os.set_blocking(calls, False)
         self._selector.register(calls, selectors.EVENT_READ)
         waiting = bytearray()
@@ -70,18 +72,19 @@ class Keeper:
             for key, _ in self._selector.select(_LOOK_EVERY_S if self._cells else None):
                 if key.fd == calls:
                     if not (read := os.read(calls, _READ_BYTES)):
-                        return
+                        return None
                     waiting += read
                 elif (cell := self._cells.get(key.fd)) is not None:
                     self._look_at(cell, key.fd)
             *lines, rest = waiting.split(b"\n")
             waiting = bytearray(rest)
             for line in lines:
-                self.begin(json.loads(line))
+                if (forked := self.begin(json.loads(line))) is not None:
+                    return forked
             for cell in {cell.pid: cell for cell in self._cells.values()}.values():
                 self._limit(cell)
 
-    def begin(self, call: dict[str, Any]) -> None:
+    def begin(self, call: dict[str, Any]) -> Forked | None:
         run_fields, patience_s = call["arguments"]
         run = Run(**run_fields)
         stdin = _sealed_file(run.stdin.encode(errors="replace"))
@@ -89,7 +92,7 @@ class Keeper:
         keeper = os.getpid()
         pid = os.fork()
         if pid == 0:
-            run_in_cell(run, stdin=stdin, stdout=out_end, verdict=verdict_end, keeper=keeper)
+            return Forked(run=run, stdin=stdin, stdout=out_end, verdict=verdict_end, keeper=keeper)
         for file in (stdin, out_end, verdict_end):
             os.close(file)
         os.set_blocking(out, False)
@@ -106,6 +109,7 @@ class Keeper:
         for file in (cell.pidfd, cell.stdout):
             self._cells[file] = cell
             self._selector.register(file, selectors.EVENT_READ)
+        return None
 
     def _look_at(self, cell: _Cell, file: int) -> None:
         if file == cell.pidfd:
@@ -250,7 +254,10 @@ def main(step_back: Callable[[], None] = step_back, waited_s: Callable[[int], fl
     with contextlib.suppress(OSError):  # a cell's own calls are refused anyway
         confine.keep_apart()
     write_answer(answers, {"concurrent": True})
-    Keeper(answers, waited_s).serve(pipe)
+    gc.freeze()  # a cell's collection is of what came since
+    forked = Keeper(answers, waited_s).serve(pipe)
+    if forked is not None:
+        run_in_cell(forked)
 
 
 def _first_line(file: int) -> bytes:

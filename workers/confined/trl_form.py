@@ -63,8 +63,8 @@ def bind_of_trl(function: Callable[..., Any], options: Mapping[str, Any]) -> Cal
             if column not in fields:
                 present = ", ".join(sorted(fields)) or "none"
                 raise ValueError(f"{name} takes {column!r}, which the prompt's row lacks; it has: {present}")
-        available = {name: list(map(fact, samples)) for name, fact in _LISTED_FACTS.items() if name in parameters}
-        available |= {key: [value] * len(samples) for key, value in fields.items() if key != "messages"}
+        available = {key: [value] * len(samples) for key, value in fields.items() if key != "messages"}
+        available |= {name: list(map(fact, samples)) for name, fact in _LISTED_FACTS.items() if name in parameters}
         available |= _texts(prompt, samples, fields.get("messages"))
         taken = {key: value for key, value in available.items() if takes_any or key in parameters}
         return function(**(taken | dict(options)))

@@ -43,8 +43,8 @@ class Session:
 class Games:
     """Rollouts of a class with `step`."""
 
-    def __init__(self, make: partial[Any], *, memory_mb: int) -> None:
-        self._make = make
+    def __init__(self, make: partial[Any], *, memory_mb: int, timeout_s: float) -> None:
+        self._make, self._timeout_s = make, timeout_s
         methods = {name: getattr(make.func, name, None) for name in ("reset", "step", "close")}
         is_async = inspect.iscoroutinefunction
         self.in_threads = [name for name, method in methods.items() if method and not is_async(method)]
@@ -53,18 +53,22 @@ class Games:
         # Instances of a class whose `reset` is async are made beside its calls, whose number nobody limits.
         makers = max(THREADS, memory_mb // _MB_PER_MAKER)
         self._makers = self._threads if "reset" in self.in_threads else ThreadPoolExecutor(makers)
-        self._given_up: list[Future[Any]] = []  # cancelled calls whose threads may still run: nothing can stop them
+        self._given_up: dict[int, Future[Any]] = {}  # by rollout: cancelled calls that may still run in their threads
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def answer(self, command: str, rollout: int, argument: Any) -> Any:
         if command == "close":
             instance = self._rollouts.pop(rollout, None)
             if hasattr(instance, "close"):
-                await self._call(instance.close)
+                closing = asyncio.create_task(self._close(instance, rollout), name=f"close {rollout}")
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+                await asyncio.shield(closing)  # it is closed, however late
             return None
         if command == "reset":
-            instance = self._rollouts[rollout] = await self._in_thread(self._makers, self._make)
-            return _text(await self._call(instance.reset, argument), "reset()")
-        returned = await self._call(self._rollouts[rollout].step, argument)
+            instance = self._rollouts[rollout] = await self._in_thread(rollout, self._makers, self._make)
+            return _text(await self._call(rollout, instance.reset, argument), "reset()")
+        returned = await self._call(rollout, self._rollouts[rollout].step, argument)
         if not isinstance(returned, tuple) or len(returned) != 3:
             raise TypeError(f"step() must return (observation, reward, done), not {returned!r:.80}")
         observation, reward, done = returned
@@ -72,20 +76,31 @@ class Games:
 
     def replacement_reason(self) -> str:
         """Why this process must be replaced; empty if it is fine."""
-        self._given_up = [call for call in self._given_up if call.running()]
+        self._given_up = {rollout: call for rollout, call in self._given_up.items() if call.running()}
         return f"{len(self._given_up)} calls hang in the process" if len(self._given_up) >= _MAX_HANGING else ""
 
-    async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+    async def _close(self, instance: Any, rollout: int) -> None:
+        """Close an instance. A late call still uses it, and nothing can stop that, so it has its time once more; then
+        closing what it waits for may be what ends it.
+        """
+        late = self._given_up.get(rollout)
+        if late is not None and late.running():
+            await asyncio.wait([asyncio.wrap_future(late)], timeout=self._timeout_s)
+        await self._call(rollout, instance.close)
+
+    async def _call(self, rollout: int, method: Callable[..., Any], *arguments: Any) -> Any:
         if inspect.iscoroutinefunction(method):
             return await method(*arguments)
-        return await self._in_thread(self._threads, method, *arguments)
+        return await self._in_thread(rollout, self._threads, method, *arguments)
 
-    async def _in_thread(self, threads: ThreadPoolExecutor, method: Callable[..., Any], *arguments: Any) -> Any:
+    async def _in_thread(
+        self, rollout: int, threads: ThreadPoolExecutor, method: Callable[..., Any], *arguments: Any
+    ) -> Any:
         call = threads.submit(method, *arguments)
         try:
             return await asyncio.wrap_future(call)
         except asyncio.CancelledError:
-            self._given_up.append(call)
+            self._given_up[rollout] = call
             raise
 
 
@@ -147,7 +162,7 @@ def main() -> None:
             handler = Agents(_agent(found, setup["options"]), is_async=is_async)
         else:
             make = _checked(bind(found, setup["options"]), setup["target"])
-            handler = Games(make, memory_mb=setup["memory_mb"])
+            handler = Games(make, memory_mb=setup["memory_mb"], timeout_s=setup["timeout_s"])
     except BaseException as error:  # noqa: BLE001 - user code may raise anything while it is imported
         write_answer(answers, {"error": describe(error)})
         return

@@ -77,6 +77,11 @@ class Player:
                 continue
             check_given(given_ids := self._tail.of_text(given))
             context_ids = _appended(so_far, given_ids)
+        if not rewards:  # there is nothing to train on, and no reward that anybody gave
+            raise SampleError(
+                f"the opening has {trace.num_given(context_ids)} tokens: environment.max_tokens = "
+                f"{self._settings.max_tokens} leaves no room for a turn"
+            )
         return trace.played("length", sum(rewards), rewards)
 
 

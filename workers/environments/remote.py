@@ -32,7 +32,7 @@ from streamrl.tasks import cancel_all
 from streamrl.workers.environments.base import MAX_ANSWER_BYTES, Answer, Episode, read_answer, read_text
 from streamrl.workers.rewards.asking import FIRST_PAUSE_S
 from streamrl.workers.rewards.http_client import check_host
-from streamrl.workers.rewards.http_request import Refused, TryAgain, make_client, post
+from streamrl.workers.rewards.http_request import RequestRefused, TryAgain, make_client, post
 from streamrl.workers.rewards.replicas import Replica, Replicas
 
 ATTEMPTS = 5  # failed attempts per call: those that reached a replica, and for a step all of them
@@ -87,7 +87,7 @@ class RemoteEnvironment:
             except TryAgain as error:
                 last, reason = replica, f"{replica.url}: {error}"
                 attempts += _blames_row(error, replica, call, others_answered=replica.num_answered > num_answered)
-            except Refused as error:
+            except RequestRefused as error:
                 raise SampleError(f"the environment failed in reset: {error}") from None
         raise SampleError(f"the environment failed in reset: {reason} ({attempts} attempts)")
 
@@ -106,7 +106,7 @@ class RemoteEnvironment:
                 reason, rest_s = str(error), error.rest_s or 0.0
                 attempts += error.rest_s is None
                 blames_row = _blames_row(error, replica, call, others_answered=replica.num_answered > num_answered)
-            except Refused as error:
+            except RequestRefused as error:
                 if not error.gone:
                     raise SampleError(f"the environment failed in step: {error}") from None
                 reason, blames_row = str(error), False
@@ -141,7 +141,7 @@ class RemoteEnvironment:
         await self._client.aclose()
 
     async def _close_at(self, replica: Replica, number: str) -> None:
-        with contextlib.suppress(TryAgain, Refused):
+        with contextlib.suppress(TryAgain, RequestRefused):
             question = {"id": number}
             await post(self._client, f"{replica.url}/close", question, timeout_s=CLOSE_S, max_bytes=MAX_ANSWER_BYTES)
 

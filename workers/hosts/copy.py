@@ -1,6 +1,6 @@
 """A further host's copy of the weights, kept at exactly the version that the first host requests.
 
-    bring ─► remove tag ─► patch in a thread, compare digests ─► write tag: ranks may load it (`engines.host_mirror`)
+    bring ─► remove tag ─► patch in a thread, compare digests ─► write tag: ranks may load it (`host_mirror`)
 
 Blocks on the store, and on Redis for manifests; the first host bounds the wait.
 """
@@ -18,7 +18,7 @@ from streamrl.protocol.weights.manifest import Manifest
 from streamrl.protocol.weights.manifest_bytes import decode_manifest
 from streamrl.protocol.weights.mirror import Mirror
 from streamrl.protocol.weights.stores import Blobs
-from streamrl.workers.engines.host_mirror import tag_of
+from streamrl.workers.engines.vllm.loading.host_mirror import tag_of
 
 
 class Copy:

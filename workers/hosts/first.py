@@ -43,7 +43,7 @@ class _Joined:
 
 
 class Hosts:
-    """Implements `engines.base.FurtherHosts` and `workers.roles.FurtherMirrors`."""
+    """Implements `engines.base.FurtherHosts` and `workers.weights.roles.FurtherMirrors`."""
 
     def __init__(
         self,

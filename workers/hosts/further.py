@@ -37,7 +37,7 @@ _TELL_EVERY_S = 1.0
 
 
 class Ranks(Protocol):
-    """Implemented by `engines.vllm_headless.HeadlessRanks`, and by a double."""
+    """Implemented by `engines.vllm.headless.HeadlessRanks`, and by a double."""
 
     def start(self) -> None: ...
 

@@ -70,7 +70,7 @@ class Link:
                 raise LinkLost(f"it sent nothing for {self._silent_s:g} s") from None
             except OSError as error:
                 raise LinkLost(f"its connection broke: {error.strerror or error}") from None
-            except ValueError:  # not JSON, or longer than the limit
+            except (ValueError, RecursionError):  # not JSON, longer than the limit, or too deep
                 raise LinkLost("it sent something that is not a message of this protocol") from None
             if message is None:
                 raise LinkLost("its connection ended: its process died, or left")
@@ -107,7 +107,7 @@ async def greet(link: Link, *, side: Side, secret: bytes, run_uid: str, about: M
             proof = str((await link.receive()).get("proof"))
     except TimeoutError:
         raise LinkLost(f"it did not identify itself within {_GREET_S:g} s") from None
-    if not hmac.compare_digest(proof.encode(), _proof(secret, run_uid, other, nonces).encode()):
+    if not hmac.compare_digest(_bytes(proof), _proof(secret, run_uid, other, nonces).encode()):
         raise LinkLost("it does not know this run's secret: it belongs to another run, or to another Redis")
     identity = hello.get("about")
     return identity if isinstance(identity, dict) else {}
@@ -115,4 +115,8 @@ async def greet(link: Link, *, side: Side, secret: bytes, run_uid: str, about: M
 
 def _proof(secret: bytes, run_uid: str, side: Side, nonces: Mapping[Side, str]) -> str:
     text = f"{run_uid}\n{side}\n{nonces['first']}\n{nonces['further']}"
-    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
+    return hmac.new(secret, _bytes(text), hashlib.sha256).hexdigest()
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="replace")  # what the other side sent may have half a surrogate

@@ -13,7 +13,8 @@ Which check finds which fault:
     a tensor left behind, swapped, scaled                               x       if visible
     the second reload does nothing                                      x          x
     the loader takes one for another                                               x           x
-    engine and learner compute differently                                         x           x
+    the engine computes something else than transformers                           x           x
+    the worker's model folder has another configuration                                        x
 
 Digests: `weights.mirror`; cast: `learner.publishing.host_copy`; mismatch: `policy/fresh_mismatch` of the metrics.
 

@@ -30,11 +30,11 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from streamrl.workers.engines.mapped_file import MappedFile
-from streamrl.workers.engines.vllm_experts import packed_aside, packed_once
-from streamrl.workers.engines.vllm_linears import packed, unpacked
-from streamrl.workers.engines.vllm_loaders import Call, loaded_aside, loader_calls
-from streamrl.workers.engines.vllm_quantized import is_quantized, quantized_aside, same_bits
-from streamrl.workers.engines.vllm_ranks import prepare_rank
+from streamrl.workers.engines.vllm.loading.experts import packed_aside, packed_once
+from streamrl.workers.engines.vllm.loading.linears import packed, unpacked
+from streamrl.workers.engines.vllm.loading.loaders import Call, loaded_aside, loader_calls
+from streamrl.workers.engines.vllm.loading.quantized import is_quantized, quantized_aside, same_bits
+from streamrl.workers.engines.vllm.ranks import prepare_rank
 
 _NUM_COLUMNS = 64  # per packed layer and read-back
 _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # these keep parameters as they were loaded
@@ -58,7 +58,7 @@ class ReadBackExtension:
         return {"wrong": reader.wrong, "unreadable": reader.unreadable, "num_read": reader.num_read}
 
     def streamrl_prepare(self) -> list[str]:
-        """See `vllm_ranks`."""
+        """See `engines.vllm.ranks`."""
         worker: Any = self
         return prepare_rank(worker.model_runner)
 

@@ -23,8 +23,8 @@ from typing import Generic, Protocol, TypeVar
 import structlog
 
 from streamrl.errors import RewardError, RewardOutage, UserError
-from streamrl.workers.rewards.base import Health
-from streamrl.workers.rewards.http_request import Refused, TryAgain
+from streamrl.workers.rewards.base import SourceHealth
+from streamrl.workers.rewards.http_request import RequestRefused, TryAgain
 from streamrl.workers.rewards.replicas import Replica, Replicas
 
 log = structlog.get_logger(__name__)
@@ -33,7 +33,7 @@ Row = TypeVar("Row")
 Result = TypeVar("Result")
 
 
-class Patience(Protocol):
+class RetrySettings(Protocol):
     """The settings of a source that bound its retries."""
 
     @property
@@ -56,8 +56,8 @@ class Service(Generic[Row, Result]):
     def __init__(
         self,
         urls: Sequence[str],
-        request: Callable[[str, Sequence[Row]], Awaitable[list[Result]]],  # a result per row; or TryAgain, Refused
-        patience: Patience,
+        request: Callable[[str, Sequence[Row]], Awaitable[list[Result]]],  # a result a row; TryAgain, RequestRefused
+        patience: RetrySettings,
         *,
         max_rows: int,  # per request
         kind: Callable[[Row], object] = lambda row: None,  # a request has rows of one kind
@@ -71,9 +71,9 @@ class Service(Generic[Row, Result]):
         self._waiting: list[_Waiting[Row, Result]] = []
         self._requests: set[asyncio.Task[None]] = set()
 
-    def health(self) -> Health:
+    def health(self) -> SourceHealth:
         # A replica that is due for a trial does not count as out: without requests nobody would notice its recovery.
-        return Health(outage=self._replicas.outage, state=self._replicas.state)
+        return SourceHealth(outage=self._replicas.outage, state=self._replicas.state)
 
     async def ask(self, row: Row) -> Result:
         loop = asyncio.get_running_loop()
@@ -122,7 +122,7 @@ class Service(Generic[Row, Result]):
             return
         try:
             results = await self._ask_patiently([entry.row for entry in batch])
-        except Refused as refusal:
+        except RequestRefused as refusal:
             if len(batch) == 1:
                 _fail(batch, RewardError(str(refusal)))
             else:
@@ -134,7 +134,7 @@ class Service(Generic[Row, Result]):
                     entry.result.set_result(result)
 
     async def _ask_patiently(self, rows: list[Row]) -> list[Result]:
-        """Ask with retries. Refused: these rows used up their attempts. RewardOutage: no replica was available."""
+        """Ask with retries. RequestRefused: the rows used up their attempts. RewardOutage: no replica was available."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._patience.outage_s
         last: Replica | None = None
@@ -167,10 +167,10 @@ class Service(Generic[Row, Result]):
                 if blames_rows or replica.num_answered > num_answered:
                     attempts += 1
                     until = loop.time() + self._patience.outage_s
-            except Refused:
+            except RequestRefused:
                 if sent is rows:
                     raise
-        raise Refused(f"{reason} ({attempts} attempts)")
+        raise RequestRefused(f"{reason} ({attempts} attempts)")
 
     def _trial_rows(self, replica: Replica, rows: list[Row]) -> list[Row]:
         """Return the rows for a trial request. A row answered before can tell an outage from rows that cannot be

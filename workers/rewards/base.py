@@ -53,7 +53,7 @@ class ScoreItem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
+class SourceHealth:
     """A source's state, for the monitor and for the decision to lease tickets."""
 
     outage: str | None = None  # why it cannot score at all now
@@ -71,7 +71,7 @@ class Reward(Protocol):
         """Return a finite number within the source's own time limit, or one per token; None if it does not apply to the
         sample. RewardError if the sample cannot be scored, RewardOutage if that is not the sample's fault."""
 
-    def health(self) -> Health: ...
+    def health(self) -> SourceHealth: ...
 
     async def close(self) -> None: ...
 
@@ -85,7 +85,7 @@ class GroupReward(Protocol):
     async def score_group(self, items: Sequence[ScoreItem]) -> Sequence[float | RewardError | None]:
         """Return for each item what `score` would. RewardError: none has a score; RewardOutage: as in `score`."""
 
-    def health(self) -> Health: ...
+    def health(self) -> SourceHealth: ...
 
     async def close(self) -> None: ...
 
@@ -109,8 +109,8 @@ class RewardDouble:
             await self.held.wait()
         return self._judge(item)
 
-    def health(self) -> Health:
-        return Health(outage=self.outage)
+    def health(self) -> SourceHealth:
+        return SourceHealth(outage=self.outage)
 
     async def close(self) -> None:
         self.closed = True

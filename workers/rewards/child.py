@@ -1,8 +1,9 @@
 """A child process that runs user code (a reward function, an environment, an agent) or a model's programs.
 
-A worker starts a child and calls it, and knows which call is to blame if it dies. Owns the process, its pipes and the
-task that reads its answers. Blocks on loading the code (`LOAD_TIMEOUT_S`) and on answers (`timeout_s`). A late call
-costs the process its life, since nothing else stops a function that loops.
+A worker starts a child and calls it, and knows which call is to blame if it dies. Owns the process, under a reaper that
+ends all that it starts (`streamrl/reaper.py`), its pipes and the task that reads its answers. Blocks on loading the
+code (`LOAD_TIMEOUT_S`) and on answers (`timeout_s`). A late call costs the process its life, since nothing else stops a
+function that loops.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from collections.abc import Collection
 from typing import Any, Self
 
 from streamrl.config import schema
-from streamrl.process import dying_with_us
 from streamrl.protocol.wire.ticket import MAX_TOKENS
+from streamrl.reaper import reaped
 
 LOAD_TIMEOUT_S = 120.0  # a function's file may import torch
 # An `async def` is cancelled inside the child; the child is killed only if that does not help.
@@ -32,7 +33,8 @@ _OF_FUNCTIONS = "streamrl.workers.confined.function_child"
 _SETTINGS = {"target", "options", "of_group", "per_token", "timeout_s", "memory_mb", "network"}
 _PASSED = {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH"}
 _PASSED |= {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE"}  # not HF_TOKEN
-_PASSED_FAMILIES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "CUDA_", "NVIDIA_", "TORCH", "TOKENIZERS_", "XDG_")
+_PASSED |= {"NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"}  # not NVIDIA_API_KEY
+_PASSED_FAMILIES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "CUDA_", "TORCH", "TOKENIZERS_", "XDG_")
 
 _NO_ANSWER = (ValueError, TypeError, KeyError, RecursionError)  # raised by reading a malformed line
 
@@ -79,13 +81,13 @@ class Child:
         gives_many = isinstance(source, schema.FunctionReward) and source.per_token
         try:
             process = await asyncio.create_subprocess_exec(
-                # The kernel kills it with us, since a function that loops never sees its pipe close.
-                *dying_with_us([sys.executable, "-m", module], by=signal.SIGKILL),
+                # It ends with us, since a function that loops never sees its pipe close.
+                *reaped([sys.executable, "-m", module]),
                 stdin=PIPE,
                 stdout=PIPE,
                 limit=_MAX_NUMBERS_BYTES if gives_many else max_answer_bytes,
                 env=_environment(source.environment),
-                start_new_session=True,  # Ctrl-C reaches only the worker, and all that a function forks can be killed
+                start_new_session=True,  # Ctrl-C reaches only the worker
                 pass_fds=() if door is None else (door,),
             )
         except OSError as error:
@@ -202,9 +204,11 @@ def _send(process: Process, message: dict[str, Any]) -> None:
 
 
 def _kill(process: Process) -> None:
-    """Kill its process group and close our pipes, whose other ends a forked process may still hold."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """Have its reaper kill it with all that it has started, and close our pipes, whose other ends these may still
+    hold."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGTERM)
     transport = process._transport  # type: ignore[attr-defined]  # asyncio offers no public way to close these pipes
     calls, answers = transport.get_pipe_transport(0), transport.get_pipe_transport(1)
     if not calls.is_closing():
@@ -217,3 +221,6 @@ async def _await_exit(process: Process) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_KILLED_WAIT_S):
             await process.wait()
+    if process.returncode is None:  # user code has stopped its reaper, or cannot be killed
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)

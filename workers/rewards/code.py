@@ -16,9 +16,9 @@ from streamrl.config import schema
 from streamrl.config.places import SANDBOX
 from streamrl.errors import ConfigError, RewardError
 from streamrl.permissions import Permissions
-from streamrl.workers.rewards.base import Health, ScoreItem
+from streamrl.workers.rewards.base import ScoreItem, SourceHealth
 from streamrl.workers.rewards.child import CallFailed, Child, NoProcess
-from streamrl.workers.rewards.code_tests import Case, Ending, Outcome, judge, score_of
+from streamrl.workers.rewards.code_tests import CaseOutcome, CodeCase, ProgramEnding, judge, score_of
 
 _KEEPER = "streamrl.workers.confined.sandbox_keeper"
 _GRACE_S = 15.0  # for the keeper to report that a program got no CPU time: it waits for the CPU, too
@@ -42,7 +42,7 @@ class _NoKeeper(RewardError):
 class CodeReward:
     def __init__(self, source: schema.CodeReward, *, key: str, keeper: str = _KEEPER) -> None:
         self._source, self._key = source, key
-        self._cells = Cells(source, keeper=keeper)
+        self._cells = SandboxCells(source, keeper=keeper)
 
     async def start(self) -> None:
         """Run a probe that tries what is forbidden, and prints. ConfigError if this machine cannot confine it."""
@@ -57,21 +57,21 @@ class CodeReward:
     async def score(self, item: ScoreItem) -> float:
         return self.score_of(await self.judge(item, every=self._source.tests.partial))
 
-    async def judge(self, item: ScoreItem, *, every: bool = True) -> list[Outcome]:
+    async def judge(self, item: ScoreItem, *, every: bool = True) -> list[CaseOutcome]:
         """Return the outcome of each test; without `every`, only up to the first failure."""
         return await judge(item, self._source.tests, self._cells, every=every)
 
-    def score_of(self, outcomes: Sequence[Outcome]) -> float:
+    def score_of(self, outcomes: Sequence[CaseOutcome]) -> float:
         return score_of(outcomes, partial=self._source.tests.partial)
 
-    def health(self) -> Health:
-        return Health()  # a sandbox is always available: failures concern single samples
+    def health(self) -> SourceHealth:
+        return SourceHealth()  # a sandbox is always available: failures concern single samples
 
     async def close(self) -> None:
         await self._cells.close()
 
 
-class Cells:
+class SandboxCells:
     """Limits the number of concurrent cells. The keeper starts on first use, and again after its death."""
 
     def __init__(self, source: schema.CodeReward, *, keeper: str) -> None:
@@ -80,7 +80,7 @@ class Cells:
         self._start_lock = asyncio.Lock()
         self._keeper: Child | None = None
 
-    async def run(self, program: str, case: Case) -> Ending:
+    async def run(self, program: str, case: CodeCase) -> ProgramEnding:
         tests, patience_s = self._source.tests, max(self._source.timeout_s, self._source.tests.time_s)
         run = {
             "program": program,
@@ -97,11 +97,13 @@ class Cells:
                 kind = _NoKeeper if isinstance(failed, NoProcess) else RewardError
                 raise kind(f"the sandbox failed: {failed}") from None
         stdout = base64.b64decode(result.pop("stdout")).decode(errors="replace")
-        return Ending(ended=result["ended"], why=str(result.get("why", "")), stdout=stdout, seconds=result["seconds"])
+        return ProgramEnding(
+            ended=result["ended"], why=str(result.get("why", "")), stdout=stdout, seconds=result["seconds"]
+        )
 
     async def prove(self) -> None:
         """RewardError if a cell runs no program, or lets it do what is forbidden."""
-        ending = await self.run(_PROBE, Case())
+        ending = await self.run(_PROBE, CodeCase())
         if ending.stdout != "held\n":
             raise RewardError(f"a program could {ending.stdout.strip() or 'not run'} {ending.why}".strip())
 
@@ -125,6 +127,7 @@ import os
 for name, attempt in {
     "start a process": os.fork,
     "write a file": lambda: os.open("/tmp/sandbox", os.O_WRONLY | os.O_CREAT, 0o600),
+    "empty a file that it may read": lambda: os.open("/dev/null", os.O_RDONLY | os.O_TRUNC),  # this one is always empty
     "read files other than Python's": lambda: os.listdir("/"),
     "raise its priority": lambda: os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0)),
     "open a connection": lambda: __import__("_socket").socket(),

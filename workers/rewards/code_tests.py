@@ -23,20 +23,21 @@ from streamrl.config import schema
 from streamrl.errors import RewardError
 from streamrl.workers.rewards.base import ScoreItem
 
-_BLOCK = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+# A span within a line, which is no block, or a block with its content.
+_FENCED = re.compile(r"```[^\n]*?```|```[^\n`]*\n(?P<block>.*?)(?:```|\Z)", re.DOTALL)
 _MAX_SHOWN = 60
 _FORMS = 'a list of {"input": ..., "output": ...}, {"inputs": [...], "outputs": [...]}, or a list of code'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class CodeCase:
     stdin: str = ""
     expected: str | None = None  # the stdout that passes
     then: str = ""  # code that runs after the program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class ProgramEnding:
     """How a run of a program ended."""
 
     ended: str  # `done`, or another reason
@@ -46,7 +47,7 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class CaseOutcome:
     """The outcome of one test."""
 
     passed: bool
@@ -55,17 +56,17 @@ class Outcome:
 
 
 class Sandbox(Protocol):
-    async def run(self, program: str, case: Case) -> Ending:
+    async def run(self, program: str, case: CodeCase) -> ProgramEnding:
         """Run the program on one test. RewardError if the sandbox failed, not the program."""
 
 
 def program_of(completion: str) -> str:
     """Return the completion's last code block, or all of it if there is none."""
-    blocks = _BLOCK.findall(completion)
+    blocks = [found["block"] for found in _FENCED.finditer(completion) if found["block"] is not None]
     return blocks[-1] if blocks else completion
 
 
-def cases_of(fields: Mapping[str, Any], field: str) -> list[Case]:
+def cases_of(fields: Mapping[str, Any], field: str) -> list[CodeCase]:
     """Read the row's tests. RewardError if it holds none."""
     if field not in fields:
         raise RewardError(f"the row has no field {field!r}; it has: {', '.join(sorted(fields)) or 'none'}")
@@ -79,9 +80,9 @@ def cases_of(fields: Mapping[str, Any], field: str) -> list[Case]:
     return cases
 
 
-def _read(value: Any) -> list[Case]:
+def _read(value: Any) -> list[CodeCase]:
     if isinstance(value, str):
-        return [Case(then=value)] if value.strip() else []
+        return [CodeCase(then=value)] if value.strip() else []
     if isinstance(value, Mapping) and not value.get("fn_name"):
         inputs, outputs = value.get("inputs"), value.get("outputs")
         if not (isinstance(inputs, Sequence) and isinstance(outputs, Sequence) and len(inputs) == len(outputs)):
@@ -91,22 +92,24 @@ def _read(value: Any) -> list[Case]:
     return [] if None in cases else [test for test in cases if test is not None]
 
 
-def _read_one(test: Any) -> Case | None:
+def _read_one(test: Any) -> CodeCase | None:
     if isinstance(test, str) and test.strip():
-        return Case(then=test)
-    if isinstance(test, Mapping) and isinstance(test.get("input"), str) and isinstance(test.get("output"), str):
-        return Case(stdin=test["input"], expected=test["output"])
+        return CodeCase(then=test)
+    if not isinstance(test, Mapping) or test.get("testtype") == "functional":  # of LiveCodeBench: arguments, no stdin
+        return None
+    if isinstance(test.get("input"), str) and isinstance(test.get("output"), str):
+        return CodeCase(stdin=test["input"], expected=test["output"])
     return None
 
 
-def outcome_of(case: Case, ending: Ending) -> Outcome:
+def outcome_of(case: CodeCase, ending: ProgramEnding) -> CaseOutcome:
     """Judge one run. A program that exits by itself may have printed its answer; but a test after it never ran."""
     why = "" if ending.ended == "done" else ending.why
     if ending.ended == "exited" and case.expected is not None and ending.why.endswith("status 0"):
         why = ""
     if not why and case.expected is not None and _lines(ending.stdout) != _lines(case.expected):
         why = f"printed {_shown(ending.stdout)}, not {_shown(case.expected)}"
-    return Outcome(passed=not why, why=why, seconds=ending.seconds)
+    return CaseOutcome(passed=not why, why=why, seconds=ending.seconds)
 
 
 def _lines(text: str) -> list[str]:
@@ -118,7 +121,7 @@ def _shown(text: str) -> str:
     return repr(stripped if len(stripped) <= _MAX_SHOWN else stripped[:_MAX_SHOWN] + "...")
 
 
-async def judge(item: ScoreItem, tests: schema.Tests, sandbox: Sandbox, *, every: bool) -> list[Outcome]:
+async def judge(item: ScoreItem, tests: schema.Tests, sandbox: Sandbox, *, every: bool) -> list[CaseOutcome]:
     """Run the tests in turn; without `every`, only up to the first failure."""
     program, outcomes = program_of(item.completion), []
     for case in cases_of(item.fields, tests.field):
@@ -128,6 +131,6 @@ async def judge(item: ScoreItem, tests: schema.Tests, sandbox: Sandbox, *, every
     return outcomes
 
 
-def score_of(outcomes: Sequence[Outcome], *, partial: bool) -> float:
+def score_of(outcomes: Sequence[CaseOutcome], *, partial: bool) -> float:
     passed = [one.passed for one in outcomes]
     return sum(passed) / len(passed) if partial else float(all(passed))

@@ -33,7 +33,7 @@ from streamrl.errors import ConfigError, RewardError
 from streamrl.permissions import Permissions
 from streamrl.recipe.own import FORMS, canonical, is_own
 from streamrl.recipe.rewards import REWARDS
-from streamrl.workers.rewards.base import Health, Score, ScoreItem
+from streamrl.workers.rewards.base import Score, ScoreItem, SourceHealth
 from streamrl.workers.rewards.child import CallFailed, Child, ChildLost, NoProcess
 
 CONCURRENT_CALLS = 32  # of an `async def` in one process
@@ -82,11 +82,11 @@ class _Pool:
 
     def __init__(self, source: schema.FunctionReward, *, key: str) -> None:
         self._key = key
-        self._places = [_Place(source) for _ in range(source.processes)]
-        self._solo = _Place(source)
+        self._places = [_ChildPlace(source) for _ in range(source.processes)]
+        self._solo = _ChildPlace(source)
         self._solo_lock = asyncio.Lock()
         # Holds each place once per call that it may run at a time, so that getting one means getting a slot.
-        self._slots: asyncio.Queue[_Place] = asyncio.Queue()
+        self._slots: asyncio.Queue[_ChildPlace] = asyncio.Queue()
 
     async def start(self) -> None:
         try:
@@ -106,8 +106,8 @@ class _Pool:
         except CallFailed as error:
             raise RewardError(f"the function failed: {error}") from None
 
-    def health(self) -> Health:
-        return Health()  # a function is always available: failures concern single samples
+    def health(self) -> SourceHealth:
+        return SourceHealth()  # a function is always available: failures concern single samples
 
     async def close(self) -> None:
         for place in (*self._places, self._solo):
@@ -137,7 +137,7 @@ class FunctionOfGroups(_Pool):
         return await self.values_for(items)
 
 
-class _Place:
+class _ChildPlace:
     """The place of one child, which starts on first use and again after each death."""
 
     def __init__(self, source: schema.FunctionReward) -> None:

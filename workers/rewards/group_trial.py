@@ -12,7 +12,7 @@ from dataclasses import replace
 from streamrl.config import schema
 from streamrl.errors import RewardError
 from streamrl.permissions import Permissions
-from streamrl.workers.rewards.base import GroupReward, Health, ScoreItem
+from streamrl.workers.rewards.base import GroupReward, ScoreItem, SourceHealth
 from streamrl.workers.rewards.functions import build_function_reward
 from streamrl.workers.rewards.mixing import STAND_IN, applying, build_rewards
 
@@ -42,7 +42,7 @@ class GroupTrial:
         ]
         return await self._reward.score_group(informed)
 
-    def health(self) -> Health:
+    def health(self) -> SourceHealth:
         return self._reward.health()
 
     async def close(self) -> None:

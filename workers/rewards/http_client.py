@@ -12,7 +12,7 @@ from streamrl.config.places import ADDRESS, LOCAL_REWARD_SERVER, split_address
 from streamrl.errors import ConfigError
 from streamrl.permissions import Permissions
 from streamrl.workers.rewards.asking import FIRST_PAUSE_S, Service
-from streamrl.workers.rewards.base import Health, ScoreItem
+from streamrl.workers.rewards.base import ScoreItem, SourceHealth
 from streamrl.workers.rewards.forms import FORMS, Form
 from streamrl.workers.rewards.http_request import ask, make_client
 from streamrl.workers.rewards.sandbox_fusion import ask_programs
@@ -85,7 +85,7 @@ class HttpReward:
     async def start(self) -> None:
         """Nothing to check: a server that is not up yet is an outage, not a user's mistake."""
 
-    def health(self) -> Health:
+    def health(self) -> SourceHealth:
         return self._service.health()
 
     async def score(self, item: ScoreItem) -> float:

@@ -62,7 +62,7 @@ class TryAgain(Exception):
         self.rest_s = rest_s  # rate-limited: do not ask before so long; 0: it did not say how long
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """There will be no score for this request, but maybe for parts of it."""
 
     def __init__(self, reason: str, *, gone: bool = False) -> None:
@@ -134,7 +134,7 @@ def _trusted() -> ssl.SSLContext:
 async def ask(
     client: httpx.AsyncClient, source: schema.HttpReward, url: str, items: Sequence[ScoreItem]
 ) -> list[float]:
-    """Return one number per item, none beyond the source's `max_abs`. Raises TryAgain or Refused."""
+    """Return one number per item, none beyond the source's `max_abs`. Raises TryAgain or RequestRefused."""
     form = FORMS[source.form]
     max_bytes = _MAX_ANSWER_BYTES + sum(map(form.max_answer_bytes, items))
     body = await post(client, url, form.request(items), timeout_s=source.timeout_s, max_bytes=max_bytes)
@@ -144,7 +144,7 @@ async def ask(
 async def post(
     client: httpx.AsyncClient, url: str, question: Mapping[str, Any], *, timeout_s: float, max_bytes: int
 ) -> Body:
-    """Return the body of a 200 response. Raises TryAgain or Refused."""
+    """Return the body of a 200 response. Raises TryAgain or RequestRefused."""
     content = json.dumps(question).encode()
     try:
         # httpx bounds each read; only this bounds a server that sends a byte now and then.
@@ -161,7 +161,7 @@ async def post(
         return body
     reason = f"answered {response.status_code}: {body.shown()}"
     if response.status_code in _REFUSALS:
-        raise Refused(f"{url}: {reason}", gone=response.status_code == _GONE)
+        raise RequestRefused(f"{url}: {reason}", gone=response.status_code == _GONE)
     if response.status_code == _RATE_LIMITED:
         raise TryAgain(reason, rest_s=_rest_s(response.headers.get("retry-after", "")))
     is_temporary, backend_down = response.status_code in _TEMPORARY, response.status_code in _BACKEND_DOWN

@@ -30,10 +30,10 @@ from streamrl.config.places import judge_base
 from streamrl.errors import ConfigError, RewardError, RewardOutage, TransportError
 from streamrl.permissions import Permissions
 from streamrl.workers.rewards.asking import FIRST_PAUSE_S, Service
-from streamrl.workers.rewards.base import Health, ScoreItem, Spend
+from streamrl.workers.rewards.base import ScoreItem, SourceHealth, Spend
 from streamrl.workers.rewards.http_client import check_host
 from streamrl.workers.rewards.http_request import make_client, post
-from streamrl.workers.rewards.verdicts import Question, field_of, pairwise, pointwise, read, request, worth
+from streamrl.workers.rewards.verdicts import Question, field_of, limit_of, pairwise, pointwise, read, request, worth
 
 _MAX_ANSWER_BYTES = 1 << 16  # plus an allowance per token of the verdict
 _MAX_BYTES_PER_TOKEN = 64
@@ -152,7 +152,7 @@ class AskedJudge:
         )
         self.ask = CachedAsk(self._service.ask, size=source.cache_size)
 
-    def health(self) -> Health:
+    def health(self) -> SourceHealth:
         return self._service.health()
 
     async def close(self) -> None:
@@ -164,11 +164,12 @@ class AskedJudge:
         if (outage := self._budget.outage) is not None:
             raise RewardOutage(outage)
         payload = request(question, self._judge, self._source)
-        max_bytes = _MAX_ANSWER_BYTES + _MAX_BYTES_PER_TOKEN * self._source.max_tokens
+        limit = limit_of(payload, self._judge)
+        max_bytes = _MAX_ANSWER_BYTES + _MAX_BYTES_PER_TOKEN * max(self._source.max_tokens, limit.num_tokens)
         body = await post(self._client, url, payload, timeout_s=self._source.timeout_s, max_bytes=max_bytes)
         answer = read(body, question)
         await self._budget.add(answer.num_tokens)  # an invalid verdict costs as much
-        return [worth(answer, question, structured=self._source.structured)]
+        return [worth(answer, question, structured=self._source.structured, limit=limit.name)]
 
 
 class JudgePanel:
@@ -182,13 +183,13 @@ class JudgePanel:
     async def ask(self, question: Question) -> float:
         return self._combine(await _all(judge.ask(question) for judge in self._judges.values()))
 
-    def health(self) -> Health:
+    def health(self) -> SourceHealth:
         each = {name: judge.health() for name, judge in self._judges.items()}
         outages = [f"judge {name!r}: {health.outage}" for name, health in each.items() if health.outage is not None]
         states = [f"judge {name!r}: {health.state}" for name, health in each.items() if health.state != "well"]
         spent = self._budget.outage
         outage = spent or (outages[0] if outages else None)
-        return Health(outage=outage, state=spent or "; ".join(states) or "well", num_tokens=self._budget.own)
+        return SourceHealth(outage=outage, state=spent or "; ".join(states) or "well", num_tokens=self._budget.own)
 
     async def close(self) -> None:
         await asyncio.gather(*(judge.close() for judge in self._judges.values()))
@@ -209,7 +210,7 @@ class _Judged:
         """Ask no judge: one that is not up yet is an outage, not a user's mistake."""
         await self._panel.start()
 
-    def health(self) -> Health:
+    def health(self) -> SourceHealth:
         return self._panel.health()
 
     async def close(self) -> None:
@@ -232,19 +233,30 @@ class JudgeOfGroups(_Judged):
         pairs = neighbours(len(items), self._source.opponents)
         asking = [_compare(self._panel, self._source, items[i], items[j].completion) for i, j in pairs]
         won: list[list[float]] = [[] for _ in items]
-        failed: dict[int, RewardError] = {}
+        errors: dict[tuple[int, int], RewardError] = {}
         for (i, j), share in zip(pairs, await asyncio.gather(*asking, return_exceptions=True), strict=True):
             if isinstance(share, RewardOutage) or (isinstance(share, BaseException) and type(share) is not RewardError):
                 raise share
-            if isinstance(share, RewardError):  # the remaining comparisons would be a different reward
-                failed |= {i: share, j: share}
+            if isinstance(share, RewardError):
+                errors[i, j] = share
             else:
                 won[i].append(share)
                 won[j].append(1 - share)
+        failed = _failed(errors, has_score=[bool(shares) for shares in won])
         return [failed.get(i) or (fmean(shares) if shares else _NO_OPPONENT) for i, shares in enumerate(won)]
 
 
 _NO_OPPONENT = 0.5  # without anything to compare with, neither better nor worse
+
+
+def _failed(errors: Mapping[tuple[int, int], RewardError], has_score: Sequence[bool]) -> dict[int, RewardError]:
+    """Return the samples that fail, with an error of theirs. One that no judge compared with any other fails without
+    them; between others, a missing comparison fails both, since the remaining ones would be a different reward."""
+    failed: dict[int, RewardError] = {}
+    for pair, error in errors.items():
+        alone = [i for i in pair if not has_score[i]]
+        failed |= dict.fromkeys(alone or pair, error)
+    return failed
 
 
 def neighbours(num_samples: int, reach: int) -> list[tuple[int, int]]:

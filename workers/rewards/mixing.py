@@ -1,8 +1,8 @@
 """Combines a run's reward sources: every source scores each sample, and the scores are summed by weight.
 
 A sample to which no source applies has no reward, and fails unless an environment gives it one or, in training, a
-teacher teaches it. Sources are built from the configuration, which is data: `Permissions` decides what may really be
-used. Blocks only on the sources.
+teacher teaches it. Sources that are only logged (`rewards.logged`) fail no sample. Sources are built from the
+configuration, which is data: `Permissions` decides what may really be used. Blocks only on the sources.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +23,14 @@ import numpy.typing as npt
 from streamrl.config import schema
 from streamrl.errors import RewardError, RewardOutage
 from streamrl.permissions import Permissions
+from streamrl.protocol.wire.ticket import PURPOSES, Purpose
 from streamrl.workers.rewards.base import GroupReward, Reward, Score, ScoreItem, Spend
+from streamrl.workers.rewards.logged import if_it_can
 
 _TROUBLE_AFTER_S = 60.0  # a sample waiting longer than this for its score counts as trouble
 _MIN_WEIGHT = 0.05  # the least weight of the newest value in the average latency
 STAND_IN = 1.0  # the reward that a group source reads of a service which a trial does not ask
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +48,7 @@ class Weighted:
     weight: float
     max_abs: float = math.inf
     patience_s: float = 0.0  # how long a sample may wait for it, its outages included
+    needed_for: Collection[Purpose] = PURPOSES  # tickets whose samples fail without its score; none: it is only logged
     scored: int = 0
     failed: int = 0
     latency_s: float = 0.0  # moving average
@@ -78,11 +85,11 @@ class Rewards:
     def patience_s(self) -> float:
         return max((source.patience_s for source in self._sources.values()), default=0.0)
 
-    async def score_sample(self, item: ScoreItem) -> Mapping[str, Score]:
+    async def score_sample(self, item: ScoreItem, purpose: Purpose = "train") -> Mapping[str, Score]:
         """Score one sample by the sources of single samples."""
         with self._tracked():
             scoring = {
-                name: asyncio.ensure_future(self._score_by(name, source.reward, item))
+                name: self._scoring(name, purpose, self._score_by(name, source.reward, item))
                 for name, source in self._sources.items()
                 if not isinstance(source.reward, GroupReward)
             }
@@ -91,27 +98,37 @@ class Rewards:
             return {name: score.result() for name, score in scoring.items()}
 
     async def mix(
-        self, items: Sequence[ScoreItem], scored: Sequence[Mapping[str, Score]], *, must_apply: bool = True
+        self,
+        items: Sequence[ScoreItem],
+        scored: Sequence[Mapping[str, Score]],
+        *,
+        must_apply: bool = True,
+        purpose: Purpose = "train",
     ) -> list[Scores | RewardError]:
         """Add the group sources' scores to those of a prompt's samples, and sum them by weight. `must_apply`: a sample
         to which no source applies fails, since nothing else teaches it or gives it a reward."""
         items = [replace(item, rewards=applying(scores)) for item, scores in zip(items, scored, strict=True)]
-        together = await self.score_together(items)
+        together = await self.score_together(items, purpose)
         scores = [{**own, **of_group} for own, of_group in zip(scored, together, strict=True)]
         mixed = [self._sum(of_sample, must_apply=must_apply) for of_sample in scores]
         self._failing = next((str(one) for one in mixed if isinstance(one, RewardError)), "")
         return mixed
 
-    async def score_together(self, items: Sequence[ScoreItem]) -> list[dict[str, Score | RewardError]]:
+    async def score_together(
+        self, items: Sequence[ScoreItem], purpose: Purpose = "train"
+    ) -> list[dict[str, Score | RewardError]]:
         """Score a prompt's samples, which have their rewards so far, by the sources of groups."""
         with self._tracked():
             scoring = {
-                name: asyncio.ensure_future(self._score_group_by(name, source.reward, items))
+                name: self._scoring(name, purpose, self._score_group_by(name, source.reward, items))
                 for name, source in self._sources.items()
                 if isinstance(source.reward, GroupReward) and items
             }
             await asyncio.gather(*scoring.values(), return_exceptions=True)
-            by_source = {name: scores.result() for name, scores in scoring.items()}
+            by_source = {name: scores.result() or [None] * len(items) for name, scores in scoring.items()}
+        for name, scores in by_source.items():
+            if purpose not in self._sources[name].needed_for:
+                by_source[name] = [None if isinstance(score, RewardError) else score for score in scores]
         return [{name: scores[i] for name, scores in by_source.items()} for i in range(len(items))]
 
     async def score(self, item: ScoreItem) -> Scores:
@@ -149,7 +166,9 @@ class Rewards:
             return failed[0]
         rewards = applying(scores)
         if must_apply and not rewards:
-            return RewardError(f"no reward applies to this sample: {', '.join(scores)} returned None for it")
+            logged = all(source.needed_for for source in self._sources.values())
+            without = "returned None for it" if logged else "returned None for it, or failed and are only logged"
+            return RewardError(f"no reward applies to this sample: {', '.join(scores)} {without}")
         total = sum((self._sources[name].weight * value for name, value in rewards.items()), 0.0)
         if not math.isfinite(total):
             return RewardError(f"the weighted sum of {rewards} is not finite")
@@ -159,9 +178,10 @@ class Rewards:
         )
 
     def outage(self) -> str | None:
-        """Which source cannot score at all now, and why, so that sampling for it is pointless; None if all can."""
+        """Which source cannot score at all now, and why, so that sampling for it is pointless; None if all that samples
+        need can."""
         for name, source in self._sources.items():
-            if (outage := source.reward.health().outage) is not None:
+            if source.needed_for and (outage := source.reward.health().outage) is not None:
                 return f"reward {name!r}: {outage}"
         return None
 
@@ -169,6 +189,11 @@ class Rewards:
         """Return the sources without any answer or failure yet, and their states."""
         silent = {name: source for name, source in self._sources.items() if source.scored + source.failed == 0}
         return {name: source.reward.health().state for name, source in silent.items()}
+
+    def unwell(self) -> dict[str, str]:
+        """Return the states of sources that do not score as usual, even if they score again by themselves."""
+        states = {name: source.reward.health().state for name, source in self._sources.items()}
+        return {name: state for name, state in states.items() if state != "well"}
 
     def facts(self) -> dict[str, int | float | str]:
         """What the monitor shows for each source."""
@@ -185,6 +210,12 @@ class Rewards:
 
     async def close(self) -> None:
         await asyncio.gather(*(source.reward.close() for source in self._sources.values()))
+
+    def _scoring(self, name: str, purpose: Purpose, scoring: Coroutine[Any, Any, T]) -> asyncio.Future[T | None]:
+        source = self._sources[name]
+        if purpose not in source.needed_for:
+            return asyncio.ensure_future(if_it_can(scoring, source.reward.health, partial(self._failed, name)))
+        return asyncio.ensure_future(scoring)
 
     async def _score_by(self, name: str, reward: Reward, item: ScoreItem) -> Score:
         began = self._clock()
@@ -257,14 +288,21 @@ def build_rewards(
     permissions: Permissions,
     local_reward_url: str | None,
     spend: Spend | None = None,
+    needed_for: Mapping[str, Collection[Purpose]] = MappingProxyType({}),
 ) -> Rewards:
     """Build the run's sources without starting them; UserError if this worker may not use one. `spend`: for budgets
-    shared by workers; None if this process is alone."""
+    shared by workers; None if this process is alone. `needed_for`: see `config.logged`; others are always needed."""
     built = {}
     for name, source in sources.items():
         reward = build_reward(name, source, permissions, local_reward_url, spend)
         patience_s = source.timeout_s + (source.outage_s if isinstance(source, schema.SERVICES) else 0.0)
-        built[name] = Weighted(reward=reward, weight=source.weight, max_abs=source.max_abs, patience_s=patience_s)
+        built[name] = Weighted(
+            reward=reward,
+            weight=source.weight,
+            max_abs=source.max_abs,
+            patience_s=patience_s,
+            needed_for=needed_for.get(name, PURPOSES),
+        )
     return Rewards(built)
 
 

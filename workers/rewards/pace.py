@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Pace:
+class RequestPace:
     """Turns are as far apart also after a late turn, so a busy loop causes no burst."""
 
     def __init__(self, per_s: float | None) -> None:

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from streamrl.workers.rewards.http_request import Refused, TryAgain
-from streamrl.workers.rewards.pace import Pace
+from streamrl.workers.rewards.http_request import RequestRefused, TryAgain
+from streamrl.workers.rewards.pace import RequestPace
 
 FAILURES_TO_OPEN = 3
 _LONGEST_PAUSE_S = 30.0
@@ -61,7 +61,7 @@ class Replicas:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._replicas = [Replica(url) for url in urls]
-        self._pace = Pace(per_s)
+        self._pace = RequestPace(per_s)
         self._first_pause_s = first_pause_s
         self._clock = clock
 
@@ -135,7 +135,7 @@ class Replicas:
             else:
                 self._rests(replica, str(error), error.rest_s)
             raise
-        except Refused:
+        except RequestRefused:
             _answered(replica)
             raise
         else:

@@ -21,8 +21,8 @@ import httpx
 from streamrl.config import schema
 from streamrl.errors import RewardError
 from streamrl.workers.rewards.base import ScoreItem
-from streamrl.workers.rewards.code_tests import Case, Ending, judge, score_of
-from streamrl.workers.rewards.http_request import Body, Refused, TryAgain, post
+from streamrl.workers.rewards.code_tests import CodeCase, ProgramEnding, judge, score_of
+from streamrl.workers.rewards.http_request import Body, RequestRefused, TryAgain, post
 
 _MAX_ANSWER_BYTES = 8 << 20  # a program's output, which the service may not limit
 _MAX_REASON_CHARS = 200
@@ -31,22 +31,22 @@ _MAX_REASON_CHARS = 200
 async def ask_programs(
     client: httpx.AsyncClient, source: schema.HttpReward, url: str, items: Sequence[ScoreItem]
 ) -> list[float]:
-    """Return one number per item. Raises TryAgain or Refused."""
-    service = _Service(client, source, url)
+    """Return one number per item. Raises TryAgain or RequestRefused."""
+    service = _FusionSandbox(client, source, url)
     try:
         judged = [await judge(item, source.tests, service, every=source.tests.partial) for item in items]
     except RewardError as error:  # a row without tests
-        raise Refused(str(error)) from None
+        raise RequestRefused(str(error)) from None
     return [score_of(outcomes, partial=source.tests.partial) for outcomes in judged]
 
 
-class _Service:
+class _FusionSandbox:
     """One address of the service, as a sandbox."""
 
     def __init__(self, client: httpx.AsyncClient, source: schema.HttpReward, url: str) -> None:
         self._client, self._source, self._url = client, source, url
 
-    async def run(self, program: str, case: Case) -> Ending:
+    async def run(self, program: str, case: CodeCase) -> ProgramEnding:
         tests, marker = self._source.tests, secrets.token_hex(8)
         code = program if not case.then else f"{program}\n\n{case.then}\n\nprint({marker!r}, flush=True)\n"
         question = {
@@ -62,11 +62,11 @@ class _Service:
         )
         ending = _read(body, time_s=tests.time_s)
         if case.then and ending.ended == "done" and not ending.stdout.rstrip().endswith(marker):
-            return Ending(ended="exited", why="ended itself before its test", seconds=ending.seconds)
+            return ProgramEnding(ended="exited", why="ended itself before its test", seconds=ending.seconds)
         return ending
 
 
-def _read(body: Body, *, time_s: float) -> Ending:
+def _read(body: Body, *, time_s: float) -> ProgramEnding:
     try:
         answer: Any = json.loads(body.content)
         status, result = answer["status"], answer.get("run_result")
@@ -78,12 +78,12 @@ def _read(body: Body, *, time_s: float) -> Ending:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise _no_result(body) from None
     if ended == "TimeLimitExceeded":
-        return Ending(ended="time", why=f"took more than {time_s:g} s", seconds=seconds)
+        return ProgramEnding(ended="time", why=f"took more than {time_s:g} s", seconds=seconds)
     if ended != "Finished" or type(code) is not int:
         raise _no_result(body)
     last = next(reversed(stderr.strip().splitlines()), "")[:_MAX_REASON_CHARS]
     why = "" if code == 0 else last or f"ended with status {code}"
-    return Ending(ended="done" if code == 0 else "raised", why=why, stdout=stdout, seconds=seconds)
+    return ProgramEnding(ended="done" if code == 0 else "raised", why=why, stdout=stdout, seconds=seconds)
 
 
 def _no_result(body: Body) -> TryAgain:

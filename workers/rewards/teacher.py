@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.config import schema
+from streamrl.config.places import teacher_base
 from streamrl.errors import ConfigError, RewardError
 from streamrl.permissions import Permissions
 from streamrl.protocol.wire.fingerprint import PROBE_TEXTS
@@ -47,7 +48,7 @@ def build_teacher(
     longest: int,
     transport: httpx.AsyncBaseTransport | None = None,
     first_pause_s: float = FIRST_PAUSE_S,
-) -> Teacher:
+) -> ServedTeacher:
     """Check the addresses and this worker's permission for their hosts; connects to nothing yet. `model`: the owner of
     the tokenizer; `longest`: the most tokens of a prompt and its response."""
     for url in settings.urls:
@@ -59,10 +60,10 @@ def build_teacher(
         transport=transport,
         max_connections=settings.max_concurrency,
     )
-    return Teacher(settings, client, tokenizer, model=model, longest=longest, first_pause_s=first_pause_s)
+    return ServedTeacher(settings, client, tokenizer, model=model, longest=longest, first_pause_s=first_pause_s)
 
 
-class Teacher:
+class ServedTeacher:
     def __init__(
         self,
         settings: schema.Teacher,
@@ -75,7 +76,7 @@ class Teacher:
     ) -> None:
         self._settings, self._client, self._tokenizer, self._model = settings, client, tokenizer, model
         self._longest = longest
-        urls = [url.rstrip("/") for url in settings.urls]
+        urls = list(map(teacher_base, settings.urls))
         self._service: Service[_Query, npt.NDArray[np.float32]] = Service(
             urls, self._request, settings, max_rows=1, first_pause_s=first_pause_s
         )

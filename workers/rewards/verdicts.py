@@ -41,10 +41,18 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Limit:
+    """The most tokens of an answer."""
+
+    name: str  # of the setting that is in force
+    num_tokens: int = 0  # 0: unknown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeAnswer:
     content: str
     shown: str  # its beginning, for an error
-    cut: bool  # truncated by max_tokens
+    cut: bool  # truncated by its limit
     num_tokens: int  # read and written
 
 
@@ -78,29 +86,54 @@ def request(question: Question, judge: schema.Judge, settings: schema.JudgeRewar
     return {name: value for name, value in (fields | judge.options).items() if value is not None}
 
 
-def read(body: Body, question: Question) -> Answer:
+def limit_of(payload: Mapping[str, Any], judge: schema.Judge) -> Limit:
+    for name in ("max_completion_tokens", "max_tokens"):
+        if name in payload:
+            of_judge = f"this judge's options.{name}" if name in judge.options else f"the source's {name}"
+            num_tokens = payload[name]
+            return Limit(name=of_judge, num_tokens=num_tokens if isinstance(num_tokens, int) else 0)
+    return Limit(name="the limit of its service")
+
+
+def read(body: Body, question: Question) -> JudgeAnswer:
     """Parse the response. TryAgain if it is not a chat completion."""
     try:
         answer = json.loads(body.content)
         [choice, *_] = answer["choices"]
-        content = choice["message"]["content"]
+        message = dict(choice["message"])
     except (ValueError, RecursionError, KeyError, TypeError):
         raise TryAgain(f"the answer is not a chat completion: {body.shown()}", answered=True) from None
     # Replace lone surrogates, which no message of ours can carry.
-    content = content.encode(errors="replace").decode() if isinstance(content, str) else ""
+    content = _text_in(message.get("content")).encode(errors="replace").decode()
     usage = answer.get("usage")
     reported = usage.get("total_tokens") if isinstance(usage, dict) else None
     # If the service does not report usage: one token per four bytes, as in English.
     num_bytes = len((question.text + content).encode(errors="replace"))
     num_tokens = reported if type(reported) is int and 0 < reported <= _MAX_TOKENS else -(-num_bytes // 4)
     was_cut = choice.get("finish_reason") == "length"
-    return Answer(content=content, shown=body.shown(content), cut=was_cut, num_tokens=num_tokens)
+    shown = body.shown(content or _why_empty(choice))
+    return JudgeAnswer(content=content, shown=shown, cut=was_cut, num_tokens=num_tokens)
 
 
-def worth(answer: Answer, question: Question, *, structured: bool) -> float:
-    """Return the verdict's worth. TryAgain if there is no valid verdict."""
+def _text_in(content: Any) -> str:
+    """Return a message's text: all of its content, or the texts among its parts."""
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        return "".join(text for text in texts if isinstance(text, str))
+    return content if isinstance(content, str) else ""
+
+
+def _why_empty(choice: Mapping[str, Any]) -> str | None:
+    """Return what the service says about an answer without content; None if that is nothing."""
+    said = {"refusal": choice["message"].get("refusal"), "finish_reason": choice.get("finish_reason")}
+    words = [f"{name}: {text}" for name, text in said.items() if text]
+    return "; ".join(["no content", *words]) if words else None
+
+
+def worth(answer: JudgeAnswer, question: Question, *, structured: bool, limit: str) -> float:
+    """Return the verdict's worth. TryAgain if there is no valid verdict. `limit`: what bounds the answer's length."""
     if answer.cut:
-        raise TryAgain("its answer was cut off before a verdict: raise the source's max_tokens", answered=True)
+        raise TryAgain(f"its answer was cut off before a verdict: raise {limit}", answered=True)
     try:
         content, name = answer.content, question.name
         verdict = json.loads(content)[name] if structured else _last_verdict(content, name)

@@ -64,7 +64,7 @@ def parse_hermes(text: str, tools: Tools) -> Reply:
             name, arguments = call["name"], call["arguments"]
         except (ValueError, TypeError, KeyError, RecursionError):
             return Reply(content=text)
-        if not isinstance(name, str):
+        if not (isinstance(name, str) and isinstance(arguments, dict)):  # chat templates count on both
             return Reply(content=text)
         calls.append(ToolCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False)))
     return _reply(text, content=text.partition("<tool_call>")[0] if calls else text, calls=calls)

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.ops.audit.folder import TRAINED, Chain, Commit
+from streamrl.ops.audit.commit import LastCommit
+from streamrl.ops.audit.journal import TRAINED, Chain
 from streamrl.ops.audit.streams import Streams
 
 DEAD = "dead"
@@ -28,13 +29,13 @@ Mask = npt.NDArray[np.bool_]  # [issued]
 Counts = npt.NDArray[np.int32]  # [issued]
 
 
-class Books:
+class AuditBooks:
     """Every ticket is in exactly one of `trained`, `dropped`, `dead`, `outstanding`, `lost` and `unproven`. If Redis
     was read, outstanding ones are `waiting` or `delivered`. Those in `twice`, `contradictory` and `misanswered` are
     also in one of these.
     """
 
-    def __init__(self, commit: Commit, chain: Chain, streams: Streams) -> None:
+    def __init__(self, commit: LastCommit, chain: Chain, streams: Streams) -> None:
         self._commit, self._chain, self._streams = commit, chain, streams
         unread = [(n, identity) for at, n, identity in streams.groups if at > commit.cursor or at in commit.carry]
         self._queued, self._pending = (self._own_numbers(entries) for entries in (streams.tickets, unread))

@@ -16,8 +16,9 @@ import numpy as np
 import redis
 
 from streamrl.errors import TransportError
-from streamrl.ops.audit.books import Books, Mask
-from streamrl.ops.audit.folder import Commit, read_chain, read_commit, read_waste
+from streamrl.ops.audit.books import AuditBooks, Mask
+from streamrl.ops.audit.commit import LastCommit, read_commit
+from streamrl.ops.audit.journal import read_chain, read_waste
 from streamrl.ops.audit.streams import Streams, open_server, read_streams
 from streamrl.protocol.transport.keys import Keys
 
@@ -97,7 +98,7 @@ def audit_folder(folder: Path, *, redis_url: str | None = None, run: str | None 
         commit, streams = _read_between_commits(folder, client, Keys(name))
     chain = read_chain(folder, commit)
     waste = read_waste(folder, commit, chain)
-    books = Books(commit, chain, streams)
+    books = AuditBooks(commit, chain, streams)
     wrong = {kind: getattr(books, kind) for kind in WRONG}
     counted = {kind: getattr(books, kind) for kind in ("trained", "dead", "outstanding", "waiting", "delivered")}
     return Audit(
@@ -126,7 +127,7 @@ def audit_folder(folder: Path, *, redis_url: str | None = None, run: str | None 
     )
 
 
-def _read_between_commits(folder: Path, client: redis.Redis | None, keys: Keys) -> tuple[Commit, Streams]:
+def _read_between_commits(folder: Path, client: redis.Redis | None, keys: Keys) -> tuple[LastCommit, Streams]:
     for _ in range(_MAX_READS):
         commit = read_commit(folder)
         streams = Streams() if client is None else read_streams(client, keys, run_uid=commit.run_uid)

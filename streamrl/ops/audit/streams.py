@@ -19,7 +19,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from streamrl.errors import ResourceError, WireError
-from streamrl.ops.audit.folder import EntryId, parse_id
+from streamrl.ops.audit.commit import EntryId, parse_id
 from streamrl.protocol.transport.clients import open_client, server_name
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.wire.group import decode_body, decode_header

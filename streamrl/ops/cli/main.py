@@ -21,7 +21,7 @@ import click
 
 from streamrl import __version__
 from streamrl.errors import ResourceError, StreamrlError, UserError
-from streamrl.ops.cli.commands import COMMANDS, Entry
+from streamrl.ops.cli.commands import COMMANDS, CommandEntry
 
 EXIT_INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
 EXIT_UNREAD = 141  # likewise for a closed pipe, as with `head`: 1 means something else in several commands
@@ -34,7 +34,7 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "s
 class LazyGroup(click.Group):
     """A group whose commands are known by name and imported when called."""
 
-    def __init__(self, *, entries: Mapping[str, Entry], **settings: Any) -> None:
+    def __init__(self, *, entries: Mapping[str, CommandEntry], **settings: Any) -> None:
         super().__init__(**settings)
         self._entries = entries
 
@@ -107,7 +107,7 @@ def _report_abort(error: BaseException) -> int:
     return UserError.exit_code
 
 
-def main(argv: Sequence[str] | None = None, *, commands: Mapping[str, Entry] = COMMANDS) -> int:
+def main(argv: Sequence[str] | None = None, *, commands: Mapping[str, CommandEntry] = COMMANDS) -> int:
     """Run the command line and return the exit code. Raises only for bugs."""
 
     @click.group("streamrl", cls=LazyGroup, entries=commands, context_settings=_SETTINGS)

@@ -1,4 +1,4 @@
-"""The parts of a run on this machine: their command lines and permissions; its own reward server.
+"""The parts of a run on this machine: their command lines and permissions, and the paths of its folder.
 
 The operator who wrote the configuration also starts the workers here, so whatever it names (reward functions, reward
 servers, the model) is permitted to them. Workers started elsewhere get no such permissions.
@@ -10,33 +10,22 @@ import hashlib
 import os
 import socket
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from streamrl.config import schema
 from streamrl.config.load import dump_config
 from streamrl.config.placement import LEARNER, REWARD, Placement
 from streamrl.config.places import granted
-from streamrl.errors import PartError
 from streamrl.files import write_durably
-from streamrl.held_folders import scratch_folder
 from streamrl.host import usable_cores
 from streamrl.interface import gloo_towards
-from streamrl.ops.launch.processes import Command, Process, SupervisedProcess, end_all, part_error
-from streamrl.process import LOOPBACK
+from streamrl.ops.launch.processes import Command
 from streamrl.protocol.transport.connection import check_server, connect
 from streamrl.protocol.weights.stores import budget_in_redis
-from streamrl.telemetry.progress import Progress
 
 _THREADS = "OMP_NUM_THREADS"
 _HOSTS_PORT = 9600  # of the first worker; that of each further one is one more
-_LOOK_EVERY_S = 0.2
-_END_S = 10.0
 # Time for a rank to finish its step and write a checkpoint before torchrun kills it.
 DRAIN_S = 300
 
@@ -68,11 +57,11 @@ class RunFolder:
             write_durably(self.config, text)
 
 
-_NO_PLACEMENT = Placement(shares={})
+NO_PLACEMENT = Placement(shares={})
 
 
 def reward_command(
-    server: schema.OwnRewardServer, folder: RunFolder, *, port: int, placement: Placement = _NO_PLACEMENT
+    server: schema.OwnRewardServer, folder: RunFolder, *, port: int, placement: Placement = NO_PLACEMENT
 ) -> Command:
     weights = ",".join(map(str, server.attribute_weights))
     files = {"url_file": folder.reward_url, "bound_file": folder.reward_bound}
@@ -95,7 +84,7 @@ def worker_command(
     number: int,
     redis_url: str,
     reward_url: str | None,
-    placement: Placement = _NO_PLACEMENT,
+    placement: Placement = NO_PLACEMENT,
 ) -> Command:
     name = f"worker/{number}"
     arguments = ["--redis", redis_url, "--run", config.name, "--worker-id", str(number), "--model", config.model.path]
@@ -155,7 +144,7 @@ def learner_command(
     standby: bool = False,
     cluster: Cluster | None = None,
     holder: str | None = None,
-    placement: Placement = _NO_PLACEMENT,
+    placement: Placement = NO_PLACEMENT,
 ) -> Command:
     """Build the learner's command. Groups come from Redis or from a recording; ranks are on this machine, or on
     several. `holder` is for callers without the folder's lock, who under its name would take over from its owner."""
@@ -166,12 +155,8 @@ def learner_command(
         f"--nnodes={cluster.nodes if cluster else 1}",
         f"--nproc-per-node={learner.processes}",
         f"--max-restarts={learner.max_restarts}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={cluster.endpoint if cluster else '127.0.0.1:0'}",
+        *rendezvous(cluster),
         f"--rdzv-id={holder}",
-        # By default every restart waits half a minute for more machines, and 15 s for a dead one. The latter is three
-        # times the interval, by the observer's clock, so clocks must agree to within these 6 s.
-        "--rdzv-conf=last_call_timeout=1,keep_alive_interval=2",
         f"--shutdown-timeout={DRAIN_S}",
     ]
     program = ["--config", str(folder.requested_config(holder))]
@@ -194,6 +179,24 @@ def learner_command(
         log=folder.logs / "learner.out",
         environment=environment,
     )
+
+
+def rendezvous(cluster: Cluster | None) -> list[str]:
+    """Return torchrun's options for how its agents meet.
+
+    By default every restart waits half a minute for more machines, and 15 s for a dead one. The latter is three times
+    the interval, by the observer's clock, so clocks must agree to within these 6 s.
+
+    An agent alone meets itself in a file of its own: torch's TCP store would listen on all interfaces, ask nobody who
+    they are, and unpickle what it is told. Each beat lengthens that file, and nobody listens for it.
+    """
+    if cluster is None:
+        return ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file,last_call_timeout=1,keep_alive_interval=60"]
+    return [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={cluster.endpoint}",
+        "--rdzv-conf=last_call_timeout=1,keep_alive_interval=2",
+    ]
 
 
 def _threads(learner: schema.Learner, placement: Placement) -> int:
@@ -226,92 +229,3 @@ def check_redis(url: str, config: schema.Config) -> None:
         check_server(
             client, max_backlog_bytes=config.redis.max_backlog_bytes, max_store_bytes=budget_in_redis(config.weights)
         )
-
-
-class RewardPart:
-    """The run's own reward server, kept at one address for the life of the run. Workers wait only for that address, not
-    for the model: they take no tickets until it answers. A first load that takes too long ends the run; a later one is
-    only reported, since to workers it is an outage. This object reports for the server, which has no access to Redis.
-    """
-
-    def __init__(
-        self,
-        server: schema.OwnRewardServer,
-        folder: RunFolder,
-        *,
-        notify: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-        start: Callable[[Command], Process] = Process,
-        placement: Placement = _NO_PLACEMENT,
-    ) -> None:
-        self._command = partial(reward_command, server, folder, placement=placement)
-        self._folder, self._notify, self._clock = folder, notify, clock
-        self._start_timeout_s = server.start_timeout_s
-        self.forget_address()
-        self.progress = Progress(part=REWARD, role="reward")
-        self.progress.working("load the model")
-        self.supervised = SupervisedProcess(self._command(port=server.port), notify=notify, clock=clock, start=start)
-        self.url: str | None = None  # set once its port is bound
-        self.is_ready = False  # it has answered once
-        self._ready_by = clock() + self._start_timeout_s
-
-    def look(self) -> None:
-        self.supervised.look(is_needed=True)
-        if self.supervised.process.poll() is not None:
-            self.progress.working("restart")
-            self.forget_address()  # its successor writes it again
-            self._ready_by = self._clock() + self._start_timeout_s
-            return
-        if self.url is None and self._folder.reward_bound.exists():
-            self._note_bound(self._folder.reward_bound.read_text())
-        if self._folder.reward_url.exists():
-            self.is_ready = True
-            self.progress.working("serve")
-            self.progress.advanced(restarts=self.supervised.num_restarts)
-        elif self._clock() > self._ready_by:
-            self._report_late()
-
-    def _report_late(self) -> None:
-        late = (
-            f"the reward server was not ready within reward_server.start_timeout_s={self._start_timeout_s:g} "
-            f"(see {self.supervised.command.log}); if its model takes longer to load, raise that setting"
-        )
-        if not self.is_ready:
-            raise PartError(late)
-        self._ready_by = self._clock() + self._start_timeout_s
-        self._notify(f"{late}; samples wait for it meanwhile")
-
-    def _note_bound(self, url: str) -> None:
-        # Workers keep this address, so a restart must use the same port.
-        self.url = url
-        self.supervised.command = self._command(port=urlsplit(url).port or 0)
-
-    def forget_address(self) -> None:
-        """Delete address files left by an earlier launcher, or for a later one."""
-        for file in (self._folder.reward_url, self._folder.reward_bound):
-            file.unlink(missing_ok=True)
-
-
-@contextmanager
-def reward_server(
-    server: schema.OwnRewardServer,
-    *,
-    notify: Callable[[str], None],
-    show: Callable[[str], None],
-    start: Callable[[Command], Process] = Process,
-) -> Iterator[RewardPart]:
-    """Run a reward server outside of any run: on any free port, ready at once, ended with the context. `show` is called
-    now and then with its loading time; if it cannot load, UserError or PartError."""
-    with scratch_folder() as folder:
-        local_server = server.model_copy(update={"host": LOOPBACK[0], "port": 0})
-        part, began = RewardPart(local_server, RunFolder(folder), notify=notify, start=start), time.monotonic()
-        try:
-            while not part.is_ready:
-                if part.supervised.process.poll() is not None:
-                    raise part_error(part.supervised.process)
-                part.look()
-                show(f"loading the reward model {server.model}: {time.monotonic() - began:.0f} s")
-                time.sleep(_LOOK_EVERY_S)
-            yield part
-        finally:
-            end_all([part.supervised.process], within_s=_END_S)

@@ -22,7 +22,7 @@ _OF_STEPS = ("lag/mean", "lag/max", _LENGTHS, _SIZE, "weights/version")  # all t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lag:
+class TokenLag:
     """In optimizer steps, over all trained tokens."""
 
     mean: float
@@ -38,7 +38,7 @@ class Loads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class RunSummary:
     name: str
     folder: str
     state: str
@@ -46,7 +46,7 @@ class Summary:
     audit: Audit
     versions_published: int
     loads: Loads
-    lag: Lag | None  # None before the first step
+    lag: TokenLag | None  # None before the first step
     held_out: Mapping[str, tuple[float, float]]  # by reward source: in the first and the last validation that ranks
     restarts: Mapping[str, int]  # by part
     export: str | None  # the trained model, for plain transformers
@@ -62,13 +62,13 @@ class Summary:
         return {**fields, **{n: audit[n] for n in _AUDIT_KEYS}, "steps": audit["step"], "remarks": self.remarks}
 
 
-def lag_of(steps: list[Record]) -> Lag | None:
+def lag_of(steps: list[Record]) -> TokenLag | None:
     measured = [record.values for record in steps if "lag/mean" in record.values]
     tokens = [values[_LENGTHS] * values[_SIZE] for values in measured]
     if not sum(tokens):
         return None
     total = sum(values["lag/mean"] * weight for values, weight in zip(measured, tokens, strict=True))
-    return Lag(mean=total / sum(tokens), max=round(max(values["lag/max"] for values in measured)))
+    return TokenLag(mean=total / sum(tokens), max=round(max(values["lag/max"] for values in measured)))
 
 
 def num_versions(steps: list[Record], *, latest: str | None = None) -> int:
@@ -96,10 +96,10 @@ def summarise(
     latest_version: str | None,
     loads: Loads,
     restarts: Mapping[str, int],
-) -> Summary:
+) -> RunSummary:
     history = History.read(folder, of_steps=_OF_STEPS)
     export = folder / "export"
-    return Summary(
+    return RunSummary(
         name=audit.run,
         folder=str(folder),
         state=state,
@@ -114,7 +114,7 @@ def summarise(
     )
 
 
-def summary_lines(summary: Summary) -> list[tuple[str, str]]:
+def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
     """Return (name, value) pairs for people."""
     audit, loads = summary.audit, summary.loads
     dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(audit.dropped.items()))

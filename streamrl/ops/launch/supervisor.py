@@ -13,35 +13,31 @@ still running, and `close` ends it. Looks five times a second; each wait is boun
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from contextlib import ExitStack
 
 import redis
 import structlog
 
 from streamrl.config import schema
 from streamrl.config.placement import Placement
-from streamrl.errors import DataError, PartError, TransportError, UserError
-from streamrl.files import write_durably
+from streamrl.errors import PartError, TransportError, UserError
 from streamrl.held_folders import remove_those_of_the_dead
-from streamrl.ops.audit.folder import read_commit
 from streamrl.ops.launch.display import Audience, Frame
-from streamrl.ops.launch.parts import DRAIN_S, RewardPart, RunFolder, learner_command, worker_command
+from streamrl.ops.launch.parts import DRAIN_S, RunFolder, learner_command, worker_command
 from streamrl.ops.launch.processes import Command, Interrupts, Process, SupervisedProcess, end_all, part_error
 from streamrl.ops.launch.redis_part import RedisPart
+from streamrl.ops.launch.reward_part import RewardPart
 from streamrl.ops.launch.summary import Loads
+from streamrl.ops.launch.why_ended import describe_lost_work, in_one_line, learner_error, note_why
 from streamrl.ops.monitor.evidence import is_running, is_taken_up, lead
 from streamrl.ops.monitor.poller import Watcher
-from streamrl.ops.monitor.view import View
 from streamrl.protocol.transport.clients import server_name
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.reports import write_reports
 from streamrl.telemetry.progress import Progress
-from streamrl.terminal import plural
 
 _TICK_S = 0.2
 _SHOW_EVERY_S = 0.5
@@ -51,7 +47,7 @@ _ABORT_S = 10.0
 log = structlog.get_logger(__name__)
 
 
-class Supervisor:
+class RunSupervisor:
     def __init__(
         self,
         *,
@@ -123,7 +119,7 @@ class Supervisor:
             except BaseException as error:
                 self._abort(within_s=_ABORT_S)
                 if isinstance(error, UserError | PartError):
-                    self._note_why(self._failure or error)
+                    note_why(self._folder, self.watcher.view, self._failure or error)
                 raise
 
     def close(self) -> None:
@@ -158,7 +154,7 @@ class Supervisor:
                 if not self._learner_is_at_work():
                     raise
                 self._failure = failure
-                self._notify(f"{_in_one_line(failure)}; the learner writes a checkpoint, then the run ends")
+                self._notify(f"{in_one_line(failure)}; the learner writes a checkpoint, then the run ends")
                 self._drain(
                     "ending, as a part cannot go on: the learner writes a checkpoint (Ctrl-C twice: end at once)"
                 )
@@ -225,9 +221,8 @@ class Supervisor:
 
     def _raise_learner_error(self, learner: Process) -> None:
         """Raise the learner's error, unless it ended in order."""
-        with suppress(OSError, ValueError):  # no error file, or a full disk truncated it
-            failure = json.loads(self._folder.learner_error.read_text())
-            raise (UserError if failure["exit_code"] == UserError.exit_code else PartError)(failure["error"])
+        if (error := learner_error(self._folder)) is not None:
+            raise error
         if learner.poll() != 0 and not self._ended_on_request(learner):
             raise part_error(learner)
 
@@ -248,13 +243,6 @@ class Supervisor:
     def _abort(self, *, within_s: float) -> None:
         processes = [worker.process for worker in self._workers or ()]
         end_all([*([self._learner] if self._learner else []), *processes], within_s=within_s)
-
-    def _note_why(self, error: UserError | PartError) -> None:
-        """Leave the reason for those who look at the run later; a full disk hides nothing else."""
-        if (view := self.watcher.view) is not None:
-            with suppress(OSError):
-                note = {"error": _in_one_line(error), "term": view.run.term}
-                write_durably(self._folder.launcher_error, json.dumps(note).encode())
 
     def _notify(self, text: str) -> None:
         log.warning("notice", text=text)
@@ -297,27 +285,3 @@ class Supervisor:
         except TransportError as error:
             log.warning("redis_does_not_answer", error=str(error))
             self._redis_is_unreachable = True
-
-
-def _in_one_line(error: Exception) -> str:
-    """What happened, and a part's last words."""
-    first, *more = str(error).splitlines()
-    return " ".join([first, *(line.strip() for line in more[-1:])])
-
-
-def describe_lost_work(folder: Path, view: View | None) -> str:
-    """Describe what is lost after everything was ended at once."""
-    try:
-        saved = read_commit(folder).step
-    except DataError:  # the run is not recorded yet
-        return "ended at once, before the run had started"
-    except OSError as error:
-        return (
-            f"ended at once, without a checkpoint: the run is back at its last one, which cannot be read now: {error}"
-        )
-    num_lost = view.run.step - saved if view is not None else 0
-    repeated = f"{plural(num_lost, 'step')} after it, the current step" if num_lost > 0 else "the current step"
-    return (
-        f"ended at once, without a checkpoint: the run is back at step {saved}; {repeated} and the "
-        "workers' unfinished samples will be repeated"
-    )

@@ -1,6 +1,6 @@
 """A whole run on this machine, from the first check to the final summary.
 
-    checks ─► one launcher per folder ─► Redis ─► Supervisor: reward server, learner, workers
+    checks ─► one launcher per folder ─► Redis ─► RunSupervisor: reward server, learner, workers
       └─► imports for these, meanwhile                  │ the learner has ended
     summary ◄─ Redis ends ◄─ reward server ends ◄─ audit ◄─ workers have left
 
@@ -27,8 +27,8 @@ from streamrl.ops.launch.forking import PartsAhead
 from streamrl.ops.launch.parts import RunFolder, check_redis, folder_holder
 from streamrl.ops.launch.processes import Interrupts
 from streamrl.ops.launch.redis_part import RedisPart
-from streamrl.ops.launch.summary import Summary, summarise
-from streamrl.ops.launch.supervisor import Supervisor
+from streamrl.ops.launch.summary import RunSummary, summarise
+from streamrl.ops.launch.supervisor import RunSupervisor
 from streamrl.ops.monitor.doctor.requirements import REQUIREMENTS
 from streamrl.ops.monitor.doctor.trials import LEARNER_TRIALS, LIGHT_TRIALS, Trial, run_trials
 from streamrl.protocol.transport.connection import check_server, connect
@@ -37,8 +37,8 @@ from streamrl.telemetry.logs import configure_logging
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    summary: Summary | None  # None: ended before the learner had created the run
+class RunOutcome:
+    summary: RunSummary | None  # None: ended before the learner had created the run
     exit_code: int  # 0, or that of the signal that ended it
 
 
@@ -49,7 +49,7 @@ def up(
     takeover: bool = False,
     is_tried: bool = False,
     ahead: PartsAhead | None = None,
-) -> Outcome:
+) -> RunOutcome:
     """Run it. `takeover` replaces a learner elsewhere that holds the run; `is_tried`: the trials have been run before;
     `ahead` has begun to import for its parts. Raises UserError if something must be fixed, PartError if a part of the
     run cannot go on, and KeyboardInterrupt at the second request to end."""
@@ -65,7 +65,7 @@ def up(
         return _run(loaded, display=display, takeover=takeover, ahead=ahead)
 
 
-def _run(loaded: Loaded, *, display: Audience, takeover: bool, ahead: PartsAhead) -> Outcome:
+def _run(loaded: Loaded, *, display: Audience, takeover: bool, ahead: PartsAhead) -> RunOutcome:
     config, folder = loaded.config, RunFolder(loaded.config.folder)
     placement = place(config, gpus_here())
     began = time.monotonic()
@@ -79,7 +79,7 @@ def _run(loaded: Loaded, *, display: Audience, takeover: bool, ahead: PartsAhead
         url = embedded.url if embedded else config.redis.url
         client = stack.enter_context(connect(url, config.redis))
         check_server(client)
-        supervisor = Supervisor(
+        supervisor = RunSupervisor(
             config=config,
             redis_url=url,
             embedded=embedded,
@@ -93,7 +93,7 @@ def _run(loaded: Loaded, *, display: Audience, takeover: bool, ahead: PartsAhead
         stack.callback(supervisor.close)
         supervisor.run()
         summary = _summarise(config, folder, supervisor, redis_url=url, seconds=time.monotonic() - began)
-        return Outcome(summary=summary, exit_code=interrupts.exit_code)
+        return RunOutcome(summary=summary, exit_code=interrupts.exit_code)
 
 
 def _check(loaded: Loaded) -> None:
@@ -113,8 +113,8 @@ def _try(loaded: Loaded, display: Audience, trials: Mapping[str, Trial]) -> None
 
 
 def _summarise(
-    config: schema.Config, folder: RunFolder, supervisor: Supervisor, *, redis_url: str, seconds: float
-) -> Summary | None:
+    config: schema.Config, folder: RunFolder, supervisor: RunSupervisor, *, redis_url: str, seconds: float
+) -> RunSummary | None:
     view = supervisor.watcher.view
     if view is None or view.run.state == "absent":
         return None

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from streamrl.ops.monitor import lately, view
 from streamrl.ops.monitor.causes import find_causes, judge
+from streamrl.ops.monitor.fields import config_of, integer, limits_of, number, section
 from streamrl.ops.monitor.history import HELD_OUT, History, thin
-from streamrl.protocol.transport.entries import LARGEST
 from streamrl.protocol.transport.keys import LEADER
 from streamrl.protocol.transport.snapshot import Snapshot, StreamCounts
 from streamrl.protocol.transport.types import Record
@@ -34,7 +33,7 @@ def build_view(
 ) -> view.View:
     """Build the view. `history`: by default from the snapshot's records. `ages`: how long ago parts last reported, from
     an observer (`Liveness`); by default from the server's clock."""
-    config = _config(snapshot)
+    config = config_of(snapshot)
     history = history or History.of(snapshot.records)
     steps = history.steps.records[-_RECENT:]
     parts = {
@@ -46,11 +45,11 @@ def build_view(
     seen = view.View(
         at=snapshot.at,
         run=_run(snapshot, run_name, config, steps),
-        limits=_limits(config),
+        limits=limits_of(config),
         learner=learner,
         workers=workers,
         others=tuple(part for part in parts.values() if part.role != "worker" and part.name != LEADER),
-        restarts=sum(_integer(r.detail, "restarts") or 0 for r in snapshot.reports if r.role == "launcher"),
+        restarts=sum(integer(r.detail, "restarts") or 0 for r in snapshot.reports if r.role == "launcher"),
         rewards=tuple(_rewards(config, learner.metrics, workers)),
         streams=tuple(_stream(purpose, counts) for purpose, counts in snapshot.streams.items()),
         weights=_weights(snapshot, steps, workers),
@@ -62,7 +61,7 @@ def build_view(
             retry_requests=snapshot.num_retry_requests,
             latest=snapshot.letters,
         ),
-        redis=view.Redis(
+        redis=view.RedisStatus(
             server=server,
             version=snapshot.server.version,
             used_bytes=snapshot.used_memory_bytes,
@@ -81,55 +80,14 @@ def with_verdict(seen: view.View, *, was_removed: bool = False) -> view.View:
     return replace(seen, causes=causes, verdict=judge(seen, causes))
 
 
-def _config(snapshot: Snapshot) -> Mapping[str, Any]:
-    """Return the run's configuration; empty if it cannot be read."""
-    try:
-        config = json.loads(snapshot.run.config_json) if snapshot.run else {}
-    except (ValueError, RecursionError):
-        config = {}
-    return config if isinstance(config, dict) else {}
-
-
-def _limits(config: Mapping[str, Any]) -> view.Limits:
-    stale = _section(config, "lag").get("stale")
-    return view.Limits(
-        max_lag_steps=_integer(_section(config, "lag"), "max_steps"),
-        groups_per_step=_integer(_section(config, "training"), "groups_per_step"),
-        max_backlog_bytes=_integer(_section(config, "redis"), "max_backlog_bytes"),
-        idle_timeout_s=_number(_section(config, "learner"), "idle_timeout_s"),
-        max_attempts=_integer(_section(config, "worker"), "max_attempts"),
-        stale=stale if isinstance(stale, str) else None,
-        model_dtype=_dtype(config, "model"),
-        weights_dtype=_dtype(config, "weights"),
-        arithmetic=_arithmetic(config),
-        reward_sources=tuple(_section(config, "rewards")),
-    )
-
-
-def _arithmetic(config: Mapping[str, Any]) -> str | None:
-    types = [_dtype(config, section) for section in ("weights", "model")]
-    return None if None in types else "bfloat16" if "bfloat16" in types else "float32"
-
-
-def _dtype(config: Mapping[str, Any], section: str) -> str | None:
-    found = _section(config, section).get("dtype")
-    return found if isinstance(found, str) else None
-
-
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a section; empty if it is no map, since another version or a stranger may have written it."""
-    found = config.get(name)
-    return found if isinstance(found, dict) else {}
-
-
-def _run(snapshot: Snapshot, name: str, config: Mapping[str, Any], steps: Sequence[Record]) -> view.Run:
+def _run(snapshot: Snapshot, name: str, config: Mapping[str, Any], steps: Sequence[Record]) -> view.RunStatus:
     info = snapshot.run
     step = max(snapshot.step, steps[-1].step if steps else 0)
-    max_steps = _integer(_section(config, "training"), "max_steps") or -1
-    max_epochs = _integer(_section(config, "training"), "max_epochs") or 1
+    max_steps = integer(section(config, "training"), "max_steps") or -1
+    max_epochs = integer(section(config, "training"), "max_epochs") or 1
     passes = steps[-1].values.get("train_rollouts/epoch") if steps else None
     share = step / max_steps if max_steps > 0 else passes / max_epochs if passes is not None else None
-    return view.Run(
+    return view.RunStatus(
         name=name,
         uid=info.uid if info else None,
         state=info.state if info else "absent",
@@ -154,11 +112,11 @@ def _error(snapshot: Snapshot) -> str | None:
     return next((str(event.detail.get("error", "")) for event in failures), None)
 
 
-def _part(report: Report, *, age_s: float, silent_s: float) -> view.Part:
+def _part(report: Report, *, age_s: float, silent_s: float) -> view.PartStatus:
     progress_s = max(0.0, report.at - report.last_progress) + age_s
     # A wait is re-entered every second or so to check for other events; it began at the last progress.
     doing_s = progress_s if report.state == "waiting" else max(0.0, report.at - report.since) + age_s
-    return view.Part(
+    return view.PartStatus(
         name=report.part,
         role=report.role,
         host=report.host,
@@ -172,12 +130,12 @@ def _part(report: Report, *, age_s: float, silent_s: float) -> view.Part:
 
 
 def _learner(
-    snapshot: Snapshot, parts: Mapping[str, view.Part], history: History, steps: Sequence[Record]
-) -> view.Learner:
+    snapshot: Snapshot, parts: Mapping[str, view.PartStatus], history: History, steps: Sequence[Record]
+) -> view.LearnerStatus:
     ranks = [part for part in parts.values() if part.name.startswith("learner/") and part.alive]
     details = (report.detail for report in snapshot.reports if report.part == LEADER)
     fresh = (record.values.get("policy/fresh_mismatch") for record in steps)
-    return view.Learner(
+    return view.LearnerStatus(
         lead=parts.get(LEADER),
         ranks=len(ranks),
         holder=snapshot.holder,
@@ -200,28 +158,28 @@ def _held_out(history: History) -> dict[str, tuple[float, ...]]:
     return {name.rpartition("/")[2]: tuple(thin(history.curve(name)[1])) for name in shown}
 
 
-def _worker(report: Report, part: view.Part, snapshot: Snapshot) -> view.Worker:
+def _worker(report: Report, part: view.PartStatus, snapshot: Snapshot) -> view.WorkerStatus:
     detail = report.detail
-    step = _number(detail, "step")
+    step = number(detail, "step")
     rejected, rejected_version = rejects(detail)
     version = detail.get("version")
     # Leases use the worker's name without the prefix that its reports have.
     name = report.part.partition("/")[2]
     holders = [counts.leased_by for counts in snapshot.streams.values()]
     leases = sum(leased_by.get(name, 0) + leased_by.get(report.part, 0) for leased_by in holders)
-    return view.Worker(
+    return view.WorkerStatus(
         part=part,
         version=show(version) if isinstance(version, int) else str(version) if version is not None else None,
         step=None if step is None else int(step),
         lag=None if step is None else max(0, snapshot.latest_version_step - int(step)),
-        tokens_per_s=_number(detail, "tokens_per_s"),
-        in_flight=_integer(detail, "in_flight"),
-        kv_use=_number(detail, "kv_used"),
+        tokens_per_s=number(detail, "tokens_per_s"),
+        in_flight=integer(detail, "in_flight"),
+        kv_use=number(detail, "kv_used"),
         leases=leases,
-        delivered=_integer(detail, "groups_delivered") or 0,
-        failed=_integer(detail, "groups_failed") or 0,
-        loads=_integer(detail, "loads") or 0,
-        loads_in_flight=_integer(detail, "loads_in_flight") or 0,
+        delivered=integer(detail, "groups_delivered") or 0,
+        failed=integer(detail, "groups_failed") or 0,
+        loads=integer(detail, "loads") or 0,
+        loads_in_flight=integer(detail, "loads_in_flight") or 0,
         rejected=rejected,
         rejected_version=rejected_version,
         detail=detail,
@@ -229,29 +187,29 @@ def _worker(report: Report, part: view.Part, snapshot: Snapshot) -> view.Worker:
 
 
 def _rewards(
-    config: Mapping[str, Any], metrics: Mapping[str, float], workers: Sequence[view.Worker]
+    config: Mapping[str, Any], metrics: Mapping[str, float], workers: Sequence[view.WorkerStatus]
 ) -> Iterable[view.RewardSource]:
     """Combine what live workers report as `rewards/<source>/<fact>`; those without reports of a source are skipped."""
     alive = [worker.detail for worker in workers if worker.part.alive]
-    for name in (*_section(config, "rewards"), *(["environment"] if config.get("environment") else [])):
-        latencies = [s for d in alive if (s := _number(d, f"rewards/{name}/latency_s")) is not None]
+    for name in (*section(config, "rewards"), *(["environment"] if config.get("environment") else [])):
+        latencies = [s for d in alive if (s := number(d, f"rewards/{name}/latency_s")) is not None]
         states = sorted({str(d[key]) for d in alive if (key := f"rewards/{name}/state") in d}, key=WELL.__eq__)
         yield view.RewardSource(
             name=name,
             mean=metrics.get(f"train_rollouts/rewards/{name}"),
             latency_s=sum(latencies) / len(latencies) if latencies else None,
-            scored=sum(_integer(d, f"rewards/{name}/scored") or 0 for d in alive),
-            errors=sum(_integer(d, f"rewards/{name}/failed") or 0 for d in alive),
+            scored=sum(integer(d, f"rewards/{name}/scored") or 0 for d in alive),
+            errors=sum(integer(d, f"rewards/{name}/failed") or 0 for d in alive),
             state=states[0] if states else None,
             tokens=sum(tokens)
-            if (tokens := [n for d in alive if (n := _integer(d, f"rewards/{name}/tokens"))])
+            if (tokens := [n for d in alive if (n := integer(d, f"rewards/{name}/tokens"))])
             else None,
         )
 
 
-def _stream(purpose: str, counts: StreamCounts) -> view.Stream:
+def _stream(purpose: str, counts: StreamCounts) -> view.StreamStatus:
     oldest = counts.oldest_lease
-    return view.Stream(
+    return view.StreamStatus(
         purpose=purpose,
         tickets=counts.num_tickets,
         leased=counts.num_leased,
@@ -264,11 +222,11 @@ def _stream(purpose: str, counts: StreamCounts) -> view.Stream:
     )
 
 
-def _weights(snapshot: Snapshot, steps: Sequence[Record], workers: Sequence[view.Worker]) -> view.Weights:
+def _weights(snapshot: Snapshot, steps: Sequence[Record], workers: Sequence[view.WorkerStatus]) -> view.WeightsStatus:
     latest = snapshot.latest_version
     sizes = [r.values["weights/num_bytes"] for r in steps if "weights/num_bytes" in r.values]
     lags = [worker.lag or 0 for worker in workers if worker.part.alive]
-    return view.Weights(
+    return view.WeightsStatus(
         latest=show(latest) if latest is not None else None,
         step=snapshot.latest_version_step if latest is not None else None,
         age_s=max(0.0, snapshot.at - snapshot.latest_version_at) if snapshot.latest_version_at else None,
@@ -297,13 +255,3 @@ def _prompts(metrics: Mapping[str, float]) -> dict[str, int]:
 
 def _family(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
     return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
-
-
-def _number(detail: Mapping[str, Any], name: str) -> float | None:
-    value = detail.get(name)
-    return value if isinstance(value, int | float) and abs(value) < LARGEST else None
-
-
-def _integer(detail: Mapping[str, Any], name: str) -> int | None:
-    value = _number(detail, name)
-    return None if value is None else int(value)

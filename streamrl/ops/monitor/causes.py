@@ -2,7 +2,8 @@
 come first: a full server explains why nobody works, a pause why nobody should.
 
 Each cause is one pure function of a `View`, which yields a `Cause` if it applies. All that apply are reported, the
-blocking ones first. This module has the causes in Redis, in the state of the run, and in operators' commands.
+blocking ones first. This module has the causes in Redis, in the state of the run, and in operators' commands; those in
+learner and workers are in `part_causes`, the others in `flow_causes`, `drop_causes` and `reward_causes`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
+from streamrl.ops.monitor import drop_causes as drops
 from streamrl.ops.monitor import flow_causes as flow
 from streamrl.ops.monitor import part_causes as parts
+from streamrl.ops.monitor import reward_causes as rewards
 from streamrl.ops.monitor.bounds import bound_of
 from streamrl.ops.monitor.evidence import is_running, is_taken_up
 from streamrl.ops.monitor.view import Cause, Level, Verdict, View, attention, blocking, info
@@ -186,8 +189,8 @@ TABLE: Mapping[str, Callable[[View], Iterator[Cause]]] = {
     "learner_stuck": parts.learner_stuck,
     "no_workers": parts.no_workers,
     "all_workers_reject": parts.all_workers_reject,
-    "reward_outage": flow.reward_outage,
-    "environment_fails": flow.environment_fails,
+    "reward_outage": rewards.reward_outage,
+    "environment_fails": rewards.environment_fails,
     "workers_starting": parts.workers_starting,
     "workers_without_hosts": parts.workers_without_hosts,
     "workers_without_weights": parts.workers_without_weights,
@@ -195,23 +198,23 @@ TABLE: Mapping[str, Callable[[View], Iterator[Cause]]] = {
     "checkpoints_refused": parts.checkpoints_refused,  # why the budget may be used up
     "byte_budget_reached": flow.byte_budget_reached,
     "draws_refused": flow.draws_refused,
-    "all_groups_dropped": flow.all_groups_dropped,
-    "poison_ticket": flow.poison_ticket,
-    "failing_tickets": flow.failing_tickets,
+    "all_groups_dropped": drops.all_groups_dropped,
+    "poison_ticket": drops.poison_ticket,
+    "failing_tickets": drops.failing_tickets,
     "stragglers": flow.stragglers,
     "lag_bound_reached": flow.lag_bound_reached,
-    "environment_is_slow": flow.environment_is_slow,
+    "environment_is_slow": rewards.environment_is_slow,
     "generation_is_slow": flow.generation_is_slow,
     "evaluating": flow.evaluating,
-    "most_groups_dropped": flow.most_groups_dropped,
-    "few_prompts_fit": flow.few_prompts_fit,
+    "most_groups_dropped": drops.most_groups_dropped,
+    "few_prompts_fit": drops.few_prompts_fit,
     "some_workers_reject": parts.some_workers_reject,
     "peer_lied": parts.peer_lied,
     "weights_behind": parts.weights_behind,
     "engine_disagrees": flow.engine_disagrees,
     "validation_ranks_nothing": flow.validation_ranks_nothing,
     "workers_silent": parts.workers_silent,
-    "dead_letters": flow.dead_letters,
+    "dead_letters": drops.dead_letters,
     "steps_skipped": flow.steps_skipped,
     "unreadable": unreadable,
 }

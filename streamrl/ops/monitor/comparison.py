@@ -26,7 +26,7 @@ _LENGTHS, _SIZE = "train_rollouts/response_lengths", "train_rollouts/rollout_siz
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class RunRow:
     """One run; None: unknown."""
 
     name: str
@@ -40,18 +40,18 @@ class Row:
     lag: float | None  # mean over these tokens, in steps
 
 
-def compare(folders: Sequence[Path]) -> list[Row]:
+def compare(folders: Sequence[Path]) -> list[RunRow]:
     return [_row(folder) for folder in folders]
 
 
-def _row(folder: Path) -> Row:
+def _row(folder: Path) -> RunRow:
     remains = read_remains(folder)
     history = History.read(folder, of_steps=(_REWARD, _LAG, _TIME, _LENGTHS, _SIZE))
     steps = history.steps.records
     tokens = [_tokens(record) for record in steps]
     lags = [record.values.get(_LAG, 0.0) * count for record, count in zip(steps, tokens, strict=True)]
     rewards = history.curve(_REWARD)[1]
-    return Row(
+    return RunRow(
         name=remains.name,
         folder=str(folder),
         state=remains.state,
@@ -68,7 +68,7 @@ def _tokens(record: Record) -> float:
     return record.values.get(_LENGTHS, 0.0) * record.values.get(_SIZE, 0.0)
 
 
-def table(rows: Sequence[Row]) -> Iterator[str]:
+def table(rows: Sequence[RunRow]) -> Iterator[str]:
     width = max(4, *(len(row.name) for row in rows))
     yield f"{'RUN':<{width}}  {'STATE':<9}{'REWARD':>8}{'BEST':>8}{'STEPS':>8}{'TOKENS':>9}{'TIME':>7}{'LAG':>7}"
     for row in rows:

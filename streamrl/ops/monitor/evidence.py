@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from streamrl.ops.monitor.view import Part, View, Worker
+from streamrl.ops.monitor.view import PartStatus, View, WorkerStatus
 from streamrl.telemetry.progress import Wait
 
+SLOW_S = 60.0  # a wait of the learner for groups that counts as long
 
-def alive(view: View) -> list[Worker]:
+
+def alive(view: View) -> list[WorkerStatus]:
     return [worker for worker in view.workers if worker.part.alive]
 
 
-def waiting_for(view: View, wait: Wait) -> list[Worker]:
+def waiting_for(view: View, wait: Wait) -> list[WorkerStatus]:
     """The workers in this wait."""
     return [worker for worker in alive(view) if (worker.part.state, worker.part.doing) == ("waiting", wait)]
 
 
-def rejecting(view: View) -> list[Worker]:
+def rejecting(view: View) -> list[WorkerStatus]:
     """The workers whose engines did not prove that they serve what they loaded; they deliver nothing."""
     return [worker for worker in alive(view) if worker.rejected]
 
@@ -25,16 +27,21 @@ def reported(view: View, metric: str) -> float:
     return {**view.learner.metrics, **view.learner.live}.get(metric, 0.0)
 
 
-def lead(view: View) -> Part | None:
+def lead(view: View) -> PartStatus | None:
     """Rank 0, if it reports."""
     part = view.learner.lead
     return part if part is not None and part.alive else None
 
 
-def lead_waiting(view: View, *waits: Wait) -> Part | None:
+def lead_waiting(view: View, *waits: Wait) -> PartStatus | None:
     """Rank 0, if it is in one of these waits."""
     part = lead(view)
     return part if part is not None and part.state == "waiting" and part.doing in waits else None
+
+
+def waits_long(view: View, part: PartStatus) -> bool:
+    """Whether rank 0 has waited for groups much longer than a step takes."""
+    return part.doing_s > max(SLOW_S, 10 * view.learner.metrics.get("timers/step", 0.0))
 
 
 def is_running(view: View) -> bool:
@@ -48,7 +55,7 @@ def is_taken_up(view: View) -> bool:
     return (part is not None and part.state == "starting") or launching(view) is not None
 
 
-def launching(view: View) -> Part | None:
+def launching(view: View) -> PartStatus | None:
     """Return a launcher whose learner has not taken the run yet: it must import torch before it can report, and may be
     silent meanwhile."""
     launchers = (part for part in view.others if part.role == "launcher" and part.alive)

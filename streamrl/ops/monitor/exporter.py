@@ -24,12 +24,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from streamrl.ops.monitor.evidence import alive
-from streamrl.ops.monitor.poller import ConnectingWatcher, Poller, Seen
+from streamrl.ops.monitor.poller import ConnectingWatcher, LatestView, Poller
 from streamrl.ops.monitor.runs import Target
 from streamrl.ops.monitor.view import EXIT_CODES, View
 
 
-def make_registry(run: str, look: Callable[[], Seen]) -> CollectorRegistry:
+def make_registry(run: str, look: Callable[[], LatestView]) -> CollectorRegistry:
     """Return a registry that shows what was last seen."""
     registry = CollectorRegistry()
     registry.register(_RunFigures(run, look))
@@ -37,7 +37,7 @@ def make_registry(run: str, look: Callable[[], Seen]) -> CollectorRegistry:
 
 
 class _RunFigures(Collector):
-    def __init__(self, run: str, look: Callable[[], Seen]) -> None:
+    def __init__(self, run: str, look: Callable[[], LatestView]) -> None:
         self._run, self._look = run, look
         self._uid: str | None = None  # uid of the run last seen under this name
         self._largest: dict[str, int] = {}  # the largest value exported, by counter

@@ -14,7 +14,7 @@ from streamrl.ops.monitor.evidence import (
     reported,
     waiting_for,
 )
-from streamrl.ops.monitor.view import Cause, View, Worker, attention, blocking, info
+from streamrl.ops.monitor.view import Cause, View, WorkerStatus, attention, blocking, info
 from streamrl.protocol.weights.rejected import REMEDY_OF_ALL
 from streamrl.telemetry.progress import Wait
 from streamrl.terminal import age, plural
@@ -201,7 +201,7 @@ def some_workers_reject(view: View) -> Iterator[Cause]:
         )
 
 
-def _refusals(workers: list[Worker]) -> str:
+def _refusals(workers: list[WorkerStatus]) -> str:
     """Describe one rejection in full, since all are usually alike, and name a few others."""
     first, others = workers[0], [worker.part.name for worker in workers[1:_MAX_NAMED]]
     more = f" and {len(workers) - _MAX_NAMED} more" if len(workers) > _MAX_NAMED else ""

@@ -32,7 +32,7 @@ _JOIN_S = 1.0  # do not wait longer for Redis on exit: the thread ends with the 
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class LatestView:
     view: View | None = None
     error: str = ""  # why Redis does not answer now
 
@@ -111,17 +111,19 @@ class Poller:
         on_look: Callable[[View], object] = lambda view: None,  # called with each view, in the polling thread
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._seen = Seen()
+        self._seen = LatestView()
         self._watcher, self._period_s, self._on_look, self._clock = watcher, period_s, on_look, clock
         self._answered_at = clock()
         self._stop = threading.Event()
 
     @property
-    def seen(self) -> Seen:
+    def seen(self) -> LatestView:
         silence_s = self._clock() - self._answered_at
         if self._seen.error or silence_s < _OVERDUE_S + self._period_s:
             return self._seen
-        return Seen(view=self._seen.view, error=f"for {silence_s:.0f} s: it accepts the request, but does not reply")
+        return LatestView(
+            view=self._seen.view, error=f"for {silence_s:.0f} s: it accepts the request, but does not reply"
+        )
 
     @contextmanager
     def looking(self) -> Iterator[None]:
@@ -136,10 +138,12 @@ class Poller:
     def look(self) -> None:
         try:
             view = self._watcher.look()
-            self._seen, self._answered_at = Seen(view=view), self._clock()
+            self._seen, self._answered_at = LatestView(view=view), self._clock()
             self._on_look(view)
         except TransportError as error:
-            self._seen = Seen(view=self._seen.view, error=f"for {self._clock() - self._answered_at:.0f} s; {error}")
+            self._seen = LatestView(
+                view=self._seen.view, error=f"for {self._clock() - self._answered_at:.0f} s; {error}"
+            )
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -147,7 +151,7 @@ class Poller:
             try:
                 self.look()
             except Exception as error:  # noqa: BLE001 - it must be seen, instead of a display that stands still
-                self._seen = Seen(view=self._seen.view, error=f"in a form that can be shown: {error!r}")
+                self._seen = LatestView(view=self._seen.view, error=f"in a form that can be shown: {error!r}")
             # Look at most half of the time, however large the run.
             took = self._clock() - began
             self._stop.wait(max(took, self._period_s - took))

@@ -34,7 +34,7 @@ _MAX_ROLLOUTS = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
+class RolloutLine:
     """One group's line."""
 
     id: str  # stream entry id
@@ -49,7 +49,7 @@ class Rollout:
 class Rollouts(Protocol):
     """The groups for display. None, or no lines: the group is gone, or cannot be read now."""
 
-    def latest(self) -> Sequence[Rollout]: ...
+    def latest(self) -> Sequence[RolloutLine]: ...
 
     def to_json(self, entry_id: str) -> Mapping[str, Any] | None: ...
 
@@ -70,7 +70,7 @@ class LiveRollouts:
         self._decoder: TokenDecoder | None = None
         self._lock = threading.Lock()
 
-    def latest(self) -> Sequence[Rollout]:
+    def latest(self) -> Sequence[RolloutLine]:
         with contextlib.suppress(redis.RedisError):
             if found := list_rollouts(self._client, self._keys):
                 return found
@@ -101,7 +101,7 @@ class KeptRollouts:
     def __init__(self, folder: Path) -> None:
         self._kept = KeptGroups(folder)
 
-    def latest(self) -> Sequence[Rollout]:
+    def latest(self) -> Sequence[RolloutLine]:
         return [_of_record(record) for record in reversed(self._kept.latest(_MAX_ROLLOUTS))]
 
     def to_json(self, entry_id: str) -> Mapping[str, Any] | None:
@@ -114,10 +114,10 @@ class KeptRollouts:
         return list(lines_of_record(found, width=width, max_lines=None)) if found else ()
 
 
-def list_rollouts(client: redis.Redis, keys: Keys) -> list[Rollout]:
+def list_rollouts(client: redis.Redis, keys: Keys) -> list[RolloutLine]:
     """Return the newest groups first; unreadable ones are skipped."""
     entries: Any = client.xrevrange(keys.groups("train"), count=_MAX_ROLLOUTS)
-    found: list[Rollout] = []
+    found: list[RolloutLine] = []
     for entry_id, fields in entries:
         with contextlib.suppress(WireError):
             found.append(_to_rollout(to_entry(entry_id, fields)))
@@ -145,10 +145,10 @@ def find_decoder_of_run(client: redis.Redis, keys: Keys) -> TokenDecoder | None:
         return None
 
 
-def _to_rollout(entry: Entry) -> Rollout:
+def _to_rollout(entry: Entry) -> RolloutLine:
     header = decode_header(entry.header)
     versions = dict.fromkeys(show(v) for v in (header.min_version, header.max_version) if v)
-    return Rollout(
+    return RolloutLine(
         id=entry.id,
         ticket=header.ticket,
         worker=header.worker,
@@ -159,9 +159,9 @@ def _to_rollout(entry: Entry) -> Rollout:
     )
 
 
-def _of_record(record: Mapping[str, Any]) -> Rollout:
+def _of_record(record: Mapping[str, Any]) -> RolloutLine:
     spans = [span for sample in record["samples"] for span in sample["spans"]]
-    return Rollout(
+    return RolloutLine(
         id=record["id"],
         ticket=record["ticket"],
         worker=record["worker"],

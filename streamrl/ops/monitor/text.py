@@ -9,7 +9,7 @@ from textwrap import wrap
 from typing import Any
 
 from streamrl.ops.monitor.evidence import alive
-from streamrl.ops.monitor.view import Cause, Part, View, Worker
+from streamrl.ops.monitor.view import Cause, PartStatus, View, WorkerStatus
 from streamrl.telemetry.metrics import OF_LOSS
 from streamrl.terminal import age, number, plural, printable, size, sparkline
 
@@ -124,7 +124,7 @@ def health_line(view: View) -> str:
     return f"{view.verdict}: {view.causes[0].title}{more}"
 
 
-def activity(part: Part) -> str:
+def activity(part: PartStatus) -> str:
     """What a part does and for how long; clearly marked when it is gone."""
     if part.state == "silent":
         return f"silent for {age(part.report_s)}"
@@ -207,13 +207,13 @@ def workers_line(view: View) -> str:
     return "; ".join(words)
 
 
-def _kind(worker: Worker) -> str:
+def _kind(worker: WorkerStatus) -> str:
     if worker.rejected:
         return f"reject {worker.rejected_version or 'the weights'}"
     return f"wait for {worker.part.doing}" if worker.part.state == "waiting" else worker.part.doing
 
 
-def _names(parts: Sequence[Part]) -> str:
+def _names(parts: Sequence[PartStatus]) -> str:
     more = ", ..." if len(parts) > _MAX_SHOWN else ""
     return ", ".join(part.name.partition("/")[2] or part.name for part in parts[:_MAX_SHOWN]) + more
 

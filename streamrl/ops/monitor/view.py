@@ -23,7 +23,7 @@ EXIT_UNREACHABLE = 6  # Redis does not answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RunStatus:
     name: str
     uid: str | None
     state: RunState | Literal["absent", "crashed"]  # crashed: it was running when it ended
@@ -57,7 +57,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class PartStatus:
     """A part's own report, and its age."""
 
     name: str
@@ -77,8 +77,8 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Learner:
-    lead: Part | None  # rank 0; None: it has never reported, or has shut down in order
+class LearnerStatus:
+    lead: PartStatus | None  # rank 0; None: it has never reported, or has shut down in order
     ranks: int  # with reports
     holder: str | None  # of the run's lease
     lease_left_s: float | None
@@ -92,8 +92,8 @@ class Learner:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Worker:
-    part: Part
+class WorkerStatus:
+    part: PartStatus
     version: str | None
     step: int | None  # of that version
     lag: int | None  # steps behind the newest version
@@ -122,7 +122,7 @@ class RewardSource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
+class StreamStatus:
     purpose: str
     tickets: int
     leased: int
@@ -135,7 +135,7 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class WeightsStatus:
     latest: str | None
     step: int | None
     age_s: float | None
@@ -164,7 +164,7 @@ class Dead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Redis:
+class RedisStatus:
     server: str
     version: str
     used_bytes: int
@@ -194,19 +194,19 @@ info = partial(Cause, level="info")  # it explains why the run does what it does
 class View:
     schema: int = SCHEMA
     at: float
-    run: Run
+    run: RunStatus
     limits: Limits
-    learner: Learner
-    workers: tuple[Worker, ...]
-    others: tuple[Part, ...]  # launcher, reward server, further ranks
+    learner: LearnerStatus
+    workers: tuple[WorkerStatus, ...]
+    others: tuple[PartStatus, ...]  # launcher, reward server, further ranks
     restarts: int  # of dead parts, as the launcher counts them
     rewards: tuple[RewardSource, ...]
-    streams: tuple[Stream, ...]
-    weights: Weights
+    streams: tuple[StreamStatus, ...]
+    weights: WeightsStatus
     drops: Drops
     drops_lately: Drops  # over the last steps, and since
     dead: Dead
-    redis: Redis
+    redis: RedisStatus
     prompts: Mapping[str, int] = field(default_factory=dict)  # of a curriculum: new, fitting, solved, hopeless ones
     summary: Mapping[str, Any] | None = None  # outcome of the last launch, if only the folder is left
     unreadable: tuple[str, ...] = ()  # malformed entries in Redis under the run's name
@@ -214,7 +214,7 @@ class View:
     causes: tuple[Cause, ...] = ()  # most important first
 
     @property
-    def train(self) -> Stream:
+    def train(self) -> StreamStatus:
         return self.streams[0]
 
     def to_json(self) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from streamrl.errors import ResourceError, TransportError
 from streamrl.ops.monitor.poller import look_once
 from streamrl.ops.monitor.remains import Remains
 from streamrl.ops.monitor.runs import find_target, opened
-from streamrl.ops.monitor.view import Run, View
-from streamrl.ops.python.launcher import Ended
+from streamrl.ops.monitor.view import RunStatus, View
+from streamrl.ops.python.launcher import EndOfRun
 from streamrl.protocol.transport import operator as orders
 
 _LOOK_EVERY_S = 0.5
@@ -27,7 +27,7 @@ def look_at(folder: Path) -> View:
         return look_once(opened_run)
 
 
-def _find(folder: Path) -> Run | Remains:
+def _find(folder: Path) -> RunStatus | Remains:
     """Return the run as its Redis shows it, or what its folder records: without a view, which takes all its curves."""
     with opened(find_target(folder, None, None)) as source:
         return source if isinstance(source, Remains) else look_once(source).run
@@ -45,16 +45,16 @@ class Attached:
         self.name = run.name
 
     @property
-    def ended(self) -> Ended | None:
+    def ended(self) -> EndOfRun | None:
         run = _find(self._folder)
         match run.state:
             case "finished" | "stopped" | "failed":
                 error = run.error or f"run {run.name!r} failed at step {run.step}"
                 summary = run.summary if isinstance(run, Remains) else None
-                return Ended(state=run.state, steps=run.step, summary=summary, error=error)
+                return EndOfRun(state=run.state, steps=run.step, summary=summary, error=error)
             case "crashed":
                 error = f"run {run.name!r} crashed at step {run.step}; streamrl.start resumes it"
-                return Ended(state="failed", error=error)
+                return EndOfRun(state="failed", error=error)
         return None
 
     def wait(self, timeout_s: float | None) -> bool:

@@ -33,7 +33,7 @@ from streamrl.ops.python.request import Request
 
 State = Literal["finished", "stopped", "failed"]
 
-_COMMAND = (sys.executable, "-m", "streamrl.ops.cli.up_child")
+_COMMAND = (sys.executable, "-m", "streamrl.ops.cli.training.up_child")
 _LOOK_EVERY_S = 0.2
 _EXPLAIN_AFTER_S = 1.0  # before explaining why the program waits
 _ABORT_S = 30.0  # to end all parts at once, before the launcher is killed, and its parts with it
@@ -42,7 +42,7 @@ log = logging.getLogger("streamrl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class EndOfRun:
     state: State
     steps: int = 0
     summary: Mapping[str, Any] | None = None  # contents of summary.json
@@ -59,7 +59,7 @@ class Life(Protocol):
     """The life of a run, as this program can observe and end it."""
 
     @property
-    def ended(self) -> Ended | None:
+    def ended(self) -> EndOfRun | None:
         """None while it runs."""
 
     @property
@@ -78,7 +78,7 @@ class Launcher:
 
     def __init__(self, request: Request, *, command: Sequence[str] = _COMMAND) -> None:
         self.phase, self.name, self.folder = "", "", Path()  # the last two are set once the run has begun
-        self.ended: Ended | None = None
+        self.ended: EndOfRun | None = None
         self._started, self._over = threading.Event(), threading.Event()
         self._owner, self._stop_requested = os.getpid(), False
         self._process = subprocess.Popen(
@@ -138,20 +138,20 @@ class Launcher:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        outcome: Ended | None = None
+        outcome: EndOfRun | None = None
         with self._process.stdout as lines:
             for line in lines:
                 if line.endswith(b"\n"):  # otherwise it was killed in mid-line
                     outcome = self._handle(json.loads(line)) or outcome
         code = self._process.wait()
         if outcome is None and self._stop_requested:  # it was ended before it could handle the signal
-            outcome = Ended(state="stopped")
-        self.ended = outcome or Ended(state="failed", error=f"the launcher {describe_exit(code)}{self._see_log()}")
+            outcome = EndOfRun(state="stopped")
+        self.ended = outcome or EndOfRun(state="failed", error=f"the launcher {describe_exit(code)}{self._see_log()}")
         atexit.unregister(self._end_at_exit)
         self._over.set()
         self._started.set()
 
-    def _handle(self, message: dict[str, Any]) -> Ended | None:
+    def _handle(self, message: dict[str, Any]) -> EndOfRun | None:
         match message["kind"]:
             case "doing" | "phase":
                 self.phase = message["text"]
@@ -161,9 +161,9 @@ class Launcher:
                 self.name, self.folder, self.phase = message["name"], Path(message["folder"]), ""
                 self._started.set()
             case "ended":
-                return Ended(state=message["state"], steps=message["steps"], summary=message["summary"])
+                return EndOfRun(state=message["state"], steps=message["steps"], summary=message["summary"])
             case "failed":
-                return Ended(state="failed", error=message["error"], kind=getattr(errors, message["type"]))
+                return EndOfRun(state="failed", error=message["error"], kind=getattr(errors, message["type"]))
         return None
 
     def _see_log(self) -> str:

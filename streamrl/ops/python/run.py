@@ -26,7 +26,7 @@ from streamrl.ops.launch.display import Frame, spinner
 from streamrl.ops.monitor.history import History
 from streamrl.ops.monitor.view import View
 from streamrl.ops.python.attached import Attached, look_at
-from streamrl.ops.python.launcher import Ended, Launcher, Life
+from streamrl.ops.python.launcher import EndOfRun, Launcher, Life
 from streamrl.ops.python.picture import canvas, html
 from streamrl.ops.python.request import Rewards, make_request
 from streamrl.ops.python.steps import Step, follow, to_step
@@ -174,12 +174,12 @@ class Run:
     def _make_frame(self, view: View | None, phase: str) -> Frame:
         return Frame(title=self.name, phase=phase, began=self._began, view=view, footer=str(self.folder))
 
-    def _ended(self) -> Ended:
+    def _ended(self) -> EndOfRun:
         ended = self._life.ended
         assert ended is not None, "called before the run has ended"
         return ended
 
-    def _result(self, ended: Ended) -> Result:
+    def _result(self, ended: EndOfRun) -> Result:
         ended.check()
         assert ended.state != "failed"
         steps = History.read_end(self.folder).steps.records

@@ -33,7 +33,7 @@ class Written:
 
 
 @dataclass(slots=True, kw_only=True)
-class _File:
+class _RecordingFile:
     path: Path
     num_bytes: int
     num_groups: int
@@ -102,7 +102,7 @@ class RecordingWriter:
         number = max((int(file.path.stem) for file in self._files), default=0) + 1
         path = self._folder / file_name(number)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        self._files.append(_File(path=path, num_bytes=0, num_groups=0))
+        self._files.append(_RecordingFile(path=path, num_bytes=0, num_groups=0))
         self._write(begin_file(self._origin))
         fsync_folder(self._folder)
 
@@ -131,9 +131,9 @@ class RecordingWriter:
             oldest.path.unlink(missing_ok=True)
             self.written.num_dropped += oldest.num_groups
 
-    def _survey(self) -> list[_File]:
+    def _survey(self) -> list[_RecordingFile]:
         """Index the existing files; sets `last_id`."""
-        files: list[_File] = []
+        files: list[_RecordingFile] = []
         for path in files_of(self._folder):
             found = survey(path)
             if found.origin is not None and found.origin.run_uid != self._origin.run_uid:
@@ -143,5 +143,5 @@ class RecordingWriter:
                 )
             if found.places:
                 self.last_id = found.places[-1].entry_id
-            files.append(_File(path=path, num_bytes=path.stat().st_size, num_groups=len(found.places)))
+            files.append(_RecordingFile(path=path, num_bytes=path.stat().st_size, num_groups=len(found.places)))
         return files

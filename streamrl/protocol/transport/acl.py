@@ -117,6 +117,7 @@ def _monitor(keys: Keys) -> Iterator[Grant]:
 def _operator(keys: Keys) -> Iterator[Grant]:
     yield from _monitor(keys)
     yield _scripts(keys)
+    yield "script|kill", ()  # a script that loops, anybody's, holds up all runs of the server
     yield "hset hdel", (keys.control,)
     yield "xadd", (keys.events,)
     yield "xdel", (keys.dead,)

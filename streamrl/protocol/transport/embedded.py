@@ -60,7 +60,7 @@ class EmbeddedRedis:
         """
         program = find_server()
         folder = folder.resolve()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = _lock(folder, lock_timeout_s)
         try:
             socket = _socket_path(folder)
@@ -74,6 +74,7 @@ class EmbeddedRedis:
                     stderr=log,
                     env={**_KEEPS_MEMORY, **os.environ},
                     pass_fds=(lock,),
+                    umask=0o077,  # its files hold prompts, answers and the secret of the run's hosts
                     start_new_session=True,  # Ctrl-C is for the other processes, which still need the server to drain
                 )
         finally:

@@ -1,7 +1,7 @@
 """A ticket: the request to sample one prompt n times.
 
-What ticket 0, 1, 2, ... asks for follows from its number, the retries before it (`learner.groups.ledger`), the seed and
-the dataset, or from a curriculum's draws on disk (`learner.groups.curriculum`), so the learner can always issue it
+What ticket 0, 1, 2, ... asks for follows from its number, the retries before it (`learner.groups.numbering`), the seed
+and the dataset, or from a curriculum's draws on disk (`learner.groups.curriculum`), so the learner can always issue it
 again. It carries the prompt already tokenized: workers need neither the dataset nor the chat template.
 
 A number alone does not identify a ticket. When Redis falls back to an older copy of itself, and from there to a newer

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from streamrl.config.load import Loaded
-from streamrl.config.placement import Part
+from streamrl.config.placement import StartedPart
 from streamrl.errors import UserError
 from streamrl.finding import Finding, error, ok, warning
 from streamrl.ops.monitor.doctor import gpus, machine, services
@@ -48,14 +48,14 @@ _NEEDED = {"settings", "packages", "files", "model"}  # by the trials
 
 # Checks to skip on a machine with only this part: the learner asks no rewards and may have more machines' ranks, and a
 # worker reads no prompts.
-_SKIPPED: Mapping[Part, Collection[str]] = {
+_SKIPPED: Mapping[StartedPart, Collection[str]] = {
     "all": (),
     "learner": ("layout", "rewards", "reward port", "shared memory"),
     "worker": ("layout", "files", "reward port", "disk"),
 }
 
 
-def examine(loaded: Loaded, part: Part = "all", *, ask_services: bool = False) -> Iterator[Finding]:
+def examine(loaded: Loaded, part: StartedPart = "all", *, ask_services: bool = False) -> Iterator[Finding]:
     """Yield findings as they come. `ask_services`: also request a score from reward services."""
     failed = set()
     for name, finding in look(loaded, part):
@@ -72,7 +72,7 @@ def examine(loaded: Loaded, part: Part = "all", *, ask_services: bool = False) -
         yield from _run_check("learner", partial(try_learner, workers_are_here=part == "all"), loaded)
 
 
-def look(loaded: Loaded, part: Part = "all") -> Iterator[tuple[str, Finding]]:
+def look(loaded: Loaded, part: StartedPart = "all") -> Iterator[tuple[str, Finding]]:
     """Run the quick checks; yields each finding with the name of its check."""
     of_part: Mapping[str, Check] = {
         "packages": _as_check("packages", lambda loaded: check_packages(loaded.config, part)),

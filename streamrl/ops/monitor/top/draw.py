@@ -9,7 +9,7 @@ from rich.text import Text
 
 from streamrl.ops.monitor import text
 from streamrl.ops.monitor.top.screen import HELP, Page, Screen
-from streamrl.ops.monitor.view import View, Worker
+from streamrl.ops.monitor.view import View, WorkerStatus
 from streamrl.terminal import age, number, printable, sparkline
 
 Curves = Sequence[tuple[str, Sequence[float]]]  # by title
@@ -22,7 +22,7 @@ _KEYS_LINE = "q quit  s sort  r reverse  / filter  f freeze  enter opens  g grou
 class Column(NamedTuple):
     title: str
     width: int
-    value: Callable[[Worker], str]
+    value: Callable[[WorkerStatus], str]
     min_screen: int = 0  # columns of the terminal from which it is shown
 
 
@@ -130,7 +130,7 @@ def _below(view: View, curves: Curves, width: int) -> Iterator[Text]:
         yield Text.assemble((f"{printable(title)[:left]:<{left}} ", "dim"), f"{curve}  {ends}")
 
 
-def draw_workers(workers: Sequence[Worker], *, width: int) -> list[Text]:
+def draw_workers(workers: Sequence[WorkerStatus], *, width: int) -> list[Text]:
     """A title line, and one line for each worker."""
     columns = [column for column in COLUMNS if width >= column.min_screen]
     widths = [column.width for column in columns]
@@ -148,7 +148,7 @@ def _cell(column: Column, value: str, width: int) -> str:
     return f"{value:<{width}}" if column.title in _TEXT_COLUMNS else f"{value:>{width}}"
 
 
-def _state(worker: Worker) -> str:
+def _state(worker: WorkerStatus) -> str:
     part = worker.part
     if part.state == "silent":
         return f"SILENT {age(part.report_s)}"
@@ -157,7 +157,7 @@ def _state(worker: Worker) -> str:
     return f"waits: {part.doing}" if part.state == "waiting" else part.doing
 
 
-def _style_of(worker: Worker) -> str:
+def _style_of(worker: WorkerStatus) -> str:
     if worker.rejected:
         return "bold red"
     return {"silent": "bold red", "waiting": "yellow", "starting": "cyan"}.get(worker.part.state, "")

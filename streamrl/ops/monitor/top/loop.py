@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from streamrl.ops.monitor.charts import sketches_of
-from streamrl.ops.monitor.poller import Poller, Seen, watch
+from streamrl.ops.monitor.poller import LatestView, Poller, watch
 from streamrl.ops.monitor.remains import Remains
 from streamrl.ops.monitor.rollouts import Rollouts, rollouts_of
 from streamrl.ops.monitor.runs import Opened
@@ -20,7 +20,7 @@ def run(source: Opened | Remains, *, period_s: float) -> None:
     """Run until the user quits."""
     watcher, rollouts = watch(source), rollouts_of(source)
     poller = Poller(watcher, period_s=period_s)
-    screen, shown, curves = Screen(), Seen(), sketches_of(watcher.history)
+    screen, shown, curves = Screen(), LatestView(), sketches_of(watcher.history)
     with Terminal().opened() as terminal, poller.looking():
         while not screen.has_quit:
             if not screen.is_frozen and (seen := poller.seen) is not shown:

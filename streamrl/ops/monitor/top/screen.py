@@ -8,13 +8,13 @@ from typing import Literal
 
 from rich.text import Text
 
-from streamrl.ops.monitor.rollouts import Rollout
-from streamrl.ops.monitor.view import View, Worker
+from streamrl.ops.monitor.rollouts import RolloutLine
+from streamrl.ops.monitor.view import View, WorkerStatus
 
 Page = Literal["workers", "worker", "groups", "group", "causes", "help"]
 _STATES = ("working", "waiting", "starting", "stopping", "silent")
 
-SORTS: Mapping[str, Callable[[Worker], tuple[float | str, ...]]] = {
+SORTS: Mapping[str, Callable[[WorkerStatus], tuple[float | str, ...]]] = {
     "name": lambda w: (w.part.name,),
     "state": lambda w: (-_STATES.index(w.part.state) if w.part.state in _STATES else 0, w.part.doing),
     "lag": lambda w: (-(w.lag or 0),),
@@ -36,12 +36,12 @@ class Screen:
     scroll: int = 0  # first line of a page of text
     worker: str = ""  # the open worker's name
     group: Sequence[Text] = ()  # the lines of the open group; empty: it is gone
-    groups: Sequence[Rollout] = ()
+    groups: Sequence[RolloutLine] = ()
     wants_group: str = ""  # entry id of a group to open; the loop reads it from Redis
     wants_groups: bool = False
     has_quit: bool = False
 
-    def rows(self, view: View) -> list[Worker]:
+    def rows(self, view: View) -> list[WorkerStatus]:
         """The workers, sorted and filtered."""
         words = self.filter.lower().split()
         found = [w for w in view.workers if all(word in _haystack(w) for word in words)]
@@ -90,7 +90,7 @@ class Screen:
         return replace(self, page=before, scroll=0, selected=0 if self.page == "groups" else self.selected)
 
 
-def _haystack(worker: Worker) -> str:
+def _haystack(worker: WorkerStatus) -> str:
     part = worker.part
     return f"{part.name} {part.host} {part.state} {part.doing} {worker.version or ''}".lower()
 

@@ -35,7 +35,7 @@ from streamrl.ops.monitor.poller import Poller, watch
 from streamrl.ops.monitor.remains import Remains
 from streamrl.ops.monitor.rollouts import rollouts_of
 from streamrl.ops.monitor.runs import Opened
-from streamrl.ops.monitor.view import View, Worker
+from streamrl.ops.monitor.view import View, WorkerStatus
 from streamrl.ops.monitor.web.guard import Guard, headers_for
 from streamrl.telemetry.metrics import FAMILIES, METRICS, meaning
 
@@ -44,7 +44,7 @@ class Dashboard:
     def __init__(self, source: Opened | Remains, guard: Guard, *, period_s: float = 1.0) -> None:
         self._guard = guard
         self._watcher, self._groups = watch(source), rollouts_of(source)
-        self._trace = Trace()
+        self._trace = ActivityTrace()
         self._poller = Poller(self._watcher, period_s=period_s, on_look=self._trace.add)
         self._figures = make_registry(source.name, lambda: self._poller.seen)
         self._history: bytes = b"{}"  # the encoded response, renewed when there is something new
@@ -166,7 +166,7 @@ _MAX_CHANGES = 200  # of version, per worker
 _MAX_WORKERS = 60
 
 
-class Trace:
+class ActivityTrace:
     def __init__(self) -> None:
         self._doing: list[tuple[float, Counter[str]]] = []
         self._versions: dict[str, list[tuple[float, str]]] = {}
@@ -214,7 +214,7 @@ class Trace:
             }
 
 
-def _cause(worker: Worker) -> str:
+def _cause(worker: WorkerStatus) -> str:
     part = worker.part
     if part.state == "waiting":
         return f"waits for {part.doing}"

@@ -1,0 +1,1 @@
+"""Commands before a run: write a configuration, show it, check it and this machine."""

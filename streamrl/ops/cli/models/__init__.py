@@ -1,0 +1,1 @@
+"""Commands about models: evaluate, chat, serve, and the published weights."""

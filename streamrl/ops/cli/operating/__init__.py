@@ -1,0 +1,1 @@
+"""Operators' commands: control a run, its dead tickets, the runs in a Redis and its users."""

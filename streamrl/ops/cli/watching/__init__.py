@@ -1,0 +1,1 @@
+"""Commands that only read a run: its state, pages and plots, rollouts, recordings, and the audit."""

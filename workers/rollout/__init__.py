@@ -1,0 +1,1 @@
+"""Rollouts: tickets are leased, answered with generated and scored samples, and delivered as groups."""
