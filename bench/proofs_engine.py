@@ -1,7 +1,7 @@
 """vLLM in this process behind the worker's engine interface: an engine within seconds, one per process.
 
-It runs the same proofs as a worker: loads, read-back and canary logprobs are those of `transfer` and `read_back` on
-vLLM's own model; vLLM's front end and processes are left out.
+It runs the same proofs as a worker: loads, read-back and canary logprobs are those of `vllm.loading.transfer` and
+`read_back` on vLLM's own model; vLLM's front end and processes are left out.
 """
 
 from __future__ import annotations

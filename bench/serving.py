@@ -11,8 +11,8 @@ learner's step, so it includes copy and cast. The cost of an update is the token
 with the pause, compared to a second without an update.
 
 The usual way's file goes to the local disk's page cache, not over a network. On a CPU vLLM's own reload leaves a tied
-head with the old embedding (see `transfer`), which saves it work. It packs layers in vLLM's own layout; after it
-all weights are loaded again, unmeasured, in our writable layout.
+head with the old embedding (see `vllm.loading.transfer`), which saves it work. It packs layers in vLLM's own layout;
+after it all weights are loaded again, unmeasured, in our writable layout.
 """
 
 from __future__ import annotations

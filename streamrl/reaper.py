@@ -31,6 +31,7 @@ def reaped(command: Sequence[str]) -> list[str]:
 
 def main() -> None:
     parent, command = int(sys.argv[1]), sys.argv[2:]
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, which is inherited, nothing can be awaited
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -45,6 +46,8 @@ def main() -> None:
         _let_go()
         ended = _await(program)
     finally:
+        # From here on it is not interrupted, by a second SIGTERM for instance.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         _end_all(program)
     _end_as(ended)
 
@@ -82,7 +85,6 @@ def _await(program: int) -> os.waitid_result:
 def _end_all(program: int) -> None:
     """Kill children until none is left: those of a killed one become the reaper's. Only the reaper buries its children,
     so none of their pids can be somebody else's by then."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if program:
         with contextlib.suppress(OSError):  # no session yet
             os.killpg(program, signal.SIGKILL)
@@ -113,6 +115,7 @@ def _end_as(ended: os.waitid_result) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if ended.si_status != signal.SIGKILL:
         signal.signal(ended.si_status, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.kill(os.getpid(), ended.si_status)
 
 

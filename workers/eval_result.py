@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from statistics import fmean, stdev
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from streamrl.config import schema
 from streamrl.protocol.wire.group import Group
 from streamrl.recipe.held_out import (
+    AnswerSearch,
     JudgedSample,
     judge_samples,
     majority,
@@ -84,14 +86,19 @@ class Answers:
         self.prompts = prompts
         self._groups: dict[int, Group] = {}  # by the prompt's place
         self._summarise = partial(summarise, settings=config.validation, decode=model.decode)
-        self._began = self._latest = 0.0
+        self._duration_s = 0.0
 
-    def begin(self) -> None:
-        self._began = self._latest = time.monotonic()
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time that answering takes, however it ends."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._duration_s = time.monotonic() - began
 
     def add(self, place: int, group: Group) -> None:
         self._groups[place] = group
-        self._latest = time.monotonic()
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -102,7 +109,7 @@ class Answers:
         for prompt, group in zip(self.prompts, groups, strict=True):
             if prompt.dataset:
                 by_dataset.setdefault(prompt.dataset, []).append(group)
-        summary = partial(self._summarise, duration_s=self._latest - self._began)
+        summary = partial(self._summarise, duration_s=self._duration_s)
         datasets = {name: summary(of_dataset) for name, of_dataset in by_dataset.items()}
         return replace(summary(groups), datasets=datasets)
 
@@ -117,7 +124,7 @@ def _judged(
         judge_samples,
         by=settings.pass_by,
         at_least=settings.pass_score,
-        answer=settings.answer,
+        search=None if settings.answer is None else AnswerSearch(settings.answer),
         stop=settings.sampling.stop,
         decode=decode,
     )

@@ -82,9 +82,9 @@ def _with_state(name: str, state: str) -> str:
 
 async def _first_score(rewards: Rewards, item: ScoreItem, num_samples: int) -> None:
     """Score two samples of one prompt, if a ticket has that many: a comparing source asks nothing for a single one."""
-    scored = await rewards.score_sample(item)
+    scored = await rewards.score_sample(item, "eval")
     together = min(2, num_samples)
-    await rewards.mix([item] * together, [scored] * together)
+    await rewards.mix([item] * together, [scored] * together, purpose="eval")
 
 
 async def evaluate(
@@ -116,8 +116,8 @@ async def evaluate(
                 player=player,
                 ends=ends_of(model.tokenizer, model.stop_ids),
             )
-            answers.begin()
-            await _answer_all(tickets, engine, answerer, answers, config, show)
+            with answers.timed():
+                await _answer_all(tickets, engine, answerer, answers, config, show)
     finally:
         await engine.stop()
         await rewards.close()

@@ -114,6 +114,8 @@ def load_state(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer
 def load_weights(folder: Path, policy: nn.Module) -> None:
     """Restore only the masters, for inference: moments would take twice as much memory again."""
     with _opened(folder) as files:
+        if not files:
+            raise DataError(f"{folder} is gone: its run has removed it meanwhile (checkpoint.keep_last)")
         for name, parameter in _trained(policy):
             _fill(held(parameter, shape=parameter.shape), files, f"master/{name}", name)
 
@@ -121,14 +123,8 @@ def load_weights(folder: Path, policy: nn.Module) -> None:
 @contextmanager
 def _opened(folder: Path) -> Iterator[list[_File]]:
     with ExitStack() as stack:
-        try:
-            paths = sorted(folder.glob(_PATTERN))
-            files = [_File.open(stack.enter_context(safetensors.safe_open(path, framework="pt"))) for path in paths]
-        except FileNotFoundError:  # between the two
-            files = []
-        if not files:
-            raise DataError(f"{folder} is gone: its run has removed it meanwhile (checkpoint.keep_last)")
-        yield files
+        paths = sorted(folder.glob(_PATTERN))
+        yield [_File.open(stack.enter_context(safetensors.safe_open(path, framework="pt"))) for path in paths]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,9 @@ rank's code (`job`). A machine that joins or leaves takes neither the step in pr
 without a failure gives all restarts back (`elastic_agent`).
 
 torchrun and multiprocessing leave files and sockets in the temporary folder. So the agent has its own
-(`streamrl.files`), removed when it ends. Its ranks use the common one. It also removes its ranks' configuration, if
-that was written for it alone (`--own-config`).
+(`streamrl.held_folders`), removed when it ends; in memory, since torch's store in a file loops for ever once a full
+disk has cut one of its writes off. Its ranks use the common one. It also removes its ranks' configuration, if that was
+written for it alone (`--own-config`).
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def _grace_s(options: Sequence[str]) -> float:
 def _keep_temporary_files_apart() -> Path:
     """Use the returned folder for temporary files until this process ends."""
     stack = ExitStack()
-    folder = stack.enter_context(scratch_folder())
+    folder = stack.enter_context(scratch_folder(in_memory=True))
     tempfile.tempdir = str(folder)
     Finalize(None, stack.close, exitpriority=_AFTER_MULTIPROCESSING)
     return folder

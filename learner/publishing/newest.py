@@ -6,14 +6,16 @@ Blocks on Redis, within its limits, every few seconds at most.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
 from streamrl.learner.process.lease import redis_may_be_away
 from streamrl.learner.publishing.rejections import Rejections
-from streamrl.learner.publishing.shipping import Published
 from streamrl.telemetry.progress import Report
+
+if TYPE_CHECKING:
+    from streamrl.learner.publishing.shipping import Published
 
 _CHECK_EVERY_S = 5.0
 
@@ -39,8 +41,8 @@ class NewestVersion:
         self._published, self._next_check = published, 0.0
 
     def check_held(self) -> bool:
-        """Check that Redis still holds its manifests, and so did not lose its blobs just before; False if it was
-        emptied or lost its latest writes.
+        """Return whether Redis holds its manifests, and cannot have lost their blobs just before: it was not emptied,
+        and lost no latest writes. True between checks, and while Redis is away.
 
         New workers would wait for weights forever, and the learner for their groups. Checked after each version and
         every `_CHECK_EVERY_S`.

@@ -34,7 +34,14 @@ from streamrl.learner.metrics.record import ValidationResult
 from streamrl.protocol.transport.types import START, Entry, GroupStream
 from streamrl.protocol.wire.group import Group, decode_body, decode_header
 from streamrl.protocol.wire.ticket import Ticket
-from streamrl.recipe.held_out import judge_samples, majority, mean_over_prompts, passes, rewards_by_source
+from streamrl.recipe.held_out import (
+    AnswerSearch,
+    judge_samples,
+    majority,
+    mean_over_prompts,
+    passes,
+    rewards_by_source,
+)
 
 _READ_COUNT = 64
 _LOOK_EVERY_S = 10.0
@@ -78,6 +85,7 @@ class Validation:
         self._prompts = prompts
         self._settings = settings
         self._decode = decode
+        self._search = None if settings.answer is None else AnswerSearch(settings.answer)
         self._best_by = best_by
         self._run_uid = run_uid
         self._fingerprint = fingerprint
@@ -269,7 +277,7 @@ class Validation:
                 group.samples,
                 by=settings.pass_by,
                 at_least=settings.pass_score,
-                answer=settings.answer,
+                search=self._search,
                 stop=settings.sampling.stop,
                 decode=self._decode,
             )

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 HALF_CHARACTER = "\ufffd"  # what tokenizers decode a character to whose last bytes are in the next token
 _Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
-_SEARCH_S = 1.0  # for the answer in one text; of the process's CPU time
+_SEARCH_S = 0.5  # for the answer in one text; of the process's CPU time
+_MOST_LATE = 20  # texts
 _TOO_SLOW = (
-    f"validation.answer: searching one text took more than {_SEARCH_S:g} s, which counts as no answer; "
-    "does the pattern nest repetitions, such as (x+)*?"
+    f"validation.answer: searching one text took more than {_SEARCH_S:g} s, which counts as no answer; after "
+    f"{_MOST_LATE} such texts no more are searched. Does the pattern nest repetitions, such as (x+)*?"
 )
 
 
@@ -127,7 +128,7 @@ def judge_samples(
     *,
     by: str,
     at_least: float,
-    answer: str | None,
+    search: AnswerSearch | None,
     stop: Sequence[str],
     decode: Callable[[list[int]], str],
 ) -> list[JudgedSample]:
@@ -135,7 +136,7 @@ def judge_samples(
     return [
         JudgedSample(
             passed=one.rewards.get(by, -math.inf) >= at_least,
-            answer=None if answer is None else answer_in(completion_of(one.token_ids.tolist(), stop, decode), answer),
+            answer=None if search is None else search(completion_of(one.token_ids.tolist(), stop, decode)),
         )
         for one in samples
     ]
@@ -152,17 +153,28 @@ def completion_of(token_ids: list[int], stop: Sequence[str], decode: Callable[[l
     return text
 
 
-def answer_in(text: str, pattern: str) -> str | None:
-    """Return the pattern's last match in the text, or its first group if it has one; None if it has none, or if the
-    search takes too long: patterns with nested repetitions may take years on texts that a model wrote."""
-    import regex  # lazy: slow to import, and most readers of this module search nothing. `re` has no time limit
+class AnswerSearch:
+    """Finds answers by a pattern of the user's (`validation.answer`), which may nest repetitions, and then take years
+    on a text that a model wrote: each search has a limit, and after some that were too slow there are no more.
+    """
 
-    try:
-        found = list(regex.finditer(pattern, text, timeout=_SEARCH_S, concurrent=True))
-    except TimeoutError:
-        warnings.warn(_TOO_SLOW, RuntimeWarning, stacklevel=1)  # Python shows it once in a process
-        return None
-    if not found:
-        return None
-    held = found[-1][1] if found[-1].re.groups else found[-1][0]
-    return None if held is None else held.strip()
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+        self._num_late = 0
+
+    def __call__(self, text: str) -> str | None:
+        """Return the pattern's last match in the text, or its first group if it has one; None: there is none."""
+        import regex  # lazy: slow to import, and most readers of this module search nothing. `re` has no time limit
+
+        if self._num_late >= _MOST_LATE:
+            return None
+        try:
+            found = list(regex.finditer(self._pattern, text, timeout=_SEARCH_S, concurrent=True))
+        except TimeoutError:
+            self._num_late += 1
+            warnings.warn(_TOO_SLOW, RuntimeWarning, stacklevel=1)  # Python shows it once in a process
+            return None
+        if not found:
+            return None
+        held = found[-1][1] if found[-1].re.groups else found[-1][0]
+        return None if held is None else held.strip()

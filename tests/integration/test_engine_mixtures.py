@@ -1,6 +1,6 @@
 """A mixture of experts on real vLLM: what it answers after each load is what that version says, and that is proved.
 
-On a CPU vLLM packs experts for its kernel, and by itself does so once: `transfer` has the reason and the repair.
+On a CPU vLLM packs experts for its kernel, and by itself does so once: why, and the repair, in `vllm.loading.transfer`.
 Greedy tokens, so that a test says the same each time: of tokens that experts share evenly any rounding may decide.
 """
 

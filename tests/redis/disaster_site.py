@@ -1,4 +1,4 @@
-"""The place where the machine of `test_any_order` is at work, what it counts, and what may befall an act."""
+"""The place where the machine of `disaster_machine` is at work, what it counts, and what may befall an act."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run to which anything may happen: what the machine of `test_any_order` does, and the model it is held against.
+"""A run to which anything may happen: what the machine of `disaster_machine` does, and the model it is held against.
 
     learner      one life at a time that counts, and zombies: lives that were replaced and do not know it yet
     workers      three at a time (`disaster_workers`)

@@ -107,6 +107,11 @@ class Late:
         Late.stepping = False
     def close(self): Late.met.append(Late.stepping)
 
+class Stuck:
+    def reset(self, row): pass
+    def step(self, completion): return str(os.getpid()), 0.0, False
+    def close(self): time.sleep(3600)
+
 class Meets(Waits):
     together = threading.Barrier(128)
     def __init__(self): self.together.wait()
@@ -240,6 +245,27 @@ async def test_a_rollout_is_closed_when_its_late_call_has_ended_and_not_before(s
             return (await watching.step("met")).observation.strip("[]")
 
         assert await wait_until_async(closed, description="it is closed") == "False", "nobody is in its `step`"
+
+
+async def test_closes_that_hang_cost_the_process_and_not_all_rollouts_after_it(start: Start) -> None:
+    async with start("Stuck", timeout_s=1.0) as environment:
+
+        async def pid() -> str:
+            episodes = [await environment.begin({}) for _ in range(8)]
+            pids = {(await episode.step("")).observation for episode in episodes}
+            for episode in episodes:
+                await episode.close()
+            return pids.pop()
+
+        first = await pid()
+
+        async def is_replaced() -> bool:
+            try:
+                return await pid() != first
+            except SampleError:  # it was with the process
+                return False
+
+        await wait_until_async(is_replaced, description="another process")
 
 
 async def test_threads_that_hang_are_not_among_those_that_a_call_waits_for(start: Start) -> None:

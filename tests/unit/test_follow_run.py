@@ -147,7 +147,7 @@ async def test_a_run_that_is_removed_meanwhile_is_gone() -> None:
 # They say how long a worker waits for others, which those that it has begun with do as well.
 PATIENCE = {"redis", "redis.give_up_after_s", "learner.idle_timeout_s"}
 # Programs of their own, which follow no run; and configurations of vLLM.
-OTHER_CONFIGURATIONS = {"evaluate.py", "eval_result.py", "preflight.py", "transfer.py"}
+OTHER_CONFIGURATIONS = {"evaluate.py", "eval_result.py", "preflight.py", "engines/vllm/loading/transfer.py"}
 
 
 def test_every_setting_that_workers_read_is_one_that_they_follow() -> None:
@@ -156,8 +156,9 @@ def test_every_setting_that_workers_read_is_one_that_they_follow() -> None:
     for name, section in config:
         settings |= {f"{name}.{key}" for key in getattr(type(section), "model_fields", ())}
     read: set[str] = set()
-    for path in (ROOT / "workers").rglob("*.py"):
-        if path.name not in OTHER_CONFIGURATIONS:
+    workers = ROOT / "workers"
+    for path in (*workers.rglob("*.py"), ROOT / "streamrl" / "config" / "logged.py"):
+        if not path.is_relative_to(workers) or str(path.relative_to(workers)) not in OTHER_CONFIGURATIONS:
             read |= set(re.findall(r"config\.(\w+(?:\.\w+)?)", path.read_text())) & settings
     assert len(read) > 10
     assert {key for key in read - PATIENCE if not is_read_by_workers(key)} == set()

@@ -11,9 +11,9 @@ from statistics import fmean
 import pytest
 
 from streamrl.recipe.held_out import (
+    AnswerSearch,
     JudgedSample,
     Passing,
-    answer_in,
     completion_of,
     majority,
     mean_over_prompts,
@@ -116,9 +116,9 @@ def test_a_completion_ends_before_the_stop_string_that_ended_it(
 
 
 def test_an_answer_is_the_patterns_last_match() -> None:
-    assert answer_in("#### 3 and #### 72 ", r"#### ?(-?\d+)") == "72"
-    assert answer_in("3, then 4", r"\d") == "4"
-    assert answer_in("none", r"\d") is None
+    assert AnswerSearch(r"#### ?(-?\d+)")("#### 3 and #### 72 ") == "72"
+    assert AnswerSearch(r"\d")("3, then 4") == "4"
+    assert AnswerSearch(r"\d")("none") is None
 
 
 BOXED = r"\\boxed\{((?:[^{}]+|\{[^{}]*\})*)\}"
@@ -126,7 +126,7 @@ SLOW = r"(?:x|x)+y"
 
 
 def test_an_answer_in_nested_braces_is_found() -> None:
-    assert answer_in(r"so \boxed{\frac{1}{2}}.", BOXED) == r"\frac{1}{2}"
+    assert AnswerSearch(BOXED)(r"so \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
 
 
 @pytest.mark.filterwarnings("ignore:validation.answer")
@@ -134,11 +134,22 @@ def test_an_answer_in_nested_braces_is_found() -> None:
 @pytest.mark.parametrize("text", ["\\boxed{" + "x" * 60, "\\boxed{" + "x" * 60 + "{}}", "x" * 60 + "!y"])
 def test_no_pattern_searches_a_text_for_longer_than_a_moment(pattern: str, text: str) -> None:
     began = time.process_time()
-    answer_in(text, pattern)
+    AnswerSearch(pattern)(text)
     assert time.process_time() - began < 3.0
 
 
 def test_a_search_that_takes_too_long_finds_nothing_and_says_so_once_in_a_process() -> None:
     with warnings.catch_warnings(record=True, action="default") as shown:
-        assert [answer_in("x" * 60 + "!y", SLOW) for _ in range(2)] == [None, None]
+        assert [AnswerSearch(SLOW)("x" * 60 + "!y") for _ in range(2)] == [None, None]
     assert ["validation.answer" in str(one.message) for one in shown] == [True]
+
+
+@pytest.mark.filterwarnings("ignore:validation.answer")
+def test_a_pattern_that_was_too_slow_often_enough_is_not_searched_any_more() -> None:
+    """A validation of thousands of texts must end."""
+    search = AnswerSearch(SLOW)
+    assert search("xy") == "xy"
+    began = time.process_time()
+    assert [search("x" * 60 + "!y") for _ in range(200)] == [None] * 200
+    assert time.process_time() - began < 30.0
+    assert search("xy") is None

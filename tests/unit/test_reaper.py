@@ -91,12 +91,24 @@ def test_it_leaves_nothing_when_its_parent_is_killed(tmp_path: Path) -> None:
 
 def test_a_program_cannot_fork_faster_than_its_reaper_kills(tmp_path: Path) -> None:
     """The runner's parent has always ended already."""
-    run = "\nfor _ in range(3000):\n    if os.fork(): os._exit(0)\n    os.setsid()\n    time.sleep(0.001)"
+    mark = tmp_path / "runs"
+    run = (
+        "\nfor _ in range(3000):\n    if os.fork(): os._exit(0)\n    os.setsid()\n"
+        f"    open({str(mark)!r}, 'a').close()\n    time.sleep(0.001)"
+    )
     with program(tmp_path / "pids", f"os.fork() or exec({run!r})\ntime.sleep(600)") as reaper:
-        wait_until(lambda: len(started(tmp_path / "pids")) == 2, description="all run")
+        wait_until(lambda: len(started(tmp_path / "pids")) == 2 and mark.exists(), description="all run")
         reaper.send_signal(signal.SIGTERM)
         reaper.wait(240)
         assert are_gone(tmp_path / "pids")
+        assert [file for file in Path("/proc").glob("[0-9]*/cmdline") if str(mark) in _words(file)] == []
+
+
+def _words(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:  # it has just ended
+        return ""
 
 
 def test_what_a_program_has_left_behind_is_buried_while_it_runs(tmp_path: Path) -> None:

@@ -82,7 +82,10 @@ def _take_files(stdin: int, stdout: int, verdict: int) -> None:
     high = [os.dup(file) for file in (stdin, stdout, null, verdict)]  # all above 3, which the keeper has open
     for target, file in enumerate(high):
         os.dup2(file, target)
-    os.closerange(_VERDICT + 1, os.sysconf("SC_OPEN_MAX"))
+    for file in map(int, os.listdir("/proc/self/fd")):  # a billion numbers may be allowed
+        if file > _VERDICT:
+            with contextlib.suppress(OSError):  # that of the listing itself
+                os.close(file)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115 - as long as the process
     sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115

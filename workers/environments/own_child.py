@@ -53,7 +53,8 @@ class Games:
         # Instances of a class whose `reset` is async are made beside its calls, whose number nobody limits.
         makers = max(THREADS, memory_mb // _MB_PER_MAKER)
         self._makers = self._threads if "reset" in self.in_threads else ThreadPoolExecutor(makers)
-        self._given_up: dict[int, Future[Any]] = {}  # by rollout: cancelled calls that may still run in their threads
+        self._given_up: list[Future[Any]] = []  # cancelled calls whose threads may still run: nothing can stop them
+        self._late: dict[int, Future[Any]] = {}  # by rollout: the last of these
         self._closing: set[asyncio.Task[None]] = set()
 
     async def answer(self, command: str, rollout: int, argument: Any) -> Any:
@@ -62,7 +63,7 @@ class Games:
             if hasattr(instance, "close"):
                 closing = asyncio.create_task(self._close(instance, rollout), name=f"close {rollout}")
                 self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
+                closing.add_done_callback(self._closed)
                 await asyncio.shield(closing)  # it is closed, however late
             return None
         if command == "reset":
@@ -76,17 +77,23 @@ class Games:
 
     def replacement_reason(self) -> str:
         """Why this process must be replaced; empty if it is fine."""
-        self._given_up = {rollout: call for rollout, call in self._given_up.items() if call.running()}
+        self._given_up = [call for call in self._given_up if call.running()]
         return f"{len(self._given_up)} calls hang in the process" if len(self._given_up) >= _MAX_HANGING else ""
 
     async def _close(self, instance: Any, rollout: int) -> None:
         """Close an instance. A late call still uses it, and nothing can stop that, so it has its time once more; then
         closing what it waits for may be what ends it.
         """
-        late = self._given_up.get(rollout)
+        late = self._late.pop(rollout, None)
         if late is not None and late.running():
             await asyncio.wait([asyncio.wrap_future(late)], timeout=self._timeout_s)
-        await self._call(rollout, instance.close)
+        async with asyncio.timeout(self._timeout_s):
+            await self._call(rollout, instance.close)
+
+    def _closed(self, closing: asyncio.Task[None]) -> None:
+        self._closing.discard(closing)
+        if not closing.cancelled():
+            closing.exception()  # whoever waited for it has heard of it, or waits no longer
 
     async def _call(self, rollout: int, method: Callable[..., Any], *arguments: Any) -> Any:
         if inspect.iscoroutinefunction(method):
@@ -100,7 +107,8 @@ class Games:
         try:
             return await asyncio.wrap_future(call)
         except asyncio.CancelledError:
-            self._given_up[rollout] = call
+            self._given_up.append(call)
+            self._late[rollout] = call
             raise
 
 

@@ -1,6 +1,6 @@
 """A further host's copy of the weights, kept at exactly the version that the first host requests.
 
-    bring ─► remove tag ─► patch in a thread, compare digests ─► write tag: ranks may load it (`host_mirror`)
+    bring ─► remove tag ─► patch in a thread, compare digests ─► write tag: ranks load it (`vllm.loading.host_mirror`)
 
 Blocks on the store, and on Redis for manifests; the first host bounds the wait.
 """

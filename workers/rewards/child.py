@@ -209,6 +209,7 @@ def _kill(process: Process) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM)
+            os.kill(process.pid, signal.SIGCONT)  # user code may have stopped it
     transport = process._transport  # type: ignore[attr-defined]  # asyncio offers no public way to close these pipes
     calls, answers = transport.get_pipe_transport(0), transport.get_pipe_transport(1)
     if not calls.is_closing():

@@ -29,6 +29,7 @@ from streamrl.config import schema
 from streamrl.config.places import judge_base
 from streamrl.errors import ConfigError, RewardError, RewardOutage, TransportError
 from streamrl.permissions import Permissions
+from streamrl.protocol.wire.ticket import MAX_TOKENS
 from streamrl.workers.rewards.asking import FIRST_PAUSE_S, Service
 from streamrl.workers.rewards.base import ScoreItem, SourceHealth, Spend
 from streamrl.workers.rewards.http_client import check_host
@@ -165,7 +166,8 @@ class AskedJudge:
             raise RewardOutage(outage)
         payload = request(question, self._judge, self._source)
         limit = limit_of(payload, self._judge)
-        max_bytes = _MAX_ANSWER_BYTES + _MAX_BYTES_PER_TOKEN * max(self._source.max_tokens, limit.num_tokens)
+        most_tokens = max(self._source.max_tokens, min(limit.num_tokens, MAX_TOKENS))
+        max_bytes = _MAX_ANSWER_BYTES + _MAX_BYTES_PER_TOKEN * most_tokens
         body = await post(self._client, url, payload, timeout_s=self._source.timeout_s, max_bytes=max_bytes)
         answer = read(body, question)
         await self._budget.add(answer.num_tokens)  # an invalid verdict costs as much

@@ -110,7 +110,7 @@ class Rewards:
         items = [replace(item, rewards=applying(scores)) for item, scores in zip(items, scored, strict=True)]
         together = await self.score_together(items, purpose)
         scores = [{**own, **of_group} for own, of_group in zip(scored, together, strict=True)]
-        mixed = [self._sum(of_sample, must_apply=must_apply) for of_sample in scores]
+        mixed = [self._sum(of_sample, must_apply=must_apply, purpose=purpose) for of_sample in scores]
         self._failing = next((str(one) for one in mixed if isinstance(one, RewardError)), "")
         return mixed
 
@@ -160,14 +160,16 @@ class Rewards:
             del self._pending[entry]
         self._failing = ""
 
-    def _sum(self, scores: Mapping[str, Score | RewardError], *, must_apply: bool) -> Scores | RewardError:
+    def _sum(
+        self, scores: Mapping[str, Score | RewardError], *, must_apply: bool, purpose: Purpose
+    ) -> Scores | RewardError:
         failed = [score for score in scores.values() if isinstance(score, RewardError)]
         if failed:
             return failed[0]
         rewards = applying(scores)
         if must_apply and not rewards:
-            logged = all(source.needed_for for source in self._sources.values())
-            without = "returned None for it" if logged else "returned None for it, or failed and are only logged"
+            all_needed = all(purpose in source.needed_for for source in self._sources.values())
+            without = "returned None for it" if all_needed else "returned None for it, or failed and are only logged"
             return RewardError(f"no reward applies to this sample: {', '.join(scores)} {without}")
         total = sum((self._sources[name].weight * value for name, value in rewards.items()), 0.0)
         if not math.isfinite(total):

@@ -100,9 +100,11 @@ def read(body: Body, question: Question) -> JudgeAnswer:
     try:
         answer = json.loads(body.content)
         [choice, *_] = answer["choices"]
-        message = dict(choice["message"])
+        message = choice["message"]
     except (ValueError, RecursionError, KeyError, TypeError):
-        raise TryAgain(f"the answer is not a chat completion: {body.shown()}", answered=True) from None
+        message = None
+    if not isinstance(message, dict):
+        raise TryAgain(f"the answer is not a chat completion: {body.shown()}", answered=True)
     # Replace lone surrogates, which no message of ours can carry.
     content = _text_in(message.get("content")).encode(errors="replace").decode()
     usage = answer.get("usage")
@@ -111,7 +113,7 @@ def read(body: Body, question: Question) -> JudgeAnswer:
     num_bytes = len((question.text + content).encode(errors="replace"))
     num_tokens = reported if type(reported) is int and 0 < reported <= _MAX_TOKENS else -(-num_bytes // 4)
     was_cut = choice.get("finish_reason") == "length"
-    shown = body.shown(content or _why_empty(choice))
+    shown = body.shown(content or _why_empty(message, choice.get("finish_reason")))
     return JudgeAnswer(content=content, shown=shown, cut=was_cut, num_tokens=num_tokens)
 
 
@@ -123,9 +125,9 @@ def _text_in(content: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _why_empty(choice: Mapping[str, Any]) -> str | None:
+def _why_empty(message: Mapping[str, Any], finish_reason: Any) -> str | None:
     """Return what the service says about an answer without content; None if that is nothing."""
-    said = {"refusal": choice["message"].get("refusal"), "finish_reason": choice.get("finish_reason")}
+    said = {"refusal": message.get("refusal"), "finish_reason": finish_reason}
     words = [f"{name}: {text}" for name, text in said.items() if text]
     return "; ".join(["no content", *words]) if words else None
 

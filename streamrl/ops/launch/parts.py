@@ -25,6 +25,7 @@ from streamrl.protocol.transport.connection import check_server, connect
 from streamrl.protocol.weights.stores import budget_in_redis
 
 _THREADS = "OMP_NUM_THREADS"
+_NEVER_S = 365 * 24 * 3600
 _HOSTS_PORT = 9600  # of the first worker; that of each further one is one more
 # Time for a rank to finish its step and write a checkpoint before torchrun kills it.
 DRAIN_S = 300
@@ -188,10 +189,13 @@ def rendezvous(cluster: Cluster | None) -> list[str]:
     the interval, by the observer's clock, so clocks must agree to within these 6 s.
 
     An agent alone meets itself in a file of its own: torch's TCP store would listen on all interfaces, ask nobody who
-    they are, and unpickle what it is told. Each beat lengthens that file, and nobody listens for it.
+    they are, and unpickle what it is told. Nobody listens for its beats, each of which would lengthen that file.
     """
     if cluster is None:
-        return ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file,last_call_timeout=1,keep_alive_interval=60"]
+        return [
+            "--rdzv-backend=c10d",
+            f"--rdzv-conf=store_type=file,last_call_timeout=1,keep_alive_interval={_NEVER_S}",
+        ]
     return [
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={cluster.endpoint}",

@@ -30,7 +30,7 @@ def reward_outage(view: View) -> Iterator[Cause]:
             title="a reward source does not answer",
             evidence="; ".join(evidence),
             remedy="start or fix the service named above (ask a reward server with GET /health; for a judge check "
-            "key, model and token_budget); workers then continue by themselves",
+            "key, model and token_budget); workers that wait continue by themselves",
         )
 
 

@@ -61,6 +61,7 @@ class EmbeddedRedis:
         program = find_server()
         folder = folder.resolve()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)  # it may be of an earlier start, which was not as strict
         lock = _lock(folder, lock_timeout_s)
         try:
             socket = _socket_path(folder)

@@ -1,1 +1,1 @@
-"""The engine vLLM: `engine` runs in the worker, `plugin` and `loading` in the processes that vLLM starts."""
+"""The engine vLLM: `engine` runs in the worker, `plugin` and `loading.transfer` in the processes that vLLM starts."""

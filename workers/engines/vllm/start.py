@@ -65,7 +65,8 @@ def check_installed(
     if not any(plugin.value.startswith("streamrl.workers.engines.vllm.plugin:") for plugin in plugins):
         raise ResourceError(
             "vLLM does not find streamrl's weight transfer, which is an entry point of the installed "
-            "package: run from an installation (pip install -e .), not from a bare checkout"
+            "package: run from an installation (pip install -e .), not from a bare checkout, and install again after "
+            "an update of the checkout"
         )
 
 

@@ -16,9 +16,10 @@ import numpy as np
 from streamrl.config import schema
 from streamrl.config.engines import ENGINES
 from streamrl.config.load import as_overrides
+from streamrl.config.logged import needed_for
 from streamrl.config.places import granted
 from streamrl.data.prompts import read_prompts
-from streamrl.errors import StreamrlError, UserError
+from streamrl.errors import StreamrlError
 from streamrl.files import write_durably
 from streamrl.held_folders import scratch_folder
 from streamrl.ops.cli.arguments import MovingLine, OutputFile, print_result, takes_json
@@ -104,7 +105,7 @@ def evaluate(
       samples [{completion, token_ids, reward, rewards {source: reward}, finish_reason}]
 
     Exits with 1 when not every prompt was answered. What is known when a reward or the engine fails for good, or at
-    Ctrl-C, is printed and written all the same; of several checkpoints, one that cannot be read is left out.
+    Ctrl-C, is printed and written all the same; of several checkpoints, one that its run removes is left out.
     """
     options = {"worker.engine": engine, "data.validation": prompts, "validation.max_prompts": max_prompts}
     given = as_overrides({key: value for key, value in options.items() if value is not None})
@@ -131,28 +132,28 @@ def _evaluate_all(
 ) -> tuple[list[Evaluated], list[dict[str, Any]], StreamrlError | KeyboardInterrupt | None]:
     """Evaluate all subjects; return the results, a line per prompt of each, and the error that ended it, if any.
 
-    An error keeps the results so far, those of the subject's answered prompts included. A subject that cannot be used
-    costs the others nothing. All are checked before the first is loaded.
+    An error keeps the results so far, those of the subject's answered prompts included. A checkpoint that its run
+    removes meanwhile costs the others nothing. All are checked before the first is loaded.
     """
     done: list[Evaluated] = []
     lines: list[dict[str, Any]] = []
-    unusable: UserError | None = None
+    gone: StreamrlError | KeyboardInterrupt | None = None
     for subject, config in [(each, check_subject(each, local_reward_url)) for each in subjects]:
         try:
             found, model, error = _evaluate(subject, config, local_reward_url, patience_s)
-        except UserError as mistake:  # such as a checkpoint that its run has removed meanwhile
-            click.echo(f"{printable(subject.name)} is left out: {printable(str(mistake))}", err=True)
-            unusable = unusable or mistake
-            continue
         except (StreamrlError, KeyboardInterrupt) as early:
-            return done, lines, early
+            if not subject.is_gone or len(subjects) == 1:
+                return done, lines, early
+            click.echo(f"{printable(subject.name)} is left out: {printable(str(early))}", err=True)
+            gone = gone or early
+            continue
         step, result = subject.checkpoint.state.step if subject.checkpoint else None, found.result()
         done.append(Evaluated(name=subject.name, step=step, run=subject.run, result=result))
         label = {"checkpoint": subject.name} if len(subjects) > 1 else {}
         lines += [label | line for line in answers(found.prompts, result, model, config.validation.sampling.stop)]
         if error is not None:
             return done, lines, error
-    return done, lines, unusable
+    return done, lines, gone
 
 
 def _print_results(
@@ -183,7 +184,7 @@ def _evaluate(
         if config.reward_server is not None:
             server = stack.enter_context(reward_server(config.reward_server, notify=line.notice, show=line.show))
         url = server.url if server is not None else local_reward_url
-        build = partial(build_rewards, config.rewards, granted(config), url)
+        build = partial(build_rewards, config.rewards, granted(config), url, needed_for=needed_for(config))
         _try_rewards(config, build(), patience_s, line)
         line.show("load the model")
         model, prompts, weights = _load(subject, config, stack.enter_context(scratch_folder()), line.notice)

@@ -45,9 +45,14 @@ class EvalSubject:
     checkpoint: Checkpoint | None  # None: the model at model.path
 
     @property
+    def is_gone(self) -> bool:
+        """Whether its run has removed the checkpoint since it was found (`checkpoint.keep_last`)."""
+        return self.checkpoint is not None and not self.checkpoint.folder.exists()
+
+    @property
     def run(self) -> Path | None:
-        """The folder of the checkpoint's run."""
-        return self.config.folder if self.checkpoint else None
+        """The folder of the checkpoint's run, whatever configuration it is scored by."""
+        return self.checkpoint.folder.resolve().parents[1] if self.checkpoint else None
 
 
 def find_subjects(

@@ -18,6 +18,7 @@ from streamrl.ops.cli.arguments import MovingLine
 if TYPE_CHECKING:
     from streamrl.workers.rewards.base import GroupReward, Reward, ScoreItem
 
+_NOT_ASKED = "not asked, because the row before found the service out"
 Encode = Callable[[PromptRow, str], tuple[str, list[int], str]]  # (row, completion) -> (prompt, completion's ids, end)
 
 
@@ -100,11 +101,13 @@ async def score_pairs(
         tried: list[Tried] = []
         for number, group in enumerate(groups):
             line.show(f"{number} of {len(groups)}")
+            began = time.monotonic()
             try:
                 tried += await _score(reward, group)
             except RewardOutage as outage:  # each of the other rows would wait as long
-                left = chain.from_iterable(groups[number:])
-                return tried + [_tried(row, item, outage, seconds=0.0) for row, item in left]
+                waited_s, others = time.monotonic() - began, chain.from_iterable(groups[number + 1 :])
+                tried += [_tried(row, item, outage, seconds=waited_s) for row, item in group]
+                return tried + [_tried(row, item, RewardError(_NOT_ASKED), seconds=0.0) for row, item in others]
         return tried
     finally:
         line.end()
