@@ -234,7 +234,8 @@ def test_a_teacher_behind_an_address_is_asked_whether_it_is_there(
         loaded = load(model, redis_url, f"teacher.urls={json.dumps(urls)}")
         return [finding.level for _, finding in look(loaded) if finding.name == "teacher"]
 
-    assert levels(reward_server, f"{reward_server}/v1", "http://127.0.0.1:9") == ["ok", "warning", "error"]
+    urls = (reward_server, f"{reward_server}/v1", f"{reward_server}/other", "http://127.0.0.1:9")
+    assert levels(*urls) == ["ok", "ok", "warning", "error"]
 
 
 @pytest.fixture
