@@ -90,6 +90,15 @@ def test_a_reward_that_goes_out_for_good_costs_no_answer_that_was_scored(
     assert {line["error"] for line in lines[3:]} == {"not answered"}
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """As every program but one that runs tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_too(run: schema.Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "answers.jsonl"
 
