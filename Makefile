@@ -25,7 +25,7 @@ demo:  ## watch a pretrained model learn, a quarter of an hour (ARGS="seed=2" fo
 	@.ci/setup demo
 	@.venv/bin/streamrl demo $(ARGS)
 
-test:  ## lint, types and the fast tests, as CI runs them: 15 to 20 minutes on two cores (ARGS="-k word" for some)
+test:  ## lint, types and the fast tests, as CI runs them: 20 to 35 minutes on two cores (ARGS="-k word" for some)
 	@.ci/tier fast $(ARGS)
 
 test-long:  ## the tests that take minutes each: at most 60 minutes
