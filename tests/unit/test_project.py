@@ -63,7 +63,7 @@ def test_the_fast_tier_runs_setup_lint_and_tests_and_ends_with_the_summary(check
     lines = result.stdout.splitlines()
     assert result.returncode == 0, result.stdout
     assert lines.index("setup ran") < lines.index("lint ran")
-    assert any("budget 15 min" in line for line in lines)
+    assert any("budget 20 min" in line for line in lines)
     assert re.fullmatch(r"=+ 1 passed in .*=+", lines[-1])
 
 
