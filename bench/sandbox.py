@@ -71,7 +71,7 @@ async def _beside(reward: CodeReward, work: _Work, cores: int, turn_s: float) ->
     """Return the work's share of the CPU time of both, and its speed."""
     running = [asyncio.create_task(reward.score(_item("while True: pass", ["pass"]))) for _ in range(2 * cores)]
     try:
-        while len(programs := _children_of(os.getpid(), but=work.pids)) < 2 * cores:  # noqa: ASYNC110
+        while len(programs := _programs(os.getpid(), but=work.pids)) < 2 * cores:  # noqa: ASYNC110
             await asyncio.sleep(0.05)  # the kernel sends no notification
         before = _processor_s(work.pids), _processor_s(programs)
         speed = await _rate(work, turn_s)
@@ -93,13 +93,16 @@ def _processor_s(pids: Sequence[int]) -> float:
     return sum(int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) for pid in pids) * 1e-9
 
 
-def _children_of(pid: int, *, but: Sequence[int] = ()) -> list[int]:
-    """Return the pids of the sandboxes: grandchildren that do not belong to the work."""
-    found = []
-    for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
-        if child not in but:
-            found += [int(word) for word in Path(f"/proc/{child}/task/{child}/children").read_text().split()]
-    return found
+def _programs(of: int, *, but: Sequence[int] = ()) -> list[int]:
+    """Return the pids of the sandboxed programs. A keeper has started them, and its reaper (`streamrl.reaper`) it; the
+    rest is the work's."""
+    reapers = [child for child in _children(of) if child not in but]
+    keepers = [keeper for reaper in reapers for keeper in _children(reaper)]
+    return [program for keeper in keepers for program in _children(keeper)]
+
+
+def _children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
