@@ -62,12 +62,11 @@ def make_feed_parts(
     books = open_books(config, state, largest_group_bytes=largest_group_bytes)
     tickets = Tickets(prompts=prompts, order=order, ledger=books.ledger, config=config, run_uid=run_uid)
     dispatch = Dispatch(stream=stream, tickets=tickets, order=order, books=books, config=config)
-    failures = FailuresInRow(config.training.max_failed_in_row)
     gate = Gate(
         stream=stream,
         ledger=books.ledger,
         ready_groups=books.ready_groups,
-        failures=failures,
+        failures=(failures := FailuresInRow(config.training.max_failed_in_row)),
         run_uid=run_uid,
         fingerprint=fingerprint,
         max_samples=config.sampling.num_samples,

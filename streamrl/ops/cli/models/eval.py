@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -110,21 +110,28 @@ def evaluate(
     options = {"worker.engine": engine, "data.validation": prompts, "validation.max_prompts": max_prompts}
     given = as_overrides({key: value for key, value in options.items() if value is not None})
     subjects = find_subjects(words, file, given, local_reward_url=local_reward_url)
-    if plot is not None:
-        check_plot()
+    check_plot(plot)
     done, lines, error = _evaluate_all(subjects, local_reward_url, patience_s)
-    if error is not None and not done:
+    if error and not done:
         raise error
     try:
-        if output is not None:
-            write_durably(output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
-        if plot is not None:
-            save_plot(plot, done)
+        _write(output, lines)
+        _plot(plot, done)
     finally:  # hours of work must not end without its results
         _print_results(done, subjects[0].config, engine, several=len(subjects) > 1, as_json=as_json)
-    if error is not None:
+    if error:
         raise error
     return 0 if all(each.result.num_answered == each.result.num_prompts for each in done) else 1
+
+
+def _write(output: Path | None, lines: Sequence[Mapping[str, Any]]) -> None:
+    if output is not None:
+        write_durably(output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+
+
+def _plot(plot: Path | None, done: Sequence[Evaluated]) -> None:
+    if plot is not None:
+        save_plot(plot, done)
 
 
 def _evaluate_all(

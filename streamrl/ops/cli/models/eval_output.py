@@ -88,9 +88,10 @@ def _columns(result: Result) -> dict[str, str]:
     return found
 
 
-def check_plot() -> None:
-    """ResourceError if no plot can be made here."""
-    need("a plot", "matplotlib", extra="monitor")
+def check_plot(plot: Path | None) -> None:
+    """ResourceError if one is wanted and cannot be made here."""
+    if plot is not None:
+        need("a plot", "matplotlib", extra="monitor")
 
 
 def save_plot(path: Path, several: Sequence[Evaluated]) -> None:
